@@ -22,6 +22,7 @@ from bench.experiments.fewer_bits.fine_tune_command import fine_tune
 from bench.experiments.fewer_bits.rounding_command import compare_roundings
 from bench.experiments.fewer_bits.weight_only_command import weight_only
 from bench.experiments.leaves.leaves_command import leaves
+from bench.experiments.loading.loading_command import loading
 from bench.experiments.ranks.ranks_command import ranks
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.readings.readings import SEGMENT
@@ -58,6 +59,7 @@ app.command()(fine_tune)
 app.command(name="roundings")(compare_roundings)
 app.command()(weight_only)
 app.command()(leaves)
+app.command()(loading)
 app.command()(copy_index)
 app.command()(attention)
 app.command()(busy)

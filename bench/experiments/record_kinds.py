@@ -15,6 +15,7 @@ from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, e
 from bench.experiments.fewer_bits.copy_tables import copy_headline, copy_tables
 from bench.experiments.fewer_bits.fine_tune_tables import fine_tune_headline, fine_tune_tables
 from bench.experiments.fewer_bits.rounding_tables import rounding_headline, rounding_tables
+from bench.experiments.loading.loading_tables import loading_headline, loading_tables
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.record import Line
 from bench.report.record_kinds import KINDS, RecordKind
@@ -56,6 +57,7 @@ STUDIES: dict[str, RecordKind] = {
     "busy": RecordKind(
         tables=busy_tables, headline=busy_headline, figures=_busy_figures, headings={"cost": "Processor time"}
     ),
+    "loading": RecordKind(tables=loading_tables, headline=loading_headline, headings={"loading": "Loading"}),
     "copying-gain": RecordKind(
         tables=copying_tables,
         headline=copying_headline,

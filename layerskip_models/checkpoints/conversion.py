@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from layerskip_models.checkpoints.as_built import rotary_angles
+from layerskip_models.checkpoints.fused_reading import (
+    places_of,
+    read_eight_bits,
+    read_floats,
+    read_four_bits,
+    rounds_while_reading,
+)
 from layerskip_models.checkpoints.progress import tell
+from layerskip_models.checkpoints.stored_tensor import StoredTensor
 from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.decoder_layer import DecoderLayer, interleave_heads
 from layerskip_models.families import family_of, head_dim_of
@@ -46,8 +54,10 @@ if TYPE_CHECKING:
 
 DRAFT_HEAD_BYTES = 16 << 20
 """Heads from this size on get a second one in 8 bits, which drafts are chosen with: smaller ones stay in a cache."""
-Packed = Mapping[str, FourBitWeight]
-"""Weights that a checkpoint has in 4 bits, by the names of their modules ("model.layers.0.mlp.down_proj")."""
+_COMPARED = 1 << 20  # numbers at a time
+Packed = Mapping[str, FourBitWeight | StoredTensor]
+"""Weights that a checkpoint has in 4 bits, or that are still in its files, by the names of their modules
+("model.layers.0.mlp.down_proj")."""
 _NOTHING: Packed = MappingProxyType({})
 WholeOf = Callable[[str, Tensor], Whole | None]
 """whole_of(kind, weight): what the matrix is of which a layer's "output" or "down" has some columns; None for all of it."""
@@ -109,17 +119,18 @@ def convert(
     packed: Packed = _NOTHING,
     fill: Callable[[str, nn.Module], None] = lambda name, module: None,
     whole_of: WholeOf = lambda kind, weight: None,
+    stored_head: StoredTensor | None = None,
 ) -> LayerSkipModel:
     """`from_transformers` without its checks. fill: called with each layer and its name before it is read.
 
-    packed: of layers' matrices that are in 4 bits already, whose parameters in `model` then only have the right shape.
-    whole_of: called for matrices that are rounded.
+    packed: of layers' matrices that are in 4 bits already, or still in a file. stored_head: a head that is. Their parameters
+    in `model` then only have the right shape. whole_of: called for matrices that are rounded.
     """
     decoder = model.model
     stored = decoder.norm.weight.dtype
     dtype = arithmetic_dtype(stored, decoder.norm.weight.device)
     if layout is not None:
-        check_layout(layout, model.lm_head.weight.new_empty(0, dtype=dtype))
+        check_layout(layout, decoder.norm.weight.new_empty(0, dtype=dtype))
 
     def layout_of(weight: Tensor, layer: int | None = None) -> Layout:
         if layout == "int4" and keeps_eight_bits(layer):
@@ -148,23 +159,28 @@ def convert(
         tell(index + 1, len(decoder.layers))
 
     embedding = decoder.embed_tokens.weight.detach()
-    head_weight = model.lm_head.weight.detach()
+    head_weight = (model.lm_head.weight if stored_head is None else decoder.norm.weight).detach()
     tied = head_weight.device == embedding.device and head_weight.data_ptr() == embedding.data_ptr()
     if not release and not share:
         embedding = embedding.clone()
         head_weight = embedding if tied else head_weight.clone()
-    head_weight, head_layout = in_its_layout(head_weight, dtype, layout_of)
-    head = LAYOUTS[head_layout](head_weight, None)
-    draft_head = None
-    if head_layout == "native" and head.num_bytes >= DRAFT_HEAD_BYTES:
-        draft_head = NativeInt8Linear(head_weight)
+    head: Linear
+    draft_head: Linear | None = None
+    head_layout = layout_of(head_weight.new_empty(0, dtype=dtype))
+    if stored_head is not None and rounds_while_reading([stored_head], head_layout, dtype):
+        head = read_eight_bits([stored_head], None, None)
+    else:
+        if stored_head is not None:
+            head_weight = read_floats([stored_head], None, dtype)
+        head_weight, head_layout = in_its_layout(head_weight, dtype, layout_of)
+        head = LAYOUTS[head_layout](head_weight, None)
+        if head_layout == "native" and head.num_bytes >= DRAFT_HEAD_BYTES:
+            draft_head = NativeInt8Linear(head_weight)
     if tied and isinstance(head, PlainLinear):
         embedding = head.weight  # one copy serves both
-    elif embedding.dtype != stored:  # as the file has it, see `StoredWeights.view`
+    elif embedding.dtype != stored:  # as the file has it, see `StoredWeights.stored`
         embedding = embedding if head_layout in COMPACT else embedding.to(stored)
-    elif (
-        dtype == stored and head_layout in COMPACT and torch.equal(embedding.bfloat16().to(embedding.dtype), embedding)
-    ):
+    elif dtype == stored and head_layout in COMPACT and _fits_bfloat16(embedding):
         embedding = embedding.bfloat16()
     result = LayerSkipModel(
         config,
@@ -269,15 +285,31 @@ def convert_layer(
             biases = [_zeros_like_output(one.weight) if one.bias is None else one.bias for one in linears]
             bias = fused(kind, biases).to(dtype)
         own = [packed.get(f"model.layers.{index}.{place}") for place in places]
-        known = [weight for weight in own if weight is not None]
-        if len(known) == len(own):
-            whole = FourBitWeight.cat(known)
-            if kind == "qkv":
-                whole = whole.reordered(fused(kind, [torch.arange(whole.shape[0], device=whole.packed.device)]))
+        stored = [weight for weight in own if isinstance(weight, StoredTensor)]
+        four_bits = [weight for weight in own if weight is not None and _keeps_four_bits(weight)]
+        is_stored = len(stored) == len(own)
+        order: Tensor | None = None
+        rows_of_whole: Tensor | None = None
+        if kind == "qkv" and (is_stored or len(four_bits) == len(own)):
+            count = sum(len(linear.weight) for linear in linears)
+            order = fused(kind, [torch.arange(count, device=linears[0].weight.device)])
+            rows_of_whole = places_of(order)
+        if len(four_bits) == len(own):
+            whole = read_four_bits(stored, rows_of_whole) if is_stored else None
+            if whole is None:
+                known = [weight.four_bits() if isinstance(weight, StoredTensor) else weight for weight in four_bits]
+                whole = FourBitWeight.cat(known)
+                whole = whole if order is None else whole.reordered(order)
             projections[kind] = four_bit_linear(whole, bias)
             continue
-        full = [linear.weight if four_bits is None else four_bits.values() for linear, four_bits in zip(linears, own)]
-        weight, layout = in_its_layout(fused(kind, full), dtype, layout_of)
+        if is_stored and rounds_while_reading(stored, layout_of(linears[0].weight.new_empty(0, dtype=dtype)), dtype):
+            projections[kind] = read_eight_bits(stored, rows_of_whole, bias)
+            continue
+        if is_stored:
+            value = read_floats(stored, rows_of_whole, dtype)
+        else:
+            value = fused(kind, [_floats(linear.weight, known) for linear, known in zip(linears, own)])
+        weight, layout = in_its_layout(value, dtype, layout_of)
         norm_before = before.get(kind)
         factors = None if norm_before is None or layout in COMPACT else norm_before.fold()
         if factors is not None:
@@ -297,12 +329,32 @@ def convert_layer(
     )
 
 
+def _keeps_four_bits(weight: FourBitWeight | StoredTensor) -> bool:
+    return weight.keeps_four_bits if isinstance(weight, StoredTensor) else True
+
+
+def _floats(weight: Tensor, known: FourBitWeight | StoredTensor | None) -> Tensor:
+    """The numbers of a matrix, of which something else than its weight may be known."""
+    return weight if known is None else known.values() if isinstance(known, FourBitWeight) else known.tensor()
+
+
 def in_its_layout(weight: Tensor, dtype: torch.dtype, layout_of: Callable[[Tensor], Layout]) -> tuple[Tensor, Layout]:
-    """A weight in the dtype that it is computed in, and its layout. Our kernels keep bfloat16."""
-    if weight.dtype == torch.bfloat16 and layout_of(weight.new_empty(0, dtype=dtype)) == "native":
-        return weight, "native"
+    """A weight in the dtype that it is computed in, and its layout. Our kernels keep 16 bits, bfloat16 where it is exact."""
+    if weight.dtype in (torch.bfloat16, torch.float16) and layout_of(weight.new_empty(0, dtype=dtype)) == "native":
+        return _in_bfloat16(weight), "native"
     weight = weight.to(dtype)
     return weight, layout_of(weight)
+
+
+def _in_bfloat16(weight: Tensor) -> Tensor:
+    """A weight of 16 bits as `without_loss` would keep its numbers."""
+    return weight.bfloat16() if weight.dtype != torch.bfloat16 and _fits_bfloat16(weight) else weight
+
+
+def _fits_bfloat16(weight: Tensor) -> bool:
+    """Whether bfloat16 holds all its numbers; nearly always the first rows say no. Little more memory is needed for it."""
+    step = max(_COMPARED // weight.shape[1], 1)
+    return all(torch.equal(some.bfloat16().to(some.dtype), some) for some in weight.split(step))
 
 
 def _norm(weight: Tensor, config: PreTrainedConfig, dtype: torch.dtype, share: bool) -> RMSNorm:
@@ -339,4 +391,6 @@ def together(parameters: Sequence[Tensor]) -> Tensor:
 def _release(module: nn.Module) -> None:
     """Give the memory of a module's parameters back."""
     for parameter in module.parameters():
+        if parameter.is_meta:  # a head that was read from its file
+            continue
         parameter.data = torch.empty(0, dtype=parameter.dtype)

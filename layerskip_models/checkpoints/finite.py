@@ -14,10 +14,15 @@ _PIECE = 1 << 20  # numbers looked at together: few enough to stay in a cache
 def check_finite(value: Tensor, checkpoint: str, name: str) -> None:
     """ValueError if a number of this tensor is NaN or infinite: nothing could be decoded with it."""
     if not is_finite(value):
-        raise ValueError(
-            f"{checkpoint} holds NaN or infinite weights, first in {name}: the checkpoint is damaged or its training "
-            "diverged; load another one"
-        )
+        raise not_finite(checkpoint, name)
+
+
+def not_finite(checkpoint: str, name: str) -> ValueError:
+    """The error for a tensor with a number that is NaN or infinite."""
+    return ValueError(
+        f"{checkpoint} holds NaN or infinite weights, first in {name}: the checkpoint is damaged or its training "
+        "diverged; load another one"
+    )
 
 
 def is_finite(value: Tensor) -> bool:

@@ -30,12 +30,14 @@ _MOST_NESTED, _MOST_DIMENSIONS = 4, 4
 class GgufTensor:
     """A tensor in the file. shape: the innermost dimension first, as the file has it.
 
-    tensor_type: gguf's `GGMLQuantizationType`. data: rows of floats or, of quantised types and bfloat16, of bytes.
+    tensor_type: gguf's `GGMLQuantizationType`. begin: its place in the file. data: rows of floats or, of quantised types and
+    bfloat16, of bytes.
     """
 
     name: str
     tensor_type: Any
     shape: tuple[int, ...]
+    begin: int
     data: np.ndarray
 
 
@@ -43,6 +45,7 @@ class GgufReader:
     """A mapped file. Raises ValueError for one that is damaged; UnicodeDecodeError is one, too."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._bytes = np.memmap(path, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
         self._view, self._at = self._bytes.data, 0
         if bytes(self._take(4)) != _MAGIC:
@@ -167,4 +170,4 @@ class GgufReader:
         floats = {"F16": np.float16, "F32": np.float32, "F64": np.float64}.get(tensor_type.name)
         rows = shape[:0:-1]
         data = data.reshape(*rows, row) if floats is None else data.view(floats).reshape(*rows, shape[0])
-        return GgufTensor(name, tensor_type, shape, data)
+        return GgufTensor(name, tensor_type, shape, begin, data)

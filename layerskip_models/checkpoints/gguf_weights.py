@@ -20,23 +20,20 @@ from torch import Tensor
 from layerskip_models.checkpoints.gguf_metadata import architecture_of
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.packed_weights import Cut
+from layerskip_models.checkpoints.stored_tensor import FLOATS, StoredTensor, fits_our_four_bits, four_bits_of_blocks
 from layerskip_models.checkpoints.stored_weights import StoredWeights
 from layerskip_models.families import head_dim_of
-from layerskip_models.four_bits import CHUNK, FourBitWeight, pack_nibbles
+from layerskip_models.four_bits import FourBitWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_BYTES = {"Q4_0": 18, "Q4_1": 20}
-
 
 class GgufWeights(StoredWeights):
-    """`StoredWeights` of a file, read from the mapped file alone.
+    """`StoredWeights` of a file, which the reader has mapped. Parts of matrices are read from the mapped file.
 
     names: the tensor in the file of each parameter, which has the parameter's shape.
     """
-
-    maps = False
 
     def __init__(
         self,
@@ -48,19 +45,40 @@ class GgufWeights(StoredWeights):
         keep_packed: bool,
     ) -> None:
         super().__init__(name, keep_packed)
-        self._reader = reader
+        self._mapped = reader
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._tensors = {name: tensors[stored] for name, stored in names.items()}
         self._config, self._permuted = config, architecture_of(reader) == "llama"
         self.names = self._tensors.keys()
 
-    def forget(self) -> None:
-        self._reader.forget()
+    def stored(self, name: str, dtype: torch.dtype) -> StoredTensor | None:
+        from gguf import GGML_QUANT_SIZES
+
+        tensor = self._tensors[name]
+        form, shape = tensor.tensor_type.name, tuple(tensor.shape[::-1])
+        if 0 in shape or not 1 <= len(shape) <= 2:
+            return None
+        block, width = GGML_QUANT_SIZES[tensor.tensor_type]
+        own = FLOATS.get(form, torch.float32)
+        packed = self._keep_packed and name.startswith("model.layers.") and fits_our_four_bits(form, shape[-1])
+        return StoredTensor(
+            reader=self._reader,
+            file=self._file(self._mapped.path),
+            begin=tensor.begin,
+            shape=shape,
+            form=form,
+            row_bytes=shape[-1] // block * width,
+            dtype=own if own.itemsize == 2 and dtype == torch.float32 else dtype,
+            checkpoint=self.name,
+            name=name,
+            order=_order(name, self._config) if self._permuted else None,
+            keeps_four_bits=packed and len(shape) == 2,
+        )
 
     def four_bits(self, module: str, cut: Cut = None) -> FourBitWeight | None:
         name = f"{module}.weight"
         tensor = self._tensors[name]
-        if tensor.tensor_type.name not in _BYTES or int(tensor.shape[0]) % CHUNK:
+        if not fits_our_four_bits(tensor.tensor_type.name, int(tensor.shape[0])):
             return None
         data, skipped = self._data(name, cut)
         if skipped:
@@ -70,8 +88,12 @@ class GgufWeights(StoredWeights):
     def floats(self, name: str, cut: Cut = None) -> Tensor:
         from gguf import dequantize
 
-        data, skipped = self._data(name, cut)
         kind = self._tensors[name].tensor_type
+        whole = self.stored(name, FLOATS.get(kind.name, torch.float32)) if cut is None else None
+        if whole is not None:
+            return whole.tensor()
+        data, skipped = self._data(name, cut)
+        self._mapped.forget()
         if kind.name == "Q8_0":
             found = floats_of_eight_bits(torch.from_numpy(data))
         else:
@@ -103,15 +125,6 @@ def floats_of_eight_bits(data: Tensor) -> Tensor:
     blocks = data.unflatten(1, (-1, 34))
     scales = blocks[..., :2].contiguous().view(torch.float16).float()
     return (blocks[..., 2:].view(torch.int8) * scales).flatten(1)
-
-
-def four_bits_of_blocks(data: Tensor, kind: str) -> FourBitWeight:
-    """A tensor's bytes, uint8 [out, bytes of a row]. kind: "Q4_0" or "Q4_1"."""
-    blocks = data.unflatten(1, (-1, _BYTES[kind]))
-    halves, nibbles = blocks[..., :-16].contiguous().view(torch.float16), blocks[..., -16:]
-    values = torch.cat((nibbles & 15, nibbles >> 4), dim=2).flatten(1)
-    offsets = halves[..., 1].float().contiguous() if kind == "Q4_1" else None
-    return FourBitWeight(pack_nibbles(values), halves[..., 0].contiguous(), offsets)
 
 
 def _order(name: str, config: Any) -> Tensor | None:

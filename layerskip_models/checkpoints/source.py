@@ -18,6 +18,7 @@ from layerskip_models.checkpoints.packed_weights import WHOLE
 from layerskip_models.checkpoints.quantised import quantisation_of, unquantised
 from layerskip_models.checkpoints.schemes import schemes_of
 from layerskip_models.checkpoints.shell import RotaryFrequencies
+from layerskip_models.checkpoints.stored_tensor import StoredTensor
 from layerskip_models.checkpoints.stored_weights import SafetensorsWeights, StoredWeights
 from layerskip_models.checkpoints.weight_files import tensor_files
 from layerskip_models.four_bits import FourBitWeight
@@ -54,7 +55,11 @@ class Source:
         keep_packed: as in `StoredWeights`. Raises ValueError for weights that are not those of the configuration.
         """
         with torch.device("cpu"), clear_errors(self.name):
-            yield self._weights(keep_packed)
+            weights = self._weights(keep_packed)
+            try:
+                yield weights
+            finally:
+                weights.close()
 
     def _weights(self, keep_packed: bool) -> StoredWeights:
         config, settings = unquantised(self.config), quantisation_of(self.config)
@@ -111,47 +116,59 @@ class Source:
             if quantisation_of(self.config) is None:
                 config.dtype = dtype  # as transformers says it of a model that it has loaded
             shell: Any = shell_of(config, self.name).to(dtype)
-            packed: dict[str, FourBitWeight] = {}  # of the layer that is filled
+            packed: dict[str, FourBitWeight | StoredTensor] = {}  # of the module that is filled
+            if plan is None:
+                weights.expect(_in_order(shell))
 
             def fill(name: str, module: nn.Module) -> None:
                 packed.clear()
-                weights.forget()  # what the module before was filled from
-                for own, _ in [*module.named_parameters()]:
+                for own, parameter in [*module.named_parameters()]:
                     place, _, kind = own.rpartition(".")
                     full, device = f"{name}.{own}", device_of(name)
                     cuts = WHOLE if plan is None else plan.cuts(full)
-                    weight = weights.read_packed(f"{name}.{place}", cuts) if kind == "weight" else None
-                    if weight is not None:
+                    weight: FourBitWeight | StoredTensor | None = None
+                    if plan is None and device.type == "cpu" and parameter.dim() == 2:
+                        weight = weights.stored(full, dtype)
+                    if weight is None and kind == "weight":
+                        weight = weights.read_packed(f"{name}.{place}", cuts)
+                    if isinstance(weight, StoredTensor) and not name.startswith("model.layers."):
+                        value = weight.tensor()
+                    elif weight is not None:
                         packed[f"{name}.{place}"] = weight
                         value = torch.zeros((), dtype=dtype, device=device).expand(weight.shape)
-                    elif plan is None and name.startswith("model.layers."):  # which `convert` copies
-                        value = weights.view(full, dtype, device)
-                    elif plan is None and kind == "weight" and name != "model.norm":
-                        value = weights.view(full, dtype, device)
-                        value = value.clone() if weights.maps else value
                     else:
                         value = weights.read(full, dtype, device, cuts)
                         if plan is not None and plan.added_elsewhere(full):
                             value.zero_()
                     setattr(module.get_submodule(place), kind, nn.Parameter(value, requires_grad=False))
 
-            _fill_ends(shell, fill, tied=config.tie_word_embeddings, has_head="lm_head.weight" in weights.names)
+            tied, has_head = config.tie_word_embeddings, "lm_head.weight" in weights.names
+            head = None  # one that is read when it is converted
+            if plan is None and not tied and has_head and device_of("lm_head").type == "cpu":
+                head = weights.stored("lm_head.weight", dtype)
+            _fill_ends(shell, fill, tied=tied, fills_head=head is None and (has_head or not tied))
             decoder = shell.model
             decoder.rotary_emb = RotaryFrequencies(config).to(device_of("model.embed_tokens"))
             shell.generation_config = self.generation_config()
-            model = convert(shell, config, layout, release=True, packed=packed, fill=fill, whole_of=whole_of)
-            weights.forget()
-            return model
+            return convert(
+                shell, config, layout, release=True, packed=packed, fill=fill, whole_of=whole_of, stored_head=head
+            )
 
 
-def _fill_ends(shell: Any, fill: Callable[[str, nn.Module], None], *, tied: bool, has_head: bool) -> None:
-    """Embedding, last norm and head. As in transformers a head in the files is tied only if it is the embedding."""
+def _in_order(shell: Any) -> list[str]:
+    """The parameters in the order in which they are filled."""
+    names = [name for name, _ in shell.named_parameters()]
+    return [*(name for name in names if not name.startswith("model.layers.")), *names]
+
+
+def _fill_ends(shell: Any, fill: Callable[[str, nn.Module], None], *, tied: bool, fills_head: bool) -> None:
+    """Embedding, last norm, perhaps the head. As in transformers a head in the files is tied only if it is the embedding."""
     embedding = shell.model.embed_tokens
     fill("model.embed_tokens", embedding)
     fill("model.norm", shell.model.norm)
-    if has_head or not tied:
+    if fills_head:
         # No longer the embedding's parameter.
         shell.lm_head.weight = nn.Parameter(shell.lm_head.weight.detach(), requires_grad=False)
         fill("lm_head", shell.lm_head)
-    if tied and (not has_head or torch.equal(shell.lm_head.weight, embedding.weight)):
+    if tied and (not fills_head or torch.equal(shell.lm_head.weight, embedding.weight)):
         shell.lm_head.weight = embedding.weight

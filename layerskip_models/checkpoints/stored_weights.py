@@ -1,13 +1,15 @@
 """The weights that a checkpoint's files stand for: whole or in parts, as floats or in the files' own 4 bits.
 
 Only the numbers of the part that is asked for are read from the files. Scales of quantised weights are read whole: they are a
-few percent of the file.
+few percent of the file. A whole matrix can stay in its file until its place in memory is known (`stored`).
 """
 
 from __future__ import annotations
 
+import json
+import struct
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from layerskip_models.checkpoints.finite import check_finite
-from layerskip_models.checkpoints.mapped_safetensors import MappedSafetensors
 from layerskip_models.checkpoints.packed_weights import NUMBERS, WHOLE, Cut, dequantise, in_four_bits, modules_of
+from layerskip_models.checkpoints.read_ahead import ReadFile
 from layerskip_models.checkpoints.schemes import ORIGINAL, SchemeOf
+from layerskip_models.checkpoints.stored_tensor import FLOATS, StoredTensor, TensorReader
 from layerskip_models.four_bits import FourBitWeight
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
@@ -32,15 +35,38 @@ class StoredWeights(ABC):
     """
 
     names: Collection[str]
-    maps: bool = True
-    """Whether `floats` and `view` may give the mapped file's own memory."""
 
     def __init__(self, name: str, keep_packed: bool) -> None:
         self.name, self._keep_packed = name, keep_packed
+        self._reader = TensorReader()
+        self._files: dict[Path, ReadFile] = {}
+
+    def close(self) -> None:
+        """Nothing is read from the files any more, `StoredTensor`s included."""
+        self._reader.close()
+        for file in self._files.values():
+            file.close()
+
+    def _file(self, path: Path) -> ReadFile:
+        if path not in self._files:
+            self._files[path] = ReadFile(path)
+        return self._files[path]
+
+    @abstractmethod
+    def stored(self, name: str, dtype: torch.dtype) -> StoredTensor | None:
+        """A parameter that stays in its file until it is asked for; None where only `read` knows what it stands for.
+
+        dtype: that its numbers are rounded to. They keep the file's own 16 bits where that is float32, which is wider.
+        """
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Say in which order whole parameters will be read."""
+        found = (self.stored(name, torch.float32) for name in names if name in self.names)
+        self._reader.ahead.expect((one.file, one.begin, one.num_bytes) for one in found if one is not None)
 
     @abstractmethod
     def floats(self, name: str, cut: Cut = None) -> Tensor:
-        """A parameter, or a part of it, as the floats that the file stands for; may be a view of the mapped file."""
+        """A parameter, or a part of it, as the floats that the file stands for."""
 
     @abstractmethod
     def four_bits(self, module: str, cut: Cut = None) -> FourBitWeight | None:
@@ -53,20 +79,9 @@ class StoredWeights(ABC):
         """
         parts = [self.floats(name, cut) for cut in cuts]
         value = parts[0] if len(parts) == 1 else torch.cat(parts)
-        value = value.to(device=device, dtype=dtype, copy=self.maps).contiguous()
+        value = value.to(device=device, dtype=dtype).contiguous()
         check_finite(value, self.name, name)
         return value
-
-    def view(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A parameter as `read` gives it, or in the file's own memory and bfloat16 if `dtype` is float32, which is wider.
-
-        To be copied before `forget` is called, and not written to. Errors as in `read`.
-        """
-        return self.read(name, dtype, device)
-
-    @abstractmethod
-    def forget(self) -> None:
-        """Give back the memory of what was read from mapped files, and is not a tensor of its own."""
 
     def read_packed(self, module: str, cuts: Sequence[Cut] = WHOLE) -> FourBitWeight | None:
         """As `read`, for a matrix of a layer that stays in 4 bits; None if it does not stay so."""
@@ -85,7 +100,8 @@ class StoredWeights(ABC):
 class SafetensorsWeights(StoredWeights):
     """`StoredWeights` of a checkpoint in floats, or of one that GPTQ or compressed-tensors quantised.
 
-    where: the file of every tensor; files are opened once and mapped, not read. shapes: of the model's parameters.
+    where: the file of every tensor; files are opened once. Whole tensors are read, parts of them come from the mapped file.
+    shapes: of the model's parameters.
     scheme_of: what is said of each quantised module; None for a checkpoint in floats.
     Raises ValueError for floats of another shape or type, and for tensors of a quantised checkpoint that nothing reads.
     """
@@ -102,7 +118,7 @@ class SafetensorsWeights(StoredWeights):
         super().__init__(name, keep_packed)
         self._where, self._shapes, self._scheme_of = where, shapes, scheme_of
         self._open: dict[Path, Any] = {}
-        self._mapped: dict[Path, MappedSafetensors] = {}
+        self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._quantised = modules_of(where)
         taken = {f"{module}.{part}" for module, parts in self._quantised.items() for part in parts}
         weights = {f"{module}.weight" for module in self._quantised}
@@ -152,33 +168,38 @@ class SafetensorsWeights(StoredWeights):
         module = name.removesuffix(".weight")
         if module != name and module in self._quantised:
             return self._read(dequantise, module, cut)
-        dim, kept = (0, None) if cut is None else (cut[0], slice(cut[1].start, cut[1].stop))
-        stored = self._slice(name)
-        whole = self._in_file(name) if kept is None else None
-        if whole is not None:
-            return whole
-        found: Tensor = stored[...] if kept is None else stored[kept] if dim == 0 else stored[:, kept]
+        if cut is None and (whole := self.stored(name, FLOATS.get(self._slice(name).get_dtype(), torch.float32))):
+            return whole.tensor()
+        stored, dim, kept = self._slice(name), *((0, slice(None)) if cut is None else (cut[0], _slice_of(cut[1])))
+        found: Tensor = (
+            stored[kept] if dim == 0 else stored[:, kept]
+        ).clone()  # of a mapping that would stay in memory
         if not found.is_floating_point():
             raise ValueError(f"{name} is of {found.dtype}, and nothing says what it stands for: {ORIGINAL}")
         return found
 
-    def _in_file(self, name: str) -> Tensor | None:
+    def stored(self, name: str, dtype: torch.dtype) -> StoredTensor | None:
+        if name.removesuffix(".weight") in self._quantised:
+            return None
+        form, shape = self._slice(name).get_dtype(), tuple(self._slice(name).get_shape())
+        if form not in FLOATS or 0 in shape or not 1 <= len(shape) <= 2:
+            return None
         path = self._where[name]
-        if path not in self._mapped:
-            self._mapped[path] = MappedSafetensors(path)
-        return self._mapped[path].tensor(name)
-
-    def view(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type == "cpu" and not self._quantised:
-            value = self.floats(name)
-            if value.dtype == dtype or (value.dtype, dtype) == (torch.bfloat16, torch.float32):
-                check_finite(value, self.name, name)
-                return value
-        return self.read(name, dtype, device)
-
-    def forget(self) -> None:
-        for file in self._mapped.values():
-            file.forget()
+        if path not in self._headers:
+            self._headers[path] = header_of(path)
+        start, header = self._headers[path]
+        own = FLOATS[form]
+        return StoredTensor(
+            reader=self._reader,
+            file=self._file(path),
+            begin=start + int(header[name]["data_offsets"][0]),
+            shape=shape,
+            form=form,
+            row_bytes=shape[-1] * own.itemsize,
+            dtype=own if own.itemsize == 2 and dtype == torch.float32 else dtype,
+            checkpoint=self.name,
+            name=name,
+        )
 
     def four_bits(self, module: str, cut: Cut = None) -> FourBitWeight | None:
         return self._read(in_four_bits, module, cut) if module in self._quantised else None
@@ -195,3 +216,14 @@ class SafetensorsWeights(StoredWeights):
             return read(stored, scheme=scheme, cut=cut)
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"{self.name}: the quantised weight of {module} cannot be read: {error}") from error
+
+
+def header_of(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the tensors of a safetensors file begin, and what it says of each. The package has checked it before."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        return 8 + size, json.loads(file.read(size))
+
+
+def _slice_of(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop)

@@ -9,6 +9,7 @@
  */
 #include "halves.h"
 #include "head.h"
+#include "stored.h"
 
 #define JOINED(name, variant) name##_##variant
 #define JOIN(name, variant) JOINED(name, variant)
@@ -46,6 +47,23 @@ PUBLIC int64_t EXPORT(normalised_linear)(const Matrix *m, const float *norm, flo
 /* Floats of scratch that a pass over `rows` rows needs. */
 PUBLIC int64_t EXPORT(scratch_size)(const Shape *s, const Layer *layer, int64_t rows) {
   return rows * (layer->qkv.out + s->heads * s->head_dim + layer->down.in + 3 * s->hidden);
+}
+
+/* ---- Reading files --------------------------------------------------------------------------------------------------- */
+
+/* See stored.h. These run on the caller's thread: who reads a file has a thread for every part of it. */
+PUBLIC int EXPORT(eight_bit_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes,
+                                  const int64_t *places, float *row, int8_t *to, float *scales) {
+  return eight_bit_rows(kind, from, rows, in, row_bytes, places, row, to, scales);
+}
+PUBLIC int EXPORT(float_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
+                              float *to) {
+  return float_rows(kind, from, rows, in, row_bytes, places, to);
+}
+PUBLIC int EXPORT(finite_numbers)(int kind, const void *p, int64_t count) { return finite_numbers(kind, p, count); }
+PUBLIC int EXPORT(nibble_rows)(const uint8_t *from, int64_t rows, int64_t in, const int64_t *places, uint8_t *packed,
+                               uint16_t *groups, float *offsets) {
+  return nibble_rows(from, rows, in, places, packed, groups, offsets);
 }
 
 /* ---- Exit adapters -------------------------------------------------------------------------------------------------- */

@@ -154,6 +154,10 @@ class Kernels:
     step: Callable[..., int]
     parts_size: Callable[..., int]
     half: Callable[..., int]
+    eight_bit_rows: Callable[..., int]
+    float_rows: Callable[..., int]
+    nibble_rows: Callable[..., int]
+    finite_numbers: Callable[..., int]
 
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -166,6 +170,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "step": (c_int64, [c_void_p, c_int]),
     "parts_size": (c_int64, [c_void_p]),
     "half": (c_int64, [c_void_p, c_int, c_void_p, c_int64, c_int]),
+    "eight_bit_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
+    "float_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
+    "finite_numbers": (c_int, [c_int, c_void_p, c_int64]),
+    "nibble_rows": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
 }  # fmt: skip
 
 

@@ -261,6 +261,30 @@ class NativeLinear:
         return held[1]
 
 
+def _round(weight: Tensor, rounded: Tensor, scale: Tensor) -> bool:
+    """Round in the native library, to the same bits. False where it does not: not finite, or of another kind."""
+    chosen, kind = library.kernels(), KINDS.get(weight.dtype)
+    of_floats = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)  # numbered alike in `Kind` and `Stored`
+    if chosen is None or not of_floats or not weight.is_cpu or weight.dim() != 2 or 0 in weight.shape:
+        return False
+    weight = readable(weight.detach())
+    rows, inputs = weight.shape
+    row = torch.empty(inputs, dtype=torch.float32, device="cpu")
+    return bool(
+        chosen.eight_bit_rows(
+            kind,
+            weight.data_ptr(),
+            rows,
+            inputs,
+            inputs * weight.element_size(),
+            None,
+            row.data_ptr(),
+            rounded.data_ptr(),
+            scale.data_ptr(),
+        )
+    )
+
+
 class NativeInt8Linear(NativeLinear):
     """x W^T + b with W rounded to 8 bits, with one scale per output.
 
@@ -275,6 +299,9 @@ class NativeInt8Linear(NativeLinear):
         rounded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
         expect_large_pages(rounded)
+        if peaks is None and _round(weight, rounded, scale):
+            self._set(rounded, scale, bias)
+            return
         step = max(_ROUNDED // max(weight.shape[1], 1), 1)
         for first in range(0, len(weight), step):
             part, own = weight[first : first + step].float(), slice(first, first + step)
@@ -282,3 +309,10 @@ class NativeInt8Linear(NativeLinear):
             torch.div(peak.clamp_min(torch.finfo(torch.float32).tiny), 127, out=scale[own])
             rounded[own] = (part / scale[own].unsqueeze(1)).round_()
         self._set(rounded, scale, bias)
+
+    @classmethod
+    def of_rounded(cls, rounded: Tensor, scale: Tensor, bias: Tensor | None = None) -> NativeInt8Linear:
+        """A linear of numbers that are rounded already, int8 [out, in], and their scales, float32 [out]."""
+        made = cls.__new__(cls)
+        made._set(rounded, scale, bias)
+        return made

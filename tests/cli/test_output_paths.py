@@ -30,6 +30,7 @@ WRITERS = [
     (bench.experiments.__main__.app, ["copying-gain", "copying", "-o"]),
     (bench.experiments.__main__.app, ["exit-losses", "--data", "text.txt", "-o"]),
     (bench.experiments.__main__.app, ["exit-adapters", "--data", "text.txt", "--work", "runs", "-o"]),
+    (bench.experiments.__main__.app, ["loading", "-o"]),
     (bench.experiments.__main__.app, ["judge-exits", "none", "--chats", "none.jsonl", "-o"]),
     (bench.commands.bench_app.app, ["shapes", "--output-dir"]),
     (bench.commands.bench_app.app, ["report", "none.jsonl", "-o"]),

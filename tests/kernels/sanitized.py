@@ -28,7 +28,7 @@ FILES = (
     "four_bits", "gguf_checkpoint",
     "half_precision", "integer_rows", "kernel_library", "kv_dtype", "many_rows", "many_texts", "matrix_unit",
     "native", "native_attention", "native_four_bits", "tensor_parallel_layers", "native_memory", "native_forward", "no_rerun",
-    "pool", "pool_failures", "prepared_rows", "quantised", "quantised_parts", "shared_weights",
+    "pool", "pool_failures", "prepared_rows", "quantised", "quantised_parts", "shared_weights", "stored_tensor",
 )  # fmt: skip
 """Tests that call the library, by the names of their files."""
 SHORT = ("native_memory", "native_forward")

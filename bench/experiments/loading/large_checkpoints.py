@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,22 +104,39 @@ def write_gguf(folder: Path, num_layers: int) -> Path:
 
 
 def _fill(file: Any, numbers: np.ndarray, size: int) -> None:
-    block = memoryview(numbers).cast("B")
+    block = numbers.view(np.uint8).data
     while size:
         size -= file.write(block[: min(len(block), size)])
 
 
-def read_speed(path: Path, *, cached: bool) -> float:
-    """Bytes per second of plain reads of the whole file. cached: as it is; else the system forgets its pages first."""
-    with path.open("rb", buffering=0) as file:
-        if not cached:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        room, size = bytearray(8 << 20), 0
-        start = time.perf_counter()
-        while got := file.readinto(room):
-            size += got
-        return size / (time.perf_counter() - start)
+def read_speed(path: Path, *, cached: bool = False, readers: int = 1) -> float:
+    """Bytes per second of plain reads of the whole file. cached: as it is; else the system forgets its pages first.
+
+    readers: threads that read a part each.
+    """
+    if not cached:
+        forget(path)
+    size = path.stat().st_size
+    ends = [size * number // readers for number in range(readers + 1)]
+
+    def read(number: int) -> None:
+        with path.open("rb", buffering=0) as file:
+            file.seek(ends[number])
+            room, left = memoryview(bytearray(8 << 20)), ends[number + 1] - ends[number]
+            while left:
+                left -= file.readinto(room[: min(left, len(room))]) or 0
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(readers) as pool:
+        list(pool.map(read, range(readers)))
+    return size / (time.perf_counter() - start)
+
+
+def forget(path: Path) -> None:
+    """Have the system forget a file's pages, so that it is read from the disk again."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def loaded(path: Path, dtype: str = "auto") -> dict[str, Any]:
@@ -131,11 +149,15 @@ def loaded(path: Path, dtype: str = "auto") -> dict[str, Any]:
 
 
 def _load(path: str, dtype: str) -> None:
-    import transformers  # noqa: F401 (imports are not part of loading)
+    import gguf  # noqa: F401 (imports are not part of loading)
+    import torch
+    from transformers import GenerationConfig, LlamaConfig  # noqa: F401
 
     from layerskip_models import LayerSkipModel, load_model
     from layerskip_models.checkpoints.progress import telling
+    from layerskip_models.kernels.check import native_works
 
+    native_works(torch.device("cpu"), torch.float32)
     base = _resident("VmHWM")
     shown: list[int] = []
     start = time.perf_counter()

@@ -1,0 +1,1 @@
+"""How fast checkpoints of a real size load, and in how much memory."""

@@ -1,0 +1,245 @@
+/* Rows of a weight as files store them, to what the other kernels multiply by. A row passes through float32 in the first cache
+ * only, and comes out as PyTorch's operators would make it of gguf's own float32 numbers, bit for bit.
+ *
+ * Blocks of few bits are those of GGUF files: 32 inputs, or 256 for types that end in K. Source: gguf's `quants.py`. */
+#ifndef SELFSPEC_STORED_H
+#define SELFSPEC_STORED_H
+#include "matrix.h"
+#include <float.h>
+
+/* How a file stores numbers; `STORED` in stored_rows.py. */
+enum Stored { IN_FLOAT32, IN_BFLOAT16, IN_FLOAT16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
+
+INLINE uint16_t half_at(const uint8_t *p) {
+  uint16_t bits;
+  memcpy(&bits, p, 2);
+  return bits;
+}
+INLINE float scale_at(const uint8_t *p) {
+  uint16_t bits = half_at(p);
+  return one_float16(&bits);
+}
+
+/* y[i] = q[i] * d, then + m. Two roundings, as in numpy. */
+INLINE void scaled(const uint8_t *q, int64_t count, float d, float m, float *y) {
+  for (int64_t i = 0; i < count; i += LANES)
+    store(y + i, __builtin_convertvector(load_bytes(q + i), vf) * splat(d) + splat(m));
+}
+INLINE void signed_scaled(const int8_t *q, int64_t count, float d, float *y) {
+  for (int64_t i = 0; i < count; i += LANES) store(y + i, load_int8(q + i) * splat(d));
+}
+
+/* 32 numbers of four or five bits: low ones in the low halves of the bytes. `high`: the fifth bits, or 0. */
+INLINE void nibbles_of(const uint8_t *p, uint32_t high, uint8_t *q) {
+  for (int i = 0; i < 16; i++) {
+    q[i] = (uint8_t)((p[i] & 15) | (high >> i & 1) << 4);
+    q[16 + i] = (uint8_t)(p[i] >> 4 | (high >> (16 + i) & 1) << 4);
+  }
+}
+
+INLINE uint32_t word_at(const uint8_t *p) {
+  uint32_t bits;
+  memcpy(&bits, p, 4);
+  return bits;
+}
+
+/* Scale and minimum, of six bits each, of one of the eight groups of a K block. */
+INLINE void six_bits(const uint8_t *p, int group, uint8_t *scale, uint8_t *least) {
+  if (group < 4) {
+    *scale = p[group] & 63;
+    *least = p[group + 4] & 63;
+  } else {
+    *scale = (uint8_t)((p[group + 4] & 15) | (p[group - 4] >> 6) << 4);
+    *least = (uint8_t)(p[group + 4] >> 4 | (p[group] >> 6) << 4);
+  }
+}
+
+/* 256 numbers in eight groups, with four bits each, and a fifth if `high` is not NULL. */
+INLINE void k_block(const uint8_t *p, const uint8_t *low, const uint8_t *high, float *y) {
+  const float d = scale_at(p), m = scale_at(p + 2);
+  for (int group = 0; group < 8; group++) {
+    uint8_t scale, least, q[32];
+    six_bits(p + 4, group, &scale, &least);
+    const uint8_t *from = low + group / 2 * 32;
+    for (int i = 0; i < 32; i++) {
+      uint8_t four = group & 1 ? from[i] >> 4 : from[i] & 15;
+      q[i] = (uint8_t)(high ? four | (high[i] >> group & 1) << 4 : four);
+    }
+    scaled(q, 32, d * scale, -(m * least), y + 32 * group);
+  }
+}
+
+INLINE void q6_block(const uint8_t *p, float *y) {
+  const uint8_t *low = p, *high = p + 128;
+  const int8_t *scales = (const int8_t *)p + 192;
+  const float d = scale_at(p + 208);
+  int8_t q[256];
+  for (int half = 0; half < 2; half++)
+    for (int part = 0; part < 4; part++)
+      for (int i = 0; i < 32; i++) {
+        uint8_t four = low[64 * half + 32 * (part & 1) + i];
+        four = part < 2 ? four & 15 : four >> 4;
+        q[128 * half + 32 * part + i] = (int8_t)((four | (high[32 * half + i] >> 2 * part & 3) << 4) - 32);
+      }
+  for (int group = 0; group < 16; group++) signed_scaled(q + 16 * group, 16, d * scales[group], y + 16 * group);
+}
+
+/* One row of `in` numbers as float32. */
+static void widen(int kind, const uint8_t *p, int64_t in, float *y) {
+  uint8_t q[32];
+  int64_t i = 0;
+  switch (kind) {
+  case IN_FLOAT32: memcpy(y, p, in * sizeof(float)); break;
+  case IN_BFLOAT16:
+    for (; i + LANES <= in; i += LANES) store(y + i, load_bfloat16((const uint16_t *)(p + 2 * i)));
+    for (; i < in; i++) y[i] = of_bits((uint32_t)half_at(p + 2 * i) << 16);
+    break;
+  case IN_FLOAT16:
+    for (; i + LANES <= in; i += LANES) store(y + i, load_float16((const uint16_t *)(p + 2 * i)));
+    for (; i < in; i++) y[i] = scale_at(p + 2 * i);
+    break;
+  case Q8_0:
+    for (; i < in; i += 32, p += 34) signed_scaled((const int8_t *)p + 2, 32, scale_at(p), y + i);
+    break;
+  case Q4_0:
+    for (; i < in; i += 32, p += 18) {
+      nibbles_of(p + 2, 0, q);
+      for (int k = 0; k < 32; k++) q[k] -= 8;
+      signed_scaled((const int8_t *)q, 32, scale_at(p), y + i);
+    }
+    break;
+  case Q4_1:
+    for (; i < in; i += 32, p += 20) {
+      nibbles_of(p + 4, 0, q);
+      scaled(q, 32, scale_at(p), scale_at(p + 2), y + i);
+    }
+    break;
+  case Q5_0:
+    for (; i < in; i += 32, p += 22) {
+      nibbles_of(p + 6, word_at(p + 2), q);
+      for (int k = 0; k < 32; k++) q[k] -= 16;
+      signed_scaled((const int8_t *)q, 32, scale_at(p), y + i);
+    }
+    break;
+  case Q5_1:
+    for (; i < in; i += 32, p += 24) {
+      nibbles_of(p + 8, word_at(p + 4), q);
+      scaled(q, 32, scale_at(p), scale_at(p + 2), y + i);
+    }
+    break;
+  case Q4_K:
+    for (; i < in; i += 256, p += 144) k_block(p, p + 16, NULL, y + i);
+    break;
+  case Q5_K:
+    for (; i < in; i += 256, p += 176) k_block(p, p + 48, p + 16, y + i);
+    break;
+  case Q6_K:
+    for (; i < in; i += 256, p += 210) q6_block(p, y + i);
+    break;
+  }
+}
+
+/* The largest magnitude of a row; NaN or infinity if one of its numbers is that. */
+INLINE float peak_of(const float *y, int64_t in) {
+  vi most = {0}; /* as integers, magnitudes are in the same order, and NaN comes last */
+  int64_t i = 0;
+  for (; i + LANES <= in; i += LANES) most = larger_integers(most, (vi)load(y + i) & 0x7fffffff);
+  int32_t found = 0;
+  for (int k = 0; k < LANES; k++) found = most[k] > found ? most[k] : found;
+  for (; i < in; i++) {
+    int32_t bits;
+    memcpy(&bits, y + i, 4);
+    bits &= 0x7fffffff;
+    found = bits > found ? bits : found;
+  }
+  return of_bits((uint32_t)found);
+}
+
+typedef int8_t vb __attribute__((vector_size(LANES)));
+
+/* Round a row to 8 bits: `y / scale` to the nearest integers. They are at most 127, or the row's peak was not its largest. */
+INLINE void to_eight_bits(const float *y, int64_t in, float scale, int8_t *to) {
+  int64_t i = 0;
+  for (; i + LANES <= in; i += LANES) {
+    vi q = nearest(load(y + i) / splat(scale));
+#if defined(__AVX512F__)
+    _mm_storeu_si128((void *)(to + i), _mm512_cvtepi32_epi8((__m512i)q));
+#else
+    *(vb_memory *)(to + i) = __builtin_convertvector(q, vb);
+#endif
+  }
+  for (; i < in; i++) to[i] = (int8_t)rintf(y[i] / scale);
+}
+
+/* Where row r goes: places[r], or r itself. */
+INLINE int64_t own_place(const int64_t *places, int64_t r) { return places ? places[r] : r; }
+
+/* Rows of 8 bits with a scale each. row: float32 [in], scratch. Returns 0 if a number is NaN or infinite. */
+static int eight_bit_rows(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
+                          float *row, int8_t *to, float *scales) {
+  int finite = 1;
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t place = own_place(places, r);
+    widen(kind, from + r * row_bytes, in, row);
+    const float peak = peak_of(row, in);
+    if (!(peak <= FLT_MAX)) {
+      finite = 0;
+      continue;
+    }
+    scales[place] = (peak > FLT_MIN ? peak : FLT_MIN) / 127;
+    to_eight_bits(row, in, scales[place], to + place * in);
+  }
+  return finite;
+}
+
+/* Rows of float32. Returns 0 if a number is NaN or infinite. */
+static int float_rows(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
+                      float *to) {
+  int finite = 1;
+  for (int64_t r = 0; r < rows; r++) {
+    float *row = to + own_place(places, r) * in;
+    widen(kind, from + r * row_bytes, in, row);
+    if (!(peak_of(row, in) <= FLT_MAX)) finite = 0;
+  }
+  return finite;
+}
+
+/* Whether none of `count` neighbouring numbers is NaN or infinite: these have all bits of the exponent. */
+static int finite_halves(const uint16_t *p, int64_t count, uint16_t exponent) {
+  uint16_t found = 0;
+  for (int64_t i = 0; i < count; i++) found |= (p[i] & exponent) == exponent ? 1 : 0;
+  return !found;
+}
+static int finite_numbers(int kind, const void *p, int64_t count) {
+  if (kind == IN_FLOAT32) return peak_of(p, count) <= FLT_MAX;
+  return finite_halves(p, count, kind == IN_BFLOAT16 ? 0x7f80 : 0x7c00);
+}
+
+/* Rows of Q4_0 or Q4_1 in our 4-bit layout, number for number. in: a multiple of 64. offsets: of Q4_1, else NULL. Returns 0 if a
+ * scale or an offset is NaN or infinite. */
+static int nibble_rows(const uint8_t *from, int64_t rows, int64_t in, const int64_t *places, uint8_t *packed, uint16_t *groups,
+                       float *offsets) {
+  const int64_t head = offsets ? 4 : 2, block = head + 16, count = in / 32;
+  int finite = 1;
+  for (int64_t r = 0; r < rows; r++, from += count * block) {
+    const int64_t place = own_place(places, r);
+    uint8_t *to = packed + place * (in / 2);
+    for (int64_t b = 0; b < count; b++) {
+      const uint8_t *p = from + b * block;
+      groups[place * count + b] = half_at(p);
+      if ((half_at(p) & 0x7c00) == 0x7c00) finite = 0;
+      if (!offsets) continue;
+      offsets[place * count + b] = scale_at(p + 2);
+      if ((half_at(p + 2) & 0x7c00) == 0x7c00) finite = 0;
+    }
+    for (int64_t b = 0; b < count; b += 2, to += 32) {
+      const uint8_t *first = from + b * block + head, *second = first + block;
+      for (int i = 0; i < 16; i++) {
+        to[i] = (uint8_t)((first[i] & 15) | second[i] << 4);
+        to[16 + i] = (uint8_t)(first[i] >> 4 | (second[i] & 0xf0));
+      }
+    }
+  }
+  return finite;
+}
+#endif
