@@ -346,7 +346,9 @@ class SelfSpecGenerator:
         chosen = self._policies.resolve(bound, policy)
         num_layers = bound.model.num_layers
         layers = exit_layers or chosen.exit.exit_layers or range(1, num_layers)
-        checked = check_layers(tuple(layers), num_layers)
+        if chosen.observes.bits:  # such drafts are not captured, and may go through all layers
+            layers = exit_layers or ()
+        checked = check_layers(tuple(layers), num_layers) if layers else ()
         with bound.pool.lend(min(max_length, bound.model.max_positions)) as place:
             captured = place.captured
             if captured is None:

@@ -269,6 +269,10 @@ def test_auto_leaves_it_where_there_is_no_use_or_no_room(monkeypatch: pytest.Mon
     assert not generator.model.drafters
 
 
+def test_there_is_nothing_to_capture_for_them(generator: SelfSpecGenerator) -> None:
+    assert generator.warm_up("bits:8-3") == generator.warm_up("bits:8-3,layer=2") == (0, 0.0)
+
+
 def test_a_drafter_is_made_once(generator: SelfSpecGenerator) -> None:
     model = generator.model
     assert drafter_of(model, 8) is drafter_of(model, 8)
