@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, settings
 from transformers import LlamaForCausalLM
 
-import bench.run
 import selfspec.engine.runners.cuda_graph.buffers
 import selfspec.engine.runners.cuda_graph.runner
+from frozen_objects import FROZEN
+from known_costs import know_costs
 from layerskip_models import from_transformers
-from policies import MeasuredCost
 from selfspec import SelfSpecGenerator
 from study_records import with_studies as with_studies
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -29,9 +28,15 @@ torch.set_num_threads(1)  # a second thread costs more than a tiny matrix
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: the collector need not look through it in every test that counts what is left."""
-    gc.collect()
-    gc.freeze()
+    """What is imported by now stays."""
+    FROZEN.renew()
+
+
+@pytest.hookimpl(trylast=True)  # after the ends of the fixtures
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Again after every file, which imports more and leaves caches, and after a server."""
+    if nextitem is not None and (nextitem.path != item.path or not FROZEN.known):
+        FROZEN.renew()
 
 
 @pytest.fixture
@@ -66,5 +71,4 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `selfspec-bench run` measures the same seconds."""
-    cost = MeasuredCost(num_layers=4, layer_seconds=(1e-3, 1.1e-3), head_seconds=(5e-4, 6e-4))
-    monkeypatch.setattr(bench.run, "measured_cost", lambda model, runner: cost)
+    know_costs(monkeypatch)
