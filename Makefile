@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 
-.PHONY: demo chat test lint results docs sanitize sanitize-short wheel clean
+.PHONY: demo chat test test-operators lint results docs sanitize sanitize-short wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/selfspec generate --compare --ignore-eos --max-new-tokens 200 </dev/null
@@ -14,18 +14,18 @@ chat: $(VENV)/.installed
 	$(BIN)/selfspec get smollm2 >/dev/null
 	$(BIN)/selfspec chat smollm2 --show-drafts
 
+# The first three are side by side: each has work for one core, and starting is most of it.
 test: $(VENV)/.installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	SELFSPEC_NATIVE=0 $(BIN)/python -m pytest -n 2 --dist worksteal -k "not float64 and not captured" $(WITHOUT_KERNELS)
-	$(BIN)/python tests/kernels/sanitized.py --short
+	$(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) lint test-operators sanitize-short
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What our kernels compute is computed once more by PyTorch's operators, as on a machine where they cannot be built.
 WITHOUT_KERNELS = tests/kernels/test_choices.py tests/kernels/test_half_precision.py tests/kernels/test_kernel_library.py \
   tests/kernels/test_pool.py $(addprefix tests/engine/test_,deferred_learning.py generator.py memory.py no_rerun.py shadow.py \
   stream.py verification.py)
+
+test-operators: $(VENV)/.installed
+	SELFSPEC_NATIVE=0 $(BIN)/python -m pytest -k "not float64 and not captured" $(WITHOUT_KERNELS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

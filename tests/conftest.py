@@ -1,23 +1,24 @@
-"""Settings that every test runs under, and the tiny models that many share."""
+"""Settings that every test runs under, and the tiny models that many share.
+
+PyTorch and all that needs it is imported where it is used: the process that only hands out the tests does without, and the
+others need not wait for it.
+"""
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from transformers import LlamaForCausalLM
 
-import bench.run
-import selfspec.engine.runners.cuda_graph.buffers
-import selfspec.engine.runners.cuda_graph.runner
-from layerskip_models import from_transformers
-from policies import MeasuredCost
-from selfspec import SelfSpecGenerator
+from frozen_objects import FROZEN
 from study_records import with_studies as with_studies
-from tiny_llama import tiny_llama, tiny_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+    from selfspec import SelfSpecGenerator
 
 # The same examples in every run, so that a red CI is a change in the code and near-ties are counted once and for all.
 settings.register_profile(
@@ -25,38 +26,54 @@ settings.register_profile(
 )
 settings.load_profile("deterministic")
 
-torch.set_num_threads(1)  # a second thread costs more than a tiny matrix
-
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: the collector need not look through it in every test that counts what is left."""
-    gc.collect()
-    gc.freeze()
+    """What is imported by now stays. Not called where tests are only handed out."""
+    import torch
+
+    torch.set_num_threads(1)  # a second thread costs more than a tiny matrix
+    FROZEN.renew()
+
+
+@pytest.hookimpl(trylast=True)  # after the ends of the fixtures
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Again after every file, which imports more and leaves caches, and after a server."""
+    if nextitem is not None and (nextitem.path != item.path or not FROZEN.known):
+        FROZEN.renew()
 
 
 @pytest.fixture
 def small_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of captures at which a tiny model has several: blocks of two layers, attention over 8, 16, 32, .. positions."""
-    monkeypatch.setattr(selfspec.engine.runners.cuda_graph.buffers, "BLOCK", 2)
-    monkeypatch.setattr(selfspec.engine.runners.cuda_graph.runner, "SMALLEST_SPAN", 8)
-    monkeypatch.setattr(selfspec.engine.runners.cuda_graph.runner, "_FEW_ROWS", 4)
+    monkeypatch.setattr("selfspec.engine.runners.cuda_graph.buffers.BLOCK", 2)
+    monkeypatch.setattr("selfspec.engine.runners.cuda_graph.runner.SMALLEST_SPAN", 8)
+    monkeypatch.setattr("selfspec.engine.runners.cuda_graph.runner._FEW_ROWS", 4)
 
 
 @pytest.fixture(scope="session")
 def llama64() -> LlamaForCausalLM:
     """A float64 model of 4 layers that exits early with fair agreement. Tests must not change it."""
+    import torch
+
+    from tiny_llama import tiny_llama
+
     return tiny_llama(dtype=torch.float64, seed=3)
 
 
 @pytest.fixture
 def engine64(llama64: LlamaForCausalLM) -> SelfSpecGenerator:
     """A fresh generator over that model."""
+    from layerskip_models import from_transformers
+    from selfspec import SelfSpecGenerator
+
     return SelfSpecGenerator(from_transformers(llama64, layout="plain"))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model and its tokenizer."""
+    from tiny_llama import tiny_llama, tiny_tokenizer
+
     path = tmp_path_factory.mktemp("tiny-checkpoint")
     tiny_llama(seed=3).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
@@ -66,5 +83,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `selfspec-bench run` measures the same seconds."""
-    cost = MeasuredCost(num_layers=4, layer_seconds=(1e-3, 1.1e-3), head_seconds=(5e-4, 6e-4))
-    monkeypatch.setattr(bench.run, "measured_cost", lambda model, runner: cost)
+    from known_costs import know_costs
+
+    know_costs(monkeypatch)

@@ -106,6 +106,7 @@ def fill_markers(document: str, records: Mapping[str, Sequence[Line]], plots: Ma
     plots: by record, for the places that show a whole one. Raises ValueError if there is no such place.
     """
     filled = 0
+    made: dict[str, dict[str, str]] = {}  # each record's tables are computed once, however many places show one
 
     def fill(match: re.Match[str]) -> str:
         nonlocal filled
@@ -115,7 +116,9 @@ def fill_markers(document: str, records: Mapping[str, Sequence[Line]], plots: Ma
         if not part:
             text = markdown(records[name], (plots or {}).get(name)).rstrip("\n")
         else:
-            parts = sections(records[name])
+            if name not in made:
+                made[name] = sections(records[name])
+            parts = made[name]
             if part not in parts:
                 raise ValueError(f'unknown marker "report:{name}:{part}": the parts of {name} are {", ".join(parts)}')
             text = parts[part]

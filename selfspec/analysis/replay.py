@@ -142,7 +142,11 @@ class Replay:
         return ratio(self.num_tokens, self.loaded_layers)
 
     def cost(self, cost: CostModel) -> float:
-        return sum(cost.round(self.exit_layer, count) if count else cost.autoregressive() for count in self.drafted)
+        """Of all rounds, in the cost model's unit. Rounds of one length cost the same: it is asked once about each length."""
+        of_length = {
+            count: cost.round(self.exit_layer, count) if count else cost.autoregressive() for count in {*self.drafted}
+        }
+        return sum(of_length[count] for count in self.drafted)
 
 
 def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Replay:

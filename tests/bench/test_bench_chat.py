@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,6 +157,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr("bench.commands.started_peers.START_METHOD", "fork")
     monkeypatch.setattr("bench.commands.chat_command.find_spec", lambda name: None)
+
+    def imported(command: list[str], **_: Any) -> None:
+        """In no time; tests/test_start_up.py runs this line in a process of its own."""
+        assert command == [sys.executable, "-c", "from selfspec import SelfSpecGenerator"]
+
+    monkeypatch.setattr("bench.commands.loaded_peers.subprocess", SimpleNamespace(run=imported))
     options: list[Any] = ["--model", tmp_path / "tiny.gguf", "--prompts", prompts, "--output", tmp_path / "chat.jsonl"]
     options += ["--openvino", tmp_path, "--max-new-tokens", 6, "--repeats", 2, "--loads", 2, "--num-samples", 3]
     result = CliRunner().invoke(app, ["chat", *map(str, options)])

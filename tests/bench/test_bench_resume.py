@@ -13,6 +13,7 @@ import pytest
 import bench.run
 from bench.record import Line, RecordWriter, read_parts, read_record
 from bench_runs import counts, run
+from known_costs import know_costs
 from rank_processes import on_ranks, results_of
 from selfspec import SelfSpecGenerator
 from tiny_training import begin_as_rank
@@ -73,11 +74,13 @@ def test_killed_anywhere_and_resumed_it_is_the_same(
     assert not list(tmp_path.glob("*.part*"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Line]:
     """The run that was not killed."""
     record = tmp_path_factory.mktemp("whole") / "run.jsonl"
-    assert run(checkpoint, *POLICIES, "--num-samples", 1, "--output", record).exit_code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        know_costs(patch)
+        assert run(checkpoint, *POLICIES, "--num-samples", 1, "--output", record).exit_code == 0
     return read_record(record)
 
 

@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 from openai import OpenAI
 
+from frozen_objects import FROZEN
 from layerskip_models.parallel.rank_watch import RankWatch
 from selfspec import SelfSpecGenerator
 from selfspec.messages import PLAIN_TEMPLATE, ChatTemplate
@@ -60,6 +61,7 @@ def running_server(
         finally:
             server.should_exit = True
             thread.join(30)
+            FROZEN.are_gone()
             assert not thread.is_alive()
 
 

@@ -443,6 +443,7 @@ def test_weights_that_change_are_used_and_a_freed_model_is_freed() -> None:
     assert not torch.equal(changed, first)
     assert generator_of(llama) is generator  # with what its policies have learned
     copy.deepcopy(llama)  # nothing was put into the model that could not be copied or saved
+    gc.collect()  # models of other tests, which would go together with this one
     entries, gone = len(_generators), weakref.ref(llama)
     weight = weakref.ref(llama.model.layers[0].mlp.down_proj.weight)
     del llama, generator

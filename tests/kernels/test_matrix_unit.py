@@ -39,7 +39,7 @@ NEEDS_AMX = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a process that takes tests of this file twice compiles once
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels compiled for tiles that are loops in C.
 

@@ -144,20 +144,20 @@ def wrong_single_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "expected"),
+    ("fault", "expected", "draws"),
     [
-        (row_off_by_one, "greedy, ls:1-4"),
-        pytest.param(not_rolled_back, "greedy, ls:1-4", marks=pytest.mark.slow),
-        pytest.param(accepts_any_greedy, "greedy, ls:1-4", marks=pytest.mark.slow),
-        (accepts_too_much, "acceptance rule"),
-        (wrong_single_row, "head on a single row"),
+        (row_off_by_one, "greedy, ls:1-4", 60),
+        pytest.param(not_rolled_back, "greedy, ls:1-4", 60, marks=pytest.mark.slow),
+        pytest.param(accepts_any_greedy, "greedy, ls:1-4", 60, marks=pytest.mark.slow),
+        (accepts_too_much, "acceptance rule", 400),  # a rate that is a hundredth off is seen in many draws only
+        (wrong_single_row, "head on a single row", 60),
     ],
 )
 def test_planted_faults_are_found(
-    fault: Callable[[pytest.MonkeyPatch], None], expected: str, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[pytest.MonkeyPatch], None], expected: str, draws: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)
-    found = failures(tiny_llama(seed=3, late_scale=0.6), draws=400, policies=["ar", "ls:1-4"])
+    found = failures(tiny_llama(seed=3, late_scale=0.6), draws=draws, policies=["ar", "ls:1-4"])
     assert expected in found
 
 

@@ -496,31 +496,6 @@ def test_a_key_a_full_queue_and_an_orderly_end(offline: SelfSpecGenerator) -> No
             client.models.list()
 
 
-def test_the_command_says_when_it_is_ready() -> None:
-    """One line, the first: the model is loaded by then, and the port answers a request that comes at once."""
-    command = [sys.executable, "-m", "selfspec.cli.main", "serve", "--port", "0"]
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ})
-    try:
-        assert started.stderr is not None
-        line = started.stderr.readline()
-        said = re.fullmatch(r"ready: serving demo at http://127\.0\.0\.1:(\d+)/v1 \(Ctrl-C ends it\)\n", line)
-        assert said is not None, line
-        request = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", int(said[1])), timeout=30) as connection:
-            connection.sendall(request)
-            answer = b"".join(iter(lambda: connection.recv(4096), b""))
-        assert answer.startswith(b"HTTP/1.1 200")
-        assert b'"demo"' in answer
-        started.send_signal(signal.SIGTERM)
-        assert started.wait(30) in (0, -signal.SIGTERM)
-        assert started.stderr.read() == ""
-    finally:
-        started.kill()
-        started.wait()
-        assert started.stderr is not None
-        started.stderr.close()
-
-
 def test_nothing_is_ready_before_the_model_is_loaded() -> None:
     """A model that cannot be loaded ends the command, and no line says that it serves."""
     result = CliRunner().invoke(app, ["serve", "no/such/folder/./", "--port", "0"])
@@ -529,14 +504,24 @@ def test_nothing_is_ready_before_the_model_is_loaded() -> None:
 
 
 def test_the_command_serves_and_ends_at_sigterm(offline: SelfSpecGenerator) -> None:
-    """The newcomer's path: no arguments but a port; SIGTERM lets the running stream finish."""
+    """The newcomer's path: no arguments but a port; SIGTERM lets the running stream finish.
+
+    One line is printed, the first: the model is loaded by then, and the port answers a request that comes at once.
+    """
     command = [sys.executable, "-m", "selfspec.cli.main", "serve", "--port", "0"]
     started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ})
     try:
         assert started.stderr is not None
-        line = next(line for line in started.stderr if "serving" in line)
-        address = re.findall(r"http://127\.0\.0\.1:\d+/v1", line)[0]
-        with OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client:
+        line = started.stderr.readline()
+        said = re.fullmatch(r"ready: serving demo at (http://127\.0\.0\.1:(\d+)/v1) \(Ctrl-C ends it\)\n", line)
+        assert said is not None, line
+        request = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", int(said[2])), timeout=30) as connection:
+            connection.sendall(request)
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b'"demo"' in answer
+        with OpenAI(base_url=said[1], api_key="none", max_retries=0, timeout=60) as client:
             stream = client.completions.create(
                 model="demo", prompt=CODE, max_tokens=300, temperature=0, stream=True, logit_bias={"0": -100}
             )
@@ -546,6 +531,7 @@ def test_the_command_serves_and_ends_at_sigterm(offline: SelfSpecGenerator) -> N
         unending = GenerationConfig(suppress_tokens=[0])
         assert text == offline.generate(CODE, max_new_tokens=300, generation_config=unending).text
         assert started.wait(30) in (0, -signal.SIGTERM)
+        assert started.stderr.read() == ""
     finally:
         started.kill()
         started.wait()

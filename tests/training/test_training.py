@@ -1,4 +1,5 @@
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from layerskip_models import load_model
 from layerskip_models.checkpoints.named_models import NAMED_MODELS
+from layerskip_models.training import loop
 from layerskip_models.training.evaluation import evaluate, is_looping
 from layerskip_models.training.loop import command_for_config, train, train_command
 from layerskip_models.training.resumable_run import claim_output_dir
@@ -80,18 +82,13 @@ def test_training_learns(text, tmp_path, optimizer):
 def test_killed_run_resumes_to_the_same_weights(text, finished, tmp_path):
     output_dir = tmp_path / "out"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    # Killed in its fifth step: three steps are saved by then, and the log knows of five.
-    program = (
-        "import os, signal, sys\n"
-        "from layerskip_models.training import loop\n"
-        "def report(self, done, *_):\n"
-        "    if done == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "loop.ResumableRun._print = report\n"
-        "loop.main()\n"
+    process = multiprocessing.get_context("fork").Process(
+        target=_train_until_killed,
+        args=(["--data", text, "--output-dir", str(output_dir), "--max-steps", "8", *arguments],),
     )
-    command = [sys.executable, "-c", program, "--data", text, "--output-dir", str(output_dir), "--max-steps", "8"]
-    killed = subprocess.run([*command, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
     latest = latest_checkpoint(output_dir / "checkpoints")
     assert latest is not None
     assert latest[1] == 3
@@ -100,6 +97,21 @@ def test_killed_run_resumes_to_the_same_weights(text, finished, tmp_path):
     assert_same_weights(output_dir / "model", finished / "model")
     steps = [json.loads(line)["step"] for line in (output_dir / "log.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 9))
+
+
+def _train_until_killed(arguments):
+    """As `python -m layerskip_models.training.loop` with these arguments, killed in its fifth step.
+
+    Three steps are saved by then, and the log knows of five.
+    """
+
+    def report(self, done, *_):
+        if done == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    loop.ResumableRun._print = report
+    sys.argv = ["loop", *arguments]
+    loop.main()
 
 
 @pytest.mark.slow

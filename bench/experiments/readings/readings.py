@@ -170,7 +170,8 @@ def oracle_lengths(traces: Traces, exit_layer: int) -> OracleLengths:
     rounds = [replay(text, exit_layer, best) for text in texts]
     runs = [accepted_ahead(text, exit_layer) for text in texts]
     lengths = tuple(tuple(longest_drafts(run)) for run in runs)
-    longest = sum(_cost(cost, exit_layer, length) for text in lengths for length in text)
+    prices = {length: _cost(cost, exit_layer, length) for length in {length for text in lengths for length in text}}
+    longest = sum(prices[length] for text in lengths for length in text)
     drafted = sum(map(sum, lengths))
     return OracleLengths(
         exit_layer=exit_layer,
