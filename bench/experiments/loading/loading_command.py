@@ -42,7 +42,12 @@ def loading(
     description: Line = {
         "kind": "run",
         "command": "loading",
-        "configuration": {"model": f"a Llama 2 7B with {layers} of its {LAYERS} layers", "repeats": repeats},
+        "configuration": {
+            "model": f"a Llama 2 7B with {layers} of its {LAYERS} layers",
+            "repeats": repeats,
+            "weights_digest": None,
+            "prompts_digest": None,
+        },
         "engines": {},
         "provenance": provenance(torch.device("cpu"), torch.float32),
     }
