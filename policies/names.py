@@ -241,6 +241,10 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
         raise ValueError(
             "after 'bits' spide learns from drafts alone: leave out shadow=, learn_every= and prompt_rows="
         )
+    if name == "auto":
+        if "bits" in values:
+            raise ValueError(f"bits= changes nothing before +{other}: drafts that it ends are made by exits in full")
+        values["bits"] = False
     if "on_stop" in values:
         raise ValueError(f"on_stop= changes nothing before +{other}, which ends the drafts instead")
     stopping: StoppingPolicy | None = None

@@ -34,6 +34,8 @@ class Tuning:
     """Values are solved again at this many times as many rows; a solution takes one or two milliseconds (22, Z3)."""
     settled: float = 0.1
     """Relative change of the rate below which another of Dinkelbach's steps is not worth its time (22, Z5)."""
+    usual_length: int = 4
+    """Drafts for which an exit's price in full and in fewer bits is compared. Chosen to be near what is drafted."""
     promised_gain: float = 0.1
     """By how much drafts in bits that nobody has tried must promise to beat the best exit and plain steps, before the weights
     are made that they need. Chosen: it is memory for as long as the process lives."""

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,16 @@ from policies.auto.draft_values import DraftValues
 from policies.copying import MOST
 from policies.cost import CostModel, cost_of_round, round_costs
 from policies.records import RoundRecord, Shadow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prices:
+    """bits: that drafts are made in at each place, None for the model's own weights. rounds: of 0, 1, .. drafts,
+    [places, drafts + 1]. look: at one more row, [places]."""
+
+    bits: tuple[int | None, ...]
+    rounds: NDArray[np.float64]
+    look: NDArray[np.float64]
 
 
 class AutoLearner:
@@ -55,22 +67,51 @@ class AutoLearner:
         """Decide by this cost from the next solution on. margin: by how much drafts must beat plain steps, as a fraction."""
         self.cost = cost
         self._margin = margin
-        exits, all_layers = self.exits, cost.num_layers
-        rows = [round_costs(cost, self.max_speculations)[[layer - 1 for layer in exits]]]
-        rows += [
-            np.array([[cost.rounded_round(all_layers, count, -place) for count in range(self.max_speculations + 1)]])
-            for place in self.layers[len(exits) :]
-        ]
-        self._rounds = rounds = np.concatenate(rows)
-        # A row at an exit is needed by verification anyway. One that weights in fewer bits ran is not.
-        self._look = np.array(
-            [cost.look(place) if place > 0 else cost.drafting(all_layers, 1, -place) for place in self.layers]
-        )
-        self._empty_round = rounds[:, 0]
-        self._steps = np.diff(rounds, axis=1) - self._look[:, None]  # the look is charged when it happens
-        self._step_list: list[list[float]] = self._steps.tolist()
-        self._round_list: list[list[float]] = rounds.tolist()
+        rounded = [-place for place in self.layers[len(self.exits) :]]
+        self._in_full = self._prices(())
+        self._in_bits = self._prices(rounded) if rounded else self._in_full
+        self._charge(self._in_bits if len(rounded) > self._offered else self._in_full)
         self.copy_costs = [cost.copying(0, copied, copied) for copied in range(MOST + 1)]
+
+    def _prices(self, exits_in: Sequence[int]) -> _Prices:
+        """What drafts cost where exits may also draft in these bits: each does where that makes its usual round cheapest."""
+        cost, all_layers = self.cost, self.cost.num_layers
+        full = round_costs(cost, self.max_speculations)
+        usual = min(TUNING.usual_length, self.max_speculations)
+        bits: list[int | None] = []
+        rows, looks = [], []
+        for place in self.layers:
+            found = -place if place < 0 else None
+            if place > 0 and exits_in:
+                price, best = min((cost.rounded_round(place, usual, number), number) for number in exits_in)
+                found = best if price < full[place - 1, usual] else None
+            bits.append(found)
+            if found is None:  # a row at an exit is needed by verification anyway
+                rows.append(full[place - 1])
+                looks.append(cost.look(place))
+            else:  # one that weights in fewer bits ran is not
+                layers = place if place > 0 else all_layers
+                counts = range(self.max_speculations + 1)
+                rows.append(np.array([cost.rounded_round(layers, count, found) for count in counts]))
+                looks.append(cost.drafting(layers, 1, found))
+        return _Prices(bits=tuple(bits), rounds=np.array(rows), look=np.array(looks))
+
+    def _charge(self, prices: _Prices) -> None:
+        """Charge these prices from now on."""
+        self._place_bits = prices.bits
+        self._rounds, self._look = prices.rounds, prices.look
+        self._empty_round = prices.rounds[:, 0]
+        self._steps = np.diff(prices.rounds, axis=1) - prices.look[:, None]  # the look is charged when it happens
+        self._step_list: list[list[float]] = self._steps.tolist()
+        self._round_list: list[list[float]] = prices.rounds.tolist()
+
+    def bits_at(self, place: int) -> int | None:
+        """In how many bits it drafts there; None for the model's own weights."""
+        return self._place_bits[self._index[place]]
+
+    def place_of(self, exit_layer: int, bits: int | None) -> int:
+        """Where the experience with such drafts is kept: an exit's is the same in fewer bits, which change little of it."""
+        return -bits if bits is not None and exit_layer == self.cost.num_layers else exit_layer
 
     @property
     def hopeless(self) -> bool:
@@ -106,6 +147,8 @@ class AutoLearner:
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from what a round drafted or dropped, and about all layers if it has shadow tokens."""
+        if record.exit_layer is not None and self.place_of(record.exit_layer, record.bits) == record.exit_layer:
+            record = replace(record, bits=None)
         confidences = self.table.observe(record)
         if record.shadow is not None and confidences is not None:
             self._count(record.shadow.layers, confidences)
@@ -154,16 +197,20 @@ class AutoLearner:
         frequency = counts / counts.sum(axis=1, keepdims=True)
         self._chances: list[list[float]] = self.acceptance.tolist()
         self.layer_acceptance = dict(zip(self.layers, (frequency * self.acceptance).sum(axis=1).tolist()))
-        there = len(self.layers) - self._offered
-        self._find_best_round(frequency, there)
-        if self._offered and self.known >= TUNING.promised_after:
-            without = max(self._next_rate, 1 / self.cost.autoregressive())
+        if not self._offered:
             self._find_best_round(frequency, len(self.layers))
-            index = None if self.best_layer is None else self._index[self.best_layer]
-            self.wanted = (
-                index is not None and index >= there and self._next_rate >= (1 + TUNING.promised_gain) * without
-            )
+            return
+        there = len(self.layers) - self._offered
+        self._charge(self._in_full)
+        self._find_best_round(frequency, there)
+        if self.known >= TUNING.promised_after:
+            without = max(self._next_rate, 1 / self.cost.autoregressive())
+            self._charge(self._in_bits)
+            self._find_best_round(frequency, len(self.layers))
+            rounded = self.best_layer is not None and self.bits_at(self.best_layer) is not None
+            self.wanted = rounded and self._next_rate >= (1 + TUNING.promised_gain) * without
             if not self.wanted:
+                self._charge(self._in_full)
                 self._find_best_round(frequency, there)
 
     def _find_best_round(self, frequency: NDArray[np.float64], count: int) -> None:
@@ -195,8 +242,7 @@ class AutoLearner:
             return cost_of_round(record, self.cost)
         if record.exit_layer is None:
             return self.cost.autoregressive()
-        assert record.place is not None
-        return self._round_list[self._index[record.place]][record.num_drafted]
+        return self._round_list[self._index[self.place_of(record.exit_layer, record.bits)]][record.num_drafted]
 
     def gain(self, layer: int, depth: int, reliability: float) -> float:
         """What keeping draft number depth + 1 is worth, when all of the draft including it holds with `reliability`."""

@@ -46,9 +46,10 @@ class AutoExit(DelegatingPolicy):
 
     layers: candidates; None for those of `default_layers`.
     cost: it maximises tokens per cost. copy: copy from the text where that is worth more.
-    bits: that all layers may draft in, where weights in fewer bits are at hand. What they would have said is not known for
-        nothing: that is learned from what they drafted, from a prior. offered_bits: that weights can be made in. A plan that
-        drafts with them means that they are to be made; it comes only where they promise much more than exits do.
+    bits: that drafts may be made in, where weights in fewer bits are at hand: by all layers, and up to an exit where that is
+        cheaper. What all layers would have said is not known for nothing: that is learned from what they drafted, from a
+        prior. offered_bits: that weights can be made in. A plan that drafts with them means that they are to be made; it
+        comes only where they promise much more than the model's own.
     decay: what an observation's weight is multiplied by in every round; 1 keeps all, which measured best.
     prompt_rows, learn_first, learn_every: it asks for shadow tokens of a prompt's last `prompt_rows` rows, of a call's first
         `learn_first` rows, and of one row in `learn_every` after them. What it drafts or drops teaches in every round.
@@ -194,10 +195,9 @@ class AutoExit(DelegatingPolicy):
         due = self._drift.due
         if due is not None:
             layer = self.learner.likeliest_layer if due == "draft" else None
-        rounded = layer is not None and layer < 0
         return Plan(
-            exit_layer=self._num_layers if rounded else layer,
-            bits=-layer if layer is not None and rounded else None,
+            exit_layer=self._num_layers if layer is not None and layer < 0 else layer,
+            bits=None if layer is None else self.learner.bits_at(layer),
             max_speculations=0 if layer is None else self.learner.max_speculations,
             acceptance=self.learner.layer_acceptance,
             learn=self._learns_now(),
@@ -264,23 +264,28 @@ class AutoStopping(NeverStop):
     def __init__(self, learner: AutoLearner) -> None:
         self._learner = learner
         self._reliability = 1.0
+        self._place = learner.layers[0]
 
     def start_round(self, plan: Plan) -> None:
         self._reliability = 1.0
+        if plan.exit_layer is not None:
+            self._place = self._learner.place_of(plan.exit_layer, plan.bits)
 
     def stop_before_draw(self, row: DraftRow) -> bool:
         """True if the token is not worth one more pass through the exit layer."""
         assert row.confidence is not None
-        reliability = self._reliability * self._learner.chance(row.place, row.confidence)
-        if self._learner.gain(row.place, row.num_drafted, reliability) < 0:
+        place = self._learner.place_of(row.exit_layer, row.bits)
+        reliability = self._reliability * self._learner.chance(place, row.confidence)
+        if self._learner.gain(place, row.num_drafted, reliability) < 0:
             return True
         self._reliability = reliability
         return False
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         """True if not even looking at the next row is worth its head."""
-        return self._learner.going_on(row.place, row.num_drafted + 1, self._reliability) <= 0
+        place = self._learner.place_of(row.exit_layer, row.bits)
+        return self._learner.going_on(place, row.num_drafted + 1, self._reliability) <= 0
 
     def threshold(self, exit_layer: int) -> float:
         """The acceptance that a first draft needs to be worth its pass, were it the only one: rate * cost."""
-        return self._learner.needed(exit_layer)
+        return self._learner.needed(self._place)

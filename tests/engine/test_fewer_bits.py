@@ -229,6 +229,36 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("made_up_costs")
+def test_auto_drafts_up_to_an_exit_with_them() -> None:
+    """Where exits are as good as the model, and cost half as much in fewer bits. Alone and in company, greedy and drawn."""
+    model = tiny_llama(num_layers=LAYERS, vocab_size=50, hidden_size=64, intermediate_size=128, late_scale=0.02, seed=6)
+    generator = SelfSpecGenerator(from_transformers(model, layout="native"), draft_weights="int8", prefix_cache=0)
+    expected = texts(generator, "ar")
+    kinds = set()
+    for prompt, text in zip(PROMPTS, expected):
+        result = generator.generate(prompt, max_new_tokens=LENGTH, trace=True)
+        assert result.new_tokens == text
+        assert result.trace is not None
+        kinds |= {(record.exit_layer, record.bits) for record in result.trace if record.num_drafted}
+    assert any(bits == 8 and exit_layer < LAYERS for exit_layer, bits in kinds)
+    together = generator.generate_batch([*PROMPTS], max_new_tokens=LENGTH)
+    assert [result.new_tokens for result in together] == expected
+    assert len(generator.generate(PROMPTS[0], max_new_tokens=LENGTH, do_sample=True, seed=1).new_tokens) == LENGTH
+
+
+@pytest.mark.parametrize("policy", ["auto+spide", "auto+dv", "auto+svip", "auto:cost=layers+del"])
+def test_another_stopping_rule_is_for_exits_in_full(policy: str) -> None:
+    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), draft_weights="int8", prefix_cache=0)
+    for prompt, text in zip(PROMPTS, texts(generator, "ar")):
+        result = generator.generate(prompt, max_new_tokens=LENGTH, policy=policy, trace=True)
+        assert result.new_tokens == text
+        assert result.trace is not None
+        assert all(record.bits is None for record in result.trace)
+    with pytest.raises(ValueError, match="bits= changes nothing"):
+        generator.generate(PROMPTS[0], max_new_tokens=4, policy="auto:bits=off+spide")
+
+
+@pytest.mark.usefixtures("made_up_costs")
 def test_auto_makes_them_in_the_first_text(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Once its prompt has shown that exits promise less. Later texts know what they cost, and what was learned so far."""
     small_cache(monkeypatch)

@@ -232,20 +232,50 @@ def test_a_saved_state_fits_with_and_without_weights_in_fewer_bits() -> None:
         AutoExit(num_layers=12).restore(saved)
 
 
-@pytest.mark.parametrize(("right", "rows", "wanted"), [(0.0, 8, True), (0.0, 6, False), (1.0, 8, False)])
-def test_weights_are_wanted_where_they_promise_more_than_exits(right: float, rows: int, wanted: bool) -> None:
-    """From a prompt's rows on, and not before. Until then all is decided as if there were no such offer."""
-    layers = [6, 8]
-    offered, bare = AutoExit(num_layers=24, layers=layers, offered_bits=(8,)), AutoExit(num_layers=24, layers=layers)
+FULL = MeasuredCost(num_layers=24, layer_seconds=(1.0, 1.05), head_seconds=(1.0, 1.05))
+HALF = MeasuredCost(num_layers=24, layer_seconds=(0.5, 0.55), head_seconds=(1.0, 1.05))
+
+
+@pytest.mark.parametrize(
+    ("right", "rows", "price", "planned"),
+    [
+        (0.0, 8, HALF, (24, 8)),  # no exit is right: all layers
+        (0.0, 6, HALF, None),  # too few rows to know
+        (1.0, 8, HALF, (6, 8)),  # exits are right, and cheaper in fewer bits
+        (1.0, 8, FULL, None),  # they are not cheaper
+        (0.0, 8, FULL, None),
+    ],
+)
+def test_weights_are_wanted_where_they_promise_more(
+    right: float, rows: int, price: MeasuredCost, planned: tuple[int, int] | None
+) -> None:
+    """From a prompt's rows on, and not before. Without that all is decided as if there were no such offer."""
+    layers, cost = [6, 8], replace(FULL, rounded=((8, price),))
+    offered = AutoExit(num_layers=24, layers=layers, cost=cost, offered_bits=(8,))
+    bare = AutoExit(num_layers=24, layers=layers, cost=cost)
     for policy in (offered, bare):
         policy.observe_prompt(shadow(layers, [[right] * rows] * 2, [[0.5] * rows] * 2))
     plan = offered.plan(CONTEXT)
-    assert (plan.bits == 8) == wanted
     assert offered.observes.bits == ()
-    if not wanted:
-        without = bare.plan(CONTEXT)
-        assert plan == replace(without, acceptance=plan.acceptance)
-        assert offered.learner.rate == pytest.approx(bare.learner.rate, rel=1e-3)
+    if planned is not None:
+        assert (plan.exit_layer, plan.bits) == planned
+        return
+    assert plan == replace(bare.plan(CONTEXT), acceptance=plan.acceptance)
+    assert offered.learner.rate == pytest.approx(bare.learner.rate, rel=0.05)
+
+
+def test_what_an_exit_drafts_in_fewer_bits_is_experience_with_that_exit() -> None:
+    cost = replace(FULL, rounded=((8, HALF),))
+    policy = AutoExit(num_layers=24, layers=[6, 8], cost=cost, bits=(8,))
+    policy.observe_prompt(shadow([6, 8], [[1] * 8] * 2, [[0.5] * 8] * 2))
+    plan = policy.plan(CONTEXT)
+    assert (plan.exit_layer, plan.bits) == (6, 8)
+    stopping = policy.own_stopping()
+    stopping.start_round(plan)
+    assert stopping.threshold(-8) == policy.learner.needed(6)
+    before = [sum(policy.learner.table.seen[place]) for place in (6, -8)]
+    policy.observe(replace(finished(3, 3, exit_layer=6, confidences=[0.5, 0.5, 0.5]), bits=8))
+    assert [sum(policy.learner.table.seen[place]) for place in (6, -8)] == [before[0] + 3, before[1]]
 
 
 def test_weights_that_disappoint_are_not_drafted_with() -> None:
