@@ -27,21 +27,11 @@ settings.register_profile(
 settings.load_profile("deterministic")
 
 
-def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Before any module of tests is imported; not called where tests are only handed out."""
-    if isinstance(collector, pytest.Session):
-        import torch
-
-        # With these nearly all that tests need is there before any of them starts a thread.
-        import bench.run  # noqa: F401
-        import selfspec.engine.runners.cuda_graph.runner  # noqa: F401
-        import tiny_llama  # noqa: F401
-
-        torch.set_num_threads(1)  # a second thread costs more than a tiny matrix
-
-
 def pytest_collection_finish() -> None:
-    """What is imported by now stays."""
+    """What is imported by now stays. Not called where tests are only handed out."""
+    import torch
+
+    torch.set_num_threads(1)  # a second thread costs more than a tiny matrix
     FROZEN.renew()
 
 
