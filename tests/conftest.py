@@ -6,6 +6,8 @@ others need not wait for it.
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,9 @@ def pytest_collection_finish() -> None:
     import torch
 
     torch.set_num_threads(1)  # a second thread costs more than a tiny matrix
+    if hasattr(os, "register_at_fork"):
+        # A forked process has none of its parent's threads, and its first product would wait for them for ever.
+        os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
     FROZEN.renew()
 
 
