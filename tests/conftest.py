@@ -30,7 +30,7 @@ settings.load_profile("deterministic")
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays. Not called where tests are only handed out."""
+    """Leave alone what is imported by now. Not called in the process that only hands out the tests."""
     import torch
 
     torch.set_num_threads(1)  # a second thread costs more than a tiny matrix

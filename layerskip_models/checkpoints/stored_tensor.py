@@ -38,7 +38,7 @@ _SHARE = 1 << 22
 prepare it, one of them for nothing."""
 _MOST_THREADS = 8
 _Work = Callable[[range, Tensor | None], bool]
-"""What is done with some rows of a file, and with where they go; whether their numbers are finite."""
+"""Called with some rows of a file and the places where they go; says whether their numbers are finite."""
 
 
 class TensorReader:
@@ -259,7 +259,7 @@ def room_for_four_bits(rows: int, columns: int, form: str) -> FourBitWeight:
 
 
 def fits_our_four_bits(form: str, columns: int) -> bool:
-    """Whether a matrix of this form and so many inputs can keep its 4 bits."""
+    """Whether a matrix of this form can keep its 4 bits. columns: its inputs."""
     return form in FOUR_BITS and columns % CHUNK == 0
 
 

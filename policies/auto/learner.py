@@ -38,8 +38,8 @@ class AutoLearner:
     layers: the exit layers, ascending, and after them minus the numbers of bits that all layers may draft in
         (`RoundRecord.place`).
     exits: the exit layers among them.
-    offered: how many of `layers`, the last ones, can be had but are not there. The best one becomes `wanted` where it
-        promises enough (`TUNING.promised_gain`); until then all is decided as without them.
+    offered: how many of `layers`, the last ones, can be had but are not there. They are chosen where they promise enough
+        (`TUNING.promised_gain`); until then all is decided as without them.
     From the last solution: best_layer, the one of `layers` whose round is worth most, None if a plain step is worth as much
     (or nearly, see `use_cost`); likeliest_layer, the best one to draft at, even so; best_tokens and best_cost, of the best
     round; layer_acceptance, by `layers`, over all confidences.
@@ -50,7 +50,6 @@ class AutoLearner:
     ) -> None:
         self.layers = layers
         self.exits = tuple(layer for layer in layers if layer > 0)
-        self.wanted = False
         self._offered = offered
         usual = np.array([TUNING.rounded_confidences])
         self._usual = usual / usual.sum()
@@ -208,8 +207,7 @@ class AutoLearner:
             self._charge(self._in_bits)
             self._find_best_round(frequency, len(self.layers))
             rounded = self.best_layer is not None and self.bits_at(self.best_layer) is not None
-            self.wanted = rounded and self._next_rate >= (1 + TUNING.promised_gain) * without
-            if not self.wanted:
+            if not rounded or self._next_rate < (1 + TUNING.promised_gain) * without:
                 self._charge(self._in_full)
                 self._find_best_round(frequency, there)
 

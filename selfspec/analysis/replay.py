@@ -142,7 +142,7 @@ class Replay:
         return ratio(self.num_tokens, self.loaded_layers)
 
     def cost(self, cost: CostModel) -> float:
-        """Of all rounds, in the cost model's unit. Rounds of one length cost the same: it is asked once about each length."""
+        """What all rounds cost, in the cost model's unit. Rounds of one length cost the same."""
         of_length = {
             count: cost.round(self.exit_layer, count) if count else cost.autoregressive() for count in {*self.drafted}
         }

@@ -66,9 +66,7 @@ def bits_on_offer(model: LayerSkipModel, choice: DraftWeights, runner: RunnerNam
 
 
 def make_offered(model: LayerSkipModel, bits: int) -> None:
-    """Make the weights that a plan wants to draft with, if they are not there; says so in the log, with their size."""
-    if bits in model.drafters:
-        return
+    """Make the weights that a plan wants to draft with and that are not there; says so in the log, with their size."""
     started = perf_counter()
     drafter_of(model, bits)
     log.info(

@@ -13,7 +13,7 @@ from layerskip_models.four_bit_rounding import round_to_four_bits
 
 _POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DAMPING = 0.01
-"""Of the mean of the second moments, added to each: GPTQ's own value."""
+"""This share of the mean of the squared inputs is added to each of them, as GPTQ does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def _padded(weight: Tensor) -> Tensor:
 
 
 def roundings(group: int) -> Iterator[tuple[str, Rounding]]:
-    """Each way by its name, with groups of so many inputs."""
+    """All ways with their names. group: inputs that share a scale."""
     yield "8 bits, a scale for each output", to_eight_bits
     for symmetric, form in ((True, "a scale"), (False, "scale and offset")):
         about = f"4 bits, {form} for each {group}"

@@ -19,7 +19,7 @@ SIZES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 """Outputs and inputs of the four matrices of a layer of Llama-3-8B."""
 _GROUP = 64
 _COPIES = 6
-"""Of each matrix, used in turn, so that none is still in a cache."""
+"""Copies of each matrix. They are used in turn, so that none is still in a cache."""
 
 
 def weight_only(
