@@ -7,9 +7,9 @@
  * Every row is computed by the same operations in the same order, whatever other rows are in the batch and however many threads
  * there are. So a token drafted in a pass of one row gets exactly the same logits when it is verified among many.
  */
+#include "four_bit_rounding.h"
 #include "halves.h"
 #include "head.h"
-#include "stored.h"
 
 #define JOINED(name, variant) name##_##variant
 #define JOIN(name, variant) JOINED(name, variant)
@@ -49,9 +49,9 @@ PUBLIC int64_t EXPORT(scratch_size)(const Shape *s, const Layer *layer, int64_t 
   return rows * (layer->qkv.out + s->heads * s->head_dim + layer->down.in + 3 * s->hidden);
 }
 
-/* ---- Reading files --------------------------------------------------------------------------------------------------- */
+/* ---- Reading and rounding weights ------------------------------------------------------------------------------------ */
 
-/* See stored.h. These run on the caller's thread: who reads a file has a thread for every part of it. */
+/* See stored.h and four_bit_rounding.h. These run on the caller's thread: who calls them has a thread for every part. */
 PUBLIC int EXPORT(eight_bit_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes,
                                   const int64_t *places, float *row, int8_t *to, float *scales) {
   return eight_bit_rows(kind, from, rows, in, row_bytes, places, row, to, scales);
@@ -64,6 +64,11 @@ PUBLIC int EXPORT(finite_numbers)(int kind, const void *p, int64_t count) { retu
 PUBLIC int EXPORT(nibble_rows)(const uint8_t *from, int64_t rows, int64_t in, const int64_t *places, uint8_t *packed,
                                uint16_t *groups, float *offsets) {
   return nibble_rows(from, rows, in, places, packed, groups, offsets);
+}
+PUBLIC int EXPORT(four_bit_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes,
+                                 const Grouping *by, float *row, uint8_t *values, uint8_t *packed, uint16_t *groups,
+                                 float *factors) {
+  return four_bit_rows(kind, from, rows, in, row_bytes, by, row, values, packed, groups, factors);
 }
 
 /* ---- Exit adapters -------------------------------------------------------------------------------------------------- */

@@ -140,6 +140,19 @@ class Step(Structure):
     )
 
 
+class Grouping(Structure):
+    """`Grouping` of four_bit_rounding.h."""
+
+    _fields_ = (
+        ("size", c_int64),
+        ("trials", c_int64),
+        ("steps", c_void_p),
+        ("peaks", c_void_p),
+        ("least", c_int64),
+        ("most", c_int64),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The library's functions, compiled for one of `VARIANTS`."""
@@ -157,6 +170,7 @@ class Kernels:
     eight_bit_rows: Callable[..., int]
     float_rows: Callable[..., int]
     nibble_rows: Callable[..., int]
+    four_bit_rows: Callable[..., int]
     finite_numbers: Callable[..., int]
 
 
@@ -174,6 +188,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "float_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
     "finite_numbers": (c_int, [c_int, c_void_p, c_int64]),
     "nibble_rows": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
+    "four_bit_rows": (
+        c_int,
+        [c_int, c_void_p, c_int64, c_int64, c_int64, POINTER(Grouping), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
+    ),
 }  # fmt: skip
 
 

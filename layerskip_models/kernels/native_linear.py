@@ -15,6 +15,7 @@ from torch import Tensor
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS, Matrix
+from layerskip_models.kernels.native_rounding import eight_bits
 from layerskip_models.kernels.pages import expect_large_pages, use_large_pages
 from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.norm import RMSNorm
@@ -261,30 +262,6 @@ class NativeLinear:
         return held[1]
 
 
-def _round(weight: Tensor, rounded: Tensor, scale: Tensor) -> bool:
-    """Round in the native library, to the same bits. False where it does not: not finite, or of another kind."""
-    chosen, kind = library.kernels(), KINDS.get(weight.dtype)
-    of_floats = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)  # numbered alike in `Kind` and `Stored`
-    if chosen is None or not of_floats or not weight.is_cpu or weight.dim() != 2 or 0 in weight.shape:
-        return False
-    weight = readable(weight.detach())
-    rows, inputs = weight.shape
-    row = torch.empty(inputs, dtype=torch.float32, device="cpu")
-    return bool(
-        chosen.eight_bit_rows(
-            kind,
-            weight.data_ptr(),
-            rows,
-            inputs,
-            inputs * weight.element_size(),
-            None,
-            row.data_ptr(),
-            rounded.data_ptr(),
-            scale.data_ptr(),
-        )
-    )
-
-
 class NativeInt8Linear(NativeLinear):
     """x W^T + b with W rounded to 8 bits, with one scale per output.
 
@@ -299,7 +276,7 @@ class NativeInt8Linear(NativeLinear):
         rounded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
         expect_large_pages(rounded)
-        if peaks is None and _round(weight, rounded, scale):
+        if peaks is None and eight_bits(readable(weight.detach()), rounded, scale):
             self._set(rounded, scale, bias)
             return
         step = max(_ROUNDED // max(weight.shape[1], 1), 1)

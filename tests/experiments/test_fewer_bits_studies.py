@@ -106,5 +106,6 @@ def test_the_memory_of_copies_is_compared_with_what_is_announced(tmp_path: Path)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     found = matching(read_record(record), "copy")
     assert [line["bits"] for line in found] == [8, 4]
-    assert all(0 < line["held"] <= line["most"] < 2 * line["announced"] for line in found)
+    more = 4_000_000  # what the process makes once, at the first copy
+    assert all(0 < line["held"] <= line["most"] < 1.1 * line["announced"] + more for line in found)
     assert found[1]["announced"] < found[0]["announced"] < found[0]["weight_bytes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from layerskip_models.checkpoints import loading
 from layerskip_models.compact_linear import Int4Linear, four_bit_product
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
 from layerskip_models.four_bits import FourBitWeight, exact, pack_nibbles, unpack_nibbles
-from layerskip_models.kernels import library
+from layerskip_models.kernels import library, native_rounding
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import NativeInt8Linear
 from layerskip_models.kv_cache import KVCache
@@ -139,6 +140,38 @@ def test_rounding_of_odd_numbers(symmetric: bool) -> None:
     found = round_to_four_bits(weight, group=32, symmetric=symmetric).values()
     assert torch.equal(found[:2], weight[:2])
     assert found[2].isnan().tolist() == [False] * 32 + [True] * 32 and not found[3].isnan().any()
+
+
+@pytest.mark.parametrize("variant", ["amx", "vnni", "avx512", "avx2", "neon", "baseline"])
+def test_every_variant_rounds_to_the_operators_bits(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and groups of zeros, rows far from 1, groups far apart in a row; on one thread and on several."""
+    if library.kernels() is None or variant not in library.runnable_variants():
+        pytest.skip("this processor cannot run it")
+    monkeypatch.setattr(native_rounding, "_SHARE", 1000)
+    for columns in (64, 576):  # fewer groups than a vector has lanes, and a number that is no multiple of them
+        weight = drawn(23, columns)
+        weight[1], weight[2, :32], weight[4] = 0, 0, weight[4] * 1e-20
+        weight[3] *= torch.logspace(-30, 3, columns)
+        for dtype, group in itertools.product((torch.float32, torch.bfloat16, torch.float16), (32, 64, 128)):
+            made = []
+            for kernels in (lambda: library.load(variant), lambda: None):
+                monkeypatch.setattr(library, "kernels", kernels)
+                made.append(round_to_four_bits(weight.to(dtype), group=group, symmetric=True))
+            for ours, theirs in zip(made[0]._all, made[1]._all):
+                assert (ours is None) == (theirs is None)
+                assert ours is None or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+            assert (made[0].factors is None) == (dtype == torch.float16)  # which does not hold the smallest row
+
+
+def test_part_of_a_weight_is_rounded_as_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without kernels: by the largest numbers of all inputs, which some of its rows do not have."""
+    weight = drawn(9, 256) * 1e-20
+    weight[:, 200] = torch.logspace(-8, 8, 9)
+    for kernels in (library.kernels, lambda: None):
+        monkeypatch.setattr(library, "kernels", kernels)
+        whole = round_to_four_bits(weight, group=32, symmetric=True).values()
+        part = round_to_four_bits(weight[:, :128], group=32, symmetric=True, peaks=weight.abs().amax(dim=1)).values()
+        assert torch.equal(part, whole[:, :128])
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])

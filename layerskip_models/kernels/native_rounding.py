@@ -1,0 +1,104 @@
+"""Weights in memory, rounded to 8 or 4 bits by the native library: to the bits that PyTorch's operators round them to.
+
+A few threads take some rows each. Beside the result there is one row in float32 for each thread, whatever the weight's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from layerskip_models.kernels import library
+from layerskip_models.kernels.library import KINDS, Grouping
+from layerskip_models.kernels.threads import num_threads
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # numbered alike in `Kind` and `Stored`
+_SHARE = 1 << 19
+"""Least numbers for a thread of its own."""
+
+
+def eight_bits(weight: Tensor, rounded: Tensor, scale: Tensor) -> bool:
+    """Round a weight [out, in] to int8, with float32 scales [out].
+
+    False where the library does not: a number is not finite, or the weight is of another kind.
+    """
+    chosen = library.kernels()
+    if chosen is None or not _is_readable(weight):
+        return False
+
+    def some(rows: range) -> bool:
+        row = _scratch(weight, torch.float32)
+        own = weight[rows.start].data_ptr(), len(rows), weight.shape[1], _row_bytes(weight)
+        to = rounded[rows.start].data_ptr(), scale[rows.start].data_ptr()
+        return bool(chosen.eight_bit_rows(KINDS[weight.dtype], *own, None, row.data_ptr(), *to))
+
+    return _in_shares(weight, some)
+
+
+def four_bits(
+    weight: Tensor,
+    *,
+    steps: Tensor,
+    exponents: range,
+    peaks: Tensor | None,
+    packed: Tensor,
+    groups: Tensor,
+    factors: Tensor,
+) -> bool:
+    """Round a weight [out, in] to 4 bits in groups, with a scale each. `round_to_four_bits` has the meaning of all numbers.
+
+    steps: float32. peaks: [out]. packed, groups, factors: where the result goes. False as above.
+    """
+    chosen = library.kernels()
+    if chosen is None or not _is_readable(weight):
+        return False
+    own_peaks = None if peaks is None else peaks.float().contiguous()
+    size = weight.shape[1] // groups.shape[1]
+
+    def some(rows: range) -> bool:
+        first = rows.start
+        by = Grouping(
+            size,
+            len(steps),
+            steps.data_ptr(),
+            None if own_peaks is None else own_peaks[first].data_ptr(),
+            exponents[0],
+            exponents[-1],
+        )
+        scratch = _scratch(weight, torch.float32), _scratch(weight, torch.uint8)
+        own = weight[first].data_ptr(), len(rows), weight.shape[1], _row_bytes(weight)
+        to = (one[first].data_ptr() for one in (packed, groups, factors))
+        found = chosen.four_bit_rows(KINDS[weight.dtype], *own, byref(by), *(one.data_ptr() for one in scratch), *to)
+        return bool(found)
+
+    return _in_shares(weight, some)
+
+
+def _is_readable(weight: Tensor) -> bool:
+    fits = weight.dtype in _FLOATS and weight.is_cpu and weight.dim() == 2 and 0 not in weight.shape
+    return fits and weight.is_contiguous() and weight.data_ptr() % weight.element_size() == 0
+
+
+def _row_bytes(weight: Tensor) -> int:
+    return weight.shape[1] * weight.element_size()
+
+
+def _scratch(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(weight.shape[1], dtype=dtype, device="cpu")
+
+
+def _in_shares(weight: Tensor, work: Callable[[range], bool]) -> bool:
+    """Do the work on all rows, on as many threads as there is work for. Whether it says True every time."""
+    rows = len(weight)
+    count = max(1, min(num_threads(), rows, weight.numel() // _SHARE))
+    shares = [range(rows * one // count, rows * (one + 1) // count) for one in range(count)]
+    if count == 1:
+        return work(shares[0])
+    with ThreadPoolExecutor(count - 1, "rounding") as pool:
+        others = [pool.submit(work, share) for share in shares[1:]]
+        own = work(shares[0])
+        return all([own, *(other.result() for other in others)])
