@@ -12,6 +12,7 @@ from layerskip_models.choices import Detail, HeadOutput, choices_of
 from layerskip_models.transfer import sent
 from policies import CopiedRow, DraftRow, ObservationSpec
 from policies.records import StopCause
+from selfspec.engine.results import to_keep
 from selfspec.engine.runners.runner import RowBuffers, Runner, SequenceRound, SequenceRows
 from selfspec.engine.sampling import NonFiniteLogitsError, distribution
 
@@ -103,7 +104,7 @@ class Draft:
         try:
             going = self._grow()
         except Exception as error:
-            self.error = error
+            self.error = to_keep(error)
             return False
         self.rows.first, self.rows.end = self.num_rows, len(self.rows.tokens)
         return going

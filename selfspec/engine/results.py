@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from traceback import walk_tb
 
 from torch import Tensor
 
@@ -14,6 +16,28 @@ from selfspec.engine.stopping import StopReason
 _SHOWN = 60  # characters, or ids, of the new text in a repr
 
 
+def to_keep(error: Exception) -> Exception:
+    """The error, and those that led to it, without tracebacks; from Python 3.11 on a note tells where each was raised.
+
+    The functions in a traceback, and those that called them, hold what keeps the error: with it, all that they refer to would
+    stay until Python looks for circles.
+    """
+    known: set[BaseException] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or one in known:
+            continue
+        known.add(one)
+        waiting += one.__cause__, one.__context__
+        if one.__traceback__ is not None and sys.version_info >= (3, 11):
+            frames = ((frame.f_code, line) for frame, line in walk_tb(one.__traceback__))
+            places = (f'  File "{code.co_filename}", line {line}, in {code.co_name}' for code, line in frames)
+            one.add_note("\n".join(["Raised in, outermost first:", *places]))
+        one.__traceback__ = None
+    return error
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RoundResult:
     """What a round yields for one text.
@@ -21,7 +45,7 @@ class RoundResult:
     draft_tokens: the kept drafts d_1..d_k, the first num_accepted (m) of which were accepted. block: m + 1 tokens to commit.
     target_tokens: int64, the full model's choice for rows 0..m at least, None if nobody learns from it; p: the distributions
         it was made from when sampling, else None.
-    failure: why the last entry of the block is not a token, else None. It is raised if the text gets that far.
+    failure: why the last entry of the block is not a token, else None. The text ends with it if it gets that far.
     dropped_token: what a greedy draft would have taken from the row that a policy stopped before, else None.
     error: why the text cannot go on at all: its policy raised it, or a processor did.
     num_copied: how many of the kept drafts were copied. num_discarded: rows run ahead of a decision to drop their token.

@@ -15,7 +15,7 @@ from torch import Tensor
 from layerskip_models.prefill import MOST_ROWS, PromptPiece, read_pieces
 from selfspec.engine.agreement import agree_on_round
 from selfspec.engine.draft import make_drafts
-from selfspec.engine.results import StepOutput
+from selfspec.engine.results import StepOutput, to_keep
 from selfspec.engine.runners.runner import Runner
 from selfspec.engine.sequence import Planned, Sequence
 from selfspec.engine.verification import accept, verify
@@ -37,7 +37,7 @@ def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Found | 
             # 1. Plan: where to exit, how far to draft (0: a plain step).
             going.append((sequence, sequence.plan(runner, len(sequences))))
         except Exception as error:
-            tell(sequence, found, StepOutput(tokens=sequence.unsent, error=error))
+            tell(sequence, found, StepOutput(tokens=sequence.unsent, error=to_keep(error)))
     if going:
         seq_rounds = [planned.seq_round for _, planned in going]
         started = perf_counter()
@@ -52,16 +52,18 @@ def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Found | 
         for (sequence, planned), result in zip(going, results):
             sequence.stats.accept_seconds += accept_seconds
             try:
-                if result.error is not None:
-                    raise result.error
-                tokens = sequence.commit(result)  # 5. Commit them and one token more. Only lengths change.
+                # 5. Commit them and one token more. Only lengths change.
+                tokens = None if result.error is not None else sequence.commit(result)
+                if tokens is None:
+                    tell(sequence, found, StepOutput(tokens=sequence.unsent, error=result.error or result.failure))
+                    continue
                 # 6. Learn: the policy sees what came of its plan.
                 record = sequence.learn(planned, result, tokens, *shares)
                 if result.failure is not None:  # the text ended before it
                     runner.clear(sequence.length - 1)
                 tell(sequence, found, StepOutput(tokens=sequence.unsent, record=record))
             except Exception as error:
-                tell(sequence, found, StepOutput(tokens=sequence.unsent, error=error))
+                tell(sequence, found, StepOutput(tokens=sequence.unsent, error=to_keep(error)))
     outputs = dict(found[first:])
     return [outputs[sequence] for sequence in sequences]
 
@@ -104,7 +106,7 @@ def read_prompts(
             sequence.begin(states, scores)
             tell(sequence, found, StepOutput(tokens=sequence.unsent))
         except Exception as error:
-            tell(sequence, found, StepOutput(tokens=sequence.unsent, error=error))
+            tell(sequence, found, StepOutput(tokens=sequence.unsent, error=to_keep(error)))
     return found[first:]
 
 
@@ -116,5 +118,5 @@ def _show_prompts(sequences: abc.Sequence[Sequence], hidden: abc.Sequence[Tensor
             sequence.show_prompt(states)
         except Exception as error:
             failed.add(sequence)
-            tell(sequence, found, StepOutput(tokens=sequence.unsent, error=error))
+            tell(sequence, found, StepOutput(tokens=sequence.unsent, error=to_keep(error)))
     return failed

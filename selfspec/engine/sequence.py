@@ -256,13 +256,13 @@ class Sequence:
                 return copied[: index + 1]
         return copied
 
-    def commit(self, result: RoundResult) -> list[int]:
+    def commit(self, result: RoundResult) -> list[int] | None:
         """Step 5: commit what was accepted, up to the first stop in it, and forget the rest. Returns what was committed.
 
-        Raises the failure of the last token, unless the text ends before it.
+        None, and nothing is committed, if the text gets as far as the last token and that has failed.
         """
         start = perf_counter()
-        committed = self._commit(result.block, result.failure)
+        committed = self._commit(result.block, result.failure is not None)
         self.stats.num_discarded_rows += result.num_discarded
         self.stats.accept_seconds += perf_counter() - start
         return committed
@@ -329,8 +329,8 @@ class Sequence:
         p = None if result.p is None else result.p[:rows]
         return seq_round.states.shadow_tokens(rows, result.target_tokens[:rows], p)
 
-    def _commit(self, block: list[int], failure: Exception | None = None) -> list[int]:
-        """Set lengths, pending and the stop reason. failure: why the last entry of the block is not a token.
+    def _commit(self, block: list[int], failed: bool = False) -> list[int] | None:
+        """Set lengths, pending and the stop reason. failed: the last entry of the block is not a token.
 
         All that may fail or be interrupted comes before the text's length changes, or can be done again by `_open`.
         """
@@ -341,12 +341,12 @@ class Sequence:
             # From pinned memory: from ordinary memory a copy to CUDA would wait for all that was launched ahead.
             found = torch.tensor(block, dtype=torch.long, device="cpu", pin_memory=self.tokens.is_cuda)
             self.tokens[0, self.length : end].copy_(found, non_blocking=True)
-        sound = block if failure is None else block[:-1]
+        sound = block[:-1] if failed else block
         count, reason = self.request.stops.first_stop(sound, self._on_host, self.length, self.num_new)
         if self._on_host is not None:
             count, reason = agree_on_stop(self.model, count, reason)
-        if failure is not None and reason is None:
-            raise failure
+        if failed and reason is None:
+            return None
         committed = block[:count]
         if not self.reading:
             self.states.commit(self.length - 1, count)

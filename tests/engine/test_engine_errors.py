@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -137,8 +138,8 @@ def test_an_error_of_one_text_is_that_text_s_alone(
     wanted = NonFiniteLogitsError if kind == "NaN" else ValueError if kind == "a wrong layer" else ZeroDivisionError
     assert isinstance(failed.error, wanted), failed.error
     assert failed.result is None
-    failed.error.__traceback__ = None  # whose frames know the texts
-    assert caches.alive == 1
+    assert caches.alive == 1  # the error keeps no function's variables, and so not the text
+    assert sys.version_info < (3, 11) or kind == "NaN" or "Raised in" in failed.error.__notes__[0]
     for text, course in zip(texts, [first, *others]):
         assert_same(course, run_alone(model, text), exact=layout == "native")
         assert len(course.tokens) == 20
