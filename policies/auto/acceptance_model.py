@@ -39,7 +39,7 @@ class AcceptanceModel:
         exits = [layer for layer in layers if layer > 0]
         depth = np.log2(1 + 24 * np.asarray(exits) / num_layers)
         # Of weights in fewer bits the heights are their own: they have nothing in common with those of exits.
-        spread = TUNING.height_spread**2 * np.eye(self._size)
+        spread = TUNING.rounded_spread**2 * np.eye(self._size)
         spread[: len(exits), : len(exits)] = TUNING.height_spread**2 + TUNING.spread**2 * (
             np.minimum.outer(depth, depth) + np.eye(len(exits))
         )

@@ -32,10 +32,18 @@ class Tuning:
     """Observations per layer that earlier calls count for, at most, when a call begins (22, Z5: 64 to 512 are within 1 %)."""
     news: float = 4.0
     """Values are solved again at this many times as many rows; a solution takes one or two milliseconds (22, Z3)."""
+    surprise: float = 3.0
+    """They are also solved again when drafts at one place were accepted this many standard deviations more or less often than
+    supposed. Chosen: rarely by chance, and soon where what is usual does not hold."""
+    surprise_least: float = 0.1
+    """Variance that is added before that: of nearly sure drafts one rejection says little, and two say much. Chosen."""
     settled: float = 0.1
     """Relative change of the rate below which another of Dinkelbach's steps is not worth its time (22, Z5)."""
     usual_length: int = 4
     """Drafts for which an exit's price in full and in fewer bits is compared. Chosen to be near what is drafted."""
+    tried: int = 8
+    """Drafts in fewer bits of which some must have been seen before one is longer than `usual_length`. Chosen: a model that they
+    do not suit loses two rounds or three."""
     promised_gain: float = 0.1
     """By how much drafts in bits that nobody has tried must promise to beat the best exit and plain steps, before the weights
     are made that they need. Chosen: it is memory for as long as the process lives."""
@@ -49,6 +57,8 @@ class Tuning:
     """Prior mean of a layer's acceptance above its confidence, in log odds: an exit is right more often than it is sure."""
     rounded_heights: Mapping[int, float] = field(default_factory=lambda: {8: 4.5, 4: 2.0})
     """The same for drafts through all layers in 8 and 4 bits, measured on 16 free answers of SmolLM2 (24, Z5)."""
+    rounded_spread: float = 1.5
+    """Prior standard deviation of these. Chosen: models differ more in what rounding does to them than exits do."""
     rounded_confidences: tuple[float, ...] = (
         0.05,
         0.13,

@@ -124,6 +124,7 @@ class AutoLearner:
         self.frequency = np.zeros((len(self.layers), len(DOUBT_BINS)))
         self.model.reset()
         self._rows = self._solved_at = 0  # observed, of whatever layer
+        self._surprise: dict[int, tuple[float, float]] = {}
         self._next_rate = 1 / self.cost.autoregressive()
         self._solve(*self._accepted_and_seen())
 
@@ -157,8 +158,26 @@ class AutoLearner:
             index = self._index[-record.bits]
             for confidence in record.confidences:
                 self.frequency[index, DOUBT_BINS.index(confidence)] += 1
-        if self._rows > TUNING.news * self._solved_at:
+        if self._rows > TUNING.news * self._solved_at or self._is_surprised(record):
             self.learn()
+
+    def _is_surprised(self, record: RoundRecord) -> bool:
+        """Whether drafts at this round's place were, since the last solution, not accepted about as often as supposed."""
+        if record.exit_layer is None or not record.confidences:
+            return False
+        place = self.place_of(record.exit_layer, record.bits)
+        more, variance = self._surprise.get(place, (0.0, 0.0))
+        for index, confidence in enumerate(record.confidences[: min(record.num_accepted + 1, record.num_drafted)]):
+            chance = self.chance(place, confidence)
+            more += (index < record.num_accepted) - chance
+            variance += chance * (1 - chance)
+        self._surprise[place] = more, variance
+        return more**2 > TUNING.surprise**2 * (variance + TUNING.surprise_least)
+
+    def longest(self, place: int) -> int:
+        """The longest draft there: short ones first where all is supposed, as of drafts in fewer bits."""
+        is_known = place > 0 or sum(self.table.seen[place]) >= TUNING.tried
+        return self.max_speculations if is_known else min(TUNING.usual_length, self.max_speculations)
 
     def _count(self, layers: tuple[int, ...], read: list[list[float]]) -> None:
         """Count the confidences of shadow tokens, [layers][rows].
@@ -177,6 +196,7 @@ class AutoLearner:
     def learn(self) -> None:
         """Fit and solve again."""
         self._solved_at = self._rows
+        self._surprise.clear()
         counts = self._accepted_and_seen()
         self.model.fit(*counts)
         self._solve(*counts)

@@ -198,7 +198,7 @@ class AutoExit(DelegatingPolicy):
         return Plan(
             exit_layer=self._num_layers if layer is not None and layer < 0 else layer,
             bits=None if layer is None else self.learner.bits_at(layer),
-            max_speculations=0 if layer is None else self.learner.max_speculations,
+            max_speculations=0 if layer is None else self.learner.longest(layer),
             acceptance=self.learner.layer_acceptance,
             learn=self._learns_now(),
         )

@@ -287,4 +287,25 @@ def test_weights_that_disappoint_are_not_drafted_with() -> None:
     while policy.plan(CONTEXT).bits is not None:
         rounds += 1
         policy.observe(replace(finished(3, 0, exit_layer=24, confidences=[0.6, 0.6, 0.6]), bits=8))
-    assert 2 < rounds < 30
+    assert 1 < rounds < 9
+
+
+def test_first_drafts_in_fewer_bits_are_short() -> None:
+    """Until a few were seen, since all that is known of them is what is usual."""
+    policy = AutoExit(num_layers=24, layers=[6, 8], bits=(8,))
+    policy.observe_prompt(shadow([6, 8], [[0] * 8] * 2, [[0.5] * 8] * 2))
+    lengths = []
+    for _ in range(4):
+        lengths.append(policy.plan(CONTEXT).max_speculations)
+        policy.observe(replace(finished(4, 4, exit_layer=24, confidences=[0.9] * 4), bits=8))
+    assert lengths == [TUNING.usual_length] * 2 + [TUNING.max_speculations] * 2
+
+
+@pytest.mark.parametrize(("accepted", "believed"), [(1, True), (3, False)])
+def test_drafts_that_surprise_are_learned_from_at_once(accepted: int, believed: bool) -> None:
+    """Rounds in which as many are accepted as supposed wait until there are many more of them."""
+    policy = fed(24, {1: 1.0, 8: 1.0}, confidence=0.75)  # nearly always right
+    before = policy.learner.layer_acceptance[1]
+    for _ in range(4):
+        policy.observe(finished(3, accepted, exit_layer=1, confidences=[0.75] * 3))
+    assert (policy.learner.layer_acceptance[1] < before) == believed
