@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip_models.four_bits import FourBitWeight
+from layerskip_models.grouped_weight import GroupedWeight
 
 _CONVERTED = 1 << 21  # numbers of a 4-bit weight that are float32 at a time
 _HALF_EXPONENT = 15  # largest power of two that a float16 holds is 2^15
@@ -117,29 +117,29 @@ class Int8Linear:
         return product if self._bias is None else product.add_(self._bias)
 
 
-class Int4Linear:
-    """x W^T + b with W in 4 bits, by PyTorch's operators: a piece of W at a time is float32. x is float32 and not rounded."""
+class GroupedLinear:
+    """x W^T + b with W in groups, by PyTorch's operators: a piece of W at a time is float32. x is float32 and not rounded."""
 
-    def __init__(self, weight: FourBitWeight, bias: Tensor | None = None) -> None:
-        self.stored = weight
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None = None) -> None:
+        self.numbers = weight
         self._bias = None if bias is None else bias.float()
         self.num_bytes = weight.num_bytes
 
     @property
     def weight(self) -> Tensor:
         """The weight in float32, [out, in]."""
-        return self.stored.values()
+        return self.numbers.values()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]. Returns [rows, out]."""
-        return four_bit_product(x, self.stored, self._bias)
+        return grouped_product(x, self.numbers, self._bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x W^T + b."""
         return self(x).add_(residual)
 
 
-def four_bit_product(x: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor:
+def grouped_product(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
     """x W^T + b by PyTorch's operators. x: float32 [rows, in]. Returns float32 [rows, out]."""
     outputs, inputs = weight.shape
     step = max(_CONVERTED // inputs, 1)

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import torch
 
-from layerskip_models.compact_linear import Int4Linear
+from layerskip_models.compact_linear import GroupedLinear
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
-from layerskip_models.kernels.native_four_bits import NativeInt4Linear
+from layerskip_models.grouped_weight import GroupedWeight
+from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.linear import (
     EIGHT_BIT_LAYERS,
@@ -25,13 +26,14 @@ from layerskip_models.linear import (
     PlainLinear,
     check_layout,
     eight_bit_layout,
-    four_bit_linear,
+    grouped_linear,
     keeps_eight_bits,
 )
 from layerskip_models.model import LayerSkipModel
 
 DRAFT_BITS: dict[int, Layout] = {8: "int8", 4: "int4"}
 """The numbers of bits that drafts can be made in, and the layout of each."""
+_PIECE = 1 << 22  # numbers that are in float32 at a time
 _making = threading.Lock()
 
 
@@ -111,10 +113,15 @@ def _rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear
     in_four = layout == "int4" and not keeps_eight_bits(layer)
     if _bits_of(linear) <= (4 if in_four else 8):
         return linear
-    if isinstance(linear, NativeLinear):  # a few of its rows at a time are in float32
+    if isinstance(linear, NativeGroupedLinear):  # of 8 bits; a few of its rows at a time are in float32
+        numbers, count = linear.numbers, max(_PIECE // linear.shape[1], 1)
+        pieces = (numbers.values(first, first + count) for first in range(0, linear.shape[0], count))
+        rounded = [round_to_four_bits(piece, group=GROUP, symmetric=True) for piece in pieces]
+        return grouped_linear(GroupedWeight.cat(rounded), linear.bias)
+    if isinstance(linear, NativeLinear):  # the same
         weight = linear.stored
         if in_four and fits_four_bits(weight.shape[1]):
-            return four_bit_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), linear.bias)
+            return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), linear.bias)
         return NativeInt8Linear(weight, linear.bias)
     if isinstance(linear, PlainLinear):
         full = linear.weight.float()
@@ -126,8 +133,8 @@ def _rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear
 
 def _bits_of(linear: Linear) -> int:
     """Of a weight as it is stored."""
-    if isinstance(linear, (NativeInt4Linear, Int4Linear)):
-        return 4
+    if isinstance(linear, (NativeGroupedLinear, GroupedLinear)):
+        return linear.numbers.bits
     if isinstance(linear, NativeInt8Linear):
         return 8
     if isinstance(linear, NativeLinear):

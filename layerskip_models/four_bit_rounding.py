@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerskip_models.four_bits import GROUP_SIZES, FourBitWeight, group_size, pack_nibbles, powers_of_two
+from layerskip_models.grouped_weight import GROUP_SIZES, GroupedWeight, group_size, pack_nibbles, powers_of_two
 from layerskip_models.kernels.native_rounding import four_bits
 from layerskip_models.kernels.pages import expect_large_pages
 
@@ -21,7 +21,7 @@ _LEAST_PEAK = 2.0**-60  # of a group: a smaller one has a scale of 0 in float16,
 _EXPONENTS = range(-6, 16)  # of a row's largest number, for scales that float16 holds without loss of precision
 
 
-def round_to_four_bits(weight: Tensor, *, group: int, symmetric: bool, peaks: Tensor | None = None) -> FourBitWeight:
+def round_to_four_bits(weight: Tensor, *, group: int, symmetric: bool, peaks: Tensor | None = None) -> GroupedWeight:
     """A weight [out, in] in groups of `group` inputs, or of 64 or 32 if these do not divide the inputs.
 
     symmetric: a scale for each group, 4 + 16 / group bits a weight; else also an offset, 4 + 48 / group bits.
@@ -47,13 +47,13 @@ def round_to_four_bits(weight: Tensor, *, group: int, symmetric: bool, peaks: Te
             groups=groups,
             factors=factors,
         ):
-            return FourBitWeight(values, groups, None, None if bool((factors == 1).all()) else factors)
+            return GroupedWeight(values, groups, None, None if bool((factors == 1).all()) else factors)
     return _by_operators(weight, values, groups, symmetric, peaks)
 
 
 def _by_operators(
     weight: Tensor, values: Tensor, groups: Tensor, symmetric: bool, peaks: Tensor | None
-) -> FourBitWeight:
+) -> GroupedWeight:
     rows, columns = weight.shape
     size = columns // groups.shape[1]
     offsets = None if symmetric else torch.empty_like(groups, dtype=torch.float32)
@@ -70,7 +70,7 @@ def _by_operators(
         groups[here] = scale.squeeze(2)
         if offsets is not None:
             offsets[here] = offset.squeeze(2)
-    return FourBitWeight(values, groups, offsets, factors)
+    return GroupedWeight(values, groups, offsets, factors)
 
 
 def fits_four_bits(columns: int) -> bool:

@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from layerskip_models.compact_linear import HalfLinear, Int4Linear, Int8Linear, fits_half, half_works, int8_works
+from layerskip_models.compact_linear import GroupedLinear, HalfLinear, Int8Linear, fits_half, half_works, int8_works
 from layerskip_models.decoder_layer import Linear
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
-from layerskip_models.four_bits import FourBitWeight
+from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.kernels.check import native_works
-from layerskip_models.kernels.native_four_bits import NativeInt4Linear
+from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 
 Layout = Literal["plain", "half", "int8", "int4", "native"]
@@ -83,13 +83,13 @@ def int4_linear(weight: Tensor, bias: Tensor | None = None, whole: Whole | None 
     if not fits_four_bits(weight.shape[1] if whole is None else whole.columns):
         return linear_of(eight_bit_layout(weight), weight, bias, whole)
     peaks = None if whole is None else whole.peaks
-    return four_bit_linear(round_to_four_bits(weight, group=GROUP, symmetric=True, peaks=peaks), bias)
+    return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True, peaks=peaks), bias)
 
 
-def four_bit_linear(weight: FourBitWeight, bias: Tensor | None = None) -> Linear:
+def grouped_linear(weight: GroupedWeight, bias: Tensor | None = None) -> Linear:
     """A weight that is in 4 bits already, on a CPU, for float32: on our own kernels, or where there are none on operators."""
     native = native_works(weight.packed.device, torch.float32)
-    return NativeInt4Linear(weight, bias) if native else Int4Linear(weight, bias)
+    return NativeGroupedLinear(weight, bias) if native else GroupedLinear(weight, bias)
 
 
 def keeps_eight_bits(layer: int | None) -> bool:

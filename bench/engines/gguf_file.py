@@ -15,6 +15,7 @@ from gguf.quants import quantize
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.engines.k_quants import QUANTISERS, in_blocks
 from layerskip_models.decoder_layer import interleave_heads
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -23,23 +24,27 @@ ROPE_FACTORS = "rope_freqs.weight"
 def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
     """Write the model's weights to `path`; one tensor at a time is in memory a second time.
 
-    kind: "F32", "F16", "BF16", "Q8_0", "Q4_0" or "Q4_1", of the matrices; norms and biases are F32. The last three have
-    scales for every 32 numbers of a row; with 4 bits, embedding and head are Q8_0. A head that is tied to the embedding is
-    left out, and llama.cpp takes the embedding for it.
+    kind: "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1" or one of `QUANTISERS`, of the matrices; norms and biases are F32.
+        Those with a Q have scales for every 32 numbers of a row, or for blocks of 256; with 4 bits, embedding and head are
+        Q8_0. "Q4_K_M" is the mixture that llama.cpp makes: some matrices, and the head, are Q6_K.
+    A head that is tied to the embedding is left out, and llama.cpp takes the embedding for it.
     Raises ValueError for another family, and for rows that the kind cannot hold.
     """
     config = model.config
     if config.model_type != "llama":
         raise ValueError(f"only Llama models are written as GGUF here, this one is {config.model_type!r}")
-    if kind.startswith("Q") and (config.hidden_size % 32 or config.intermediate_size % 32):
-        raise ValueError(
-            f"{kind} needs rows of a multiple of 32 numbers; "
-            f"this model's are {config.hidden_size} and {config.intermediate_size}"
-        )
+    block = 256 if "_K" in kind else 32 if "Q" in kind else 1
+    widths = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
+    if any(width % block for width in widths):
+        meant = ", ".join(map(str, widths))
+        raise ValueError(f"{kind} needs rows of a multiple of {block} numbers; this model's are of {meant}")
     writer = GGUFWriter(path, "llama")
     _describe(writer, config, model.model.rotary_emb.attention_scaling)
     tensors = _tensors(model)
-    kinds = {name: GGMLQuantizationType[_kind_of(name, tensor, kind)] for name, tensor in tensors.items()}
+    kinds = {
+        name: GGMLQuantizationType[_kind_of(name, tensor, kind, config.num_hidden_layers)]
+        for name, tensor in tensors.items()
+    }
     for name, tensor in tensors.items():
         shape = quant_shape_to_byte_shape(tensor.shape, kinds[name])
         writer.add_tensor_info(name, shape, np.dtype(np.uint8), prod(shape), kinds[name])
@@ -47,15 +52,28 @@ def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, tensor in tensors.items():
-        writer.write_tensor_data(quantize(_reordered(name, tensor, config).float().cpu().numpy(), kinds[name]))
+        floats = _reordered(name, tensor, config).float().cpu().numpy()
+        own = kinds[name].name in QUANTISERS
+        writer.write_tensor_data(in_blocks(floats, kinds[name].name) if own else quantize(floats, kinds[name]))
     writer.close()
 
 
-def _kind_of(name: str, tensor: Tensor, kind: str) -> str:
+def _kind_of(name: str, tensor: Tensor, kind: str, num_layers: int) -> str:
     """The type of one tensor in a file whose matrices are of `kind`."""
     if tensor.dim() != 2:
         return "F32"
-    return "Q8_0" if kind.startswith("Q4") and not name.startswith("blk.") else kind
+    if kind == "Q4_K_M":
+        return "Q6_K" if _is_finer(name, num_layers) else "Q4_K"
+    return "Q8_0" if "Q4" in kind and not name.startswith("blk.") else kind
+
+
+def _is_finer(name: str, num_layers: int) -> bool:
+    """Whether llama.cpp gives this matrix of a Q4_K_M file six bits (`use_more_bits` of its llama-quant.cpp)."""
+    if not name.startswith("blk."):
+        return True
+    layer, eighth = int(name.split(".")[1]), num_layers // 8
+    chosen = layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+    return chosen and (".attn_v." in name or ".ffn_down." in name)
 
 
 def _describe(writer: GGUFWriter, config: LlamaConfig, rope_attention: float) -> None:

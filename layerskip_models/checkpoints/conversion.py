@@ -20,7 +20,7 @@ from layerskip_models.checkpoints.fused_reading import (
     places_of,
     read_eight_bits,
     read_floats,
-    read_four_bits,
+    read_numbers,
     rounds_while_reading,
 )
 from layerskip_models.checkpoints.progress import tell
@@ -28,7 +28,7 @@ from layerskip_models.checkpoints.stored_tensor import StoredTensor
 from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.decoder_layer import DecoderLayer, interleave_heads
 from layerskip_models.families import family_of, head_dim_of
-from layerskip_models.four_bits import FourBitWeight
+from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.kernels.native_linear import NativeInt8Linear
 from layerskip_models.kernels.pages import expect_large_pages
 from layerskip_models.linear import (
@@ -42,7 +42,7 @@ from layerskip_models.linear import (
     check_layout,
     default_layout,
     eight_bit_layout,
-    four_bit_linear,
+    grouped_linear,
     keeps_eight_bits,
     linear_of,
 )
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 DRAFT_HEAD_BYTES = 16 << 20
 """Heads from this size on get a second one in 8 bits, which drafts are chosen with: smaller ones stay in a cache."""
 _COMPARED = 1 << 20  # numbers at a time
-Packed = Mapping[str, FourBitWeight | StoredTensor]
+Packed = Mapping[str, GroupedWeight | StoredTensor]
 """Weights that a checkpoint has in 4 bits, or that are still in its files, by the names of their modules
 ("model.layers.0.mlp.down_proj")."""
 _NOTHING: Packed = MappingProxyType({})
@@ -119,12 +119,12 @@ def convert(
     packed: Packed = _NOTHING,
     fill: Callable[[str, nn.Module], None] = lambda name, module: None,
     whole_of: WholeOf = lambda kind, weight: None,
-    stored_head: StoredTensor | None = None,
+    own_head: StoredTensor | GroupedWeight | None = None,
 ) -> LayerSkipModel:
     """`from_transformers` without its checks. fill: called with each layer and its name before it is read.
 
-    packed: of layers' matrices that are in 4 bits already, or still in a file. stored_head: a head that is. Their parameters
-    in `model` then only have the right shape. whole_of: called for matrices that are rounded.
+    packed: of layers' matrices that keep their numbers, or are still in a file. own_head: a head that does, or is. Their
+    parameters in `model` then only have the right shape. whole_of: called for matrices that are rounded.
     """
     decoder = model.model
     stored = decoder.norm.weight.dtype
@@ -159,7 +159,7 @@ def convert(
         tell(index + 1, len(decoder.layers))
 
     embedding = decoder.embed_tokens.weight.detach()
-    head_weight = (model.lm_head.weight if stored_head is None else decoder.norm.weight).detach()
+    head_weight = (model.lm_head.weight if own_head is None else decoder.norm.weight).detach()
     tied = head_weight.device == embedding.device and head_weight.data_ptr() == embedding.data_ptr()
     if not release and not share:
         embedding = embedding.clone()
@@ -167,11 +167,15 @@ def convert(
     head: Linear
     draft_head: Linear | None = None
     head_layout = layout_of(head_weight.new_empty(0, dtype=dtype))
-    if stored_head is not None and rounds_while_reading([stored_head], head_layout, dtype):
-        head = read_eight_bits([stored_head], None, None)
+    if isinstance(own_head, GroupedWeight):
+        head = grouped_linear(own_head)
+    elif own_head is not None and own_head.keeps_numbers:
+        head = grouped_linear(own_head.own_numbers())
+    elif own_head is not None and rounds_while_reading([own_head], head_layout, dtype):
+        head = read_eight_bits([own_head], None, None)
     else:
-        if stored_head is not None:
-            head_weight = read_floats([stored_head], None, dtype)
+        if own_head is not None:
+            head_weight = read_floats([own_head], None, dtype)
         head_weight, head_layout = in_its_layout(head_weight, dtype, layout_of)
         head = LAYOUTS[head_layout](head_weight, None)
         if head_layout == "native" and head.num_bytes >= DRAFT_HEAD_BYTES:
@@ -286,21 +290,21 @@ def convert_layer(
             bias = fused(kind, biases).to(dtype)
         own = [packed.get(f"model.layers.{index}.{place}") for place in places]
         stored = [weight for weight in own if isinstance(weight, StoredTensor)]
-        four_bits = [weight for weight in own if weight is not None and _keeps_four_bits(weight)]
+        kept = [weight for weight in own if weight is not None and _keeps_numbers(weight)]
         is_stored = len(stored) == len(own)
         order: Tensor | None = None
         rows_of_whole: Tensor | None = None
-        if kind == "qkv" and (is_stored or len(four_bits) == len(own)):
+        if kind == "qkv" and (is_stored or len(kept) == len(own)):
             count = sum(len(linear.weight) for linear in linears)
             order = fused(kind, [torch.arange(count, device=linears[0].weight.device)])
             rows_of_whole = places_of(order)
-        if len(four_bits) == len(own):
-            whole = read_four_bits(stored, rows_of_whole) if is_stored else None
+        if len(kept) == len(own):
+            whole = read_numbers(stored, rows_of_whole) if is_stored else None
             if whole is None:
-                known = [weight.four_bits() if isinstance(weight, StoredTensor) else weight for weight in four_bits]
-                whole = FourBitWeight.cat(known)
+                known = [weight.own_numbers() if isinstance(weight, StoredTensor) else weight for weight in kept]
+                whole = GroupedWeight.cat(known)
                 whole = whole if order is None else whole.reordered(order)
-            projections[kind] = four_bit_linear(whole, bias)
+            projections[kind] = grouped_linear(whole, bias)
             continue
         if is_stored and rounds_while_reading(stored, layout_of(linears[0].weight.new_empty(0, dtype=dtype)), dtype):
             projections[kind] = read_eight_bits(stored, rows_of_whole, bias)
@@ -329,13 +333,13 @@ def convert_layer(
     )
 
 
-def _keeps_four_bits(weight: FourBitWeight | StoredTensor) -> bool:
-    return weight.keeps_four_bits if isinstance(weight, StoredTensor) else True
+def _keeps_numbers(weight: GroupedWeight | StoredTensor) -> bool:
+    return weight.keeps_numbers if isinstance(weight, StoredTensor) else True
 
 
-def _floats(weight: Tensor, known: FourBitWeight | StoredTensor | None) -> Tensor:
+def _floats(weight: Tensor, known: GroupedWeight | StoredTensor | None) -> Tensor:
     """The numbers of a matrix, of which something else than its weight may be known."""
-    return weight if known is None else known.values() if isinstance(known, FourBitWeight) else known.tensor()
+    return weight if known is None else known.values() if isinstance(known, GroupedWeight) else known.tensor()
 
 
 def in_its_layout(weight: Tensor, dtype: torch.dtype, layout_of: Callable[[Tensor], Layout]) -> tuple[Tensor, Layout]:

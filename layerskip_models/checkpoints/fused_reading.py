@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from layerskip_models.checkpoints.stored_tensor import StoredTensor, room_for_four_bits
-from layerskip_models.four_bits import FourBitWeight
+from layerskip_models.checkpoints.gguf_blocks import room_for_numbers
+from layerskip_models.checkpoints.stored_tensor import StoredTensor
+from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import NativeInt8Linear
 from layerskip_models.kernels.pages import expect_large_pages
@@ -42,17 +43,24 @@ def read_eight_bits(parts: Sequence[StoredTensor], places: Tensor | None, bias: 
     return NativeInt8Linear.of_rounded(rounded, scales, bias)
 
 
-def read_four_bits(parts: Sequence[StoredTensor], places: Tensor | None) -> FourBitWeight | None:
-    """Their own 4 bits; None for parts of several forms."""
+def read_numbers(parts: Sequence[StoredTensor], places: Tensor | None) -> GroupedWeight | None:
+    """Their own numbers; None for parts of several forms."""
     if len({part.form for part in parts}) > 1:
         return None
-    room = room_for_four_bits(*_shape(parts), parts[0].form)
-    tensors = (room.packed, room.groups, room.offsets)
-    for tensor in tensors:
+    room = room_for_numbers(*_shape(parts), parts[0].form)
+    for tensor in room.tensors:
         if tensor is not None:
             expect_large_pages(tensor)
-    kept = tuple(tensor for tensor in tensors if tensor is not None)
-    _each(parts, places, kept, lambda part, rooms, own: part.four_bits_into(FourBitWeight(*rooms), own))
+    kept = [index for index, tensor in enumerate(room.tensors) if tensor is not None]
+    rooms = tuple(tensor for tensor in room.tensors if tensor is not None)
+
+    def read(part: StoredTensor, own: tuple[Tensor, ...], places: Tensor | None) -> None:
+        tensors: list[Tensor | None] = [None] * len(room.tensors)
+        for index, tensor in zip(kept, own):
+            tensors[index] = tensor
+        part.numbers_into(room.with_tensors(tensors), places)
+
+    _each(parts, places, rooms, read)
     return room
 
 

@@ -62,9 +62,9 @@ class GgufCheckpoint:
     config: Any
     names: Mapping[str, str]
 
-    def weights(self, config: PreTrainedConfig, *, keep_packed: bool) -> GgufWeights:
-        """config: without the mark. keep_packed: as in `StoredWeights`."""
-        return GgufWeights(str(self.path), self.reader, config, self.names, keep_packed=keep_packed)
+    def weights(self, config: PreTrainedConfig, *, keep_bits: int) -> GgufWeights:
+        """config: without the mark. keep_bits: as in `StoredWeights`."""
+        return GgufWeights(str(self.path), self.reader, config, self.names, keep_bits=keep_bits)
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:

@@ -1,8 +1,6 @@
-"""The weights of a GGUF file, whole or in parts, with those of types Q4_0 and Q4_1 left in 4 bits where that is asked for.
+"""The weights of a GGUF file, whole or in parts.
 
-A row of such a tensor is blocks of 32 inputs. Q4_0: a float16 scale d and 16 bytes, byte j with input j in its low and input
-16 + j in its high four bits; a number q stands for d (q - 8). Q4_1: d, a float16 m, the 16 bytes; q stands for d q + m. That
-is what `four_bits` keeps, so only places change. Everything else becomes floats.
+They keep the file's own numbers where that is asked for and our layout holds them; everything else becomes floats.
 
 A file of a Llama has the rows of queries and keys in another order, which whole rows are brought back from.
 Source: gguf's `quants.py` and `constants.py`.
@@ -17,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from layerskip_models.checkpoints.gguf_blocks import keeps_form, numbers_of_blocks
 from layerskip_models.checkpoints.gguf_metadata import architecture_of
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.packed_weights import Cut
-from layerskip_models.checkpoints.stored_tensor import FLOATS, StoredTensor, fits_our_four_bits, four_bits_of_blocks
+from layerskip_models.checkpoints.stored_tensor import FLOATS, StoredTensor
 from layerskip_models.checkpoints.stored_weights import StoredWeights
 from layerskip_models.families import head_dim_of
-from layerskip_models.four_bits import FourBitWeight
+from layerskip_models.grouped_weight import GroupedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -42,9 +41,9 @@ class GgufWeights(StoredWeights):
         config: PreTrainedConfig,
         names: Mapping[str, str],
         *,
-        keep_packed: bool,
+        keep_bits: int,
     ) -> None:
-        super().__init__(name, keep_packed)
+        super().__init__(name, keep_bits)
         self._mapped = reader
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._tensors = {name: tensors[stored] for name, stored in names.items()}
@@ -60,7 +59,7 @@ class GgufWeights(StoredWeights):
             return None
         block, width = GGML_QUANT_SIZES[tensor.tensor_type]
         own = FLOATS.get(form, torch.float32)
-        packed = self._keep_packed and name.startswith("model.layers.") and fits_our_four_bits(form, shape[-1])
+        packed = self.may_keep(name) and keeps_form(form, shape[-1], self._keep_bits)
         return StoredTensor(
             reader=self._reader,
             file=self._file(self._mapped.path),
@@ -72,18 +71,19 @@ class GgufWeights(StoredWeights):
             checkpoint=self.name,
             name=name,
             order=_order(name, self._config) if self._permuted else None,
-            keeps_four_bits=packed and len(shape) == 2,
+            keeps_numbers=packed and len(shape) == 2,
         )
 
-    def four_bits(self, module: str, cut: Cut = None) -> FourBitWeight | None:
+    def own_numbers(self, module: str, cut: Cut = None) -> GroupedWeight | None:
         name = f"{module}.weight"
         tensor = self._tensors[name]
-        if not fits_our_four_bits(tensor.tensor_type.name, int(tensor.shape[0])):
+        if not keeps_form(tensor.tensor_type.name, int(tensor.shape[0]), self._keep_bits):
             return None
         data, skipped = self._data(name, cut)
-        if skipped:
-            raise ValueError(f"{name} is not cut between blocks of 32 inputs")
-        return four_bits_of_blocks(torch.from_numpy(data), tensor.tensor_type.name)
+        found = numbers_of_blocks(torch.from_numpy(data), tensor.tensor_type.name)
+        if cut is None or cut[0] == 0 or len(cut[1]) == found.shape[1]:
+            return found
+        return found.as_bytes().columns(skipped, len(cut[1]))  # cut within a block
 
     def floats(self, name: str, cut: Cut = None) -> Tensor:
         from gguf import dequantize

@@ -88,10 +88,10 @@ def load_model(
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
     """
     source = find_source(name_or_path, revision, local_files_only)
-    dtype, layout, keep_packed = resolve_layout(source.config, dtype, layout, device)
+    dtype, layout, keep_bits = resolve_layout(source.config, dtype, layout, device)
     if source.has_every_weight():
         target, chosen = _resolve(source, dtype, device)
-        loaded = source.read_model(chosen, layout, lambda module: target, keep_packed=keep_packed)
+        loaded = source.read_model(chosen, layout, lambda module: target, keep_bits=keep_bits)
     else:  # transformers knows older names, and says what is missing
         loaded = from_transformers(_load_transformers(source, dtype, device), layout=layout, release=True)
     return with_exits(loaded, exits).with_kv_dtype(kv_dtype)
@@ -110,18 +110,18 @@ def find_source(name_or_path: str | Path, revision: str | None, local_files_only
 
 def resolve_layout(
     config: PreTrainedConfig, dtype: str | torch.dtype, layout: Layout | None, device: str | torch.device
-) -> tuple[str | torch.dtype, Layout | None, bool]:
-    """What weights are read in, their layout, and whether 4 bits of the checkpoint stay what they are.
+) -> tuple[str | torch.dtype, Layout | None, int]:
+    """What weights are read in, their layout, and of how many bits the checkpoint's own numbers may be to stay what they are.
 
     Arguments as those of `load_model`. Raises ValueError for a dtype of few bits that does not run there.
     """
-    keep_packed = dtype == "int4"
+    keep_bits = 4 if dtype == "int4" else 0
     if dtype in FEW_BITS:
         dtype, layout = _half_or_full(config), cast(Layout, dtype)
         check_layout(layout, torch.empty(0, dtype=torch.float32, device=resolve_device(device)))
     elif dtype == "auto" and layout is None and has_few_bits(config) and _int8_runs(device):
-        dtype, layout, keep_packed = torch.float32, "int8", True
-    return dtype, layout, keep_packed
+        dtype, layout, keep_bits = torch.float32, "int8", 8
+    return dtype, layout, keep_bits
 
 
 def _half_or_full(config: PreTrainedConfig) -> torch.dtype:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.checkpoints.schemes import NOTHING_SAID, Scheme
-from layerskip_models.four_bits import FourBitWeight, Place, exact
+from layerskip_models.grouped_weight import GroupedWeight, Place, exact
 
 WORD_BITS = 32
 _LAYOUTS = {  # the tensor that a layout is known by, before the names of all its tensors; looked for in this order
@@ -101,7 +101,7 @@ def dequantise(parts: Stored, *, scheme: Scheme = NOTHING_SAID, cut: Cut = None)
     return result.mul_(scale).flatten(1)
 
 
-def in_four_bits(parts: Stored, *, scheme: Scheme = NOTHING_SAID, cut: Cut = None) -> FourBitWeight | None:
+def in_four_bits(parts: Stored, *, scheme: Scheme = NOTHING_SAID, cut: Cut = None) -> GroupedWeight | None:
     """The same numbers in 4 bits; None where the matrix cannot be kept so, and then none of its parts.
 
     That is where they have 8 bits, groups of other inputs than neighbours or of a number that is no multiple of 32, scales of

@@ -21,7 +21,7 @@ from layerskip_models.checkpoints.shell import RotaryFrequencies
 from layerskip_models.checkpoints.stored_tensor import StoredTensor
 from layerskip_models.checkpoints.stored_weights import SafetensorsWeights, StoredWeights
 from layerskip_models.checkpoints.weight_files import tensor_files
-from layerskip_models.four_bits import FourBitWeight
+from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.parallel.shard_plan import ShardPlan
@@ -49,28 +49,28 @@ class Source:
         return config
 
     @contextmanager
-    def open(self, keep_packed: bool = False) -> Iterator[StoredWeights]:
+    def open(self, keep_bits: int = 0) -> Iterator[StoredWeights]:
         """Its weights. Errors say what is wrong with the files. The caller's default device does not matter.
 
-        keep_packed: as in `StoredWeights`. Raises ValueError for weights that are not those of the configuration.
+        keep_bits: as in `StoredWeights`. Raises ValueError for weights that are not those of the configuration.
         """
         with torch.device("cpu"), clear_errors(self.name):
-            weights = self._weights(keep_packed)
+            weights = self._weights(keep_bits)
             try:
                 yield weights
             finally:
                 weights.close()
 
-    def _weights(self, keep_packed: bool) -> StoredWeights:
+    def _weights(self, keep_bits: int) -> StoredWeights:
         config, settings = unquantised(self.config), quantisation_of(self.config)
         if self.gguf is not None:
-            return self.gguf.weights(config, keep_packed=keep_packed)
+            return self.gguf.weights(config, keep_bits=keep_bits)
         return SafetensorsWeights(
             self.name,
             tensor_files(self.name, self.origin),
             shapes_of(config, self.name),
             scheme_of=None if settings is None else schemes_of(settings),
-            keep_packed=keep_packed,
+            keep_bits=keep_bits,
         )
 
     def has_every_weight(self) -> bool:
@@ -102,21 +102,21 @@ class Source:
         layout: Layout | None,
         device_of: Callable[[str], torch.device],
         *,
-        keep_packed: bool = False,
+        keep_bits: int = 0,
         plan: ShardPlan | None = None,
         whole_of: WholeOf = lambda kind, weight: None,
     ) -> LayerSkipModel:
         """A model in which one layer after the other gets its weights: peak memory is the model and one layer.
 
-        device_of: a module, by its name. keep_packed: as in `StoredWeights`. plan: the part to read; None for everything.
+        device_of: a module, by its name. keep_bits: as in `StoredWeights`. plan: the part to read; None for everything.
         whole_of: as in `convert`.
         """
-        with torch.inference_mode(False), torch.no_grad(), self.open(keep_packed) as weights:
+        with torch.inference_mode(False), torch.no_grad(), self.open(keep_bits) as weights:
             config: Any = self.float_config() if plan is None else plan.local_config()
             if quantisation_of(self.config) is None:
                 config.dtype = dtype  # as transformers says it of a model that it has loaded
             shell: Any = shell_of(config, self.name).to(dtype)
-            packed: dict[str, FourBitWeight | StoredTensor] = {}  # of the module that is filled
+            packed: dict[str, GroupedWeight | StoredTensor] = {}  # of the module that is filled
             if plan is None:
                 weights.expect(_in_order(shell))
 
@@ -126,10 +126,10 @@ class Source:
                     place, _, kind = own.rpartition(".")
                     full, device = f"{name}.{own}", device_of(name)
                     cuts = WHOLE if plan is None else plan.cuts(full)
-                    weight: FourBitWeight | StoredTensor | None = None
+                    weight: GroupedWeight | StoredTensor | None = None
                     if plan is None and device.type == "cpu" and parameter.dim() == 2:
                         weight = weights.stored(full, dtype)
-                    if weight is None and kind == "weight":
+                    if weight is None and kind == "weight" and name.startswith("model.layers."):
                         weight = weights.read_packed(f"{name}.{place}", cuts)
                     if isinstance(weight, StoredTensor) and not name.startswith("model.layers."):
                         value = weight.tensor()
@@ -143,15 +143,22 @@ class Source:
                     setattr(module.get_submodule(place), kind, nn.Parameter(value, requires_grad=False))
 
             tied, has_head = config.tie_word_embeddings, "lm_head.weight" in weights.names
-            head = None  # one that is read when it is converted
-            if plan is None and not tied and has_head and device_of("lm_head").type == "cpu":
-                head = weights.stored("lm_head.weight", dtype)
+            head: StoredTensor | GroupedWeight | None = (
+                None  # one that keeps its numbers, or is read when it is converted
+            )
+            module = "model.embed_tokens" if tied else "lm_head"
+            if device_of("lm_head").type == "cpu" and f"{module}.weight" in weights.names:
+                if plan is not None:
+                    head = weights.read_packed(module, plan.cuts(f"{module}.weight"))
+                else:
+                    own = weights.stored(f"{module}.weight", dtype)
+                    head = None if own is None or (tied and not own.keeps_numbers) else own
             _fill_ends(shell, fill, tied=tied, fills_head=head is None and (has_head or not tied))
             decoder = shell.model
             decoder.rotary_emb = RotaryFrequencies(config).to(device_of("model.embed_tokens"))
             shell.generation_config = self.generation_config()
             return convert(
-                shell, config, layout, release=True, packed=packed, fill=fill, whole_of=whole_of, stored_head=head
+                shell, config, layout, release=True, packed=packed, fill=fill, whole_of=whole_of, own_head=head
             )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,18 +19,19 @@ import torch
 from torch import Tensor
 
 from layerskip_models.checkpoints.finite import is_finite, not_finite
+from layerskip_models.checkpoints.gguf_blocks import GROUPED, numbers_of_blocks, room_for_numbers
 from layerskip_models.checkpoints.read_ahead import ReadAhead, ReadFile
-from layerskip_models.four_bits import CHUNK, FourBitWeight, pack_nibbles
+from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.kernels import library
 from layerskip_models.kernels.threads import num_threads
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 """Forms of unquantised numbers, as safetensors and GGUF files call them."""
-FOUR_BITS = {"Q4_0": 18, "Q4_1": 20}
-"""Forms that our 4-bit layout holds number for number, and the bytes of 32 inputs."""
 _KINDS = {
     name: kind
-    for kind, name in enumerate(("F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
+    for kind, name in enumerate(
+        ("F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
+    )
 }
 """`enum Stored` of stored.h."""
 _PIECE = 1 << 19  # bytes of a file that are read at a time, and worked on while they are in a cache
@@ -73,8 +75,8 @@ class StoredTensor:
     """A matrix [out, in] in a file, or a vector, which is one row.
 
     form: of its numbers, as safetensors and GGUF files call it. row_bytes: of a row in the file. dtype: that its numbers are
-    meant to have. order: the file's row of each row of the parameter; None where they are in order. keeps_four_bits: whether
-    its 4 bits are to be kept. checkpoint, name: for messages.
+    meant to have. order: the file's row of each row of the parameter; None where they are in order. keeps_numbers: whether
+    they are to be kept. checkpoint, name: for messages.
     """
 
     reader: TensorReader = field(repr=False)
@@ -87,7 +89,7 @@ class StoredTensor:
     checkpoint: str
     name: str
     order: Tensor | None = None
-    keeps_four_bits: bool = False
+    keeps_numbers: bool = False
 
     @property
     def rows(self) -> int:
@@ -128,14 +130,14 @@ class StoredTensor:
         """
         self._for_rows(partial(self._round, rounded, scales), places)
 
-    def four_bits_into(self, room: FourBitWeight, places: Tensor | None) -> None:
-        """Write its own 4 bits to rows of a weight in groups of 32, with offsets if the form has them."""
+    def numbers_into(self, room: GroupedWeight, places: Tensor | None) -> None:
+        """Write its own numbers to rows of a weight that `room_for_numbers` made."""
         self._for_rows(partial(self._repack, room), places, alone=library.kernels() is None)
 
-    def four_bits(self) -> FourBitWeight:
-        """Its own 4 bits in new memory."""
-        room = room_for_four_bits(self.rows, self.columns, self.form)
-        self.four_bits_into(room, None)
+    def own_numbers(self) -> GroupedWeight:
+        """Its own numbers in new memory."""
+        room = room_for_numbers(self.rows, self.columns, self.form)
+        self.numbers_into(room, None)
         return room
 
     def _for_rows(self, work: _Work, places: Tensor | None, *, alone: bool = False) -> None:
@@ -211,26 +213,26 @@ class StoredTensor:
             )
         )
 
-    def _repack(self, room: FourBitWeight, piece: range, places: Tensor | None) -> bool:
+    def _repack(self, room: GroupedWeight, piece: range, places: Tensor | None) -> bool:
         kernels, found = library.kernels(), self._read(piece)
         if kernels is None:
             own = slice(piece.start, piece.stop) if places is None else places
-            made = four_bits_of_blocks(found, self.form)
-            room.packed[own], room.groups[own] = made.packed, made.groups
-            if room.offsets is not None and made.offsets is not None:
-                room.offsets[own] = made.offsets
+            made = numbers_of_blocks(found, self.form)
+            for to, numbers in zip(room.tensors, made.tensors):
+                if to is not None and numbers is not None:
+                    to[own] = numbers
             return made.is_finite()
-        targets = [
-            None if one is None else _rows_from(one, piece, places) for one in (room.packed, room.groups, room.offsets)
-        ]
+        packed, groups, offsets, blocks = (
+            None if one is None else _rows_from(one, piece, places).data_ptr()
+            for one in (room.packed, room.groups, room.offsets, room.blocks)
+        )
+        own_places = _address(places)
+        if GROUPED[self.form].kept_in_nibbles:
+            targets = own_places, packed, groups, offsets
+            return bool(kernels.nibble_rows(found.data_ptr(), len(piece), self.columns, *targets))
+        to_blocks = library.Blocks(packed, groups, offsets, blocks)
         return bool(
-            kernels.nibble_rows(
-                found.data_ptr(),
-                len(piece),
-                self.columns,
-                _address(places),
-                *(None if one is None else one.data_ptr() for one in targets),
-            )
+            kernels.block_rows(_KINDS[self.form], *_described(found, self.columns), own_places, byref(to_blocks))
         )
 
     def _of_kernels(self, piece: range) -> tuple[int, Tensor]:
@@ -247,29 +249,6 @@ class StoredTensor:
         from gguf import GGMLQuantizationType, dequantize
 
         return torch.from_numpy(np.array(dequantize(found.numpy(), GGMLQuantizationType[self.form])))
-
-
-def room_for_four_bits(rows: int, columns: int, form: str) -> FourBitWeight:
-    """Memory for a weight of this form in our layout. columns: a multiple of 64."""
-    return FourBitWeight(
-        torch.empty(rows, columns // 2, dtype=torch.uint8, device="cpu"),
-        torch.empty(rows, columns // 32, dtype=torch.float16, device="cpu"),
-        torch.empty(rows, columns // 32, dtype=torch.float32, device="cpu") if form == "Q4_1" else None,
-    )
-
-
-def fits_our_four_bits(form: str, columns: int) -> bool:
-    """Whether a matrix of this form can keep its 4 bits. columns: its inputs."""
-    return form in FOUR_BITS and columns % CHUNK == 0
-
-
-def four_bits_of_blocks(data: Tensor, form: str) -> FourBitWeight:
-    """A tensor's bytes, uint8 [out, bytes of a row]. form: "Q4_0" or "Q4_1"."""
-    blocks = data.unflatten(1, (-1, FOUR_BITS[form]))
-    halves, nibbles = blocks[..., :-16].contiguous().view(torch.float16), blocks[..., -16:]
-    values = torch.cat((nibbles & 15, nibbles >> 4), dim=2).flatten(1)
-    offsets = halves[..., 1].float().contiguous() if form == "Q4_1" else None
-    return FourBitWeight(pack_nibbles(values), halves[..., 0].contiguous(), offsets)
 
 
 def _are_finite(found: Tensor, form: str) -> bool:

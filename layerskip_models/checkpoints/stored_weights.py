@@ -23,7 +23,7 @@ from layerskip_models.checkpoints.packed_weights import NUMBERS, WHOLE, Cut, deq
 from layerskip_models.checkpoints.read_ahead import ReadFile
 from layerskip_models.checkpoints.schemes import ORIGINAL, SchemeOf
 from layerskip_models.checkpoints.stored_tensor import FLOATS, StoredTensor, TensorReader
-from layerskip_models.four_bits import FourBitWeight
+from layerskip_models.grouped_weight import GroupedWeight
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
@@ -31,13 +31,13 @@ _FLOATS = ("F16", "BF16", "F32", "F64")
 class StoredWeights(ABC):
     """name: of the checkpoint. names: of the model's parameters that its files hold.
 
-    keep_packed: matrices of layers stay in 4 bits where the files have 4 and our layout holds them.
+    keep_bits: matrices of layers, and a head, keep numbers of at most so many bits where our layout holds them.
     """
 
     names: Collection[str]
 
-    def __init__(self, name: str, keep_packed: bool) -> None:
-        self.name, self._keep_packed = name, keep_packed
+    def __init__(self, name: str, keep_bits: int) -> None:
+        self.name, self._keep_bits = name, keep_bits
         self._reader = TensorReader()
         self._files: dict[Path, ReadFile] = {}
 
@@ -51,6 +51,11 @@ class StoredWeights(ABC):
         if path not in self._files:
             self._files[path] = ReadFile(path)
         return self._files[path]
+
+    def may_keep(self, name: str) -> bool:
+        """Whether this parameter is one that keeps its numbers, if it can. The embedding may be a tied head, too."""
+        is_head = name in ("lm_head.weight", "model.embed_tokens.weight")
+        return self._keep_bits > 0 and (name.startswith("model.layers.") or (is_head and self._keep_bits == 8))
 
     @abstractmethod
     def stored(self, name: str, dtype: torch.dtype) -> StoredTensor | None:
@@ -69,8 +74,8 @@ class StoredWeights(ABC):
         """A parameter, or a part of it, as the floats that the file stands for."""
 
     @abstractmethod
-    def four_bits(self, module: str, cut: Cut = None) -> FourBitWeight | None:
-        """A module's weight, or a part of it, with the file's own numbers; None if they cannot be kept in 4 bits."""
+    def own_numbers(self, module: str, cut: Cut = None) -> GroupedWeight | None:
+        """A module's weight, or a part of it, with the file's own numbers; None if they cannot be kept."""
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device, cuts: Sequence[Cut] = WHOLE) -> Tensor:
         """A parameter, or parts of it joined along the first dimension, in new memory.
@@ -83,15 +88,15 @@ class StoredWeights(ABC):
         check_finite(value, self.name, name)
         return value
 
-    def read_packed(self, module: str, cuts: Sequence[Cut] = WHOLE) -> FourBitWeight | None:
-        """As `read`, for a matrix of a layer that stays in 4 bits; None if it does not stay so."""
-        if not self._keep_packed or not module.startswith("model.layers."):
+    def read_packed(self, module: str, cuts: Sequence[Cut] = WHOLE) -> GroupedWeight | None:
+        """As `read`, for a matrix that keeps its numbers; None if it does not."""
+        if not self.may_keep(f"{module}.weight"):
             return None
-        found = [self.four_bits(module, cut) for cut in cuts]
+        found = [self.own_numbers(module, cut) for cut in cuts]
         weights = [weight for weight in found if weight is not None]
         if not weights:  # all parts of a matrix can be kept, or none
             return None
-        weight = weights[0] if len(weights) == 1 else FourBitWeight.cat(weights)
+        weight = weights[0] if len(weights) == 1 else GroupedWeight.cat(weights)
         if not weight.is_finite():
             raise ValueError(f"{self.name} holds NaN or infinite scales, first in {module}: copy or download it again")
         return weight
@@ -113,9 +118,9 @@ class SafetensorsWeights(StoredWeights):
         shapes: Mapping[str, torch.Size],
         *,
         scheme_of: SchemeOf | None = None,
-        keep_packed: bool = False,
+        keep_bits: int = 0,
     ) -> None:
-        super().__init__(name, keep_packed)
+        super().__init__(name, keep_bits)
         self._where, self._shapes, self._scheme_of = where, shapes, scheme_of
         self._open: dict[Path, Any] = {}
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
@@ -201,7 +206,7 @@ class SafetensorsWeights(StoredWeights):
             name=name,
         )
 
-    def four_bits(self, module: str, cut: Cut = None) -> FourBitWeight | None:
+    def own_numbers(self, module: str, cut: Cut = None) -> GroupedWeight | None:
         return self._read(in_four_bits, module, cut) if module in self._quantised else None
 
     def _read(self, read: Any, module: str, cut: Cut) -> Any:

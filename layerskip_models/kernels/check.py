@@ -19,7 +19,7 @@ from torch import Tensor
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.kernels import library
-from layerskip_models.kernels.native_four_bits import NativeInt4Linear
+from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import OneTeam, num_threads, on_threads
@@ -115,10 +115,10 @@ class _Drawn:
             layer(before, _NO_NORMS, heads, rotated=False),
         ]
 
-    def four_bits(self) -> NativeInt4Linear:
+    def four_bits(self) -> NativeGroupedLinear:
         """A 4-bit linear with an odd number of outputs, and with offsets."""
         weight = round_to_four_bits(self(INTERMEDIATE, GROUPED) * GROUPED**-0.5, group=64, symmetric=False)
-        return NativeInt4Linear(weight, self(INTERMEDIATE))
+        return NativeGroupedLinear(weight, self(INTERMEDIATE))
 
     def tiled(self) -> list[NativeLinear]:
         """A linear of each kind that a matrix unit multiplies; the bfloat16 ones claim to be slices of larger matrices."""

@@ -1,7 +1,7 @@
-/* Rows as integers, for 8-bit and 4-bit weights: integer sums of products are exact, so their order does not matter.
+/* Rows as integers, for 8-bit weights and weights in groups: integer sums of products are exact, so their order does not matter.
  *
  * A row becomes fixed-point numbers q * unit, where `unit` is a power of two chosen for the row's largest number. Each q is cut
- * into signed bytes, its digits: three for 8-bit weights, two for 4-bit weights. One instruction multiplies 64 digits by 64
+ * into signed bytes, its digits: three for 8-bit weights, two for weights in groups. One instruction multiplies 64 digits by 64
  * weights and adds the products up. Only small numbers of a row are rounded: to within 2^-23 of its largest, about as float32
  * rounds a sum of them, or with two digits to within 2^-15. Where most of a row is much smaller than its largest number, two
  * digits are too coarse. Such a row gets two more digits for the remainder, and is multiplied twice.
@@ -19,16 +19,16 @@
 
 /* Whether this matrix multiplies rows as integers. */
 INLINE int as_integers(const Matrix *m) {
-  return (VNNI && (m->kind == INT4 || (m->kind == INT8 && sums_fit(m)))) || (m->kind == INT8 && on_tiles(m));
+  return (VNNI && (is_grouped(m) || (m->kind == INT8 && sums_fit(m)))) || (m->kind == INT8 && on_tiles(m));
 }
 
 #define DIGITS 3        /* bytes per number of a row, for 8-bit weights */
-#define NIBBLE_DIGITS 2 /* the same for 4-bit weights: the error is a hundred-thousandth of that of the weights */
-#define FINER 64        /* 4-bit weights: a row gets more digits if its largest magnitude exceeds the mean this many times */
+#define GROUPED_DIGITS 2 /* the same for weights in groups: beside that of 4-bit weights the error is a hundred-thousandth */
+#define FINER 64        /* weights in groups: a row gets more digits if its largest magnitude exceeds the mean this many times */
 #define FINER_BITS 15   /* bits by which the finer digits' unit is below the first digits' */
 #define CHUNK_INPUTS 64 /* inputs that one instruction multiplies */
 #define INTEGER_ROWS 2  /* rows multiplied at once by 8-bit weights, with an accumulator per digit */
-#define NIBBLE_ROWS 4   /* and by 4-bit weights, with one accumulator */
+#define GROUPED_ROWS 4   /* and by weights in groups, with one accumulator */
 
 /* Whether this matrix multiplies this many rows on the matrix unit. Where vectors can multiply bytes, one or two rows are faster
  * there, with the same bits. */
@@ -36,7 +36,7 @@ INLINE int by_tiles(const Matrix *m, int64_t rows) {
   return on_tiles(m) && !(VNNI && m->kind == INT8 && rows <= INTEGER_ROWS);
 }
 
-INLINE int digits_for(const Matrix *m) { return m->kind == INT4 ? NIBBLE_DIGITS : DIGITS; }
+INLINE int digits_for(const Matrix *m) { return is_grouped(m) ? GROUPED_DIGITS : DIGITS; }
 
 /* The factor of a row's digits, and the sum of its q. */
 typedef struct {
@@ -46,23 +46,26 @@ typedef struct {
 
 INLINE int64_t chunks_of_inputs(int64_t in) { return (in + CHUNK_INPUTS - 1) / CHUNK_INPUTS; }
 
-/* Bytes of a row's chunk: its digits, and for 4-bit weights the correction added to every four products
- * (`to_nibble_digits`). */
-INLINE int64_t chunk_bytes(const Matrix *m) { return (digits_for(m) + (m->kind == INT4)) * CHUNK_INPUTS; }
+/* Bytes of a row's chunk: its digits, and for weights in groups the correction added to every four products
+ * (`to_grouped_digits`). */
+INLINE int64_t chunk_bytes(const Matrix *m) { return (digits_for(m) + is_grouped(m)) * CHUNK_INPUTS; }
 
-/* Size of a row's digits in 4-byte words: its chunks, `Fixed`, and for 4-bit weights the sum of every 32 q. */
+/* Sums of neighbouring q that a chunk has, for weights in groups: groups of 16 with offsets need those of every 16 inputs. */
+INLINE int sums_of_chunk(const Matrix *m) { return m->group == 16 && m->offsets ? 4 : 2; }
+
+/* Size of a row's digits in 4-byte words: its chunks, `Fixed`, and for weights in groups the sums of neighbouring q. */
 INLINE int64_t digits_size(const Matrix *m) {
-  return chunks_of_inputs(m->in) * (chunk_bytes(m) / 4 + (m->kind == INT4 ? 2 : 0)) + sizeof(Fixed) / 4;
+  return chunks_of_inputs(m->in) * (chunk_bytes(m) / 4 + (is_grouped(m) ? sums_of_chunk(m) : 0)) + sizeof(Fixed) / 4;
 }
 
-/* Follows the digits of rows that 4-bit weights multiply together: which rows have finer digits. Those digits come next. */
+/* Follows the digits of rows that weights in groups multiply together: which rows have finer digits. Those digits come next. */
 typedef struct {
-  int32_t count, rows[NIBBLE_ROWS], unused[3];
+  int32_t count, rows[GROUPED_ROWS], unused[3];
 } Finer;
 
-/* Words to reserve for a row: its digits, and for 4-bit weights as much again for finer digits, which few rows have. */
+/* Words to reserve for a row: its digits, and for weights in groups as much again for finer digits, which few rows have. */
 INLINE int64_t digits_capacity(const Matrix *m) {
-  return m->kind == INT4 ? 2 * digits_size(m) + (int64_t)(sizeof(Finer) / 4) : digits_size(m);
+  return is_grouped(m) ? 2 * digits_size(m) + (int64_t)(sizeof(Finer) / 4) : digits_size(m);
 }
 
 #if VNNI
@@ -139,57 +142,97 @@ INLINE __m512i weights_4(const uint8_t *p) {
   return _mm512_and_si512(_mm512_srlv_epi64(pairs, down), _mm512_set1_epi8(15));
 }
 
-/* Add an output's offsets to the lanes of R totals: each offset times the sum of its group's inputs. sums: of every 32 inputs,
- * for each row. */
+#define SCALES 16 /* scales of groups, or offsets, converted to float32 at once */
+
+/* The float16 that belongs to each of 16 groups from group `from` on, a multiple of 16: that of its block. which: 0 for scales, 1
+ * for offsets. */
+INLINE __m512 block_scales(const Matrix *m, int64_t output, int64_t from, int which) {
+  const int64_t each = m->offsets ? 2 : 1, count = m->in / BLOCK_INPUTS, block = from * m->group / BLOCK_INPUTS;
+  const uint16_t *first = m->blocks + (output * count + block) * each + which;
+  const __m512 low = _mm512_set1_ps(one_float16(first));
+  if (m->group == 16 || block + 1 >= count) return low;
+  return _mm512_mask_mov_ps(low, 0xff00, _mm512_set1_ps(one_float16(first + each)));
+}
+INLINE __m512 bytes_as_floats(__m128i bytes, int is_signed) {
+  return _mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+}
+
+/* The scales of 16 groups of an output, those that `there` selects. */
+INLINE __m512 group_scales(const Matrix *m, int64_t output, int64_t from, __mmask16 there) {
+  const int64_t at = output * (m->in / m->group) + from;
+  if (m->scales == HALVES) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, (const uint16_t *)m->groups + at));
+  if (m->scales == FLOATS) return _mm512_maskz_loadu_ps(there, (const float *)m->groups + at);
+  const __m128i integers = _mm_maskz_loadu_epi8(there, (const uint8_t *)m->groups + at);
+  return _mm512_mul_ps(bytes_as_floats(integers, m->scales == SIGNED), block_scales(m, output, from, 0));
+}
+INLINE __m512 group_offsets(const Matrix *m, int64_t output, int64_t from, __mmask16 there) {
+  const int64_t at = output * (m->in / m->group) + from;
+  if (!m->blocks) return _mm512_maskz_loadu_ps(there, (const float *)m->offsets + at);
+  const __m128i integers = _mm_maskz_loadu_epi8(there, (const uint8_t *)m->offsets + at);
+  return _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(bytes_as_floats(integers, 0), block_scales(m, output, from, 1)));
+}
+
+/* The lanes' numbers from 0 to 15, divided by 2 to the power of `level`. */
+INLINE __m512i lanes_by(int level) {
+  return _mm512_srli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), level);
+}
+
+/* Add an output's offsets to the lanes of R totals: each offset times the sum of its group's inputs. sums: of a chunk's parts, for
+ * each row. */
 #define ADD_OFFSETS(R) \
   INLINE void add_offsets_##R(const Matrix *m, int64_t output, const float *sums, vf *totals) { \
-    const int64_t each = m->group / 32, count = m->in / 32, apart = 2 * chunks_of_inputs(m->in); \
-    const float *offsets = m->offsets + output * (m->in / m->group); \
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); \
-    const __m512i place = _mm512_srli_epi32(lanes, each == 1 ? 0 : each == 2 ? 1 : 2); \
-    for (int64_t i = 0; i < count; i += 16) { \
-      const int64_t left = min(16, count - i); \
-      const __mmask16 here = (1u << left) - 1, groups = (1u << (left + each - 1) / each) - 1; \
-      const __m512 offset = _mm512_permutexvar_ps(place, _mm512_maskz_loadu_ps(groups, offsets + i / each)); \
-      UNROLL for (int r = 0; r < R; r++) \
-        totals[r] = (vf)_mm512_fmadd_ps(offset, _mm512_maskz_loadu_ps(here, sums + r * apart + i), (__m512)totals[r]); \
+    const int64_t parts = sums_of_chunk(m), each = m->group * parts / CHUNK_INPUTS, count = m->in / CHUNK_INPUTS * parts; \
+    const int64_t apart = parts * chunks_of_inputs(m->in), num_groups = count / each; \
+    const __m512i place = lanes_by(each == 1 ? 0 : each == 2 ? 1 : 2); \
+    for (int64_t from = 0; from < num_groups; from += SCALES) { \
+      const __m512 offsets = group_offsets(m, output, from, (1u << min(SCALES, num_groups - from)) - 1); \
+      for (int64_t part = 0; part < each; part++) { \
+        const int64_t i = from * each + part * 16; \
+        if (i >= count) break; \
+        const __mmask16 here = (1u << min(16, count - i)) - 1; \
+        const __m512i own = _mm512_add_epi32(place, _mm512_set1_epi32((int)(part * 16 / each))); \
+        const __m512 offset = _mm512_permutexvar_ps(own, offsets); \
+        UNROLL for (int r = 0; r < R; r++) \
+          totals[r] = (vf)_mm512_fmadd_ps(offset, _mm512_maskz_loadu_ps(here, sums + r * apart + i), (__m512)totals[r]); \
+      } \
     } \
   }
 ADD_OFFSETS(1) ADD_OFFSETS(2) ADD_OFFSETS(3) ADD_OFFSETS(4)
 
-#define SCALES 16 /* group scales converted to float32 at once */
+INLINE __m512i weights_of_bytes(const uint8_t *p) { return _mm512_loadu_si512(p); }
 
-/* DOTS_8 for 4-bit weights: sums are exact within a group, and groups are added in order. Weights with offsets are 0 to 15 as they
- * are, and need no correction. */
-#define DOTS_4(R, NAME, OFFSETS) \
+/* DOTS_8 for weights in groups: sums are exact within a group, and groups are added in order. Weights with offsets are what they
+ * are, and need no correction. LOAD: 64 of them. WIDTH: bytes of these. */
+#define DOTS_IN_GROUPS(R, NAME, LOAD, WIDTH, OFFSETS) \
   static void NAME##_##R(const Matrix *m, int64_t first, int64_t stride, const char *x, Fetch fetch, float *y) { \
     vf total[4][R]; \
-    const uint8_t *w = (const uint8_t *)m->weight + first * (m->in / 2); \
-    const int64_t chunks = m->in / CHUNK_INPUTS, num_groups = m->in / m->group, apart = stride ? num_groups : 0; \
-    const int level = m->group == 32 ? 0 : m->group == 64 ? 1 : 2; \
-    const int64_t period = (SCALES / 2) << level; /* chunks covered by SCALES scales */ \
-    const __m512i half = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0); \
+    const int64_t chunks = m->in / CHUNK_INPUTS, num_groups = m->in / m->group, row = chunks * WIDTH; \
+    const uint8_t *w = (const uint8_t *)m->weight + first * row; \
+    const int level = m->group == 16 ? 0 : m->group == 32 ? 1 : m->group == 64 ? 2 : 3; \
+    const int64_t period = (SCALES / 4) << level; /* chunks covered by SCALES scales */ \
+    const int64_t groups_bytes = m->scales == FLOATS ? 4 : m->scales == HALVES ? 2 : 1, offsets_bytes = m->blocks ? 1 : 4; \
+    const __m512i quarter = lanes_by(2); \
     UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
     for (int64_t start = 0; start < chunks; start += period) { \
-      const int64_t end = min(chunks, start + period), from = start * 2 >> level; \
+      const int64_t end = min(chunks, start + period), from = start * 4 >> level; \
       const __mmask16 there = (1u << min(SCALES, num_groups - from)) - 1; \
       __m512 scales[4]; \
       if (fetch.ahead) \
         UNROLL for (int o = 0; o < 4; o++) { \
-          FETCH(m->groups + (first + o + fetch.ahead) * num_groups + from); \
-          if (OFFSETS) FETCH(m->offsets + (first + o + fetch.ahead) * num_groups + from); \
+          const int64_t at = (first + o + fetch.ahead) * num_groups + from; \
+          FETCH((const char *)m->groups + at * groups_bytes); \
+          if (OFFSETS) FETCH((const char *)m->offsets + at * offsets_bytes); \
         } \
-      UNROLL for (int o = 0; o < 4; o++) \
-        scales[o] = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, m->groups + first * num_groups + o * apart + from)); \
+      UNROLL for (int o = 0; o < 4; o++) scales[o] = group_scales(m, first + (stride ? o : 0), from, there); \
       for (int64_t c = start; c < end; c++) { \
-        const __m512i place = _mm512_srli_epi32(_mm512_add_epi32(_mm512_set1_epi32(2 * (c - start)), half), level); \
-        if (fetch.ahead && !(c & 1) && (c * 32 & fetch.mask) == fetch.place) \
-          UNROLL for (int o = 0; o < 4; o++) FETCH(w + (o + fetch.ahead) * (m->in / 2) + c * 32); \
+        const __m512i place = _mm512_srli_epi32(_mm512_add_epi32(_mm512_set1_epi32((int)(4 * (c - start))), quarter), level); \
+        if (fetch.ahead && (c * WIDTH & fetch.mask) == fetch.place) \
+          UNROLL for (int o = 0; o < 4; o++) FETCH(w + (o + fetch.ahead) * row + c * WIDTH); \
         UNROLL for (int o = 0; o < 4; o++) { \
-          const __m512i weights = weights_4(w + o * stride + c * 32); \
+          const __m512i weights = LOAD(w + o * stride + c * WIDTH); \
           const __m512 scale = _mm512_permutexvar_ps(place, scales[o]); \
           UNROLL for (int r = 0; r < R; r++) { \
-            const char *digits = x + r * (NIBBLE_DIGITS + 1) * CHUNK_INPUTS; \
+            const char *digits = x + r * (GROUPED_DIGITS + 1) * CHUNK_INPUTS; \
             __m512i sums = add_products(_mm512_setzero_si512(), weights, _mm512_loadu_si512(digits)); \
             sums = _mm512_slli_epi32(sums, 8); \
             if (!OFFSETS) sums = _mm512_add_epi32(sums, _mm512_loadu_si512(digits + 2 * CHUNK_INPUTS)); \
@@ -197,7 +240,7 @@ ADD_OFFSETS(1) ADD_OFFSETS(2) ADD_OFFSETS(3) ADD_OFFSETS(4)
             total[o][r] = (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), scale, (__m512)total[o][r]); \
           } \
         } \
-        x += R * (NIBBLE_DIGITS + 1) * CHUNK_INPUTS; \
+        x += R * (GROUPED_DIGITS + 1) * CHUNK_INPUTS; \
       } \
     } \
     const Fixed *fixed = (const Fixed *)x; \
@@ -209,31 +252,35 @@ ADD_OFFSETS(1) ADD_OFFSETS(2) ADD_OFFSETS(3) ADD_OFFSETS(4)
       UNROLL for (int o = 0; o < 4; o++) y[r * BLOCK + o] = parts[o] * fixed[r].unit; \
     } \
   }
-DOTS_4(1, dots_4, 0) DOTS_4(2, dots_4, 0) DOTS_4(3, dots_4, 0) DOTS_4(4, dots_4, 0)
-DOTS_4(1, offset_dots_4, 1) DOTS_4(2, offset_dots_4, 1) DOTS_4(3, offset_dots_4, 1) DOTS_4(4, offset_dots_4, 1)
-
-static void dots_4(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) {
-  const char *from = (const char *)x;
-  switch (4 * !!m->offsets + min(rows, 4)) {
-  case 1: dots_4_1(m, first, stride, from, fetch, y); break;
-  case 2: dots_4_2(m, first, stride, from, fetch, y); break;
-  case 3: dots_4_3(m, first, stride, from, fetch, y); break;
-  case 4: dots_4_4(m, first, stride, from, fetch, y); break;
-  case 5: offset_dots_4_1(m, first, stride, from, fetch, y); break;
-  case 6: offset_dots_4_2(m, first, stride, from, fetch, y); break;
-  case 7: offset_dots_4_3(m, first, stride, from, fetch, y); break;
-  default: offset_dots_4_4(m, first, stride, from, fetch, y);
+#define DOTS_IN_GROUPS_OF(NAME, LOAD, WIDTH, OFFSETS) \
+  DOTS_IN_GROUPS(1, NAME, LOAD, WIDTH, OFFSETS) DOTS_IN_GROUPS(2, NAME, LOAD, WIDTH, OFFSETS) \
+  DOTS_IN_GROUPS(3, NAME, LOAD, WIDTH, OFFSETS) DOTS_IN_GROUPS(4, NAME, LOAD, WIDTH, OFFSETS) \
+  static void NAME(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) { \
+    switch (min(rows, 4)) { \
+    case 1: NAME##_1(m, first, stride, (const char *)x, fetch, y); break; \
+    case 2: NAME##_2(m, first, stride, (const char *)x, fetch, y); break; \
+    case 3: NAME##_3(m, first, stride, (const char *)x, fetch, y); break; \
+    default: NAME##_4(m, first, stride, (const char *)x, fetch, y); \
+    } \
   }
+DOTS_IN_GROUPS_OF(dots_nibbles, weights_4, 32, 0)
+DOTS_IN_GROUPS_OF(offset_dots_nibbles, weights_4, 32, 1)
+DOTS_IN_GROUPS_OF(dots_numbers, weights_of_bytes, 64, 0)
+DOTS_IN_GROUPS_OF(offset_dots_numbers, weights_of_bytes, 64, 1)
+
+static void dots_in_groups(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) {
+  if (m->kind == INT4) (m->offsets ? offset_dots_nibbles : dots_nibbles)(m, first, stride, x, rows, fetch, y);
+  else (m->offsets ? offset_dots_numbers : dots_numbers)(m, first, stride, x, rows, fetch, y);
 }
 
-/* `dots_4` where some of the rows may have finer digits. */
-static void finer_dots_4(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) {
-  dots_4(m, first, stride, x, rows, fetch, y);
+/* `dots_in_groups` where some of the rows may have finer digits. */
+static void finer_dots(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) {
+  dots_in_groups(m, first, stride, x, rows, fetch, y);
   const Finer *finer = (const Finer *)(x + rows * digits_size(m));
   int64_t count = min(finer->count, rows); /* a late member may read any number here, and must stay within its memory */
   if (count <= 0) return;
-  float more[NIBBLE_ROWS * BLOCK];
-  dots_4(m, first, stride, (const float *)(finer + 1), count, (Fetch){0}, more);
+  float more[GROUPED_ROWS * BLOCK];
+  dots_in_groups(m, first, stride, (const float *)(finer + 1), count, (Fetch){0}, more);
   for (int64_t k = 0; k < count; k++) {
     int64_t r = finer->rows[k];
     if (r < 0 || r >= rows) continue;
@@ -243,17 +290,17 @@ static void finer_dots_4(const Matrix *m, int64_t first, int64_t stride, const f
 
 /* `outputs` for rows as integers, before scale and bias. */
 static void integer_outputs(const Matrix *m, int64_t first, int64_t count, const float *x, int64_t rows, Fetch fetch, float *y) {
-  int64_t stride = m->kind == INT4 ? m->in / 2 : m->in;
+  const int64_t stride = bytes_of(m->kind, m->in);
   for (int64_t o = 0; o < count; o += 4) {
     if (count - o >= 4) {
       if (m->kind == INT8) dots_8(m, first + o, stride, x, rows, fetch, y + o);
-      else finer_dots_4(m, first + o, stride, x, rows, fetch, y + o);
+      else finer_dots(m, first + o, stride, x, rows, fetch, y + o);
       continue;
     }
     for (; o < count; o++) { /* the last outputs one by one, each computed four times over */
       float same[ROWS * BLOCK];
       if (m->kind == INT8) dots_8(m, first + o, 0, x, rows, (Fetch){0}, same);
-      else finer_dots_4(m, first + o, 0, x, rows, (Fetch){0}, same);
+      else finer_dots(m, first + o, 0, x, rows, (Fetch){0}, same);
       for (int64_t r = 0; r < rows; r++) y[r * BLOCK + o] = same[r * BLOCK];
     }
   }

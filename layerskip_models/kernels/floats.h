@@ -57,39 +57,49 @@ DOTS_OF(uint16_t, bfloat16)
 DOTS_OF(uint16_t, float16)
 DOTS_OF(int8_t, int8)
 
-/* Scale and offset that decode 4-bit weights, for one output and 32 inputs. */
+/* Scale and offset of a group of inputs of one output. */
 typedef struct {
   float scale, offset;
 } Group;
 
-/* i: first input, a multiple of 32. */
+/* i: first input, a multiple of 16. */
 INLINE Group group_of_inputs(const Matrix *m, int64_t output, int64_t i) {
-  int64_t at = output * (m->in / m->group) + i / m->group;
-  float scale = one_float16(m->groups + at);
-  return (Group){scale, m->offsets ? m->offsets[at] : -8 * scale};
+  const int64_t at = output * (m->in / m->group) + i / m->group;
+  float scale;
+  if (m->scales == HALVES) scale = one_float16((const uint16_t *)m->groups + at);
+  else if (m->scales == FLOATS) scale = ((const float *)m->groups)[at];
+  else {
+    const uint16_t *block = m->blocks + (output * (m->in / BLOCK_INPUTS) + i / BLOCK_INPUTS) * (m->offsets ? 2 : 1);
+    scale = m->scales == UNSIGNED ? ((const uint8_t *)m->groups)[at] : ((const int8_t *)m->groups)[at];
+    scale *= one_float16(block);
+    if (m->offsets) return (Group){scale, -(one_float16(block + 1) * ((const uint8_t *)m->offsets)[at])};
+  }
+  return (Group){scale, m->offsets ? ((const float *)m->offsets)[at] : -(float)m->zero * scale};
 }
 
-/* LANES weights of one output from input i on; they must not cross a multiple of 32 inputs. w: the output's weights. */
-INLINE vf load_int4(const uint8_t *w, int64_t i, Group group) {
-  vi q = load_bytes(w + i / 64 * 32 + i % 32) >> (i & 32 ? 4 : 0) & 15;
+/* LANES numbers of one output from input i on; they must not cross a multiple of 32 inputs. w: the output's numbers. */
+INLINE vi load_nibbles(const uint8_t *w, int64_t i) { return load_bytes(w + i / 64 * 32 + i % 32) >> (i & 32 ? 4 : 0) & 15; }
+INLINE vi load_numbers(const uint8_t *w, int64_t i) { return load_bytes(w + i); }
+INLINE vf decoded(vi q, Group group) {
   return multiply_add(splat(group.scale), __builtin_convertvector(q, vf), splat(group.offset));
 }
 
-/* DOTS for 4-bit weights. The number of inputs must be a multiple of 64. */
-#define DOTS_INT4(R) \
-  INLINE void dots_int4_##R(const Matrix *m, int64_t first, const float *x, Fetch fetch, float *y) { \
-    const uint8_t *w = (const uint8_t *)m->weight + first * (m->in / 2); \
-    for (int side = 0; side < BLOCK; side += SIDE(R), w += SIDE(R) * (m->in / 2), y += SIDE(R)) { \
+/* DOTS for numbers in groups. LOAD: LANES of them. EACH: in a byte. STEP: inputs that surely share a group. The number of inputs
+ * must be a multiple of 64. */
+#define DOTS_GROUPED(NAME, LOAD, EACH, STEP, R) \
+  INLINE void dots_##NAME##_##R(const Matrix *m, int64_t first, const float *x, Fetch fetch, float *y) { \
+    const uint8_t *w = (const uint8_t *)m->weight + first * (m->in / EACH); \
+    for (int side = 0; side < BLOCK; side += SIDE(R), w += SIDE(R) * (m->in / EACH), y += SIDE(R)) { \
       vf total[4][R]; \
       UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
       for (int64_t i = 0; i < m->in;) { \
         Group groups[SIDE(R)]; \
-        if (fetch.ahead && !(i & 64) && (i / 2 & fetch.mask) == fetch.place) \
-          UNROLL for (int o = 0; o < SIDE(R); o++) FETCH(w + ((o + fetch.ahead) * m->in + i) / 2); \
+        if (fetch.ahead && (i / EACH & fetch.mask) == fetch.place) \
+          UNROLL for (int o = 0; o < SIDE(R); o++) FETCH(w + ((o + fetch.ahead) * m->in + i) / EACH); \
         UNROLL for (int o = 0; o < SIDE(R); o++) groups[o] = group_of_inputs(m, first + side + o, i); \
-        for (int k = 0; k < 32 / LANES; k++, i += LANES) { \
+        for (int k = 0; k < STEP / LANES; k++, i += LANES) { \
           vf weights[SIDE(R)]; \
-          UNROLL for (int o = 0; o < SIDE(R); o++) weights[o] = load_int4(w + o * (m->in / 2), i, groups[o]); \
+          UNROLL for (int o = 0; o < SIDE(R); o++) weights[o] = decoded(LOAD(w + o * (m->in / EACH), i), groups[o]); \
           UNROLL for (int r = 0; r < R; r++) { \
             vf row = load(x + i * R + r * LANES); \
             UNROLL for (int o = 0; o < SIDE(R); o++) total[o][r] = multiply_add(weights[o], row, total[o][r]); \
@@ -103,17 +113,21 @@ INLINE vf load_int4(const uint8_t *w, int64_t i, Group group) {
       } \
     } \
   }
-DOTS_INT4(1) DOTS_INT4(2) DOTS_INT4(3) DOTS_INT4(4) DOTS_INT4(5) DOTS_INT4(6)
-static void dots_int4(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
-  switch (rows) {
-  case 1: dots_int4_1(m, first, x, fetch, y); break;
-  case 2: dots_int4_2(m, first, x, fetch, y); break;
-  case 3: dots_int4_3(m, first, x, fetch, y); break;
-  case 4: dots_int4_4(m, first, x, fetch, y); break;
-  case 5: dots_int4_5(m, first, x, fetch, y); break;
-  default: dots_int4_6(m, first, x, fetch, y);
+#define DOTS_GROUPED_OF(NAME, LOAD, EACH, STEP) \
+  DOTS_GROUPED(NAME, LOAD, EACH, STEP, 1) DOTS_GROUPED(NAME, LOAD, EACH, STEP, 2) DOTS_GROUPED(NAME, LOAD, EACH, STEP, 3) \
+  DOTS_GROUPED(NAME, LOAD, EACH, STEP, 4) DOTS_GROUPED(NAME, LOAD, EACH, STEP, 5) DOTS_GROUPED(NAME, LOAD, EACH, STEP, 6) \
+  static void dots_##NAME(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) { \
+    switch (rows) { \
+    case 1: dots_##NAME##_1(m, first, x, fetch, y); break; \
+    case 2: dots_##NAME##_2(m, first, x, fetch, y); break; \
+    case 3: dots_##NAME##_3(m, first, x, fetch, y); break; \
+    case 4: dots_##NAME##_4(m, first, x, fetch, y); break; \
+    case 5: dots_##NAME##_5(m, first, x, fetch, y); break; \
+    default: dots_##NAME##_6(m, first, x, fetch, y); \
+    } \
   }
-}
+DOTS_GROUPED_OF(int4, load_nibbles, 2, 32)
+DOTS_GROUPED_OF(bytes, load_numbers, 1, 16)
 
 /* One weight as float32. */
 INLINE float weight_at(const Matrix *m, int64_t output, int64_t i) {
@@ -124,9 +138,10 @@ INLINE float weight_at(const Matrix *m, int64_t output, int64_t i) {
   case FLOAT16: return one_float16((const uint16_t *)m->weight + at);
   case INT8: return one_int8((const int8_t *)m->weight + at);
   default: {
-    Group group = group_of_inputs(m, output, i / 32 * 32);
-    uint8_t pair = ((const uint8_t *)m->weight)[output * (m->in / 2) + i / 64 * 32 + i % 32];
-    return multiply_add_1(group.scale, pair >> (i & 32 ? 4 : 0) & 15, group.offset);
+    const Group group = group_of_inputs(m, output, i / 16 * 16);
+    const uint8_t *w = (const uint8_t *)m->weight;
+    const int q = m->kind == BYTES ? w[at] : w[output * (m->in / 2) + i / 64 * 32 + i % 32] >> (i & 32 ? 4 : 0) & 15;
+    return multiply_add_1(group.scale, q, group.offset);
   }
   }
 }
@@ -157,16 +172,18 @@ WIDEN(uint16_t, bfloat16)
 WIDEN(uint16_t, float16)
 WIDEN(int8_t, int8)
 
-static void widen_int4(const Matrix *m, float *y) {
+static void widen_grouped(const Matrix *m, float *y) {
+  const int each = m->kind == INT4 ? 2 : 1;
   for (int64_t o = 0; o < m->out; o++)
     for (int64_t i = 0; i < m->in;) {
-      Group group = group_of_inputs(m, o, i);
-      for (int k = 0; k < 32 / LANES; k++, i += LANES)
-        store(y + o * m->in + i, load_int4((const uint8_t *)m->weight + o * (m->in / 2), i, group));
+      const uint8_t *w = (const uint8_t *)m->weight + o * (m->in / each);
+      const Group group = group_of_inputs(m, o, i);
+      for (int k = 0; k < 16 / LANES; k++, i += LANES)
+        store(y + o * m->in + i, decoded(each == 2 ? load_nibbles(w, i) : load_numbers(w, i), group));
     }
 }
 
-/* A copy of a 16-, 8- or 4-bit matrix with its weights converted to float32, in `scratch`. */
+/* A copy of a matrix of 16 bits or fewer with its weights converted to float32, in `scratch`. */
 static Matrix widened(const Matrix *m, float *scratch) {
   Matrix wide = *m;
   int64_t count = m->out * m->in;
@@ -174,7 +191,7 @@ static Matrix widened(const Matrix *m, float *scratch) {
   case BFLOAT16: widen_bfloat16(m->weight, count, scratch); break;
   case FLOAT16: widen_float16(m->weight, count, scratch); break;
   case INT8: widen_int8(m->weight, count, scratch); break;
-  default: widen_int4(m, scratch);
+  default: widen_grouped(m, scratch);
   }
   wide.weight = scratch;
   wide.kind = FLOAT32;

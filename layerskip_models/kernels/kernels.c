@@ -65,6 +65,10 @@ PUBLIC int EXPORT(nibble_rows)(const uint8_t *from, int64_t rows, int64_t in, co
                                uint16_t *groups, float *offsets) {
   return nibble_rows(from, rows, in, places, packed, groups, offsets);
 }
+PUBLIC int EXPORT(block_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
+                              const Blocks *to) {
+  return block_rows(kind, from, rows, in, row_bytes, places, to);
+}
 PUBLIC int EXPORT(four_bit_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes,
                                  const Grouping *by, float *row, uint8_t *values, uint8_t *packed, uint16_t *groups,
                                  float *factors) {

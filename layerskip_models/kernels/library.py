@@ -28,7 +28,11 @@ LIBRARY = Path(__file__).with_name("libkernels.so")
 VARIANTS = ("amx", "vnni", "avx512", "avx2", "neon", "baseline")
 """Variants that the functions may be compiled for, best first. setup.py has their compiler flags."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
-"""`enum Kind` of matrix.h, by the dtype a weight is stored in. A uint8 holds two 4-bit weights."""
+"""`enum Kind` of matrix.h, by the dtype a weight is stored in. A uint8 holds two 4-bit numbers, or one (`BYTES`)."""
+BYTES = 5
+"""`enum Kind` of numbers in groups that have a byte each."""
+SCALES = {torch.float16: 0, torch.float32: 1, torch.uint8: 2, torch.int8: 3}
+"""`enum Scales` of matrix.h, by the dtype of the groups' scales."""
 SECTION = 512
 """Positions whose softmax is computed together (attention.h). Longer texts may be divided among threads."""
 
@@ -51,6 +55,9 @@ class Matrix(Structure):
         ("offsets", c_void_p),
         ("group", c_int64),
         ("whole", c_int64),
+        ("scales", c_int64),
+        ("blocks", c_void_p),
+        ("zero", c_int64),
     )
 
 
@@ -140,6 +147,12 @@ class Step(Structure):
     )
 
 
+class Blocks(Structure):
+    """`Blocks` of stored.h."""
+
+    _fields_ = (("numbers", c_void_p), ("groups", c_void_p), ("offsets", c_void_p), ("blocks", c_void_p))
+
+
 class Grouping(Structure):
     """`Grouping` of four_bit_rounding.h."""
 
@@ -170,6 +183,7 @@ class Kernels:
     eight_bit_rows: Callable[..., int]
     float_rows: Callable[..., int]
     nibble_rows: Callable[..., int]
+    block_rows: Callable[..., int]
     four_bit_rows: Callable[..., int]
     finite_numbers: Callable[..., int]
 
@@ -188,6 +202,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "float_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
     "finite_numbers": (c_int, [c_int, c_void_p, c_int64]),
     "nibble_rows": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
+    "block_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(Blocks)]),
     "four_bit_rows": (
         c_int,
         [c_int, c_void_p, c_int64, c_int64, c_int64, POINTER(Grouping), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],

@@ -6,7 +6,7 @@
 /* Rows are multiplied by a weight a few at a time, in turns of about equal size. `together`: how many from row `r` on. */
 INLINE int64_t turns_of(const Matrix *m, int64_t rows) {
   int64_t most = on_tiles(m)                            ? ROWS
-                 : as_integers(m)                       ? m->kind == INT8 ? INTEGER_ROWS : NIBBLE_ROWS
+                 : as_integers(m)                       ? m->kind == INT8 ? INTEGER_ROWS : GROUPED_ROWS
                  : MANY_REGISTERS || rows < PROMPT_ROWS ? FLOAT_ROWS
                                                         : FLOAT_ROWS / 2;
   return (rows + most - 1) / most;
@@ -24,6 +24,7 @@ INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const f
     case BFLOAT16: dots_bfloat16((const uint16_t *)w, x, rows, m->in, fetch, y); break;
     case FLOAT16: dots_float16((const uint16_t *)w, x, rows, m->in, fetch, y); break;
     case INT8: dots_int8((const int8_t *)w, x, rows, m->in, fetch, y); break;
+    case BYTES: dots_bytes(m, first, x, rows, fetch, y); break;
     default: dots_int4(m, first, x, rows, fetch, y);
     }
     return;

@@ -3,24 +3,35 @@
 #define SELFSPEC_MATRIX_H
 #include "vectors.h"
 
-enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 }; /* how a weight's numbers are stored; `KINDS` in library.py */
+/* How a weight's numbers are stored; `KINDS` in library.py. The last two are small numbers in groups of inputs: of 4 bits, and of
+ * up to 8. */
+enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, BYTES };
 
-/* 4-bit weights come in chunks of 64 inputs, 32 bytes each: the low nibble of byte j is input j, the high nibble input 32 + j.
- * A weight is groups * q + offsets, or groups * (q - 8) without offsets, with q from 0 to 15. */
+/* How the scales of groups are stored; `SCALES` in library.py. The last two are integers that a block's own scale multiplies. */
+enum Scales { HALVES, FLOATS, UNSIGNED, SIGNED };
+#define BLOCK_INPUTS 256 /* inputs of such a block */
+
+/* A number q of 0 to 15, or to 255, stands for scale * q + offset, or for scale * (q - zero) without offsets. 4-bit numbers come in
+ * chunks of 64 inputs, 32 bytes each: the low nibble of byte j is input j, the high nibble input 32 + j. */
 typedef struct {
   const void *weight; /* [out, in] */
   const float *scale; /* [out], one factor per output, or NULL */
   const float *bias;  /* [out] or NULL */
   int64_t kind, in, out;
-  const uint16_t *groups; /* [out, in / group], float16; 4-bit weights only */
-  const float *offsets;   /* [out, in / group] or NULL */
-  int64_t group;          /* inputs that share a scale: 32, 64 or 128 */
+  const void *groups;     /* [out, in / group], scales; only where numbers are in groups */
+  const void *offsets;    /* [out, in / group], float32, or uint8 where blocks have a scale for offsets; or NULL */
+  int64_t group;          /* inputs that share a scale: 16, 32, 64 or 128 */
   int64_t whole;          /* outputs of the full matrix if this is a slice of one, else 0 */
+  int64_t scales;         /* `Scales` */
+  const uint16_t *blocks; /* [out, in / BLOCK_INPUTS, 1 or 2], float16: what integer scales are multiplied by, and offsets, negated */
+  int64_t zero;           /* the number that stands for 0 where there are no offsets */
 } Matrix;
+
+INLINE int is_grouped(const Matrix *m) { return m->kind == INT4 || m->kind == BYTES; }
 
 /* Bytes of `count` weights. */
 INLINE int64_t bytes_of(int64_t kind, int64_t count) {
-  return kind == FLOAT32 ? 4 * count : kind == INT8 ? count : kind == INT4 ? count / 2 : 2 * count;
+  return kind == FLOAT32 ? 4 * count : kind == INT8 || kind == BYTES ? count : kind == INT4 ? count / 2 : 2 * count;
 }
 
 #if defined(__AMX_INT8__) || defined(EMULATED_TILES)
@@ -89,8 +100,12 @@ INLINE Matrix slice_of(const Matrix *m, int64_t first, int64_t count) {
   some.whole = m->whole ? m->whole : m->out;
   if (m->scale) some.scale += first;
   if (m->bias) some.bias += first;
-  if (m->kind == INT4) some.groups += first * (m->in / m->group);
-  if (m->offsets) some.offsets += first * (m->in / m->group);
+  if (is_grouped(m)) {
+    const int64_t groups = first * (m->in / m->group);
+    some.groups = (const char *)m->groups + groups * (m->scales == FLOATS ? 4 : m->scales == HALVES ? 2 : 1);
+    if (m->offsets) some.offsets = (const char *)m->offsets + groups * (m->blocks ? 1 : 4);
+    if (m->blocks) some.blocks += first * (m->in / BLOCK_INPUTS) * (m->offsets ? 2 : 1);
+  }
   return some;
 }
 #endif

@@ -88,12 +88,12 @@ INLINE void store_block(const float *block, const float *residual, int64_t count
 
 #define BATCH_BYTES (TILES ? 1 << 20 : 512 << 10) /* of a batch's prepared rows: half the L2 cache (2 MB with tiles) */
 #define FETCHED_BYTES (1 << 20) /* from this size on, a matrix is surely not all in a cache */
-#define WIDE_ROWS 32          /* from here on converting a group's weights first pays, with few registers or 4-bit weights */
+#define WIDE_ROWS 32          /* from here on converting a group's weights first pays, with few registers or weights in groups */
 #define WIDE_BYTES (24 << 10) /* most bytes of converted weights, so that they and the rows stay in the L1 cache */
 
 /* Whether weights are converted to float32 once for all rows. The conversion is exact. */
 INLINE int widens(const Matrix *m, int64_t rows) {
-  return m->kind != FLOAT32 && rows >= WIDE_ROWS && as_floats(m) && (!MANY_REGISTERS || m->kind == INT4);
+  return m->kind != FLOAT32 && rows >= WIDE_ROWS && as_floats(m) && (!MANY_REGISTERS || is_grouped(m));
 }
 
 /* Rows in a batch: a batch passes all outputs of a piece before the next batch. Whole turns, as many as stay in the L2 cache. */

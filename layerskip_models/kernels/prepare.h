@@ -118,17 +118,19 @@ INLINE void sum_fours(const int8_t *high, const int8_t *low, int shift, int32_t 
 #endif
 }
 
-/* Store a row's chunk for 4-bit weights: its digits, the corrections for every four inputs that shift weights from 0 .. 15 to
- * -8 .. 7, and the sums of every 32 inputs. */
-INLINE void put_nibble_chunk(const vi *q, int shift, char *place, float *sums, int64_t *total) {
-  vi halves[2] = {{0}, {0}};
-  UNROLL16 for (int i = 0; i < CHUNK_INPUTS / LANES; i++) halves[i >= CHUNK_INPUTS / LANES / 2] += q[i];
-  const int32_t first = sum_integers(halves[0]), second = sum_integers(halves[1]);
+/* Store a row's chunk for weights in groups: its digits, the corrections for every four inputs that make of a weight's number its
+ * distance from `zero`, and `parts` sums of neighbouring inputs, 2 or 4. */
+INLINE void put_grouped_chunk(const vi *q, int shift, int parts, char *place, float *sums, int64_t *total) {
+  vi quarters[4] = {{0}, {0}, {0}, {0}};
+  UNROLL16 for (int i = 0; i < CHUNK_INPUTS / LANES; i++) quarters[i * LANES / 16] += q[i];
   int8_t *high = (int8_t *)place, *low = high + CHUNK_INPUTS;
   cut_digits(q, low, high, NULL);
   sum_fours(high, low, shift, (int32_t *)(place + 2 * CHUNK_INPUTS));
-  sums[0] = first, sums[1] = second;
-  *total += first + (int64_t)second;
+  for (int k = 0; k < parts; k++) {
+    const int32_t sum = sum_integers(parts == 4 ? quarters[k] : quarters[2 * k] + quarters[2 * k + 1]);
+    sums[k] = sum;
+    *total += sum;
+  }
 }
 
 /* Whether most of a row is so much smaller than its largest number that two digits would lose too much. */
@@ -138,19 +140,19 @@ INLINE int wants_finer(const float *x, int64_t in, float largest) {
   return (double)largest * in > FINER * (double)sum(total);
 }
 
-/* Convert rows [rows, in] to digits for 4-bit weights. Layout: [chunk of 64 inputs, row, digit, 64], highest digit first, each
- * row's digits followed by the sums of every four q, times -8 if the weights have no offsets. After all chunks come each row's
- * `Fixed`, then the sums of every 32 q; then `Finer`, and the same layout again with the remainders of the rows it lists. A row
+/* Convert rows [rows, in] to digits for weights in groups. Layout: [chunk of 64 inputs, row, digit, 64], highest digit first, each
+ * row's digits followed by the sums of every four q, times -`zero` if the weights have no offsets. After all chunks come each row's
+ * `Fixed`, then the sums of every 32 or 16 q; then `Finer`, and the same layout again with the remainders of the rows it lists. A row
  * with NaN or infinity gives NaN. */
-static void to_nibble_digits(const float *x, int64_t rows, const Matrix *m, float *scratch) {
+static void to_grouped_digits(const float *x, int64_t rows, const Matrix *m, float *scratch) {
   const int64_t in = m->in, chunks = chunks_of_inputs(in);
-  const int shift = m->offsets ? 0 : -8;
+  const int shift = m->offsets ? 0 : -(int)m->zero, parts = sums_of_chunk(m);
   Finer *finer = (Finer *)(scratch + rows * digits_size(m));
-  Scaling scaling[NIBBLE_ROWS];
-  int slots[NIBBLE_ROWS]; /* a row's index among those with finer digits, or -1 */
+  Scaling scaling[GROUPED_ROWS];
+  int slots[GROUPED_ROWS]; /* a row's index among those with finer digits, or -1 */
   finer->count = 0;
   for (int64_t r = 0; r < rows; r++) {
-    scaling[r] = scaling_of(x + r * in, in, NIBBLE_DIGITS);
+    scaling[r] = scaling_of(x + r * in, in, GROUPED_DIGITS);
     slots[r] = -1;
     if (scaling[r].not_finite || !wants_finer(x + r * in, in, scaling[r].largest)) continue;
     slots[r] = finer->count++;
@@ -179,10 +181,11 @@ static void to_nibble_digits(const float *x, int64_t rows, const Matrix *m, floa
         q[i] = nearest(number);
         rest[i] = nearest((number - __builtin_convertvector(q[i], vf)) * (float)(1 << FINER_BITS));
       }
-      put_nibble_chunk(q, shift, places[0] + (c * rows + r) * chunk_bytes(m), sums[0] + 2 * (r * chunks + c), &fixed[0][r].sum);
+      put_grouped_chunk(q, shift, parts, places[0] + (c * rows + r) * chunk_bytes(m), sums[0] + parts * (r * chunks + c),
+                        &fixed[0][r].sum);
       if (slot < 0) continue;
-      put_nibble_chunk(rest, shift, places[1] + (c * fine + slot) * chunk_bytes(m), sums[1] + 2 * (slot * chunks + c),
-                       &fixed[1][slot].sum);
+      put_grouped_chunk(rest, shift, parts, places[1] + (c * fine + slot) * chunk_bytes(m),
+                        sums[1] + parts * (slot * chunks + c), &fixed[1][slot].sum);
     }
 }
 
@@ -268,7 +271,7 @@ INLINE int as_floats(const Matrix *m) { return !as_integers(m) && !on_tiles(m); 
 INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *scratch) {
 #if INTEGERS
   if (as_integers(m)) {
-    (m->kind == INT4 ? to_nibble_digits : to_digits)(x, rows, m, scratch);
+    (is_grouped(m) ? to_grouped_digits : to_digits)(x, rows, m, scratch);
     return;
   }
 #endif

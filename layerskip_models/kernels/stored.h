@@ -8,7 +8,7 @@
 #include <float.h>
 
 /* How a file stores numbers; `STORED` in stored_rows.py. */
-enum Stored { IN_FLOAT32, IN_BFLOAT16, IN_FLOAT16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
+enum Stored { IN_FLOAT32, IN_BFLOAT16, IN_FLOAT16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, IQ4_NL };
 
 INLINE uint16_t half_at(const uint8_t *p) {
   uint16_t bits;
@@ -54,34 +54,52 @@ INLINE void six_bits(const uint8_t *p, int group, uint8_t *scale, uint8_t *least
   }
 }
 
-/* 256 numbers in eight groups, with four bits each, and a fifth if `high` is not NULL. */
+/* 32 numbers of a group of a K block, with four bits each, and a fifth if `high` is not NULL. */
+INLINE void numbers_of_k(const uint8_t *low, const uint8_t *high, int group, uint8_t *q) {
+  const uint8_t *from = low + group / 2 * 32;
+  for (int i = 0; i < 32; i++) {
+    uint8_t four = group & 1 ? from[i] >> 4 : from[i] & 15;
+    q[i] = (uint8_t)(high ? four | (high[i] >> group & 1) << 4 : four);
+  }
+}
+
+/* 256 numbers in eight groups. */
 INLINE void k_block(const uint8_t *p, const uint8_t *low, const uint8_t *high, float *y) {
   const float d = scale_at(p), m = scale_at(p + 2);
   for (int group = 0; group < 8; group++) {
     uint8_t scale, least, q[32];
     six_bits(p + 4, group, &scale, &least);
-    const uint8_t *from = low + group / 2 * 32;
-    for (int i = 0; i < 32; i++) {
-      uint8_t four = group & 1 ? from[i] >> 4 : from[i] & 15;
-      q[i] = (uint8_t)(high ? four | (high[i] >> group & 1) << 4 : four);
-    }
+    numbers_of_k(low, high, group, q);
     scaled(q, 32, d * scale, -(m * least), y + 32 * group);
   }
 }
 
-INLINE void q6_block(const uint8_t *p, float *y) {
+/* 256 numbers of six bits, of which 32 stands for 0. */
+INLINE void numbers_of_q6(const uint8_t *p, uint8_t *q) {
   const uint8_t *low = p, *high = p + 128;
-  const int8_t *scales = (const int8_t *)p + 192;
-  const float d = scale_at(p + 208);
-  int8_t q[256];
   for (int half = 0; half < 2; half++)
     for (int part = 0; part < 4; part++)
       for (int i = 0; i < 32; i++) {
         uint8_t four = low[64 * half + 32 * (part & 1) + i];
         four = part < 2 ? four & 15 : four >> 4;
-        q[128 * half + 32 * part + i] = (int8_t)((four | (high[32 * half + i] >> 2 * part & 3) << 4) - 32);
+        q[128 * half + 32 * part + i] = (uint8_t)(four | (high[32 * half + i] >> 2 * part & 3) << 4);
       }
-  for (int group = 0; group < 16; group++) signed_scaled(q + 16 * group, 16, d * scales[group], y + 16 * group);
+}
+
+INLINE void q6_block(const uint8_t *p, float *y) {
+  const int8_t *scales = (const int8_t *)p + 192;
+  const float d = scale_at(p + 208);
+  uint8_t q[256];
+  numbers_of_q6(p, q);
+  for (int i = 0; i < 256; i++) q[i] = (uint8_t)(q[i] - 32);
+  for (int group = 0; group < 16; group++) signed_scaled((const int8_t *)q + 16 * group, 16, d * scales[group], y + 16 * group);
+}
+
+/* What the 16 numbers of IQ4_NL stand for, plus 128. */
+static const uint8_t IQ4_NUMBERS[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+INLINE void numbers_of_iq4(const uint8_t *p, uint8_t *q) {
+  nibbles_of(p, 0, q);
+  for (int i = 0; i < 32; i++) q[i] = IQ4_NUMBERS[q[i]];
 }
 
 /* One row of `in` numbers as float32. */
@@ -135,6 +153,13 @@ static void widen(int kind, const uint8_t *p, int64_t in, float *y) {
     break;
   case Q6_K:
     for (; i < in; i += 256, p += 210) q6_block(p, y + i);
+    break;
+  case IQ4_NL:
+    for (; i < in; i += 32, p += 18) {
+      numbers_of_iq4(p + 2, q);
+      for (int k = 0; k < 32; k++) q[k] ^= 128;
+      signed_scaled((const int8_t *)q, 32, scale_at(p), y + i);
+    }
     break;
   }
 }
@@ -238,6 +263,67 @@ static int nibble_rows(const uint8_t *from, int64_t rows, int64_t in, const int6
         to[i] = (uint8_t)((first[i] & 15) | second[i] << 4);
         to[16 + i] = (uint8_t)(first[i] >> 4 | (second[i] & 0xf0));
       }
+    }
+  }
+  return finite;
+}
+
+/* Where the rows of a matrix in blocks go; each may have its own place (`own_place`). */
+typedef struct {
+  uint8_t *numbers; /* [out, in], or of Q4_K [out, in / 2] */
+  void *groups;     /* [out, in / 32]: of Q8_0 and IQ4_NL float16, of Q4_K and Q5_K uint8; of Q6_K int8 [out, in / 16] */
+  uint8_t *offsets; /* [out, in / 32], of Q4_K and Q5_K; else NULL */
+  uint16_t *blocks; /* [out, in / 256, 2] of these, [out, in / 256, 1] of Q6_K; else NULL */
+} Blocks;
+
+INLINE int is_finite_half(uint16_t bits) { return (bits & 0x7c00) != 0x7c00; }
+
+/* A row of K blocks, number for number. */
+INLINE int k_row(int kind, const uint8_t *p, int64_t in, const Blocks *to, int64_t place) {
+  const int64_t count = in / 256, bytes = kind == Q4_K ? 144 : kind == Q5_K ? 176 : 210;
+  int finite = 1;
+  for (int64_t b = 0; b < count; b++, p += bytes) {
+    if (kind == Q6_K) {
+      numbers_of_q6(p, to->numbers + place * in + 256 * b);
+      memcpy((int8_t *)to->groups + place * (in / 16) + 16 * b, p + 192, 16);
+      to->blocks[place * count + b] = half_at(p + 208);
+      finite &= is_finite_half(half_at(p + 208));
+      continue;
+    }
+    uint8_t *groups = (uint8_t *)to->groups + place * (in / 32) + 8 * b, *offsets = to->offsets + place * (in / 32) + 8 * b;
+    for (int group = 0; group < 8; group++) six_bits(p + 4, group, groups + group, offsets + group);
+    for (int k = 0; k < 2; k++) {
+      to->blocks[2 * (place * count + b) + k] = half_at(p + 2 * k);
+      finite &= is_finite_half(half_at(p + 2 * k));
+    }
+    if (kind == Q4_K) memcpy(to->numbers + place * (in / 2) + 128 * b, p + 16, 128); /* in the same order as ours */
+    else
+      for (int group = 0; group < 8; group++)
+        numbers_of_k(p + 48, p + 16, group, to->numbers + place * in + 256 * b + 32 * group);
+  }
+  return finite;
+}
+
+/* Rows of Q4_K, Q5_K, Q6_K, Q8_0 or IQ4_NL, number for number. in: a multiple of 64, for K blocks of 256. Returns 0 if a scale is
+ * NaN or infinite. */
+static int block_rows(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
+                      const Blocks *to) {
+  int finite = 1;
+  for (int64_t r = 0; r < rows; r++, from += row_bytes) {
+    const int64_t place = own_place(places, r);
+    if (kind == Q4_K || kind == Q5_K || kind == Q6_K) {
+      finite &= k_row(kind, from, in, to, place);
+      continue;
+    }
+    const uint8_t *p = from;
+    uint8_t *numbers = to->numbers + place * in;
+    for (int64_t b = 0; b < in / 32; b++, numbers += 32) {
+      ((uint16_t *)to->groups)[place * (in / 32) + b] = half_at(p);
+      finite &= is_finite_half(half_at(p));
+      if (kind == IQ4_NL) numbers_of_iq4(p + 2, numbers);
+      else
+        for (int i = 0; i < 32; i++) numbers[i] = p[2 + i] ^ 128;
+      p += kind == IQ4_NL ? 18 : 34;
     }
   }
   return finite;

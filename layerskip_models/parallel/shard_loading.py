@@ -11,7 +11,7 @@ from torch import Tensor
 from layerskip_models.backends.tensor_parallel import tensor_parallel
 from layerskip_models.checkpoints.loading import find_source, resolve_device, resolve_dtype, resolve_layout
 from layerskip_models.exits.lean import ExitsChoice, with_exits
-from layerskip_models.four_bits import CHUNK
+from layerskip_models.grouped_weight import CHUNK
 from layerskip_models.linear import Layout, Whole
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.parallel.cores import share_cores
@@ -39,15 +39,15 @@ def load_shard(
     """
     target = _own_device(resolve_device(device))
     source = find_source(name_or_path, revision, local_files_only)
-    dtype, layout, keep_packed = resolve_layout(source.config, dtype, layout, target)
+    dtype, layout, keep_bits = resolve_layout(source.config, dtype, layout, target)
     config = source.float_config()
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
     ranks = Ranks.join(target)
     if target.type == "cpu":
         share_cores(ranks)
-    plan = ShardPlan.of(config, ranks.rank, ranks.size, CHUNK if keep_packed else 1)
+    plan = ShardPlan.of(config, ranks.rank, ranks.size, CHUNK if keep_bits else 1)
     part = source.read_model(
-        chosen, layout, lambda module: target, keep_packed=keep_packed, plan=plan, whole_of=partial(_whole, plan, ranks)
+        chosen, layout, lambda module: target, keep_bits=keep_bits, plan=plan, whole_of=partial(_whole, plan, ranks)
     )
     model = tensor_parallel(part, plan, ranks)
     ranks.collect(None)  # nobody begins before all have read theirs, which may take longer than an answer

@@ -42,8 +42,8 @@ class Tuning:
     usual_length: int = 4
     """Drafts for which an exit's price in full and in fewer bits is compared. Chosen to be near what is drafted."""
     tried: int = 8
-    """Drafts in fewer bits of which some must have been seen before one is longer than `usual_length`. Chosen: a model that they
-    do not suit loses two rounds or three."""
+    """Drafts in fewer bits that must have been seen before one is longer than `usual_length`. Chosen: a model that they do
+    not suit loses two rounds or three."""
     promised_gain: float = 0.1
     """By how much drafts in bits that nobody has tried must promise to beat the best exit and plain steps, before the weights
     are made that they need. Chosen: it is memory for as long as the process lives."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from layerskip_models.decoder_layer import DecoderLayer
 from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.kernels import library
-from layerskip_models.kernels.native_four_bits import NativeInt4Linear
+from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import on_threads
@@ -45,7 +45,7 @@ def exact_rooms() -> Iterator[None]:
 def matrix(kind: str, out: int, size: int) -> NativeLinear:
     weight = torch.randn(out, size, generator=torch.Generator().manual_seed(out)) * size**-0.5
     if kind == "int4":
-        return NativeInt4Linear(round_to_four_bits(weight, group=64, symmetric=False))
+        return NativeGroupedLinear(round_to_four_bits(weight, group=64, symmetric=False))
     return NativeInt8Linear(weight) if kind == "int8" else NativeLinear(weight.to(getattr(torch, kind)))
 
 

@@ -62,9 +62,10 @@ static void put_number(const Expected *to, const Matrix *m, int64_t r, int64_t i
   for (int d = 0; d < digits; d++)
     to->digits[tiles ? ((c * digits + d) * 64 + at / 4 * 4) * to->rows + 4 * r + at % 4
                      : (c * to->rows + r) * chunk_bytes(m) + d * 64 + at] = cut[d];
-  if (m->kind != INT4) return;
-  ((int32_t *)(to->digits + (c * to->rows + r) * chunk_bytes(m) + digits * 64))[at / 4] += (m->offsets ? 0 : -8) * q;
-  to->sums[r * 2 * chunks_of_inputs(m->in) + i / 32] += q;
+  if (!is_grouped(m)) return;
+  ((int32_t *)(to->digits + (c * to->rows + r) * chunk_bytes(m) + digits * 64))[at / 4] += (m->offsets ? 0 : -m->zero) * q;
+  const int parts = m->group == 16 && m->offsets ? 4 : 2;
+  to->sums[r * parts * chunks_of_inputs(m->in) + i * parts / 64] += q;
 }
 
 static int is_finer(const float *x, int64_t in, double unit) {
@@ -77,15 +78,15 @@ static int compare_digits(const float *x, int64_t rows, const Matrix *m, int *fi
   const int64_t in = m->in, size = rows * row_size(m) * 4;
   char *found = aligned_alloc(64, (size + 63) / 64 * 64), *expected = calloc(size, 1);
   memset(found, 0, size);
-  (m->kind == INT4 ? to_nibble_digits : to_digits)(x, rows, m, (float *)found);
+  (is_grouped(m) ? to_grouped_digits : to_digits)(x, rows, m, (float *)found);
   Expected to = expected_at(expected, rows, m), rest = {0};
   Finer *finer = (Finer *)(expected + rows * digits_size(m) * 4);
   double units[ROWS];
   for (int64_t r = 0; r < rows; r++) {
     units[r] = to.fixed[r].unit = unit_of(x + r * in, in, digits_for(m));
-    if (m->kind == INT4 && is_finer(x + r * in, in, units[r])) finer->rows[finer->count++] = r;
+    if (is_grouped(m) && is_finer(x + r * in, in, units[r])) finer->rows[finer->count++] = r;
   }
-  if (m->kind == INT4) rest = expected_at((char *)(finer + 1), finer->count, m), *finer_rows += finer->count;
+  if (is_grouped(m)) rest = expected_at((char *)(finer + 1), finer->count, m), *finer_rows += finer->count;
   for (int64_t r = 0; r < rows; r++)
     for (int64_t i = 0; i < in && isfinite(units[r]); i++) put_number(&to, m, r, i, x[r * in + i] / units[r]);
   for (int64_t k = 0; k < rest.rows; k++) {
@@ -139,13 +140,16 @@ int main(void) {
       if (rows > 2) x[2 * in] = -INFINITY;
       if (rows > 3) x[4 * in - 1] = NAN;
       float offset = 0;
-      Matrix bytes = {.kind = INT8, .in = in, .out = 64}, nibbles = {.kind = INT4, .in = in, .out = 64, .group = 32};
+      Matrix bytes = {.kind = INT8, .in = in, .out = 64}, nibbles = {.kind = INT4, .in = in, .out = 64, .group = 32, .zero = 8};
+      Matrix small = {.kind = BYTES, .in = in, .out = 64, .group = 16, .zero = 32}, small_shifted = small;
       Matrix shifted = nibbles, halves = {.kind = BFLOAT16, .in = in, .out = 64};
-      shifted.offsets = &offset;
+      shifted.offsets = small_shifted.offsets = &offset;
       if (as_integers(&bytes)) wrong |= compare_digits(x, rows, &bytes, &finer);
-      if (VNNI && in % 64 == 0 && rows <= NIBBLE_ROWS) {
+      if (VNNI && in % 64 == 0 && rows <= GROUPED_ROWS) {
         wrong |= compare_digits(x, rows, &nibbles, &finer);
         wrong |= compare_digits(x, rows, &shifted, &finer);
+        wrong |= compare_digits(x, rows, &small, &finer);
+        wrong |= compare_digits(x, rows, &small_shifted, &finer);
       }
 #if TILES
       if (on_tiles(&halves)) wrong |= compare_parts(x, rows, &halves);

@@ -15,9 +15,9 @@ from torch import Tensor
 from bench.commands.preparation import open_model
 from layerskip_models import DEMO_PATH, from_transformers, load_model
 from layerskip_models.checkpoints import loading
-from layerskip_models.compact_linear import Int4Linear, four_bit_product
+from layerskip_models.compact_linear import GroupedLinear, grouped_product
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
-from layerskip_models.four_bits import FourBitWeight, exact, pack_nibbles, unpack_nibbles
+from layerskip_models.grouped_weight import GroupedWeight, exact, pack_nibbles, unpack_nibbles
 from layerskip_models.kernels import library, native_rounding
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import NativeInt8Linear
@@ -51,12 +51,12 @@ def test_by_hand() -> None:
     # Group 0 has scale 0.5 and group 1 scale 2: with an offset of -1 and a factor of 4, 3 stands for (0.5 * 3 - 1) * 4 = 2.
     values = torch.full((1, 64), 3)
     groups = torch.tensor([[0.5, 2.0]], dtype=torch.float16)
-    plain = FourBitWeight(pack_nibbles(values), groups)
+    plain = GroupedWeight(pack_nibbles(values), groups)
     assert plain.values()[0, 31:33].tolist() == [-2.5, -10.0]
-    shifted = FourBitWeight(pack_nibbles(values), groups, torch.tensor([[-1.0, 0.0]]), torch.tensor([4.0]))
+    shifted = GroupedWeight(pack_nibbles(values), groups, torch.tensor([[-1.0, 0.0]]), torch.tensor([4.0]))
     assert shifted.values()[0, 31:33].tolist() == [2.0, 24.0]
     assert (plain.group, plain.shape, plain.num_bytes, shifted.num_bytes) == (32, (1, 64), 36, 48)
-    both = FourBitWeight.cat([plain, shifted])
+    both = GroupedWeight.cat([plain, shifted])
     assert torch.equal(both.values(), torch.cat([plain.values(), shifted.values()]))
     assert torch.equal(both.values(1, 2), shifted.values())
 
@@ -90,7 +90,7 @@ def test_what_files_hold_is_kept_exactly(
     assert zeros or weight.offsets is None
     other = round_to_four_bits(meant, group=32, symmetric=True)
     order = torch.randperm(10, generator=torch.Generator().manual_seed(seed))
-    both = FourBitWeight.cat([weight, other]).reordered(order)
+    both = GroupedWeight.cat([weight, other]).reordered(order)
     assert torch.equal(both.values(), torch.cat([meant, other.values()])[order])
 
 
@@ -102,9 +102,9 @@ def test_what_cannot_be_kept() -> None:
         exact(values, torch.tensor([[1e-30, 1.0]] * 4).bfloat16()) is None
     )  # further apart than float16's numbers are
     with pytest.raises(ValueError, match="do not fit together"):
-        FourBitWeight(pack_nibbles(values), drawn(4, 2))
-    with pytest.raises(ValueError, match="groups must be of 32, 64 or 128"):
-        FourBitWeight(pack_nibbles(values), drawn(4, 8).half())
+        GroupedWeight(pack_nibbles(values), drawn(4, 2).double())
+    with pytest.raises(ValueError, match="groups must be of 128 or 64 or 32"):
+        GroupedWeight(pack_nibbles(values), drawn(4, 8).half())
     with pytest.raises(ValueError, match="a multiple of 64 inputs, got 96"):
         round_to_four_bits(drawn(4, 96), group=32, symmetric=True)
     assert fits_four_bits(192) and not fits_four_bits(96)
@@ -157,7 +157,7 @@ def test_every_variant_rounds_to_the_operators_bits(variant: str, monkeypatch: p
             for kernels in (lambda: library.load(variant), lambda: None):
                 monkeypatch.setattr(library, "kernels", kernels)
                 made.append(round_to_four_bits(weight.to(dtype), group=group, symmetric=True))
-            for ours, theirs in zip(made[0]._all, made[1]._all):
+            for ours, theirs in zip(made[0].tensors, made[1].tensors):
                 assert (ours is None) == (theirs is None)
                 assert ours is None or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
             assert (made[0].factors is None) == (dtype == torch.float16)  # which does not hold the smallest row
@@ -185,8 +185,8 @@ def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
         kept = exact(values, scale, values[:, :2])
         assert kept is not None
         x = torch.ones(2, 128, dtype=torch.float32)
-        both = FourBitWeight.cat([kept, found[1]])
-        return (*(one.values() for one in (*found, kept, both)), four_bit_product(x, kept, None))
+        both = GroupedWeight.cat([kept, found[1]])
+        return (*(one.values() for one in (*found, kept, both)), grouped_product(x, kept, None))
 
     expected, before = made(), torch.get_default_dtype()
     try:
@@ -207,7 +207,7 @@ def test_the_product_by_operators(seed: int, rows: int, outputs: int, symmetric:
         drawn(outputs, seed=seed + 2),
         drawn(rows, outputs, seed=seed + 3),
     )
-    linear = Int4Linear(weight, bias)
+    linear = GroupedLinear(weight, bias)
     exactly = F.linear(x.double(), weight.values().double(), bias.double())
     torch.testing.assert_close(linear(x).double(), exactly, rtol=0, atol=5e-5)
     torch.testing.assert_close(linear.add_to(residual, x).double(), exactly + residual, rtol=0, atol=5e-5)
@@ -216,9 +216,9 @@ def test_the_product_by_operators(seed: int, rows: int, outputs: int, symmetric:
 
 def test_pieces_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = round_to_four_bits(drawn(50, 64), group=32, symmetric=True), drawn(3, 64, seed=1)
-    whole = four_bit_product(x, weight, None)
+    whole = grouped_product(x, weight, None)
     monkeypatch.setattr("layerskip_models.compact_linear._CONVERTED", 64 * 7)
-    torch.testing.assert_close(four_bit_product(x, weight, None), whole)
+    torch.testing.assert_close(grouped_product(x, weight, None), whole)
 
 
 def wide(**options: Any) -> Any:

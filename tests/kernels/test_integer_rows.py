@@ -98,6 +98,7 @@ def test_four_bit_weights(variant: str, group: int, shifted: bool) -> None:
             groups=scales.data_ptr(),
             offsets=offsets.data_ptr() if shifted else None,
             group=group,
+            zero=8,
         )
         x = torch.randn(35, width)
         alone = torch.cat([product(variant, matrix, row, out) for row in x.split(1)])
@@ -122,7 +123,7 @@ def test_outliers_do_not_drown_the_small_numbers_of_a_row_with_four_bit_weights(
     weight = scales.double().repeat_interleave(32, 1) * (q - 8)
     kind = library.KINDS[torch.uint8]
     matrix = Matrix(
-        stored.data_ptr(), kind=kind, in_features=width, out_features=out, groups=scales.data_ptr(), group=32
+        stored.data_ptr(), kind=kind, in_features=width, out_features=out, groups=scales.data_ptr(), group=32, zero=8
     )
     sizes = torch.tensor([1, 100, 1, 1e3, 1e4, 1e5, 30])
     x = torch.randn(len(sizes), width)

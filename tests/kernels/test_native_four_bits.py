@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from layerskip_models import from_transformers
 from layerskip_models.four_bit_rounding import round_to_four_bits
-from layerskip_models.four_bits import FourBitWeight, pack_nibbles
-from layerskip_models.kernels.native_four_bits import NativeInt4Linear
+from layerskip_models.grouped_weight import GroupedWeight, pack_nibbles
+from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import MOST_ROWS, operators_only
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.norm import RMSNorm
@@ -25,11 +25,11 @@ from test_native import every_variant, needs_native, use
 KINDS = [(size, offsets) for size in (32, 64, 128) for offsets in (False, True)]
 
 
-def drawn_weight(outputs: int, inputs: int, group: int, offsets: bool, factors: bool, seed: int = 0) -> FourBitWeight:
+def drawn_weight(outputs: int, inputs: int, group: int, offsets: bool, factors: bool, seed: int = 0) -> GroupedWeight:
     """Numbers of all sizes, not only those that rounding leaves."""
     values = torch.randint(0, 16, (outputs, inputs), generator=torch.Generator().manual_seed(seed))
     groups = (0.1 * drawn(outputs, inputs // group, seed=seed + 1)).half()
-    return FourBitWeight(
+    return GroupedWeight(
         pack_nibbles(values),
         groups,
         0.5 * drawn(outputs, inputs // group, seed=seed + 2) if offsets else None,
@@ -58,7 +58,7 @@ def test_the_product_is_what_the_numbers_say(
     x, residual = drawn(rows, inputs, seed=seed + 3), drawn(rows, outputs, seed=seed + 4)
     shift = drawn(outputs, seed=seed + 5) if bias else None
     with use(variant):
-        linear = NativeInt4Linear(weight, shift)
+        linear = NativeGroupedLinear(weight, shift)
     assert torch.equal(linear.weight, weight.values()) and linear.shape == (outputs, inputs)
     exact = F.linear(x.double(), weight.values().double(), None if shift is None else shift.double())
     largest = 1 + float(exact.abs().max())
@@ -85,7 +85,7 @@ def test_a_row_is_the_same_in_any_company_and_on_any_threads(
     group, offsets = kind
     weight, x = drawn_weight(37, inputs, group, offsets, False), drawn(20, inputs, seed=9)
     with use(variant):
-        linear = NativeInt4Linear(weight)
+        linear = NativeGroupedLinear(weight)
     alone = torch.cat([linear(row) for row in x.split(1)])
     before = torch.get_num_threads()
     try:
@@ -102,7 +102,7 @@ def test_a_row_is_the_same_in_any_company_and_on_any_threads(
 @pytest.mark.parametrize("name", EVERY_POLICY[::4])
 def test_policies_are_exact_bit_for_bit(name: str) -> None:
     model = from_transformers(wide(num_layers=4), layout="int4")
-    assert all(isinstance(layer.qkv, NativeInt4Linear) for layer in model._layers[1:])
+    assert all(isinstance(layer.qkv, NativeGroupedLinear) for layer in model._layers[1:])
     plain = SelfSpecGenerator(model, policy="ar").generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences
     speculative = SelfSpecGenerator(model, policy=named_policy(name, 2, model))
     assert torch.equal(speculative.generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences, plain)
@@ -133,7 +133,7 @@ def test_layers_are_those_of_operators(variant: str, monkeypatch: pytest.MonkeyP
 def test_not_a_number_is_not_lost() -> None:
     weight = round_to_four_bits(drawn(9, 128), group=32, symmetric=True)
     weight.groups[3, 1] = float("nan")
-    linear = NativeInt4Linear(weight)
+    linear = NativeGroupedLinear(weight)
     x = drawn(7, 128)
     for rows in (1, 7):
         assert linear(x[:rows]).isnan().any(0).tolist() == [output == 3 for output in range(9)]
@@ -144,6 +144,6 @@ def test_not_a_number_is_not_lost() -> None:
 @needs_native
 def test_memory_that_is_not_contiguous() -> None:
     weight = drawn_weight(8, 128, 32, True, False)
-    turned = FourBitWeight(weight.packed, weight.groups.t().contiguous().t(), weight.offsets)
+    turned = GroupedWeight(weight.packed, weight.groups.t().contiguous().t(), weight.offsets)
     x = drawn(3, 128)
-    assert torch.equal(NativeInt4Linear(turned)(x), NativeInt4Linear(weight)(x))
+    assert torch.equal(NativeGroupedLinear(turned)(x), NativeGroupedLinear(weight)(x))

@@ -9,8 +9,8 @@ from torch import Tensor
 from exact_rooms import check_mixed_layers, exact_rooms
 from layerskip_models import from_transformers
 from layerskip_models.four_bit_rounding import round_to_four_bits
-from layerskip_models.four_bits import FourBitWeight
-from layerskip_models.kernels.native_four_bits import NativeInt4Linear
+from layerskip_models.grouped_weight import GroupedWeight
+from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.norm import RMSNorm
@@ -78,12 +78,14 @@ def test_parts_of_a_4_bit_weight_that_are_not_contiguous() -> None:
     plain = round_to_four_bits(drawn(8, 128), group=32, symmetric=False)
     assert plain.offsets is not None
     factors = torch.arange(1.0, 17.0)
-    strange = FourBitWeight(
+    strange = GroupedWeight(
         plain.packed.T.contiguous().T, plain.groups.T.contiguous().T, plain.offsets.T.contiguous().T, factors[::2]
     )
     x = drawn(3, 128)
-    expected = NativeInt4Linear(FourBitWeight(plain.packed, plain.groups, plain.offsets, factors[::2].contiguous()))(x)
-    assert torch.equal(NativeInt4Linear(strange)(x), expected)
+    expected = NativeGroupedLinear(GroupedWeight(plain.packed, plain.groups, plain.offsets, factors[::2].contiguous()))(
+        x
+    )
+    assert torch.equal(NativeGroupedLinear(strange)(x), expected)
 
 
 def test_what_does_not_fit_a_matrix_is_refused() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from exact_rooms import exact_rooms
 from layerskip_models.kernels import library
-from layerskip_models.kernels.native_four_bits import NativeInt4Linear
+from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.norm import RMSNorm
@@ -28,7 +28,7 @@ EMULATED = ["-DEMULATED_TILES", "-DTILE_BYTES=0"]
 
 def linear_of(kind: str, outputs: int, width: int) -> NativeLinear:
     if kind == "int4":
-        return NativeInt4Linear(drawn_weight(outputs, width, 32, False, False))
+        return NativeGroupedLinear(drawn_weight(outputs, width, 32, False, False))
     weight = drawn(outputs, width)
     if kind == "int8":
         return NativeInt8Linear(weight)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from layerskip_models import DEMO_PATH, from_transformers, load_model, load_tokenizer
 from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.compact_linear import int8_works
+from layerskip_models.kernels.check import native_works
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 from tiny_llama import full_logits, tiny_llama, tiny_tokenizer
@@ -107,6 +108,33 @@ def test_4_bits_of_a_gguf_file_keep_their_numbers(kind: str, tied: bool, tmp_pat
         engine.generate(text, max_new_tokens=16).new_tokens
         == SelfSpecGenerator(by_name, policy="ar").generate(text, max_new_tokens=16).new_tokens
     )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["Q4_K_M", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL"])
+def test_blocks_of_a_gguf_file_keep_their_numbers(kind: str, tied: bool, tmp_path: Path) -> None:
+    """Those that transformers reads, in layers and head; texts are the model's own with any drafts."""
+    shape = {"hidden_size": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate_size": 768}
+    model = tiny_llama(**shape, num_layers=8, seed=4, late_scale=0.6, tie_word_embeddings=tied)
+    write_gguf(model, tmp_path / "model.gguf", kind)
+    meant: Any = load_transformers(tmp_path, dtype="float32", device="cpu")
+    found: Any = load_model(tmp_path, device="cpu")
+    full: Any = from_transformers(meant, layout="native" if native_works(CPU, torch.float32) else "plain")
+    for ours, theirs in zip(found._layers, full._layers):
+        for name in ("output", "down") if full.kernels is None else ("qkv", "output", "gate_up", "down"):
+            assert torch.equal(getattr(ours, name).weight, getattr(theirs, name).weight)
+    assert torch.equal(found._head.weight, meant.lm_head.weight)
+    assert found.head_bytes < 1.1 * meant.lm_head.weight.numel() + 4 * 256  # and a norm
+    text = [(7 * i + 3) % 24 for i in range(40)]
+    drafts = kind in ("Q5_K", "Q6_K", "Q8_0") and found.kernels is not None
+    generator = SelfSpecGenerator(found, draft_weights="int4" if drafts else "none")
+    plain = generator.generate(text, max_new_tokens=24, policy="ar").new_tokens
+    for policy in ("ls:2-3", "auto", *(["bits:4-3"] if drafts else [])):
+        assert generator.generate(text, max_new_tokens=24, policy=policy).new_tokens == plain
+    with torch.inference_mode():
+        logits = meant(torch.tensor([text + plain])).logits[0, len(text) - 1 : -1]
+    behind = logits.amax(dim=-1) - logits.gather(-1, torch.tensor(plain).unsqueeze(-1)).squeeze(-1)
+    assert float(behind.max()) < 1e-3  # of near-ties any may be the likeliest
 
 
 def test_generate_and_verify_a_gguf_file(tmp_path: Path) -> None:

@@ -185,10 +185,13 @@ def test_gguf_files(tmp_path: Path) -> None:
     from bench.engines.gguf_file import write_gguf
 
     asked: list[tuple[Path, str, bool]] = []
-    for kind in ("Q4_0", "Q4_1", "Q8_0", "F16"):
+    for kind in ("Q4_0", "Q4_1", "Q8_0", "F16", "Q4_K_M"):
         path = tmp_path / f"{kind}.gguf"
-        width = 192 if kind.startswith("Q4") else 160
-        write_gguf(llama(num_layers=2, tie_word_embeddings=kind == "Q4_1", intermediate_size=width), path, kind)
+        width = 192 if kind in ("Q4_0", "Q4_1") else 160
+        sizes = {"intermediate_size": width}
+        if kind == "Q4_K_M":
+            sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 768}
+        write_gguf(llama(num_layers=2, tie_word_embeddings=kind == "Q4_1", **sizes), path, kind)
         asked += [(path, "auto", kind != "F16"), (path, "float64", False)]
     check_same(asked)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from layerskip_models import from_transformers, load_model
 from layerskip_models.checkpoints import stored_tensor
-from layerskip_models.checkpoints.fused_reading import read_eight_bits, read_floats, read_four_bits
+from layerskip_models.checkpoints.fused_reading import read_eight_bits, read_floats, read_numbers
+from layerskip_models.checkpoints.gguf_blocks import GROUPED, numbers_of_blocks
 from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.checkpoints.read_ahead import ReadFile
-from layerskip_models.checkpoints.stored_tensor import FLOATS, StoredTensor, TensorReader, four_bits_of_blocks
-from layerskip_models.four_bits import FourBitWeight
+from layerskip_models.checkpoints.stored_tensor import FLOATS, StoredTensor, TensorReader
+from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.kernels import library
 from layerskip_models.kernels.native_linear import NativeInt8Linear
 from test_tensor_parallel_layers import needs_native
@@ -27,9 +29,9 @@ gguf = pytest.importorskip("gguf")
 from bench.engines.gguf_file import write_gguf  # noqa: E402
 
 ROWS, COLUMNS = 37, 512
-FORMS = ["F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K"]
+FORMS = ["F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "Q3_K"]
 """Q3_K stands for those that the native library does not know."""
-SCALES = {"Q6_K": (208,), "Q3_K": (108,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}
+SCALES = {"Q6_K": (208,), "Q3_K": (108,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "IQ4_NL": (0,)}
 """Where the float16 numbers of a block are; otherwise at 0 and 2."""
 
 
@@ -142,17 +144,42 @@ def test_every_variant_rounds_alike(variant: str, monkeypatch: pytest.MonkeyPatc
             same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("form", ["Q4_0", "Q4_1"])
-def test_four_bits_keep_their_numbers(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("form", GROUPED)
+def test_numbers_that_are_kept_stand_for_what_gguf_says(
+    form: str, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, with and without the native library; two parts, one in an order of its own, and rows that are mixed."""
+    if not kernels:
+        monkeypatch.setattr(library, "kernels", lambda: None)
     data, order, places = data_of(form), torch.randperm(ROWS), torch.randperm(2 * ROWS)
     parts = [stored(tmp_path / "0", data, form, order=order), stored(tmp_path / "1", data, form)]
-    whole = four_bits_of_blocks(torch.from_numpy(data), form)
-    same_bits(parts[0].four_bits().packed, whole.packed[order])
-    found, expected = read_four_bits(parts, places), FourBitWeight.cat([whole.reordered(order), whole])
-    assert found is not None and found.offsets is None if form == "Q4_0" else found is not None
-    same_bits(found.reordered(places).values(), expected.values())
-    other = stored(tmp_path / "2", data_of("Q4_0"), "Q4_0"), stored(tmp_path / "3", data_of("Q4_1"), "Q4_1")
-    assert read_four_bits(other, None) is None
+    expected = meant(data, form)
+    same_numbers(parts[1].own_numbers().values(), expected)
+    same_numbers(parts[0].own_numbers().values(), expected[order])
+    found = read_numbers(parts, places)
+    assert found is not None
+    same_numbers(found.values()[places], torch.cat([expected[order], expected]))
+    same_numbers(
+        GroupedWeight.cat([one.own_numbers() for one in parts]).values(), torch.cat([expected[order], expected])
+    )
+    assert numbers_of_blocks(torch.from_numpy(data), form).num_bytes == parts[0].own_numbers().num_bytes
+
+
+def same_numbers(found: Tensor, expected: Tensor) -> None:
+    """Of the same bits, but for the sign of 0."""
+    assert found.dtype == expected.dtype == torch.float32 and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("forms", [*itertools.permutations(("Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0"), 2)])
+def test_parts_of_several_forms_are_one_weight(forms: tuple[str, str], tmp_path: Path) -> None:
+    data = [data_of(form) for form in forms]
+    parts = [stored(tmp_path / form, one, form) for form, one in zip(forms, data)]
+    assert read_numbers(parts, None) is None
+    whole = GroupedWeight.cat([part.own_numbers() for part in parts])
+    same_numbers(whole.values(), torch.cat([meant(one, form) for form, one in zip(forms, data)]))
+    some = GroupedWeight.cat([part.own_numbers() for part in parts]).as_bytes().columns(64, 320)
+    same_numbers(some.values(), whole.values()[:, 64:384])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -170,9 +197,9 @@ def test_numbers_that_are_not_finite_are_refused(form: str, tmp_path: Path) -> N
     if library.kernels() is not None:
         with pytest.raises(ValueError, match=message):
             read_eight_bits([one], None, None)
-    if form in stored_tensor.FOUR_BITS:
+    if form in GROUPED:
         with pytest.raises(ValueError, match=message):
-            one.four_bits()
+            one.own_numbers()
 
 
 def test_a_file_that_becomes_shorter_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""The types of GGUF files whose numbers our layout of weights in groups holds, every one of them exactly.
+
+A row of such a tensor is blocks of 32 inputs, or of 256 for types that end in K, with float16 numbers d and m.
+Of 32 inputs: Q4_0 has d and 16 bytes, byte j with input j in its low and input 16 + j in its high four bits; a number q
+stands for d (q - 8). Q4_1 has d, m and the bytes; q stands for d q + m. Q8_0 has d and 32 signed bytes. IQ4_NL has d and 16
+bytes, whose four bits choose one of 16 signed bytes.
+Of 256 inputs: Q4_K has d, m and for each of eight groups a scale s and a minimum t of six bits; q stands for d s q - m t.
+Q5_K has a fifth bit for each number. Q6_K has numbers of six bits, a signed byte s for each 16 of them, and d; q stands for
+d s (q - 32).
+
+Source: gguf's `quants.py` and `constants.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerskip_models.grouped_weight import BLOCK, CHUNK, GroupedWeight, pack_nibbles
+
+IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a type is kept.
+
+    block_bytes: of a block in the file. bits: 4 or 8 here. group: inputs that share a scale. scales, offsets: their dtypes.
+    zero: the number that stands for 0 if there are no offsets. in_blocks: whether scales are multiplied by a block's.
+    """
+
+    block_bytes: int
+    bits: int
+    scales: torch.dtype = torch.float16
+    offsets: torch.dtype | None = None
+    group: int = 32
+    zero: int = 8
+    in_blocks: bool = False
+
+    @property
+    def kept_in_nibbles(self) -> bool:
+        """Whether only the places of its four bits change (`nibble_rows` of stored.h)."""
+        return self.bits == 4 and not self.in_blocks
+
+
+GROUPED = {
+    "Q4_0": Form(18, 4),
+    "Q4_1": Form(20, 4, offsets=torch.float32),
+    "Q4_K": Form(144, 4, torch.uint8, torch.uint8, in_blocks=True),
+    "Q5_K": Form(176, 8, torch.uint8, torch.uint8, in_blocks=True),
+    "Q6_K": Form(210, 8, torch.int8, group=16, zero=32, in_blocks=True),
+    "Q8_0": Form(34, 8, zero=128),
+    "IQ4_NL": Form(18, 8, zero=128),
+}
+
+
+def keeps_form(form: str, columns: int, bits: int) -> bool:
+    """Whether a matrix of this form keeps its numbers, if at most so many bits are to be kept. columns: its inputs."""
+    kept = GROUPED.get(form)
+    return kept is not None and kept.bits <= bits and columns % (BLOCK if kept.in_blocks else CHUNK) == 0
+
+
+def room_for_numbers(rows: int, columns: int, form: str) -> GroupedWeight:
+    """Memory for a weight of this form in our layout. columns: as in `keeps_form`."""
+    kept = GROUPED[form]
+    groups = columns // kept.group
+
+    def room(width: int, dtype: torch.dtype, *more: int) -> Tensor:
+        return torch.empty(rows, width, *more, dtype=dtype, device="cpu")
+
+    return GroupedWeight(
+        room(columns * kept.bits // 8, torch.uint8),
+        room(groups, kept.scales),
+        None if kept.offsets is None else room(groups, kept.offsets),
+        blocks=room(columns // BLOCK, torch.float16, 1 if kept.offsets is None else 2) if kept.in_blocks else None,
+        bits=kept.bits,
+        zero=kept.zero,
+    )
+
+
+def numbers_of_blocks(data: Tensor, form: str) -> GroupedWeight:
+    """A tensor's bytes, uint8 [out, bytes of a row], in our layout, by PyTorch's operators. form: one of `GROUPED`."""
+    kept = GROUPED[form]
+    return _READERS[form](data.unflatten(1, (-1, kept.block_bytes)), kept)
+
+
+def _halves(blocks: Tensor) -> Tensor:
+    """float16 numbers, [out, blocks, numbers]."""
+    return blocks.contiguous().view(torch.float16)
+
+
+def _nibbles(blocks: Tensor) -> Tensor:
+    """The low four bits of all bytes, then the high ones."""
+    return torch.cat((blocks & 15, blocks >> 4), dim=2)
+
+
+def _of_four_bits(blocks: Tensor, form: Form) -> GroupedWeight:
+    halves = _halves(blocks[..., :-16])
+    offsets = halves[..., 1].float().contiguous() if form.offsets is not None else None
+    return GroupedWeight(pack_nibbles(_nibbles(blocks[..., -16:]).flatten(1)), halves[..., 0].contiguous(), offsets)
+
+
+def _of_bytes(blocks: Tensor, form: Form) -> GroupedWeight:
+    numbers = blocks[..., 2:] ^ 128
+    return GroupedWeight(numbers.flatten(1), _halves(blocks[..., :2]).flatten(1), bits=8, zero=form.zero)
+
+
+def _of_chosen_bytes(blocks: Tensor, form: Form) -> GroupedWeight:
+    chosen = torch.tensor(IQ4_NUMBERS, device=blocks.device) + form.zero
+    numbers = chosen.to(torch.uint8)[_nibbles(blocks[..., 2:]).long()]
+    return GroupedWeight(numbers.flatten(1), _halves(blocks[..., :2]).flatten(1), bits=8, zero=form.zero)
+
+
+def _of_k_blocks(blocks: Tensor, form: Form) -> GroupedWeight:
+    first, second, mixed = blocks[..., 4:16].split(4, dim=2)
+    scales = torch.cat((first & 63, (mixed & 15) | (first >> 2 & 48)), dim=2).flatten(1)
+    offsets = torch.cat((second & 63, (mixed >> 4) | (second >> 2 & 48)), dim=2).flatten(1)
+    low = blocks[..., -128:]  # 32 bytes are the low and then the high four bits of 64 neighbours, as they are here
+    if form.bits == 4:
+        return GroupedWeight(low.flatten(1), scales, offsets, blocks=_halves(blocks[..., :4]))
+    numbers = torch.stack((low.unflatten(2, (4, 32)) & 15, low.unflatten(2, (4, 32)) >> 4), dim=3).flatten(2, 3)
+    high = blocks[..., 16:48].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=blocks.device).unsqueeze(1) & 1
+    numbers = (numbers | high << 4).flatten(1)
+    return GroupedWeight(numbers, scales, offsets, blocks=_halves(blocks[..., :4]), bits=8)
+
+
+def _of_six_bits(blocks: Tensor, form: Form) -> GroupedWeight:
+    low = blocks[..., :128].unflatten(2, (2, 1, 64))
+    high = blocks[..., 128:192].unflatten(2, (2, 1, 32))
+    low = torch.cat((low & 15, low >> 4), dim=3)  # [.., half, 2 * parts, 64]
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).unsqueeze(1)
+    high = (high >> shifts & 3).flatten(3).unflatten(3, (2, 64))
+    numbers = (low | high << 4).flatten(1)
+    return GroupedWeight(
+        numbers,
+        blocks[..., 192:208].view(torch.int8).flatten(1),
+        blocks=_halves(blocks[..., 208:]),
+        bits=8,
+        zero=form.zero,
+    )
+
+
+_READERS: dict[str, Callable[[Tensor, Form], GroupedWeight]] = {
+    "Q4_0": _of_four_bits,
+    "Q4_1": _of_four_bits,
+    "Q4_K": _of_k_blocks,
+    "Q5_K": _of_k_blocks,
+    "Q6_K": _of_six_bits,
+    "Q8_0": _of_bytes,
+    "IQ4_NL": _of_chosen_bytes,
+}

@@ -1,0 +1,282 @@
+"""A weight of small numbers with a scale for every few neighbouring inputs: how it is kept, and what it stands for.
+
+A number q stands for scale * q + offset, with the scale and the offset of its output and its group of inputs; without offsets
+for scale * (q - zero). An output may have one more factor. GPTQ, compressed-tensors and the usual types of GGUF files are all
+of this form, so their numbers are kept exactly (`exact`, `blocks_of_gguf`).
+
+In memory 64 inputs of 4 bits are 32 bytes: the low four bits of byte j are input j of the 64, the high four input 32 + j. One
+mask and one shift then give two runs of neighbours, which is how a vector register wants them. Numbers of more bits are
+bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""The number of inputs must be a multiple of it."""
+GROUP_SIZES = (128, 64, 32)
+"""Inputs to a group of 4-bit weights. Bytes may also have groups of 16."""
+BLOCK = 256
+"""Inputs that share a block's scale, where the groups' own scales are integers."""
+_MIDDLE = 8  # of 4 bits
+_LARGEST_EXPONENT = 15  # of a float16
+_ALL = slice(None)
+
+
+def pack_nibbles(values: Tensor) -> Tensor:
+    """Numbers 0 to 15, [out, in], as uint8 [out, in / 2]. in: a multiple of `CHUNK`."""
+    low, high = values.to(torch.uint8).unflatten(1, (-1, 2, CHUNK // 2)).unbind(2)
+    return (low | (high << 4)).flatten(1)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """The numbers 0 to 15, uint8 [out, in], of `pack_nibbles`."""
+    halves = packed.unflatten(1, (-1, CHUNK // 2))
+    return torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The outputs and inputs of a matrix that a part of it covers."""
+
+    rows: range
+    columns: range
+
+    def of_rows(self, numbers: Tensor) -> Tensor:
+        """The part's share of numbers that the matrix has for each output, [out, ...]."""
+        return numbers[self.rows.start : self.rows.stop]
+
+    def of_groups(self, numbers: Tensor, columns: int) -> Tensor:
+        """The part's share of numbers that the matrix has for each equal group of inputs, [.., groups].
+
+        columns: inputs of the whole matrix. A group is divided where the part begins or ends within one.
+        """
+        size = columns // numbers.shape[-1]
+        step = gcd(size, self.columns.start, self.columns.stop)
+        groups = torch.arange(self.columns.start, self.columns.stop, step, device=numbers.device) // size
+        return numbers[..., groups]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedWeight:
+    """A matrix [out, in]: (scale * q + offset) * factor.
+
+    packed: uint8 [out, in / 2] of 4 bits, see above, or [out, in]. groups: scales, float16 or float32 [out, in / group], with
+    16 (bytes only), 32, 64 or 128 inputs to a group; or integers, uint8 or int8, that `blocks` multiply.
+    offsets: float32 of that shape, or with blocks uint8; None for -zero * scale. factors: float32 [out]; None for 1.
+    blocks: float16 [out, in / 256, 2], the factors of the scales and, negated, of the offsets; without offsets
+    [out, in / 256, 1].
+    Raises ValueError for tensors that do not fit together.
+    """
+
+    packed: Tensor
+    groups: Tensor
+    offsets: Tensor | None = None
+    factors: Tensor | None = None
+    blocks: Tensor | None = None
+    bits: int = 4
+    zero: int = _MIDDLE
+
+    def __post_init__(self) -> None:
+        rows, columns = self.shape
+        count = self.groups.shape[-1]
+        scales = (torch.float16, torch.float32) if self.blocks is None else (torch.uint8, torch.int8)
+        offsets = torch.float32 if self.blocks is None else torch.uint8
+        each = 1 if self.offsets is None else 2
+        wanted: list[tuple[Tensor | None, tuple[torch.dtype, ...], tuple[int, ...]]] = [
+            (self.packed, (torch.uint8,), (rows, columns * self.bits // 8)),
+            (self.groups, scales, (rows, count)),
+            (self.offsets, (offsets,), (rows, count)),
+            (self.factors, (torch.float32,), (rows,)),
+            (self.blocks, (torch.float16,), (rows, columns // BLOCK, each)),
+        ]
+        if self.bits not in (4, 8) or any(
+            tensor is not None and (tensor.dtype not in dtypes or tuple(tensor.shape) != shape)
+            for tensor, dtypes, shape in wanted
+        ):
+            found = [None if tensor is None else (tensor.dtype, [*tensor.shape]) for tensor, _, _ in wanted]
+            raise ValueError(f"the parts of a weight in groups do not fit together: {found}")
+        sizes = GROUP_SIZES if self.bits == 4 else (*GROUP_SIZES, 16)
+        if not count or columns % CHUNK or columns % count or self.group not in sizes:
+            meant = " or ".join(map(str, sizes))
+            raise ValueError(f"{columns} inputs in {count} groups: groups must be of {meant}, inputs times 64")
+        if self.blocks is not None and (columns % BLOCK or self.group > 32):
+            raise ValueError(f"{columns} inputs in {count} groups: blocks are of {BLOCK}, their groups of 16 or 32")
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Packed, groups, offsets, factors, blocks."""
+        return self.packed, self.groups, self.offsets, self.factors, self.blocks
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> GroupedWeight:
+        """Other tensors of the same form, in the order of `tensors`."""
+        packed, groups, offsets, factors, blocks = tensors
+        assert packed is not None and groups is not None
+        return GroupedWeight(packed, groups, offsets, factors, blocks, self.bits, self.zero)
+
+    def _of(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
+        """The same with every tensor changed."""
+        return self.with_tensors([None if tensor is None else change(tensor) for tensor in self.tensors])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.packed.shape[0], self.packed.shape[1] * 8 // self.bits
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[1] // self.groups.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors if tensor is not None)
+
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite."""
+        return all(bool(tensor.isfinite().all()) for tensor in self.tensors[1:] if tensor is not None)
+
+    def scales_and_offsets(self, rows: slice = _ALL) -> tuple[Tensor, Tensor]:
+        """Of these outputs, float32 [outputs, in / group] each."""
+        scales = self.groups[rows].float()
+        if self.blocks is None:
+            return scales, -self.zero * scales if self.offsets is None else self.offsets[rows]
+        blocks = self.blocks[rows].float().repeat_interleave(BLOCK // self.group, dim=1)
+        scales *= blocks[..., 0]
+        return scales, -self.zero * scales if self.offsets is None else -(self.offsets[rows].float() * blocks[..., 1])
+
+    def values(self, first: int = 0, last: int | None = None) -> Tensor:
+        """The numbers of outputs first .. last - 1, all by default, as float32 [outputs, in]."""
+        rows = slice(first, last)
+        scales, offsets = (one.unsqueeze(2) for one in self.scales_and_offsets(rows))
+        numbers = unpack_nibbles(self.packed[rows]) if self.bits == 4 else self.packed[rows]
+        values = numbers.float().unflatten(1, (-1, self.group))
+        values = values.mul_(scales).add_(offsets).flatten(1)
+        return values if self.factors is None else values.mul_(self.factors[rows].unsqueeze(1))
+
+    def contiguous(self) -> GroupedWeight:
+        """The same with every tensor contiguous, as the kernels read them."""
+        return self._of(Tensor.contiguous)
+
+    def reordered(self, order: Tensor) -> GroupedWeight:
+        """The outputs in another order; order: int64 [out]."""
+        return self._of(lambda tensor: tensor[order])
+
+    def in_groups_of(self, size: int) -> GroupedWeight:
+        """The same numbers with a scale for every `size` inputs, which must divide `group`."""
+        groups, offsets = (
+            None if tensor is None else tensor.repeat_interleave(self.group // size, dim=1)
+            for tensor in (self.groups, self.offsets)
+        )
+        assert groups is not None
+        return replace(self, groups=groups, offsets=offsets)
+
+    def as_bytes(self) -> GroupedWeight:
+        """The same numbers in the form that holds those of every other: bytes, with scales and offsets in float32."""
+        scales, offsets = self.scales_and_offsets()
+        numbers = unpack_nibbles(self.packed) if self.bits == 4 else self.packed
+        return GroupedWeight(numbers, scales, offsets, self.factors, bits=8)
+
+    def columns(self, first: int, count: int) -> GroupedWeight:
+        """Some of the inputs, without blocks; first and count: multiples of `CHUNK`, in bytes of `group`."""
+        assert self.bits == 8 and self.blocks is None and first % self.group == 0 and count % self.group == 0
+        groups = slice(first // self.group, (first + count) // self.group)
+        offsets = None if self.offsets is None else self.offsets[:, groups]
+        return replace(
+            self, packed=self.packed[:, first : first + count], groups=self.groups[:, groups], offsets=offsets
+        )
+
+    def _is_like(self, other: GroupedWeight) -> bool:
+        """Whether scales are of the same form, and numbers stand for the same."""
+        mine, theirs = ((one.bits, one.zero, one.groups.dtype, one.blocks is None) for one in (self, other))
+        blocks_fit = self.blocks is None or (
+            self.group == other.group and (self.offsets is None) == (other.offsets is None)
+        )
+        return mine == theirs and blocks_fit
+
+    @classmethod
+    def cat(cls, weights: Sequence[GroupedWeight]) -> GroupedWeight:
+        """The outputs of several weights of the same inputs, one after another, with every number kept exactly."""
+        if not all(weights[0]._is_like(weight) for weight in weights):
+            weights = [weight.as_bytes() for weight in weights]
+        size = min(weight.group for weight in weights)
+        parts = [weight.in_groups_of(size) for weight in weights]
+        offsets = factors = blocks = None
+        if any(part.offsets is not None for part in parts):
+            offsets = [part.scales_and_offsets()[1] if part.blocks is None else part.offsets for part in parts]
+        if any(part.factors is not None for part in parts):
+            ones = [part.groups.new_ones(part.shape[0], dtype=torch.float32) for part in parts]
+            factors = [one if part.factors is None else part.factors for part, one in zip(parts, ones)]
+        if parts[0].blocks is not None:
+            blocks = [part.blocks for part in parts]
+        return cls(
+            torch.cat([part.packed for part in parts]),
+            torch.cat([part.groups for part in parts]),
+            None if offsets is None else torch.cat(offsets),  # type: ignore[arg-type]
+            None if factors is None else torch.cat(factors),
+            None if blocks is None else torch.cat(blocks),  # type: ignore[arg-type]
+            bits=parts[0].bits,
+            zero=parts[0].zero,
+        )
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """2 to the power of these integers, as float32, exactly."""
+    return torch.exp2(exponents.double()).float()
+
+
+def group_size(columns: int, count: int) -> int | None:
+    """In groups of how many inputs a weight of `count` equal groups can be kept: the largest; None if it cannot be."""
+    if columns % CHUNK or columns % count:
+        return None
+    return next((size for size in GROUP_SIZES if columns // count % size == 0), None)
+
+
+def exact(
+    values: Tensor, scale: Tensor, zeros: Tensor | None = None, *, whole: tuple[int, Place] | None = None
+) -> GroupedWeight | None:
+    """(values - zeros) * scale, product in float32, with not one number changed; None if it cannot be kept.
+
+    values: 0 to 15, [out, in]. scale: floats [out, groups]. zeros: integers of that shape; None for 8.
+    whole: the inputs of a matrix of which `values` is the part at that place, and scale and zeros are all. So all its parts
+        can be kept or none, and stand for the numbers of the whole. Raises ValueError for a part that is not cut at multiples
+        of 64 inputs.
+    Scales of 16 bits always can be, unless those of one row are too far apart; scales of 32 bits if a row has only one.
+    """
+    columns = values.shape[1] if whole is None else whole[0]
+    size = group_size(columns, scale.shape[1])
+    split = _halves(scale.float())
+    if size is None or split is None:
+        return None
+    groups, factors = split
+    offsets = None if zeros is None or bool((zeros == _MIDDLE).all()) else -zeros.float() * groups.float()
+    times = columns // scale.shape[1] // size
+    groups = groups.repeat_interleave(times, dim=1)
+    offsets = None if offsets is None else offsets.repeat_interleave(times, dim=1)
+    if whole is not None:
+        place = whole[1]
+        groups = place.of_groups(place.of_rows(groups), columns)
+        offsets = None if offsets is None else place.of_groups(place.of_rows(offsets), columns)
+        factors = None if factors is None else place.of_rows(factors)
+    return GroupedWeight(pack_nibbles(values), groups, offsets, factors)
+
+
+def _halves(scale: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    """float16 and, where they are needed, factors of a row that together are these scales exactly; None if none are.
+
+    scale: float32 [out, groups]. The factors are powers of two, except for rows with one scale.
+    """
+    if torch.equal(scale.half().float(), scale):
+        return scale.half(), None
+    if bool((scale == scale[:, :1]).all()):
+        return torch.ones_like(scale, dtype=torch.float16), scale[:, 0].contiguous()
+    exponents = torch.frexp(scale.abs().amax(dim=1)).exponent
+    factors = powers_of_two(exponents - _LARGEST_EXPONENT)
+    groups = (scale / factors.unsqueeze(1)).half()
+    return (groups, factors) if torch.equal(groups.float() * factors.unsqueeze(1), scale) else None

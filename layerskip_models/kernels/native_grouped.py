@@ -1,0 +1,54 @@
+"""Linears on our own kernels with weights of small numbers that share scales in groups of inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerskip_models.compact_linear import grouped_product
+from layerskip_models.grouped_weight import BLOCK, GroupedWeight
+from layerskip_models.kernels.library import BYTES, KINDS, SCALES
+from layerskip_models.kernels.native_linear import NativeLinear, pointer, readable
+
+
+class NativeGroupedLinear(NativeLinear):
+    """x W^T + b with W in 4 or 8 bits, in groups.
+
+    On processors that multiply bytes, inputs are rounded to 16-bit fixed point relative to the largest of their row.
+    Numbers that were rounded make a different model; "the model's own output" then means that of this model.
+    Raises what `NativeLinear` raises.
+    """
+
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None = None) -> None:
+        self._set(weight.packed, weight.factors, bias)
+        others = (None if one is None else readable(one) for one in (weight.groups, weight.offsets, weight.blocks))
+        groups, offsets, blocks = others
+        assert groups is not None
+        self.numbers = weight = GroupedWeight(
+            self.stored, groups, offsets, self._scale, blocks, bits=weight.bits, zero=weight.zero
+        )
+        self._in = self.matrix.in_features = weight.shape[1]
+        shape = (self._out, self._in // weight.group)
+        kind = torch.float32 if blocks is None else torch.uint8
+        each = 1 if offsets is None else 2
+        self.matrix.kind = KINDS[torch.uint8] if weight.bits == 4 else BYTES
+        self.matrix.groups = pointer("the groups' scales", groups, groups.dtype, *shape)
+        self.matrix.offsets = pointer("the groups' offsets", offsets, kind, *shape)
+        self.matrix.blocks = pointer("the blocks' scales", blocks, torch.float16, self._out, self._in // BLOCK, each)
+        self.matrix.group, self.matrix.scales = weight.group, SCALES[groups.dtype]
+        self.matrix.zero = weight.zero
+        self.num_bytes = weight.num_bytes
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The memory that `matrix` points to."""
+        more = (self.numbers.groups, self.numbers.offsets, self.numbers.blocks)
+        return [*(tensor for tensor in more if tensor is not None), *super().tensors]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in float32, [out, in]."""
+        return self.numbers.values()
+
+    def _by_operators(self, x: Tensor) -> Tensor:
+        return grouped_product(x, self.numbers, self._bias)

@@ -1,0 +1,85 @@
+"""Products with weights in groups, for every form that a GGUF file's numbers are kept in, and for mixtures of forms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from layerskip_models.checkpoints.gguf_blocks import GROUPED, numbers_of_blocks
+from layerskip_models.compact_linear import GroupedLinear
+from layerskip_models.grouped_weight import GroupedWeight
+from layerskip_models.kernels import library
+from layerskip_models.kernels.native_grouped import NativeGroupedLinear
+from layerskip_models.kernels.native_linear import operators_only
+from test_integer_rows import VARIANTS, product
+
+MIXTURES = ("Q4_K, Q6_K", "Q4_0, Q8_0")
+
+
+def weight_of(form: str, rows: int, columns: int, seed: int = 0) -> GroupedWeight:
+    """Random numbers with scales of about the same size, of one or several forms, a part of the rows each."""
+    kinds = form.split(", ")
+    if len(kinds) > 1:
+        return GroupedWeight.cat([weight_of(kind, rows - k * rows // 3, columns, k) for k, kind in enumerate(kinds)])
+    kept, rng = GROUPED[form], np.random.default_rng(seed)
+    inputs = 256 if kept.in_blocks else 32
+    data = rng.integers(0, 256, (rows, columns // inputs, kept.block_bytes), np.uint8)
+    scales = (rng.random((rows, columns // inputs, 2)) + 0.5).astype(np.float16) / (2000 if kept.in_blocks else 100)
+    count = 1 if form in ("Q6_K", "Q8_0", "Q4_0", "IQ4_NL") else 2
+    place = kept.block_bytes - 2 if form == "Q6_K" else 0
+    data[..., place : place + 2 * count] = scales[..., :count].astype(np.float16).view(np.uint8)
+    return numbers_of_blocks(torch.from_numpy(data).flatten(1), form)
+
+
+def rows_of(count: int, columns: int) -> Tensor:
+    """Some with outliers, which get finer digits."""
+    x = torch.randn(count, columns, generator=torch.Generator().manual_seed(1))
+    x[::3, 5] *= 1e4
+    return x
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("form", [*GROUPED, *MIXTURES])
+def test_products(form: str, variant: str) -> None:
+    """A row's are the same in any company and on any number of threads, and near those in float64."""
+    for out, columns in ((6, 256), (133, 768), (40, 2048)):
+        weight = weight_of(form, out, columns)
+        linear = NativeGroupedLinear(weight)
+        out = len(linear.stored)
+        x = rows_of(35, columns)
+        alone = torch.cat([product(variant, linear.matrix, row, out) for row in x.split(1)])
+        for rows, threads in ((2, 1), (3, 2), (7, 1), (35, 2)):
+            assert torch.equal(product(variant, linear.matrix, x[:rows], out, threads), alone[:rows])
+        expected = x.double() @ weight.values().double().T
+        bound = 2e-4 if variant in ("vnni", "amx") else 2e-6  # there rows are cut to 16 bits, or to 31
+        errors = (alone - expected).abs().amax(1) / expected.abs().amax(1)
+        assert float(errors.max()) < bound
+        with operators_only():
+            assert torch.allclose(linear(x).double(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.skipif(not VARIANTS, reason="needs the native kernels")
+@pytest.mark.parametrize("form", [*GROUPED, *MIXTURES])
+def test_linears_with_and_without_kernels(form: str) -> None:
+    weight = weight_of(form, 21, 512)
+    bias = torch.randn(len(weight.packed), generator=torch.Generator().manual_seed(2))
+    ours, plain = NativeGroupedLinear(weight, bias), GroupedLinear(weight, bias)
+    assert ours.num_bytes == plain.num_bytes == weight.num_bytes
+    assert torch.equal(ours.weight, plain.weight)
+    assert all(tensor is not None for tensor in ours.tensors)
+    x = rows_of(4, 512)
+    scale = float(plain(x).abs().max())
+    assert torch.allclose(ours(x), plain(x), rtol=0, atol=2e-4 * scale)
+    assert library.kernels() is None or ours.matrix.kind in (library.KINDS[torch.uint8], library.BYTES)
+
+
+def test_parts_that_do_not_fit_together() -> None:
+    weight = weight_of("Q4_K", 4, 512)
+    with pytest.raises(ValueError, match="do not fit together"):
+        GroupedWeight(weight.packed, weight.groups, weight.offsets)  # integers, and nothing that multiplies them
+    with pytest.raises(ValueError, match="do not fit together"):
+        GroupedWeight(weight.packed, weight.groups, None, blocks=weight.blocks)
+    with pytest.raises(ValueError, match="groups must be of 128 or 64 or 32"):
+        GroupedWeight(weight.packed, torch.ones(4, 32).half())
