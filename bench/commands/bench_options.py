@@ -61,6 +61,15 @@ DtypeOption = Annotated[
 ]
 LLAMA_CPP_KINDS = ("BF16", "F16", "Q8_0", "Q4_0")
 """What the weights are written as for llama.cpp."""
+GGUF_KINDS = ("Q4_K_M", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "Q8_0", "Q4_0", "Q4_1")
+"""Types of GGUF files whose numbers our kernels keep."""
+GgufOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Also run selfspec, and llama.cpp where its package is, on one GGUF file of the weights as "
+        f"{', '.join(GGUF_KINDS)}; repeatable. Needs gguf."
+    ),
+]
 LlamaCppOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +35,7 @@ from bench.commands.started_peers import (
 from bench.engines.own import EngineLostError, SelfSpecEngine
 from bench.engines.peer_process import Peer
 from bench.provenance import llama_cpp_version, provenance
-from layerskip_models import DEMO_PATH, from_transformers
+from layerskip_models import DEMO_PATH, from_transformers, load_model
 from layerskip_models.linear import Layout
 from policies import FixedExit, RoundContext, parse_policy
 from selfspec import SelfSpecGenerator
@@ -56,6 +58,8 @@ def peers(
     int8: Annotated[bool, typer.Option("--int8", help="Also run selfspec with weights in 8 bits.")] = False,
     int4: Annotated[bool, typer.Option("--int4", help="Also run selfspec with weights in 4 bits.")] = False,
     llama_cpp: options.LlamaCppOption = None,
+    gguf: options.GgufOption = None,
+    transformers: Annotated[bool, typer.Option(help="Run transformers, which takes longest.")] = True,
     peer_timeout: PeerTimeoutOption = 600,
     device: options.DeviceOption = "auto",
     output: options.OutputOption = None,
@@ -74,7 +78,10 @@ def peers(
         policy_name = policy or fixed_policy(checkpoint, num_layers)
         exit_layer, num_speculations = _fixed_setting(policy_name, num_layers)
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
-        kinds = llama_cpp_kinds(llama_cpp or [], device)
+        files = list(dict.fromkeys(gguf or []))
+        if unknown := sorted(set(files) - set(options.GGUF_KINDS)):
+            raise ValueError(f"--gguf must be {', '.join(options.GGUF_KINDS)}, got {', '.join(unknown)}")
+        kinds = llama_cpp_kinds(llama_cpp or [], device, files)
         weights = (checkpoint, dtype, device)
         longest = max(sample.ids.numel() for sample in samples) + max_new_tokens
         own = partial(own_peer, *weights, ("ar", policy_name, DEFAULT_POLICY))
@@ -83,9 +90,12 @@ def peers(
         asked: dict[Layout, bool] = {"int8": int8, "int4": int4}
         for layout in (name for name, wanted in asked.items() if wanted):
             others[f"selfspec {layout}"] = partial(own_peer, *weights, ("ar", DEFAULT_POLICY), layout)
+        for kind in files:
+            others[f"selfspec {kind}"] = partial(own_gguf_peer, *weights, kind, ("ar", DEFAULT_POLICY))
         for kind in kinds:
             others[f"llama.cpp {kind}"] = partial(llama_cpp_peer, *weights, kind, longest)
-        others["transformers"] = partial(transformers_peer, *weights, exit_layer, num_speculations)
+        if transformers:
+            others["transformers"] = partial(transformers_peer, *weights, exit_layer, num_speculations)
         started, missing = start_all(others, peer_timeout, running)
         engines = [engine for peer in (ours, *started) for engine in peer.engines]
         found = ours.about["provenance"]
@@ -139,6 +149,17 @@ def own_peer(checkpoint: str, dtype: str, device: str, policies: Sequence[str], 
     generator = SelfSpecGenerator(from_transformers(network, release=True, **rounded), prefix_cache=0)
     about["configuration"]["runner"] = generator.runner
     return Peer(engines=[SelfSpecEngine(generator, name, weights=layout) for name in policies], about=about)
+
+
+def own_gguf_peer(checkpoint: str, dtype: str, device: str, kind: str, policies: Sequence[str]) -> Peer:
+    """selfspec with these policies, on a GGUF file of the weights as this kind, as it is loaded without options."""
+    from bench.engines.gguf_file import write_gguf  # its package is optional
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_gguf(load_network(checkpoint, dtype, device), path, kind)
+        generator = SelfSpecGenerator(load_model(path, device=device), prefix_cache=0)
+    return Peer(engines=[SelfSpecEngine(generator, name, weights=kind) for name in policies], about={})
 
 
 def llama_cpp_peer(checkpoint: str, dtype: str, device: str, kind: str, max_tokens: int) -> Peer:

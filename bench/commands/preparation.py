@@ -144,23 +144,23 @@ def transformers_engines(
     ]
 
 
-def llama_cpp_kinds(asked: Sequence[str], device: str) -> list[str]:
-    """What llama.cpp is to run of `LLAMA_CPP_KINDS`, "all" meaning all. Where its packages are missing, a line on stderr
-    says so, and that is nothing.
+def llama_cpp_kinds(asked: Sequence[str], device: str, more: Sequence[str] = ()) -> list[str]:
+    """What llama.cpp is to run of `LLAMA_CPP_KINDS`, "all" meaning all, and more. Where its packages are missing, a line on
+    stderr says so, and that is nothing.
 
     Raises ValueError for another kind, and for a device that is not the CPU.
     """
     unknown = sorted(set(asked) - {"all", *LLAMA_CPP_KINDS})
     if unknown:
         raise ValueError(f"--llama-cpp must be {', '.join(LLAMA_CPP_KINDS)} or all, got {', '.join(unknown)}")
-    if asked and resolve_device(device).type != "cpu":
-        raise ValueError("--llama-cpp is measured on a CPU: add --device cpu, or leave it out")
+    if (asked or more) and resolve_device(device).type != "cpu":
+        raise ValueError("llama.cpp is measured on a CPU: add --device cpu, or leave it out")
     missing = [package for module, package in _LLAMA_CPP_PACKAGES.items() if find_spec(module) is None]
-    if asked and missing:
+    if (asked or more) and missing:
         which = " and ".join(missing)
         typer.echo(f"llama.cpp is left out: it needs {which}; pip install 'selfspec[llama]'", err=True)
         return []
-    return list(LLAMA_CPP_KINDS if "all" in asked else dict.fromkeys(asked))
+    return list(dict.fromkeys([*(LLAMA_CPP_KINDS if "all" in asked else asked), *more]))
 
 
 @contextmanager

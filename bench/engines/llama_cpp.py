@@ -24,7 +24,7 @@ from bench.engines.own import Generation
 from layerskip_models.kernels.threads import num_threads
 
 # What llama.cpp rounds a matrix's inputs to, as its outputs are judged by; None: another model than the full weights.
-_ARITHMETIC = {"F16": torch.float16, "BF16": torch.bfloat16, "Q8_0": None, "Q4_0": None}
+_ARITHMETIC = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # else it prints how it loads
 
@@ -109,12 +109,12 @@ class LlamaCppFile:
 class LlamaCppEngine(LlamaCppFile):
     """llama.cpp on a transformers model's weights.
 
-    kind: "BF16", "F16", "Q8_0" or "Q4_0", as in `write_gguf`. The GGUF file is written to the temporary folder (TMPDIR) and
+    kind: as in `write_gguf`. The GGUF file is written to the temporary folder (TMPDIR) and
     removed once it is loaded.
     """
 
     def __init__(self, network: LlamaForCausalLM, kind: str, max_tokens: int) -> None:
-        arithmetic = _ARITHMETIC[kind]
+        arithmetic = _ARITHMETIC.get(kind)
         with TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
             write_gguf(network, path, kind)
