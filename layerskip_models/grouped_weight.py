@@ -5,8 +5,8 @@ for scale * (q - zero). An output may have one more factor. GPTQ, compressed-ten
 of this form, so their numbers are kept exactly (`exact`, `blocks_of_gguf`).
 
 In memory 64 inputs of 4 bits are 32 bytes: the low four bits of byte j are input j of the 64, the high four input 32 + j. One
-mask and one shift then give two runs of neighbours, which is how a vector register wants them. Numbers of more bits are
-bytes.
+mask and one shift then give two runs of neighbours, which is how a vector register wants them. Numbers of 6 bits have 16
+bytes after these 32: bits 2 k and 2 k + 1 of byte j are the upper two of input 16 k + j. Other numbers are bytes.
 """
 
 from __future__ import annotations
@@ -41,6 +41,25 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)
 
 
+def pack_sixes(values: Tensor) -> Tensor:
+    """Numbers 0 to 63, [out, in], as uint8 [out, 3 in / 4]. in: a multiple of `CHUNK`."""
+    values = values.to(torch.uint8)
+    low = pack_nibbles(values & 15).unflatten(1, (-1, CHUNK // 2))
+    parts = (values >> 4).unflatten(1, (-1, 4, CHUNK // 4)).unbind(2)
+    upper = parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
+    return torch.cat((low, upper), dim=2).flatten(1)
+
+
+def unpack_sixes(packed: Tensor) -> Tensor:
+    """The numbers 0 to 63, uint8 [out, in], of `pack_sixes`."""
+    chunks = packed.unflatten(1, (-1, 3 * CHUNK // 4))
+    upper = torch.stack([chunks[..., CHUNK // 2 :] >> 2 * part & 3 for part in range(4)], dim=2).flatten(1)
+    return unpack_nibbles(chunks[..., : CHUNK // 2].flatten(1)) | upper << 4
+
+
+_UNPACK = {4: unpack_nibbles, 6: unpack_sixes, 8: lambda packed: packed}
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """The outputs and inputs of a matrix that a part of it covers."""
@@ -67,8 +86,8 @@ class Place:
 class GroupedWeight:
     """A matrix [out, in]: (scale * q + offset) * factor.
 
-    packed: uint8 [out, in / 2] of 4 bits, see above, or [out, in]. groups: scales, float16 or float32 [out, in / group], with
-    16 (bytes only), 32, 64 or 128 inputs to a group; or integers, uint8 or int8, that `blocks` multiply.
+    packed: uint8 [out, bits in / 8], see above. groups: scales, float16 or float32 [out, in / group], with 16 (not of 4
+    bits), 32, 64 or 128 inputs to a group; or integers, uint8 or int8, that `blocks` multiply.
     offsets: float32 of that shape, or with blocks uint8; None for -zero * scale. factors: float32 [out]; None for 1.
     blocks: float16 [out, in / 256, 2], the factors of the scales and, negated, of the offsets; without offsets
     [out, in / 256, 1].
@@ -96,7 +115,7 @@ class GroupedWeight:
             (self.factors, (torch.float32,), (rows,)),
             (self.blocks, (torch.float16,), (rows, columns // BLOCK, each)),
         ]
-        if self.bits not in (4, 8) or any(
+        if self.bits not in _UNPACK or any(
             tensor is not None and (tensor.dtype not in dtypes or tuple(tensor.shape) != shape)
             for tensor, dtypes, shape in wanted
         ):
@@ -155,8 +174,7 @@ class GroupedWeight:
         """The numbers of outputs first .. last - 1, all by default, as float32 [outputs, in]."""
         rows = slice(first, last)
         scales, offsets = (one.unsqueeze(2) for one in self.scales_and_offsets(rows))
-        numbers = unpack_nibbles(self.packed[rows]) if self.bits == 4 else self.packed[rows]
-        values = numbers.float().unflatten(1, (-1, self.group))
+        values = _UNPACK[self.bits](self.packed[rows]).float().unflatten(1, (-1, self.group))
         values = values.mul_(scales).add_(offsets).flatten(1)
         return values if self.factors is None else values.mul_(self.factors[rows].unsqueeze(1))
 
@@ -180,8 +198,23 @@ class GroupedWeight:
     def as_bytes(self) -> GroupedWeight:
         """The same numbers in the form that holds those of every other: bytes, with scales and offsets in float32."""
         scales, offsets = self.scales_and_offsets()
-        numbers = unpack_nibbles(self.packed) if self.bits == 4 else self.packed
-        return GroupedWeight(numbers, scales, offsets, self.factors, bits=8)
+        return GroupedWeight(_UNPACK[self.bits](self.packed), scales, offsets, self.factors, bits=8)
+
+    def as_bytes_in_blocks(self) -> GroupedWeight:
+        """The same for numbers in blocks, with scales and offsets that are integers: of groups of 16, none below 0.
+
+        A number q with a scale below 0 becomes 2 zero - q. `zero`, a power of two, goes to the blocks' factors of offsets.
+        """
+        assert self.blocks is not None
+        numbers, blocks = _UNPACK[self.bits](self.packed), self.blocks
+        scales = self.groups.repeat_interleave(self.group // 16, dim=1)
+        offsets = None if self.offsets is None else self.offsets.repeat_interleave(self.group // 16, dim=1)
+        if offsets is None:
+            turned = (scales < 0).repeat_interleave(16, dim=1)
+            numbers = torch.where(turned, 2 * self.zero - numbers, numbers)
+            scales = scales.short().abs().to(torch.uint8)
+            offsets, blocks = scales, torch.cat((blocks, self.zero * blocks), dim=2)
+        return GroupedWeight(numbers, scales, offsets, self.factors, blocks, bits=8)
 
     def columns(self, first: int, count: int) -> GroupedWeight:
         """Some of the inputs, without blocks; first and count: multiples of `CHUNK`, in bytes of `group`."""
@@ -204,7 +237,8 @@ class GroupedWeight:
     def cat(cls, weights: Sequence[GroupedWeight]) -> GroupedWeight:
         """The outputs of several weights of the same inputs, one after another, with every number kept exactly."""
         if not all(weights[0]._is_like(weight) for weight in weights):
-            weights = [weight.as_bytes() for weight in weights]
+            in_blocks = all(weight.blocks is not None for weight in weights)
+            weights = [weight.as_bytes_in_blocks() if in_blocks else weight.as_bytes() for weight in weights]
         size = min(weight.group for weight in weights)
         parts = [weight.in_groups_of(size) for weight in weights]
         offsets = factors = blocks = None

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from layerskip_models.grouped_weight import BLOCK, CHUNK, GroupedWeight, pack_nibbles
+from layerskip_models.grouped_weight import BLOCK, CHUNK, GroupedWeight, pack_nibbles, pack_sixes
 
 IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -28,7 +28,7 @@ IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 
 class Form:
     """How a type is kept.
 
-    block_bytes: of a block in the file. bits: 4 or 8 here. group: inputs that share a scale. scales, offsets: their dtypes.
+    block_bytes: of a block in the file. bits: 4, 6 or 8 here. group: inputs that share a scale. scales, offsets: dtypes.
     zero: the number that stands for 0 if there are no offsets. in_blocks: whether scales are multiplied by a block's.
     """
 
@@ -51,7 +51,7 @@ GROUPED = {
     "Q4_1": Form(20, 4, offsets=torch.float32),
     "Q4_K": Form(144, 4, torch.uint8, torch.uint8, in_blocks=True),
     "Q5_K": Form(176, 8, torch.uint8, torch.uint8, in_blocks=True),
-    "Q6_K": Form(210, 8, torch.int8, group=16, zero=32, in_blocks=True),
+    "Q6_K": Form(210, 6, torch.int8, group=16, zero=32, in_blocks=True),
     "Q8_0": Form(34, 8, zero=128),
     "IQ4_NL": Form(18, 8, zero=128),
 }
@@ -135,10 +135,10 @@ def _of_six_bits(blocks: Tensor, form: Form) -> GroupedWeight:
     high = (high >> shifts & 3).flatten(3).unflatten(3, (2, 64))
     numbers = (low | high << 4).flatten(1)
     return GroupedWeight(
-        numbers,
+        pack_sixes(numbers),
         blocks[..., 192:208].view(torch.int8).flatten(1),
         blocks=_halves(blocks[..., 208:]),
-        bits=8,
+        bits=form.bits,
         zero=form.zero,
     )
 

@@ -144,14 +144,19 @@ INLINE __m512i weights_4(const uint8_t *p) {
 
 #define SCALES 16 /* scales of groups, or offsets, converted to float32 at once */
 
+/* The lanes' numbers from 0 to 15, divided by 2 to the power of `level`. */
+INLINE __m512i lanes_by(int level) {
+  return _mm512_srli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), level);
+}
+
 /* The float16 that belongs to each of 16 groups from group `from` on, a multiple of 16: that of its block. which: 0 for scales, 1
  * for offsets. */
 INLINE __m512 block_scales(const Matrix *m, int64_t output, int64_t from, int which) {
   const int64_t each = m->offsets ? 2 : 1, count = m->in / BLOCK_INPUTS, block = from * m->group / BLOCK_INPUTS;
-  const uint16_t *first = m->blocks + (output * count + block) * each + which;
-  const __m512 low = _mm512_set1_ps(one_float16(first));
-  if (m->group == 16 || block + 1 >= count) return low;
-  return _mm512_mask_mov_ps(low, 0xff00, _mm512_set1_ps(one_float16(first + each)));
+  const __mmask8 there = (1u << min(2, count - block) * each) - 1;
+  const __m128 scales = _mm_cvtph_ps(_mm_maskz_loadu_epi16(there, m->blocks + (output * count + block) * each));
+  const __m512i place = _mm512_add_epi32(_mm512_set1_epi32(which), _mm512_mullo_epi32(lanes_by(3), _mm512_set1_epi32((int)each)));
+  return _mm512_permutexvar_ps(m->group == 16 ? _mm512_set1_epi32(which) : place, _mm512_castps128_ps512(scales));
 }
 INLINE __m512 bytes_as_floats(__m128i bytes, int is_signed) {
   return _mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
@@ -169,12 +174,7 @@ INLINE __m512 group_offsets(const Matrix *m, int64_t output, int64_t from, __mma
   const int64_t at = output * (m->in / m->group) + from;
   if (!m->blocks) return _mm512_maskz_loadu_ps(there, (const float *)m->offsets + at);
   const __m128i integers = _mm_maskz_loadu_epi8(there, (const uint8_t *)m->offsets + at);
-  return _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(bytes_as_floats(integers, 0), block_scales(m, output, from, 1)));
-}
-
-/* The lanes' numbers from 0 to 15, divided by 2 to the power of `level`. */
-INLINE __m512i lanes_by(int level) {
-  return _mm512_srli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), level);
+  return _mm512_mul_ps(bytes_as_floats(integers, 0), _mm512_sub_ps(_mm512_setzero_ps(), block_scales(m, output, from, 1)));
 }
 
 /* Add an output's offsets to the lanes of R totals: each offset times the sum of its group's inputs. sums: of a chunk's parts, for
@@ -200,6 +200,12 @@ INLINE __m512i lanes_by(int level) {
 ADD_OFFSETS(1) ADD_OFFSETS(2) ADD_OFFSETS(3) ADD_OFFSETS(4)
 
 INLINE __m512i weights_of_bytes(const uint8_t *p) { return _mm512_loadu_si512(p); }
+/* 64 weights of 6 bits. */
+INLINE __m512i weights_6(const uint8_t *p) {
+  __m512i upper = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)(p + 32)));
+  upper = _mm512_srlv_epi64(upper, _mm512_set_epi64(6, 6, 4, 4, 2, 2, 0, 0));
+  return _mm512_or_si512(weights_4(p), _mm512_slli_epi64(_mm512_and_si512(upper, _mm512_set1_epi8(3)), 4));
+}
 
 /* DOTS_8 for weights in groups: sums are exact within a group, and groups are added in order. Weights with offsets are what they
  * are, and need no correction. LOAD: 64 of them. WIDTH: bytes of these. */
@@ -226,7 +232,7 @@ INLINE __m512i weights_of_bytes(const uint8_t *p) { return _mm512_loadu_si512(p)
       UNROLL for (int o = 0; o < 4; o++) scales[o] = group_scales(m, first + (stride ? o : 0), from, there); \
       for (int64_t c = start; c < end; c++) { \
         const __m512i place = _mm512_srli_epi32(_mm512_add_epi32(_mm512_set1_epi32((int)(4 * (c - start))), quarter), level); \
-        if (fetch.ahead && (c * WIDTH & fetch.mask) == fetch.place) \
+        if (fetch.ahead && (WIDTH != 32 || !(c & 1)) && (c * WIDTH & fetch.mask & -64) == fetch.place) \
           UNROLL for (int o = 0; o < 4; o++) FETCH(w + (o + fetch.ahead) * row + c * WIDTH); \
         UNROLL for (int o = 0; o < 4; o++) { \
           const __m512i weights = LOAD(w + o * stride + c * WIDTH); \
@@ -267,9 +273,12 @@ DOTS_IN_GROUPS_OF(dots_nibbles, weights_4, 32, 0)
 DOTS_IN_GROUPS_OF(offset_dots_nibbles, weights_4, 32, 1)
 DOTS_IN_GROUPS_OF(dots_numbers, weights_of_bytes, 64, 0)
 DOTS_IN_GROUPS_OF(offset_dots_numbers, weights_of_bytes, 64, 1)
+DOTS_IN_GROUPS_OF(dots_of_sixes, weights_6, 48, 0)
+DOTS_IN_GROUPS_OF(offset_dots_of_sixes, weights_6, 48, 1)
 
 static void dots_in_groups(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) {
   if (m->kind == INT4) (m->offsets ? offset_dots_nibbles : dots_nibbles)(m, first, stride, x, rows, fetch, y);
+  else if (m->kind == SIXES) (m->offsets ? offset_dots_of_sixes : dots_of_sixes)(m, first, stride, x, rows, fetch, y);
   else (m->offsets ? offset_dots_numbers : dots_numbers)(m, first, stride, x, rows, fetch, y);
 }
 

@@ -80,26 +80,32 @@ INLINE Group group_of_inputs(const Matrix *m, int64_t output, int64_t i) {
 /* LANES numbers of one output from input i on; they must not cross a multiple of 32 inputs. w: the output's numbers. */
 INLINE vi load_nibbles(const uint8_t *w, int64_t i) { return load_bytes(w + i / 64 * 32 + i % 32) >> (i & 32 ? 4 : 0) & 15; }
 INLINE vi load_numbers(const uint8_t *w, int64_t i) { return load_bytes(w + i); }
+INLINE vi load_sixes(const uint8_t *w, int64_t i) {
+  const uint8_t *chunk = w + i / 64 * 48;
+  const vi low = load_bytes(chunk + i % 32) >> (i & 32 ? 4 : 0) & 15;
+  return low | (load_bytes(chunk + 32 + i % 16) >> 2 * (int)(i % 64 / 16) & 3) << 4;
+}
 INLINE vf decoded(vi q, Group group) {
   return multiply_add(splat(group.scale), __builtin_convertvector(q, vf), splat(group.offset));
 }
 
-/* DOTS for numbers in groups. LOAD: LANES of them. EACH: in a byte. STEP: inputs that surely share a group. The number of inputs
+/* DOTS for numbers in groups. LOAD: LANES of them. WIDTH: bytes of 64. STEP: inputs that surely share a group. The number of inputs
  * must be a multiple of 64. */
-#define DOTS_GROUPED(NAME, LOAD, EACH, STEP, R) \
+#define DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, R) \
   INLINE void dots_##NAME##_##R(const Matrix *m, int64_t first, const float *x, Fetch fetch, float *y) { \
-    const uint8_t *w = (const uint8_t *)m->weight + first * (m->in / EACH); \
-    for (int side = 0; side < BLOCK; side += SIDE(R), w += SIDE(R) * (m->in / EACH), y += SIDE(R)) { \
+    const int64_t row = m->in / 64 * WIDTH; \
+    const uint8_t *w = (const uint8_t *)m->weight + first * row; \
+    for (int side = 0; side < BLOCK; side += SIDE(R), w += SIDE(R) * row, y += SIDE(R)) { \
       vf total[4][R]; \
       UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
       for (int64_t i = 0; i < m->in;) { \
         Group groups[SIDE(R)]; \
-        if (fetch.ahead && (i / EACH & fetch.mask) == fetch.place) \
-          UNROLL for (int o = 0; o < SIDE(R); o++) FETCH(w + ((o + fetch.ahead) * m->in + i) / EACH); \
+        if (fetch.ahead && i % 64 == 0 && (i / 64 * WIDTH & fetch.mask & -64) == fetch.place) \
+          UNROLL for (int o = 0; o < SIDE(R); o++) FETCH(w + (o + fetch.ahead) * row + i / 64 * WIDTH); \
         UNROLL for (int o = 0; o < SIDE(R); o++) groups[o] = group_of_inputs(m, first + side + o, i); \
         for (int k = 0; k < STEP / LANES; k++, i += LANES) { \
           vf weights[SIDE(R)]; \
-          UNROLL for (int o = 0; o < SIDE(R); o++) weights[o] = decoded(LOAD(w + o * (m->in / EACH), i), groups[o]); \
+          UNROLL for (int o = 0; o < SIDE(R); o++) weights[o] = decoded(LOAD(w + o * row, i), groups[o]); \
           UNROLL for (int r = 0; r < R; r++) { \
             vf row = load(x + i * R + r * LANES); \
             UNROLL for (int o = 0; o < SIDE(R); o++) total[o][r] = multiply_add(weights[o], row, total[o][r]); \
@@ -113,9 +119,9 @@ INLINE vf decoded(vi q, Group group) {
       } \
     } \
   }
-#define DOTS_GROUPED_OF(NAME, LOAD, EACH, STEP) \
-  DOTS_GROUPED(NAME, LOAD, EACH, STEP, 1) DOTS_GROUPED(NAME, LOAD, EACH, STEP, 2) DOTS_GROUPED(NAME, LOAD, EACH, STEP, 3) \
-  DOTS_GROUPED(NAME, LOAD, EACH, STEP, 4) DOTS_GROUPED(NAME, LOAD, EACH, STEP, 5) DOTS_GROUPED(NAME, LOAD, EACH, STEP, 6) \
+#define DOTS_GROUPED_OF(NAME, LOAD, WIDTH, STEP) \
+  DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, 1) DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, 2) DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, 3) \
+  DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, 4) DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, 5) DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, 6) \
   static void dots_##NAME(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) { \
     switch (rows) { \
     case 1: dots_##NAME##_1(m, first, x, fetch, y); break; \
@@ -126,8 +132,17 @@ INLINE vf decoded(vi q, Group group) {
     default: dots_##NAME##_6(m, first, x, fetch, y); \
     } \
   }
-DOTS_GROUPED_OF(int4, load_nibbles, 2, 32)
-DOTS_GROUPED_OF(bytes, load_numbers, 1, 16)
+DOTS_GROUPED_OF(int4, load_nibbles, 32, 32)
+DOTS_GROUPED_OF(bytes, load_numbers, 64, 16)
+DOTS_GROUPED_OF(sixes, load_sixes, 48, 16)
+
+/* One of them. w: the output's numbers. */
+INLINE int number_at(int64_t kind, const uint8_t *w, int64_t i) {
+  if (kind == BYTES) return w[i];
+  const uint8_t *chunk = w + i / 64 * (kind == INT4 ? 32 : 48);
+  const int low = chunk[i % 32] >> (i & 32 ? 4 : 0) & 15;
+  return kind == INT4 ? low : low | (chunk[32 + i % 16] >> 2 * (i % 64 / 16) & 3) << 4;
+}
 
 /* One weight as float32. */
 INLINE float weight_at(const Matrix *m, int64_t output, int64_t i) {
@@ -139,9 +154,8 @@ INLINE float weight_at(const Matrix *m, int64_t output, int64_t i) {
   case INT8: return one_int8((const int8_t *)m->weight + at);
   default: {
     const Group group = group_of_inputs(m, output, i / 16 * 16);
-    const uint8_t *w = (const uint8_t *)m->weight;
-    const int q = m->kind == BYTES ? w[at] : w[output * (m->in / 2) + i / 64 * 32 + i % 32] >> (i & 32 ? 4 : 0) & 15;
-    return multiply_add_1(group.scale, q, group.offset);
+    const uint8_t *w = (const uint8_t *)m->weight + bytes_of(m->kind, output * m->in);
+    return multiply_add_1(group.scale, number_at(m->kind, w, i), group.offset);
   }
   }
 }
@@ -173,13 +187,14 @@ WIDEN(uint16_t, float16)
 WIDEN(int8_t, int8)
 
 static void widen_grouped(const Matrix *m, float *y) {
-  const int each = m->kind == INT4 ? 2 : 1;
   for (int64_t o = 0; o < m->out; o++)
     for (int64_t i = 0; i < m->in;) {
-      const uint8_t *w = (const uint8_t *)m->weight + o * (m->in / each);
+      const uint8_t *w = (const uint8_t *)m->weight + bytes_of(m->kind, o * m->in);
       const Group group = group_of_inputs(m, o, i);
-      for (int k = 0; k < 16 / LANES; k++, i += LANES)
-        store(y + o * m->in + i, decoded(each == 2 ? load_nibbles(w, i) : load_numbers(w, i), group));
+      for (int k = 0; k < 16 / LANES; k++, i += LANES) {
+        const vi q = m->kind == INT4 ? load_nibbles(w, i) : m->kind == BYTES ? load_numbers(w, i) : load_sixes(w, i);
+        store(y + o * m->in + i, decoded(q, group));
+      }
     }
 }
 

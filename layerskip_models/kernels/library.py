@@ -28,9 +28,9 @@ LIBRARY = Path(__file__).with_name("libkernels.so")
 VARIANTS = ("amx", "vnni", "avx512", "avx2", "neon", "baseline")
 """Variants that the functions may be compiled for, best first. setup.py has their compiler flags."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
-"""`enum Kind` of matrix.h, by the dtype a weight is stored in. A uint8 holds two 4-bit numbers, or one (`BYTES`)."""
-BYTES = 5
-"""`enum Kind` of numbers in groups that have a byte each."""
+"""`enum Kind` of matrix.h, by the dtype a weight is stored in. In a uint8 are numbers in groups: `GROUPED_KINDS`."""
+GROUPED_KINDS = {4: 4, 8: 5, 6: 6}
+"""`enum Kind` of numbers in groups, by their bits."""
 SCALES = {torch.float16: 0, torch.float32: 1, torch.uint8: 2, torch.int8: 3}
 """`enum Scales` of matrix.h, by the dtype of the groups' scales."""
 SECTION = 512

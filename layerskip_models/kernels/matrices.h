@@ -25,6 +25,7 @@ INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const f
     case FLOAT16: dots_float16((const uint16_t *)w, x, rows, m->in, fetch, y); break;
     case INT8: dots_int8((const int8_t *)w, x, rows, m->in, fetch, y); break;
     case BYTES: dots_bytes(m, first, x, rows, fetch, y); break;
+    case SIXES: dots_sixes(m, first, x, rows, fetch, y); break;
     default: dots_int4(m, first, x, rows, fetch, y);
     }
     return;

@@ -3,16 +3,17 @@
 #define SELFSPEC_MATRIX_H
 #include "vectors.h"
 
-/* How a weight's numbers are stored; `KINDS` in library.py. The last two are small numbers in groups of inputs: of 4 bits, and of
- * up to 8. */
-enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, BYTES };
+/* How a weight's numbers are stored; `KINDS` in library.py. The last three are small numbers in groups of inputs, of 4, 8 and 6
+ * bits. */
+enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, BYTES, SIXES };
 
 /* How the scales of groups are stored; `SCALES` in library.py. The last two are integers that a block's own scale multiplies. */
 enum Scales { HALVES, FLOATS, UNSIGNED, SIGNED };
 #define BLOCK_INPUTS 256 /* inputs of such a block */
 
-/* A number q of 0 to 15, or to 255, stands for scale * q + offset, or for scale * (q - zero) without offsets. 4-bit numbers come in
- * chunks of 64 inputs, 32 bytes each: the low nibble of byte j is input j, the high nibble input 32 + j. */
+/* A number q of 0 to 15, 63 or 255 stands for scale * q + offset, or for scale * (q - zero) without offsets. Numbers of 4 bits come in
+ * chunks of 64 inputs, 32 bytes each: the low nibble of byte j is input j, the high nibble input 32 + j. Numbers of 6 bits have 16
+ * bytes after these: bits 2 k and 2 k + 1 of byte j are the upper two of input 16 k + j. */
 typedef struct {
   const void *weight; /* [out, in] */
   const float *scale; /* [out], one factor per output, or NULL */
@@ -27,11 +28,18 @@ typedef struct {
   int64_t zero;           /* the number that stands for 0 where there are no offsets */
 } Matrix;
 
-INLINE int is_grouped(const Matrix *m) { return m->kind == INT4 || m->kind == BYTES; }
+INLINE int is_grouped(const Matrix *m) { return m->kind >= INT4; }
 
 /* Bytes of `count` weights. */
 INLINE int64_t bytes_of(int64_t kind, int64_t count) {
-  return kind == FLOAT32 ? 4 * count : kind == INT8 || kind == BYTES ? count : kind == INT4 ? count / 2 : 2 * count;
+  switch (kind) {
+  case FLOAT32: return 4 * count;
+  case INT8:
+  case BYTES: return count;
+  case INT4: return count / 2;
+  case SIXES: return count / 4 * 3;
+  default: return 2 * count;
+  }
 }
 
 #if defined(__AMX_INT8__) || defined(EMULATED_TILES)

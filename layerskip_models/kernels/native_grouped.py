@@ -7,12 +7,12 @@ from torch import Tensor
 
 from layerskip_models.compact_linear import grouped_product
 from layerskip_models.grouped_weight import BLOCK, GroupedWeight
-from layerskip_models.kernels.library import BYTES, KINDS, SCALES
+from layerskip_models.kernels.library import GROUPED_KINDS, SCALES
 from layerskip_models.kernels.native_linear import NativeLinear, pointer, readable
 
 
 class NativeGroupedLinear(NativeLinear):
-    """x W^T + b with W in 4 or 8 bits, in groups.
+    """x W^T + b with W in 4, 6 or 8 bits, in groups.
 
     On processors that multiply bytes, inputs are rounded to 16-bit fixed point relative to the largest of their row.
     Numbers that were rounded make a different model; "the model's own output" then means that of this model.
@@ -31,7 +31,7 @@ class NativeGroupedLinear(NativeLinear):
         shape = (self._out, self._in // weight.group)
         kind = torch.float32 if blocks is None else torch.uint8
         each = 1 if offsets is None else 2
-        self.matrix.kind = KINDS[torch.uint8] if weight.bits == 4 else BYTES
+        self.matrix.kind = GROUPED_KINDS[weight.bits]
         self.matrix.groups = pointer("the groups' scales", groups, groups.dtype, *shape)
         self.matrix.offsets = pointer("the groups' offsets", offsets, kind, *shape)
         self.matrix.blocks = pointer("the blocks' scales", blocks, torch.float16, self._out, self._in // BLOCK, each)

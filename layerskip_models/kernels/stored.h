@@ -270,7 +270,7 @@ static int nibble_rows(const uint8_t *from, int64_t rows, int64_t in, const int6
 
 /* Where the rows of a matrix in blocks go; each may have its own place (`own_place`). */
 typedef struct {
-  uint8_t *numbers; /* [out, in], or of Q4_K [out, in / 2] */
+  uint8_t *numbers; /* [out, in], of Q4_K [out, in / 2], of Q6_K [out, 3 in / 4] */
   void *groups;     /* [out, in / 32]: of Q8_0 and IQ4_NL float16, of Q4_K and Q5_K uint8; of Q6_K int8 [out, in / 16] */
   uint8_t *offsets; /* [out, in / 32], of Q4_K and Q5_K; else NULL */
   uint16_t *blocks; /* [out, in / 256, 2] of these, [out, in / 256, 1] of Q6_K; else NULL */
@@ -284,7 +284,14 @@ INLINE int k_row(int kind, const uint8_t *p, int64_t in, const Blocks *to, int64
   int finite = 1;
   for (int64_t b = 0; b < count; b++, p += bytes) {
     if (kind == Q6_K) {
-      numbers_of_q6(p, to->numbers + place * in + 256 * b);
+      uint8_t q[256], *chunk = to->numbers + place * (in / 4 * 3) + 192 * b;
+      numbers_of_q6(p, q);
+      for (int c = 0; c < 4; c++, chunk += 48) {
+        const uint8_t *own = q + 64 * c;
+        for (int i = 0; i < 32; i++) chunk[i] = (uint8_t)((own[i] & 15) | own[32 + i] << 4);
+        for (int i = 0; i < 16; i++)
+          chunk[32 + i] = (uint8_t)(own[i] >> 4 | own[16 + i] >> 4 << 2 | own[32 + i] >> 4 << 4 | own[48 + i] >> 4 << 6);
+      }
       memcpy((int8_t *)to->groups + place * (in / 16) + 16 * b, p + 192, 16);
       to->blocks[place * count + b] = half_at(p + 208);
       finite &= is_finite_half(half_at(p + 208));

@@ -72,7 +72,7 @@ def test_linears_with_and_without_kernels(form: str) -> None:
     x = rows_of(4, 512)
     scale = float(plain(x).abs().max())
     assert torch.allclose(ours(x), plain(x), rtol=0, atol=2e-4 * scale)
-    assert library.kernels() is None or ours.matrix.kind in (library.KINDS[torch.uint8], library.BYTES)
+    assert library.kernels() is None or ours.matrix.kind == library.GROUPED_KINDS[weight.bits]
 
 
 def test_parts_that_do_not_fit_together() -> None:

@@ -180,19 +180,17 @@ def test_zero_points_between_which_a_cut_falls(tmp_path: Path) -> None:
 
 @needs_native
 def test_gguf_files(tmp_path: Path) -> None:
-    """Whose queries and keys are in another order; cut within blocks of 8 bits."""
+    """Whose queries and keys are in another order; cut within blocks of 8 bits, and of 256 inputs."""
     pytest.importorskip("gguf")
     from bench.engines.gguf_file import write_gguf
 
     asked: list[tuple[Path, str, bool]] = []
-    for kind in ("Q4_0", "Q4_1", "Q8_0", "F16", "Q4_K_M"):
-        path = tmp_path / f"{kind}.gguf"
-        width = 192 if kind in ("Q4_0", "Q4_1") else 160
-        sizes = {"intermediate_size": width}
-        if kind == "Q4_K_M":
-            sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 768}
-        write_gguf(llama(num_layers=2, tie_word_embeddings=kind == "Q4_1", **sizes), path, kind)
-        asked += [(path, "auto", kind != "F16"), (path, "float64", False)]
+    for kind, inner in (("Q4_0", 192), ("Q4_1", 192), ("Q8_0", 160), ("F16", 160), ("Q4_K_M", 1024), ("Q4_K_M", 768)):
+        path = tmp_path / f"{kind}-{inner}.gguf"
+        sizes = {"hidden_size": 256, "head_dim": 64} if kind == "Q4_K_M" else {}
+        model = llama(num_layers=2, tie_word_embeddings=kind == "Q4_1", intermediate_size=inner, **sizes)
+        write_gguf(model, path, kind)
+        asked += [(path, "auto", kind != "F16" and inner != 768), (path, "float64", False)]
     check_same(asked)
 
 
