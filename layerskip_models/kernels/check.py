@@ -18,6 +18,7 @@ from torch import Tensor
 
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.four_bit_rounding import round_to_four_bits
+from layerskip_models.grouped_weight import BLOCK, GroupedWeight, pack_sixes
 from layerskip_models.kernels import library
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
@@ -40,7 +41,7 @@ PARTS_OF = (
 _Norms = tuple[RMSNorm | None, RMSNorm | None]
 _NO_NORMS: _Norms = (None, None)
 _BOUND = 1e-4  # largest error of numbers around 1
-_CUT_BOUND = 1e-3  # the same with 4-bit weights, for which rows are cut to 16 bits
+_CUT_BOUND = 1e-3  # the same with weights in groups, for which rows are cut to 16 bits
 _ROUNDED_BOUND = 3e-2  # the same where keys and values are rounded to bfloat16
 
 
@@ -120,6 +121,13 @@ class _Drawn:
         weight = round_to_four_bits(self(INTERMEDIATE, GROUPED) * GROUPED**-0.5, group=64, symmetric=False)
         return NativeGroupedLinear(weight, self(INTERMEDIATE))
 
+    def six_bits(self) -> NativeGroupedLinear:
+        """A linear of 6 bits with an odd number of outputs, whose scales are integers that a block's scale multiplies."""
+        numbers = (self(INTERMEDIATE, BLOCK) * 10 + 32).clamp(0, 63)
+        scales, blocks = (self(INTERMEDIATE, BLOCK // 16) * 20).to(torch.int8), self(INTERMEDIATE, 1, 1) / 5000
+        weight = GroupedWeight(pack_sixes(numbers), scales, blocks=blocks.half(), bits=6, zero=32)
+        return NativeGroupedLinear(weight, self(INTERMEDIATE))
+
     def tiled(self) -> list[NativeLinear]:
         """A linear of each kind that a matrix unit multiplies; the bfloat16 ones claim to be slices of larger matrices."""
         weight, bias = self(*TILED) * TILED[1] ** -0.5, self(TILED[0])
@@ -149,6 +157,8 @@ def fault() -> str | None:
             found = found or _fault_of_layers(layers, x, angles, _Earlier(keys, values, kv_dtype))
         four_bits, norm, x = drawn.four_bits(), drawn.norm(GROUPED), drawn(ROWS, GROUPED)
         found = found or _fault_of_linears(four_bits, norm, x, _CUT_BOUND)
+        six_bits, norm, x = drawn.six_bits(), drawn.norm(BLOCK), drawn(ROWS, BLOCK)
+        found = found or _fault_of_linears(six_bits, norm, x, _CUT_BOUND)
         x = drawn(TILED_ROWS, TILED[1])
         for tiled in drawn.tiled():
             found = found or _fault_of_tiles(tiled, x)

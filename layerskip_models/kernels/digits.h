@@ -149,52 +149,51 @@ INLINE __m512i lanes_by(int level) {
   return _mm512_srli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), level);
 }
 
-/* The float16 that belongs to each of 16 groups from group `from` on, a multiple of 16: that of its block. which: 0 for scales, 1
- * for offsets. */
-INLINE __m512 block_scales(const Matrix *m, int64_t output, int64_t from, int which) {
-  const int64_t each = m->offsets ? 2 : 1, count = m->in / BLOCK_INPUTS, block = from * m->group / BLOCK_INPUTS;
-  const __mmask8 there = (1u << min(2, count - block) * each) - 1;
-  const __m128 scales = _mm_cvtph_ps(_mm_maskz_loadu_epi16(there, m->blocks + (output * count + block) * each));
-  const __m512i place = _mm512_add_epi32(_mm512_set1_epi32(which), _mm512_mullo_epi32(lanes_by(3), _mm512_set1_epi32((int)each)));
-  return _mm512_permutexvar_ps(m->group == 16 ? _mm512_set1_epi32(which) : place, _mm512_castps128_ps512(scales));
-}
 INLINE __m512 bytes_as_floats(__m128i bytes, int is_signed) {
   return _mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 }
 
-/* The scales of 16 groups of an output, those that `there` selects. */
-INLINE __m512 group_scales(const Matrix *m, int64_t output, int64_t from, __mmask16 there) {
-  const int64_t at = output * (m->in / m->group) + from;
-  if (m->scales == HALVES) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, (const uint16_t *)m->groups + at));
-  if (m->scales == FLOATS) return _mm512_maskz_loadu_ps(there, (const float *)m->groups + at);
-  const __m128i integers = _mm_maskz_loadu_epi8(there, (const uint8_t *)m->groups + at);
-  return _mm512_mul_ps(bytes_as_floats(integers, m->scales == SIGNED), block_scales(m, output, from, 0));
-}
-INLINE __m512 group_offsets(const Matrix *m, int64_t output, int64_t from, __mmask16 there) {
-  const int64_t at = output * (m->in / m->group) + from;
-  if (!m->blocks) return _mm512_maskz_loadu_ps(there, (const float *)m->offsets + at);
-  const __m128i integers = _mm_maskz_loadu_epi8(there, (const uint8_t *)m->offsets + at);
-  return _mm512_mul_ps(bytes_as_floats(integers, 0), _mm512_sub_ps(_mm512_setzero_ps(), block_scales(m, output, from, 1)));
+/* Of the factors of one or two blocks, `each` of a block, that with number `which`, for each of 16 groups. */
+INLINE __m512 of_blocks(const Matrix *m, __m128 factors, int which, int each) {
+  __m512i place = _mm512_set1_epi32(which);
+  if (m->group != 16) place = _mm512_mask_set1_epi32(place, 0xff00, which + each);
+  return _mm512_permutexvar_ps(place, _mm512_castps128_ps512(factors));
 }
 
-/* Add an output's offsets to the lanes of R totals: each offset times the sum of its group's inputs. sums: of a chunk's parts, for
- * each row. */
+/* The scales of 16 groups of an output from group `from` on, a multiple of 16: those that `there` selects; and their offsets, if
+ * these are not NULL. */
+INLINE __m512 group_scales(const Matrix *m, int64_t output, int64_t from, __mmask16 there, __m512 *offsets) {
+  const int64_t at = output * (m->in / m->group) + from;
+  if (m->blocks) {
+    const int each = offsets ? 2 : 1;
+    const int64_t count = m->in / BLOCK_INPUTS, block = from * m->group / BLOCK_INPUTS;
+    const __mmask8 blocks = (1u << min(2, count - block) * each) - 1;
+    const __m128 factors = _mm_cvtph_ps(_mm_maskz_loadu_epi16(blocks, m->blocks + (output * count + block) * each));
+    const __m128i scales = _mm_maskz_loadu_epi8(there, (const uint8_t *)m->groups + at);
+    if (offsets) {
+      const __m128 negated = _mm_xor_ps(factors, _mm_set1_ps(-0.0f));
+      const __m128i numbers = _mm_maskz_loadu_epi8(there, (const uint8_t *)m->offsets + at);
+      *offsets = _mm512_mul_ps(bytes_as_floats(numbers, 0), of_blocks(m, negated, 1, each));
+    }
+    return _mm512_mul_ps(bytes_as_floats(scales, m->scales == SIGNED), of_blocks(m, factors, 0, each));
+  }
+  if (offsets) *offsets = _mm512_maskz_loadu_ps(there, (const float *)m->offsets + at);
+  if (m->scales == FLOATS) return _mm512_maskz_loadu_ps(there, (const float *)m->groups + at);
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, (const uint16_t *)m->groups + at));
+}
+
+/* Add the offsets of 16 groups from group `from` on to the lanes of R totals: each times the sum of its group's inputs. sums: of a
+ * chunk's parts, for each row. */
 #define ADD_OFFSETS(R) \
-  INLINE void add_offsets_##R(const Matrix *m, int64_t output, const float *sums, vf *totals) { \
+  INLINE void add_offsets_##R(const Matrix *m, int64_t from, __m512 offsets, const float *sums, vf *totals) { \
     const int64_t parts = sums_of_chunk(m), each = m->group * parts / CHUNK_INPUTS, count = m->in / CHUNK_INPUTS * parts; \
-    const int64_t apart = parts * chunks_of_inputs(m->in), num_groups = count / each; \
     const __m512i place = lanes_by(each == 1 ? 0 : each == 2 ? 1 : 2); \
-    for (int64_t from = 0; from < num_groups; from += SCALES) { \
-      const __m512 offsets = group_offsets(m, output, from, (1u << min(SCALES, num_groups - from)) - 1); \
-      for (int64_t part = 0; part < each; part++) { \
-        const int64_t i = from * each + part * 16; \
-        if (i >= count) break; \
-        const __mmask16 here = (1u << min(16, count - i)) - 1; \
-        const __m512i own = _mm512_add_epi32(place, _mm512_set1_epi32((int)(part * 16 / each))); \
-        const __m512 offset = _mm512_permutexvar_ps(own, offsets); \
-        UNROLL for (int r = 0; r < R; r++) \
-          totals[r] = (vf)_mm512_fmadd_ps(offset, _mm512_maskz_loadu_ps(here, sums + r * apart + i), (__m512)totals[r]); \
-      } \
+    for (int64_t part = 0, i = from * each; part < each && i < count; part++, i += 16) { \
+      const __mmask16 here = (1u << min(16, count - i)) - 1; \
+      const __m512i own = _mm512_add_epi32(place, _mm512_set1_epi32((int)(part * 16 / each))); \
+      const __m512 offset = each == 1 ? offsets : _mm512_permutexvar_ps(own, offsets); \
+      UNROLL for (int r = 0; r < R; r++) \
+        totals[r] = (vf)_mm512_fmadd_ps(offset, _mm512_maskz_loadu_ps(here, sums + r * count + i), (__m512)totals[r]); \
     } \
   }
 ADD_OFFSETS(1) ADD_OFFSETS(2) ADD_OFFSETS(3) ADD_OFFSETS(4)
@@ -218,6 +217,8 @@ INLINE __m512i weights_6(const uint8_t *p) {
     const int64_t period = (SCALES / 4) << level; /* chunks covered by SCALES scales */ \
     const int64_t groups_bytes = m->scales == FLOATS ? 4 : m->scales == HALVES ? 2 : 1, offsets_bytes = m->blocks ? 1 : 4; \
     const __m512i quarter = lanes_by(2); \
+    const Fixed *fixed = (const Fixed *)(x + R * chunks * (GROUPED_DIGITS + 1) * CHUNK_INPUTS); \
+    const float *row_sums = (const float *)(fixed + R); \
     UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
     for (int64_t start = 0; start < chunks; start += period) { \
       const int64_t end = min(chunks, start + period), from = start * 4 >> level; \
@@ -229,7 +230,11 @@ INLINE __m512i weights_6(const uint8_t *p) {
           FETCH((const char *)m->groups + at * groups_bytes); \
           if (OFFSETS) FETCH((const char *)m->offsets + at * offsets_bytes); \
         } \
-      UNROLL for (int o = 0; o < 4; o++) scales[o] = group_scales(m, first + (stride ? o : 0), from, there); \
+      UNROLL for (int o = 0; o < 4; o++) { \
+        __m512 offsets; \
+        scales[o] = group_scales(m, first + (stride ? o : 0), from, there, OFFSETS ? &offsets : NULL); \
+        if (OFFSETS) add_offsets_##R(m, from, offsets, row_sums, total[o]); \
+      } \
       for (int64_t c = start; c < end; c++) { \
         const __m512i place = _mm512_srli_epi32(_mm512_add_epi32(_mm512_set1_epi32((int)(4 * (c - start))), quarter), level); \
         if (fetch.ahead && (WIDTH != 32 || !(c & 1)) && (c * WIDTH & fetch.mask & -64) == fetch.place) \
@@ -249,9 +254,6 @@ INLINE __m512i weights_6(const uint8_t *p) {
         x += R * (GROUPED_DIGITS + 1) * CHUNK_INPUTS; \
       } \
     } \
-    const Fixed *fixed = (const Fixed *)x; \
-    if (OFFSETS) UNROLL for (int o = 0; o < 4; o++) \
-      add_offsets_##R(m, first + (stride ? o : 0), (const float *)(fixed + R), total[o]); \
     UNROLL for (int r = 0; r < R; r++) { \
       float parts[4]; \
       sum_4(total[0][r], total[1][r], total[2][r], total[3][r], parts); \
