@@ -2,7 +2,7 @@
 
 A number q stands for scale * q + offset, with the scale and the offset of its output and its group of inputs; without offsets
 for scale * (q - zero). An output may have one more factor. GPTQ, compressed-tensors and the usual types of GGUF files are all
-of this form, so their numbers are kept exactly (`exact`, `blocks_of_gguf`).
+of this form, so their numbers are kept exactly (`exact`, and gguf_blocks.py).
 
 In memory 64 inputs of 4 bits are 32 bytes: the low four bits of byte j are input j of the 64, the high four input 32 + j. One
 mask and one shift then give two runs of neighbours, which is how a vector register wants them. Numbers of 6 bits have 16
@@ -140,7 +140,7 @@ class GroupedWeight:
         return GroupedWeight(packed, groups, offsets, factors, blocks, self.bits, self.zero)
 
     def _of(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
-        """The same with every tensor changed."""
+        """Apply a function to every tensor."""
         return self.with_tensors([None if tensor is None else change(tensor) for tensor in self.tensors])
 
     @property
@@ -162,7 +162,7 @@ class GroupedWeight:
         return all(bool(tensor.isfinite().all()) for tensor in self.tensors[1:] if tensor is not None)
 
     def scales_and_offsets(self, rows: slice = _ALL) -> tuple[Tensor, Tensor]:
-        """Of these outputs, float32 [outputs, in / group] each."""
+        """The scales and offsets of these outputs, two tensors of float32 [outputs, in / group]."""
         scales = self.groups[rows].float()
         if self.blocks is None:
             return scales, -self.zero * scales if self.offsets is None else self.offsets[rows]
@@ -179,7 +179,7 @@ class GroupedWeight:
         return values if self.factors is None else values.mul_(self.factors[rows].unsqueeze(1))
 
     def contiguous(self) -> GroupedWeight:
-        """The same with every tensor contiguous, as the kernels read them."""
+        """Make every tensor contiguous, as the kernels read them."""
         return self._of(Tensor.contiguous)
 
     def reordered(self, order: Tensor) -> GroupedWeight:
@@ -187,7 +187,7 @@ class GroupedWeight:
         return self._of(lambda tensor: tensor[order])
 
     def in_groups_of(self, size: int) -> GroupedWeight:
-        """The same numbers with a scale for every `size` inputs, which must divide `group`."""
+        """Repeat scales and offsets so that there is one for every `size` inputs. size: must divide `group`."""
         groups, offsets = (
             None if tensor is None else tensor.repeat_interleave(self.group // size, dim=1)
             for tensor in (self.groups, self.offsets)
@@ -196,14 +196,15 @@ class GroupedWeight:
         return replace(self, groups=groups, offsets=offsets)
 
     def as_bytes(self) -> GroupedWeight:
-        """The same numbers in the form that holds those of every other: bytes, with scales and offsets in float32."""
+        """Convert to bytes with scales and offsets in float32, which can hold the numbers of any other form."""
         scales, offsets = self.scales_and_offsets()
         return GroupedWeight(_UNPACK[self.bits](self.packed), scales, offsets, self.factors, bits=8)
 
     def as_bytes_in_blocks(self) -> GroupedWeight:
-        """The same for numbers in blocks, with scales and offsets that are integers: of groups of 16, none below 0.
+        """Convert a weight in blocks to bytes in blocks, in groups of 16 with offsets and with scales of 0 and more.
 
-        A number q with a scale below 0 becomes 2 zero - q. `zero`, a power of two, goes to the blocks' factors of offsets.
+        Where a scale is negative, q becomes 2 zero - q and the scale positive. The offsets' factors are zero times those of
+        the scales, which is exact for a power of two unless it is too large for float16: then the result is not finite.
         """
         assert self.blocks is not None
         numbers, blocks = _UNPACK[self.bits](self.packed), self.blocks
@@ -217,7 +218,7 @@ class GroupedWeight:
         return GroupedWeight(numbers, scales, offsets, self.factors, blocks, bits=8)
 
     def columns(self, first: int, count: int) -> GroupedWeight:
-        """Some of the inputs, without blocks; first and count: multiples of `CHUNK`, in bytes of `group`."""
+        """The part with inputs first .. first + count - 1, both multiples of `group`. Only for bytes without blocks."""
         assert self.bits == 8 and self.blocks is None and first % self.group == 0 and count % self.group == 0
         groups = slice(first // self.group, (first + count) // self.group)
         offsets = None if self.offsets is None else self.offsets[:, groups]
@@ -237,8 +238,9 @@ class GroupedWeight:
     def cat(cls, weights: Sequence[GroupedWeight]) -> GroupedWeight:
         """The outputs of several weights of the same inputs, one after another, with every number kept exactly."""
         if not all(weights[0]._is_like(weight) for weight in weights):
-            in_blocks = all(weight.blocks is not None for weight in weights)
-            weights = [weight.as_bytes_in_blocks() if in_blocks else weight.as_bytes() for weight in weights]
+            in_blocks = [weight.as_bytes_in_blocks() for weight in weights if weight.blocks is not None]
+            fits = len(in_blocks) == len(weights) and all(weight.is_finite() for weight in in_blocks)
+            weights = in_blocks if fits else [weight.as_bytes() for weight in weights]
         size = min(weight.group for weight in weights)
         parts = [weight.in_groups_of(size) for weight in weights]
         offsets = factors = blocks = None

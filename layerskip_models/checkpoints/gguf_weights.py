@@ -50,6 +50,11 @@ class GgufWeights(StoredWeights):
         self._config, self._permuted = config, architecture_of(reader) == "llama"
         self.names = self._tensors.keys()
 
+    def may_keep(self, name: str) -> bool:
+        """Heads do, too. The embedding counts as one, since it may be tied to it."""
+        is_head = name in ("lm_head.weight", "model.embed_tokens.weight")
+        return super().may_keep(name) or (is_head and self._keep_bits == 8)
+
     def stored(self, name: str, dtype: torch.dtype) -> StoredTensor | None:
         from gguf import GGML_QUANT_SIZES
 

@@ -143,9 +143,7 @@ class Source:
                     setattr(module.get_submodule(place), kind, nn.Parameter(value, requires_grad=False))
 
             tied, has_head = config.tie_word_embeddings, "lm_head.weight" in weights.names
-            head: StoredTensor | GroupedWeight | None = (
-                None  # one that keeps its numbers, or is read when it is converted
-            )
+            head: StoredTensor | GroupedWeight | None = None  # that keeps its numbers, or is read when it is converted
             module = "model.embed_tokens" if tied else "lm_head"
             if device_of("lm_head").type == "cpu" and f"{module}.weight" in weights.names:
                 if plan is not None:

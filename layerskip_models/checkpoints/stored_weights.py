@@ -31,7 +31,7 @@ _FLOATS = ("F16", "BF16", "F32", "F64")
 class StoredWeights(ABC):
     """name: of the checkpoint. names: of the model's parameters that its files hold.
 
-    keep_bits: matrices of layers, and a head, keep numbers of at most so many bits where our layout holds them.
+    keep_bits: numbers of matrices that the file has in this many bits or fewer stay as they are; 0: none do.
     """
 
     names: Collection[str]
@@ -53,9 +53,8 @@ class StoredWeights(ABC):
         return self._files[path]
 
     def may_keep(self, name: str) -> bool:
-        """Whether this parameter is one that keeps its numbers, if it can. The embedding may be a tied head, too."""
-        is_head = name in ("lm_head.weight", "model.embed_tokens.weight")
-        return self._keep_bits > 0 and (name.startswith("model.layers.") or (is_head and self._keep_bits == 8))
+        """Whether this parameter keeps its numbers where our layout holds them."""
+        return self._keep_bits > 0 and name.startswith("model.layers.")
 
     @abstractmethod
     def stored(self, name: str, dtype: torch.dtype) -> StoredTensor | None:
@@ -89,7 +88,7 @@ class StoredWeights(ABC):
         return value
 
     def read_packed(self, module: str, cuts: Sequence[Cut] = WHOLE) -> GroupedWeight | None:
-        """As `read`, for a matrix that keeps its numbers; None if it does not."""
+        """As `read`, but with the file's own numbers; None where they are not kept."""
         if not self.may_keep(f"{module}.weight"):
             return None
         found = [self.own_numbers(module, cut) for cut in cuts]

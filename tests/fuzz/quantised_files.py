@@ -56,12 +56,13 @@ def quantise_checkpoint(
     version: str = "gptq",
     scale_dtype: torch.dtype = torch.float16,
     packed_zeros: bool = True,
+    head: bool = False,
 ) -> LlamaForCausalLM:
     """Write the model with its layers' matrices quantised; returns it with the float weights that the file stands for.
 
     method: "pack-quantized", "int-quantized" or "gptq". group_size: inputs that share a scale; None for all of a row.
     shuffled: the groups are of inputs that are not neighbours (GPTQ's desc_act). version: of GPTQ. packed_zeros: of
-    "pack-quantized"; else zero points are bytes, as compressed-tensors wrote them before April 2025.
+    "pack-quantized"; else zero points are bytes, as compressed-tensors wrote them before April 2025. head: is quantised, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(5)
@@ -70,7 +71,7 @@ def quantise_checkpoint(
     if model.config.tie_word_embeddings:
         del kept["lm_head.weight"]
     for name, weight in kept.items():
-        if "_proj.weight" not in name:
+        if "_proj.weight" not in name and not (head and name == "lm_head.weight"):
             tensors[name] = weight
             continue
         module, columns = name.removesuffix(".weight"), weight.shape[1]

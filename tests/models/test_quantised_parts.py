@@ -165,6 +165,13 @@ def test_what_others_quantised(names: list[str], tmp_path: Path) -> None:
     check_same([*asked, (tmp_path / "pack-float32", "int4", True), (tmp_path / "gptq", "int8", True)])
 
 
+@needs_native
+def test_a_quantised_head(tmp_path: Path) -> None:
+    """Is the same matrix for one process as for several."""
+    quantise_checkpoint(llama(), tmp_path, "gptq", group_size=32, head=True)
+    check_same([(tmp_path, "auto", True)])
+
+
 def test_zero_points_between_which_a_cut_falls(tmp_path: Path) -> None:
     """8 of them are in a word, and a rank's heads, or its part of fused projections, begin in the middle of one."""
     asked = []

@@ -166,6 +166,17 @@ def test_numbers_that_are_kept_stand_for_what_gguf_says(
     assert numbers_of_blocks(torch.from_numpy(data), form).num_bytes == parts[0].own_numbers().num_bytes
 
 
+def test_blocks_whose_offsets_float16_does_not_hold(tmp_path: Path) -> None:
+    """32 times a scale of Q6_K may be too large."""
+    data = {form: data_of(form) for form in ("Q4_K", "Q6_K")}
+    data["Q6_K"].reshape(ROWS, -1, 210)[:, :, 208:] = np.full((ROWS, COLUMNS // 256, 1), 3000, np.float16).view(
+        np.uint8
+    )
+    parts = [stored(tmp_path / form, one, form) for form, one in data.items()]
+    whole = GroupedWeight.cat([part.own_numbers() for part in parts])
+    same_numbers(whole.values(), torch.cat([meant(one, form) for form, one in data.items()]))
+
+
 def same_numbers(found: Tensor, expected: Tensor) -> None:
     """Of the same bits, but for the sign of 0."""
     assert found.dtype == expected.dtype == torch.float32 and torch.equal(found, expected)
