@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerskip_models.grouped_weight import GroupedWeight
 
-_CONVERTED = 1 << 21  # numbers of a 4-bit weight that are float32 at a time
+_CONVERTED = 1 << 21  # numbers of a weight in groups that are float32 at a time
 _HALF_EXPONENT = 15  # largest power of two that a float16 holds is 2^15
 
 

@@ -113,7 +113,7 @@ def _rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear
     in_four = layout == "int4" and not keeps_eight_bits(layer)
     if _bits_of(linear) <= (4 if in_four else 8):
         return linear
-    if isinstance(linear, NativeGroupedLinear):  # of 8 bits; a few of its rows at a time are in float32
+    if isinstance(linear, NativeGroupedLinear):  # of 6 or 8 bits; a few of its rows at a time are in float32
         numbers, count = linear.numbers, max(_PIECE // linear.shape[1], 1)
         pieces = (numbers.values(first, first + count) for first in range(0, linear.shape[0], count))
         rounded = [round_to_four_bits(piece, group=GROUP, symmetric=True) for piece in pieces]

@@ -109,8 +109,7 @@ class LlamaCppFile:
 class LlamaCppEngine(LlamaCppFile):
     """llama.cpp on a transformers model's weights.
 
-    kind: as in `write_gguf`. The GGUF file is written to the temporary folder (TMPDIR) and
-    removed once it is loaded.
+    kind: as in `write_gguf`. The GGUF file is written to the temporary folder (TMPDIR) and removed once it is loaded.
     """
 
     def __init__(self, network: LlamaForCausalLM, kind: str, max_tokens: int) -> None:

@@ -6,6 +6,7 @@ places, in all of these: the row of the whole for each row of the parts, int64; 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,16 +52,7 @@ def read_numbers(parts: Sequence[StoredTensor], places: Tensor | None) -> Groupe
     for tensor in room.tensors:
         if tensor is not None:
             expect_large_pages(tensor)
-    kept = [index for index, tensor in enumerate(room.tensors) if tensor is not None]
-    rooms = tuple(tensor for tensor in room.tensors if tensor is not None)
-
-    def read(part: StoredTensor, own: tuple[Tensor, ...], places: Tensor | None) -> None:
-        tensors: list[Tensor | None] = [None] * len(room.tensors)
-        for index, tensor in zip(kept, own):
-            tensors[index] = tensor
-        part.numbers_into(room.with_tensors(tensors), places)
-
-    _each(parts, places, rooms, read)
+    _each(parts, places, room.tensors, lambda part, rooms, own: part.numbers_into(room.with_tensors(rooms), own))
     return room
 
 
@@ -78,16 +70,16 @@ def _shape(parts: Sequence[StoredTensor]) -> tuple[int, int]:
 def _each(
     parts: Sequence[StoredTensor],
     places: Tensor | None,
-    rooms: tuple[Tensor, ...],
-    read: Callable[[StoredTensor, tuple[Tensor, ...], Tensor | None], None],
+    rooms: Sequence[Tensor | None],
+    read: Callable[[StoredTensor, Sequence[Any], Tensor | None], None],
 ) -> None:
-    """Read every part: into its own rows, or where `places` says."""
+    """Read every part: into its own rows, or where `places` says. A room that there is not stays None."""
     first = 0
     for part in parts:
         last = first + part.rows
         if places is None or torch.equal(places[first:last].sort().values, torch.arange(first, last)):
             own = None if places is None else places[first:last] - first
-            read(part, tuple(room[first:last] for room in rooms), own)
+            read(part, [None if room is None else room[first:last] for room in rooms], own)
         else:
             read(part, rooms, places[first:last])
         first = last

@@ -40,11 +40,6 @@ class Form:
     zero: int = 8
     in_blocks: bool = False
 
-    @property
-    def kept_in_nibbles(self) -> bool:
-        """Whether only the places of its four bits change (`nibble_rows` of stored.h)."""
-        return self.bits == 4 and not self.in_blocks
-
 
 GROUPED = {
     "Q4_0": Form(18, 4),
@@ -58,7 +53,7 @@ GROUPED = {
 
 
 def keeps_form(form: str, columns: int, bits: int) -> bool:
-    """Whether a matrix of this form keeps its numbers, if at most so many bits are to be kept. columns: its inputs."""
+    """Whether a matrix of this form can keep its numbers. columns: its inputs. bits: the most that a kept number may have."""
     kept = GROUPED.get(form)
     return kept is not None and kept.bits <= bits and columns % (BLOCK if kept.in_blocks else CHUNK) == 0
 

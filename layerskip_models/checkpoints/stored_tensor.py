@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.checkpoints.finite import is_finite, not_finite
-from layerskip_models.checkpoints.gguf_blocks import GROUPED, numbers_of_blocks, room_for_numbers
+from layerskip_models.checkpoints.gguf_blocks import numbers_of_blocks, room_for_numbers
 from layerskip_models.checkpoints.read_ahead import ReadAhead, ReadFile
 from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.kernels import library
@@ -218,22 +218,17 @@ class StoredTensor:
         if kernels is None:
             own = slice(piece.start, piece.stop) if places is None else places
             made = numbers_of_blocks(found, self.form)
-            for to, numbers in zip(room.tensors, made.tensors):
-                if to is not None and numbers is not None:
-                    to[own] = numbers
+            for target, numbers in zip(room.tensors, made.tensors):
+                if target is not None and numbers is not None:
+                    target[own] = numbers
             return made.is_finite()
-        packed, groups, offsets, blocks = (
+        targets = (
             None if one is None else _rows_from(one, piece, places).data_ptr()
             for one in (room.packed, room.groups, room.offsets, room.blocks)
         )
-        own_places = _address(places)
-        if GROUPED[self.form].kept_in_nibbles:
-            targets = own_places, packed, groups, offsets
-            return bool(kernels.nibble_rows(found.data_ptr(), len(piece), self.columns, *targets))
-        to_blocks = library.Blocks(packed, groups, offsets, blocks)
-        return bool(
-            kernels.block_rows(_KINDS[self.form], *_described(found, self.columns), own_places, byref(to_blocks))
-        )
+        to = library.Blocks(*targets)
+        rows = _described(found, self.columns)
+        return bool(kernels.block_rows(_KINDS[self.form], *rows, _address(places), byref(to)))
 
     def _of_kernels(self, piece: range) -> tuple[int, Tensor]:
         """These rows in a form that the native library reads: its number, and uint8 [rows, bytes]."""

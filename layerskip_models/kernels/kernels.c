@@ -61,10 +61,6 @@ PUBLIC int EXPORT(float_rows)(int kind, const uint8_t *from, int64_t rows, int64
   return float_rows(kind, from, rows, in, row_bytes, places, to);
 }
 PUBLIC int EXPORT(finite_numbers)(int kind, const void *p, int64_t count) { return finite_numbers(kind, p, count); }
-PUBLIC int EXPORT(nibble_rows)(const uint8_t *from, int64_t rows, int64_t in, const int64_t *places, uint8_t *packed,
-                               uint16_t *groups, float *offsets) {
-  return nibble_rows(from, rows, in, places, packed, groups, offsets);
-}
 PUBLIC int EXPORT(block_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
                               const Blocks *to) {
   return block_rows(kind, from, rows, in, row_bytes, places, to);

@@ -182,7 +182,6 @@ class Kernels:
     half: Callable[..., int]
     eight_bit_rows: Callable[..., int]
     float_rows: Callable[..., int]
-    nibble_rows: Callable[..., int]
     block_rows: Callable[..., int]
     four_bit_rows: Callable[..., int]
     finite_numbers: Callable[..., int]
@@ -201,7 +200,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "eight_bit_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
     "float_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
     "finite_numbers": (c_int, [c_int, c_void_p, c_int64]),
-    "nibble_rows": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
     "block_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(Blocks)]),
     "four_bit_rows": (
         c_int,

@@ -240,40 +240,12 @@ static int finite_numbers(int kind, const void *p, int64_t count) {
   return finite_halves(p, count, kind == IN_BFLOAT16 ? 0x7f80 : 0x7c00);
 }
 
-/* Rows of Q4_0 or Q4_1 in our 4-bit layout, number for number. in: a multiple of 64. offsets: of Q4_1, else NULL. Returns 0 if a
- * scale or an offset is NaN or infinite. */
-static int nibble_rows(const uint8_t *from, int64_t rows, int64_t in, const int64_t *places, uint8_t *packed, uint16_t *groups,
-                       float *offsets) {
-  const int64_t head = offsets ? 4 : 2, block = head + 16, count = in / 32;
-  int finite = 1;
-  for (int64_t r = 0; r < rows; r++, from += count * block) {
-    const int64_t place = own_place(places, r);
-    uint8_t *to = packed + place * (in / 2);
-    for (int64_t b = 0; b < count; b++) {
-      const uint8_t *p = from + b * block;
-      groups[place * count + b] = half_at(p);
-      if ((half_at(p) & 0x7c00) == 0x7c00) finite = 0;
-      if (!offsets) continue;
-      offsets[place * count + b] = scale_at(p + 2);
-      if ((half_at(p + 2) & 0x7c00) == 0x7c00) finite = 0;
-    }
-    for (int64_t b = 0; b < count; b += 2, to += 32) {
-      const uint8_t *first = from + b * block + head, *second = first + block;
-      for (int i = 0; i < 16; i++) {
-        to[i] = (uint8_t)((first[i] & 15) | second[i] << 4);
-        to[16 + i] = (uint8_t)(first[i] >> 4 | (second[i] & 0xf0));
-      }
-    }
-  }
-  return finite;
-}
-
-/* Where the rows of a matrix in blocks go; each may have its own place (`own_place`). */
+/* Where the rows of a matrix that keeps its numbers go; each may have its own place (`own_place`). */
 typedef struct {
-  uint8_t *numbers; /* [out, in], of Q4_K [out, in / 2], of Q6_K [out, 3 in / 4] */
-  void *groups;     /* [out, in / 32]: of Q8_0 and IQ4_NL float16, of Q4_K and Q5_K uint8; of Q6_K int8 [out, in / 16] */
-  uint8_t *offsets; /* [out, in / 32], of Q4_K and Q5_K; else NULL */
-  uint16_t *blocks; /* [out, in / 256, 2] of these, [out, in / 256, 1] of Q6_K; else NULL */
+  uint8_t *numbers; /* [out, in], of Q4_0, Q4_1 and Q4_K [out, in / 2], of Q6_K [out, 3 in / 4] */
+  void *groups;     /* [out, in / 32], float16, of Q4_K and Q5_K uint8; of Q6_K int8 [out, in / 16] */
+  void *offsets;    /* [out, in / 32], of Q4_1 float32, of Q4_K and Q5_K uint8; else NULL */
+  uint16_t *blocks; /* [out, in / 256, 2] of Q4_K and Q5_K, [out, in / 256, 1] of Q6_K; else NULL */
 } Blocks;
 
 INLINE int is_finite_half(uint16_t bits) { return (bits & 0x7c00) != 0x7c00; }
@@ -297,7 +269,7 @@ INLINE int k_row(int kind, const uint8_t *p, int64_t in, const Blocks *to, int64
       finite &= is_finite_half(half_at(p + 208));
       continue;
     }
-    uint8_t *groups = (uint8_t *)to->groups + place * (in / 32) + 8 * b, *offsets = to->offsets + place * (in / 32) + 8 * b;
+    uint8_t *groups = (uint8_t *)to->groups + place * (in / 32) + 8 * b, *offsets = (uint8_t *)to->offsets + place * (in / 32) + 8 * b;
     for (int group = 0; group < 8; group++) six_bits(p + 4, group, groups + group, offsets + group);
     for (int k = 0; k < 2; k++) {
       to->blocks[2 * (place * count + b) + k] = half_at(p + 2 * k);
@@ -311,27 +283,44 @@ INLINE int k_row(int kind, const uint8_t *p, int64_t in, const Blocks *to, int64
   return finite;
 }
 
-/* Rows of Q4_K, Q5_K, Q6_K, Q8_0 or IQ4_NL, number for number. in: a multiple of 64, for K blocks of 256. Returns 0 if a scale is
- * NaN or infinite. */
+/* A row of blocks of 32 inputs, number for number. in: a multiple of 64. */
+INLINE int short_row(int kind, const uint8_t *p, int64_t in, const Blocks *to, int64_t place) {
+  const int64_t head = kind == Q4_1 ? 4 : 2, bytes = head + (kind == Q8_0 ? 32 : 16), count = in / 32;
+  uint16_t *groups = (uint16_t *)to->groups + place * count;
+  float *offsets = (float *)to->offsets + (to->offsets ? place * count : 0);
+  const int in_nibbles = kind == Q4_0 || kind == Q4_1;
+  uint8_t *numbers = to->numbers + place * (in_nibbles ? in / 2 : in);
+  int finite = 1;
+  for (int64_t b = 0; b < count; b++, p += bytes) {
+    groups[b] = half_at(p);
+    finite &= is_finite_half(half_at(p));
+    if (kind == Q4_1) {
+      offsets[b] = scale_at(p + 2);
+      finite &= is_finite_half(half_at(p + 2));
+    }
+    if (kind == IQ4_NL) numbers_of_iq4(p + 2, numbers + 32 * b);
+    else if (kind == Q8_0)
+      for (int i = 0; i < 32; i++) numbers[32 * b + i] = p[2 + i] ^ 128;
+    else if (b & 1) { /* the second half of a chunk of 64 */
+      const uint8_t *first = p - bytes + head, *second = p + head;
+      uint8_t *chunk = numbers + 16 * (b - 1);
+      for (int i = 0; i < 16; i++) {
+        chunk[i] = (uint8_t)((first[i] & 15) | second[i] << 4);
+        chunk[16 + i] = (uint8_t)(first[i] >> 4 | (second[i] & 0xf0));
+      }
+    }
+  }
+  return finite;
+}
+
+/* Rows of Q4_0, Q4_1, Q8_0, IQ4_NL, Q4_K, Q5_K or Q6_K, number for number. in: a multiple of 64, for K blocks of 256. Returns 0 if
+ * a scale or an offset is NaN or infinite. */
 static int block_rows(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
                       const Blocks *to) {
   int finite = 1;
   for (int64_t r = 0; r < rows; r++, from += row_bytes) {
-    const int64_t place = own_place(places, r);
-    if (kind == Q4_K || kind == Q5_K || kind == Q6_K) {
-      finite &= k_row(kind, from, in, to, place);
-      continue;
-    }
-    const uint8_t *p = from;
-    uint8_t *numbers = to->numbers + place * in;
-    for (int64_t b = 0; b < in / 32; b++, numbers += 32) {
-      ((uint16_t *)to->groups)[place * (in / 32) + b] = half_at(p);
-      finite &= is_finite_half(half_at(p));
-      if (kind == IQ4_NL) numbers_of_iq4(p + 2, numbers);
-      else
-        for (int i = 0; i < 32; i++) numbers[i] = p[2 + i] ^ 128;
-      p += kind == IQ4_NL ? 18 : 34;
-    }
+    const int in_k = kind == Q4_K || kind == Q5_K || kind == Q6_K;
+    finite &= in_k ? k_row(kind, from, in, to, own_place(places, r)) : short_row(kind, from, in, to, own_place(places, r));
   }
   return finite;
 }

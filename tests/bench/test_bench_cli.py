@@ -68,6 +68,22 @@ def test_peers_with_int8_weights_judges_these_among_themselves(checkpoint, tmp_p
     assert "| selfspec int8, auto |" in invoke("report", record).output
 
 
+@pytest.mark.skipif(kernels() is None, reason="needs the native library")
+def test_peers_on_a_gguf_file_judges_these_among_themselves(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    record = tmp_path / "peers.jsonl"
+    asked = ["--gguf", "Q8_0", "--gguf", "IQ4_NL", "--no-transformers"]
+    result = invoke("peers", *asked, "--output", record, *RUN)  # the demo, whose rows these types hold
+    assert result.exit_code == 0, result.output
+    assert "llama.cpp is left out" in result.stderr
+    lines = read_record(record)
+    own = [f"selfspec:{kind}:{policy}" for kind in ("Q8_0", "IQ4_NL") for policy in ("ar", "auto")]
+    assert list(lines[0]["engines"])[3:] == own
+    drafting = [line for line in lines if line["kind"] == "output" and line["engine"] in own[1::2]]
+    assert {(line["reference"], line["first_difference"]) for line in drafting} == {(own[0], None), (own[2], None)}
+
+
 def test_a_peer_that_is_not_installed_is_left_out_in_one_line(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     record = tmp_path / "peers.jsonl"
@@ -138,6 +154,7 @@ def test_sweep_over_policies_ranks_by_runs_and_times_the_best(checkpoint, tmp_pa
         (["peers", "--policy", "ls:9-2"], "exit_layer must be in [1, 3]"),
         (["peers", "--prompts", "missing.jsonl"], "missing.jsonl"),
         (["peers", "--dtype", "int3"], "dtype must be one of"),
+        (["peers", "--gguf", "Q4"], "--gguf must be Q4_K_M"),
         (["peers", "--llama-cpp", "Q4"], "--llama-cpp must be BF16, F16, Q8_0, Q4_0 or all, got Q4"),
         (["sweep", "--exit-layers", "2-x"], '--exit-layers must look like "1-8"'),
         (["sweep", "--exit-layers", "1-4"], "--exit-layers must be in [1, 3]"),
