@@ -1,7 +1,7 @@
 """How sure a table of policies is: 95 % intervals over prompts, and texts that loop apart from the others.
 
 A paired bootstrap: prompts are drawn again with replacement, within each task, 2,000 times; every row sees the same draws.
-So an interval of a ratio says what other prompts of these tasks might have given. It knows nothing of other models or machines.
+So an interval of a ratio says what other prompts of these tasks might have given, and nothing of other models or machines.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from bench.report.summary import Samples
 from bench.report.table import UNKNOWN, Table
 
 DRAWS = 2000
+FEWEST = 6
+"""Prompts; an interval of fewer would look narrower than it is."""
 _SEED = 1
 _ENDS = (2.5, 97.5)
 Floats = NDArray[np.float64]
@@ -37,10 +39,12 @@ class Row:
 def interval_tables(lines: Sequence[Line], runs: Mapping[str, Sequence[Line]]) -> list[Table]:
     """Intervals of each policy, and texts that loop apart, where the record tells which do. runs: by engine, a prompt each.
 
-    No table for a record of fewer than two prompts, or without plain decoding.
+    No table for a record of fewer than `FEWEST` prompts, without plain decoding, or without layers counted.
     """
     samples = Samples(lines)
-    if PLAIN not in runs or len(samples.prompts) < 2 or any(len(own) < len(samples.prompts) for own in runs.values()):
+    if PLAIN not in runs or len(samples.prompts) < FEWEST:
+        return []
+    if any(len(own) < len(samples.prompts) or "loaded_layers" not in own[0]["stats"] for own in runs.values()):
         return []
     rows = {
         f"`{engine.removeprefix('selfspec:')}`": _row(samples, engine, own)

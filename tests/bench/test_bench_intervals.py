@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import bench.report.interval_tables
 from bench.report.interval_tables import drawn, interval, interval_tables
 from tests.bench.test_bench_report import record
 
@@ -25,6 +26,16 @@ def counted_record(looping=None):
         for engine in ENGINES
     }
     return lines, runs
+
+
+@pytest.fixture(autouse=True)
+def two_are_enough(monkeypatch):
+    monkeypatch.setattr(bench.report.interval_tables, "FEWEST", 2)
+
+
+def test_few_prompts_have_no_intervals(monkeypatch):
+    monkeypatch.setattr(bench.report.interval_tables, "FEWEST", 3)
+    assert interval_tables(*counted_record()) == []
 
 
 def test_draws_keep_the_number_of_prompts_of_each_task():

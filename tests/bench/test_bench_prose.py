@@ -166,3 +166,27 @@ def test_a_pass_that_took_longer_than_one_for_more_texts_is_marked():
     assert "†: a pass took longer" in table.title
     lines[1] |= {"decode_tokens": 26}
     assert "†" not in batch_tables(lines)[0].markdown()
+
+
+VERDICT = re.compile(r"reproduced|refuted here|not shown|not testable here|not measured|\*open\*", re.I)
+
+
+def ledger_rows():
+    text = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    rows = [re.split(r"(?<!\\) \| ", line[2:-2]) for line in text.split("\n") if line.startswith("| ")]
+    return [row for row in rows if row[0] != "claim"]
+
+
+def test_every_claim_of_the_papers_is_decided():
+    rows = ledger_rows()
+    assert len(rows) > 45
+    for row in rows:
+        assert len(row) == 4, row
+        assert VERDICT.search(row[3]), f"no verdict on {row[0]!r}: {row[3]!r}"
+
+
+def test_our_numbers_in_the_ledger_have_markers():
+    """What a policy is called and set to has none: tau .3, omega .8."""
+    for row in ledger_rows():
+        typed = {number for number in typed_numbers(f"{row[2]} {row[3]}") if not re.fullmatch(r"0?\.\d+", number)}
+        assert not typed, f"{row[0]}: {typed}"
