@@ -17,10 +17,7 @@ def _sums_fit(weight: GroupedWeight) -> bool:
     weight: with integer scales.
     """
     largest = 127 if weight.groups.dtype == torch.int8 else int(weight.groups.max())
-    if weight.bits == 8:
-        numbers = int(weight.packed.max())
-    else:
-        numbers = 2**weight.bits - 1
+    numbers = int(weight.packed.max()) if weight.bits == 8 else 2**weight.bits - 1
     if weight.offsets is None:
         numbers = max(weight.zero, numbers - weight.zero)
         largest += weight.groups.dtype == torch.int8  # -128
