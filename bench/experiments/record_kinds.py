@@ -17,6 +17,7 @@ from bench.experiments.fewer_bits.fine_tune_tables import fine_tune_headline, fi
 from bench.experiments.fewer_bits.rounding_tables import rounding_headline, rounding_tables
 from bench.experiments.loading.loading_tables import loading_headline, loading_tables
 from bench.experiments.readings.reading_tables import reading_tables
+from bench.experiments.row_parts.row_parts_tables import row_parts_headline, row_parts_tables
 from bench.record import Line
 from bench.report.record_kinds import KINDS, RecordKind
 from bench.report.table import Table
@@ -58,6 +59,9 @@ STUDIES: dict[str, RecordKind] = {
         tables=busy_tables, headline=busy_headline, figures=_busy_figures, headings={"cost": "Processor time"}
     ),
     "loading": RecordKind(tables=loading_tables, headline=loading_headline, headings={"loading": "Loading"}),
+    "row-parts": RecordKind(
+        tables=row_parts_tables, headline=row_parts_headline, headings={"row_parts": "Rows in parts"}
+    ),
     "copying-gain": RecordKind(
         tables=copying_tables,
         headline=copying_headline,
