@@ -70,9 +70,9 @@ def round_weights(model: nn.Module, kind: str) -> None:
 class Difference:
     """How distributions differ from the exact ones.
 
-    logit: the largest difference of a log-probability. divergence: sum of KL, in nats. tokens: positions with another
-    likeliest token. texts: with at least one such position. margin: the largest lead, in nats, of an exact likeliest token over
-    the one found.
+    logit: the largest difference of a log-probability. divergence: sum of KL, in nats. tokens: positions with
+    another likeliest token. texts: with at least one such position. margin: the largest lead, in nats, of an exact likeliest
+    token over the one found.
     """
 
     logit: float = 0.0
