@@ -62,6 +62,9 @@ enum { TAKEN = 1, WRITING = 2, DONE = 3 };
 #ifndef PATIENCE
 #define PATIENCE 3       /* microseconds to wait for a late piece, at least */
 #endif
+#ifndef IDLE_PATIENCE
+#define IDLE_PATIENCE 30 /* the same for a helper that has no piece of its own, because the phase is small: somebody is at it */
+#endif
 #ifndef NAP
 #define NAP 1000         /* microseconds that a helper sleeps when it cannot leave the owner's core */
 #endif
@@ -74,6 +77,10 @@ enum { TAKEN = 1, WRITING = 2, DONE = 3 };
 #ifndef WORTH_WAKING
 #define WORTH_WAKING (256 << 10) /* bytes: smallest job that wakes sleeping helpers */
 #endif
+#ifndef WAKES
+#define WAKES 4          /* helpers that a member wakes. Waking takes the caller microseconds each, so that 63 would take it 0.1 ms */
+#endif
+#define LOOKS 8          /* while it waits, a member looks at all others once in so many turns, else at the first that is not done */
 
 typedef struct {
   _Atomic uint64_t seen; /* the last phase that the member has reached */
@@ -97,12 +104,12 @@ struct Member {
 
 static struct {
   _Atomic uint32_t door ALIGNED; /* odd while a job is open */
-  _Atomic int asleep;
   _Atomic int core; /* core on which the owner last opened a job; -1 if unknown */
   /* The open job, written while the door is closed. Atomic, since late members may read these while they are written. */
   _Atomic(Work) work ALIGNED;
   _Atomic size_t size;
   _Atomic int team;
+  _Atomic int waking; /* whether the job is worth waking sleeping helpers */
   _Atomic int64_t job;
   _Atomic uint64_t phase; /* the last phase of all earlier jobs */
   _Atomic(void *) common;
@@ -114,6 +121,7 @@ static struct {
   size_t wanted;  /* most bytes of common memory that a job has asked for */
   _Atomic int stopping;
   int helpers; /* threads started; changed by the owner only */
+  _Atomic uint32_t asleep[POOL_MEMBERS] ALIGNED; /* 1 while a helper sleeps, or is about to */
   pthread_t threads[POOL_MEMBERS];
   Member *_Atomic members[POOL_MEMBERS]; /* from index 1 on; entries are never removed */
   Place places[POOL_MEMBERS];
@@ -156,15 +164,14 @@ static void relax(void) {
 
 /* ---- Sleeping ------------------------------------------------------------------------------------------------------- */
 
+/* A helper says that it sleeps, and then looks at the door again. Who opens the door looks afterwards who sleeps. Both are
+ * sequentially consistent, so either the helper sees the job or it is woken. */
 #ifdef __linux__
-static void sleep_at(uint32_t door) {
-  atomic_fetch_add(&pool.asleep, 1);
-  /* The kernel compares the door again, so a job that has opened meanwhile is not missed. */
-  syscall(SYS_futex, &pool.door, FUTEX_WAIT_PRIVATE, door, NULL, NULL, 0);
-  atomic_fetch_sub(&pool.asleep, 1);
+static void fall_asleep(_Atomic uint32_t *asleep) { syscall(SYS_futex, asleep, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0); }
+static void wake(_Atomic uint32_t *asleep) {
+  if (atomic_exchange(asleep, 0)) syscall(SYS_futex, asleep, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
 }
 static void reset_sleep_lock(void) {}
-static void wake(void) { syscall(SYS_futex, &pool.door, FUTEX_WAKE_PRIVATE, POOL_MEMBERS, NULL, NULL, 0); }
 #else
 static pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t sleep_signal = PTHREAD_COND_INITIALIZER;
@@ -173,19 +180,30 @@ static void reset_sleep_lock(void) {
   sleep_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
   sleep_signal = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
 }
-static void sleep_at(uint32_t door) {
+static void fall_asleep(_Atomic uint32_t *asleep) {
   pthread_mutex_lock(&sleep_lock);
-  atomic_fetch_add(&pool.asleep, 1);
-  while (atomic_load(&pool.door) == door && !atomic_load(&pool.stopping)) pthread_cond_wait(&sleep_signal, &sleep_lock);
-  atomic_fetch_sub(&pool.asleep, 1);
+  while (atomic_load(asleep)) pthread_cond_wait(&sleep_signal, &sleep_lock);
   pthread_mutex_unlock(&sleep_lock);
 }
-static void wake(void) {
+static void wake(_Atomic uint32_t *asleep) {
   pthread_mutex_lock(&sleep_lock);
-  pthread_cond_broadcast(&sleep_signal);
+  if (atomic_exchange(asleep, 0)) pthread_cond_broadcast(&sleep_signal);
   pthread_mutex_unlock(&sleep_lock);
 }
 #endif
+
+static void sleep_at(int index, uint32_t door) {
+  _Atomic uint32_t *asleep = pool.asleep + index;
+  atomic_store(asleep, 1);
+  if (atomic_load(&pool.door) == door && !atomic_load(&pool.stopping)) fall_asleep(asleep);
+  atomic_store(asleep, 0);
+}
+
+/* Wake the helpers of the team that this member is to wake. They wake others, in turn: WAKES, then its square, and so on. */
+static void wake_some(int index, int team) {
+  for (int64_t i = (int64_t)WAKES * index + 1; i <= (int64_t)WAKES * (index + 1) && i < team; i++)
+    if (atomic_load(pool.asleep + i)) wake(pool.asleep + i);
+}
 
 /* ---- Phases --------------------------------------------------------------------------------------------------------- */
 
@@ -247,12 +265,17 @@ void *pool_common(Member *m, size_t bytes) {
 
 /* ---- Pieces --------------------------------------------------------------------------------------------------------- */
 
-static int64_t first_of(const Phase *p, int64_t member) { return p->pieces * member / p->member->team; }
+/* A member's first piece. With fewer pieces than members the first members have one each; the caller is the first of all, and it
+ * is surely there. */
+static int64_t first_of(const Phase *p, int64_t member) {
+  return p->pieces * (member < p->members ? member : p->members) / p->members;
+}
 
 Phase pool_phase(Member *m, int64_t pieces) {
   m->phase++;
   Phase p = {.member = m, .pieces = pieces, .done = 4 * m->phase + DONE, .end = pieces};
   if (m->places) {
+    p.members = pieces < m->team ? pieces : m->team;
     p.own = p.at = first_of(&p, m->index);
     p.end = first_of(&p, m->index + 1);
     p.began = ticks();
@@ -266,37 +289,44 @@ static _Atomic uint64_t *word_of(const Phase *p, int64_t member, int64_t piece) 
 }
 
 /* An unfinished piece of another member, or -1 when all are done. Pieces of members that have not reached this phase are returned
- * at once; pieces that somebody is working on only after a wait. */
+ * at once; pieces that somebody is working on only after a wait. A helper without pieces of its own waits in both cases: else all
+ * such helpers would race for the few pieces.
+ *
+ * Members are looked at in turn, from the next one on. Those whose pieces are done stay so, and are not looked at again. */
 static int64_t take_over(Phase *p) {
   const Member *m = p->member;
+  const int idle = p->end == p->own && m->index > 0;
   uint64_t now = ticks();
   if (!p->waiting) { /* expect others' pieces to take as long as its own did */
-    uint64_t piece = p->end > p->own ? (now - p->began) / (p->end - p->own) : 0;
+    uint64_t piece = p->end > p->own ? (now - p->began) / (p->end - p->own) : 0, least = ticks_of(idle ? IDLE_PATIENCE : PATIENCE);
     p->waiting = now;
-    p->patience = piece > ticks_of(PATIENCE) ? piece : ticks_of(PATIENCE);
+    p->patience = piece > least ? piece : least;
   }
   for (int turn = 0;; turn++, now = ticks()) {
-    int patient = now - p->waiting < p->patience, all_done = 1;
-    int64_t late = -1;
-    for (int64_t i = 1; i <= m->team; i++) {
-      int64_t member = (m->index + i) % m->team;
+    int patient = now - p->waiting < p->patience;
+    int64_t late = -1, last = patient && turn % LOOKS ? p->looked + 1 : p->members;
+    for (int64_t i = p->looked; i < last; i++) {
+      int64_t member = (m->index + 1 + i) % p->members, unfinished = 0;
       Place *place = m->places + member;
       int64_t first = first_of(p, member);
       for (int64_t piece = first_of(p, member + 1) - 1; piece >= first; piece--) {
         _Atomic uint64_t *word = place->words + (piece - first);
         uint64_t value = atomic_load_explicit(word, memory_order_acquire);
         if (value >= p->done) continue;
-        all_done = 0;
+        unfinished = 1;
         if (value == p->done - DONE + WRITING) continue;
         int free = value < p->done - DONE + TAKEN;
-        if (free && (!patient || atomic_load_explicit(&place->seen, memory_order_relaxed) < m->phase)) {
+        int absent = !idle && atomic_load_explicit(&place->seen, memory_order_relaxed) < m->phase;
+        if (free && (!patient || absent)) {
           if (atomic_compare_exchange_strong(word, &value, p->done - DONE + TAKEN)) return piece;
         } else if (late < 0) {
           late = piece;
         }
       }
+      if (unfinished || i != p->looked) continue;
+      if (++p->looked == p->members) return -1;
+      if (last == p->looked) last++;
     }
-    if (all_done) return -1;
     if (!patient && late >= 0) {
       p->waiting = now; /* wait again after this piece */
       return late;
@@ -318,7 +348,7 @@ int64_t pool_next(Phase *p) {
 }
 
 static int64_t member_of(const Phase *p, int64_t piece) {
-  int64_t member = piece * p->member->team / p->pieces;
+  int64_t member = piece * p->members / p->pieces;
   while (first_of(p, member + 1) <= piece) member++;
   return member;
 }
@@ -342,13 +372,15 @@ void pool_done(Phase *p, int64_t piece) {
 
 /* ---- Jobs ----------------------------------------------------------------------------------------------------------- */
 
-/* Take part in the job that opened with this value of the door, if it is still open. */
-static void enter_job(Member *m, uint32_t door) {
+/* Take part in the job that opened with this value of the door, if it is still open. Returns whether the job wants this member. */
+static int enter_job(Member *m, uint32_t door) {
+  int wanted = 0;
   atomic_store(&m->inside, 1); /* until the job's number is known: may be any job */
   if (atomic_load(&pool.door) == door) {
     Work work = atomic_load_explicit(&pool.work, memory_order_relaxed);
     size_t size = atomic_load_explicit(&pool.size, memory_order_relaxed);
     int team = atomic_load_explicit(&pool.team, memory_order_relaxed);
+    int waking = atomic_load_explicit(&pool.waking, memory_order_relaxed);
     int64_t job = atomic_load_explicit(&pool.job, memory_order_relaxed);
     uint64_t phase = atomic_load_explicit(&pool.phase, memory_order_relaxed);
     void *common = atomic_load_explicit(&pool.common, memory_order_relaxed);
@@ -367,19 +399,23 @@ static void enter_job(Member *m, uint32_t door) {
       m->common = common;
       m->common_held = common_held;
       m->starved = 0;
+      wanted = 1;
+      if (waking) wake_some(m->index, team);
       work(m->arguments, m);
       check_guard(m);
     }
   }
   atomic_store(&m->inside, 0);
+  return wanted;
 }
 
 /* Publish a job to the members. The door must be closed. */
-static void publish_job(Work work, const void *arguments, size_t size, int team, int64_t job) {
+static void publish_job(Work work, const void *arguments, size_t size, int team, int waking, int64_t job) {
   atomic_thread_fence(memory_order_release); /* orders these writes after the closing of the door; see above */
   atomic_store_explicit(&pool.work, work, memory_order_relaxed);
   atomic_store_explicit(&pool.size, size, memory_order_relaxed);
   atomic_store_explicit(&pool.team, team, memory_order_relaxed);
+  atomic_store_explicit(&pool.waking, waking, memory_order_relaxed);
   atomic_store_explicit(&pool.job, job, memory_order_relaxed);
   atomic_store_explicit(&pool.phase, pool.reached, memory_order_relaxed);
   for (size_t i = 0; 8 * i < size; i++) {
@@ -470,14 +506,15 @@ static void *helper(void *argument) {
       leave_core(core);
       if (core != own_core()) continue;
       if (++naps <= NAPS) nanosleep(&(struct timespec){.tv_nsec = NAP * 1000}, NULL);
-      else sleep_at(door);
+      else sleep_at(m->index, door);
       idle_since = last_look = ticks();
       continue;
     }
     if ((door & 1) && door != last) {
-      enter_job(m, last = door);
-      naps = 0;
-      idle_since = last_look = ticks();
+      if (enter_job(m, last = door)) {
+        naps = 0;
+        idle_since = last_look = ticks();
+      }
       continue;
     }
     if (now - last_look > ticks_of(GAP)) core_lost = now;
@@ -486,7 +523,7 @@ static void *helper(void *argument) {
     if (now - idle_since < ticks_of(busy ? SPIN_BUSY : SPIN_QUIET)) {
       relax();
     } else {
-      sleep_at(door);
+      sleep_at(m->index, door);
       idle_since = last_look = ticks();
     }
   }
@@ -571,14 +608,15 @@ int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int
     return m->starved ? -1 : 0;
   }
   int64_t job = atomic_load_explicit(&pool.job, memory_order_relaxed) + 1;
-  publish_job(work, arguments, size, team, job);
+  int waking = bytes >= WORTH_WAKING;
+  publish_job(work, arguments, size, team, waking, job);
   share_memory(m);
   m->index = 0;
   m->phase = pool.reached;
   m->places = pool.places;
   atomic_store_explicit(&pool.core, own_core(), memory_order_relaxed);
   m->door = atomic_fetch_add(&pool.door, 1) + 1;
-  if (bytes >= WORTH_WAKING && atomic_load(&pool.asleep)) wake();
+  if (waking) wake_some(0, team);
   work(arguments, m);
   check_guard(m);
   if (pool.holder) check_guard(pool.holder);
@@ -601,7 +639,7 @@ PUBLIC void pool_stop(void) {
   while (!atomic_compare_exchange_weak(&pool.busy, &no, 1)) no = 0, sched_yield();
   atomic_store(&pool.stopping, 1);
   atomic_fetch_add(&pool.door, 2);
-  wake();
+  for (int i = 1; i <= pool.helpers; i++) wake(pool.asleep + i);
   for (int i = 1; i <= pool.helpers; i++) pthread_join(pool.threads[i], NULL);
   for (int i = 1; i <= pool.helpers; i++) {
     Member *m = atomic_load(&pool.members[i]); /* not freed: another thread may be in pool_oldest */
