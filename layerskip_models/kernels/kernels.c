@@ -254,6 +254,24 @@ PUBLIC int64_t EXPORT(parts_size)(const Step *s) {
 
 #define LAYER_PHASES 6 /* queries, keys and values; caches; attention; its output; gates and ups; down */
 
+/* The threads for a pass. Small models have small phases: a team that is too large for all of them would only look at itself. */
+static int team_of_step(int threads, int64_t layers, int64_t bytes, int64_t rows) {
+  return (int)worth_sharing(threads, bytes / (LAYER_PHASES * layers + 1), rows);
+}
+
+/* How a pass of `rows` rows at the beginning of a text is divided among `threads` threads. found: the threads that take part, and
+ * the pieces of the first layer's four matrices, in the order of `Layer`, and of the head. */
+PUBLIC void EXPORT(division)(const Layer *layers, int64_t count, const Matrix *head, int64_t rows, int threads, int64_t *found) {
+  const Matrix *products[] = {&layers->qkv, &layers->output, &layers->gate_up, &layers->down};
+  int64_t team = team_of_step(threads, count, count * layer_bytes(layers) + bytes_read(head), rows);
+  found[0] = team;
+  for (int i = 0; i < 4; i++) {
+    int64_t size = i == 2 ? products[i]->out / 2 : products[i]->out;
+    found[i + 1] = pieces_of(team, (size + BLOCK - 1) / BLOCK, bytes_read(products[i]), rows);
+  }
+  found[5] = chunk_pieces(team, head, rows);
+}
+
 PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
   int64_t hidden = s->shape->hidden;
   for (int64_t r = 0; s->embedding && r < s->rows; r++) {
@@ -281,9 +299,7 @@ PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
       bytes += bytes_read(&s->adapter->gate_up) + bytes_read(&s->adapter->down);
     }
   }
-  /* Small models have small phases: a team that is too large for them all would only look at one another. */
-  int64_t team = worth_sharing(threads, bytes / (LAYER_PHASES * s->count + 1), s->rows);
-  int64_t job = pool_run(stepping, &a, sizeof a, (int)team, bytes);
+  int64_t job = pool_run(stepping, &a, sizeof a, team_of_step(threads, s->count, bytes, s->rows), bytes);
   if (job < 0) return job;
   if (s->stride && s->last) memcpy(s->last, result, s->rows * hidden * sizeof(float));
   if (s->head) conclude(&a.picking, s->tokens, s->numbers);
