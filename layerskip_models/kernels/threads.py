@@ -99,7 +99,7 @@ def _warn_of_binding() -> None:
 
 
 def processors() -> tuple[int, ...]:
-    """The system's numbers of the processors that this process may use, by its affinity mask. Each thread of a core is one."""
+    """The system's numbers of the processors that this process may use (its affinity mask). A core's threads count each."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))

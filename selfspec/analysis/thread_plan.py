@@ -52,8 +52,8 @@ class ThreadPlan:
         if len(self.nodes) > 1:
             node = min(self.nodes)
             lines.append(
-                f"these processors belong to NUMA nodes {', '.join(map(str, self.nodes))}, and a node's memory is slow for the "
-                f"others: run one process per node, each bound to its own (numactl --cpunodebind={node} --membind={node})"
+                f"these processors belong to NUMA nodes {', '.join(map(str, self.nodes))}, and a node's memory is slow for "
+                f"the others: run one process per node, each bound to its own (numactl --cpunodebind={node} --membind={node})"
             )
         return lines
 
