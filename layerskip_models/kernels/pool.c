@@ -43,6 +43,7 @@
 #define LINE 64
 #define ALIGNED __attribute__((aligned(LINE)))
 enum { TAKEN = 1, WRITING = 2, DONE = 3 };
+#define ASIDE -1
 
 #ifndef SPIN_QUIET
 #define SPIN_QUIET 2000 /* microseconds that a helper spins for the next job; the Python code of a round takes a tenth of this */
@@ -71,6 +72,10 @@ enum { TAKEN = 1, WRITING = 2, DONE = 3 };
 #ifndef NAPS
 #define NAPS 20          /* naps, after which it sleeps until it is woken */
 #endif
+#ifndef STEP_ASIDE
+#define STEP_ASIDE 1     /* whether helpers that have no core to themselves leave the team */
+#endif
+#define SETTLED 1000     /* microseconds after which a helper looks again who else is on its core */
 #ifndef SHORT_SLICE
 #define SHORT_SLICE 100  /* microseconds: time slice that helpers ask for */
 #endif
@@ -122,6 +127,7 @@ static struct {
   _Atomic int stopping;
   int helpers; /* threads started; changed by the owner only */
   _Atomic uint32_t asleep[POOL_MEMBERS] ALIGNED; /* 1 while a helper sleeps, or is about to */
+  _Atomic int cores[POOL_MEMBERS] ALIGNED; /* where a helper works: core + 1, 0 while it sleeps, or ASIDE */
   pthread_t threads[POOL_MEMBERS];
   Member *_Atomic members[POOL_MEMBERS]; /* from index 1 on; entries are never removed */
   Place places[POOL_MEMBERS];
@@ -474,41 +480,93 @@ static void ask_for_short_slices(void) {
 #endif
 }
 
-/* Leave the owner's core for another that the thread may use. The scheduler does not always do it: it moves threads that wait for
- * a core, and wakes one elsewhere only if it looks for an idle core, which it does less the busier they have all been. A helper
- * that naps is neither, so the two have shared a core for minutes while the other was idle. */
-static void leave_core(int core) {
+/* Leave a core for another that the thread may use, where none of the team is; if there is none, for any other, or for none unless
+ * `anywhere`. The scheduler does not always do it: it moves threads that wait for a core, and wakes one elsewhere only if it looks
+ * for an idle core, which it does less the busier they have all been. A helper that naps is neither, so it has shared the owner's
+ * core for minutes while another was idle. */
+static void leave_core(int core, int anywhere) {
 #ifdef __linux__
-  cpu_set_t allowed, others;
+  cpu_set_t allowed, others, empty;
   if (core >= CPU_SETSIZE || sched_getaffinity(0, sizeof allowed, &allowed)) return;
   others = allowed;
   CPU_CLR(core, &others);
+  empty = others;
+  int owner = atomic_load_explicit(&pool.core, memory_order_relaxed);
+  if (owner >= 0 && owner < CPU_SETSIZE) CPU_CLR(owner, &empty);
+  for (int i = 1; i < POOL_MEMBERS; i++) {
+    int there = atomic_load_explicit(pool.cores + i, memory_order_relaxed) - 1;
+    if (there >= 0 && there < CPU_SETSIZE) CPU_CLR(there, &empty);
+  }
+  if (CPU_COUNT(&empty)) others = empty;
+  else if (!anywhere) return;
   if (!CPU_COUNT(&others) || sched_setaffinity(0, sizeof others, &others)) return; /* moves the thread before it returns */
   sched_setaffinity(0, sizeof allowed, &allowed);
 #else
-  (void)core;
+  (void)core, (void)anywhere;
 #endif
+}
+
+/* Whether a helper before this one works on the same core. */
+static int is_second(int index, int core) {
+  for (int i = 1; i < index; i++)
+    if (atomic_load_explicit(pool.cores + i, memory_order_relaxed) == core + 1) return 1;
+  return 0;
+}
+
+/* Leave the team for 2^turn milliseconds, or until it stops. */
+static void step_aside(int index, int turn) {
+  struct timespec until = {.tv_sec = turn < 10 ? 0 : 1, .tv_nsec = turn < 10 ? 1000000L << turn : 0};
+  atomic_store(pool.cores + index, ASIDE);
+#ifdef __linux__
+  syscall(SYS_futex, &pool.stopping, FUTEX_WAIT_PRIVATE, 0, &until, NULL, 0);
+#else
+  nanosleep(&until, NULL);
+#endif
+}
+
+/* The size of a team without its last helpers that stand aside. */
+static int at_work(int team) {
+  while (team > 2 && atomic_load_explicit(pool.cores + team - 1, memory_order_relaxed) == ASIDE) team--;
+  return team;
 }
 
 static void *helper(void *argument) {
   Member *m = argument;
   ask_for_short_slices();
   uint32_t last = 0, naps = 0; /* naps since the last job */
-  uint64_t core_lost = 0, idle_since = ticks(), last_look = idle_since;
+  uint64_t core_lost = 0, idle_since = ticks(), last_look = idle_since, settled_at = 0;
+  int settled = -1, turn = 0; /* the core that is its own; how often it has stood aside */
   for (;;) {
     /* Read the door before `stopping`: pool_stop changes the door last, so a helper that goes to sleep on the old value wakes. */
     uint32_t door = atomic_load_explicit(&pool.door, memory_order_acquire);
     if (atomic_load_explicit(&pool.stopping, memory_order_acquire)) break;
     uint64_t now = ticks();
-    int core = atomic_load_explicit(&pool.core, memory_order_relaxed);
-    if (core >= 0 && core == own_core()) {
+    int core = atomic_load_explicit(&pool.core, memory_order_relaxed), here = own_core();
+    if (core >= 0 && core == here) {
       /* On the owner's core a helper would only slow the owner down. It stays there if it may use no other. */
-      leave_core(core);
+      leave_core(core, 1);
       if (core != own_core()) continue;
+      atomic_store(pool.cores + m->index, 0);
+      settled = -1;
       if (++naps <= NAPS) nanosleep(&(struct timespec){.tv_nsec = NAP * 1000}, NULL);
       else sleep_at(m->index, door);
       idle_since = last_look = ticks();
       continue;
+    }
+    if (STEP_ASIDE && here >= 0 && (here != settled || now - settled_at > ticks_of(SETTLED))) {
+      /* With more helpers than cores they would take turns, and lose their core in the middle of a piece. The first stays. */
+      int second = is_second(m->index, here);
+      if (second) leave_core(here, 0);
+      if (second && own_core() != here) continue;
+      if (second || (turn && !(door & 1))) { /* who stands aside comes back only where there is work */
+        step_aside(m->index, turn);
+        if (turn < (door & 1 ? 6 : 10)) turn++;
+        settled = -1;
+        idle_since = last_look = ticks();
+        continue;
+      }
+      atomic_store(pool.cores + m->index, here + 1);
+      settled = here, settled_at = now, turn = 0;
     }
     if ((door & 1) && door != last) {
       if (enter_job(m, last = door)) {
@@ -523,6 +581,8 @@ static void *helper(void *argument) {
     if (now - idle_since < ticks_of(busy ? SPIN_BUSY : SPIN_QUIET)) {
       relax();
     } else {
+      atomic_store(pool.cores + m->index, 0);
+      settled = -1;
       sleep_at(m->index, door);
       idle_since = last_look = ticks();
     }
@@ -597,7 +657,7 @@ int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int
   }
   int mine = 0;
   if (threads > 1 && size <= POOL_ARGUMENTS) mine = atomic_compare_exchange_strong(&pool.busy, &mine, 1);
-  int team = mine && !atomic_load(&pool.stopping) ? start_helpers(threads) : 1;
+  int team = mine && !atomic_load(&pool.stopping) ? at_work(start_helpers(threads)) : 1;
   m->team = team;
   m->starved = 0;
   if (team == 1) {
@@ -640,6 +700,9 @@ PUBLIC void pool_stop(void) {
   atomic_store(&pool.stopping, 1);
   atomic_fetch_add(&pool.door, 2);
   for (int i = 1; i <= pool.helpers; i++) wake(pool.asleep + i);
+#ifdef __linux__
+  syscall(SYS_futex, &pool.stopping, FUTEX_WAKE_PRIVATE, POOL_MEMBERS, NULL, NULL, 0);
+#endif
   for (int i = 1; i <= pool.helpers; i++) pthread_join(pool.threads[i], NULL);
   for (int i = 1; i <= pool.helpers; i++) {
     Member *m = atomic_load(&pool.members[i]); /* not freed: another thread may be in pool_oldest */

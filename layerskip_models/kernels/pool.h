@@ -57,6 +57,7 @@ int64_t pool_oldest(void);
 /* End all threads and wait for them; from then on every job runs on its caller's thread alone. */
 void pool_stop(void);
 
+/* pieces: at most POOL_PIECES for each member of the team. */
 Phase pool_phase(Member *member, int64_t pieces);
 int64_t pool_next(Phase *phase);
 int pool_win(Phase *phase, int64_t piece);

@@ -31,7 +31,7 @@ needs_team = pytest.mark.skipif(
 @pytest.mark.usefixtures("with_studies")
 def test_the_command_and_its_tables(tmp_path: Path) -> None:
     checkpoint, path = tmp_path / "tiny", tmp_path / "cores.jsonl"
-    tiny_llama(seed=3).save_pretrained(checkpoint)
+    tiny_llama(seed=3, max_position_embeddings=256).save_pretrained(checkpoint)
     tiny_tokenizer().save_pretrained(checkpoint)
     arguments = ["--model", str(checkpoint), "--threads", "1,3", "--max-new-tokens", "4", "--seconds", "0.02"]
     result = CliRunner().invoke(app, ["cores", *arguments, "--repeats", "2", "--output", str(path)])

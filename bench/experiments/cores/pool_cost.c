@@ -137,20 +137,20 @@ static void wakes(void) {
 /* ---- The team ---------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-  int64_t phases, pieces;
+  int64_t phases;
 } Empty;
 
 static void empty(const void *arguments, Member *member) {
   const Empty *a = arguments;
   for (int64_t i = 0; i < a->phases && !pool_left(member); i++) {
-    Phase phase = pool_phase(member, a->pieces);
+    Phase phase = pool_phase(member, pool_team(member));
     for (int64_t piece; (piece = pool_next(&phase)) >= 0;)
       if (pool_win(&phase, piece)) pool_done(&phase, piece);
   }
 }
 
-static double jobs(int threads, int64_t phases, int64_t pieces, int count) {
-  Empty a = {phases, pieces};
+static double jobs(int threads, int64_t phases, int count) {
+  Empty a = {phases};
   for (int i = 0; i < 20; i++) pool_run(empty, &a, sizeof a, threads, 1 << 20);
   double start = now();
   for (int i = 0; i < count; i++) pool_run(empty, &a, sizeof a, threads, 1 << 20);
@@ -171,7 +171,7 @@ int main(int count, char **arguments) {
   use_any();
   for (int threads = 1; threads <= atoi(arguments[3]); threads *= 2)
     for (int i = 0; i < REPEATS; i++) {
-      double start = jobs(threads, 0, 0, 2000), phases = jobs(threads, 1000, threads, threads > 2 ? 5 : 20);
+      double start = jobs(threads, 0, 2000), phases = jobs(threads, 1000, 20);
       told("job", threads, start);
       told("phase", threads, (phases - start) / 1000);
     }
