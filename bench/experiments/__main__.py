@@ -14,6 +14,7 @@ from bench.experiments.chat_prompts.chat_prompts_command import chat_prompts
 from bench.experiments.copy_index.copy_index_command import copy_index
 from bench.experiments.copying.copying_command import copying_accuracy, copying_texts
 from bench.experiments.copying.copying_gain_command import copying_gain
+from bench.experiments.cores.cores_command import cores
 from bench.experiments.exit_adapters.exit_adapters_command import exit_adapters
 from bench.experiments.exit_adapters.judge_command import judge_exits
 from bench.experiments.exit_losses.exit_losses_command import exit_losses
@@ -64,6 +65,7 @@ app.command()(loading)
 app.command()(copy_index)
 app.command()(attention)
 app.command()(busy)
+app.command()(cores)
 app.command()(ranks)
 app.command()(row_parts)
 app.command()(start_up)

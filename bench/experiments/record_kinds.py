@@ -9,6 +9,7 @@ from typing import Any
 from bench.experiments.attention.attention_tables import attention_headline, attention_tables
 from bench.experiments.busy.busy_tables import busy_headline, busy_tables
 from bench.experiments.copying.copying_tables import copying_headline, copying_tables
+from bench.experiments.cores.cores_tables import cores_headline, cores_tables
 from bench.experiments.exit_adapters.exit_tables import exit_tables, exits_headline
 from bench.experiments.exit_adapters.judge_tables import judged_headline, judged_tables
 from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, exit_loss_tables
@@ -57,6 +58,11 @@ STUDIES: dict[str, RecordKind] = {
     "attention": RecordKind(tables=attention_tables, headline=attention_headline, headings={"attention": "Attention"}),
     "busy": RecordKind(
         tables=busy_tables, headline=busy_headline, figures=_busy_figures, headings={"cost": "Processor time"}
+    ),
+    "cores": RecordKind(
+        tables=cores_tables,
+        headline=cores_headline,
+        headings={"threads": "Threads", "pool_parts": "Parts of a phase", "pool_model": "Larger machines"},
     ),
     "loading": RecordKind(tables=loading_tables, headline=loading_headline, headings={"loading": "Loading"}),
     "row-parts": RecordKind(

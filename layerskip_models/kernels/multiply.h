@@ -3,14 +3,14 @@
 #define SELFSPEC_MULTIPLY_H
 #include "attention.h"
 #include "matrices.h"
-#include "pool.h"
+#include "sharing.h"
 
 #define PIECE_BYTES (24 << 10) /* fewest bytes of weights in a piece: a microsecond or two */
 
-/* The number of pieces for `units` units of work whose weights have `bytes` bytes. */
-static int64_t pieces_of(int64_t team, int64_t units, int64_t bytes) {
-  int64_t each = max(1, min(POOL_PIECES, bytes / PIECE_BYTES / team));
-  return min(units, team * each);
+/* The number of pieces for `units` units of work whose weights have `bytes` bytes and meet `rows` rows. */
+static int64_t pieces_of(int64_t team, int64_t units, int64_t bytes, int64_t rows) {
+  int64_t members = worth_sharing(team, bytes, rows), each = max(1, min(POOL_PIECES, bytes / PIECE_BYTES / members));
+  return min(units, members * each);
 }
 
 /* The first output of a piece, a multiple of BLOCK. size: outputs of all pieces. */
@@ -43,7 +43,7 @@ static const float *prepared_together(Member *member, const Input *input, const 
   float *common = pool_common(member, rows * row_size(m) * sizeof(float));
   if (!common) return NULL;
   float *normed = input->norm ? pool_memory(member, size * in * sizeof(float)) : NULL;
-  int64_t pieces = min(turns, pool_team(member) * POOL_PIECES);
+  int64_t pieces = min(turns, worth_sharing(pool_team(member), rows * in * (int64_t)sizeof(float), 1) * POOL_PIECES);
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     if (!pool_win(&phase, piece)) continue;
@@ -195,7 +195,7 @@ static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t fi
 /* One or two phases: y = residual + x W^T, or silu(gate) * up if `gated`. y: [rows, out], or [rows, out / 2] if gated. */
 static void multiply(Member *member, const Matrix *m, const Input *input, int gated, const float *residual, float *y) {
   int64_t rows = input->rows, size = gated ? m->out / 2 : m->out, units = (size + BLOCK - 1) / BLOCK;
-  int64_t pieces = pieces_of(pool_team(member), units, bytes_of(m->kind, m->out * m->in));
+  int64_t pieces = pieces_of(pool_team(member), units, bytes_of(m->kind, m->out * m->in), rows);
   const float *x = prepared_together(member, input, m);
   int64_t own_rows = x ? 0 : rows_scratch(m, rows), before = own_rows + (gated ? 2 : 1) * wide_scratch(m, rows); /* floats */
   int alone = pool_alone(member);

@@ -25,6 +25,7 @@ WRITERS = [
     (bench.commands.bench_app.app, ["serving", "-o"]),
     (bench.experiments.__main__.app, ["attention", "-o"]),
     (bench.experiments.__main__.app, ["busy", "-o"]),
+    (bench.experiments.__main__.app, ["cores", "-o"]),
     (bench.experiments.__main__.app, ["chat-prompts", "none", "-o"]),
     (bench.experiments.__main__.app, ["copying-texts"]),
     (bench.experiments.__main__.app, ["copying-gain", "copying", "-o"]),
