@@ -17,6 +17,7 @@ from bench.experiments.fewer_bits.fine_tune_tables import fine_tune_headline, fi
 from bench.experiments.fewer_bits.rounding_tables import rounding_headline, rounding_tables
 from bench.experiments.loading.loading_tables import loading_headline, loading_tables
 from bench.experiments.readings.reading_tables import reading_tables
+from bench.experiments.spide.spide_tables import spide_headline, spide_tables
 from bench.record import Line
 from bench.report.record_kinds import KINDS, RecordKind
 from bench.report.table import Table
@@ -56,6 +57,16 @@ STUDIES: dict[str, RecordKind] = {
     "attention": RecordKind(tables=attention_tables, headline=attention_headline, headings={"attention": "Attention"}),
     "busy": RecordKind(
         tables=busy_tables, headline=busy_headline, figures=_busy_figures, headings={"cost": "Processor time"}
+    ),
+    "spide": RecordKind(
+        tables=spide_tables,
+        headline=spide_headline,
+        headings={
+            "spide_arms": "SPIDE and its parts",
+            "spide_free": "On texts that do not loop",
+            "spide_tau": "Cost and speed by tau",
+            "spide_ahead": "Drafts ahead",
+        },
     ),
     "loading": RecordKind(tables=loading_tables, headline=loading_headline, headings={"loading": "Loading"}),
     "copying-gain": RecordKind(
