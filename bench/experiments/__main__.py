@@ -27,6 +27,7 @@ from bench.experiments.ranks.ranks_command import ranks
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.readings.readings import SEGMENT
 from bench.experiments.record_kinds import STUDIES
+from bench.experiments.settings.settings_command import settings
 from bench.experiments.spide.spide_command import spide
 from bench.experiments.start_up.start_up_command import start_up
 from bench.record import read_record, showing
@@ -65,6 +66,7 @@ app.command()(copy_index)
 app.command()(attention)
 app.command()(busy)
 app.command()(ranks)
+app.command()(settings)
 app.command()(spide)
 app.command()(start_up)
 app.command()(report)

@@ -17,6 +17,7 @@ from bench.experiments.fewer_bits.fine_tune_tables import fine_tune_headline, fi
 from bench.experiments.fewer_bits.rounding_tables import rounding_headline, rounding_tables
 from bench.experiments.loading.loading_tables import loading_headline, loading_tables
 from bench.experiments.readings.reading_tables import reading_tables
+from bench.experiments.settings.settings_tables import settings_headline, settings_tables
 from bench.experiments.spide.spide_tables import spide_headline, spide_tables
 from bench.record import Line
 from bench.report.record_kinds import KINDS, RecordKind
@@ -57,6 +58,11 @@ STUDIES: dict[str, RecordKind] = {
     "attention": RecordKind(tables=attention_tables, headline=attention_headline, headings={"attention": "Attention"}),
     "busy": RecordKind(
         tables=busy_tables, headline=busy_headline, figures=_busy_figures, headings={"cost": "Processor time"}
+    ),
+    "settings": RecordKind(
+        tables=settings_tables,
+        headline=settings_headline,
+        headings={"settings": "Published settings and ours", "settings_free": "On texts without loops"},
     ),
     "spide": RecordKind(
         tables=spide_tables,

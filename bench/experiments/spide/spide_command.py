@@ -47,7 +47,7 @@ def spide(
         samples = encode_prompts(
             choose_prompts(prompts, [], tuning + num_samples), open_tokenizer(checkpoint), prompt_tokens
         )
-        kept, scored = _split(samples, tuning)
+        kept, scored = split_for_tuning(samples, tuning)
         generator = SelfSpecGenerator(open_model(checkpoint, dtype, "cpu"), prefix_cache=0)
         num_layers = generator.model.num_layers
         layers = [check_exit_layer(layer, num_layers) for layer in dict.fromkeys(exit_layer or EXIT_LAYERS)]
@@ -84,7 +84,7 @@ def spide(
     show(record.lines)
 
 
-def _split(samples: list[EncodedPrompt], tuning: int) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:
+def split_for_tuning(samples: list[EncodedPrompt], tuning: int) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:
     """The first `tuning` prompts of each task, and the others, tasks taking turns. ValueError if a task has no others."""
     by_task: dict[str, list[EncodedPrompt]] = {}
     for sample in samples:
