@@ -29,6 +29,8 @@ from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.readings.readings import SEGMENT
 from bench.experiments.record_kinds import STUDIES
 from bench.experiments.row_parts.row_parts_command import row_parts
+from bench.experiments.settings.settings_command import settings
+from bench.experiments.spide.spide_command import spide
 from bench.experiments.start_up.start_up_command import start_up
 from bench.record import read_record, showing
 from bench.report.record_kinds import KINDS
@@ -68,6 +70,8 @@ app.command()(busy)
 app.command()(cores)
 app.command()(ranks)
 app.command()(row_parts)
+app.command()(settings)
+app.command()(spide)
 app.command()(start_up)
 app.command()(report)
 

@@ -19,6 +19,8 @@ from bench.experiments.fewer_bits.rounding_tables import rounding_headline, roun
 from bench.experiments.loading.loading_tables import loading_headline, loading_tables
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.row_parts.row_parts_tables import row_parts_headline, row_parts_tables
+from bench.experiments.settings.settings_tables import settings_headline, settings_tables
+from bench.experiments.spide.spide_tables import spide_headline, spide_tables
 from bench.record import Line
 from bench.report.record_kinds import KINDS, RecordKind
 from bench.report.table import Table
@@ -63,6 +65,20 @@ STUDIES: dict[str, RecordKind] = {
         tables=cores_tables,
         headline=cores_headline,
         headings={"threads": "Threads", "pool_parts": "Parts of a phase", "pool_model": "Larger machines"},
+    "settings": RecordKind(
+        tables=settings_tables,
+        headline=settings_headline,
+        headings={"settings": "Published settings and ours", "settings_free": "On texts without loops"},
+    ),
+    "spide": RecordKind(
+        tables=spide_tables,
+        headline=spide_headline,
+        headings={
+            "spide_arms": "SPIDE and its parts",
+            "spide_free": "On texts that do not loop",
+            "spide_tau": "Cost and speed by tau",
+            "spide_ahead": "Drafts ahead",
+        },
     ),
     "loading": RecordKind(tables=loading_tables, headline=loading_headline, headings={"loading": "Loading"}),
     "row-parts": RecordKind(
