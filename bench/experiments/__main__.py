@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from bench.commands.report_command import report
+from bench.experiments.answers.answers_command import answers
 from bench.experiments.attention.attention_command import attention
 from bench.experiments.busy.busy_command import busy
 from bench.experiments.chat_prompts.chat_prompts_command import chat_prompts
@@ -65,6 +66,7 @@ app.command()(weight_only)
 app.command()(leaves)
 app.command()(loading)
 app.command()(copy_index)
+app.command()(answers)
 app.command()(attention)
 app.command()(busy)
 app.command()(cores)

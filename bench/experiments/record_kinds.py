@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from bench.experiments.answers.answers_tables import answers_headline, answers_tables
 from bench.experiments.attention.attention_tables import attention_headline, attention_tables
 from bench.experiments.busy.busy_tables import busy_headline, busy_tables
 from bench.experiments.copying.copying_tables import copying_headline, copying_tables
@@ -57,6 +58,7 @@ STUDIES: dict[str, RecordKind] = {
             "conditional": "Acceptance after accepted tokens",
         },
     ),
+    "answers": RecordKind(tables=answers_tables, headline=answers_headline, headings={"session": "A session of edits"}),
     "attention": RecordKind(tables=attention_tables, headline=attention_headline, headings={"attention": "Attention"}),
     "busy": RecordKind(
         tables=busy_tables, headline=busy_headline, figures=_busy_figures, headings={"cost": "Processor time"}
