@@ -67,6 +67,7 @@ STUDIES: dict[str, RecordKind] = {
         tables=cores_tables,
         headline=cores_headline,
         headings={"threads": "Threads", "pool_parts": "Parts of a phase", "pool_model": "Larger machines"},
+    ),
     "settings": RecordKind(
         tables=settings_tables,
         headline=settings_headline,
