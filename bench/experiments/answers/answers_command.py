@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +52,9 @@ def answers(
             "file": f"{lines} lines of {file.name}",
             "edits": edits,
             "max_new_tokens": max_new_tokens,
+            "repeats": 1,
+            "weights_digest": None,
+            "prompts_digest": sha256("".join(edit.text for edit in session).encode()).hexdigest()[:12],
         },
         "provenance": provenance(generator.model.device, generator.model.dtype),
     }
