@@ -23,6 +23,7 @@ WRITERS = [
     (bench.commands.bench_app.app, ["context", "-o"]),
     (bench.commands.bench_app.app, ["batch", "-o"]),
     (bench.commands.bench_app.app, ["serving", "-o"]),
+    (bench.experiments.__main__.app, ["answers", "-o"]),
     (bench.experiments.__main__.app, ["attention", "-o"]),
     (bench.experiments.__main__.app, ["busy", "-o"]),
     (bench.experiments.__main__.app, ["cores", "-o"]),

@@ -246,7 +246,7 @@ def test_the_law_is_exact_where_tokens_are_copied(name: str, llama: LlamaForCaus
     assert distance(law, expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["copy:4", "copy:3+ls:2-2"])
+@pytest.mark.parametrize("name", [name for name in POLICIES if "copy" in name and "min=3" not in name])
 def test_the_law_is_exact_with_earlier_answers_to_copy_from(
     name: str, llama: LlamaForCausalLM, model: LayerSkipModel
 ) -> None:

@@ -1,7 +1,7 @@
-"""A model whose logits spell given answers: a Llama whose layers add nothing, and whose head maps each token to its successor.
+"""A model whose logits spell given answers: its layers add nothing, and its head maps each token to the one that follows.
 
-The answer is decided by the last token of the prompt. So a template ends the prompt with a key, one token, and the scripts say
-what follows each key. All exits agree with the last layer.
+The answer is decided by the last token of the prompt. So a template ends the prompt with a key, one token, and the scripts
+say what follows each key. All exits agree with the last layer.
 """
 
 from __future__ import annotations

@@ -42,7 +42,14 @@ def answers_tables(lines: Sequence[Line]) -> list[Table]:
         "the prompt holds", "answers", "policy", "seconds without", "with", "times as fast", "decoding alone",
         "tokens per round without", "with the store", "same texts",
     )  # fmt: skip
-    return [Table(name="session", title="A session of edits, with and without earlier answers", columns=columns, rows=tuple(rows))]
+    return [
+        Table(
+            name="session",
+            title="A session of edits, with and without earlier answers",
+            columns=columns,
+            rows=tuple(rows),
+        )
+    ]
 
 
 def _seconds(lines: Sequence[Line]) -> float:

@@ -19,10 +19,9 @@ from selfspec.messages import encode_messages, has_template
 
 PROMPTS = {
     "request": "the request alone",
-    "first": "the first version, and all requests",
     "file": "the file as it is, and the request",
 }
-"""What a prompt holds, from nothing to copy from to all of it."""
+"""What a prompt holds: nothing to copy from, or all of it."""
 STORE_BYTES = 64 << 20
 _WORD = re.compile(r"[a-z_]{4,}|\d+")
 _WORDS = ("total", "window", "offset", "current", "layers", "budget", "limit", "cursor", "margin", "weight")
@@ -63,12 +62,7 @@ def make_edits(text: str, count: int, seed: int = 0) -> list[Edit]:
 def prompt_text(kind: str, text: str, edits: Sequence[Edit], number: int) -> str:
     """The request for edit `number`, with what this kind of prompt holds. text: the file before all edits."""
     asked = f"{edits[number].request} Answer with the whole file."
-    if kind == "request":
-        return asked
-    if kind == "file":
-        return f"{edits[number - 1].text if number else text}\n{asked}"
-    before = "\n".join(edit.request for edit in edits[:number])
-    return f"{text}\nThese changes were made:\n{before}\n{asked}"
+    return asked if kind == "request" else f"{edits[number - 1].text if number else text}\n{asked}"
 
 
 def prompt_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
