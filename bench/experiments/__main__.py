@@ -31,6 +31,7 @@ from bench.experiments.readings.readings import SEGMENT
 from bench.experiments.record_kinds import STUDIES
 from bench.experiments.row_parts.row_parts_command import row_parts
 from bench.experiments.settings.settings_command import settings
+from bench.experiments.sources_command import add_sources
 from bench.experiments.spide.spide_command import spide
 from bench.experiments.start_up.start_up_command import start_up
 from bench.record import read_record, showing
@@ -76,6 +77,7 @@ app.command()(settings)
 app.command()(spide)
 app.command()(start_up)
 app.command()(report)
+app.command()(add_sources)
 
 
 @app.command(name="readings")
