@@ -7,17 +7,21 @@ its own clock tells the time of the first token, so that no Python is called bac
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import openvino
 import openvino_genai
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.engines.own import Generation
+from bench.machine.throughput import BatchRun, after_prompts
 from layerskip_models.kernels.threads import num_threads
 
 MODEL = "openvino_model.xml"
@@ -44,20 +48,31 @@ class OpenVinoEngine:
             str(path), "CPU", scheduler_config=scheduling, INFERENCE_NUM_THREADS=num_threads()
         )
 
-    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
-        """See `TimedEngine`."""
-        ids = prompt.numpy().reshape(1, -1)
+    def _call(self, ids: NDArray[np.int64], max_new_tokens: int) -> tuple[Any, float]:
+        """What it gives for ids [texts, n], and the seconds that it took."""
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         settings = openvino_genai.GenerationConfig(
             max_new_tokens=max_new_tokens, ignore_eos=True, do_sample=False, apply_chat_template=False
         )
         start = perf_counter()
         result = self._pipeline.generate(inputs, settings)
-        seconds = perf_counter() - start
+        return result, perf_counter() - start
+
+    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
+        """See `TimedEngine`."""
+        result, seconds = self._call(prompt.numpy().reshape(1, -1), max_new_tokens)
         first = result.perf_metrics.get_ttft().mean / 1000
         return Generation(
             tokens=tuple(result.tokens[0]), seconds=seconds, time_to_first_token=first, decode_seconds=seconds - first
         )
+
+    def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
+        """See `BatchEngine`. prompts: of one length. Its clock tells of single texts only, so the time until all texts have
+        their first token is that of another call."""
+        ids = torch.stack([*prompts]).numpy()
+        _, first = self._call(ids, 1)
+        result, seconds = self._call(ids, max_new_tokens)
+        return after_prompts([[*tokens] for tokens in result.tokens], seconds, first)
 
     def count(self, prompt: Tensor, max_new_tokens: int) -> None:
         """None: there are no rounds."""
