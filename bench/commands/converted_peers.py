@@ -48,7 +48,9 @@ def peers_at(bits: int, folder: Path, max_tokens: int) -> tuple[dict[str, Callab
         "llama.cpp": lambda label: partial(llama_cpp_peer, file, max_tokens, label),
         "ik_llama.cpp": lambda label: partial(ik_llama_cpp_peer, file, max_tokens, label),
         "OpenVINO GenAI": lambda label: partial(openvino_peer, converted("openvino", bits, folder), label),
-        "ONNX Runtime GenAI": lambda label: partial(onnxruntime_peer, converted("onnxruntime", bits, folder), label, bits),
+        "ONNX Runtime GenAI": lambda label: partial(
+            onnxruntime_peer, converted("onnxruntime", bits, folder), label, bits
+        ),
         "CTranslate2": lambda label: partial(ctranslate2_peer, converted("ctranslate2", bits, folder), label),
     }
     kinds = {converter.label: converter.kinds[bits] for converter in CONVERTERS.values()}
@@ -107,7 +109,7 @@ def openvino_peer(path: Path, label: str) -> Peer:
     from bench.engines.openvino_genai import OpenVinoEngine, openvino_version
 
     def make() -> tuple[BatchEngine, Mapping[str, Any]]:
-        return OpenVinoEngine(path), {}
+        return OpenVinoEngine(path, label), {}
 
     return _loaded(make, "import openvino_genai", openvino_rounding_of(path), {"openvino": openvino_version()})
 
@@ -134,7 +136,11 @@ def ctranslate2_peer(path: Path, label: str) -> Peer:
 
     peer = _loaded(make, "import ctranslate2", "", {"ctranslate2": ctranslate2_version()})
     few = str(peer.about["arithmetic"]).startswith("int8")
-    rows = "a scale for each output; rows to 8 bits, one scale for a row" if few else "weights turned into float32; no rows"
+    rows = (
+        "a scale for each output; rows to 8 bits, one scale for a row"
+        if few
+        else "weights turned into float32; no rows"
+    )
     peer.about["loading"]["rounding"] = f"{rows}; keys, values and all else in float32"
     return peer
 

@@ -43,7 +43,7 @@ def measure_by_bits(
 ) -> tuple[Sequence[Line], dict[str, str]]:
     """Measure what `peers_at` names, one number of bits after the other. Returns the record, and the engines left out.
 
-    bits: as in "16,8,4". texts: that are decoded together, all of one length. loads: of each engine, in a new process each time.
+    bits: as in "16,8,4". texts: that are decoded together, all of one length. loads: of each engine, each in a new process.
     Raises ValueError for other bits and for a folder that `convert` did not write.
     """
     chosen = parse_range(bits, "--bits")

@@ -1,7 +1,8 @@
 """ik_llama.cpp, a fork of llama.cpp, as an engine to compare with, through the package ik-llama-cpp-python: a GGUF file.
 
-Its C functions are called directly, as llama.cpp's are, with its own defaults but for the number of threads, and that weights
-are repacked for the processor when they are loaded, which llama.cpp does by default.
+Its C functions are called directly, as llama.cpp's are, with its own defaults but for the number of threads and two more.
+Weights are repacked for the processor when they are loaded, which llama.cpp does by default. Its flash attention is off: in the
+package's wheel, which is built for AVX2, it ends the process.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class IkLlamaCppTexts:
         settings = library.llama_context_default_params()
         settings.n_ctx = settings.n_batch = len(prompts) * (-(-self._max_tokens // 256) * 256)
         settings.n_seq_max = len(prompts)
+        settings.flash_attn = False
         settings.n_threads = settings.n_threads_batch = num_threads()
         context = library.llama_init_from_model(self._model, settings)
         if not context:
@@ -52,9 +54,7 @@ class IkLlamaCppTexts:
         batch = library.llama_batch_init(sum(len(prompt) for prompt in prompts), 0, 1)
         try:
             start = perf_counter()
-            tokens = [
-                [best] for best in self._decode(context, batch, [(prompt.tolist(), 0) for prompt in prompts])
-            ]
+            tokens = [[best] for best in self._decode(context, batch, [(prompt.tolist(), 0) for prompt in prompts])]
             first = perf_counter() - start
             for length in range(max_new_tokens - 1):
                 rows = [(own[-1:], len(prompt) + length) for own, prompt in zip(tokens, prompts)]

@@ -32,13 +32,16 @@ SETTINGS = ("INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE", "KV_C
 class OpenVinoEngine:
     """Greedy decoding by `openvino_genai.LLMPipeline`. path: a GGUF file or an exported folder, whose name is the engine's.
 
+    label: for tables, where that is not made of the name.
+
     Raises FileNotFoundError for a folder without a model, RuntimeError, as OpenVINO does, for one that it cannot load.
     """
 
     arithmetic: torch.dtype | None = None
 
-    def __init__(self, path: Path) -> None:
-        self.name, self.label = openvino_name(path), f"OpenVINO GenAI, {openvino_name(path).removeprefix('openvino:')}"
+    def __init__(self, path: Path, label: str | None = None) -> None:
+        self.name = openvino_name(path)
+        self.label = label or f"OpenVINO GenAI, {self.name.removeprefix('openvino:')}"
         self.weights: str | None = self.label
         if path.suffix != ".gguf" and not (path / MODEL).is_file():
             raise FileNotFoundError(f"{path.name} has no {MODEL}: export a model into it (docs/benchmarks.md)")
@@ -90,7 +93,7 @@ def openvino_version() -> str:
 
 def openvino_name(path: Path) -> str:
     """What a record calls the engine on this file or folder."""
-    return f"openvino:{'the file' if path.suffix == '.gguf' else path.name}"
+    return f"openvino:{'the file' if path.suffix == '.gguf' else path.name.removeprefix('openvino-')}"
 
 
 def openvino_rounding(path: Path) -> str:

@@ -53,12 +53,16 @@ def figures(texts: int) -> dict[str, Figure]:
     many = counted(texts, "text")
     decoding, prompt = ("decode_tokens", "decode_seconds"), ("prompt_tokens", "prompt_seconds")
     return {
-        "decode 1": Figure(title="decoding, 1 text, tokens/s", pattern="{:.0f}", value=_speed(*decoding, True), better=max),
+        "decode 1": Figure(
+            title="decoding, 1 text, tokens/s", pattern="{:.0f}", value=_speed(*decoding, True), better=max
+        ),
         "decode n": Figure(
             title=f"decoding, {many}, tokens/s", pattern="{:.0f}", value=_speed(*decoding, False), better=max
         ),
         "prompt 1": Figure(title="prompt, 1 text, tokens/s", pattern="{:.0f}", value=_speed(*prompt, True), better=max),
-        "prompt n": Figure(title=f"prompts, {many}, tokens/s", pattern="{:.0f}", value=_speed(*prompt, False), better=max),
+        "prompt n": Figure(
+            title=f"prompts, {many}, tokens/s", pattern="{:.0f}", value=_speed(*prompt, False), better=max
+        ),
         "load": Figure(title="load, s", pattern="{:.2f}", value=_loading("load_seconds"), better=min),
         "memory": Figure(title="peak memory, MiB", pattern="{:.0f}", value=_memory, better=min),
     }
@@ -130,7 +134,9 @@ def _first_table(lines: Sequence[Line], chosen: dict[str, Figure], values: Value
         {"": figure.title, **{f"{bits} bits": cell(name, bits) for bits in _bits(lines)}}
         for name, figure in chosen.items()
     )
-    title = f"{lines[0]['configuration']['model']}: the first engine in bold, then selfspec with its place, or the next one"
+    title = (
+        f"{lines[0]['configuration']['model']}: the first engine in bold, then selfspec with its place, or the next one"
+    )
     return Table.of("first", title, rows)
 
 
@@ -173,7 +179,9 @@ def _rounding_table(lines: Sequence[Line]) -> Table:
         }
         for line in matching(lines, "lost")
     ]
-    return Table.of("rounding", "What each engine rounds, what its import takes, and how much of its text is the same", rows)
+    return Table.of(
+        "rounding", "What each engine rounds, what its import takes, and how much of its text is the same", rows
+    )
 
 
 HEADINGS = {"first": "Who is first", "engines": "Engines side by side", "rounding": "What is rounded"}

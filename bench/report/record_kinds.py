@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.record import Line
-from bench.report.at_exit_layer import exit_layer_tables
 from bench.report import bits_tables
+from bench.report.at_exit_layer import exit_layer_tables
 from bench.report.batch_tables import batch_headline, batch_tables
 from bench.report.chat_tables import chat_headline, chat_tables
 from bench.report.context_tables import context_headline, context_tables
