@@ -112,7 +112,7 @@ def _measure_bits(
     """All engines in turn, on each prompt alone and on several together. Returns why some were lost on the way, by name."""
     groups = [*([sample.ids] for sample in alone), together]
     lost: dict[str, str] = {}
-    reference: dict[int, list[list[int]]] = {}
+    expected = [engines[0].run(group, new).tokens for group in groups]
     with progress(len(engines) * (2 * warmups + len(groups) * repeats)) as advance:
         for engine in engines:
             for _ in range(warmups):
@@ -126,8 +126,7 @@ def _measure_bits(
                     advance(engine.label)
                     if line is not None:
                         tokens = line.pop("token_ids")
-                        expected = reference.setdefault(number, tokens)
-                        shares = [_equal_share(own, theirs) for own, theirs in zip(tokens, expected)]
+                        shares = [_equal_share(own, theirs) for own, theirs in zip(tokens, expected[number])]
                         share = sum(shares) / len(shares)
                         write({**line, "bits": bits, "group": number, "repeat": repeat, "equal_share": share})
     return lost

@@ -1,7 +1,7 @@
 """A model's weights in the formats of other engines, all made on this machine from the same numbers.
 
 A folder holds them by name: `weights` (bfloat16, as transformers saves them), a GGUF file for each number of bits, and what
-the other engines' own converters make of `weights`. What a converter says when it refuses is kept in a text file of that name.
+the other engines' own converters make of `weights`. What a converter says when it refuses is kept in a text file.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from layerskip_models.kernels.threads import num_threads
 
 
 class CTranslate2Texts:
-    """Greedy decoding by `ctranslate2.Generator`. Raises ValueError or RuntimeError, as it does, if it cannot load a folder."""
+    """Greedy decoding by `ctranslate2.Generator`. Raises ValueError or RuntimeError, as it does, for a bad folder."""
 
     def __init__(self, path: Path, name: str, label: str) -> None:
         self.name, self.label = name, label
@@ -33,8 +33,8 @@ class CTranslate2Texts:
         return str(self._generator.compute_type)
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
-        """See `BatchEngine`. It takes a token's word for its id. How long it reads prompts is not seen from outside, so that is
-        the time of another call, for one token."""
+        """See `BatchEngine`. It takes a token's word for its id. How long it reads prompts is not seen from outside, so that
+        is the time of another call, for one token."""
         texts = [[self._words[token] for token in prompt.tolist()] for prompt in prompts]
         _, first = self._call(texts, 1)
         tokens, seconds = self._call(texts, max_new_tokens)

@@ -1,8 +1,8 @@
 """ik_llama.cpp, a fork of llama.cpp, as an engine to compare with, through the package ik-llama-cpp-python: a GGUF file.
 
 Its C functions are called directly, as llama.cpp's are, with its own defaults but for the number of threads and two more.
-Weights are repacked for the processor when they are loaded, which llama.cpp does by default. Its flash attention is off: in the
-package's wheel, which is built for AVX2, it ends the process.
+Weights are repacked for the processor when they are loaded, which llama.cpp does by default. Its flash attention is off: in
+the package's wheel, which is built for AVX2, it ends the process.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from selfspec import SelfSpecGenerator
 
 
 class SelfSpecTexts:
-    """One text by `generate`, several by the engine that decodes them together. The policy keeps what it learns, as in use."""
+    """One text by `generate`, several by the engine that decodes them together. The policy keeps what it learns, in use."""
 
     def __init__(self, generator: SelfSpecGenerator, policy: str, name: str, label: str) -> None:
         self.name, self.label = name, label

@@ -10,15 +10,20 @@ from bench.record import Line, matching
 from bench.report.table import UNKNOWN, Table, counted, number, subject
 from selfspec.engine.stats import mean
 
+Values = dict[tuple[int, str], dict[str, "float | None"]]
+"""Figures by their names, by bits and engine."""
+PLAIN_ENDING = ":ar"
+"""Ends the name of an engine of ours without speculation. What a user gets without a word is the default policy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A column. value: of an engine's lines at some bits, None where it is not known. better: min or max of two values."""
+    """A column. value: of an engine's lines at some bits, None where it is not known. most: whether the highest is best."""
 
     title: str
     pattern: str
     value: Callable[[Sequence[Line], Sequence[Line]], float | None]
-    better: Callable[[Sequence[float]], float]
+    most: bool
 
 
 def _speed(tokens: str, seconds: str, alone: bool) -> Callable[[Sequence[Line], Sequence[Line]], float | None]:
@@ -54,17 +59,17 @@ def figures(texts: int) -> dict[str, Figure]:
     decoding, prompt = ("decode_tokens", "decode_seconds"), ("prompt_tokens", "prompt_seconds")
     return {
         "decode 1": Figure(
-            title="decoding, 1 text, tokens/s", pattern="{:.0f}", value=_speed(*decoding, True), better=max
+            title="decoding, 1 text, tokens/s", pattern="{:.0f}", value=_speed(*decoding, True), most=True
         ),
         "decode n": Figure(
-            title=f"decoding, {many}, tokens/s", pattern="{:.0f}", value=_speed(*decoding, False), better=max
+            title=f"decoding, {many}, tokens/s", pattern="{:.0f}", value=_speed(*decoding, False), most=True
         ),
-        "prompt 1": Figure(title="prompt, 1 text, tokens/s", pattern="{:.0f}", value=_speed(*prompt, True), better=max),
+        "prompt 1": Figure(title="prompt, 1 text, tokens/s", pattern="{:.0f}", value=_speed(*prompt, True), most=True),
         "prompt n": Figure(
-            title=f"prompts, {many}, tokens/s", pattern="{:.0f}", value=_speed(*prompt, False), better=max
+            title=f"prompts, {many}, tokens/s", pattern="{:.0f}", value=_speed(*prompt, False), most=True
         ),
-        "load": Figure(title="load, s", pattern="{:.2f}", value=_loading("load_seconds"), better=min),
-        "memory": Figure(title="peak memory, MiB", pattern="{:.0f}", value=_memory, better=min),
+        "load": Figure(title="load, s", pattern="{:.2f}", value=_loading("load_seconds"), most=False),
+        "memory": Figure(title="peak memory, MiB", pattern="{:.0f}", value=_memory, most=False),
     }
 
 
@@ -95,9 +100,6 @@ def bits_tables(lines: Sequence[Line]) -> list[Table]:
     return [_first_table(lines, chosen, values), _engine_table(lines, chosen, values), _rounding_table(lines)]
 
 
-Values = dict[tuple[int, str], dict[str, "float | None"]]
-
-
 def _bits(lines: Sequence[Line]) -> list[int]:
     return sorted({line["bits"] for line in matching(lines, "loading")}, reverse=True)
 
@@ -108,7 +110,7 @@ def _engines(lines: Sequence[Line], bits: int) -> list[str]:
 
 
 def _first_table(lines: Sequence[Line], chosen: dict[str, Figure], values: Values) -> Table:
-    """The first engine of each row in bold, its best setting; then the best of ours where it is another, or the next one."""
+    """The first engine of each row in bold; then ours where that is another, or the next one. Ours is the default policy."""
     labels = lines[0]["engines"]
 
     def cell(name: str, bits: int) -> str:
@@ -116,10 +118,9 @@ def _first_table(lines: Sequence[Line], chosen: dict[str, Figure], values: Value
         best: dict[str, float] = {}
         for (own_bits, engine), found in values.items():
             value = found[name]
-            if own_bits == bits and value is not None:
-                family = str(labels[engine]).partition(",")[0]
-                best[family] = figure.better([value, best.get(family, value)])
-        order = sorted(best, key=lambda family: best[family], reverse=figure.better is max)
+            if own_bits == bits and value is not None and not engine.endswith(PLAIN_ENDING):
+                best[str(labels[engine]).partition(",")[0]] = value
+        order = sorted(best, key=lambda family: best[family], reverse=figure.most)
         if not order:
             return UNKNOWN
         place = order.index("selfspec") if "selfspec" in order else 0
