@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import transformers
 
 import selfspec
+from bench.sources import sources
 from layerskip_models.kernels.check import native_variant
 
 _AMD, _INTEL = "AuthenticAMD", "GenuineIntel"
@@ -49,12 +50,19 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         **processor(cpu_fields()),
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
-        "kernels": native_variant(device, dtype),
+        "host": host_kind(cpu_fields()),
+        "kernels": native_variant(device, computed_in(device, dtype)),
         "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_average": round(psutil.getloadavg()[0], 2),  # well above 1: the machine was busy with other things
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(dtype).removeprefix("torch."),
+        "sources": sources(),
     }
+
+
+def computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that weights of this one are multiplied in: on a CPU our layers widen those of 16 bits to float32."""
+    return torch.float32 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def program(started: str) -> str:
@@ -103,6 +111,17 @@ def processor(fields: Mapping[str, str]) -> dict[str, Any]:
         "cpu_model": numbers[1],
         "microarchitecture": microarchitecture(fields.get("vendor_id"), *numbers),
     }
+
+
+def host_kind(
+    fields: Mapping[str, str], containers: Sequence[str] = ("/.dockerenv", "/run/.containerenv")
+) -> str | None:
+    """Whether this is a virtual machine, whose neighbours may take time of its cores, and a container; None where Linux does
+    not say. containers: files that only a container has."""
+    if not fields:
+        return None
+    machine = "virtual machine" if "hypervisor" in fields.get("flags", "").split() else "physical machine"
+    return machine + (", in a container" if any(map(os.path.exists, containers)) else "")
 
 
 def microarchitecture(vendor: str | None, family: int | None, model: int | None) -> str | None:

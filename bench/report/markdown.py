@@ -2,7 +2,7 @@
 
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
 record's file name without its ending. `report:NAME` is the whole record under headings, each table with its plots;
-`report:NAME:PART` is one part of it: headline, glance, machine, or a table by its name (`record_kinds` has them all).
+`report:NAME:PART` is one part of it: headline, glance, machine, age, or a table by its name (`record_kinds` has them all).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from bench.report.record_kinds import HEADINGS, kind_of
 from bench.report.run_tables import decoding_text
 from bench.report.summary import Samples
 from bench.report.table import Table, counted
+from bench.sources import age
 
 _MARKER = re.compile(r"<!-- report:(?P<name>[^\s>]+) -->\n.*?<!-- /report:(?P=name) -->", re.DOTALL)
 
@@ -56,13 +57,23 @@ def markdown(lines: Sequence[Line], plots: Plots | None = None) -> str:
 
 def sections(lines: Sequence[Line]) -> dict[str, str]:
     """The parts of a record by name."""
-    return {"headline": headline(lines), **{table.name: table.markdown() for table in page_tables(lines)}}
+    tables = {table.name: table.markdown() for table in page_tables(lines)}
+    return {"headline": headline(lines), "age": age_sentence(lines), **tables}
 
 
 def headline(lines: Sequence[Line]) -> str:
     """What came out, in a sentence or two."""
     written = kind_of(lines).headline
     return _run_headline(lines, Samples(lines)) if written is None else written(lines)
+
+
+def age_sentence(lines: Sequence[Line]) -> str:
+    """For a page with a table but not the machine's: when and where it was measured, and whether the code is the same."""
+    where = lines[0]["provenance"]
+    return (
+        f"Measured on {where['time'][:10]} at commit {where['commit']}: {where['cpu']}, {_processor(where)}, kernels: "
+        f"{_kernels(where)}. Code: {age(lines)}."
+    )
 
 
 def machine_table(lines: Sequence[Line]) -> Table:
@@ -78,11 +89,14 @@ def machine_table(lines: Sequence[Line]) -> Table:
         "command": f"`{where['command']}`",
         "machine": f"{device}{where['cpu']}, {counted(where['cores'], 'core')}, "
         f"{counted(where['threads'], 'thread')}, {where['ram_gib']} GiB",
-        **_processor(where),
+        "processor": _processor(where),
+        "kernels": _kernels(where),
+        **({"host": where["host"]} if where.get("host") else {}),
         "dtype": where["dtype"],
         "numbers": "one run each" if configuration["repeats"] == 1 else f"Medians of {repeats}{spread}",
         "date": where["time"],
         "commit": str(where["commit"]),
+        "code": age(lines),
         "versions": f"Python {where['python']}, torch {where['torch']}, transformers {where['transformers']}{peers}",
         "system": where["os"],
         "load average before": str(where["load_average"]),
@@ -99,13 +113,18 @@ def _weights(configuration: Mapping[str, Any]) -> str:
     return str(configuration["weights_digest"] or ("made from a seed" if model.startswith("synthetic") else model))
 
 
-def _processor(where: Mapping[str, Any]) -> dict[str, str]:
-    """What newer records say of the processor's generation and of the kernels for it."""
+def _processor(where: Mapping[str, Any]) -> str:
+    """The processor's generation, which its name does not tell on a virtual machine."""
     if where.get("cpu_family") is None:
-        return {}
-    name, kernels = where["microarchitecture"], where["kernels"] or "none"
-    numbers = f"family {where['cpu_family']}, model {where['cpu_model']}"
-    return {"processor": f"{f'{name} ({numbers})' if name else numbers}; kernels: {kernels}"}
+        return "generation not recorded"
+    name, numbers = where["microarchitecture"], f"family {where['cpu_family']}, model {where['cpu_model']}"
+    return f"{name} ({numbers})" if name else numbers
+
+
+def _kernels(where: Mapping[str, Any]) -> str:
+    """The variant of our kernels. A record of weights in 16 bits on a CPU may have none, although they ran."""
+    known = "kernels" in where and (where["kernels"] or where["dtype"] not in ("bfloat16", "float16"))
+    return str(where["kernels"] or "none, PyTorch's operators") if known else "variant not recorded"
 
 
 def fill_markers(document: str, records: Mapping[str, Sequence[Line]], plots: Mapping[str, Plots] | None = None) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from selfspec import SelfSpecGenerator
+from selfspec.cache.answer_store import AnswerStore, AnswerStores
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.request import COLDEST, ContextLengthError, check_context, encode_prompt
@@ -31,8 +33,12 @@ from selfspec.serve.scheduler import Choice
 from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.served_policies import ServedPolicies
 from selfspec.serve.server_settings import MOST_CHOICES, ServerSettings
-from selfspec.serve.structured_output import GrammarProcessor, Vocabulary
+from selfspec.serve.structured_output import Grammar, GrammarProcessor, Vocabulary
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
+from selfspec.serve.tools.call_readers import CallReader, make_reader
+from selfspec.serve.tools.tool_formats import NoToolsError, ToolFormat, format_of
+from selfspec.serve.tools.tool_grammar import call_grammar
+from selfspec.serve.tools.tool_requests import Tool
 from selfspec.serve.trimmed_text import StopTexts, TrimmedText
 
 _COMPLETION_TOKENS = 16
@@ -51,7 +57,19 @@ class Translator:
         context = generator.model.max_positions
         self.most_tokens = min(context, settings.most_context or context)  # of a prompt and its new tokens
         self.copies = generator.copy_store(settings.copy_from) if settings.copy_from else None
+        self.answers: AnswerStores | None = None
+        if settings.answer_bytes is not None:
+            if generator.model.num_ranks > 1:
+                raise ValueError("--answer-store needs a model in one process: leave it out, or start one process")
+            self.answers = AnswerStores(settings.answer_bytes, generator.model.vocab_size, self.copies)
         self._template = settings.chat_template
+        self._tool_format: ToolFormat | None = None
+        self._no_tools = "this model has no chat template"
+        if has_template(self.tokenizer, self._template):
+            try:
+                self._tool_format = format_of(self.tokenizer, self._template)
+            except NoToolsError as error:
+                self._no_tools = str(error)
         config = generator.model.generation_config
         self._sampling = config.to_dict() if config.do_sample else {}
         eos = config.eos_token_id
@@ -64,16 +82,15 @@ class Translator:
 
         size: of the body in bytes; the schema of a large one takes long to look up.
         """
-        asked = body.response_format
-        if not isinstance(asked, JsonSchemaFormat):
-            return False
-        return size > LARGE_BODY or not self._schemas.is_quick(asked.json_schema.schema_)
+        with _bad_request("tools"):
+            schemas = [schema for _, schema in _schemas_of(body)]
+        return bool(schemas) and (size > LARGE_BODY or not all(map(self._schemas.is_quick, schemas)))
 
     def _check_schema(self, body: GenerationRequest) -> None:
-        """Compile its schema on trial, which may take a second. Raises ApiError if it cannot be used."""
-        if isinstance(body.response_format, JsonSchemaFormat):
-            with _bad_request("response_format"):
-                self._schemas(body.response_format.json_schema.schema_)
+        """Compile its schemas on trial, which may take a second each. Raises ApiError if one cannot be used."""
+        for param, schema in _schemas_of(body):
+            with _bad_request(param):
+                self._schemas(schema)
 
     def close(self) -> None:
         self._schemas.close()
@@ -83,13 +100,18 @@ class Translator:
         """What a client cannot know: whether there is a chat template, and the policy of requests that name none."""
         return {
             "chat": has_template(self.tokenizer, self._template),
+            "tools": self._tool_format is not None,
             "policy": self._policies.choose(None, repeats=False).name,
         }
 
-    def chat(self, body: ChatRequest) -> list[Choice]:
+    def chat(self, body: ChatRequest, key: str = "") -> list[Choice]:
+        """The choices of a chat request. key: the API key that the client sent, whatever it is."""
         self.check_name(body.model)
         self._check_schema(body)
-        ids = self.chat_ids(body.messages)
+        tools = body.callable_tools
+        if body.parallel_tool_calls is not None and not tools:
+            body.ignore("parallel_tool_calls")
+        ids = self.chat_ids(body.messages, tools=body.tools if tools else ())
         room = self.most_tokens - len(ids)
         limit = body.limit[1]
         most = min(self._settings.default_chat_tokens, self._settings.most_new_tokens or room)
@@ -97,29 +119,57 @@ class Translator:
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         # The template's own stops are its end token.
         stops = (*body.stop, *(() if body.ignore_eos else self._template.stops))
-        owner = self._owner(body)
+        owner, answers = self._owner(body), self._answers_of(body, key)
         with _bad_request("messages", body.limit):
             self._check_limit(len(ids), body.limit[0], wanted)
-            return [self._choice(body, owner, ids, "", wanted, stops, num_top, index) for index in range(body.n)]
+            return [
+                self._choice(body, owner, answers, ids, "", wanted, stops, num_top, index) for index in range(body.n)
+            ]
 
-    def chat_ids(self, messages: Sequence[Message], ask: bool | None = None) -> list[int]:
+    def chat_ids(self, messages: Sequence[Message], ask: bool | None = None, tools: Sequence[Tool] = ()) -> list[int]:
         """The prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
-        ask: treat all messages as complete, and say whether the beginning of the next answer follows them.
+        ask: treat all messages as complete, and say whether the beginning of the next answer follows them. tools: those
+        that the model is told of.
         Raises ApiError without a template, and for messages that the template refuses.
         """
+        self._check_tools(messages, tools)
+        with _bad_request("tools"):
+            described = [tool.described for tool in tools] or None
         with _bad_request("messages"):
-            check_length(self.tokenizer, [message.text for message in messages], self.most_tokens)
+            conversation = _named_results([message.described for message in messages])
+            texts = [message.text for message in messages]
+            calls = [message.get("tool_calls") for message in conversation]
+            check_length(
+                self.tokenizer, [*texts, *map(json.dumps, filter(None, [described, *calls]))], self.most_tokens
+            )
             if not has_template(self.tokenizer, self._template):
                 raise ApiError(
                     "this model has no chat template: use /v1/completions, or start the server with --chat-template",
                     param="messages",
                     code="no_chat_template",
                 )
-            conversation = [{**message.model_dump(exclude_none=True), "content": message.text} for message in messages]
             if ask is None:
-                return encode_messages(conversation, self.tokenizer, self._template)
-            return conversation_ids(conversation, self.tokenizer, self._template, ask=ask)
+                return encode_messages(conversation, self.tokenizer, self._template, described)
+            return conversation_ids(conversation, self.tokenizer, self._template, ask=ask, tools=described)
+
+    def _check_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        """Raise ApiError that names the first field about tools, if the template does not know them."""
+        known, shown = self._tool_format is not None, self._tool_format is not None and self._tool_format.shows_calls
+        used = {"tools": known} if tools else {}
+        for place, message in enumerate(messages):
+            if message.role == "tool":
+                used[f"messages.{place}.role"] = shown
+            elif message.tool_calls is not None:
+                used[f"messages.{place}.tool_calls"] = shown
+        for param, is_known in used.items():
+            if not is_known:
+                why = "this model's chat template leaves out calls and their results" if known else self._no_tools
+                raise ApiError(f"{why}: leave out {param}", param=param, code="unsupported_parameter")
+        if messages and messages[-1].tool_calls is not None:
+            raise ApiError(
+                "the last message has tool_calls: add their results, as messages of the role 'tool'", param="messages"
+            )
 
     @property
     def chat_template(self) -> str | None:
@@ -148,8 +198,8 @@ class Translator:
             message = f"there is no model {model!r} here, this server has {served!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
-    def completions(self, body: CompletionRequest) -> list[Choice]:
-        """The n continuations of every prompt, those of the first prompt first."""
+    def completions(self, body: CompletionRequest, key: str = "") -> list[Choice]:
+        """The n continuations of every prompt, those of the first prompt first. key: as for `chat`."""
         self.check_name(body.model)
         if len(body.prompts) * body.n > MOST_CHOICES:
             raise ApiError(f"{len(body.prompts)} prompts with n={body.n}: at most {MOST_CHOICES} texts", param="n")
@@ -163,7 +213,7 @@ class Translator:
         wanted = body.max_tokens
         if wanted is None:
             wanted = min(_COMPLETION_TOKENS, self._settings.most_new_tokens or _COMPLETION_TOKENS)
-        owner = self._owner(body)
+        owner, answers = self._owner(body), self._answers_of(body, key)
         choices: list[Choice] = []
         for prompt in body.prompts:
             with _bad_request("prompt", ("max_tokens", wanted)):
@@ -178,7 +228,8 @@ class Translator:
                     echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
                 stops = tuple(body.stop)
                 for _ in range(body.n):
-                    choices.append(self._choice(body, owner, ids, echo, wanted, stops, body.logprobs, len(choices)))
+                    choice = self._choice(body, owner, answers, ids, echo, wanted, stops, body.logprobs, len(choices))
+                    choices.append(choice)
         return choices
 
     def _check_limit(self, num_prompt: int, name: str, wanted: int) -> None:
@@ -196,10 +247,21 @@ class Translator:
             return Owner(uuid4().hex, lasts=False)
         return Owner(json.dumps([body.cache_salt, body.user]))
 
+    def _answers_of(self, body: GenerationRequest, key: str) -> AnswerStore | None:
+        """The store of a request that names one, and otherwise of all that share prefixes; each API key has its own."""
+        named = isinstance(body.store, str)
+        if body.store is not None and not (named and self.answers is not None):
+            body.ignore("store")
+        if self.answers is None or not (named or self._settings.share_prefixes):
+            return None
+        owner = [key, body.store, body.user] if named else [key]
+        return self.answers.of(sha256(json.dumps(owner).encode()).digest())
+
     def _choice(
         self,
         body: GenerationRequest,
         owner: Owner,
+        answers: AnswerStore | None,
         ids: list[int],
         echo: str,
         max_new_tokens: int,
@@ -213,13 +275,15 @@ class Translator:
         criteria = [StopTexts(self.tokenizer, stops, len(ids), body.min_tokens)] if stops else []
         with _bad_request("policy"):
             policy = self._policies.choose(body.policy, repeats="seed" in sampling)
+        # A seed repeats a text whatever was answered before, and what is drawn depends on what was drafted.
+        copies = self.copies if answers is None or "seed" in sampling else answers
         checked = self._generator.check(
             ids,
             max_new_tokens=max(1, max_new_tokens),
             repetition_penalty=body.repetition_penalty,
             eos_token_id=self._end_tokens(body),
             policy=policy,
-            copy_from=self.copies if copies_drafts(policy.observes, self._generator.runner) else None,
+            copy_from=copies if copies_drafts(policy.observes, self._generator.runner) else None,
             logits_processor=self._processors(body, len(ids)),
             stopping_criteria=StoppingCriteriaList(criteria),
             **sampling,
@@ -239,6 +303,8 @@ class Translator:
             recorder=recorder,
             scored=scored,
             silent=max_new_tokens == 0,
+            answers=answers,
+            reader=self._reader(body, ids),
         )
 
     def _end_tokens(self, body: GenerationRequest) -> list[int]:
@@ -277,10 +343,53 @@ class Translator:
         if body.min_tokens and ends:
             device = str(self._generator.model.device)
             processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, body.min_tokens, ends, device))
-        if body.schema_ is not None:
-            with _bad_request("response_format"):
-                processors.append(GrammarProcessor(self.vocabulary, body.schema_, prompt_length))
+        with _bad_request("response_format" if body.schema_ is not None else "tool_choice"):
+            grammar = self._grammar(body)
+            if grammar is not None:
+                processors.append(GrammarProcessor(self.vocabulary, grammar, prompt_length))
         return processors
+
+    def _grammar(self, body: GenerationRequest) -> Grammar | None:
+        """What the text must follow; None if any text will do. Raises ValueError for what does not go together."""
+        tools = body.callable_tools if isinstance(body, ChatRequest) else []
+        if not (tools and isinstance(body, ChatRequest)) or (body.schema_ is None and not body.tool_choice.forces):
+            return body.schema_
+        assert self._tool_format is not None
+        answer = None if body.tool_choice.forces else body.schema_
+        several = body.parallel_tool_calls is not False and body.tool_choice.name is None
+        return call_grammar(self._tool_format, tools, several=several, answer=answer)
+
+    def _reader(self, body: GenerationRequest, ids: list[int]) -> CallReader | None:
+        """Finds the calls in an answer; None if there may be none."""
+        if not isinstance(body, ChatRequest) or not body.callable_tools or self._tool_format is None:
+            return None
+        most = 1 if body.parallel_tool_calls is False or body.tool_choice.name is not None else None
+        tools = [tool.described for tool in body.callable_tools]
+        return make_reader(self._tool_format, tools, most, self.tokenizer, ids, body.stop)
+
+
+def _named_results(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With the function's name in messages of the role "tool": some templates show it, and OpenAI's API has only the id."""
+    names: dict[str, str] = {}
+    named = []
+    for message in conversation:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
+        name = names.get(message.get("tool_call_id", ""))
+        if message["role"] == "tool" and name is not None:
+            message = {"name": name, **message}
+        named.append(message)
+    return named
+
+
+def _schemas_of(body: GenerationRequest) -> list[tuple[str, dict[str, Any] | bool]]:
+    """The schemas of clients that the text must follow, each with its field. Raises ValueError for parameters of a tool that
+    are no object."""
+    found: list[tuple[str, dict[str, Any] | bool]] = []
+    if isinstance(body.response_format, JsonSchemaFormat):
+        found.append(("response_format", body.response_format.json_schema.schema_))
+    if isinstance(body, ChatRequest) and (body.tool_choice.forces or body.schema_ is not None):
+        found += [("tools", tool.schema_) for tool in body.callable_tools]
+    return found
 
 
 @contextmanager

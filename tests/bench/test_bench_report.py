@@ -218,7 +218,7 @@ def test_markers_are_filled_and_the_rest_is_kept():
     assert fill_markers(filled, {"peers": lines}) == filled
     with pytest.raises(ValueError, match="no marker for any of report:other"):
         fill_markers(document, {"other": lines})
-    with pytest.raises(ValueError, match="the parts of peers are headline, glance, speed"):
+    with pytest.raises(ValueError, match="the parts of peers are headline, age, glance, speed"):
         fill_markers("<!-- report:peers:sped -->\n<!-- /report:peers:sped -->", {"peers": lines})
 
 
@@ -319,3 +319,13 @@ def test_a_packed_record_is_read_and_a_damaged_one_named(tmp_path: Path) -> None
     path.write_bytes(b"no archive at all")
     with pytest.raises(ValueError, match=r"cannot read the record .*: "):
         read_record(path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_says_of_each_record_whether_its_code_has_changed(page):
+    shown: dict[str, set[str]] = {}
+    for marker in _MARKED.findall(page.read_text(encoding="utf-8")):
+        name, _, part = marker.partition(":")
+        shown.setdefault(name, set()).add(part)
+    for name, parts in shown.items():
+        assert parts & {"machine", "age"}, f"{page.name} shows {name} and does not say how old it is"
