@@ -9,12 +9,12 @@ from typing import Any
 import llama_cpp
 from torch import Tensor
 
-from bench.engines.llama_cpp import LlamaCppEngine
-from bench.machine.throughput import BatchRun
+from bench.engines.llama_cpp import LlamaCppEngine, LlamaCppFile
+from bench.machine.throughput import BatchRun, after_prompts
 
 
-class LlamaCppBatch(LlamaCppEngine):
-    """Continues texts together, greedily, each a sequence with cells of its own. Arguments as `LlamaCppEngine`."""
+class LlamaCppTexts(LlamaCppFile):
+    """Continues texts together, greedily, each a sequence with cells of its own. Arguments as `LlamaCppFile`."""
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
         """See `BatchEngine`. The context is made before the clock starts."""
@@ -34,8 +34,7 @@ class LlamaCppBatch(LlamaCppEngine):
         finally:
             llama_cpp.llama_batch_free(batch)
             llama_cpp.llama_free(context)
-        counted = count * (max_new_tokens - 1)
-        return BatchRun(tokens=tokens, seconds=ended - start, decode_tokens=counted, decode_seconds=ended - began)
+        return after_prompts(tokens, ended - start, began - start)
 
     def _choice(self, context: Any, place: int) -> int:
         token: int = llama_cpp.llama_sampler_sample(self._greedy, context, place)
@@ -57,3 +56,7 @@ class LlamaCppBatch(LlamaCppEngine):
         if status:
             raise RuntimeError(f"{self.label} failed to decode {len(rows)} texts: status {status}")
         return places
+
+
+class LlamaCppBatch(LlamaCppTexts, LlamaCppEngine):
+    """The same on a transformers model's weights. Arguments as `LlamaCppEngine`."""

@@ -40,6 +40,7 @@ WRITERS = [
     (bench.experiments.__main__.app, ["spide", "code", "-o"]),
     (bench.experiments.__main__.app, ["judge-exits", "none", "--chats", "none.jsonl", "-o"]),
     (bench.commands.bench_app.app, ["shapes", "--output-dir"]),
+    (bench.commands.bench_app.app, ["convert", "--output-dir"]),
     (bench.commands.bench_app.app, ["report", "none.jsonl", "-o"]),
     (selfspec.cli.main.app, ["generate", "text", "--trace"]),
     (selfspec.cli.main.app, ["generate", "--prompts", "none.jsonl", "-o"]),
