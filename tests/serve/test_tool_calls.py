@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from selfspec.serve.tools.tool_formats import BEGIN, NoToolsError, ToolFormat, f
 from selfspec.serve.tools.tool_grammar import call_grammar
 from selfspec.serve.tools.tool_requests import Tool
 
+BODIES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("tool_bodies.json").read_text(encoding="utf-8"))
 _HEAD = (
     "{% if tools %}<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n{% endif %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
@@ -307,6 +309,20 @@ def test_drafts_are_shown_with_the_text_as_it_was_written(client: OpenAI) -> Non
         pieces = (chunk.model_extra or {})["selfspec"]["pieces"]
         shown += "".join(piece["text"] for piece in pieces if piece["fate"] != "rejected")
     assert shown == SCRIPTS["key: two"]
+
+
+@pytest.mark.parametrize("sent", BODIES, ids=lambda sent: sent["client"])
+def test_what_agents_send_is_answered(server: RunningServer, sent: dict[str, Any]) -> None:
+    """Recorded from agents of two libraries that ran their loops against this server: calls, results, answer."""
+    status, answer, headers = ask(server, "POST", "/v1/chat/completions", sent["body"])
+    assert status == 200, answer
+    assert (headers["x-selfspec-ignored"] or "strict") == "strict"
+    if sent["body"].get("stream"):
+        assert answer.endswith(b"data: [DONE]\n\n") and b'"error"' not in answer
+    elif sent["body"]["messages"][-1]["role"] == "tool":
+        assert json.loads(answer)["choices"][0]["message"]["content"] == SCRIPTS["key: told"]
+    else:
+        assert json.loads(answer)["choices"][0]["finish_reason"] in ("stop", "tool_calls")
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
