@@ -129,7 +129,8 @@ class Texts:
         if isinstance(error, ApiError):
             raise error
         if isinstance(error, GrammarError):
-            raise ApiError(str(error), param="response_format")
+            forced = self._choices[piece.index].reader is not None
+            raise ApiError(str(error), param="tool_choice" if forced else "response_format")
         if error is not None:
             known = isinstance(error, (NonFiniteLogitsError, MemoryError))
             raise ApiError(str(error) if known else "the text could not be completed", status=500)

@@ -47,6 +47,16 @@ class Vocabulary:
     def is_special(self, token: int) -> bool:
         return token in self._special
 
+    def special_id(self, text: str) -> int | None:
+        """The id of a text that is one token and special for llguidance; None if it is not.
+
+        llguidance counts every added token of the form <...> as special, whatever the tokenizer says, and a grammar must then
+        name it by its id.
+        """
+        token = self._tokenizer.convert_tokens_to_ids(text)
+        known = isinstance(token, int) and token != self._tokenizer.unk_token_id
+        return token if known and self._get().is_special_token(token) else None
+
     def matcher(self, schema: Grammar) -> LLMatcher:
         """A fresh matcher for JSON that follows a schema, or for text that follows a grammar in Lark's form.
 

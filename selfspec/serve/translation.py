@@ -357,7 +357,9 @@ class Translator:
         assert self._tool_format is not None
         answer = None if body.tool_choice.forces else body.schema_
         several = body.parallel_tool_calls is not False and body.tool_choice.name is None
-        return call_grammar(self._tool_format, tools, several=several, answer=answer)
+        return call_grammar(
+            self._tool_format, tools, several=several, special_id=self.vocabulary.special_id, answer=answer
+        )
 
     def _reader(self, body: GenerationRequest, ids: list[int]) -> CallReader | None:
         """Finds the calls in an answer; None if there may be none."""

@@ -6,7 +6,7 @@ say what follows each key. All exits agree with the last layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -21,14 +21,21 @@ _SHORTEST = 5  # characters of a piece
 
 
 def scripted_generator(
-    scripts: Mapping[str, str], template: str, context: int = 2048, response_template: dict[str, object] | None = None
+    scripts: Mapping[str, str],
+    template: str,
+    words: Sequence[str] = (),
+    context: int = 2048,
+    response_template: dict[str, object] | None = None,
 ) -> SelfSpecGenerator:
-    """scripts: what the model says, by the key at the prompt's end. template: a chat template that ends with a key."""
+    """scripts: what the model says, by the key at the prompt's end. template: a chat template that ends with a key.
+
+    words: further texts that are one token each.
+    """
     pieces: dict[str, list[str]] = {}
     for key, text in scripts.items():
-        used = {one for said in pieces.values() for one in said} | {*scripts}
+        used = {one for said in pieces.values() for one in said} | {*scripts, *words}
         pieces[key] = _pieces(text, used)
-    tokenizer = _tokenizer([*scripts, *(one for said in pieces.values() for one in said)])
+    tokenizer = _tokenizer([*scripts, *words, *(one for said in pieces.values() for one in said)])
     tokenizer.chat_template = template
     if response_template is not None:
         tokenizer.response_template = response_template  # type: ignore[attr-defined]

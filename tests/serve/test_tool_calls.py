@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from scripted_model import END, scripted_generator
 from selfspec.messages import OWN_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate, encode_messages
 from selfspec.serve.structured_output import Vocabulary
 from selfspec.serve.tools.call_readers import BareReader, CallReader, TagReader, Written
-from selfspec.serve.tools.tool_formats import NoToolsError, ToolFormat, format_of
+from selfspec.serve.tools.tool_formats import BEGIN, NoToolsError, ToolFormat, format_of
 from selfspec.serve.tools.tool_grammar import call_grammar
 from selfspec.serve.tools.tool_requests import Tool
 
+BODIES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("tool_bodies.json").read_text(encoding="utf-8"))
 _HEAD = (
     "{% if tools %}<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n{% endif %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
@@ -100,7 +102,9 @@ GOLDEN_BARE: dict[str, tuple[str | None, list[tuple[str, dict[str, Any]]]]] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server(scripted_generator(SCRIPTS, TAGS), chat_template=None) as running:
+    """With tags that are one token each, as in Qwen's vocabulary."""
+    generator = scripted_generator(SCRIPTS, TAGS, [BEGIN, "</tool_call>"])
+    with running_server(generator, chat_template=None) as running:
         yield running
 
 
@@ -228,10 +232,11 @@ def test_a_forced_call_of_a_model_that_writes_bare_json(bare: RunningServer) -> 
         assert len(answered(client, "key: bare two", tool_choice="required")[1]) == 1
 
 
+@pytest.mark.parametrize("words", [(), (BEGIN, "</tool_call>"), (BEGIN,)])
 @pytest.mark.parametrize("template", [TAGS, REVERSED, BARE])
-def test_the_grammar_takes_calls_as_the_template_writes_them(template: str) -> None:
-    """White space and order included, so that a model need not leave what it knows."""
-    tokenizer = scripted_generator({"key: x": "hello"}, template).tokenizer
+def test_the_grammar_takes_calls_as_the_template_writes_them(template: str, words: tuple[str, ...]) -> None:
+    """White space and order included, so that a model need not leave what it knows; with and without tokens for the tags."""
+    tokenizer = scripted_generator({"key: x": "hello"}, template, words).tokenizer
     assert tokenizer is not None
     vocabulary = Vocabulary(tokenizer, len(tokenizer), [int(tokenizer.convert_tokens_to_ids(END))])
     written, tools = format_of(tokenizer, OWN_TEMPLATE), [Tool.model_validate(tool) for tool in TOOLS]
@@ -249,11 +254,11 @@ def test_the_grammar_takes_calls_as_the_template_writes_them(template: str) -> N
         (calls, True, template is not BARE),
         (calls, False, False),
     ):
-        matcher = vocabulary.matcher(call_grammar(written, tools, several=several))
+        matcher = vocabulary.matcher(call_grammar(written, tools, several=several, special_id=vocabulary.special_id))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, text
     for wrong in (one.replace("1", "3"), one.replace("add", "sing"), one.replace('"a"', '"c"'), f" {one}", one[:-3]):
-        matcher = vocabulary.matcher(call_grammar(written, tools, several=True))
+        matcher = vocabulary.matcher(call_grammar(written, tools, several=True, special_id=vocabulary.special_id))
         ids = tokenizer(wrong, add_special_tokens=False)["input_ids"]
         assert not (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()), wrong
 
@@ -261,11 +266,24 @@ def test_the_grammar_takes_calls_as_the_template_writes_them(template: str) -> N
 def test_a_call_or_an_answer_that_follows_a_schema(client: OpenAI, bare: RunningServer) -> None:
     schema = {"type": "object", "properties": {"r": {"enum": [1]}}, "required": ["r"], "additionalProperties": False}
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "r", "schema": schema}}
-    found = [
-        answered(client, key, response_format=wanted, max_tokens=90) for key in ("key: one", "key: plain", "key: json")
-    ]
-    assert any(calls for _, calls, _ in found)
-    assert (json.dumps({"r": 1}, separators=(",", ":")), [], "stop") in found
+    answer = json.dumps({"r": 1}, separators=(",", ":"))
+    assert answered(client, "key: json", response_format=wanted) == (answer, [], "stop")
+    tokenizer = scripted_generator({"key: x": "hello"}, TAGS).tokenizer
+    assert tokenizer is not None
+    vocabulary = Vocabulary(tokenizer, len(tokenizer), [int(tokenizer.convert_tokens_to_ids(END))])
+    grammar = call_grammar(
+        format_of(tokenizer, OWN_TEMPLATE), [Tool.model_validate(TOOLS[2])], several=True, special_id=vocabulary.special_id,
+        answer=schema,
+    )  # fmt: skip
+    for text, fits in (
+        (answer, True),
+        (tagged("now"), True),
+        (tagged("now") * 2, True),
+        (answer + tagged("now"), False),
+        ("", False),
+    ):
+        ids, matcher = tokenizer(text, add_special_tokens=False)["input_ids"], vocabulary.matcher(grammar)
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, text
     with bare.client() as other, pytest.raises(BadRequestError, match="no grammar"):
         answered(other, "key: bare", response_format=wanted)
 
@@ -291,6 +309,20 @@ def test_drafts_are_shown_with_the_text_as_it_was_written(client: OpenAI) -> Non
         pieces = (chunk.model_extra or {})["selfspec"]["pieces"]
         shown += "".join(piece["text"] for piece in pieces if piece["fate"] != "rejected")
     assert shown == SCRIPTS["key: two"]
+
+
+@pytest.mark.parametrize("sent", BODIES, ids=lambda sent: sent["client"])
+def test_what_agents_send_is_answered(server: RunningServer, sent: dict[str, Any]) -> None:
+    """Recorded from agents of two libraries that ran their loops against this server: calls, results, answer."""
+    status, answer, headers = ask(server, "POST", "/v1/chat/completions", sent["body"])
+    assert status == 200, answer
+    assert (headers["x-selfspec-ignored"] or "strict") == "strict"
+    if sent["body"].get("stream"):
+        assert answer.endswith(b"data: [DONE]\n\n") and b'"error"' not in answer
+    elif sent["body"]["messages"][-1]["role"] == "tool":
+        assert json.loads(answer)["choices"][0]["message"]["content"] == SCRIPTS["key: told"]
+    else:
+        assert json.loads(answer)["choices"][0]["finish_reason"] in ("stop", "tool_calls")
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from selfspec.serve.grammar_worker import COMPACT
-from selfspec.serve.tools.tool_formats import ToolFormat
+from selfspec.serve.tools.tool_formats import BEGIN, END, ToolFormat
 from selfspec.serve.tools.tool_requests import Tool
 
 _SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}
@@ -15,11 +15,17 @@ _SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}
 
 
 def call_grammar(
-    written: ToolFormat, tools: Sequence[Tool], *, several: bool, answer: dict[str, Any] | bool | None = None
+    written: ToolFormat,
+    tools: Sequence[Tool],
+    *,
+    several: bool,
+    special_id: Callable[[str], int | None],
+    answer: dict[str, Any] | bool | None = None,
 ) -> str:
     """An answer that consists of calls of these tools, whose arguments follow their schemas.
 
-    several: more than one call is possible, if the format has that. answer: a schema that the answer may follow instead.
+    several: more than one call is possible, if the format has that. special_id: of a text that is one special token, see
+    `Vocabulary.special_id`. answer: a schema that the answer may follow instead.
     Raises ValueError for a format, or schemas, for which there is no such grammar.
     """
     if written.kind == "own" or (written.kind == "bare" and answer is not None):
@@ -32,7 +38,8 @@ def call_grammar(
         # As `Vocabulary.matcher` makes it of the schema alone.
         rules.append(f"answer: %json {_with_spaces(answer if isinstance(answer, dict) else {}, COMPACT)}")
     names = " | ".join(f"call_{number}" for number in range(len(tools)))
-    rules.append(f"call: {_literal(written.before)} ( {names} ) {_literal(written.after)}")
+    before, after = _tagged(written.before, BEGIN, special_id), _tagged(written.after, END, special_id)
+    rules.append(f"call: {before} ( {names} ) {after}")
     for number, tool in enumerate(tools):
         parts = []
         for place, key in enumerate(written.keys):
@@ -47,6 +54,15 @@ def call_grammar(
 
 def _with_spaces(schema: dict[str, Any], spaces: dict[str, Any]) -> str:
     return json.dumps({"x-guidance": spaces, **schema})
+
+
+def _tagged(text: str, tag: str, special_id: Callable[[str], int | None]) -> str:
+    """A text that begins or ends with a tag, or is empty."""
+    token = special_id(tag)
+    if not text or token is None:
+        return _literal(text)
+    before, _, after = text.partition(tag)
+    return f"{_literal(before)} <[{token}]> {_literal(after)}".strip()
 
 
 def _literal(text: str) -> str:
