@@ -38,7 +38,7 @@ class Edit:
 def make_edits(text: str, count: int, seed: int = 0) -> list[Edit]:
     """So many changes of a file, one after another: a word replaced in a line, a line added, a line left out."""
     random, lines = Random(seed), text.rstrip("\n").split("\n")
-    edits = []
+    edits: list[Edit] = []
     while len(edits) < count:
         place = random.choice([index for index, line in enumerate(lines) if _WORD.search(line)])
         kind = random.choice(["replace", "replace", "add", "remove"])
