@@ -88,9 +88,13 @@ class Translator:
 
     def _check_schema(self, body: GenerationRequest) -> None:
         """Compile its schemas on trial, which may take a second each. Raises ApiError if one cannot be used."""
-        for param, schema in _schemas_of(body):
+        found = _schemas_of(body)
+        for param, schema in found:
             with _bad_request(param):
                 self._schemas(schema)
+        if len(found) > 1:
+            with _bad_request("tools"):
+                self._schemas.check_together([schema for _, schema in found])
 
     def close(self) -> None:
         self._schemas.close()
@@ -365,7 +369,8 @@ class Translator:
         """Finds the calls in an answer; None if there may be none."""
         if not isinstance(body, ChatRequest) or not body.callable_tools or self._tool_format is None:
             return None
-        most = 1 if body.parallel_tool_calls is False or body.tool_choice.name is not None else None
+        alone = body.parallel_tool_calls is False or body.tool_choice.name is not None or not self._tool_format.several
+        most = 1 if alone else None
         tools = [tool.described for tool in body.callable_tools]
         return make_reader(self._tool_format, tools, most, self.tokenizer, ids, body.stop)
 

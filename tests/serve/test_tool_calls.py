@@ -173,6 +173,16 @@ def test_one_call_alone_if_asked(client: OpenAI) -> None:
     assert len(answered(client, "key: two", parallel_tool_calls=True)[1]) == 2
 
 
+def test_one_call_alone_if_the_template_takes_no_more() -> None:
+    """As Llama 3.1's: a second call would make the next turn fail."""
+    single = BARE.replace(
+        "<{{ message.role }}>", "{{ raise_exception('one') if message.tool_calls and message.tool_calls[1:] }}"
+    )
+    generator = scripted_generator({"key: bare two": SCRIPTS["key: bare two"]}, single)
+    with running_server(generator, chat_template=None) as server, server.client() as client:
+        assert answered(client, "key: bare two") == (None, [("now", {})], "tool_calls")
+
+
 def test_an_answer_that_is_cut_is_content(client: OpenAI) -> None:
     content, calls, reason = answered(client, "key: one", max_tokens=3)
     assert calls == [] and reason == "length"
@@ -342,6 +352,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no end": ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "tool_choice"),
     "a schema that cannot be used": (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "?"}}}}}],
+         "tool_choice": "required"}, "tools",
+    ),
+    "schemas that are too large together": (
+        {"tools": [{"type": "function", "function": {"name": f"f{i}", "parameters": {"properties": {
+            "a": {"enum": [f"{i} {j}" + "x" * 100 for j in range(400)]}}}}} for i in range(8)],
          "tool_choice": "required"}, "tools",
     ),
     "the old way": ({"functions": [{"name": "f"}]}, "functions"),

@@ -51,7 +51,8 @@ class ToolFormat:
     """How one model writes calls.
 
     keys: of a call's JSON, in the template's order, such as ("name", "arguments"). before, after: text around the JSON.
-    between: text between two calls; None if there can be only one.
+    between: text between two calls; None if they are not written one after the other. several: whether the template takes
+    several calls of one answer; Llama's does not, and an answer with two would end the conversation.
     shows_calls: whether the template shows the model its earlier calls and their results.
     """
 
@@ -60,6 +61,7 @@ class ToolFormat:
     before: str = ""
     after: str = ""
     between: str | None = None
+    several: bool = True
     shows_calls: bool = True
 
 
@@ -71,25 +73,26 @@ def format_of(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> Too
     """The format of a model. Raises NoToolsError if its chat template knows no tools, or writes calls in another form."""
     if _NAME not in _rendered(tokenizer, template, [_ASKED], [_TOOL]):
         raise NoToolsError("this model's chat template knows no tools")
-    whole = _rendered(tokenizer, template, _TALK, None)
+    whole, twice = (_rendered(tokenizer, template, talk, None) for talk in (_TALK, _TWICE))
     shows = _VALUE in whole and _RESULT in whole
     if getattr(tokenizer, "response_template", None) is not None and template.source is None:
-        return ToolFormat(kind="own", shows_calls=shows)
+        return ToolFormat(kind="own", several=bool(twice), shows_calls=shows)
     if {BEGIN, END} & set(tokenizer.all_special_tokens):
         raise NoToolsError("this model writes tool calls with special tokens, which its text does not show")
     for found in _TAGGED.finditer(whole):
         if (keys := _keys(found[2])) is not None:
-            parted = re.search(rf"{END}(\s*){BEGIN}", _rendered(tokenizer, template, _TWICE, None))
+            parted = re.search(rf"{END}(\s*){BEGIN}", twice)
             return ToolFormat(
                 kind="tags",
                 keys=keys,
                 before=BEGIN + found[1],
                 after=found[3] + END,
                 between=None if parted is None else parted[1],
+                several=bool(twice),
                 shows_calls=shows,
             )
     if (keys := _bare_keys(whole, _rendered(tokenizer, template, _PLAIN, None))) is not None:
-        return ToolFormat(kind="bare", keys=keys, shows_calls=shows)
+        return ToolFormat(kind="bare", keys=keys, several=bool(twice), shows_calls=shows)
     if _VALUE not in whole and BEGIN in _rendered(tokenizer, template, [_ASKED], [_TOOL]):
         return ToolFormat(kind="tags", before=f"{BEGIN}\n", after=f"\n{END}", between="\n", shows_calls=shows)
     raise NoToolsError("this model's chat template writes tool calls in a form that is not read here")
