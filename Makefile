@@ -31,7 +31,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 # Every table with numbers in README and docs, from the records in docs/data and of the experiments. A test fails when they differ.
-PAGES = $(shell grep -l "^<!-- report:" README.md docs/*.md docs/results/*.md)
+PAGES = $(shell grep -lE "<!-- (report:[^N]|figure: )" README.md docs/*.md docs/results/*.md)
 results: $(VENV)/.installed
 	$(BIN)/python -m bench.experiments report docs/data/*.jsonl.gz $(wildcard bench/experiments/*/*.jsonl.gz) $(foreach page,$(PAGES),--into $(page))
 

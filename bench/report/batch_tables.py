@@ -26,6 +26,7 @@ def batch_tables(lines: Sequence[Line]) -> list[Table]:
     sizes, engines = _sizes(lines), lines[0]["engines"]
     plain = next(iter(engines))
     columns = {size: counted(size, "text") for size in sizes}
+    doubtful = {engine: _slow_passes(lines, engine) if engine.endswith(":ar") else set() for engine in engines}
 
     def decoding(engine: str, size: int) -> str:
         speed, base = _speed(lines, engine, size, "decode_"), _speed(lines, plain, size, "decode_")
@@ -33,13 +34,18 @@ def batch_tables(lines: Sequence[Line]) -> list[Table]:
         if speed is None or base is None or alone is None:
             return UNKNOWN
         over_plain = "" if engine == plain else f", {speed / base:.2f}× plain"
-        return f"{speed:.1f} ({speed / alone:.2f}× one text{over_plain})"
+        mark = "†" if size in doubtful[engine] else ""
+        return f"{speed:.1f}{mark} ({speed / alone:.2f}× one text{over_plain})"
 
     def whole(engine: str, size: int) -> str:
         speed, base = _speed(lines, engine, size), _speed(lines, plain, size)
         return UNKNOWN if not speed or not base else f"{speed:.1f} ({speed / base:.2f}×)"
 
     title = "Tokens/s of all texts together while they decode"
+    if any(doubtful.values()):
+        title += (
+            ". †: a pass took longer than one for more texts, so the machine was slow, and ratios to this are too high"
+        )
     tables = [
         cross_table("decoding", title, "engine", engines, columns, decoding).known(),
         cross_table("batch", "Tokens/s with prompts included, and beside plain", "engine", engines, columns, whole),
@@ -61,6 +67,13 @@ def batch_tables(lines: Sequence[Line]) -> list[Table]:
 
 def _sizes(lines: Sequence[Line]) -> list[int]:
     return sorted({line["texts"] for line in matching(lines, "batch")})
+
+
+def _slow_passes(lines: Sequence[Line], engine: str) -> set[int]:
+    """The numbers of texts for which plain decoding's pass took longer, by more than noise, than one for more texts."""
+    speeds = {size: _speed(lines, engine, size, "decode_") for size in _sizes(lines)}
+    seconds = {size: size / speed for size, speed in speeds.items() if speed}
+    return {size for size in seconds if any(seconds[size] > 1.05 * seconds[more] for more in seconds if more > size)}
 
 
 def _speed(lines: Sequence[Line], engine: str, texts: int, when: str = "") -> float | None:

@@ -3,15 +3,18 @@
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
 record's file name without its ending. `report:NAME` is the whole record under headings, each table with its plots;
 `report:NAME:PART` is one part of it: headline, glance, machine, age, or a table by its name (`record_kinds` has them all).
+Numbers in sentences have markers of their own (`prose_figures`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from bench.record import KEPT, Line
+from bench.report.prose_figures import FIGURE, figure
 from bench.report.record_kinds import HEADINGS, kind_of
 from bench.report.run_tables import decoding_text
 from bench.report.summary import Samples
@@ -57,8 +60,12 @@ def markdown(lines: Sequence[Line], plots: Plots | None = None) -> str:
 
 def sections(lines: Sequence[Line]) -> dict[str, str]:
     """The parts of a record by name."""
-    tables = {table.name: table.markdown() for table in page_tables(lines)}
-    return {"headline": headline(lines), "age": age_sentence(lines), **tables}
+    return _sections(lines, page_tables(lines))
+
+
+def _sections(lines: Sequence[Line], tables: Sequence[Table]) -> dict[str, str]:
+    written = {table.name: table.markdown() for table in tables}
+    return {"headline": headline(lines), "age": age_sentence(lines), **written}
 
 
 def headline(lines: Sequence[Line]) -> str:
@@ -133,7 +140,23 @@ def fill_markers(document: str, records: Mapping[str, Sequence[Line]], plots: Ma
     plots: by record, for the places that show a whole one. Raises ValueError if there is no such place.
     """
     filled = 0
-    made: dict[str, dict[str, str]] = {}  # each record's tables are computed once, however many places show one
+
+    @cache  # each record's tables are computed once, however many places show one
+    def tables(name: str) -> list[Table]:
+        return page_tables(records[name])
+
+    @cache
+    def written(name: str) -> dict[str, str]:
+        return _sections(records[name], tables(name))
+
+    def fill_figure(match: re.Match[str]) -> str:
+        nonlocal filled
+        name, _, place = match["place"].partition(" > ")
+        if name not in records:
+            return match[0]
+        filled += 1
+        text = figure(place, {table.name: table for table in tables(name)})
+        return f"<!-- figure: {match['place']} -->{text}<!-- /figure -->"
 
     def fill(match: re.Match[str]) -> str:
         nonlocal filled
@@ -143,16 +166,14 @@ def fill_markers(document: str, records: Mapping[str, Sequence[Line]], plots: Ma
         if not part:
             text = markdown(records[name], (plots or {}).get(name)).rstrip("\n")
         else:
-            if name not in made:
-                made[name] = sections(records[name])
-            parts = made[name]
+            parts = written(name)
             if part not in parts:
                 raise ValueError(f'unknown marker "report:{name}:{part}": the parts of {name} are {", ".join(parts)}')
             text = parts[part]
         filled += 1
         return f"<!-- report:{match['name']} -->\n{text}\n<!-- /report:{match['name']} -->"
 
-    result = _MARKER.sub(fill, document)
+    result = FIGURE.sub(fill_figure, _MARKER.sub(fill, document))
     if not filled:
         raise ValueError(f"no marker for any of {', '.join(f'report:{name}' for name in records)} in the document")
     return result

@@ -8,6 +8,7 @@ import pytest
 from bench.record import RecordWriter, read_record, record_name
 from bench.report.glance import by_precision, engine_glance
 from bench.report.markdown import fill_markers, markdown, sections
+from bench.report.prose_figures import FIGURE
 from bench.report.source_tables import source_tables
 from bench.report.summary import Samples, Spread
 
@@ -270,7 +271,9 @@ RECORDS = {
 }
 _MARKED = re.compile(r"<!-- report:([^ ]+) -->\n.*?<!-- /report:\1 -->\n", re.S)
 PAGES = [
-    path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if _MARKED.search(path.read_text())
+    path
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if _MARKED.search(path.read_text(encoding="utf-8")) or FIGURE.search(path.read_text(encoding="utf-8"))
 ]
 
 
@@ -280,6 +283,7 @@ def test_published_tables_are_those_of_the_records(page):
     """A number typed by hand, or a record changed without `make results`, fails here."""
     text = page.read_text(encoding="utf-8")
     names = {name.partition(":")[0] for name in _MARKED.findall(text)}
+    names |= {match["place"].partition(" > ")[0] for match in FIGURE.finditer(text)}
     assert fill_markers(text, {name: read_record(RECORDS[name]) for name in names}) == text
 
 
