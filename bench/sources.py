@@ -63,6 +63,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "run": (*_DECODING, "replay"),
     "sweep": (*_DECODING, "replay"),
     "peers": (*_DECODING, "peers"),
+    "peers --converted": (*_DECODING, "loading", "batches", "peers", "machine"),
     "chat": (*_DECODING, "loading", "peers"),
     "context": (*_DECODING, "machine"),
     "roofline": (*_DECODING, "machine"),
