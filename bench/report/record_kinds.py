@@ -36,6 +36,8 @@ HEADINGS = {
     "phases": "Where the time goes",
     "scores": "Scores",
     "etpl": "Tokens per loaded layer",
+    "intervals": "Intervals over prompts",
+    "loops": "Texts that loop, and others",
     "exit-layer": "At one exit layer",
     "speedup": "Speed-up of every setting",
     "cells": "Every setting",

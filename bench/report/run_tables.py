@@ -16,6 +16,7 @@ from bench.grid import (
 )
 from bench.machine.bandwidth import WeightBytes
 from bench.record import BEST_FIXED, PLAIN, Line, matching
+from bench.report.interval_tables import interval_tables
 from bench.report.source_tables import source_tables
 from bench.report.summary import Samples
 from bench.report.table import UNKNOWN, Table, cross_table, names, number, outputs_text, spread_text, times
@@ -43,6 +44,7 @@ def run_tables(lines: Sequence[Line]) -> list[Table]:
     grid = grid_lines(lines)
     if grid:
         made.append(_etpl_table(lines, grid))
+    made += interval_tables(lines, first_runs(lines))
     return made
 
 

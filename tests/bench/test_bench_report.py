@@ -333,3 +333,13 @@ def test_a_page_says_of_each_record_whether_its_code_has_changed(page):
         shown.setdefault(name, set()).add(part)
     for name, parts in shown.items():
         assert parts & {"machine", "age"}, f"{page.name} shows {name} and does not say how old it is"
+
+
+@pytest.mark.usefixtures("with_studies")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_of_policies_have_intervals_beside_them(page):
+    shown = {tuple(marker.partition(":")[::2]) for marker in _MARKED.findall(page.read_text(encoding="utf-8"))}
+    for name in {name for name, part in shown if part in ("speed", "speedups", "etpl")}:
+        parts = sections(read_record(RECORDS[name]))
+        for part in ("intervals", "loops"):
+            assert part not in parts or (name, part) in shown, f"{page.name} shows {name} without its {part}"

@@ -1,0 +1,151 @@
+"""How sure a table of policies is: 95 % intervals over prompts, and texts that loop apart from the others.
+
+A paired bootstrap: prompts are drawn again with replacement, within each task, 2,000 times; every row sees the same draws.
+So an interval of a ratio says what other prompts of these tasks might have given. It knows nothing of other models or
+machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.grid import ALL, LAYERS, GridCell, fixed_in_hindsight, grid_lines
+from bench.record import PLAIN, Line, matching
+from bench.report.summary import Samples
+from bench.report.table import UNKNOWN, Table
+
+DRAWS = 2000
+_SEED = 1
+_ENDS = (2.5, 97.5)
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One policy's prompts: tokens committed in rounds, layers loaded in them, tokens per second. [prompts] each."""
+
+    tokens: Floats
+    layers: Floats
+    speeds: Floats | None = None
+
+
+def interval_tables(lines: Sequence[Line], runs: Mapping[str, Sequence[Line]]) -> list[Table]:
+    """Intervals of each policy, and texts that loop apart, where the record tells which do. runs: by engine, a prompt each.
+
+    No table for a record of fewer than two prompts, or without plain decoding.
+    """
+    samples = Samples(lines)
+    if PLAIN not in runs or len(samples.prompts) < 2 or any(len(own) < len(samples.prompts) for own in runs.values()):
+        return []
+    if any("loaded_layers" not in line["stats"] for own in runs.values() for line in own):
+        return []
+    rows = {
+        f"`{engine.removeprefix('selfspec:')}`": _row(samples, engine, own)
+        for engine, own in runs.items()
+        if engine != PLAIN
+    }
+    rows = dict(sorted(rows.items(), key=lambda item: -item[1].tokens.sum() / item[1].layers.sum()))
+    fixed = _best_fixed(grid_lines(lines), samples.prompts)
+    plain = _row(samples, PLAIN, runs[PLAIN])
+    return [
+        *_intervals(samples, rows, plain, fixed),
+        *_loops(lines, samples, rows, plain),
+    ]
+
+
+def interval(value: Callable[[Floats], float], draws: Floats) -> str:
+    """A figure of all prompts, and in brackets its interval. value: of the prompts' weights; draws: [draws, prompts]."""
+    found = [value(weights) for weights in draws]
+    low, high = np.percentile(found, _ENDS)
+    return f"{value(np.ones(draws.shape[1])):.3f} ({low:.3f}–{high:.3f})"
+
+
+def drawn(tasks: Sequence[str], draws: int = DRAWS) -> Floats:
+    """How often each prompt is drawn, [draws, prompts]: as many of each task as there are."""
+    random = Random(_SEED)
+    places = [[place for place, task in enumerate(tasks) if task == one] for one in dict.fromkeys(tasks)]
+    counts = np.zeros((draws, len(tasks)))
+    for row in counts:
+        for own in places:
+            for place in random.choices(own, k=len(own)):
+                row[place] += 1
+    return counts
+
+
+def _row(samples: Samples, engine: str, own: Sequence[Line]) -> Row:
+    by_prompt = {line["prompt"]: line for line in own}
+    timed = [matching(samples.samples, "sample", engine=engine, prompt=prompt) for prompt in samples.prompts]
+    stats = [by_prompt[prompt]["stats"] for prompt in samples.prompts]
+    return Row(
+        tokens=np.array([by_prompt[prompt]["num_new_tokens"] - 1.0 for prompt in samples.prompts]),
+        layers=np.array([float(each["loaded_layers"] + each["preverifier_layers"]) for each in stats]),
+        speeds=np.array([median(line["num_new_tokens"] / line["seconds"] for line in group) for group in timed]),
+    )
+
+
+def _best_fixed(grid: Sequence[Line], prompts: Sequence[str]) -> tuple[str, Row] | None:
+    if not grid:
+        return None
+    setting = fixed_in_hindsight(grid, LAYERS)[ALL]
+    cells = {line["prompt"]: GridCell(*line["cells"][setting]) for line in grid}
+    found = [cells[prompt] for prompt in prompts]
+    return setting, Row(
+        tokens=np.array([cell.tokens for cell in found]), layers=np.array([cell.layers for cell in found])
+    )
+
+
+def _intervals(samples: Samples, rows: Mapping[str, Row], plain: Row, fixed: tuple[str, Row] | None) -> list[Table]:
+    draws = drawn([samples.tasks[prompt] for prompt in samples.prompts])
+
+    def rate(row: Row, weights: Floats) -> float:
+        return float(weights @ row.tokens / (weights @ row.layers))
+
+    def speed(row: Row, weights: Floats) -> float:
+        assert row.speeds is not None
+        return float(weights @ row.speeds)
+
+    made = []
+    for name, row in rows.items():
+        cells = {"policy": name, "eTPL over plain's": interval(lambda w, row=row: rate(row, w) / rate(plain, w), draws)}  # type: ignore[misc]
+        if fixed is not None:
+            best = fixed[1]
+            cells[f"over the best fixed setting's, `{fixed[0]}`"] = interval(
+                lambda w, row=row, best=best: rate(row, w) / rate(best, w),  # type: ignore[misc]
+                draws,
+            )
+        cells["tokens/s over plain's"] = interval(lambda w, row=row: speed(row, w) / speed(plain, w), draws)  # type: ignore[misc]
+        made.append(cells)
+    count = len(samples.prompts)
+    title = (
+        f"95 % intervals over {count} prompts, paired: each policy divided by plain decoding, and by one fixed setting"
+    )
+    return [Table.of("intervals", title, made)] if made else []
+
+
+def _loops(lines: Sequence[Line], samples: Samples, rows: Mapping[str, Row], plain: Row) -> list[Table]:
+    looping = {
+        line["prompt"]: line["looping"]
+        for line in matching(lines, "output", engine=PLAIN)
+        if line.get("looping") is not None
+    }
+    if len(looping) < len(samples.prompts):
+        return []
+    loops = np.array([float(looping[prompt]) for prompt in samples.prompts])
+    parts = {f"texts that loop ({int(loops.sum())})": loops, f"other texts ({int((1 - loops).sum())})": 1 - loops}
+
+    def cell(row: Row, weights: Floats) -> str:
+        if not weights.any():
+            return UNKNOWN
+        rates = [float(weights @ each.tokens / (weights @ each.layers)) for each in (row, plain)]
+        return f"{rates[0] / rates[1]:.3f}"
+
+    made = [
+        {"policy": name, **{part: cell(row, weights) for part, weights in parts.items()}} for name, row in rows.items()
+    ]
+    return [Table.of("loops", "eTPL over plain decoding's, of texts that loop and of the others", made)] if made else []
