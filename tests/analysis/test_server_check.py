@@ -132,7 +132,9 @@ def test_a_stream_that_loses_a_piece_is_found() -> None:
 def test_logprobs_that_move_in_company_are_found() -> None:
     found = check("logprobs")
     assert (found.verdict, differing(found)) == ("differs", set())
-    assert found.logprobs[0].largest_difference == pytest.approx(0.5)
+    (score,) = found.logprobs
+    assert score.largest_difference == pytest.approx(0.5)
+    assert score.prompt in range(len(PROMPTS)) and score.token in range(FEW["max_tokens"])
     assert check("logprobs", logprob_tolerance=0.6).verdict == "exact"
 
 

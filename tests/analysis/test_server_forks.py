@@ -8,7 +8,7 @@ import pytest
 
 from selfspec.analysis.server_check.client import ScoredToken, ServerReply, scored_tokens
 from selfspec.analysis.server_check.company import overlapped
-from selfspec.analysis.server_check.forks import find_fork, largest_difference
+from selfspec.analysis.server_check.forks import find_fork, logprob_differences
 from selfspec.analysis.server_check.judging import choose_stop
 
 
@@ -86,8 +86,7 @@ def test_a_space_that_the_server_strips_is_no_other_text() -> None:
 def test_log_probabilities_are_compared_up_to_the_fork() -> None:
     left = [token("a", -0.5), token("b", -1.0), token("c", -9.0)]
     right = [token("a", -0.4), token("b", -1.3), token("d", -1.0)]
-    count, largest = largest_difference(left, right)
-    assert (count, largest) == (2, pytest.approx(0.3))
+    assert logprob_differences(left, right) == [pytest.approx(0.1), pytest.approx(0.3)]
 
 
 @pytest.mark.parametrize(

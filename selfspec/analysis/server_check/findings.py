@@ -64,11 +64,16 @@ class WayFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobFinding:
-    """The log probabilities of equal tokens in two ways to ask. unsupported: why nothing was compared."""
+    """The log probabilities of equal tokens in two ways to ask.
+
+    prompt, token: the indices where they differ most; None if nothing differs. unsupported: why nothing was compared.
+    """
 
     name: str
     tokens: int = 0
     largest_difference: float = 0.0
+    prompt: int | None = None
+    token: int | None = None
     allowed: float = 0.0
     unsupported: str | None = None
 

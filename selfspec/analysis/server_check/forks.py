@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from selfspec.analysis.server_check.client import ScoredToken
 
@@ -101,15 +102,10 @@ def is_after_sampling(tokens: Sequence[ScoredToken]) -> bool:
     return bool(tokens) and all(token.logprob > -1e-9 for token in tokens)
 
 
-def largest_difference(left: Sequence[ScoredToken], right: Sequence[ScoredToken]) -> tuple[int, float]:
-    """Number of tokens up to the first that differs, and the largest difference of their log probabilities."""
-    count, largest = 0, 0.0
-    for a, b in zip(left, right):
-        if a.text != b.text:
-            break
-        count += 1
-        largest = max(largest, abs(a.logprob - b.logprob))
-    return count, largest
+def logprob_differences(left: Sequence[ScoredToken], right: Sequence[ScoredToken]) -> list[float]:
+    """Of each token's log probabilities, up to the first token that differs."""
+    equal = takewhile(lambda pair: pair[0].text == pair[1].text, zip(left, right))
+    return [abs(a.logprob - b.logprob) for a, b in equal]
 
 
 def _common(left: str, right: str) -> int:

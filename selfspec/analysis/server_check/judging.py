@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from selfspec.analysis.server_check.client import ScoredToken, ServerReply
 from selfspec.analysis.server_check.findings import LogprobFinding, Parting, Section, StopFault, WayFinding
-from selfspec.analysis.server_check.forks import find_fork, is_after_sampling, largest_difference
+from selfspec.analysis.server_check.forks import find_fork, is_after_sampling, logprob_differences
 from selfspec.analysis.server_check.plan import Way
 
 STOP_LENGTH = 4
@@ -105,18 +105,23 @@ def compare_stops(
 
 def compare_logprobs(left: Answered, right: Answered, allowed: float, name: str) -> LogprobFinding:
     """Of the tokens that both took, until they part."""
-    tokens, largest = 0, 0.0
-    pairs = [(a.tokens, b.tokens) for a, b in zip(left.replies, right.replies) if a is not None and b is not None]
-    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    known = [
+        (prompt, a.tokens, b.tokens)
+        for prompt, (a, b) in enumerate(zip(left.replies, right.replies))
+        if a is not None and b is not None and a.tokens is not None and b.tokens is not None
+    ]
     if not known:
         return LogprobFinding(name=name, unsupported="the server gives none")
-    if all(is_after_sampling(a) and is_after_sampling(b) for a, b in known):
+    if all(is_after_sampling(a) and is_after_sampling(b) for _, a, b in known):
         return LogprobFinding(name=name, unsupported="they are of the choice, not of the model: all are 0")
-    for a, b in known:
-        count, difference = largest_difference(a, b)
-        tokens += count
-        largest = max(largest, difference)
-    return LogprobFinding(name=name, tokens=tokens, largest_difference=largest, allowed=allowed)
+    differences = [
+        (difference, prompt, token)
+        for prompt, a, b in known
+        for token, difference in enumerate(logprob_differences(a, b))
+    ]
+    largest, prompt, token = max(differences, default=(0.0, 0, 0))
+    place = {"prompt": prompt, "token": token} if largest > 0 else {}
+    return LogprobFinding(name=name, tokens=len(differences), largest_difference=largest, allowed=allowed, **place)
 
 
 def _finding(

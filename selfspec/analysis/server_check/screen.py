@@ -61,8 +61,9 @@ def _logprob_line(found: LogprobFinding) -> str:
     if found.unsupported is not None:
         return f"  -        {found.name}: {found.unsupported}"
     mark = "ok" if found.passed else "DIFFERS"
+    place = "" if found.prompt is None or found.token is None else f" (prompt {found.prompt + 1}, token {found.token})"
     return (
-        f"  {mark:8} {found.name}: {found.tokens} tokens, largest difference {found.largest_difference:.2g}, "
+        f"  {mark:8} {found.name}: {found.tokens} tokens, largest difference {found.largest_difference:.2g}{place}, "
         f"allowed {found.allowed:g}"
     )
 
