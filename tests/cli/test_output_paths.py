@@ -36,6 +36,7 @@ WRITERS = [
     (bench.experiments.__main__.app, ["fine-tune", "none", "--text", "none.txt", "--chats", "none.jsonl", "-o"]),
     (bench.experiments.__main__.app, ["roundings", "none", "--prompts", "none.jsonl", "-o"]),
     (bench.experiments.__main__.app, ["draft-copies", "none", "-o"]),
+    (bench.experiments.__main__.app, ["row-parts", "none", "-o"]),
     (bench.experiments.__main__.app, ["settings", "code", "-o"]),
     (bench.experiments.__main__.app, ["spide", "code", "-o"]),
     (bench.experiments.__main__.app, ["judge-exits", "none", "--chats", "none.jsonl", "-o"]),
