@@ -78,7 +78,7 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     assert [(line["repeat"], line["context"]) for line in seq_rounds] == [(0, 16), (1, 16)]  # 32 + 12 + 32 are too many
     assert all((line["prompt_tokens"], line["reused_tokens"]) == (16 + 12 + 16, 16 + 11) for line in seq_rounds)
     parts = sections(found)
-    assert set(parts) == {"headline", "glance", "contexts", "turns", "memory", "machine"}
+    assert set(parts) == {"headline", "age", "glance", "contexts", "turns", "memory", "machine"}
     assert [row.split(" | ")[0] for row in parts["contexts"].splitlines()[4:]] == ["| 16", "| 32"]
     page = record.with_suffix(".html")
     assert CliRunner().invoke(app, ["report", str(record), "-o", str(page)]).exit_code == 0
@@ -88,7 +88,7 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["context", "--model", str(checkpoint), *arguments[:-2], *unread])
     assert result.exit_code == 0, result.output
     parts = sections(read_record(record))
-    assert set(parts) == {"headline", "glance", "contexts", "machine"}
+    assert set(parts) == {"headline", "age", "glance", "contexts", "machine"}
     assert parts["headline"].startswith("Keys and values in bfloat16. ")
     limits = next(line for line in read_record(record) if line["kind"] == "limits")
     assert limits["kv_bytes"] == 2 * 8 * 2  # keys and values, head_dim, bytes

@@ -101,7 +101,7 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     expected = 4 * (limits["layer_bytes"] + context * limits["kv_bytes"]) + limits["head_bytes"]
     assert step["bytes"] == expected
     assert f"so at most {limits['bytes_per_second'] / expected:.1f} tokens/s" in parts["headline"]
-    assert set(parts) == {"headline", "glance", "calls", "phases", "machine"}
+    assert set(parts) == {"headline", "age", "glance", "calls", "phases", "machine"}
     page = record.with_suffix(".html")
     assert CliRunner().invoke(app, ["report", str(record), "-o", str(page)]).exit_code == 0
     assert page.read_text(encoding="utf-8").count("<svg") == 1

@@ -54,7 +54,7 @@ def test_the_command_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]
     assert all(line["seconds"] > 0 for line in found)
     parts = sections(lines)
-    assert set(parts) == {"headline", "attention", "machine"}
+    assert set(parts) == {"headline", "age", "attention", "machine"}
     assert "Attention after 600 positions" in parts["headline"]
     assert len(parts["attention"].splitlines()) == 4 + 2 * 2
     for wrong, message in (
