@@ -25,7 +25,7 @@ from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.request import COLDEST, ContextLengthError, check_context, encode_prompt
 from selfspec.messages import conversation_ids, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
-from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest, JsonSchemaFormat, Message
+from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest, Message
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
 from selfspec.serve.lanes import LARGE_BODY
 from selfspec.serve.prompts import check_length
@@ -33,12 +33,10 @@ from selfspec.serve.scheduler import Choice
 from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.served_policies import ServedPolicies
 from selfspec.serve.server_settings import MOST_CHOICES, ServerSettings
-from selfspec.serve.structured_output import Grammar, GrammarProcessor, Vocabulary
+from selfspec.serve.structured_output import GrammarProcessor, Vocabulary
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
-from selfspec.serve.tools.call_readers import CallReader, make_reader
-from selfspec.serve.tools.tool_formats import NoToolsError, ToolFormat, format_of
-from selfspec.serve.tools.tool_grammar import call_grammar
 from selfspec.serve.tools.tool_requests import Tool
+from selfspec.serve.tools.tool_translation import ToolTranslator, named_results, schemas_of
 from selfspec.serve.trimmed_text import StopTexts, TrimmedText
 
 _COMPLETION_TOKENS = 16
@@ -63,19 +61,13 @@ class Translator:
                 raise ValueError("--answer-store needs a model in one process: leave it out, or start one process")
             self.answers = AnswerStores(settings.answer_bytes, generator.model.vocab_size, self.copies)
         self._template = settings.chat_template
-        self._tool_format: ToolFormat | None = None
-        self._no_tools = "this model has no chat template"
-        if has_template(self.tokenizer, self._template):
-            try:
-                self._tool_format = format_of(self.tokenizer, self._template)
-            except NoToolsError as error:
-                self._no_tools = str(error)
         config = generator.model.generation_config
         self._sampling = config.to_dict() if config.do_sample else {}
         eos = config.eos_token_id
         self._vocab_size = generator.model.config.vocab_size
         self._eos: list[int] = [] if eos is None else eos if isinstance(eos, list) else [eos]
         self.vocabulary = Vocabulary(self.tokenizer, self._vocab_size, self._eos)
+        self._tools = ToolTranslator(self.tokenizer, self._template, self.vocabulary)
 
     def has_slow_schema(self, body: GenerationRequest, size: int) -> bool:
         """Whether it has a schema that takes long to compile, or that was not compiled yet.
@@ -83,12 +75,12 @@ class Translator:
         size: of the body in bytes; the schema of a large one takes long to look up.
         """
         with _bad_request("tools"):
-            schemas = [schema for _, schema in _schemas_of(body)]
+            schemas = [schema for _, schema in schemas_of(body)]
         return bool(schemas) and (size > LARGE_BODY or not all(map(self._schemas.is_quick, schemas)))
 
     def _check_schema(self, body: GenerationRequest) -> None:
         """Compile its schemas on trial, which may take a second each. Raises ApiError if one cannot be used."""
-        found = _schemas_of(body)
+        found = schemas_of(body)
         for param, schema in found:
             with _bad_request(param):
                 self._schemas(schema)
@@ -104,7 +96,7 @@ class Translator:
         """What a client cannot know: whether there is a chat template, and the policy of requests that name none."""
         return {
             "chat": has_template(self.tokenizer, self._template),
-            "tools": self._tool_format is not None,
+            "tools": self._tools.known,
             "policy": self._policies.choose(None, repeats=False).name,
         }
 
@@ -137,11 +129,11 @@ class Translator:
         that the model is told of.
         Raises ApiError without a template, and for messages that the template refuses.
         """
-        self._check_tools(messages, tools)
+        self._tools.check(messages, tools)
         with _bad_request("tools"):
             described = [tool.described for tool in tools] or None
         with _bad_request("messages"):
-            conversation = _named_results([message.described for message in messages])
+            conversation = named_results([message.described for message in messages])
             texts = [message.text for message in messages]
             calls = [message.get("tool_calls") for message in conversation]
             check_length(
@@ -156,24 +148,6 @@ class Translator:
             if ask is None:
                 return encode_messages(conversation, self.tokenizer, self._template, described)
             return conversation_ids(conversation, self.tokenizer, self._template, ask=ask, tools=described)
-
-    def _check_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-        """Raise ApiError that names the first field about tools, if the template does not know them."""
-        known, shown = self._tool_format is not None, self._tool_format is not None and self._tool_format.shows_calls
-        used = {"tools": known} if tools else {}
-        for place, message in enumerate(messages):
-            if message.role == "tool":
-                used[f"messages.{place}.role"] = shown
-            elif message.tool_calls is not None:
-                used[f"messages.{place}.tool_calls"] = shown
-        for param, is_known in used.items():
-            if not is_known:
-                why = "this model's chat template leaves out calls and their results" if known else self._no_tools
-                raise ApiError(f"{why}: leave out {param}", param=param, code="unsupported_parameter")
-        if messages and messages[-1].tool_calls is not None:
-            raise ApiError(
-                "the last message has tool_calls: add their results, as messages of the role 'tool'", param="messages"
-            )
 
     @property
     def chat_template(self) -> str | None:
@@ -308,7 +282,7 @@ class Translator:
             scored=scored,
             silent=max_new_tokens == 0,
             answers=answers,
-            reader=self._reader(body, ids),
+            reader=self._tools.reader(body, ids),
         )
 
     def _end_tokens(self, body: GenerationRequest) -> list[int]:
@@ -348,55 +322,10 @@ class Translator:
             device = str(self._generator.model.device)
             processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, body.min_tokens, ends, device))
         with _bad_request("response_format" if body.schema_ is not None else "tool_choice"):
-            grammar = self._grammar(body)
+            grammar = self._tools.grammar(body)
             if grammar is not None:
                 processors.append(GrammarProcessor(self.vocabulary, grammar, prompt_length))
         return processors
-
-    def _grammar(self, body: GenerationRequest) -> Grammar | None:
-        """What the text must follow; None if any text will do. Raises ValueError for what does not go together."""
-        tools = body.callable_tools if isinstance(body, ChatRequest) else []
-        if not (tools and isinstance(body, ChatRequest)) or (body.schema_ is None and not body.tool_choice.forces):
-            return body.schema_
-        assert self._tool_format is not None
-        answer = None if body.tool_choice.forces else body.schema_
-        several = body.parallel_tool_calls is not False and body.tool_choice.name is None
-        return call_grammar(
-            self._tool_format, tools, several=several, special_id=self.vocabulary.special_id, answer=answer
-        )
-
-    def _reader(self, body: GenerationRequest, ids: list[int]) -> CallReader | None:
-        """Finds the calls in an answer; None if there may be none."""
-        if not isinstance(body, ChatRequest) or not body.callable_tools or self._tool_format is None:
-            return None
-        alone = body.parallel_tool_calls is False or body.tool_choice.name is not None or not self._tool_format.several
-        most = 1 if alone else None
-        tools = [tool.described for tool in body.callable_tools]
-        return make_reader(self._tool_format, tools, most, self.tokenizer, ids, body.stop)
-
-
-def _named_results(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With the function's name in messages of the role "tool": some templates show it, and OpenAI's API has only the id."""
-    names: dict[str, str] = {}
-    named = []
-    for message in conversation:
-        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
-        name = names.get(message.get("tool_call_id", ""))
-        if message["role"] == "tool" and name is not None:
-            message = {"name": name, **message}
-        named.append(message)
-    return named
-
-
-def _schemas_of(body: GenerationRequest) -> list[tuple[str, dict[str, Any] | bool]]:
-    """The schemas of clients that the text must follow, each with its field. Raises ValueError for parameters of a tool that
-    are no object."""
-    found: list[tuple[str, dict[str, Any] | bool]] = []
-    if isinstance(body.response_format, JsonSchemaFormat):
-        found.append(("response_format", body.response_format.json_schema.schema_))
-    if isinstance(body, ChatRequest) and (body.tool_choice.forces or body.schema_ is not None):
-        found += [("tools", tool.schema_) for tool in body.callable_tools]
-    return found
 
 
 @contextmanager
