@@ -120,8 +120,15 @@ def compare_logprobs(left: Answered, right: Answered, allowed: float, name: str)
         for token, difference in enumerate(logprob_differences(a, b))
     ]
     largest, prompt, token = max(differences, default=(0.0, 0, 0))
-    place = {"prompt": prompt, "token": token} if largest > 0 else {}
-    return LogprobFinding(name=name, tokens=len(differences), largest_difference=largest, allowed=allowed, **place)
+    differ = largest > 0
+    return LogprobFinding(
+        name=name,
+        tokens=len(differences),
+        largest_difference=largest,
+        prompt=prompt if differ else None,
+        token=token if differ else None,
+        allowed=allowed,
+    )
 
 
 def _finding(
