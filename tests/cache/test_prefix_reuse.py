@@ -38,7 +38,7 @@ from selfspec.cache.prefix_cache import num_common, parse_bytes
 from selfspec.cache.slots import CacheSlot
 from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
-EXAMPLES = {"native": 15, "plain": 9}
+EXAMPLES = {"native": 14, "plain": 7}
 POSITIONS = 320
 ROW_BYTES = 4 * 2 * 2 * 8 * 4
 """Keys and values of one position: layers, two of them, heads, head_dim, float32."""

@@ -20,7 +20,7 @@ from tiny_llama import full_logits, pool_model, reference_greedy, tiny_llama, ti
 
 NEAR_TIE = 1e-4
 """In float32, two orders of summation move a logit by up to about this; only then may the outputs part."""
-EXAMPLES = {"eager": 92, "captured": 66}
+EXAMPLES = {"eager": 80, "captured": 60}
 MOST_NEAR_TIES = 4
 
 
@@ -92,14 +92,14 @@ def test_greedy_output_equals_transformers(dtype: torch.dtype, runner: RunnerNam
     check()
     print(dict(count))
     share = EXAMPLES[runner] / 100
-    assert count["cases"] >= 280 * share
+    assert count["cases"] >= 300 * share
     assert count["near-ties"] <= MOST_NEAR_TIES
     # Were these rare, the equality above would say little.
     assert count["with accepted drafts"] >= count["cases"] // 4
     assert count["with rejected drafts"] >= count["cases"] // 8
     assert count["stopped inside a draft"] >= 7 * share
     assert min(count["eos"], count["stop_string"]) >= 15 * share
-    assert min(count[name] for name in EVERY_POLICY) >= 1
+    assert min(count[name] for name in EVERY_POLICY) >= 1.2 * share
 
 
 @pytest.mark.parametrize(

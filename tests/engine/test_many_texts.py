@@ -41,7 +41,7 @@ from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
 from tiny_llama import reference_greedy, tiny_tokenizer
 
-EXAMPLES = 40
+EXAMPLES = 30
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
