@@ -1,6 +1,6 @@
-/* Weights in groups: their scales, and their products with rows as digits. Sums of products are exact within a group, and are added as
- * floats: lane by lane, in the order of the inputs, and after the offsets of the same SCALES groups. All functions here and in words.h
- * add in this order, so a row's results do not depend on how many rows there are.
+/* Weights in groups: their scales, and their products with rows as digits. Sums of products are exact within a group, and are
+ * added as floats: lane by lane, in the order of the inputs, and after the offsets of the same SCALES groups. All functions here
+ * and in words.h add in this order, so a row's results do not depend on how many rows there are.
  */
 #ifndef SELFSPEC_GROUPS_H
 #define SELFSPEC_GROUPS_H
@@ -22,6 +22,11 @@ INLINE int level_of(const Matrix *m) { return m->group == 16 ? 0 : m->group == 3
 /* The lanes' numbers from 0 to 15, divided by 2 to the power of `level`. */
 INLINE __m512i lanes_by(int level) {
   return _mm512_srli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), level);
+}
+
+/* For each lane of a chunk, its group's number among those of a period. chunk: in the period. */
+INLINE __m512i groups_of_lanes(int64_t chunk, int level) {
+  return _mm512_srli_epi32(_mm512_add_epi32(_mm512_set1_epi32((int)(4 * chunk)), lanes_by(2)), level);
 }
 
 /* The offsets of 16 groups of an output from group `from` on, a multiple of 16: those that `there` selects. */
@@ -50,16 +55,21 @@ INLINE __m512i scale_words(const Matrix *m, int64_t output, int64_t from, __mmas
   return _mm512_mask_blend_epi16(0xaaaaaaaa, integers, _mm512_slli_epi32(integers, 16));
 }
 
+/* Of the offsets of 16 groups those that belong to 16 of a row's sums, of which a group has `each`. */
+INLINE __m512 offsets_of_part(__m512 offsets, int64_t part, int64_t each) {
+  if (each == 1) return offsets;
+  const __m512i first = _mm512_set1_epi32((int)(part * 16 / each));
+  return _mm512_permutexvar_ps(_mm512_add_epi32(lanes_by(each == 2 ? 1 : 2), first), offsets);
+}
+
 /* Add the offsets of 16 groups from group `from` on to the lanes of R totals: each times the sum of its group's inputs. sums: of a
  * chunk's parts, for each row. */
 #define ADD_OFFSETS(R) \
   INLINE void add_offsets_##R(const Matrix *m, int64_t from, __m512 offsets, const float *sums, vf *totals) { \
     const int64_t parts = sums_of_chunk(m), each = m->group * parts / CHUNK_INPUTS, count = m->in / CHUNK_INPUTS * parts; \
-    const __m512i place = lanes_by(each == 1 ? 0 : each == 2 ? 1 : 2); \
     for (int64_t part = 0, i = from * each; part < each && i < count; part++, i += 16) { \
       const __mmask16 here = (1u << min(16, count - i)) - 1; \
-      const __m512i own = _mm512_add_epi32(place, _mm512_set1_epi32((int)(part * 16 / each))); \
-      const __m512 offset = each == 1 ? offsets : _mm512_permutexvar_ps(own, offsets); \
+      const __m512 offset = offsets_of_part(offsets, part, each); \
       UNROLL for (int r = 0; r < R; r++) \
         totals[r] = (vf)_mm512_fmadd_ps(offset, _mm512_maskz_loadu_ps(here, sums + r * count + i), (__m512)totals[r]); \
     } \
@@ -74,6 +84,25 @@ INLINE __m512i weights_6(const uint8_t *p) {
   return _mm512_or_si512(weights_4(p), _mm512_slli_epi64(_mm512_and_si512(upper, _mm512_set1_epi8(3)), 4));
 }
 
+/* The end of a function: the sums of the lanes of R rows' totals for four outputs. */
+#define STORE_TOTALS(R) \
+  UNROLL for (int r = 0; r < R; r++) { \
+    float sums_of_row[4]; \
+    sum_4(total[0][r], total[1][r], total[2][r], total[3][r], sums_of_row); \
+    UNROLL for (int o = 0; o < 4; o++) y[r * BLOCK + o] = sums_of_row[o] * fixed[r].unit; \
+  }
+
+/* Calls NAME_1 to NAME_4, by the number of rows. */
+#define BY_ROWS_UP_TO_4(NAME) \
+  static void NAME(const Matrix *m, int64_t first, int64_t stride, const char *x, int64_t rows, Fetch fetch, float *y) { \
+    switch (rows) { \
+    case 1: NAME##_1(m, first, stride, x, fetch, y); break; \
+    case 2: NAME##_2(m, first, stride, x, fetch, y); break; \
+    case 3: NAME##_3(m, first, stride, x, fetch, y); break; \
+    default: NAME##_4(m, first, stride, x, fetch, y); \
+    } \
+  }
+
 /* DOTS_8 for weights in groups. Weights with offsets are what they are, and need no correction. LOAD: 64 of them. WIDTH: bytes of
  * these. */
 #define DOTS_IN_GROUPS(R, NAME, LOAD, WIDTH, OFFSETS) \
@@ -83,7 +112,6 @@ INLINE __m512i weights_6(const uint8_t *p) {
     const uint8_t *w = (const uint8_t *)m->weight + first * row; \
     const int level = level_of(m); \
     const int64_t period = (SCALES / 4) << level, groups_bytes = m->scales == FLOATS ? 4 : 2; \
-    const __m512i quarter = lanes_by(2); \
     const Fixed *fixed = (const Fixed *)(x + R * chunks * (GROUPED_DIGITS + 1) * CHUNK_INPUTS); \
     const float *row_sums = (const float *)(fixed + R); \
     UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
@@ -103,7 +131,7 @@ INLINE __m512i weights_6(const uint8_t *p) {
         if (OFFSETS) add_offsets_##R(m, from, group_offsets(m, output, from, there), row_sums, total[o]); \
       } \
       for (int64_t c = start; c < end; c++) { \
-        const __m512i place = _mm512_srli_epi32(_mm512_add_epi32(_mm512_set1_epi32((int)(4 * (c - start))), quarter), level); \
+        const __m512i place = groups_of_lanes(c - start, level); \
         if (fetch.ahead && (WIDTH != 32 || !(c & 1)) && (c * WIDTH & fetch.mask & -64) == fetch.place) \
           UNROLL for (int o = 0; o < 4; o++) FETCH(w + (o + fetch.ahead) * row + c * WIDTH); \
         UNROLL for (int o = 0; o < 4; o++) { \
@@ -121,23 +149,12 @@ INLINE __m512i weights_6(const uint8_t *p) {
         x += R * (GROUPED_DIGITS + 1) * CHUNK_INPUTS; \
       } \
     } \
-    UNROLL for (int r = 0; r < R; r++) { \
-      float parts[4]; \
-      sum_4(total[0][r], total[1][r], total[2][r], total[3][r], parts); \
-      UNROLL for (int o = 0; o < 4; o++) y[r * BLOCK + o] = parts[o] * fixed[r].unit; \
-    } \
+    STORE_TOTALS(R) \
   }
 #define DOTS_IN_GROUPS_OF(NAME, LOAD, WIDTH, OFFSETS) \
   DOTS_IN_GROUPS(1, NAME, LOAD, WIDTH, OFFSETS) DOTS_IN_GROUPS(2, NAME, LOAD, WIDTH, OFFSETS) \
   DOTS_IN_GROUPS(3, NAME, LOAD, WIDTH, OFFSETS) DOTS_IN_GROUPS(4, NAME, LOAD, WIDTH, OFFSETS) \
-  static void NAME(const Matrix *m, int64_t first, int64_t stride, const char *x, int64_t rows, Fetch fetch, float *y) { \
-    switch (rows) { \
-    case 1: NAME##_1(m, first, stride, x, fetch, y); break; \
-    case 2: NAME##_2(m, first, stride, x, fetch, y); break; \
-    case 3: NAME##_3(m, first, stride, x, fetch, y); break; \
-    default: NAME##_4(m, first, stride, x, fetch, y); \
-    } \
-  }
+  BY_ROWS_UP_TO_4(NAME)
 DOTS_IN_GROUPS_OF(dots_nibbles, weights_4, 32, 0)
 DOTS_IN_GROUPS_OF(offset_dots_nibbles, weights_4, 32, 1)
 DOTS_IN_GROUPS_OF(dots_numbers, weights_of_bytes, 64, 0)

@@ -69,7 +69,8 @@ static const float *prepared(const Input *input, const Matrix *m, float *scratch
     scratch += whole_lines(rows * in);
   }
   if (rows == 1 && as_floats(m)) return x;
-  for (int64_t r = 0; r < rows; r += together(m, r, rows)) arrange(m, x + r * in, together(m, r, rows), rows, scratch + r * row_size(m));
+  for (int64_t r = 0; r < rows; r += together(m, r, rows))
+    arrange(m, x + r * in, together(m, r, rows), rows, scratch + r * row_size(m));
   return scratch;
 }
 
@@ -89,10 +90,7 @@ INLINE void store_block(const float *block, const float *residual, int64_t count
 #define BATCH_BYTES (TILES ? 1 << 20 : 512 << 10) /* of a batch's prepared rows: half the L2 cache (2 MB with tiles) */
 #define FETCHED_BYTES (1 << 20) /* from this size on, a matrix is surely not all in a cache */
 #define WIDE_ROWS 32          /* from here on converting a group's weights first pays, with few registers or weights in groups */
-#ifndef EXPANDED_BYTES
-#define EXPANDED_BYTES (24 << 10) /* the same for expanded ones, in the L2 cache */
-#endif
-#define WIDE_BYTES (24 << 10) /* most bytes of converted weights, so that they and the rows stay in the L1 cache */
+#define WIDE_BYTES (24 << 10) /* most bytes of converted or expanded weights: they stay in the L1 cache */
 
 /* Whether weights are converted to float32 once for all rows. The conversion is exact. */
 INLINE int widens(const Matrix *m, int64_t rows) {
@@ -113,7 +111,7 @@ INLINE int64_t fetching_turns(const Matrix *m, int64_t rows) {
 
 /* Outputs in a group: a batch's rows pass one group before the next. As many as the cache holds. */
 INLINE int64_t group_of(const Matrix *m, int64_t rows) {
-  if (expands(m, rows)) return max(BLOCK, min(GROUP, EXPANDED_BYTES / 2 / m->in / BLOCK * BLOCK));
+  if (expands(m, rows)) return max(BLOCK, min(GROUP, WIDE_BYTES / 2 / m->in / BLOCK * BLOCK));
   if (!widens(m, rows)) {
     int64_t row = bytes_of(m->kind, m->in);
     return turns_of(m, rows) == 1 || GROUP * row <= GROUP_BYTES ? GROUP : max(BLOCK, GROUP_BYTES / row / BLOCK * BLOCK);

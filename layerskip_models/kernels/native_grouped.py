@@ -16,12 +16,11 @@ def _sums_fit(weight: GroupedWeight) -> bool:
 
     weight: with integer scales.
     """
-    largest = 127 if weight.groups.dtype == torch.int8 else int(weight.groups.max())
-    numbers = int(weight.packed.max()) if weight.bits == 8 else 2**weight.bits - 1
+    scale = 128 if weight.groups.dtype == torch.int8 else int(weight.groups.max())
+    number = int(weight.packed.max()) if weight.bits == 8 else 2**weight.bits - 1
     if weight.offsets is None:
-        numbers = max(weight.zero, numbers - weight.zero)
-        largest += weight.groups.dtype == torch.int8  # -128
-    return numbers * largest <= (1 << 13 if weight.offsets is not None and weight.group == 16 else 1 << 12)
+        number = max(weight.zero, number - weight.zero)
+    return number * scale <= (1 << 13 if weight.offsets is not None and weight.group == 16 else 1 << 12)
 
 
 class NativeGroupedLinear(NativeLinear):

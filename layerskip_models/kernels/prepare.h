@@ -133,8 +133,8 @@ INLINE void put_words(const vi *q, char *place) {
 }
 #endif
 
-/* Store a row's chunk for weights in groups: its words, or its digits, the corrections for every four inputs that make of a weight's number its
- * distance from `zero`, and `parts` sums of neighbouring inputs, 2 or 4. */
+/* Store a row's chunk for weights in groups: its words, or its digits and the corrections for every four inputs that make of a
+ * weight's number its distance from `zero`; and `parts` sums of neighbouring inputs, 2 or 4. */
 INLINE void put_grouped_chunk(const vi *q, int shift, int parts, int words, char *place, float *sums, int64_t *total) {
   vi quarters[4] = {{0}, {0}, {0}, {0}};
   UNROLL16 for (int i = 0; i < CHUNK_INPUTS / LANES; i++) quarters[i * LANES / 16] += q[i];

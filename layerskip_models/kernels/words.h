@@ -1,6 +1,6 @@
-/* Weights in groups and rows as 16-bit integers, in two cases: many rows, for which weights are expanded first; and groups whose scales
- * are integers, too. Such weights are multiplied by their scales, and their products added up as integers over a whole block of inputs
- * or half of one. A lane adds up the same four inputs of 64 as with digits, in two instructions.
+/* Weights in groups and rows as 16-bit integers, in two cases: many rows, for which weights are expanded first; and groups whose
+ * scales are integers, too. Such weights are multiplied by their scales, and their products added up as integers over a whole block
+ * of inputs or half of one. A lane adds up the same four inputs of 64 as with digits, in two instructions.
  */
 #ifndef SELFSPEC_WORDS_H
 #define SELFSPEC_WORDS_H
@@ -14,8 +14,9 @@ INLINE int expands(const Matrix *m, int64_t rows) { return is_grouped(m) && as_i
 /* Whether rows are multiplied as 16-bit integers instead of digits. */
 INLINE int as_words(const Matrix *m, int64_t rows) { return expands(m, rows) || m->blocks; }
 
-/* Floats of memory for `count` outputs' expanded weights: 16-bit integers [count, in], then their scales, float32, [count, in / group]
- * or with integer scales [count, in / BLOCK_INPUTS], and if there are offsets these, float32, one for each of a row's sums. */
+/* Floats of memory for `count` outputs' expanded weights: 16-bit integers [count, in], then their scales, float32,
+ * [count, in / group] or with integer scales [count, in / BLOCK_INPUTS], and if there are offsets these, float32, one for each of a
+ * row's sums. */
 INLINE int64_t expanded_scales(const Matrix *m) { return m->blocks ? m->in / BLOCK_INPUTS : m->in / m->group; }
 INLINE int64_t expanded_size(const Matrix *m, int64_t count) {
   return count * (m->in / 2 + expanded_scales(m) + (m->offsets ? m->in / CHUNK_INPUTS * sums_of_chunk(m) : 0));
@@ -46,7 +47,7 @@ static void expand_output(const Matrix *m, int64_t output, int16_t *to, float *s
   const uint8_t *w = (const uint8_t *)m->weight + output * chunks * width;
   const int level = level_of(m);
   const int64_t period = (SCALES / 4) << level, num_sums = chunks * sums_of_chunk(m), each = num_sums / num_groups;
-  const __m512i zero = _mm512_set1_epi16(m->offsets ? 0 : (short)m->zero), quarter = lanes_by(2);
+  const __m512i zero = _mm512_set1_epi16(m->offsets ? 0 : (short)m->zero);
   for (int64_t start = 0; start < chunks; start += period) {
     const int64_t end = min(chunks, start + period), from = start * 4 >> level;
     const __mmask16 there = (1u << min(SCALES, num_groups - from)) - 1;
@@ -56,8 +57,7 @@ static void expand_output(const Matrix *m, int64_t output, int16_t *to, float *s
       const __m512 own = group_offsets(m, output, from, there);
       for (int64_t part = 0; part < each && from * each + 16 * part < num_sums; part++) {
         const __mmask16 here = (1u << min(16, num_sums - from * each - 16 * part)) - 1;
-        const __m512i group = _mm512_add_epi32(lanes_by(each == 1 ? 0 : each == 2 ? 1 : 2), _mm512_set1_epi32((int)(part * 16 / each)));
-        _mm512_mask_storeu_ps(offsets + from * each + 16 * part, here, _mm512_permutexvar_ps(group, own));
+        _mm512_mask_storeu_ps(offsets + from * each + 16 * part, here, offsets_of_part(own, part, each));
       }
     }
     if (m->blocks) factors = scale_words(m, output, from, there);
@@ -66,8 +66,7 @@ static void expand_output(const Matrix *m, int64_t output, int16_t *to, float *s
       const __m512i bytes = m->kind == INT4 ? weights_4(p) : m->kind == SIXES ? weights_6(p) : weights_of_bytes(p);
       __m512i first = _mm512_sub_epi16(first_two(bytes), zero), last = _mm512_sub_epi16(last_two(bytes), zero);
       if (m->blocks) {
-        const __m512i place = _mm512_srli_epi32(_mm512_add_epi32(_mm512_set1_epi32((int)(4 * (c - start))), quarter), level);
-        const __m512i factor = _mm512_permutexvar_epi32(place, factors);
+        const __m512i factor = _mm512_permutexvar_epi32(groups_of_lanes(c - start, level), factors);
         first = _mm512_mullo_epi16(first, factor);
         last = _mm512_mullo_epi16(last, factor);
       }
@@ -102,7 +101,8 @@ INLINE __m512i add_word_products(__m512i sums, __m512i words, __m512i others) {
 
 /* DOTS_IN_GROUPS for expanded weights whose scales are floats. */
 #define EXPANDED_DOTS(R, NAME, OFFSETS) \
-  static void NAME##_##R(const Matrix *m, int64_t first, int64_t stride, const char *x, float *y) { \
+  static void NAME##_##R(const Matrix *m, int64_t first, int64_t stride, const char *x, Fetch fetch, float *y) { \
+    (void)fetch; \
     vf total[4][R]; \
     const int64_t chunks = m->in / CHUNK_INPUTS, num_groups = m->in / m->group, each = stride ? 1 : 0; \
     const int64_t parts = sums_of_chunk(m), num_sums = chunks * parts; \
@@ -111,7 +111,6 @@ INLINE __m512i add_word_products(__m512i sums, __m512i words, __m512i others) {
     const float *own_offsets = (const float *)m->offsets + (OFFSETS ? first * num_sums : 0); \
     const int level = level_of(m); \
     const int64_t period = (SCALES / 4) << level; \
-    const __m512i quarter = lanes_by(2); \
     const Fixed *fixed = (const Fixed *)(x + R * chunks * (GROUPED_DIGITS + 1) * CHUNK_INPUTS); \
     const float *row_sums = (const float *)(fixed + R); \
     UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
@@ -130,7 +129,7 @@ INLINE __m512i add_word_products(__m512i sums, __m512i words, __m512i others) {
         } \
       } \
       for (int64_t c = start; c < end; c++, w += CHUNK_INPUTS, x += R * (GROUPED_DIGITS + 1) * CHUNK_INPUTS) { \
-        const __m512i place = _mm512_srli_epi32(_mm512_add_epi32(_mm512_set1_epi32((int)(4 * (c - start))), quarter), level); \
+        const __m512i place = groups_of_lanes(c - start, level); \
         UNROLL for (int o = 0; o < 4; o++) { \
           const __m512i words = _mm512_loadu_si512(w + o * each * m->in), more = _mm512_loadu_si512(w + o * each * m->in + 32); \
           const __m512 scale = _mm512_permutexvar_ps(place, scales[o]); \
@@ -143,22 +142,11 @@ INLINE __m512i add_word_products(__m512i sums, __m512i words, __m512i others) {
         } \
       } \
     } \
-    UNROLL for (int r = 0; r < R; r++) { \
-      float parts_of_row[4]; \
-      sum_4(total[0][r], total[1][r], total[2][r], total[3][r], parts_of_row); \
-      UNROLL for (int o = 0; o < 4; o++) y[r * BLOCK + o] = parts_of_row[o] * fixed[r].unit; \
-    } \
+    STORE_TOTALS(R) \
   }
 #define EXPANDED_DOTS_OF(NAME, OFFSETS) \
   EXPANDED_DOTS(1, NAME, OFFSETS) EXPANDED_DOTS(2, NAME, OFFSETS) EXPANDED_DOTS(3, NAME, OFFSETS) EXPANDED_DOTS(4, NAME, OFFSETS) \
-  static void NAME(const Matrix *m, int64_t first, int64_t stride, const char *x, int64_t rows, float *y) { \
-    switch (rows) { \
-    case 1: NAME##_1(m, first, stride, x, y); break; \
-    case 2: NAME##_2(m, first, stride, x, y); break; \
-    case 3: NAME##_3(m, first, stride, x, y); break; \
-    default: NAME##_4(m, first, stride, x, y); \
-    } \
-  }
+  BY_ROWS_UP_TO_4(NAME)
 EXPANDED_DOTS_OF(expanded_dots, 0)
 EXPANDED_DOTS_OF(offset_expanded_dots, 1)
 
@@ -167,7 +155,8 @@ EXPANDED_DOTS_OF(offset_expanded_dots, 1)
 #define BLOCK_DOTS(R, NAME, LOAD, WIDTH, OFFSETS) \
   static void NAME##_##R(const Matrix *m, int64_t first, int64_t stride, const char *x, Fetch fetch, float *y) { \
     vf total[4][R]; \
-    const int64_t chunks = m->in / CHUNK_INPUTS, num_groups = m->in / m->group, blocks = m->in / BLOCK_INPUTS, each = stride ? 1 : 0; \
+    const int64_t chunks = m->in / CHUNK_INPUTS, num_groups = m->in / m->group, blocks = m->in / BLOCK_INPUTS; \
+    const int64_t each = stride ? 1 : 0; \
     const int64_t parts = sums_of_chunk(m), num_sums = chunks * parts, row = chunks * (WIDTH ? WIDTH : 2 * CHUNK_INPUTS); \
     const uint8_t *w = (const uint8_t *)m->weight + first * row; \
     const int level = level_of(m); \
@@ -225,7 +214,8 @@ EXPANDED_DOTS_OF(offset_expanded_dots, 1)
       const __mmask16 here = OFFSETS && fresh ? (1u << min(16, num_sums - start * parts)) - 1 : 0; \
       UNROLL for (int o = 0; o < 4; o++) { \
         const int64_t output = first + each * o, block = start * CHUNK_INPUTS / BLOCK_INPUTS; \
-        const __m512 scale = WIDTH ? block_scale(m, output, block) : _mm512_set1_ps(((const float *)m->groups)[output * blocks + block]); \
+        const __m512 scale = WIDTH ? block_scale(m, output, block) \
+                                   : _mm512_set1_ps(((const float *)m->groups)[output * blocks + block]); \
         if (!here) { \
           UNROLL for (int r = 0; r < R; r++) \
             total[o][r] = (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[o][r]), scale, (__m512)total[o][r]); \
@@ -240,11 +230,7 @@ EXPANDED_DOTS_OF(offset_expanded_dots, 1)
         } \
       } \
     } \
-    UNROLL for (int r = 0; r < R; r++) { \
-      float parts_of_row[4]; \
-      sum_4(total[0][r], total[1][r], total[2][r], total[3][r], parts_of_row); \
-      UNROLL for (int o = 0; o < 4; o++) y[r * BLOCK + o] = parts_of_row[o] * fixed[r].unit; \
-    } \
+    STORE_TOTALS(R) \
   }
 #define BLOCK_DOTS_OF(NAME, LOAD, WIDTH, OFFSETS) \
   BLOCK_DOTS(1, NAME, LOAD, WIDTH, OFFSETS) BLOCK_DOTS(2, NAME, LOAD, WIDTH, OFFSETS) BLOCK_DOTS(3, NAME, LOAD, WIDTH, OFFSETS) \
@@ -270,17 +256,15 @@ BLOCK_DOTS_OF(offset_expanded_block_dots, weights_of_bytes, 0, 1)
 
 static void dots_in_groups(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) {
   typedef void Dots(const Matrix *, int64_t, int64_t, const char *, int64_t, Fetch, float *);
-  static Dots *const in_floats[3][2] = {{dots_nibbles, offset_dots_nibbles},
+  static Dots *const in_floats[4][2] = {{dots_nibbles, offset_dots_nibbles},
                                         {dots_numbers, offset_dots_numbers},
-                                        {dots_of_sixes, offset_dots_of_sixes}};
+                                        {dots_of_sixes, offset_dots_of_sixes},
+                                        {expanded_dots, offset_expanded_dots}};
   static Dots *const in_blocks[4][2] = {{block_dots_nibbles, offset_block_dots_nibbles},
                                         {block_dots_numbers, offset_block_dots_numbers},
                                         {block_dots_of_sixes, offset_block_dots_of_sixes},
                                         {expanded_block_dots, offset_expanded_block_dots}};
-  const int offsets = m->offsets != NULL;
-  if (m->blocks) in_blocks[m->kind - INT4][offsets](m, first, stride, (const char *)x, rows, fetch, y);
-  else if (m->kind != EXPANDED) in_floats[m->kind - INT4][offsets](m, first, stride, (const char *)x, rows, fetch, y);
-  else (offsets ? offset_expanded_dots : expanded_dots)(m, first, stride, (const char *)x, rows, y);
+  (m->blocks ? in_blocks : in_floats)[m->kind - INT4][m->offsets != NULL](m, first, stride, (const char *)x, rows, fetch, y);
 }
 
 /* `dots_in_groups` where some of the rows may have finer digits. */
