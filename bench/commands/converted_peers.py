@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bench.commands.loaded_peers import FIRST, loading_measured, openvino_rounding_of
+from bench.commands.loaded_peers import FIRST, ggml_rounding, loading_measured, openvino_rounding_of, own_rounding
 from bench.engines.converted import CONVERTERS, GGUF_KINDS, WEIGHTS, converted
 from bench.engines.peer_process import Peer
 from bench.machine.throughput import BatchEngine
@@ -29,7 +29,6 @@ PACKAGES = {
     "CTranslate2": ("ctranslate2", "ctranslate2"),
 }
 """Another engine's module, and the package that has it."""
-_WHOLE_NUMBERS = ("vnni", "amx")
 
 
 def peers_at(bits: int, folder: Path, max_tokens: int) -> tuple[dict[str, Callable[[], Peer]], dict[str, str]]:
@@ -72,16 +71,13 @@ def own_peer(path: Path, policy: str, name: str, label: str) -> Peer:
     from bench.engines.own_texts import SelfSpecTexts
 
     found = provenance(torch.device("cpu"), torch.float32)
-    whole = path.suffix == ".gguf" and path.stem != GGUF_KINDS[16] and found["kernels"] in _WHOLE_NUMBERS
-    rows = "rows to 16 bits, for the head to 24" if whole else "no rows"
+    rounding = own_rounding(found["kernels"], few_bits=path.suffix == ".gguf" and _has_few_bits(path))
 
     def make() -> tuple[BatchEngine, Mapping[str, Any]]:
         model = load_model(path, device="cpu")
         return SelfSpecTexts(SelfSpecGenerator(model, prefix_cache=0), policy, name, label), {"dtype": model.dtype}
 
-    return _loaded(
-        make, "from selfspec import SelfSpecGenerator", f"{rows}; keys, values and all else in float32", found
-    )
+    return _loaded(make, "from selfspec import SelfSpecGenerator", rounding, found)
 
 
 def llama_cpp_peer(path: Path, max_tokens: int, label: str) -> Peer:
@@ -91,7 +87,7 @@ def llama_cpp_peer(path: Path, max_tokens: int, label: str) -> Peer:
     def make() -> tuple[BatchEngine, Mapping[str, Any]]:
         return LlamaCppTexts(path, max_tokens, name=f"llama.cpp:{path.stem}", label=label, weights=label), {}
 
-    return _loaded(make, "import llama_cpp", _ggml_rounding(path), {"llama_cpp": llama_cpp_version()})
+    return _loaded(make, "import llama_cpp", ggml_rounding(_has_few_bits(path)), {"llama_cpp": llama_cpp_version()})
 
 
 def ik_llama_cpp_peer(path: Path, max_tokens: int, label: str) -> Peer:
@@ -101,7 +97,9 @@ def ik_llama_cpp_peer(path: Path, max_tokens: int, label: str) -> Peer:
     def make() -> tuple[BatchEngine, Mapping[str, Any]]:
         return IkLlamaCppTexts(path, max_tokens, f"ik_llama.cpp:{path.stem}", label), {}
 
-    return _loaded(make, "import ik_llama_cpp", _ggml_rounding(path), {"ik_llama_cpp": ik_llama_cpp_version()})
+    return _loaded(
+        make, "import ik_llama_cpp", ggml_rounding(_has_few_bits(path)), {"ik_llama_cpp": ik_llama_cpp_version()}
+    )
 
 
 def openvino_peer(path: Path, label: str) -> Peer:
@@ -145,9 +143,9 @@ def ctranslate2_peer(path: Path, label: str) -> Peer:
     return peer
 
 
-def _ggml_rounding(path: Path) -> str:
-    rows = "rows to bfloat16" if path.stem == GGUF_KINDS[16] else "rows to 8 bits, 32 inputs sharing a scale"
-    return f"{rows}; keys and values to float16"
+def _has_few_bits(file: Path) -> bool:
+    """Whether a GGUF file of the folder has weights in fewer than 16 bits."""
+    return file.stem != GGUF_KINDS[16]
 
 
 def _loaded(

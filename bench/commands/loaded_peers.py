@@ -36,10 +36,13 @@ def own_peer(path: Path, policy: str, kept: bool, dtype: str = "auto") -> Peer:
         return SelfSpecEngine(SelfSpecGenerator(model, prefix_cache=0), policy, kept=kept), {"dtype": model.dtype}
 
     found = provenance(torch.device("cpu"), torch.float32)
-    rows = "rows to 16 bits, for the head to 24" if found["kernels"] in _WHOLE_NUMBERS else "no rows"
-    return loaded(
-        make, "from selfspec import SelfSpecGenerator", f"{rows}; keys, values and all else in float32", found
-    )
+    return loaded(make, "from selfspec import SelfSpecGenerator", own_rounding(found["kernels"]), found)
+
+
+def own_rounding(variant: str | None, few_bits: bool = True) -> str:
+    """What ours rounds beyond the weights. variant: of the kernels. few_bits: whether weights are in fewer than 16 bits."""
+    rows = "rows to 16 bits, for the head to 24" if few_bits and variant in _WHOLE_NUMBERS else "no rows"
+    return f"{rows}; keys, values and all else in float32"
 
 
 def llama_cpp_peer(path: Path, max_tokens: int) -> Peer:
@@ -49,8 +52,13 @@ def llama_cpp_peer(path: Path, max_tokens: int) -> Peer:
     def make() -> tuple[TimedEngine, Mapping[str, Any]]:
         return LlamaCppFile(path, max_tokens), {}
 
-    rounding = "rows to 8 bits, 32 inputs sharing a scale; keys and values to float16"
-    return loaded(make, "import llama_cpp", rounding, {"llama_cpp": llama_cpp_version()})
+    return loaded(make, "import llama_cpp", ggml_rounding(), {"llama_cpp": llama_cpp_version()})
+
+
+def ggml_rounding(few_bits: bool = True) -> str:
+    """What llama.cpp and its forks round beyond the weights. few_bits: whether these are in fewer than 16 bits."""
+    rows = "rows to 8 bits, 32 inputs sharing a scale" if few_bits else "rows to bfloat16"
+    return f"{rows}; keys and values to float16"
 
 
 def openvino_peer(path: Path, rounding: str) -> Peer:

@@ -18,6 +18,7 @@ import numpy as np
 from ik_llama_cpp import _ctypes_api as library
 from torch import Tensor
 
+from bench.engines.llama_batches import fill_batch
 from bench.machine.throughput import BatchRun, after_prompts
 from layerskip_models.kernels.threads import num_threads
 
@@ -54,10 +55,11 @@ class IkLlamaCppTexts:
         batch = library.llama_batch_init(sum(len(prompt) for prompt in prompts), 0, 1)
         try:
             start = perf_counter()
-            tokens = [[best] for best in self._decode(context, batch, [(prompt.tolist(), 0) for prompt in prompts])]
+            rows = [(text, prompt.tolist(), 0) for text, prompt in enumerate(prompts)]
+            tokens = [[best] for best in self._decode(context, batch, rows)]
             first = perf_counter() - start
             for length in range(max_new_tokens - 1):
-                rows = [(own[-1:], len(prompt) + length) for own, prompt in zip(tokens, prompts)]
+                rows = [(text, own[-1:], len(prompts[text]) + length) for text, own in enumerate(tokens)]
                 for own, best in zip(tokens, self._decode(context, batch, rows)):
                     own.append(best)
             seconds = perf_counter() - start
@@ -66,18 +68,9 @@ class IkLlamaCppTexts:
             library.llama_free(context)
         return after_prompts(tokens, seconds, first)
 
-    def _decode(self, context: Any, batch: Any, rows: Sequence[tuple[list[int], int]]) -> list[int]:
-        """One pass over (tokens, position of the first) of each text. Returns the likeliest next token of each."""
-        batch.n_tokens = 0
-        places = []
-        for text, (ids, position) in enumerate(rows):
-            for offset, token in enumerate(ids):
-                row = batch.n_tokens
-                batch.token[row], batch.pos[row] = token, position + offset
-                batch.n_seq_id[row], batch.seq_id[row][0] = 1, text
-                batch.logits[row] = offset == len(ids) - 1
-                batch.n_tokens += 1
-            places.append(batch.n_tokens - 1)
+    def _decode(self, context: Any, batch: Any, rows: Sequence[tuple[int, list[int], int]]) -> list[int]:
+        """One pass over (text, tokens, position of the first) of each text. Returns the likeliest next token of each."""
+        places = fill_batch(batch, rows)
         status = library.llama_decode(context, batch)
         if status:
             raise RuntimeError(f"{self.label} failed to decode {len(rows)} texts: status {status}")

@@ -9,6 +9,7 @@ from typing import Any
 import llama_cpp
 from torch import Tensor
 
+from bench.engines.llama_batches import fill_batch
 from bench.engines.llama_cpp import LlamaCppEngine, LlamaCppFile
 from bench.machine.throughput import BatchRun, after_prompts
 
@@ -42,16 +43,7 @@ class LlamaCppTexts(LlamaCppFile):
 
     def _decode(self, context: Any, batch: Any, rows: Sequence[tuple[int, list[int], int]]) -> list[int]:
         """One pass over (text, tokens, position of the first) of each text. Returns where each text's last row is."""
-        batch.n_tokens = 0
-        places = []
-        for text, ids, position in rows:
-            for offset, token in enumerate(ids):
-                row = batch.n_tokens
-                batch.token[row], batch.pos[row] = token, position + offset
-                batch.n_seq_id[row], batch.seq_id[row][0] = 1, text
-                batch.logits[row] = offset == len(ids) - 1
-                batch.n_tokens += 1
-            places.append(batch.n_tokens - 1)
+        places = fill_batch(batch, rows)
         status = llama_cpp.llama_decode(context, batch)
         if status:
             raise RuntimeError(f"{self.label} failed to decode {len(rows)} texts: status {status}")
@@ -59,4 +51,4 @@ class LlamaCppTexts(LlamaCppFile):
 
 
 class LlamaCppBatch(LlamaCppTexts, LlamaCppEngine):
-    """The same on a transformers model's weights. Arguments as `LlamaCppEngine`."""
+    """`LlamaCppTexts` with the weights of a transformers model. Arguments as `LlamaCppEngine`."""

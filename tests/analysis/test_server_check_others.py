@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import URLError
@@ -43,15 +43,16 @@ def answered(found: ServerFindings) -> None:
 
 @pytest.mark.parametrize("continuous_batching", [False, True])
 def test_transformers_serve(continuous_batching: bool) -> None:
-    try:
-        with (
-            served_folder(DEMO_PATH, None) as folder,
-            transformers_server(folder, "float32", continuous_batching=continuous_batching) as server,
-        ):
-            served = ServedModel(url=f"http://127.0.0.1:{server.port}/v1", model=server.model)
-            answered(check_server(served, None, SETTINGS))
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    with ExitStack() as running:
+        folder = running.enter_context(served_folder(DEMO_PATH, None))
+        try:
+            server = running.enter_context(
+                transformers_server(folder, "float32", continuous_batching=continuous_batching)
+            )
+        except RuntimeError as error:  # it is not installed, or did not start
+            pytest.skip(str(error))
+        served = ServedModel(url=f"http://127.0.0.1:{server.port}/v1", model=server.model)
+        answered(check_server(served, None, SETTINGS))
 
 
 @pytest.mark.skipif(_SMOLLM2 is None, reason="needs a GGUF file with a tokenizer: selfspec get smollm2")

@@ -4,54 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 
 from running_server import RunningServer, ask, refusal, running_server
 from scripted_model import END, scripted_generator
-from selfspec.messages import OWN_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate, encode_messages
+from selfspec.messages import OWN_TEMPLATE, encode_messages
 from selfspec.serve.structured_output import Vocabulary
-from selfspec.serve.tools.call_readers import BareReader, CallReader, TagReader, Written
-from selfspec.serve.tools.tool_formats import BEGIN, NoToolsError, ToolFormat, format_of
+from selfspec.serve.tools.tool_formats import BEGIN, format_of
 from selfspec.serve.tools.tool_grammar import call_grammar
 from selfspec.serve.tools.tool_requests import Tool
+from tool_templates import BARE, HIDDEN, OTHER, REVERSED, TAGS, tagged
 
 BODIES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("tool_bodies.json").read_text(encoding="utf-8"))
-_HEAD = (
-    "{% if tools %}<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n{% endif %}"
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
-)
-_TAIL = (
-    "\n{% endfor %}{% if add_generation_prompt %}<assistant>"
-    "{{ 'key: told' if messages[-1].role == 'tool' else messages[-1].content }}{% endif %}"
-)
-TAGS = (
-    _HEAD + "{% for call in message.tool_calls or [] %}\n<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-    + _TAIL
-)
-BARE = (
-    _HEAD + "{% for call in message.tool_calls or [] %}"
-    '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}{% endfor %}' + _TAIL
-)
-REVERSED = TAGS.replace(
-    '"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}',
-    '"arguments": {{ call.function.arguments | tojson }}, "name": "{{ call.function.name }}"',
-)
-HIDDEN = _HEAD + "{% if tools %}<tool_call> begins a call{% endif %}" + _TAIL
-OTHER = _HEAD + "{% for call in message.tool_calls or [] %}CALL {{ call.function | tojson }}!{% endfor %}" + _TAIL
-
-
-def tagged(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 WEATHER = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 ADD = {
     "type": "object",
@@ -442,64 +410,3 @@ def test_transformers_own_parser_where_the_tokenizer_has_it() -> None:
         assert answered(client, "key: bad") == (scripts["key: bad"], [], "stop")
         with pytest.raises(BadRequestError, match="no grammar"):
             answered(client, "key: call", tool_choice="required")
-
-
-class TestFormats:
-    def test_the_template_says_how_calls_are_written(self) -> None:
-        tokenizer = scripted_generator({"key: x": "hello"}, TAGS).tokenizer
-        assert tokenizer is not None
-
-        def found(template: str) -> ToolFormat:
-            tokenizer.chat_template = template
-            return format_of(tokenizer, OWN_TEMPLATE)
-
-        tags = ToolFormat(kind="tags", before="<tool_call>\n", after="\n</tool_call>", between="")
-        assert found(TAGS) == tags
-        assert found(REVERSED) == ToolFormat(
-            kind="tags", keys=("arguments", "name"), before="<tool_call>\n", after="\n</tool_call>", between=""
-        )
-        assert found(BARE) == ToolFormat(kind="bare", keys=("name", "parameters"))
-        assert found(HIDDEN) == ToolFormat(
-            kind="tags", before="<tool_call>\n", after="\n</tool_call>", between="\n", shows_calls=False
-        )
-        with pytest.raises(NoToolsError, match="in a form that is not read"):
-            found(OTHER)
-        for template in (PLAIN_TEMPLATE, ChatTemplate("{{ raise_exception('no') }}")):
-            with pytest.raises(NoToolsError, match="knows no tools"):
-                format_of(tokenizer, template)
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
-        with pytest.raises(NoToolsError, match="special tokens"):
-            found(TAGS)
-
-
-NAMES = ["weather", "add", "now"]
-PARTS = st.lists(
-    st.sampled_from([
-        "a", " ", "\n", "<", "<tool_", "call>", "</tool_call>", "<tool_call>", "{", '"', '{"name": "now", "arguments": {}}',
-        tagged("now"), tagged("weather", city="x</tool_call>"), tagged("sing"), "; ",
-        '{"name": "add", "parameters": {"a": 1}}',
-        "<tool_call>[1]</tool_call>", "<tool_call></tool_call>", '<tool_call>{"name": "now", "arguments": NaN}</tool_call>',
-    ]),
-    max_size=8,
-).map("".join)  # fmt: skip
-
-
-@given(text=PARTS, cuts=st.lists(st.integers(0, 200), max_size=12), kind=st.sampled_from([TagReader, BareReader]))
-def test_calls_do_not_depend_on_where_the_text_is_cut(text: str, cuts: list[int], kind: type[CallReader]) -> None:
-    def read(pieces: list[str]) -> Written:
-        reader, written = kind(NAMES), Written()
-        for piece in pieces:
-            written.add(reader.push(piece, ()))
-        written.add(reader.finish())
-        assert [call.index for call in written.calls] == [*range(reader.num_calls)]
-        return written
-
-    whole = read([text])
-    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    apart = read([text[start:end] for start, end in pairwise(places)])
-    assert apart.content == whole.content
-    assert [(c.name, c.arguments) for c in apart.calls] == [(c.name, c.arguments) for c in whole.calls]
-    if not whole.calls:
-        assert whole.content == text
-    for call in whole.calls:
-        assert call.name in NAMES and isinstance(json.loads(call.arguments), dict)

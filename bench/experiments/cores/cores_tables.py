@@ -23,7 +23,7 @@ _WORDS = {"ar": "plain decoding", "auto": "auto", "prompt": "reading prompts"}
 
 
 def cores_headline(lines: Sequence[Line]) -> str:
-    """What is left of the speed with as many threads as were tried."""
+    """How fast the largest number of threads was, beside one thread for each core."""
     cores, most = lines[0]["provenance"]["cores"], max(_threads(lines))
     kept = [f"{_WORDS[what]} {_ratio(lines, what, most):.2f}" for what in _WORDS]
     return (
@@ -39,7 +39,7 @@ def cores_tables(lines: Sequence[Line]) -> list[Table]:
     def cell(what: str, threads: int) -> str:
         return f"{_speed(lines, what, threads):,.0f} ({_ratio(lines, what, threads):.2f})"
 
-    title = f"tokens/s with so many threads on {cores} cores; in brackets the ratio to {cores} threads"
+    title = f"tokens/s by the number of threads, on {cores} cores; in brackets the ratio to {cores} threads"
     speeds = cross_table("threads", title, "threads", _WORDS, columns, cell)
     return [speeds, *([_parts(lines)] if matching(lines, "part") else []), *_modelled(lines)]
 
@@ -80,7 +80,7 @@ def _modelled(lines: Sequence[Line]) -> list[Table]:
         )
         rows.append((words, *shares))
     title = (
-        f"Modelled: what a phase costs with so many threads, and the part of a pass of one row that this is. Measured: "
+        "A model: what a phase costs by the number of threads, and which part of a pass of one row they all cost. Measured: "
         f"{1e9 * machine.near:.0f} ns for a transfer, {machine.thread_bytes / 1e9:.0f} GB/s for a thread. Assumed: "
         f"{1e9 * machine.far:.0f} ns beyond {machine.group} cores, {1e9 * machine.other:.0f} ns between sockets of "
         f"{machine.socket} cores, {machine.socket_bytes / 1e9:.0f} GB/s for a socket; a core sees {_LEAST} others at a time, "

@@ -32,7 +32,7 @@ def _one_operator_thread() -> Iterator[None]:
 def measure_threads(
     generator: SelfSpecGenerator, prompts: Sequence[Tensor], threads: int, seconds: float, max_new_tokens: int
 ) -> Iterator[Line]:
-    """A cell of decoding by each policy, and one of reading the prompts, all with so many threads."""
+    """Decode with each policy, then read the prompts, with this number of threads. Yields a line for each."""
     with on_threads(threads), _one_operator_thread():
         for policy in POLICIES:
             engine = TimedSelfSpec(generator, policy, policy)

@@ -56,7 +56,7 @@ class Pass:
 
     @classmethod
     def of(cls, shape: str, bytes_per_weight: float) -> Pass:
-        """Of a shape of synthetic weights, at the beginning of a text."""
+        """The pass that begins a text, for a model of one of the shapes of synthetic weights."""
         sizes = SHAPES[shape]
         hidden, layers, heads = sizes["hidden_size"], sizes["num_hidden_layers"], sizes["num_attention_heads"]
         dim = sizes.get("head_dim", hidden // heads)

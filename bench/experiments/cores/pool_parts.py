@@ -19,7 +19,7 @@ PARTS = {
     "job": "a job without phases",
     "phase": "a phase of empty pieces, one per thread",
 }
-"""What is measured, in words."""
+"""What is measured, by its name in a record."""
 
 
 def measure_parts(most_threads: int) -> Iterator[Line]:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from bench.commands.bench_options import DtypeOption, ModelOption, NewTokensOption, OutputOption, PromptTokensOption
-from bench.commands.preparation import configuration, open_model, open_tokenizer, progress, recording, show
-from bench.commands.run_command import choose_prompts
-from bench.datasets import EncodedPrompt, encode_prompts
+from bench.commands.preparation import progress, recording, show
+from bench.datasets import EncodedPrompt
 from bench.experiments.settings.arms import OURS, PUBLISHED, candidates, choose
-from bench.experiments.spide.spide_command import split_for_tuning
-from bench.provenance import provenance
+from bench.experiments.tuned_run import TunedRun
 from bench.record import Line, RecordWriter
-from layerskip_models import DEMO_PATH
 from layerskip_models.training.evaluation import is_looping
-from policies.bounds import check_exit_layer
 from selfspec import SelfSpecGenerator
 from selfspec.cli.notes import one_line_errors
 
@@ -48,39 +44,20 @@ def settings(
     Nothing is timed: rounds and layers are counted, so a busy machine changes nothing. Every prompt is new to a policy.
     """
     with one_line_errors():
-        checkpoint = str(model or DEMO_PATH)
-        samples = encode_prompts(
-            choose_prompts(prompts, [], tuning + num_samples), open_tokenizer(checkpoint), prompt_tokens
-        )
-        kept, scored = split_for_tuning(samples, tuning)
-        generator = SelfSpecGenerator(open_model(checkpoint, dtype, "cpu"), prefix_cache=0)
-        num_layers = generator.model.num_layers
-        layers = [check_exit_layer(layer, num_layers) for layer in dict.fromkeys(exit_layer or EXIT_LAYERS)]
-    description: dict[str, Any] = {
-        "kind": "run",
-        "command": "settings",
-        "configuration": {
-            **configuration(checkpoint, samples, max_new_tokens, repeats=1, warmups=0),
-            "tuning_prompts": [sample.id for sample in kept],
-            "num_layers": num_layers,
-            "exit_layers": layers,
-            "temperature": temperature,
-        },
-        "engines": {},
-        "provenance": provenance(generator.model.device, generator.model.dtype),
-    }
+        run = TunedRun.prepare(model, dtype, prompts, tuning, num_samples, prompt_tokens, exit_layer or EXIT_LAYERS)
+    layers = run.exit_layers
 
     def counts(policy: str, sample: EncodedPrompt) -> Line:
-        return count(generator, policy, sample, max_new_tokens, temperature)
+        return count(run.generator, policy, sample, max_new_tokens, temperature)
 
     tried = [name for rule in PUBLISHED for name in candidates([*PUBLISHED[rule], *OURS[rule]], layers)]
     with recording(RecordWriter(output)) as record:
-        record.write(description)
+        record.write(run.description("settings", max_new_tokens, temperature=temperature))
         with progress(len(dict.fromkeys(tried))) as advance:
 
             @cache
             def etpl(policy: str) -> float:
-                lines = [counts(policy, sample) for sample in kept]
+                lines = [counts(policy, sample) for sample in run.tuning]
                 advance(policy)
                 value = float(sum(line["tokens"] for line in lines) / sum(line["layers"] for line in lines))
                 record.write({"kind": "tried", "policy": policy, "etpl": value})
@@ -89,7 +66,7 @@ def settings(
             chosen = choose(layers, etpl)
         with progress(len(chosen)) as advance:
             for one in chosen:
-                for sample in scored:
+                for sample in run.scored:
                     line = counts(one.policy, sample)
                     record.write({"kind": "score", "rule": one.rule, "settings": one.settings, **line})
                 advance(one.policy)
@@ -99,7 +76,7 @@ def settings(
 def count(
     generator: SelfSpecGenerator, policy: str, sample: EncodedPrompt, max_new_tokens: int, temperature: float
 ) -> Line:
-    """What a policy that has forgotten other prompts needs for one: tokens behind the first, layers, rounds, drafts."""
+    """Decode a prompt with a policy that has forgotten all others. tokens: all new ones but the first."""
     generator.resolve_policy(policy).reset()
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": 0}
     result = generator.generate(

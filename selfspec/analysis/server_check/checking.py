@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from selfspec.analysis.server_check.client import Endpoint, Question, ScoredToken, ServedModel, ServerClient
 from selfspec.analysis.server_check.company import ask_in_groups
-from selfspec.analysis.server_check.findings import LogprobFinding, ServerFindings, WayFinding
+from selfspec.analysis.server_check.findings import LogprobFinding, Section, ServerFindings, WayFinding
 from selfspec.analysis.server_check.judging import (
     Answered,
     choose_stop,
@@ -185,12 +185,9 @@ class _Asked:
         self._advance(label)
 
 
-def _greedy(asked: _Asked, section: str) -> list[WayFinding]:
+def _greedy(asked: _Asked, section: Section) -> list[WayFinding]:
     alone, *others = asked.of_kind("greedy")
-    return [
-        compare_texts(alone, other, section, asked.settings.near_tie, asked.tokens)  # type: ignore[arg-type]
-        for other in others
-    ]
+    return [compare_texts(alone, other, section, asked.settings.near_tie, asked.tokens) for other in others]
 
 
 def _stops(asked: _Asked) -> list[WayFinding]:

@@ -40,27 +40,29 @@ def find_fork(expected: str, got: str, near_tie: float, tokens: Sequence[ScoredT
     """
     if expected == got:
         return None
+    known = tokens or ()
     character = _common(expected, got)
     wanted, other = expected.encode(errors="replace"), got.encode(errors="replace")
-    place = _token_at(tokens or (), wanted, len(expected[:character].encode(errors="replace")))
-    if place is None or is_after_sampling(tokens or ()):
+    position = len(expected[:character].encode(errors="replace"))
+    shown = [text[character : character + _SHOWN_CHARACTERS] for text in (expected, got)]
+    place = _token_at(known, wanted, position)
+    if place is None or is_after_sampling(known):
         return Fork(
             character=character,
             token=place[0] if place else None,
-            expected=expected[character : character + _SHOWN_CHARACTERS],
-            got=got[character : character + _SHOWN_CHARACTERS],
+            expected=shown[0],
+            got=shown[1],
             expected_logprob=None,
             got_logprob=None,
             near_tie=None,
         )
-    index, taken = _taken(tokens or (), place, len(expected[:character].encode(errors="replace")), other)
-    token = (tokens or ())[index]
-    unknown = got[character : character + _SHOWN_CHARACTERS]
+    index, taken = _taken(known, place, position, other)
+    token = known[index]
     return Fork(
         character=character,
         token=index,
         expected=token.text.decode(errors="replace"),
-        got=unknown if taken is None else taken[0].decode(errors="replace"),
+        got=shown[1] if taken is None else taken[0].decode(errors="replace"),
         expected_logprob=token.logprob,
         got_logprob=None if taken is None else taken[1],
         near_tie=None if taken is None else abs(token.logprob - taken[1]) <= near_tie,

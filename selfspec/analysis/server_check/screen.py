@@ -90,7 +90,7 @@ def _differences(found: ServerFindings) -> Iterator[str]:
 def _parting(parting: Parting) -> str:
     fork = parting.fork
     place = f"character {fork.character}" if fork.token is None else f"token {fork.token}"
-    tie = {True: ", near-tie", False: "", None: ""}[fork.near_tie]
+    tie = ", near-tie" if fork.near_tie else ""
     return (
         f"prompt {parting.prompt + 1}, {place}: {_scored(fork.expected, fork.expected_logprob)} / "
         f"{_scored(fork.got, fork.got_logprob)}{tie}"

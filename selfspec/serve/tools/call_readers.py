@@ -67,8 +67,8 @@ class CallReader(ABC):
     def finish(self) -> Written:
         """The rest."""
 
-    def _call(self, value: object) -> ToolCall | None:
-        """A call of the model's JSON; None if it is none."""
+    def _call(self, value: object) -> tuple[str, str] | None:
+        """Name and arguments of a call, from the model's JSON; None if it is none."""
         if not isinstance(value, dict):
             return None
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
@@ -79,12 +79,12 @@ class CallReader(ABC):
                 return None
         if name not in self._names or not isinstance(arguments, dict):
             return None
-        return ToolCall(name, json.dumps(arguments, ensure_ascii=False), self.num_calls)
+        return name, json.dumps(arguments, ensure_ascii=False)
 
-    def _take(self, written: Written, call: ToolCall) -> None:
+    def _take(self, written: Written, call: tuple[str, str]) -> None:
         self._white, self._behind_call = "", True
         if self._most is None or self.num_calls < self._most:
-            written.calls.append(call)
+            written.calls.append(ToolCall(*call, self.num_calls))
             self.num_calls += 1
 
     def _write(self, written: Written, text: str) -> None:
@@ -172,10 +172,10 @@ class BareReader(CallReader):
             return Written(content=self._held)
         written = Written()
         for call in calls:
-            self._take(written, ToolCall(call.name, call.arguments, self.num_calls))
+            self._take(written, call)
         return written
 
-    def _calls(self, text: str) -> list[ToolCall]:
+    def _calls(self, text: str) -> list[tuple[str, str]]:
         """All calls; none unless all of the text is calls."""
         found, place, decoder = [], 0, json.JSONDecoder(parse_constant=_refuse)
         text = text.strip()
@@ -232,7 +232,7 @@ class OwnReader(CallReader):
         for call in calls:
             if call is None:
                 return Written(content=self._text)
-            self._take(written, ToolCall(call.name, call.arguments, self.num_calls))
+            self._take(written, call)
         content = message.get("content")
         written.content = content if isinstance(content, str) else ""
         reasoning = message.get("reasoning_content") or message.get("thinking")

@@ -71,7 +71,8 @@ class NoToolsError(ValueError):
 
 def format_of(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> ToolFormat:
     """The format of a model. Raises NoToolsError if its chat template knows no tools, or writes calls in another form."""
-    if _NAME not in _rendered(tokenizer, template, [_ASKED], [_TOOL]):
+    told = _rendered(tokenizer, template, [_ASKED], [_TOOL])
+    if _NAME not in told:
         raise NoToolsError("this model's chat template knows no tools")
     whole, twice = (_rendered(tokenizer, template, talk, None) for talk in (_TALK, _TWICE))
     shows = _VALUE in whole and _RESULT in whole
@@ -93,7 +94,7 @@ def format_of(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> Too
             )
     if (keys := _bare_keys(whole, _rendered(tokenizer, template, _PLAIN, None))) is not None:
         return ToolFormat(kind="bare", keys=keys, several=bool(twice), shows_calls=shows)
-    if _VALUE not in whole and BEGIN in _rendered(tokenizer, template, [_ASKED], [_TOOL]):
+    if _VALUE not in whole and BEGIN in told:
         return ToolFormat(kind="tags", before=f"{BEGIN}\n", after=f"\n{END}", between="\n", shows_calls=shows)
     raise NoToolsError("this model's chat template writes tool calls in a form that is not read here")
 

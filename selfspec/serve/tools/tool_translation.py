@@ -37,7 +37,8 @@ class ToolTranslator:
 
     def check(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         """Raise ApiError that names the first field about tools, if the template does not know them."""
-        known, shown = self._format is not None, self._format is not None and self._format.shows_calls
+        known = self.known
+        shown = self._format is not None and self._format.shows_calls
         used = {"tools": known} if tools else {}
         for place, message in enumerate(messages):
             if message.role == "tool":
@@ -55,8 +56,10 @@ class ToolTranslator:
 
     def grammar(self, body: GenerationRequest) -> Grammar | None:
         """What the text must follow; None if any text will do. Raises ValueError for what does not go together."""
-        tools = body.callable_tools if isinstance(body, ChatRequest) else []
-        if not (tools and isinstance(body, ChatRequest)) or (body.schema_ is None and not body.tool_choice.forces):
+        if not isinstance(body, ChatRequest) or (body.schema_ is None and not body.tool_choice.forces):
+            return body.schema_
+        tools = body.callable_tools
+        if not tools:
             return body.schema_
         assert self._format is not None
         answer = None if body.tool_choice.forces else body.schema_
