@@ -256,15 +256,15 @@ BLOCK_DOTS_OF(offset_expanded_block_dots, weights_of_bytes, 0, 1)
 
 static void dots_in_groups(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) {
   typedef void Dots(const Matrix *, int64_t, int64_t, const char *, int64_t, Fetch, float *);
-  static Dots *const in_floats[4][2] = {{dots_nibbles, offset_dots_nibbles},
-                                        {dots_numbers, offset_dots_numbers},
-                                        {dots_of_sixes, offset_dots_of_sixes},
-                                        {expanded_dots, offset_expanded_dots}};
-  static Dots *const in_blocks[4][2] = {{block_dots_nibbles, offset_block_dots_nibbles},
-                                        {block_dots_numbers, offset_block_dots_numbers},
-                                        {block_dots_of_sixes, offset_block_dots_of_sixes},
-                                        {expanded_block_dots, offset_expanded_block_dots}};
-  (m->blocks ? in_blocks : in_floats)[m->kind - INT4][m->offsets != NULL](m, first, stride, (const char *)x, rows, fetch, y);
+  static Dots *const dots[2][4][2] = {{{dots_nibbles, offset_dots_nibbles},
+                                       {dots_numbers, offset_dots_numbers},
+                                       {dots_of_sixes, offset_dots_of_sixes},
+                                       {expanded_dots, offset_expanded_dots}},
+                                      {{block_dots_nibbles, offset_block_dots_nibbles},
+                                       {block_dots_numbers, offset_block_dots_numbers},
+                                       {block_dots_of_sixes, offset_block_dots_of_sixes},
+                                       {expanded_block_dots, offset_expanded_block_dots}}};
+  dots[m->blocks != 0][m->kind - INT4][m->offsets != NULL](m, first, stride, (const char *)x, rows, fetch, y);
 }
 
 /* `dots_in_groups` where some of the rows may have finer digits. */
