@@ -40,7 +40,20 @@ PARTS: dict[str, tuple[str, ...]] = {
     "machine": ("bench/machine/*.py",),
     **{
         f"study {name}": (f"bench/experiments/{name}/*.py",)
-        for name in ("attention", "busy", "copying", "exit_adapters", "exit_losses", "fewer_bits", "loading")
+        for name in (
+            "answers",
+            "attention",
+            "busy",
+            "copying",
+            "cores",
+            "exit_adapters",
+            "exit_losses",
+            "fewer_bits",
+            "loading",
+            "row_parts",
+            "settings",
+            "spide",
+        )
     },
 }
 """The parts by name: patterns of files below the root. Tables are made anew from a record's lines, so they are no part."""
@@ -50,6 +63,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "run": (*_DECODING, "replay"),
     "sweep": (*_DECODING, "replay"),
     "peers": (*_DECODING, "peers"),
+    "peers --converted": (*_DECODING, "loading", "batches", "peers", "machine"),
     "chat": (*_DECODING, "loading", "peers"),
     "context": (*_DECODING, "machine"),
     "roofline": (*_DECODING, "machine"),
@@ -65,6 +79,11 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "draft-copies": ("kernels", "model", "loading", "study fewer_bits"),
     "fine-tune": ("kernels", "model", "engine", "policies", "study fewer_bits"),
     "roundings": ("kernels", "model", "study fewer_bits"),
+    "answers": (*_DECODING, "study answers"),
+    "cores": (*_DECODING, "study cores"),
+    "row-parts": ("study row_parts",),
+    "settings": (*_DECODING, "replay", "study settings"),
+    "spide": ("kernels", "model", "engine", "policies", "pre-verifier", "study spide"),
 }
 """By the command that wrote a record: the parts that decide its numbers."""
 WEIGHTS = "the demo's weights"

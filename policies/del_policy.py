@@ -20,8 +20,10 @@ ON_STOP = ("drop", "keep")
 LENGTHS = ("max", "tpl")
 STATES = ("fresh", "kept")
 PROMPTS = ("first", "counted")
+ALPHAS = ("rows", "paper")
 _MOST_WAITING = 256  # rows of a layer: their hidden states are kept until then
 _ROUNDING = 1e-9  # by which a bound may be too low
+_MOST_ALPHA = 1000.0  # of the paper's ratio: its powers up to MOST_DRAFTS stay finite
 
 
 @dataclass(slots=True)
@@ -49,28 +51,33 @@ class DecayedMatches:
 
     A round's shadow tokens are only asked for when something depends on them: until then a layer's rounds wait, and
     `most_accepted` says what they could come to at most. Results are the same as if every round were learned at once.
-    Deviation from the paper: it divides the matches c_r, counted over u_r + 1 rows, by u_r, which can exceed 1 or divide by
-    0; here the compared rows n_r are counted on both sides.
-    Source: DEL (Entezari Zarch et al. 2025), section 4.2 and Algorithm 1.
+    alpha: what the matches c_r are divided by. "rows": the rows n_r = u_r + 1 among which they are counted. "paper": u_r, as
+    eq. 2 is printed, so that the ratio can exceed 1; n_r is taken while S(u) = 0, where the paper divides by 0.
+    Source: DEL (Entezari Zarch et al. 2025), section 4.2 and Algorithm 1, lines 20 to 23.
     """
 
-    def __init__(self, layers: Iterable[int], omega: float) -> None:
+    def __init__(self, layers: Iterable[int], omega: float, alpha: str = "rows") -> None:
         if not 0 < omega <= 1:
             raise ValueError(f"omega must be in (0, 1], got {omega}")
+        if alpha not in ALPHAS:
+            raise ValueError(f"alpha must be one of {', '.join(ALPHAS)}, got {alpha!r}")
         self.layers = tuple(layers)
         self._omega = omega
+        self._names = _MEANS if alpha == "rows" else (*_MEANS, "valid")
         self.reset()
 
     def reset(self) -> None:
         self._of = {layer: _LayerMeans() for layer in self.layers}
 
-    def observe(self, shadow: Shadow) -> None:
+    def observe(self, shadow: Shadow, left_out: int = 1) -> None:
+        """Learn from a round. left_out: its rows that u_r leaves out, which is the last one; none of a prompt's."""
         rows = shadow.num_rows
         for layer in shadow.layers:
             if layer in self._of:
                 own = self._of[layer]
                 own.waiting.append(shadow)
                 own.most.add(rows, rows, self._omega)
+                own.valid.add(rows - left_out, 0.0, self._omega)
                 own.rows_waiting += rows
                 if own.rows_waiting > _MOST_WAITING:
                     self._learn(layer)
@@ -99,15 +106,23 @@ class DecayedMatches:
 
     def most_accepted(self, layer: int) -> float | None:
         """What `acceptance` can come to at most; itself where nothing waits. None before any row was compared."""
-        mean = self._of[layer].most.mean
-        if mean is None or self.knows(layer):
+        own = self._of[layer]
+        if own.most.mean is None or self.knows(layer):
             return self.acceptance(layer)
-        return min(mean + _ROUNDING, 1.0)
+        return self._over_valid(own, own.most, min(own.most.mean + _ROUNDING, 1.0))
 
     def acceptance(self, layer: int) -> float | None:
-        """alpha: matched over compared rows, in [0, 1]; None before any was compared."""
-        mean = self._learn(layer).matches.mean
-        return None if mean is None else min(max(mean, 0.0), 1.0)
+        """alpha: matched over compared rows, in [0, 1], or with alpha="paper" at least 0; None before any was compared."""
+        own = self._learn(layer)
+        if own.matches.mean is None:
+            return None
+        return self._over_valid(own, own.matches, min(max(own.matches.mean, 0.0), 1.0))
+
+    def _over_valid(self, own: _LayerMeans, counted: DecayedMean, mean: float) -> float:
+        """S(c) / S(n), which is given, as S(c) / S(u) if the paper's alpha was asked for."""
+        if "valid" not in self._names or own.valid.weight == 0:
+            return mean
+        return min(mean * counted.weight / own.valid.weight, _MOST_ALPHA)
 
     def threshold(self, layer: int) -> float:
         """tau: half of the mean confidences of matched and of mismatched rows.
@@ -119,18 +134,18 @@ class DecayedMatches:
         return sum(seen) / len(seen) if seen else DEFAULT_THRESHOLD
 
     def state(self) -> dict[str, Any]:
-        """[weight, mean] of the three means per layer, for JSON."""
+        """[weight, mean] of the means per layer, for JSON."""
         known = {layer: self._learn(layer) for layer in self.layers}
         return {
             name: {str(layer): [getattr(own, name).weight, getattr(own, name).mean] for layer, own in known.items()}
-            for name in _MEANS
+            for name in self._names
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave. Raises ValueError if it is for other layers, or from another version."""
-        if missing := [name for name in _MEANS if name not in state]:
+        if missing := [name for name in self._names if name not in state]:
             raise ValueError(f"the saved state lacks {', '.join(missing)}: it was saved by another version")
-        for name in _MEANS:
+        for name in self._names:
             if (saved := {int(layer) for layer in state[name]}) != set(self.layers):
                 raise ValueError(
                     f"the saved state is for exit layers {sorted(saved)}, this policy for {list(self.layers)}"
@@ -140,7 +155,10 @@ class DecayedMatches:
             weight, value = state[name][str(layer)]
             return DecayedMean(float(weight), value)
 
-        self._of = {layer: _LayerMeans(*(mean(name, layer) for name in (*_MEANS, "matches"))) for layer in self.layers}
+        self._of = {
+            layer: _LayerMeans(most=mean("matches", layer), **{name: mean(name, layer) for name in self._names})
+            for layer in self.layers
+        }
 
 
 _MEANS = ("matches", "matched", "mismatched")
@@ -154,6 +172,7 @@ class _LayerMeans:
     matched: DecayedMean = field(default_factory=DecayedMean)  # S(tcs) / S(c)
     mismatched: DecayedMean = field(default_factory=DecayedMean)  # S(fcs) / S(n - c)
     most: DecayedMean = field(default_factory=DecayedMean)  # S(c) / S(n) if all that waits matched
+    valid: DecayedMean = field(default_factory=DecayedMean)  # its weight is S(u), what waits included
     waiting: list[Shadow] = field(default_factory=list, init=False)
     rows_waiting: int = field(default=0, init=False)
 
@@ -163,19 +182,25 @@ class DelEstimates:
 
     layers: those to learn. state: "fresh" forgets the rounds when a new text begins, as Algorithm 1 starts with empty lists;
     "kept" goes on with those of earlier texts. prompt: "first" uses the prompt's rows for the first round only, "counted"
-    makes them a round among the others.
+    makes them a round among the others. alpha: see `DecayedMatches`.
     Source: DEL (Entezari Zarch et al. 2025), Algorithm 1, lines 1 and 4; Appendix B.2 for the 32 rows.
     """
 
     def __init__(
-        self, layers: Iterable[int], *, omega: float = OMEGA, state: str = "fresh", prompt: str = "first"
+        self,
+        layers: Iterable[int],
+        *,
+        omega: float = OMEGA,
+        state: str = "fresh",
+        prompt: str = "first",
+        alpha: str = "rows",
     ) -> None:
         for name, value, choices in (("state", state, STATES), ("prompt", prompt, PROMPTS)):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-        self.rounds = DecayedMatches(layers, omega)
+        self.rounds = DecayedMatches(layers, omega, alpha)
         self.layers = self.rounds.layers
-        self._prompt = DecayedMatches(self.layers, omega)
+        self._prompt = DecayedMatches(self.layers, omega, alpha)
         self._forgets = state == "fresh"
         self._counts_prompt = prompt == "counted"
         self.current = self.rounds
@@ -187,10 +212,10 @@ class DelEstimates:
 
     def observe_prompt(self, shadow: Shadow) -> None:
         if self._counts_prompt:
-            self.rounds.observe(shadow)
+            self.rounds.observe(shadow, left_out=0)
             return
         self._prompt.reset()
-        self._prompt.observe(shadow)
+        self._prompt.observe(shadow, left_out=0)
         self.current = self._prompt
 
     def observe(self, record: RoundRecord) -> None:
@@ -220,9 +245,9 @@ class DelExit(DelegatingPolicy):
     layers: candidates; None for all of 1 .. L-1. cost: `LayerCost` is the paper's; a `MeasuredCost` maximises tokens a
         second instead. length: "max" drafts up to d_max and leaves the end to a stopping policy (Algorithm 1), "tpl" drafts
         the d of the maximum. no_speculation: whether a maximum at d = 0 means a plain step; the paper does not say.
-        state, prompt: see `DelEstimates`.
+        state, prompt, alpha: see `DelEstimates`.
     The first round is planned from the last 32 prompt positions.
-    Source: DEL (Entezari Zarch et al. 2025), section 4 and Algorithm 1.
+    Source: DEL (Entezari Zarch et al. 2025), sections 4.1 to 4.3 and Algorithm 1, lines 1 and 19 to 24.
     """
 
     def __init__(
@@ -237,12 +262,15 @@ class DelExit(DelegatingPolicy):
         no_speculation: bool = False,
         state: str = "fresh",
         prompt: str = "first",
+        alpha: str = "rows",
     ) -> None:
         if length not in LENGTHS:
             raise ValueError(f"length must be one of {', '.join(LENGTHS)}, got {length!r}")
         check_number("d_max (max_speculations)", max_speculations, 1, MOST_DRAFTS)
         self.exit_layers = check_layers(tuple(range(1, num_layers) if layers is None else layers), num_layers)
-        self.estimates = self.learner = DelEstimates(self.exit_layers, omega=omega, state=state, prompt=prompt)
+        self.estimates = self.learner = DelEstimates(
+            self.exit_layers, omega=omega, state=state, prompt=prompt, alpha=alpha
+        )
         self.observes = ObservationSpec(shadow_layers=self.exit_layers, prompt_rows=PROMPT_ROWS)
         self._cost = cost or LayerCost(num_layers)
         self._max_speculations = max_speculations
@@ -297,7 +325,9 @@ class DelThreshold(DelegatingPolicy, NeverStop):
     layers: that drafts may come from; None for all. on_stop: "drop" does not draw from that row (the paper's Algorithm 1),
     "keep" draws and verifies the token (what code that descends from the authors' release does). state, prompt: see
     `DelEstimates`. shared: the estimates of the `DelExit` that runs with it and updates them. Without them it keeps its own.
-    Source: DEL (Entezari Zarch et al. 2025), section 4.4 and Algorithm 1 (appendix A).
+    Deviation: eq. 3 divides the confidence of mismatched rows by S(u - c), which leaves out a row of every round and is 0 or
+    less at a good layer. Here it is divided by their number.
+    Source: DEL (Entezari Zarch et al. 2025), section 4.4 and Algorithm 1, lines 9 and 28.
     """
 
     def __init__(

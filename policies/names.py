@@ -46,7 +46,7 @@ def _switch(text: str) -> bool:
 
 
 _CONVERT: dict[str, Convert] = {
-    **dict.fromkeys(("cost", "length", "on_stop", "state", "prompt", "bins", "criterion", "scope"), str),
+    **dict.fromkeys(("cost", "length", "on_stop", "state", "prompt", "bins", "criterion", "scope", "alpha"), str),
     **dict.fromkeys(("omega", "decay", "start", "target", "step", "threshold", "tau", "t", "rho"), float),
     **dict.fromkeys(("no_speculation", "copy", "bits", "shadow"), _switch),
     **dict.fromkeys(
@@ -105,7 +105,7 @@ EXITS = {
         "DEL: exit layer by tokens per layer, dynamic threshold",
         "del:on_stop=keep",
         DelExit.from_args,
-        "cost layers d_max omega length no_speculation on_stop state prompt",
+        "cost layers d_max omega length no_speculation on_stop state prompt alpha",
         own_stopping=DelExit.own_stopping,
     ),
     "auto": Named(

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 """A conversation as in transformers and OpenAI's API: a list of {"role": "user", "content": "..."}, oldest first."""
 
+Tools = Sequence[Mapping[str, Any]]
+"""What a model may call, as in transformers and OpenAI's API: [{"type": "function", "function": {"name": "...", ...}}]."""
+
 PLAIN = "plain"
 _KNOWN_ROLES = ("system", "user", "assistant", "tool")
 
@@ -61,10 +64,14 @@ def are_messages(value: object) -> TypeGuard[Messages]:
 
 
 def encode_messages(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase | None, template: ChatTemplate = OWN_TEMPLATE
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase | None,
+    template: ChatTemplate = OWN_TEMPLATE,
+    tools: Tools | None = None,
 ) -> list[int]:
     """The ids of a prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
+    tools: what the model may call, for a template that tells it of them.
     Raises ValueError without a tokenizer or a template, and for messages that the template refuses or leaves out.
     """
     if not are_messages(messages) or not all(isinstance(message.get("role"), str) for message in messages):
@@ -76,27 +83,41 @@ def encode_messages(
             "this model's tokenizer has no chat template: give a text prompt, or set tokenizer.chat_template (docs/chat.md)"
         )
     continued = messages[-1]["role"] == "assistant"
-    return _ids(messages, tokenizer, template, add_generation_prompt=not continued, continue_final_message=continued)
+    return _ids(
+        messages, tokenizer, template, tools, add_generation_prompt=not continued, continue_final_message=continued
+    )
 
 
 def conversation_ids(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate = OWN_TEMPLATE, *, ask: bool
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate = OWN_TEMPLATE,
+    *,
+    ask: bool,
+    tools: Tools | None = None,
 ) -> list[int]:
     """The ids of a complete conversation. ask: add the start of the next answer. Raises ValueError as `encode_messages`."""
     if not has_template(tokenizer, template):
         raise ValueError(
             "this model's tokenizer has no chat template, which messages need: choose one with --chat-template (docs/chat.md)"
         )
-    return _ids(messages, tokenizer, template, add_generation_prompt=ask, continue_final_message=False)
+    return _ids(messages, tokenizer, template, tools, add_generation_prompt=ask, continue_final_message=False)
 
 
-def _ids(messages: Messages, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, **options: bool) -> list[int]:
+def _ids(
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
+    tools: Tools | None,
+    **options: bool,
+) -> list[int]:
     from jinja2 import TemplateError
 
     def render(conversation: Sequence[Mapping[str, Any]], tokenize: bool) -> Any:
         return tokenizer.apply_chat_template(
             [dict(message) for message in conversation],
             chat_template=template.source,
+            tools=None if tools is None else [dict(tool) for tool in tools],
             tokenize=tokenize,
             return_dict=tokenize,
             **options,

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from bench.commands.batch_command import batch
 from bench.commands.chat_command import chat
 from bench.commands.context_command import context
+from bench.commands.convert_command import convert_weights
 from bench.commands.peers_command import peers
 from bench.commands.report_command import report
 from bench.commands.roofline_command import roofline
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(peers)
+app.command("convert")(convert_weights)
 app.command()(chat)
 app.command()(shapes)
 app.command()(sweep)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +21,8 @@ from bench.record import Line
 from layerskip_models import load_model
 from selfspec import SelfSpecGenerator
 
-_FIRST = torch.tensor([0])
+Engine = TypeVar("Engine")
+FIRST = torch.tensor([0])
 """A prompt of one token: what happens only at the first call is part of loading."""
 _WHOLE_NUMBERS = ("vnni", "amx")
 """The kernels on which rows become whole numbers (docs/kernels.md)."""
@@ -35,10 +36,13 @@ def own_peer(path: Path, policy: str, kept: bool, dtype: str = "auto") -> Peer:
         return SelfSpecEngine(SelfSpecGenerator(model, prefix_cache=0), policy, kept=kept), {"dtype": model.dtype}
 
     found = provenance(torch.device("cpu"), torch.float32)
-    rows = "rows to 16 bits, for the head to 24" if found["kernels"] in _WHOLE_NUMBERS else "no rows"
-    return _loaded(
-        make, "from selfspec import SelfSpecGenerator", f"{rows}; keys, values and all else in float32", found
-    )
+    return loaded(make, "from selfspec import SelfSpecGenerator", own_rounding(found["kernels"]), found)
+
+
+def own_rounding(variant: str | None, few_bits: bool = True) -> str:
+    """What ours rounds beyond the weights. variant: of the kernels. few_bits: whether weights are in fewer than 16 bits."""
+    rows = "rows to 16 bits, for the head to 24" if few_bits and variant in _WHOLE_NUMBERS else "no rows"
+    return f"{rows}; keys, values and all else in float32"
 
 
 def llama_cpp_peer(path: Path, max_tokens: int) -> Peer:
@@ -48,8 +52,13 @@ def llama_cpp_peer(path: Path, max_tokens: int) -> Peer:
     def make() -> tuple[TimedEngine, Mapping[str, Any]]:
         return LlamaCppFile(path, max_tokens), {}
 
-    rounding = "rows to 8 bits, 32 inputs sharing a scale; keys and values to float16"
-    return _loaded(make, "import llama_cpp", rounding, {"llama_cpp": llama_cpp_version()})
+    return loaded(make, "import llama_cpp", ggml_rounding(), {"llama_cpp": llama_cpp_version()})
+
+
+def ggml_rounding(few_bits: bool = True) -> str:
+    """What llama.cpp and its forks round beyond the weights. few_bits: whether these are in fewer than 16 bits."""
+    rows = "rows to 8 bits, 32 inputs sharing a scale" if few_bits else "rows to bfloat16"
+    return f"{rows}; keys and values to float16"
 
 
 def openvino_peer(path: Path, rounding: str) -> Peer:
@@ -59,7 +68,7 @@ def openvino_peer(path: Path, rounding: str) -> Peer:
     def make() -> tuple[TimedEngine, Mapping[str, Any]]:
         return OpenVinoEngine(path), {}
 
-    return _loaded(make, "import openvino_genai", rounding, {"openvino": openvino_version()})
+    return loaded(make, "import openvino_genai", rounding, {"openvino": openvino_version()})
 
 
 def openvino_rounding_of(path: Path) -> str:
@@ -74,7 +83,7 @@ def openvino_rounding_of(path: Path) -> str:
 
 def loading_line(peer: PeerProcess) -> Line:
     """What a record says about an engine's process: of loading, and the most memory it had since then."""
-    engine = peer.engines[0].name
+    engine = (*peer.engines, *peer.batches)[0].name
     return {"kind": "loading", "engine": engine, **peer.about["loading"], "peak_bytes": peak_bytes_of(peer.pid)}
 
 
@@ -87,13 +96,25 @@ def load_once(name: str, make: Callable[[], Peer], timeout: float) -> Line | Non
             return None
 
 
-def _loaded(
+def loaded(
     make: Callable[[], tuple[TimedEngine, Mapping[str, Any]]],
     importing: str,
     rounding: str,
     versions: Mapping[str, Any],
 ) -> Peer:
-    """The engine that `make` gives, once it has said a first token.
+    """The engine that `make` gives, once it has said a first token. Other arguments as in `loading_measured`."""
+
+    def say(engine: TimedEngine) -> None:
+        engine.generate(FIRST, 1)
+
+    engine, loading, about = loading_measured(make, say, importing, rounding)
+    return Peer(engines=[engine], about={"loading": loading, "versions": versions, **about})
+
+
+def loading_measured(
+    make: Callable[[], tuple[Engine, Mapping[str, Any]]], say: Callable[[Engine], None], importing: str, rounding: str
+) -> tuple[Engine, Mapping[str, Any], Mapping[str, Any]]:
+    """What `make` gives, and between the two what a record says of its loading, until it has said a first token.
 
     importing: the line with which a program imports it. rounding: beyond the weights, what it rounds.
     """
@@ -103,7 +124,7 @@ def _loaded(
     before = resident_bytes()
     began = perf_counter()
     engine, about = make()
-    engine.generate(_FIRST, 1)
+    say(engine)
     loading = {
         "load_seconds": perf_counter() - began,
         "import_seconds": imported,
@@ -112,4 +133,4 @@ def _loaded(
         "rounding": rounding,
     }
     forget_peak()
-    return Peer(engines=[engine], about={"loading": loading, "versions": versions, **about})
+    return engine, loading, about

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from bench.commands import bench_options as options
+from bench.commands.peers_by_bits import measure_by_bits
 from bench.commands.preparation import (
     configuration,
     encoded,
@@ -60,18 +61,52 @@ def peers(
     llama_cpp: options.LlamaCppOption = None,
     gguf: options.GgufOption = None,
     transformers: Annotated[bool, typer.Option(help="Run transformers, which takes longest.")] = True,
+    converted: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that `selfspec-bench convert` wrote. Its weights are run, and no others, by selfspec, llama.cpp, "
+            "ik_llama.cpp, OpenVINO GenAI, ONNX Runtime GenAI and CTranslate2."
+        ),
+    ] = None,
+    bits: Annotated[str, typer.Option(help="With --converted: of the weights.")] = "16,8,4",
+    texts: Annotated[int, typer.Option(min=2, help="With --converted: texts decoded together, beside one alone.")] = 8,
+    loads: Annotated[int, typer.Option(min=1, help="With --converted: how often each engine is loaded.")] = 2,
     peer_timeout: PeerTimeoutOption = 600,
     device: options.DeviceOption = "auto",
     output: options.OutputOption = None,
 ) -> None:
     """selfspec against transformers' generate and assistant_early_exit, and llama.cpp: same weights, one alternating run,
-    greedy.
+    greedy. With --converted: beside five other engines, at 16, 8 and 4 bits, on one text and on several.
 
     Each of them runs in a process of its own and holds the weights itself (so does selfspec for 8 and for 4 bits, and
     llama.cpp for each kind). One that crashes or hangs is left out with a message, and the others go on. Outputs are compared
     with those of selfspec without speculation. Ends with status 1 if one differs by more than a near-tie. Weights rounded to
     8 or 4 bits are another model: their outputs are compared, but a difference is no fault.
     """
+    if converted is not None:
+        with one_line_errors(), _loss_in_one_line():
+            if model is not None or policy is not None or llama_cpp or gguf or int8 or int4:
+                raise ValueError(
+                    "--converted brings its own weights and engines: leave out --model, --policy, --llama-cpp, --gguf, "
+                    "--int8 and --int4"
+                )
+            lines, left_out = measure_by_bits(
+                converted,
+                bits=bits,
+                texts=texts,
+                prompts=prompts,
+                num_samples=num_samples,
+                prompt_tokens=prompt_tokens,
+                max_new_tokens=max_new_tokens,
+                repeats=repeats,
+                warmups=warmups,
+                loads=loads,
+                timeout=peer_timeout,
+                output=output,
+            )
+        show(lines)
+        tell_lost({}, left_out)
+        return
     with one_line_errors(), _loss_in_one_line(), ExitStack() as running:
         checkpoint = str(model or DEMO_PATH)
         num_layers = num_layers_of(checkpoint)

@@ -9,12 +9,13 @@ from typing import Any
 import llama_cpp
 from torch import Tensor
 
-from bench.engines.llama_cpp import LlamaCppEngine
-from bench.machine.throughput import BatchRun
+from bench.engines.llama_batches import fill_batch
+from bench.engines.llama_cpp import LlamaCppEngine, LlamaCppFile
+from bench.machine.throughput import BatchRun, after_prompts
 
 
-class LlamaCppBatch(LlamaCppEngine):
-    """Continues texts together, greedily, each a sequence with cells of its own. Arguments as `LlamaCppEngine`."""
+class LlamaCppTexts(LlamaCppFile):
+    """Continues texts together, greedily, each a sequence with cells of its own. Arguments as `LlamaCppFile`."""
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
         """See `BatchEngine`. The context is made before the clock starts."""
@@ -34,8 +35,7 @@ class LlamaCppBatch(LlamaCppEngine):
         finally:
             llama_cpp.llama_batch_free(batch)
             llama_cpp.llama_free(context)
-        counted = count * (max_new_tokens - 1)
-        return BatchRun(tokens=tokens, seconds=ended - start, decode_tokens=counted, decode_seconds=ended - began)
+        return after_prompts(tokens, ended - start, began - start)
 
     def _choice(self, context: Any, place: int) -> int:
         token: int = llama_cpp.llama_sampler_sample(self._greedy, context, place)
@@ -43,17 +43,12 @@ class LlamaCppBatch(LlamaCppEngine):
 
     def _decode(self, context: Any, batch: Any, rows: Sequence[tuple[int, list[int], int]]) -> list[int]:
         """One pass over (text, tokens, position of the first) of each text. Returns where each text's last row is."""
-        batch.n_tokens = 0
-        places = []
-        for text, ids, position in rows:
-            for offset, token in enumerate(ids):
-                row = batch.n_tokens
-                batch.token[row], batch.pos[row] = token, position + offset
-                batch.n_seq_id[row], batch.seq_id[row][0] = 1, text
-                batch.logits[row] = offset == len(ids) - 1
-                batch.n_tokens += 1
-            places.append(batch.n_tokens - 1)
+        places = fill_batch(batch, rows)
         status = llama_cpp.llama_decode(context, batch)
         if status:
             raise RuntimeError(f"{self.label} failed to decode {len(rows)} texts: status {status}")
         return places
+
+
+class LlamaCppBatch(LlamaCppTexts, LlamaCppEngine):
+    """`LlamaCppTexts` with the weights of a transformers model. Arguments as `LlamaCppEngine`."""

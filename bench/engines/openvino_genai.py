@@ -7,17 +7,21 @@ its own clock tells the time of the first token, so that no Python is called bac
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import openvino
 import openvino_genai
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.engines.own import Generation
+from bench.machine.throughput import BatchRun, after_prompts
 from layerskip_models.kernels.threads import num_threads
 
 MODEL = "openvino_model.xml"
@@ -28,13 +32,16 @@ SETTINGS = ("INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE", "KV_C
 class OpenVinoEngine:
     """Greedy decoding by `openvino_genai.LLMPipeline`. path: a GGUF file or an exported folder, whose name is the engine's.
 
+    label: for tables, where that is not made of the name.
+
     Raises FileNotFoundError for a folder without a model, RuntimeError, as OpenVINO does, for one that it cannot load.
     """
 
     arithmetic: torch.dtype | None = None
 
-    def __init__(self, path: Path) -> None:
-        self.name, self.label = openvino_name(path), f"OpenVINO GenAI, {openvino_name(path).removeprefix('openvino:')}"
+    def __init__(self, path: Path, label: str | None = None) -> None:
+        self.name = openvino_name(path)
+        self.label = label or f"OpenVINO GenAI, {self.name.removeprefix('openvino:')}"
         self.weights: str | None = self.label
         if path.suffix != ".gguf" and not (path / MODEL).is_file():
             raise FileNotFoundError(f"{path.name} has no {MODEL}: export a model into it (docs/benchmarks.md)")
@@ -44,20 +51,31 @@ class OpenVinoEngine:
             str(path), "CPU", scheduler_config=scheduling, INFERENCE_NUM_THREADS=num_threads()
         )
 
-    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
-        """See `TimedEngine`."""
-        ids = prompt.numpy().reshape(1, -1)
+    def _call(self, ids: NDArray[np.int64], max_new_tokens: int) -> tuple[Any, float]:
+        """What it gives for ids [texts, n], and the seconds that it took."""
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         settings = openvino_genai.GenerationConfig(
             max_new_tokens=max_new_tokens, ignore_eos=True, do_sample=False, apply_chat_template=False
         )
         start = perf_counter()
         result = self._pipeline.generate(inputs, settings)
-        seconds = perf_counter() - start
+        return result, perf_counter() - start
+
+    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
+        """See `TimedEngine`."""
+        result, seconds = self._call(prompt.numpy().reshape(1, -1), max_new_tokens)
         first = result.perf_metrics.get_ttft().mean / 1000
         return Generation(
             tokens=tuple(result.tokens[0]), seconds=seconds, time_to_first_token=first, decode_seconds=seconds - first
         )
+
+    def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
+        """See `BatchEngine`. prompts: of one length. Its clock tells of single texts only, so the time until all texts have
+        their first token is that of another call."""
+        ids = torch.stack([*prompts]).numpy()
+        _, first = self._call(ids, 1)
+        result, seconds = self._call(ids, max_new_tokens)
+        return after_prompts([[*tokens] for tokens in result.tokens], seconds, first)
 
     def count(self, prompt: Tensor, max_new_tokens: int) -> None:
         """None: there are no rounds."""
@@ -75,7 +93,7 @@ def openvino_version() -> str:
 
 def openvino_name(path: Path) -> str:
     """What a record calls the engine on this file or folder."""
-    return f"openvino:{'the file' if path.suffix == '.gguf' else path.name}"
+    return f"openvino:{'the file' if path.suffix == '.gguf' else path.name.removeprefix('openvino-')}"
 
 
 def openvino_rounding(path: Path) -> str:

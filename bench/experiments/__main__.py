@@ -8,12 +8,14 @@ from typing import Annotated
 import typer
 
 from bench.commands.report_command import report
+from bench.experiments.answers.answers_command import answers
 from bench.experiments.attention.attention_command import attention
 from bench.experiments.busy.busy_command import busy
 from bench.experiments.chat_prompts.chat_prompts_command import chat_prompts
 from bench.experiments.copy_index.copy_index_command import copy_index
 from bench.experiments.copying.copying_command import copying_accuracy, copying_texts
 from bench.experiments.copying.copying_gain_command import copying_gain
+from bench.experiments.cores.cores_command import cores
 from bench.experiments.exit_adapters.exit_adapters_command import exit_adapters
 from bench.experiments.exit_adapters.judge_command import judge_exits
 from bench.experiments.exit_losses.exit_losses_command import exit_losses
@@ -27,7 +29,10 @@ from bench.experiments.ranks.ranks_command import ranks
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.readings.readings import SEGMENT
 from bench.experiments.record_kinds import STUDIES
+from bench.experiments.row_parts.row_parts_command import row_parts
+from bench.experiments.settings.settings_command import settings
 from bench.experiments.sources_command import add_sources
+from bench.experiments.spide.spide_command import spide
 from bench.experiments.start_up.start_up_command import start_up
 from bench.record import read_record, showing
 from bench.report.record_kinds import KINDS
@@ -62,9 +67,14 @@ app.command()(weight_only)
 app.command()(leaves)
 app.command()(loading)
 app.command()(copy_index)
+app.command()(answers)
 app.command()(attention)
 app.command()(busy)
+app.command()(cores)
 app.command()(ranks)
+app.command()(row_parts)
+app.command()(settings)
+app.command()(spide)
 app.command()(start_up)
 app.command()(report)
 app.command()(add_sources)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from bench.experiments.answers.answers_tables import answers_headline, answers_tables
 from bench.experiments.attention.attention_tables import attention_headline, attention_tables
 from bench.experiments.busy.busy_tables import busy_headline, busy_tables
 from bench.experiments.copying.copying_tables import copying_headline, copying_tables
+from bench.experiments.cores.cores_tables import cores_headline, cores_tables
 from bench.experiments.exit_adapters.exit_tables import exit_tables, exits_headline
 from bench.experiments.exit_adapters.judge_tables import judged_headline, judged_tables
 from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, exit_loss_tables
@@ -17,6 +19,9 @@ from bench.experiments.fewer_bits.fine_tune_tables import fine_tune_headline, fi
 from bench.experiments.fewer_bits.rounding_tables import rounding_headline, rounding_tables
 from bench.experiments.loading.loading_tables import loading_headline, loading_tables
 from bench.experiments.readings.reading_tables import reading_tables
+from bench.experiments.row_parts.row_parts_tables import row_parts_headline, row_parts_tables
+from bench.experiments.settings.settings_tables import settings_headline, settings_tables
+from bench.experiments.spide.spide_tables import spide_headline, spide_tables
 from bench.record import Line
 from bench.report.record_kinds import KINDS, RecordKind
 from bench.report.table import Table
@@ -53,11 +58,35 @@ STUDIES: dict[str, RecordKind] = {
             "conditional": "Acceptance after accepted tokens",
         },
     ),
+    "answers": RecordKind(tables=answers_tables, headline=answers_headline, headings={"session": "A session of edits"}),
     "attention": RecordKind(tables=attention_tables, headline=attention_headline, headings={"attention": "Attention"}),
     "busy": RecordKind(
         tables=busy_tables, headline=busy_headline, figures=_busy_figures, headings={"cost": "Processor time"}
     ),
+    "cores": RecordKind(
+        tables=cores_tables,
+        headline=cores_headline,
+        headings={"threads": "Threads", "pool_parts": "Parts of a phase", "pool_model": "Larger machines"},
+    ),
+    "settings": RecordKind(
+        tables=settings_tables,
+        headline=settings_headline,
+        headings={"settings": "Published settings and ours", "settings_free": "On texts without loops"},
+    ),
+    "spide": RecordKind(
+        tables=spide_tables,
+        headline=spide_headline,
+        headings={
+            "spide_arms": "SPIDE and its parts",
+            "spide_free": "On texts that do not loop",
+            "spide_tau": "Cost and speed by tau",
+            "spide_ahead": "Drafts ahead",
+        },
+    ),
     "loading": RecordKind(tables=loading_tables, headline=loading_headline, headings={"loading": "Loading"}),
+    "row-parts": RecordKind(
+        tables=row_parts_tables, headline=row_parts_headline, headings={"row_parts": "Rows in parts"}
+    ),
     "copying-gain": RecordKind(
         tables=copying_tables,
         headline=copying_headline,

@@ -25,12 +25,25 @@ class BatchRun:
     """One batch. tokens: the new ones of each text. seconds: from the call to the last of them.
 
     decode_tokens, decode_seconds: while all texts were past their prompts and none was complete; None where that is not seen.
+    prompt_seconds: from the call until every text has its first token; None where that is not seen.
     """
 
     tokens: list[list[int]]
     seconds: float
     decode_tokens: int | None = None
     decode_seconds: float | None = None
+    prompt_seconds: float | None = None
+
+
+def after_prompts(tokens: list[list[int]], seconds: float, prompt_seconds: float) -> BatchRun:
+    """A batch whose texts all have their first token after `prompt_seconds` of `seconds`, and end together."""
+    return BatchRun(
+        tokens=tokens,
+        seconds=seconds,
+        decode_tokens=sum(len(text) - 1 for text in tokens),
+        decode_seconds=seconds - prompt_seconds,
+        prompt_seconds=prompt_seconds,
+    )
 
 
 class BatchEngine(HasLabel, Protocol):
@@ -45,7 +58,7 @@ class BatchEngine(HasLabel, Protocol):
 
 
 class SelfSpecBatch:
-    """selfspec with one policy, which keeps what it learns. weights: "int8" where they are rounded to that."""
+    """selfspec with one policy, which keeps what it learns. weights: what they are rounded to, if they are."""
 
     def __init__(self, generator: SelfSpecGenerator, policy: str, label: str, weights: str | None = None) -> None:
         self.name, self.label = f"selfspec{'' if weights is None else f':{weights}'}:{policy}", label
@@ -73,7 +86,13 @@ class SelfSpecBatch:
         seconds = perf_counter() - start
         assert began is not None
         assert ended is not None
-        return BatchRun(tokens=tokens, seconds=seconds, decode_tokens=counted, decode_seconds=ended - began)
+        return BatchRun(
+            tokens=tokens,
+            seconds=seconds,
+            decode_tokens=counted,
+            decode_seconds=ended - began,
+            prompt_seconds=began - start,
+        )
 
 
 class TransformersBatch:

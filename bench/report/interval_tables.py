@@ -44,7 +44,9 @@ def interval_tables(lines: Sequence[Line], runs: Mapping[str, Sequence[Line]]) -
     samples = Samples(lines)
     if PLAIN not in runs or len(samples.prompts) < FEWEST:
         return []
-    if any(len(own) < len(samples.prompts) or "loaded_layers" not in own[0]["stats"] for own in runs.values()):
+    if any(len(own) < len(samples.prompts) for own in runs.values()):
+        return []
+    if any("loaded_layers" not in line["stats"] for own in runs.values() for line in own):
         return []
     rows = {
         f"`{engine.removeprefix('selfspec:')}`": _row(samples, engine, own)

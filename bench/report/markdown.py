@@ -23,6 +23,14 @@ from bench.sources import age
 
 _MARKER = re.compile(r"<!-- report:(?P<name>[^\s>]+) -->\n.*?<!-- /report:(?P=name) -->", re.DOTALL)
 
+_PEERS = {
+    "llama_cpp": "llama-cpp-python",
+    "ik_llama_cpp": "ik-llama-cpp-python",
+    "openvino": "OpenVINO",
+    "onnxruntime": "ONNX Runtime GenAI",
+    "ctranslate2": "CTranslate2",
+}
+"""Versions of other engines in a record, by what they are of."""
 Plots = Mapping[str, Mapping[str, str]]
 """A record's plots: name of a part -> title -> path of the picture, or the picture itself."""
 
@@ -83,7 +91,7 @@ def machine_table(lines: Sequence[Line]) -> Table:
     what = "seed" if kind.trains or configuration.get("do_sample") else "repeat"
     repeats = counted(configuration["repeats"], what) + ("" if kind.trains else ", engines alternated")
     spread = f"; in brackets the lowest and highest {what}" if kind.spread else ""
-    llama_cpp = f", llama-cpp-python {where['llama_cpp']}" if where.get("llama_cpp") else ""
+    peers = "".join(f", {title} {where[name]}" for name, title in _PEERS.items() if where.get(name))
     rows = {
         "command": f"`{where['command']}`",
         "machine": f"{device}{where['cpu']}, {counted(where['cores'], 'core')}, "
@@ -96,7 +104,7 @@ def machine_table(lines: Sequence[Line]) -> Table:
         "date": where["time"],
         "commit": str(where["commit"]),
         "code": age(lines),
-        "versions": f"Python {where['python']}, torch {where['torch']}, transformers {where['transformers']}{llama_cpp}",
+        "versions": f"Python {where['python']}, torch {where['torch']}, transformers {where['transformers']}{peers}",
         "system": where["os"],
         "load average before": str(where["load_average"]),
         "weights, prompts": f"{_weights(configuration)}, {configuration['prompts_digest']}",

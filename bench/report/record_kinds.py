@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.record import Line
+from bench.report import bits_tables
 from bench.report.at_exit_layer import exit_layer_tables
 from bench.report.batch_tables import batch_headline, batch_tables
 from bench.report.chat_tables import chat_headline, chat_tables
@@ -86,6 +87,9 @@ class RecordKind:
 KINDS: dict[str, RecordKind] = {
     "run": RecordKind(tables=run_tables, page_tables=exit_layer_tables, glance=engine_glance, spread=True),
     "peers": RecordKind(tables=run_tables, page_tables=by_precision, glance=engine_glance, spread=True),
+    "peers --converted": RecordKind(
+        tables=bits_tables.bits_tables, headline=bits_tables.bits_headline, headings=bits_tables.HEADINGS
+    ),
     "chat": RecordKind(
         tables=chat_tables,
         headline=chat_headline,

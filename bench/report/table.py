@@ -115,7 +115,7 @@ def _coloured(text: str, heat: float | None) -> str:
 
 def _unmarked(text: str) -> str:
     """Without Markdown's marks for code, bold and italics, which a terminal would show as they are."""
-    return text.strip("*").replace("`", "")
+    return text.replace("**", "").strip("*").replace("`", "")
 
 
 def number(value: float | None, pattern: str, factor: float = 1) -> str:

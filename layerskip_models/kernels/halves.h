@@ -19,7 +19,8 @@ typedef struct {
 
 /* A phase: x += norm(sum of all parts), summed in rank order. So little work that it is written in place. */
 static void add_parts(Member *member, const Halving *a) {
-  int64_t size = a->pass.shape.hidden, rows = a->pass.rows, pieces = min(rows, pool_team(member));
+  int64_t size = a->pass.shape.hidden, rows = a->pass.rows;
+  int64_t pieces = min(rows, worth_sharing(pool_team(member), a->ranks * rows * size * (int64_t)sizeof(float), 1));
   float *added = scratch_of(&a->pass).added;
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {

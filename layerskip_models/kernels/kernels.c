@@ -123,15 +123,15 @@ typedef struct {
 } Picking;
 
 /* The number of pieces that a vocabulary's chunks are divided into. */
-static int64_t chunk_pieces(int64_t team, const Matrix *m) {
-  return pieces_of(team, chunk_count(m->out), bytes_of(m->kind, m->out * m->in));
+static int64_t chunk_pieces(int64_t team, const Matrix *m, int64_t rows) {
+  return pieces_of(team, chunk_count(m->out), bytes_of(m->kind, m->out * m->in), rows);
 }
 
 /* One or two phases: compute logits chunk by chunk, and summarise each chunk. */
 static void summarise_all(Member *member, const Picking *a) {
   const Matrix *m = &a->matrix;
   int64_t rows = a->input.rows, size = chunk_size(m->out), chunks = chunk_count(m->out), width = size + LANES;
-  int64_t pieces = chunk_pieces(pool_team(member), m);
+  int64_t pieces = chunk_pieces(pool_team(member), m, rows);
   const float *x = prepared_together(member, &a->input, m);
   int64_t before = x ? 0 : rows_scratch(m, rows), summaries = before + wide_scratch(m, rows) + (rows * width + 1) / 2 * 2; /* floats */
   int64_t most_chunks = (chunks + pieces - 1) / pieces;
@@ -252,6 +252,26 @@ PUBLIC int64_t EXPORT(parts_size)(const Step *s) {
   return need;
 }
 
+#define LAYER_PHASES 6 /* queries, keys and values; caches; attention; its output; gates and ups; down */
+
+/* The threads for a pass. Small models have small phases: a team that is too large for all of them would only look at itself. */
+static int team_of_step(int threads, int64_t layers, int64_t bytes, int64_t rows) {
+  return (int)worth_sharing(threads, bytes / (LAYER_PHASES * layers + 1), rows);
+}
+
+/* How a pass of `rows` rows at the beginning of a text is divided among `threads` threads. found: the threads that take part, and
+ * the pieces of the first layer's four matrices, in the order of `Layer`, and of the head. */
+PUBLIC void EXPORT(division)(const Layer *layers, int64_t count, const Matrix *head, int64_t rows, int threads, int64_t *found) {
+  const Matrix *products[] = {&layers->qkv, &layers->output, &layers->gate_up, &layers->down};
+  int64_t team = team_of_step(threads, count, count * layer_bytes(layers) + bytes_read(head), rows);
+  found[0] = team;
+  for (int i = 0; i < 4; i++) {
+    int64_t size = i == 2 ? products[i]->out / 2 : products[i]->out;
+    found[i + 1] = pieces_of(team, (size + BLOCK - 1) / BLOCK, bytes_read(products[i]), rows);
+  }
+  found[5] = chunk_pieces(team, head, rows);
+}
+
 PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
   int64_t hidden = s->shape->hidden;
   for (int64_t r = 0; s->embedding && r < s->rows; r++) {
@@ -279,7 +299,7 @@ PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
       bytes += bytes_read(&s->adapter->gate_up) + bytes_read(&s->adapter->down);
     }
   }
-  int64_t job = pool_run(stepping, &a, sizeof a, threads, bytes);
+  int64_t job = pool_run(stepping, &a, sizeof a, team_of_step(threads, s->count, bytes, s->rows), bytes);
   if (job < 0) return job;
   if (s->stride && s->last) memcpy(s->last, result, s->rows * hidden * sizeof(float));
   if (s->head) conclude(&a.picking, s->tokens, s->numbers);

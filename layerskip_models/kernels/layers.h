@@ -17,7 +17,8 @@ static void write_caches(Member *member, const Pass *a, int64_t layer, const flo
   const Layer *l = a->layers + layer;
   const Span *span = spans_of(a);
   int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, before = 0; /* rows in earlier spans */
-  int64_t units = a->rows * s->kv_heads, pieces = min(units, pool_team(member));
+  int64_t units = a->rows * s->kv_heads, bytes = units * 2 * dim * (int64_t)sizeof(float);
+  int64_t pieces = min(units, worth_sharing(pool_team(member), bytes, 1));
   float *scratch = pool_memory(member, 2 * dim * sizeof(float));
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
@@ -41,7 +42,8 @@ static void write_caches(Member *member, const Pass *a, int64_t layer, const flo
 
 /* A phase: y = residual + norm(x), [rows, hidden]. So little work that it is written in place. */
 static void add_normalised(Member *member, const Pass *a, const float *x, const float *norm, const float *residual, float *y) {
-  int64_t size = a->shape.hidden, pieces = min(a->rows, pool_team(member));
+  int64_t size = a->shape.hidden, bytes = a->rows * size * 3 * (int64_t)sizeof(float);
+  int64_t pieces = min(a->rows, worth_sharing(pool_team(member), bytes, 1));
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     if (!pool_win(&phase, piece)) continue;

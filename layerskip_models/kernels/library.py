@@ -179,6 +179,7 @@ class Kernels:
     adapt: Callable[..., int]
     step: Callable[..., int]
     parts_size: Callable[..., int]
+    division: Callable[..., None]
     half: Callable[..., int]
     eight_bit_rows: Callable[..., int]
     float_rows: Callable[..., int]
@@ -196,6 +197,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "adapt": (c_int64, [c_void_p, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
     "step": (c_int64, [c_void_p, c_int]),
     "parts_size": (c_int64, [c_void_p]),
+    "division": (None, [c_void_p, c_int64, c_void_p, c_int64, c_int, c_void_p]),
     "half": (c_int64, [c_void_p, c_int, c_void_p, c_int64, c_int]),
     "eight_bit_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
     "float_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),

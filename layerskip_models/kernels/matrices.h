@@ -6,7 +6,7 @@
 /* Rows are multiplied by a weight a few at a time, in turns of about equal size. `together`: how many from row `r` on. */
 INLINE int64_t turns_of(const Matrix *m, int64_t rows) {
   int64_t most = on_tiles(m)                            ? ROWS
-                 : as_integers(m)                       ? m->kind == INT8 ? INTEGER_ROWS : GROUPED_ROWS
+                 : as_integers(m)                       ? m->kind == INT8 ? INTEGER_ROWS : m->blocks ? EXPANDED_ROWS : GROUPED_ROWS
                  : MANY_REGISTERS || rows < PROMPT_ROWS ? FLOAT_ROWS
                                                         : FLOAT_ROWS / 2;
   return (rows + most - 1) / most;

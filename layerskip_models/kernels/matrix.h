@@ -3,9 +3,9 @@
 #define SELFSPEC_MATRIX_H
 #include "vectors.h"
 
-/* How a weight's numbers are stored; `KINDS` in library.py. The last three are small numbers in groups of inputs, of 4, 8 and 6
- * bits. */
-enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, BYTES, SIXES };
+/* How a weight's numbers are stored; `KINDS` in library.py. The last are small numbers in groups of inputs, of 4, 8 and 6 bits,
+ * or as 16-bit integers in scratch memory (`expanded`). */
+enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, BYTES, SIXES, EXPANDED };
 
 /* How the scales of groups are stored; `SCALES` in library.py. The last two are integers that a block's own scale multiplies. */
 enum Scales { HALVES, FLOATS, UNSIGNED, SIGNED };

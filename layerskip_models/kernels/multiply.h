@@ -3,14 +3,14 @@
 #define SELFSPEC_MULTIPLY_H
 #include "attention.h"
 #include "matrices.h"
-#include "pool.h"
+#include "sharing.h"
 
 #define PIECE_BYTES (24 << 10) /* fewest bytes of weights in a piece: a microsecond or two */
 
-/* The number of pieces for `units` units of work whose weights have `bytes` bytes. */
-static int64_t pieces_of(int64_t team, int64_t units, int64_t bytes) {
-  int64_t each = max(1, min(POOL_PIECES, bytes / PIECE_BYTES / team));
-  return min(units, team * each);
+/* The number of pieces for `units` units of work whose weights have `bytes` bytes and meet `rows` rows. */
+static int64_t pieces_of(int64_t team, int64_t units, int64_t bytes, int64_t rows) {
+  int64_t members = worth_sharing(team, bytes, rows), each = max(1, min(POOL_PIECES, bytes / PIECE_BYTES / members));
+  return min(units, members * each);
 }
 
 /* The first output of a piece, a multiple of BLOCK. size: outputs of all pieces. */
@@ -43,7 +43,7 @@ static const float *prepared_together(Member *member, const Input *input, const 
   float *common = pool_common(member, rows * row_size(m) * sizeof(float));
   if (!common) return NULL;
   float *normed = input->norm ? pool_memory(member, size * in * sizeof(float)) : NULL;
-  int64_t pieces = min(turns, pool_team(member) * POOL_PIECES);
+  int64_t pieces = min(turns, worth_sharing(pool_team(member), rows * in * (int64_t)sizeof(float), 1) * POOL_PIECES);
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     if (!pool_win(&phase, piece)) continue;
@@ -52,7 +52,7 @@ static const float *prepared_together(Member *member, const Input *input, const 
       const float *x = input->x + r * in;
       int64_t count = together(m, r, rows);
       if (normed) normalise(x, input->norm, input->eps, count, in, normed);
-      arrange(m, normed ? normed : x, count, common + r * row_size(m));
+      arrange(m, normed ? normed : x, count, rows, common + r * row_size(m));
     }
     pool_done(&phase, piece);
   }
@@ -69,7 +69,8 @@ static const float *prepared(const Input *input, const Matrix *m, float *scratch
     scratch += whole_lines(rows * in);
   }
   if (rows == 1 && as_floats(m)) return x;
-  for (int64_t r = 0; r < rows; r += together(m, r, rows)) arrange(m, x + r * in, together(m, r, rows), scratch + r * row_size(m));
+  for (int64_t r = 0; r < rows; r += together(m, r, rows))
+    arrange(m, x + r * in, together(m, r, rows), rows, scratch + r * row_size(m));
   return scratch;
 }
 
@@ -89,7 +90,7 @@ INLINE void store_block(const float *block, const float *residual, int64_t count
 #define BATCH_BYTES (TILES ? 1 << 20 : 512 << 10) /* of a batch's prepared rows: half the L2 cache (2 MB with tiles) */
 #define FETCHED_BYTES (1 << 20) /* from this size on, a matrix is surely not all in a cache */
 #define WIDE_ROWS 32          /* from here on converting a group's weights first pays, with few registers or weights in groups */
-#define WIDE_BYTES (24 << 10) /* most bytes of converted weights, so that they and the rows stay in the L1 cache */
+#define WIDE_BYTES (24 << 10) /* most bytes of converted or expanded weights: they stay in the L1 cache */
 
 /* Whether weights are converted to float32 once for all rows. The conversion is exact. */
 INLINE int widens(const Matrix *m, int64_t rows) {
@@ -110,6 +111,7 @@ INLINE int64_t fetching_turns(const Matrix *m, int64_t rows) {
 
 /* Outputs in a group: a batch's rows pass one group before the next. As many as the cache holds. */
 INLINE int64_t group_of(const Matrix *m, int64_t rows) {
+  if (expands(m, rows)) return max(BLOCK, min(GROUP, WIDE_BYTES / 2 / m->in / BLOCK * BLOCK));
   if (!widens(m, rows)) {
     int64_t row = bytes_of(m->kind, m->in);
     return turns_of(m, rows) == 1 || GROUP * row <= GROUP_BYTES ? GROUP : max(BLOCK, GROUP_BYTES / row / BLOCK * BLOCK);
@@ -119,12 +121,16 @@ INLINE int64_t group_of(const Matrix *m, int64_t rows) {
 
 /* Floats of scratch for a group's converted weights. */
 INLINE int64_t wide_scratch(const Matrix *m, int64_t rows) {
+  if (expands(m, rows)) return whole_lines(expanded_size(m, group_of(m, rows)));
   return widens(m, rows) ? group_of(m, rows) * m->in : 0;
 }
 
-/* Outputs first .. first + count - 1, converted to float32 if `widens`. */
+/* Outputs first .. first + count - 1, converted to float32 if `widens`, or expanded. */
 INLINE Matrix group_at(const Matrix *m, int64_t first, int64_t count, int64_t rows, float *scratch) {
   Matrix group = slice_of(m, first, count);
+#if VNNI
+  if (expands(m, rows)) return expanded(&group, scratch);
+#endif
   return widens(m, rows) ? widened(&group, scratch) : group;
 }
 
@@ -132,7 +138,7 @@ INLINE Matrix group_at(const Matrix *m, int64_t first, int64_t count, int64_t ro
  * output `first`. Prefetching runs on past `end`, where this member's next piece usually begins. */
 static void some_outputs(const Matrix *m, const float *x, int64_t rows, const float *residual, int64_t first, int64_t end,
                          float *y, int64_t stride, float *scratch) {
-  int64_t step = group_of(m, rows), turns = fetching_turns(m, rows), ahead = widens(m, rows) ? 0 : outputs_ahead(m, rows, turns, step);
+  int64_t step = group_of(m, rows), turns = fetching_turns(m, rows), ahead = widens(m, rows) || expands(m, rows) ? 0 : outputs_ahead(m, rows, turns, step);
   for (int64_t begin = 0, batch_end; begin < rows; begin = batch_end) {
     batch_end = min(rows, begin + batch_of(m, rows));
     for (int64_t at = first; at < end; at += step) {
@@ -158,7 +164,7 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
 static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t first, int64_t end, float *y, int64_t stride,
                        float *scratch) {
   int64_t half = m->out / 2, step = group_of(m, rows), turns = fetching_turns(m, rows);
-  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, rows, turns, step);
+  int64_t ahead = widens(m, rows) || expands(m, rows) ? 0 : outputs_ahead(m, rows, turns, step);
   for (int64_t begin = 0, batch_end; begin < rows; begin = batch_end) {
     batch_end = min(rows, begin + batch_of(m, rows));
     for (int64_t at = first; at < end; at += step) {
@@ -187,7 +193,7 @@ static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t fi
 /* One or two phases: y = residual + x W^T, or silu(gate) * up if `gated`. y: [rows, out], or [rows, out / 2] if gated. */
 static void multiply(Member *member, const Matrix *m, const Input *input, int gated, const float *residual, float *y) {
   int64_t rows = input->rows, size = gated ? m->out / 2 : m->out, units = (size + BLOCK - 1) / BLOCK;
-  int64_t pieces = pieces_of(pool_team(member), units, bytes_of(m->kind, m->out * m->in));
+  int64_t pieces = pieces_of(pool_team(member), units, bytes_of(m->kind, m->out * m->in), rows);
   const float *x = prepared_together(member, input, m);
   int64_t own_rows = x ? 0 : rows_scratch(m, rows), before = own_rows + (gated ? 2 : 1) * wide_scratch(m, rows); /* floats */
   int alone = pool_alone(member);

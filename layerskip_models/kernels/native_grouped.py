@@ -11,6 +11,18 @@ from layerskip_models.kernels.library import GROUPED_KINDS, SCALES
 from layerskip_models.kernels.native_linear import NativeLinear, pointer, readable
 
 
+def _sums_fit(weight: GroupedWeight) -> bool:
+    """Whether the kernels' integer sums over a block fit 32 bits (`span_of` in words.h), as those of GGUF files do.
+
+    weight: with integer scales.
+    """
+    scale = 128 if weight.groups.dtype == torch.int8 else int(weight.groups.max())
+    number = int(weight.packed.max()) if weight.bits == 8 else 2**weight.bits - 1
+    if weight.offsets is None:
+        number = max(weight.zero, number - weight.zero)
+    return number * scale <= (1 << 13 if weight.offsets is not None and weight.group == 16 else 1 << 12)
+
+
 class NativeGroupedLinear(NativeLinear):
     """x W^T + b with W in 4, 6 or 8 bits, in groups.
 
@@ -20,6 +32,8 @@ class NativeGroupedLinear(NativeLinear):
     """
 
     def __init__(self, weight: GroupedWeight, bias: Tensor | None = None) -> None:
+        if weight.blocks is not None and not _sums_fit(weight):
+            weight = weight.as_bytes()
         self._set(weight.packed, weight.factors, bias)
         others = (None if one is None else readable(one) for one in (weight.groups, weight.offsets, weight.blocks))
         groups, offsets, blocks = others

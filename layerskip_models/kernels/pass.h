@@ -3,7 +3,7 @@
 #define SELFSPEC_PASS_H
 #include "attention.h"
 #include "matrices.h"
-#include "pool.h"
+#include "sharing.h"
 
 /* Norms are NULL where a layer has none. Their weights are premultiplied by the square root of the norm's size. */
 typedef struct {

@@ -43,6 +43,7 @@
 #define LINE 64
 #define ALIGNED __attribute__((aligned(LINE)))
 enum { TAKEN = 1, WRITING = 2, DONE = 3 };
+#define ASIDE -1
 
 #ifndef SPIN_QUIET
 #define SPIN_QUIET 2000 /* microseconds that a helper spins for the next job; the Python code of a round takes a tenth of this */
@@ -62,18 +63,29 @@ enum { TAKEN = 1, WRITING = 2, DONE = 3 };
 #ifndef PATIENCE
 #define PATIENCE 3       /* microseconds to wait for a late piece, at least */
 #endif
+#ifndef IDLE_PATIENCE
+#define IDLE_PATIENCE 30 /* the same for a helper that has no piece of its own, because the phase is small: somebody is at it */
+#endif
 #ifndef NAP
 #define NAP 1000         /* microseconds that a helper sleeps when it cannot leave the owner's core */
 #endif
 #ifndef NAPS
 #define NAPS 20          /* naps, after which it sleeps until it is woken */
 #endif
+#ifndef STEP_ASIDE
+#define STEP_ASIDE 1     /* whether helpers that have no core to themselves leave the team */
+#endif
+#define SETTLED 1000     /* microseconds after which a helper looks again who else is on its core */
 #ifndef SHORT_SLICE
 #define SHORT_SLICE 100  /* microseconds: time slice that helpers ask for */
 #endif
 #ifndef WORTH_WAKING
 #define WORTH_WAKING (256 << 10) /* bytes: smallest job that wakes sleeping helpers */
 #endif
+#ifndef WAKES
+#define WAKES 4          /* helpers that a member wakes. Waking takes the caller microseconds each, so that 63 would take it 0.1 ms */
+#endif
+#define LOOKS 8          /* while it waits, a member looks at all others once in so many turns, else at the first that is not done */
 
 typedef struct {
   _Atomic uint64_t seen; /* the last phase that the member has reached */
@@ -97,12 +109,12 @@ struct Member {
 
 static struct {
   _Atomic uint32_t door ALIGNED; /* odd while a job is open */
-  _Atomic int asleep;
   _Atomic int core; /* core on which the owner last opened a job; -1 if unknown */
   /* The open job, written while the door is closed. Atomic, since late members may read these while they are written. */
   _Atomic(Work) work ALIGNED;
   _Atomic size_t size;
   _Atomic int team;
+  _Atomic int waking; /* whether the job is worth waking sleeping helpers */
   _Atomic int64_t job;
   _Atomic uint64_t phase; /* the last phase of all earlier jobs */
   _Atomic(void *) common;
@@ -114,6 +126,8 @@ static struct {
   size_t wanted;  /* most bytes of common memory that a job has asked for */
   _Atomic int stopping;
   int helpers; /* threads started; changed by the owner only */
+  _Atomic uint32_t asleep[POOL_MEMBERS] ALIGNED; /* 1 while a helper sleeps, or is about to */
+  _Atomic int cores[POOL_MEMBERS] ALIGNED; /* where a helper works: core + 1, 0 while it sleeps, or ASIDE */
   pthread_t threads[POOL_MEMBERS];
   Member *_Atomic members[POOL_MEMBERS]; /* from index 1 on; entries are never removed */
   Place places[POOL_MEMBERS];
@@ -156,15 +170,14 @@ static void relax(void) {
 
 /* ---- Sleeping ------------------------------------------------------------------------------------------------------- */
 
+/* A helper says that it sleeps, and then looks at the door again. Who opens the door looks afterwards who sleeps. Both are
+ * sequentially consistent, so either the helper sees the job or it is woken. */
 #ifdef __linux__
-static void sleep_at(uint32_t door) {
-  atomic_fetch_add(&pool.asleep, 1);
-  /* The kernel compares the door again, so a job that has opened meanwhile is not missed. */
-  syscall(SYS_futex, &pool.door, FUTEX_WAIT_PRIVATE, door, NULL, NULL, 0);
-  atomic_fetch_sub(&pool.asleep, 1);
+static void fall_asleep(_Atomic uint32_t *asleep) { syscall(SYS_futex, asleep, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0); }
+static void wake(_Atomic uint32_t *asleep) {
+  if (atomic_exchange(asleep, 0)) syscall(SYS_futex, asleep, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
 }
 static void reset_sleep_lock(void) {}
-static void wake(void) { syscall(SYS_futex, &pool.door, FUTEX_WAKE_PRIVATE, POOL_MEMBERS, NULL, NULL, 0); }
 #else
 static pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t sleep_signal = PTHREAD_COND_INITIALIZER;
@@ -173,19 +186,30 @@ static void reset_sleep_lock(void) {
   sleep_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
   sleep_signal = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
 }
-static void sleep_at(uint32_t door) {
+static void fall_asleep(_Atomic uint32_t *asleep) {
   pthread_mutex_lock(&sleep_lock);
-  atomic_fetch_add(&pool.asleep, 1);
-  while (atomic_load(&pool.door) == door && !atomic_load(&pool.stopping)) pthread_cond_wait(&sleep_signal, &sleep_lock);
-  atomic_fetch_sub(&pool.asleep, 1);
+  while (atomic_load(asleep)) pthread_cond_wait(&sleep_signal, &sleep_lock);
   pthread_mutex_unlock(&sleep_lock);
 }
-static void wake(void) {
+static void wake(_Atomic uint32_t *asleep) {
   pthread_mutex_lock(&sleep_lock);
-  pthread_cond_broadcast(&sleep_signal);
+  if (atomic_exchange(asleep, 0)) pthread_cond_broadcast(&sleep_signal);
   pthread_mutex_unlock(&sleep_lock);
 }
 #endif
+
+static void sleep_at(int index, uint32_t door) {
+  _Atomic uint32_t *asleep = pool.asleep + index;
+  atomic_store(asleep, 1);
+  if (atomic_load(&pool.door) == door && !atomic_load(&pool.stopping)) fall_asleep(asleep);
+  atomic_store(asleep, 0);
+}
+
+/* Wake the helpers of the team that this member is to wake. They wake others, in turn: WAKES, then its square, and so on. */
+static void wake_some(int index, int team) {
+  for (int64_t i = (int64_t)WAKES * index + 1; i <= (int64_t)WAKES * (index + 1) && i < team; i++)
+    if (atomic_load(pool.asleep + i)) wake(pool.asleep + i);
+}
 
 /* ---- Phases --------------------------------------------------------------------------------------------------------- */
 
@@ -247,12 +271,17 @@ void *pool_common(Member *m, size_t bytes) {
 
 /* ---- Pieces --------------------------------------------------------------------------------------------------------- */
 
-static int64_t first_of(const Phase *p, int64_t member) { return p->pieces * member / p->member->team; }
+/* A member's first piece. With fewer pieces than members the first members have one each; the caller is the first of all, and it
+ * is surely there. */
+static int64_t first_of(const Phase *p, int64_t member) {
+  return p->pieces * (member < p->members ? member : p->members) / p->members;
+}
 
 Phase pool_phase(Member *m, int64_t pieces) {
   m->phase++;
   Phase p = {.member = m, .pieces = pieces, .done = 4 * m->phase + DONE, .end = pieces};
   if (m->places) {
+    p.members = pieces < m->team ? pieces : m->team;
     p.own = p.at = first_of(&p, m->index);
     p.end = first_of(&p, m->index + 1);
     p.began = ticks();
@@ -266,37 +295,44 @@ static _Atomic uint64_t *word_of(const Phase *p, int64_t member, int64_t piece) 
 }
 
 /* An unfinished piece of another member, or -1 when all are done. Pieces of members that have not reached this phase are returned
- * at once; pieces that somebody is working on only after a wait. */
+ * at once; pieces that somebody is working on only after a wait. A helper without pieces of its own waits in both cases: else all
+ * such helpers would race for the few pieces.
+ *
+ * Members are looked at in turn, from the next one on. Those whose pieces are done stay so, and are not looked at again. */
 static int64_t take_over(Phase *p) {
   const Member *m = p->member;
+  const int idle = p->end == p->own && m->index > 0;
   uint64_t now = ticks();
   if (!p->waiting) { /* expect others' pieces to take as long as its own did */
-    uint64_t piece = p->end > p->own ? (now - p->began) / (p->end - p->own) : 0;
+    uint64_t piece = p->end > p->own ? (now - p->began) / (p->end - p->own) : 0, least = ticks_of(idle ? IDLE_PATIENCE : PATIENCE);
     p->waiting = now;
-    p->patience = piece > ticks_of(PATIENCE) ? piece : ticks_of(PATIENCE);
+    p->patience = piece > least ? piece : least;
   }
   for (int turn = 0;; turn++, now = ticks()) {
-    int patient = now - p->waiting < p->patience, all_done = 1;
-    int64_t late = -1;
-    for (int64_t i = 1; i <= m->team; i++) {
-      int64_t member = (m->index + i) % m->team;
+    int patient = now - p->waiting < p->patience;
+    int64_t late = -1, last = patient && turn % LOOKS ? p->looked + 1 : p->members;
+    for (int64_t i = p->looked; i < last; i++) {
+      int64_t member = (m->index + 1 + i) % p->members, unfinished = 0;
       Place *place = m->places + member;
       int64_t first = first_of(p, member);
       for (int64_t piece = first_of(p, member + 1) - 1; piece >= first; piece--) {
         _Atomic uint64_t *word = place->words + (piece - first);
         uint64_t value = atomic_load_explicit(word, memory_order_acquire);
         if (value >= p->done) continue;
-        all_done = 0;
+        unfinished = 1;
         if (value == p->done - DONE + WRITING) continue;
         int free = value < p->done - DONE + TAKEN;
-        if (free && (!patient || atomic_load_explicit(&place->seen, memory_order_relaxed) < m->phase)) {
+        int absent = !idle && atomic_load_explicit(&place->seen, memory_order_relaxed) < m->phase;
+        if (free && (!patient || absent)) {
           if (atomic_compare_exchange_strong(word, &value, p->done - DONE + TAKEN)) return piece;
         } else if (late < 0) {
           late = piece;
         }
       }
+      if (unfinished || i != p->looked) continue;
+      if (++p->looked == p->members) return -1;
+      if (last == p->looked) last++;
     }
-    if (all_done) return -1;
     if (!patient && late >= 0) {
       p->waiting = now; /* wait again after this piece */
       return late;
@@ -318,7 +354,7 @@ int64_t pool_next(Phase *p) {
 }
 
 static int64_t member_of(const Phase *p, int64_t piece) {
-  int64_t member = piece * p->member->team / p->pieces;
+  int64_t member = piece * p->members / p->pieces;
   while (first_of(p, member + 1) <= piece) member++;
   return member;
 }
@@ -342,13 +378,15 @@ void pool_done(Phase *p, int64_t piece) {
 
 /* ---- Jobs ----------------------------------------------------------------------------------------------------------- */
 
-/* Take part in the job that opened with this value of the door, if it is still open. */
-static void enter_job(Member *m, uint32_t door) {
+/* Take part in the job that opened with this value of the door, if it is still open. Returns whether the job wants this member. */
+static int enter_job(Member *m, uint32_t door) {
+  int wanted = 0;
   atomic_store(&m->inside, 1); /* until the job's number is known: may be any job */
   if (atomic_load(&pool.door) == door) {
     Work work = atomic_load_explicit(&pool.work, memory_order_relaxed);
     size_t size = atomic_load_explicit(&pool.size, memory_order_relaxed);
     int team = atomic_load_explicit(&pool.team, memory_order_relaxed);
+    int waking = atomic_load_explicit(&pool.waking, memory_order_relaxed);
     int64_t job = atomic_load_explicit(&pool.job, memory_order_relaxed);
     uint64_t phase = atomic_load_explicit(&pool.phase, memory_order_relaxed);
     void *common = atomic_load_explicit(&pool.common, memory_order_relaxed);
@@ -367,19 +405,23 @@ static void enter_job(Member *m, uint32_t door) {
       m->common = common;
       m->common_held = common_held;
       m->starved = 0;
+      wanted = 1;
+      if (waking) wake_some(m->index, team);
       work(m->arguments, m);
       check_guard(m);
     }
   }
   atomic_store(&m->inside, 0);
+  return wanted;
 }
 
 /* Publish a job to the members. The door must be closed. */
-static void publish_job(Work work, const void *arguments, size_t size, int team, int64_t job) {
+static void publish_job(Work work, const void *arguments, size_t size, int team, int waking, int64_t job) {
   atomic_thread_fence(memory_order_release); /* orders these writes after the closing of the door; see above */
   atomic_store_explicit(&pool.work, work, memory_order_relaxed);
   atomic_store_explicit(&pool.size, size, memory_order_relaxed);
   atomic_store_explicit(&pool.team, team, memory_order_relaxed);
+  atomic_store_explicit(&pool.waking, waking, memory_order_relaxed);
   atomic_store_explicit(&pool.job, job, memory_order_relaxed);
   atomic_store_explicit(&pool.phase, pool.reached, memory_order_relaxed);
   for (size_t i = 0; 8 * i < size; i++) {
@@ -438,46 +480,99 @@ static void ask_for_short_slices(void) {
 #endif
 }
 
-/* Leave the owner's core for another that the thread may use. The scheduler does not always do it: it moves threads that wait for
- * a core, and wakes one elsewhere only if it looks for an idle core, which it does less the busier they have all been. A helper
- * that naps is neither, so the two have shared a core for minutes while the other was idle. */
-static void leave_core(int core) {
+/* Leave a core for another that the thread may use, where none of the team is; if there is none, for any other, or for none unless
+ * `anywhere`. The scheduler does not always do it: it moves threads that wait for a core, and wakes one elsewhere only if it looks
+ * for an idle core, which it does less the busier they have all been. A helper that naps is neither, so it has shared the owner's
+ * core for minutes while another was idle. */
+static void leave_core(int core, int anywhere) {
 #ifdef __linux__
-  cpu_set_t allowed, others;
+  cpu_set_t allowed, others, empty;
   if (core >= CPU_SETSIZE || sched_getaffinity(0, sizeof allowed, &allowed)) return;
   others = allowed;
   CPU_CLR(core, &others);
+  empty = others;
+  int owner = atomic_load_explicit(&pool.core, memory_order_relaxed);
+  if (owner >= 0 && owner < CPU_SETSIZE) CPU_CLR(owner, &empty);
+  for (int i = 1; i < POOL_MEMBERS; i++) {
+    int there = atomic_load_explicit(pool.cores + i, memory_order_relaxed) - 1;
+    if (there >= 0 && there < CPU_SETSIZE) CPU_CLR(there, &empty);
+  }
+  if (CPU_COUNT(&empty)) others = empty;
+  else if (!anywhere) return;
   if (!CPU_COUNT(&others) || sched_setaffinity(0, sizeof others, &others)) return; /* moves the thread before it returns */
   sched_setaffinity(0, sizeof allowed, &allowed);
 #else
-  (void)core;
+  (void)core, (void)anywhere;
 #endif
+}
+
+/* Whether a helper before this one works on the same core. */
+static int is_second(int index, int core) {
+  for (int i = 1; i < index; i++)
+    if (atomic_load_explicit(pool.cores + i, memory_order_relaxed) == core + 1) return 1;
+  return 0;
+}
+
+/* Leave the team for 2^turn milliseconds, or until it stops. */
+static void step_aside(int index, int turn) {
+  struct timespec until = {.tv_sec = turn < 10 ? 0 : 1, .tv_nsec = turn < 10 ? 1000000L << turn : 0};
+  atomic_store(pool.cores + index, ASIDE);
+#ifdef __linux__
+  syscall(SYS_futex, &pool.stopping, FUTEX_WAIT_PRIVATE, 0, &until, NULL, 0);
+#else
+  nanosleep(&until, NULL);
+#endif
+}
+
+/* The size of a team without its last helpers that stand aside. */
+static int at_work(int team) {
+  while (team > 2 && atomic_load_explicit(pool.cores + team - 1, memory_order_relaxed) == ASIDE) team--;
+  return team;
 }
 
 static void *helper(void *argument) {
   Member *m = argument;
   ask_for_short_slices();
   uint32_t last = 0, naps = 0; /* naps since the last job */
-  uint64_t core_lost = 0, idle_since = ticks(), last_look = idle_since;
+  uint64_t core_lost = 0, idle_since = ticks(), last_look = idle_since, settled_at = 0;
+  int settled = -1, turn = 0; /* the core that is its own; how often it has stood aside */
   for (;;) {
     /* Read the door before `stopping`: pool_stop changes the door last, so a helper that goes to sleep on the old value wakes. */
     uint32_t door = atomic_load_explicit(&pool.door, memory_order_acquire);
     if (atomic_load_explicit(&pool.stopping, memory_order_acquire)) break;
     uint64_t now = ticks();
-    int core = atomic_load_explicit(&pool.core, memory_order_relaxed);
-    if (core >= 0 && core == own_core()) {
+    int core = atomic_load_explicit(&pool.core, memory_order_relaxed), here = own_core();
+    if (core >= 0 && core == here) {
       /* On the owner's core a helper would only slow the owner down. It stays there if it may use no other. */
-      leave_core(core);
+      leave_core(core, 1);
       if (core != own_core()) continue;
+      atomic_store(pool.cores + m->index, 0);
+      settled = -1;
       if (++naps <= NAPS) nanosleep(&(struct timespec){.tv_nsec = NAP * 1000}, NULL);
-      else sleep_at(door);
+      else sleep_at(m->index, door);
       idle_since = last_look = ticks();
       continue;
     }
+    if (STEP_ASIDE && here >= 0 && (here != settled || now - settled_at > ticks_of(SETTLED))) {
+      /* With more helpers than cores they would take turns, and lose their core in the middle of a piece. The first stays. */
+      int second = is_second(m->index, here);
+      if (second) leave_core(here, 0);
+      if (second && own_core() != here) continue;
+      if (second || (turn && !(door & 1))) { /* who stands aside comes back only where there is work */
+        step_aside(m->index, turn);
+        if (turn < (door & 1 ? 6 : 10)) turn++;
+        settled = -1;
+        idle_since = last_look = ticks();
+        continue;
+      }
+      atomic_store(pool.cores + m->index, here + 1);
+      settled = here, settled_at = now, turn = 0;
+    }
     if ((door & 1) && door != last) {
-      enter_job(m, last = door);
-      naps = 0;
-      idle_since = last_look = ticks();
+      if (enter_job(m, last = door)) {
+        naps = 0;
+        idle_since = last_look = ticks();
+      }
       continue;
     }
     if (now - last_look > ticks_of(GAP)) core_lost = now;
@@ -486,7 +581,9 @@ static void *helper(void *argument) {
     if (now - idle_since < ticks_of(busy ? SPIN_BUSY : SPIN_QUIET)) {
       relax();
     } else {
-      sleep_at(door);
+      atomic_store(pool.cores + m->index, 0);
+      settled = -1;
+      sleep_at(m->index, door);
       idle_since = last_look = ticks();
     }
   }
@@ -560,7 +657,7 @@ int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int
   }
   int mine = 0;
   if (threads > 1 && size <= POOL_ARGUMENTS) mine = atomic_compare_exchange_strong(&pool.busy, &mine, 1);
-  int team = mine && !atomic_load(&pool.stopping) ? start_helpers(threads) : 1;
+  int team = mine && !atomic_load(&pool.stopping) ? at_work(start_helpers(threads)) : 1;
   m->team = team;
   m->starved = 0;
   if (team == 1) {
@@ -571,14 +668,15 @@ int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int
     return m->starved ? -1 : 0;
   }
   int64_t job = atomic_load_explicit(&pool.job, memory_order_relaxed) + 1;
-  publish_job(work, arguments, size, team, job);
+  int waking = bytes >= WORTH_WAKING;
+  publish_job(work, arguments, size, team, waking, job);
   share_memory(m);
   m->index = 0;
   m->phase = pool.reached;
   m->places = pool.places;
   atomic_store_explicit(&pool.core, own_core(), memory_order_relaxed);
   m->door = atomic_fetch_add(&pool.door, 1) + 1;
-  if (bytes >= WORTH_WAKING && atomic_load(&pool.asleep)) wake();
+  if (waking) wake_some(0, team);
   work(arguments, m);
   check_guard(m);
   if (pool.holder) check_guard(pool.holder);
@@ -601,7 +699,10 @@ PUBLIC void pool_stop(void) {
   while (!atomic_compare_exchange_weak(&pool.busy, &no, 1)) no = 0, sched_yield();
   atomic_store(&pool.stopping, 1);
   atomic_fetch_add(&pool.door, 2);
-  wake();
+  for (int i = 1; i <= pool.helpers; i++) wake(pool.asleep + i);
+#ifdef __linux__
+  syscall(SYS_futex, &pool.stopping, FUTEX_WAKE_PRIVATE, POOL_MEMBERS, NULL, NULL, 0);
+#endif
   for (int i = 1; i <= pool.helpers; i++) pthread_join(pool.threads[i], NULL);
   for (int i = 1; i <= pool.helpers; i++) {
     Member *m = atomic_load(&pool.members[i]); /* not freed: another thread may be in pool_oldest */

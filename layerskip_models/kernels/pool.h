@@ -40,7 +40,9 @@ typedef struct {
   Member *member;
   uint64_t done;   /* the value of a piece's word once the piece is done in this phase */
   int64_t pieces;
+  int64_t members; /* the first so many have pieces */
   int64_t own, end, at; /* this member's pieces [own, end), and the next one */
+  int64_t looked;  /* members in turn, from the next one on, whose pieces are known to be done */
   uint64_t began, waiting, patience; /* ticks */
 } Phase;
 
@@ -55,6 +57,7 @@ int64_t pool_oldest(void);
 /* End all threads and wait for them; from then on every job runs on its caller's thread alone. */
 void pool_stop(void);
 
+/* pieces: at most POOL_PIECES for each member of the team. */
 Phase pool_phase(Member *member, int64_t pieces);
 int64_t pool_next(Phase *phase);
 int pool_win(Phase *phase, int64_t piece);

@@ -4,9 +4,9 @@
  */
 #ifndef SELFSPEC_PREPARE_H
 #define SELFSPEC_PREPARE_H
-#include "digits.h"
 #include "floats.h"
 #include "tiles.h"
+#include "words.h"
 
 #define WORDS 16 /* 4-byte words of a row in a step of 64 bytes */
 
@@ -118,14 +118,36 @@ INLINE void sum_fours(const int8_t *high, const int8_t *low, int shift, int32_t 
 #endif
 }
 
-/* Store a row's chunk for weights in groups: its digits, the corrections for every four inputs that make of a weight's number its
- * distance from `zero`, and `parts` sums of neighbouring inputs, 2 or 4. */
-INLINE void put_grouped_chunk(const vi *q, int shift, int parts, char *place, float *sums, int64_t *total) {
+#if VNNI
+/* 64 integers as words of 16 bits, the first two of every four, then the other two. */
+INLINE void put_words(const vi *q, char *place) {
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  __m512i halves[2];
+  UNROLL for (int k = 0; k < 2; k++) {
+    const __m256i first = _mm512_cvtepi32_epi16((__m512i)q[2 * k]), second = _mm512_cvtepi32_epi16((__m512i)q[2 * k + 1]);
+    halves[k] = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+  }
+  _mm512_storeu_si512(place, _mm512_permutex2var_epi32(halves[0], even, halves[1]));
+  _mm512_storeu_si512(place + CHUNK_INPUTS,
+                      _mm512_permutex2var_epi32(halves[0], _mm512_or_si512(even, _mm512_set1_epi32(1)), halves[1]));
+}
+#endif
+
+/* Store a row's chunk for weights in groups: its words, or its digits and the corrections for every four inputs that make of a
+ * weight's number its distance from `zero`; and `parts` sums of neighbouring inputs, 2 or 4. */
+INLINE void put_grouped_chunk(const vi *q, int shift, int parts, int words, char *place, float *sums, int64_t *total) {
   vi quarters[4] = {{0}, {0}, {0}, {0}};
   UNROLL16 for (int i = 0; i < CHUNK_INPUTS / LANES; i++) quarters[i * LANES / 16] += q[i];
   int8_t *high = (int8_t *)place, *low = high + CHUNK_INPUTS;
-  cut_digits(q, low, high, NULL);
-  sum_fours(high, low, shift, (int32_t *)(place + 2 * CHUNK_INPUTS));
+#if VNNI
+  if (words) {
+    put_words(q, place);
+  } else
+#endif
+  {
+    cut_digits(q, low, high, NULL);
+    sum_fours(high, low, shift, (int32_t *)(place + 2 * CHUNK_INPUTS));
+  }
   for (int k = 0; k < parts; k++) {
     const int32_t sum = sum_integers(parts == 4 ? quarters[k] : quarters[2 * k] + quarters[2 * k + 1]);
     sums[k] = sum;
@@ -143,13 +165,13 @@ INLINE int wants_finer(const float *x, int64_t in, float largest) {
 /* Convert rows [rows, in] to digits for weights in groups. Layout: [chunk of 64 inputs, row, digit, 64], highest digit first, each
  * row's digits followed by the sums of every four q, times -`zero` if the weights have no offsets. After all chunks come each row's
  * `Fixed`, then the sums of every 32 or 16 q; then `Finer`, and the same layout again with the remainders of the rows it lists. A row
- * with NaN or infinity gives NaN. */
-static void to_grouped_digits(const float *x, int64_t rows, const Matrix *m, float *scratch) {
+ * with NaN or infinity gives NaN. words: in place of the digits, 16-bit integers (`as_words`). */
+static void to_grouped_digits(const float *x, int64_t rows, const Matrix *m, int words, float *scratch) {
   const int64_t in = m->in, chunks = chunks_of_inputs(in);
   const int shift = m->offsets ? 0 : -(int)m->zero, parts = sums_of_chunk(m);
   Finer *finer = (Finer *)(scratch + rows * digits_size(m));
-  Scaling scaling[GROUPED_ROWS];
-  int slots[GROUPED_ROWS]; /* a row's index among those with finer digits, or -1 */
+  Scaling scaling[EXPANDED_ROWS];
+  int slots[EXPANDED_ROWS]; /* a row's index among those with finer digits, or -1 */
   finer->count = 0;
   for (int64_t r = 0; r < rows; r++) {
     scaling[r] = scaling_of(x + r * in, in, GROUPED_DIGITS);
@@ -181,10 +203,10 @@ static void to_grouped_digits(const float *x, int64_t rows, const Matrix *m, flo
         q[i] = nearest(number);
         rest[i] = nearest((number - __builtin_convertvector(q[i], vf)) * (float)(1 << FINER_BITS));
       }
-      put_grouped_chunk(q, shift, parts, places[0] + (c * rows + r) * chunk_bytes(m), sums[0] + parts * (r * chunks + c),
+      put_grouped_chunk(q, shift, parts, words, places[0] + (c * rows + r) * chunk_bytes(m), sums[0] + parts * (r * chunks + c),
                         &fixed[0][r].sum);
       if (slot < 0) continue;
-      put_grouped_chunk(rest, shift, parts, places[1] + (c * fine + slot) * chunk_bytes(m),
+      put_grouped_chunk(rest, shift, parts, words, places[1] + (c * fine + slot) * chunk_bytes(m),
                         sums[1] + parts * (slot * chunks + c), &fixed[1][slot].sum);
     }
 }
@@ -267,11 +289,13 @@ INLINE int64_t hot_row_bytes(const Matrix *m) {
 /* Whether rows are multiplied as floats; a single row then needs no conversion. */
 INLINE int as_floats(const Matrix *m) { return !as_integers(m) && !on_tiles(m); }
 
-/* Convert the rows of one turn (`together`) to the form that `outputs` takes. */
-INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *scratch) {
+/* Convert the rows of one turn (`together`) to the form that `outputs` takes. all: the rows of all turns. */
+INLINE void arrange(const Matrix *m, const float *x, int64_t rows, int64_t all, float *scratch) {
+  (void)all;
 #if INTEGERS
   if (as_integers(m)) {
-    (is_grouped(m) ? to_grouped_digits : to_digits)(x, rows, m, scratch);
+    if (is_grouped(m)) to_grouped_digits(x, rows, m, as_words(m, all), scratch);
+    else to_digits(x, rows, m, scratch);
     return;
   }
 #endif

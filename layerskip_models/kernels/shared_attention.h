@@ -47,10 +47,20 @@ static int64_t count_items(const Pass *a, Division *d) {
   return items;
 }
 
+/* Bytes of keys and values that all chunks read, each its own. */
+static int64_t bytes_attended(const Pass *a, const Division *d) {
+  const Shape *s = &a->shape;
+  int64_t numbers = 0, before = 0;
+  for (const Span *span = spans_of(a); before < a->rows; before += span++->rows)
+    numbers += s->kv_heads * chunks_of(d, span) * (min(span->position, d->window) + span->rows) * s->head_dim * 2;
+  return numbers * (int64_t)sizeof(float);
+}
+
 static Division divide(const Pass *a, const Layer *l, int64_t team) {
   const Shape *s = &a->shape;
   Division d = {.group = s->heads / s->kv_heads, .window = l->window, .spread = 1, .each = INT64_MAX};
   int64_t items = count_items(a, &d), section = SECTION * s->head_dim * 2 * (int64_t)sizeof(float);
+  team = worth_sharing(team, bytes_attended(a, &d), 1);
   if (team > 1 && a->parts) {
     d.each = max((ITEM_BYTES + section - 1) / section, d.all / (4 * team));
     items = count_items(a, &d);
@@ -59,13 +69,10 @@ static Division divide(const Pass *a, const Layer *l, int64_t team) {
     d.spread = (team + items - 1) / items;
     items = count_items(a, &d);
   }
-  int64_t reads = 0, largest = 0, before = 0;
-  for (const Span *span = spans_of(a); before < a->rows; before += span++->rows) {
-    int64_t positions = min(span->position, l->window) + span->rows;
-    reads += s->kv_heads * chunks_of(&d, span) * positions * (section / SECTION);
+  int64_t largest = 0, before = 0;
+  for (const Span *span = spans_of(a); before < a->rows; before += span++->rows)
     largest = max(largest, min(QUERIES, queries_of(&d, span)));
-  }
-  d.pieces = min(items, max(team, min(team * POOL_PIECES, reads / PIECE_BYTES)));
+  d.pieces = min(items, max(team, min(team * POOL_PIECES, bytes_attended(a, &d) / PIECE_BYTES)));
   int64_t sections = (d.all + d.pieces - 1) / d.pieces;
   d.results = min(sections, items) * largest * s->head_dim;
   if (d.split_queries) d.results += (sections + d.each) * PART(largest, s->head_dim);

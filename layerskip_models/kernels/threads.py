@@ -14,26 +14,38 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from layerskip_models.kernels.library import pool
+from layerskip_models.topology import physical_cores
 
 # A thread that lost its core is back within about 10 ms, and then needs a little longer to see that the job is over.
 _RECLAIM_SECONDS = 0.2
 
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """Numbers of processors and of physical cores. A core's hardware threads are a processor each."""
+
+    processors: int
+    cores: int
+
+
 _kept: deque[tuple[int, tuple[object, ...]]] = deque()
 _lock = threading.Lock()
 _here = threading.local()
-_seen = (0.0, 1)  # the number of usable cores, and until when it is valid (time.monotonic): (until, cores)
+_seen = (0.0, Usable(1, 1))  # what may be used, and until when that is valid (time.monotonic)
 
 
 def num_threads() -> int:
     """Threads for a call of our kernels from this thread.
 
-    SELFSPEC_NUM_THREADS if it is set; else PyTorch's number, but not more than the cores that this process may use.
+    SELFSPEC_NUM_THREADS if it is set, but not more than the processors that this process may use; else PyTorch's number, but
+    not more than their physical cores.
     """
     chosen: int | None = getattr(_here, "threads", None)
     return _wanted() if chosen is None else chosen
@@ -54,18 +66,18 @@ def _wanted() -> int:
     setting = os.environ.get("SELFSPEC_NUM_THREADS")
     if setting and (not setting.isdecimal() or int(setting) < 1):
         raise ValueError(f"SELFSPEC_NUM_THREADS must be a positive number, got {setting!r}")
-    wanted, cores = int(setting) if setting else torch.get_num_threads(), _cores()
-    if cores == 1 < wanted:
+    wanted, usable = int(setting) if setting else torch.get_num_threads(), _usable()
+    if usable.processors == 1 < wanted:
         _warn_of_binding()
-    return wanted if setting else max(1, min(wanted, cores))
+    return max(1, min(wanted, usable.processors if setting else usable.cores))
 
 
-def _cores() -> int:
-    """`usable_cores`, looked up at most once a second: a call of our kernels may take only a few microseconds."""
+def _usable() -> Usable:
+    """`usable`, looked up at most once a second: a call of our kernels may take only a few microseconds."""
     global _seen
     now = time.monotonic()
     if now > _seen[0]:
-        _seen = (now + 1.0, usable_cores())
+        _seen = (now + 1.0, usable())
     return _seen[1]
 
 
@@ -86,11 +98,23 @@ def _warn_of_binding() -> None:
         )
 
 
-def usable_cores() -> int:
-    """Number of cores this process may use, by its affinity mask and its control group's quota (rounded up)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota()
-    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+def processors() -> tuple[int, ...]:
+    """The system's numbers of the processors that this process may use (its affinity mask). A core's threads count each."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def usable() -> Usable:
+    """What this process may use, by its affinity mask and its control group's quota (rounded up)."""
+    numbers, quota = processors(), cpu_quota()
+    most = len(numbers) if quota is None else max(1, math.ceil(quota))
+    return Usable(min(len(numbers), most), min(_num_cores(numbers), most))
+
+
+@cache
+def _num_cores(numbers: tuple[int, ...]) -> int:
+    return len(physical_cores(numbers))
 
 
 @cache

@@ -97,7 +97,7 @@ INLINE void configure_tiles(int64_t rows) {
   TileConfig config = {.palette = 1};
   for (int t = 0; t < 2 * PARTS + 1; t++) {
     config.rows[t] = 16;
-    config.bytes[t] = t == WEIGHTS ? 64 : 4 * rows;
+    config.bytes[t] = t == WEIGHTS ? 64 : (uint16_t)(4 * rows);
   }
   tiles_load_config(&config);
   tiles_rows = rows;

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from layerskip_models.parallel.launched import local_rank
 from layerskip_models.parallel.ranks import Ranks
+from layerskip_models.topology import physical_cores
 
 _TASKS, _GLOO = Path("/proc/self/task"), "gloo"
-_TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def share_cores(ranks: Ranks) -> None:
@@ -39,27 +39,6 @@ def share_cores(ranks: Ranks) -> None:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))  # runs as much, but preempts nobody
         except OSError:
             continue  # it has ended, or may not be told
-
-
-def physical_cores(numbers: Sequence[int], folder: Path = _TOPOLOGY) -> list[list[int]]:
-    """The system's numbers of processors, together where they are threads of one core; cores of a socket are neighbours.
-
-    A processor of which the system tells nothing is a core of its own.
-    """
-    cores: dict[tuple[str, str], list[int]] = {}
-    for number in sorted(numbers):
-        try:
-            topology = folder / f"cpu{number}" / "topology"
-            socket, threads = (
-                (topology / name).read_text(encoding="utf-8").strip()
-                for name in ("physical_package_id", "thread_siblings_list")
-            )
-        except OSError:
-            socket, threads = "", str(number)
-        cores.setdefault((socket, threads), []).append(number)
-    # Sorting keeps the order of a socket's cores, and sockets in the order of their first.
-    sockets = list(dict.fromkeys(socket for socket, _ in cores))
-    return [cores[key] for key in sorted(cores, key=lambda key: sockets.index(key[0]))]
 
 
 def share_of(cores: Sequence[Sequence[int]], place: int, count: int) -> list[int]:

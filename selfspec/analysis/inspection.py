@@ -16,6 +16,7 @@ from layerskip_models.prefill import prefill
 from policies import CostModel, LayerCost
 from selfspec.analysis.comparison import Comparison, Generate, compare, warm_up
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
+from selfspec.analysis.thread_plan import ThreadPlan
 from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.request import encode_prompt
 from selfspec.engine.stats import mean
@@ -62,7 +63,8 @@ class Inspection:
     """What was found.
 
     text_agreement: per exit layer 1 .. L-1, share of positions of the sample texts where its argmax is the last layer's.
-    kernels: what the layers ran on (`LayerSkipModel.kernels`). comparison: the best setting, run against plain decoding.
+    kernels: what the layers ran on (`LayerSkipModel.kernels`). plan: how they are divided on a CPU, else None.
+    comparison: the best setting, run against plain decoding.
     rounded: drafts in fewer bits, where they are possible, each run against plain decoding.
     probe, adapted: a short fit of exit adapters, if one was asked for, and what these adapters would give.
     """
@@ -72,6 +74,7 @@ class Inspection:
     predicted: Prediction
     kernels: str | None
     comparison: Comparison
+    plan: ThreadPlan | None = None
     rounded: tuple[RoundedDrafts, ...] = ()
     probe: Probe | None = None
     adapted: Prediction | None = None
@@ -149,6 +152,7 @@ def inspect_model(
         predicted=predicted,
         kernels=model.kernels,
         comparison=comparison,
+        plan=ThreadPlan.of(model) if model.device.type == "cpu" else None,
         rounded=rounded,
         probe=probe,
         adapted=adapted,
@@ -255,6 +259,7 @@ def inspection_lines(inspection: Inspection) -> list[str]:
         f" {comparison.repeats} alternated pairs of runs on one of the texts",
         *map(_line_of, inspection.rounded),
         f"layers ran on {kernels_in_words(inspection.kernels)}",
+        *(() if inspection.plan is None else inspection.plan.lines()),
         inspection.verdict(),
     ]
     if probe is not None and adapted is not None:

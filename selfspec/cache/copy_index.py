@@ -7,8 +7,8 @@ every token, however long the text is.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,32 @@ class Match(NamedTuple):
     token: int
 
 
+class CopySource(Protocol):
+    """More texts to copy from than the text itself.
+
+    largest_token: of all that it holds, BETWEEN if it holds none. A source whose texts change says how large one may be.
+    """
+
+    largest_token: int
+
+    def find(self, hashed: int) -> tuple[array[int], int] | None:
+        """The text in which this suffix was last seen, with BETWEEN at its end, and where the suffix ends there."""
+
+
+def suffix_hashes(tokens: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+    """For each place of a text, hashes of the suffixes of SHORTEST to LONGEST tokens that end there, length by length.
+
+    Yields (place of the first, hashes of it and of all places after it).
+    """
+    text = (tokens + 1).astype(np.uint64)  # no token is 0, because leading zeros would vanish
+    hashes = np.zeros(len(text), dtype=np.uint64)
+    for length in range(1, min(LONGEST, len(text)) + 1):
+        hashes = (hashes[-(len(text) + 1 - length) :] ^ text[length - 1 :]) * np.uint64(_MIX)
+        if length >= SHORTEST:
+            yield length - 1, hashes
+        hashes = hashes[:-1]
+
+
 class _Places:
     """A text's tokens, and for every suffix of SHORTEST to LONGEST tokens the place where it was last seen to end.
 
@@ -49,13 +75,8 @@ class _Places:
         """Take in many tokens at once."""
         first = len(self.tokens)
         self.tokens.frombytes(tokens.tobytes())
-        text = (tokens + 1).astype(np.uint64)  # no token is 0, because leading zeros would vanish
-        hashes = np.zeros(len(text), dtype=np.uint64)
-        for length in range(1, min(LONGEST, len(text)) + 1):
-            hashes = (hashes[-(len(text) + 1 - length) :] ^ text[length - 1 :]) * np.uint64(_MIX)
-            if length >= SHORTEST:
-                self._keep(zip(hashes.tolist(), range(first + length - 1, first + len(text))))
-            hashes = hashes[:-1]
+        for start, hashes in suffix_hashes(tokens):
+            self._keep(zip(hashes.tolist(), range(first + start, first + len(tokens))))
 
     def add(self, token: int, hashes: Sequence[int]) -> None:
         """Take in one token. hashes: of the suffixes that it ends."""
@@ -91,6 +112,11 @@ class CopyStore:
         """Number of tokens, with one separator after each text."""
         return len(self.places.tokens)
 
+    def find(self, hashed: int) -> tuple[array[int], int] | None:
+        """As `CopySource.find`."""
+        place = self.places.find(hashed)
+        return None if place < 0 else (self.places.tokens, place)
+
 
 class CopyIndex:
     """The longest suffix of a text that occurred before, and what followed it there.
@@ -100,11 +126,11 @@ class CopyIndex:
     store: more to copy from.
     """
 
-    def __init__(self, store: CopyStore | None = None) -> None:
+    def __init__(self, store: CopySource | None = None) -> None:
         self._own = _Places()
-        self._store = None if store is None else store.places
+        self._store = store
         self._hashes: list[int] = []  # of the last 1, 2, .. LONGEST tokens
-        self._from, self._place, self._length = self._own, -1, 0  # of the match: where, its last token, how many
+        self._from, self._place, self._length = self._own.tokens, -1, 0  # of the match: where, its last token, how many
 
     def __len__(self) -> int:
         """Tokens of the text."""
@@ -140,22 +166,22 @@ class CopyIndex:
         """Hashes of the suffixes that end with this token, from those of the suffixes before it."""
         return [(hashed ^ token + 1) * _MIX & _MASK for hashed in (0, *self._hashes[: LONGEST - 1])]
 
-    def _look_up(self, suffixes: Sequence[int]) -> tuple[int, int, _Places]:
+    def _look_up(self, suffixes: Sequence[int]) -> tuple[int, int, array[int]]:
         """The longest suffix that was seen before: its length, where it ended, and in what."""
-        best, place, source = 0, -1, self._own
+        best, place, source = 0, -1, self._own.tokens
         for length, hashed in enumerate(suffixes, start=SHORTEST):
             found = self._own.find(hashed)
             if found >= 0:
-                best, place, source = length, found, self._own
-            elif self._store is not None and (found := self._store.find(hashed)) >= 0:
-                best, place, source = length, found, self._store
+                best, place, source = length, found, self._own.tokens
+            elif self._store is not None and (stored := self._store.find(hashed)) is not None:
+                best, (source, place) = length, stored
             else:
                 break
         return best, place, source
 
     def _measure(self) -> None:
         """Measure a match of at least LONGEST tokens, up to four times that: a longer one is no better."""
-        here, there = self._own.tokens, self._from.tokens
+        here, there = self._own.tokens, self._from
         end, most = len(here) - 1, min(4 * LONGEST, self._place + 1, len(here))
         while self._length < most and here[end - self._length] == there[self._place - self._length]:
             self._length += 1
@@ -163,7 +189,7 @@ class CopyIndex:
     @property
     def _next(self) -> int:
         """The token after the match, or BETWEEN."""
-        return self._from.tokens[self._place + 1]
+        return self._from[self._place + 1]
 
     @property
     def match(self) -> Match | None:
@@ -179,9 +205,9 @@ class CopyIndex:
         """
         if self.match is None:
             return []
-        tokens, first = self._from.tokens, self._place + 1
+        tokens, first = self._from, self._place + 1
         copied = [*tokens[first : first + count]]
-        if self._from is not self._own:
+        if self._from is not self._own.tokens:
             return copied[: copied.index(BETWEEN)] if BETWEEN in copied else copied
         period = len(tokens) - first
         for index in range(len(copied), count):

@@ -52,13 +52,13 @@ class PrefixCache:
         return self.use == "always" or (self.use == "exact" and exact)
 
 
-def parse_bytes(size: int | str) -> int:
-    """2000, "2000", "2kB", "1.5 GB" or "1GiB" -> bytes. Raises ValueError for anything else."""
+def parse_bytes(size: int | str, name: str = "prefix_cache") -> int:
+    """2000, "2000", "2kB", "1.5 GB" or "1GiB" -> bytes. Raises ValueError for anything else. name: of the option."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", size.strip(), re.IGNORECASE) if isinstance(size, str) else None
     if found is None or found[2].upper() not in _UNITS:
-        raise ValueError(f'prefix_cache must be a number of bytes, or a size such as "500MB" or "2GiB", got {size!r}')
+        raise ValueError(f'{name} must be a number of bytes, or a size such as "500MB" or "2GiB", got {size!r}')
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 

@@ -5,23 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import typer
-from transformers import AutoModelForCausalLM
+from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip_models import load_tokenizer
 from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
+from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
+from layerskip_models.checkpoints.gguf_first_layers import write_first_layers
+from layerskip_models.checkpoints.gguf_metadata import architecture_of
+from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.loading import load_config, load_transformers
-from layerskip_models.exits.adapter import ExitAdapter
+from layerskip_models.exits.adapter import ExitAdapter, ExitAdapters
 from layerskip_models.exits.folder import adapters_beside, check_fits, load_adapters
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.draft_agreement import DraftAgreement, draft_agreement, own_texts
+from selfspec.analysis.draft_cost import best_drafts, best_exit, head_in_layers
+from selfspec.analysis.replay import trace_agreement
 from selfspec.cli.arguments import checked_output_folder, encoded_prompts, load_generator, progress
 from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import DeviceOption, ExitsOption, LoadOptions
 from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
 from selfspec.defaults import DEFAULT_POLICY
 from selfspec.integrations.draft_checkpoint import draft_model
+from selfspec.integrations.engine_lines import GGUF_NAME, engines_page
 from selfspec.integrations.hub_folder import export_hub
 from selfspec.options import POLICY_HELP
 
@@ -44,10 +53,12 @@ model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("P
 
 def export_draft_command(
     model: Annotated[str, typer.Argument(help="Hub name, folder or GGUF file of the checkpoint.")],
-    exit_layer: Annotated[int, typer.Argument(help="Number of layers to keep.")],
     output_dir: Annotated[
         Path, typer.Option(help="Folder to write: a new one, or an empty one.", callback=checked_output_folder)
     ],
+    exit_layer: Annotated[
+        int | None, typer.Argument(help="Number of layers to keep (default: those that gain most, by what is read).")
+    ] = None,
     file: Annotated[
         list[Path] | None,
         typer.Option(help="UTF-8 file with a prompt to predict acceptance on; repeatable (default: two examples)."),
@@ -64,19 +75,41 @@ def export_draft_command(
         name = resolve_checkpoint(model)
         config = load_config(name)
         generator = load_generator(model, LoadOptions(device=device, exits="none"), notes)
-        adapter = None if exits == "none" else _adapter(generator, exit_layer, exits)
         llama = load_transformers(name, dtype=getattr(config, "dtype", None) or torch.float32, device=device)
-        draft = draft_model(llama, exit_layer, adapter)
+        head_layers = head_in_layers(llama)
         texts = [read_prompt(None, path) for path in file] if file else [EXAMPLE_PROMPT, CODE_PROMPT]
         tokenizer = load_tokenizer(name)
         prompts = encoded_prompts(tokenizer, texts, generator.model.vocab_size)
+        adapters = None if exits == "none" else _adapters(generator, exits)
+        if exit_layer is None:
+            exit_layer = _chosen_exit(model, generator, prompts, max_new_tokens, adapters, exits, head_layers, notes)
+        adapter = None if adapters is None else _adapter(adapters, exit_layer, exits)
+        draft = draft_model(llama, exit_layer, adapter)
         with progress(2 * len(prompts), notes) as advance:
             own = own_texts(generator, prompts, max_new_tokens, advance)
             draft.save_pretrained(output_dir)
             tokenizer.save_pretrained(output_dir)
             written = AutoModelForCausalLM.from_pretrained(output_dir, dtype=torch.float32).to(generator.model.device)
             found = draft_agreement(written, prompts, own, advance)
+        draft_layers = found.num_draft_layers
+        best = best_drafts(found.traces, draft_layers, draft_layers, generator.model.num_layers, head_layers)
+        source = gguf_file(name)
+        if source is not None:
+            added = {} if adapter is None else _added_layer(source, draft, exit_layer)
+            write_first_layers(source, output_dir / GGUF_NAME, exit_layer, added)
     lines = acceptance_lines(found)
+    lines.append(
+        f"best by what is read: {best.num_drafts} drafts a round, {best.speedup:.2f} times plain decoding "
+        "(ENGINES.md has the lines for vLLM, SGLang, TensorRT-LLM and llama.cpp)"
+    )
+    page = engines_page(
+        output_dir,
+        source,
+        num_drafts=best.num_drafts,
+        tokens_per_round=best.tokens_per_round,
+        speedup=best.speedup,
+    )
+    (output_dir / "ENGINES.md").write_text(page, encoding="utf-8")
     folded = "" if adapter is None else "; the last layer is an exit adapter that was trained for this exit"
     card = _CARD.format(exit_layer=exit_layer, name=model, adapter=folded, acceptance="\n".join(lines))
     (output_dir / "README.md").write_text(card, encoding="utf-8")
@@ -86,18 +119,60 @@ def export_draft_command(
     )
 
 
-def _adapter(generator: SelfSpecGenerator, exit_layer: int, exits: str) -> ExitAdapter | None:
-    """The adapter of this exit, from a folder, or with "auto" from the model's own folder; None if there is none."""
+def _adapters(generator: SelfSpecGenerator, exits: str) -> ExitAdapters | None:
+    """Those of a folder, or with "auto" of the model's own folder; None if there are none."""
     folder = adapters_beside(generator.model.name) if exits == "auto" else Path(exits)
     if folder is None:
         return None
     adapters = load_adapters(folder)
     check_fits(adapters.config, generator.model, folder)
+    return adapters
+
+
+def _adapter(adapters: ExitAdapters, exit_layer: int, exits: str) -> ExitAdapter | None:
+    """The one of this exit; None if "auto" found none for it."""
     if exit_layer in adapters.exit_layers:
         return adapters.at(exit_layer)
     if exits != "auto":
         raise ValueError(f"{exits} has adapters for exit layers {', '.join(map(str, adapters.exit_layers))} only")
     return None
+
+
+def _chosen_exit(
+    model: str,
+    generator: SelfSpecGenerator,
+    prompts: list[torch.Tensor],
+    max_new_tokens: int,
+    adapters: ExitAdapters | None,
+    exits: str,
+    head_layers: float,
+    notes: Console,
+) -> int:
+    """The exit that gains most on these prompts, with its adapter if it has one."""
+    adapted = () if adapters is None else adapters.exit_layers
+    if adapted:
+        generator = load_generator(model, LoadOptions(device=str(generator.model.device), exits=exits), notes)
+    with notes.status("Comparing all exits ..."):
+        traces = [trace_agreement(generator, prompt, max_new_tokens) for prompt in prompts]
+        best = best_exit(generator, traces, adapted, head_layers)
+    notes.print(f"exit {best.exit_layer} gains most: {best.speedup:.2f} times plain decoding by what is read")
+    return best.exit_layer
+
+
+def _added_layer(source: Path, draft: PreTrainedModel, index: int) -> dict[str, np.ndarray]:
+    """The last layer of a draft, an adapter's, by its names in a GGUF file; matrices in 16 bits."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture = architecture_of(GgufReader(source))
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(kind, index + 1)
+    found = {}
+    for name, tensor in draft.state_dict().items():
+        if name.startswith(f"model.layers.{index}."):
+            stored = names.get_name(name, (".weight", ".bias"))
+            assert stored is not None, name
+            found[stored] = tensor.to(torch.float16 if tensor.dim() == 2 else torch.float32).cpu().numpy()
+    return found
 
 
 def acceptance_lines(found: DraftAgreement) -> list[str]:

@@ -18,6 +18,7 @@ from selfspec.serve.api_responses import Piece, finish_reason
 from selfspec.serve.draft_log import DraftLog
 from selfspec.serve.scheduler import Choice, Scheduler
 from selfspec.serve.structured_output import GrammarError
+from selfspec.serve.tools.call_readers import Written
 
 _PAUSE_SECONDS = 0.05
 """Shortest time between two events of a stream. On a CPU, sending and decoding share the cores, so every event slows the
@@ -69,6 +70,9 @@ class Texts:
             part = parts[piece.index]
             part.text += piece.text
             part.finish = piece.finish
+            if piece.written is not None:
+                part.written = part.written or Written()
+                part.written.add(piece.written)
             if piece.logprobs is not None:
                 part.logprobs = [*(part.logprobs or []), *piece.logprobs]
         return parts
@@ -92,7 +96,8 @@ class Texts:
             if logs is not None:
                 logs[index].add(piece)
                 piece.drafts = logs[index].take(len(piece.text))
-            if piece.text or piece.logprobs or piece.finish or piece.drafts:
+            shown = piece.text if piece.written is None else piece.written
+            if shown or piece.logprobs or piece.finish or piece.drafts:
                 yield piece
             self._sent[index].set()
 
@@ -124,7 +129,8 @@ class Texts:
         if isinstance(error, ApiError):
             raise error
         if isinstance(error, GrammarError):
-            raise ApiError(str(error), param="response_format")
+            forced = self._choices[piece.index].reader is not None
+            raise ApiError(str(error), param="tool_choice" if forced else "response_format")
         if error is not None:
             known = isinstance(error, (NonFiniteLogitsError, MemoryError))
             raise ApiError(str(error) if known else "the text could not be completed", status=500)
@@ -143,6 +149,12 @@ class Texts:
         if piece.index in self._results:
             piece.text += choice.text.finish()
             piece.finish = finish_reason(self._results[piece.index].stop_reason)
+        if choice.reader is not None:
+            piece.written = choice.reader.push(piece.text, [token for step in piece.steps for token in step.tokens])
+            if piece.finish is not None:
+                piece.written.add(choice.reader.finish())
+                if piece.finish == "stop" and choice.reader.num_calls:
+                    piece.finish = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,13 @@ from pydantic import BeforeValidator, FailFast, Field, field_validator, model_va
 from selfspec.options import OPTIONS
 from selfspec.serve.bodies import Strict, wrong_field
 from selfspec.serve.server_settings import MOST_CHOICES
+from selfspec.serve.tools.tool_requests import MOST_TOOLS, PastCall, Tool, ToolChoice, ToolChoiceField
 
 _MOST_STOPS = 16
 _MOST_STOP_IDS = 64
-NO_TOOLS = "tool calls are not supported: leave out {}"
+_LONGEST_NAME = 256
+NO_TOOLS = "tools go with messages, to /v1/chat/completions: leave out {}"
+_OLD_TOOLS = "{} is not supported: give tools"
 _TEXT_ONLY = "only text is supported: leave out {}"
 OWN_TEMPLATE = "the operator chooses the chat template: leave out {}"
 _CONTINUED = "the last message is continued if it is the assistant's, else answered: leave out {}"
@@ -36,6 +39,12 @@ def _one_or_several_stops(value: Any) -> Any:
     if len(stops) > _MOST_STOPS:
         raise ValueError(f"{len(stops)} stop strings: at most {_MOST_STOPS} are supported")
     return stops
+
+
+def _store(value: Any) -> Any:
+    if not isinstance(value, bool) and not (isinstance(value, str) and len(value) <= _LONGEST_NAME):
+        raise ValueError(f"give the name of a store of answers, {_LONGEST_NAME} characters at most")
+    return value
 
 
 def _prompts(value: Any) -> Any:
@@ -112,11 +121,13 @@ class GenerationRequest(Strict):
     policy: how to speculate, by name. show_drafts: with `stream`, every chunk says which tokens were drafted, and their fate.
     cache_salt: requests with the same salt may reuse each other's prompts, as in vLLM; without one nothing is shared.
     user: the texts of two users are never shared.
+    store: a name; drafts are copied from earlier answers with the same name, API key and user. OpenAI's true and false are
+        ignored.
     """
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
         "metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
-        "reasoning_effort", "request_id", "safety_identifier", "service_tier", "store", "verbosity",
+        "reasoning_effort", "request_id", "safety_identifier", "service_tier", "verbosity",
     })  # fmt: skip
     _neutral: ClassVar[dict[str, tuple[object, ...]]] = {
         "add_special_tokens": (True,),
@@ -134,7 +145,8 @@ class GenerationRequest(Strict):
     }
     _reasons: ClassVar[dict[str, str]] = {
         **refusals(_CONTINUED, "add_generation_prompt", "continue_final_message"),
-        **refusals(NO_TOOLS, "function_call", "functions", "tool_choice", "tools"),
+        **refusals(NO_TOOLS, "tool_choice", "tools"),
+        **refusals(_OLD_TOOLS, "function_call", "functions"),
         **refusals(OWN_TEMPLATE, "chat_template", "chat_template_kwargs"),
         **refusals(_TEXT_ONLY, "audio", "modalities"),
         **refusals("{} is not supported: response_format takes a JSON schema", "guided_grammar", "guided_regex"),
@@ -173,7 +185,8 @@ class GenerationRequest(Strict):
     policy: Annotated[str, Field(max_length=200)] | None = None
     show_drafts: bool = False
     user: str | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)] | None = None
+    store: Annotated[bool | str, BeforeValidator(_store)] | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> GenerationRequest:
@@ -220,50 +233,77 @@ def _content(value: Any) -> Any:
 
 
 class Message(Strict):
-    """One message of a conversation. The template also gets name and reasoning_content."""
+    """One message of a conversation. The template also gets name and reasoning_content.
+
+    tool_calls: those of an assistant. tool_call_id: which of them a message of the role "tool" answers.
+    """
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
         "annotations", "cache_control", "id", "provider_specific_fields", "reasoning", "reasoning_details",
         "thinking_blocks",
     })  # fmt: skip
     _reasons: ClassVar[dict[str, str]] = {
-        **refusals(NO_TOOLS, "function_call", "tool_call_id", "tool_calls"),
+        **refusals("{} is not supported: give tool_calls", "function_call"),
         **refusals(_TEXT_ONLY, "audio"),
         "refusal": "a refusal is not read by the model: give it as content, or leave the message out",
     }
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[TextPart], FailFast(), BeforeValidator(_content)]
     name: str | None = None
     reasoning_content: str | None = None
+    tool_calls: Annotated[list[PastCall] | None, Field(max_length=MOST_TOOLS)] = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _may_be_silent(cls, fields: Any) -> Any:
-        """Allow an assistant's message without content; clients send those back."""
-        if isinstance(fields, dict) and fields.get("role") == "assistant" and fields.get("content") is None:
+        """Allow an assistant's message without content, which clients send back, and a tool's."""
+        if isinstance(fields, dict) and fields.get("role") in ("assistant", "tool") and fields.get("content") is None:
             return {**fields, "content": ""}
         return fields
 
     @field_validator("role", mode="before")
     @classmethod
     def _is_supported(cls, value: Any) -> Any:
-        if value in ("tool", "function"):
-            raise ValueError(f"messages of the role {value!r} are not supported, nor are tool calls")
+        if value == "function":
+            raise ValueError("messages of the role 'function' are not supported: use tools, and the role 'tool'")
         return value
+
+    @model_validator(mode="after")
+    def _of_tools(self) -> Message:
+        if self.tool_calls is not None and self.role != "assistant":
+            raise wrong_field("tool_calls", "tool_calls go with the role 'assistant'")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise wrong_field("tool_call_id", "tool_call_id goes with the role 'tool'")
+        return self
 
     @property
     def text(self) -> str:
         return "".join(part.text for part in self.content)
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        found = {**self.model_dump(exclude_none=True, exclude={"tool_calls"}), "content": self.text}
+        return (
+            found if self.tool_calls is None else {**found, "tool_calls": [call.described for call in self.tool_calls]}
+        )
+
 
 class ChatRequest(GenerationRequest):
-    """Body of /v1/chat/completions."""
+    """Body of /v1/chat/completions.
+
+    parallel_tool_calls: false drops all calls of an answer but the first.
+    """
 
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS), FailFast()] = Field(default_factory=list)
+    tool_choice: ToolChoiceField = ToolChoice()
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _of_chat(self) -> ChatRequest:
@@ -273,7 +313,25 @@ class ChatRequest(GenerationRequest):
             raise wrong_field("max_tokens", "max_tokens must be at least 1")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise wrong_field("max_tokens", "max_tokens and max_completion_tokens are two names of one limit: give one")
+        names = [tool.function.name for tool in self.tools]
+        if len({*names}) < len(names):
+            raise wrong_field("tools", "two tools have the same name")
+        if self.tool_choice.name is not None and self.tool_choice.name not in names:
+            raise wrong_field("tool_choice", f"tool_choice names {self.tool_choice.name[:64]!r}, which is not in tools")
+        if self.tool_choice.forces and not names:
+            raise wrong_field("tool_choice", "tool_choice needs tools")
+        if self.tool_choice.forces and (self.ignore_eos or self.min_tokens):
+            raise wrong_field(
+                "tool_choice", "a call that must be made ends where it is complete: leave out ignore_eos and min_tokens"
+            )
         return self
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Those that the model may call."""
+        if self.tool_choice.mode == "none":
+            return []
+        return [tool for tool in self.tools if self.tool_choice.name in (None, tool.function.name)]
 
     @property
     def limit(self) -> tuple[str, int | None]:

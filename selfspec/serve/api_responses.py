@@ -18,6 +18,10 @@ from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
 from openai.types.chat import chat_completion as whole
 from openai.types.chat import chat_completion_chunk as pieces
+from openai.types.chat.chat_completion_message_function_tool_call import (
+    ChatCompletionMessageFunctionToolCall,
+    Function,
+)
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import PromptTokensDetails
@@ -27,8 +31,9 @@ from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.engine.stopping import StopReason
 from selfspec.serve.structured_output import Vocabulary
 from selfspec.serve.token_logprobs import TokenLogprob
+from selfspec.serve.tools.call_readers import Written
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 FINGERPRINT = f"selfspec-{__version__}"
 
 
@@ -61,6 +66,7 @@ class Piece:
     """What several steps brought one choice, or its whole answer.
 
     seconds: from the request's arrival in the queue to the last step. drafts: the field of a chunk with show_drafts.
+    written: what the text is, if it may have tool calls in it.
     """
 
     index: int
@@ -70,6 +76,7 @@ class Piece:
     text: str = ""
     finish: FinishReason | None = None
     drafts: dict[str, Any] | None = None
+    written: Written | None = None
 
 
 class Answer(ABC):
@@ -125,10 +132,21 @@ class ChatAnswer(Answer):
         assert part.finish is not None
         logprobs = None if part.logprobs is None else whole.ChoiceLogprobs(content=self._logprobs(part.logprobs))
         message = ChatCompletionMessage(role="assistant", content=part.text)
+        if part.written is not None:
+            message.content = part.written.content or (None if part.written.calls else "")
+            if part.written.calls:
+                message.tool_calls = [
+                    ChatCompletionMessageFunctionToolCall(
+                        id=call.id, type="function", function=Function(name=call.name, arguments=call.arguments)
+                    )
+                    for call in part.written.calls
+                ]
+            if part.written.reasoning:
+                message.reasoning_content = part.written.reasoning  # type: ignore[attr-defined]
         return whole.Choice(index=part.index, message=message, finish_reason=part.finish, logprobs=logprobs)
 
     def _delta(self, part: Piece) -> pieces.Choice:
-        delta = pieces.ChoiceDelta(content=part.text)
+        delta = pieces.ChoiceDelta(content=part.text) if part.written is None else _delta_of(part.written)
         if part.index not in self._begun:
             self._begun.add(part.index)
             delta.role = "assistant"
@@ -148,6 +166,25 @@ class ChatAnswer(Answer):
             )
             for one in found
         ]
+
+
+def _delta_of(written: Written) -> pieces.ChoiceDelta:
+    delta = pieces.ChoiceDelta()
+    if written.content:
+        delta.content = written.content
+    if written.reasoning:
+        delta.reasoning_content = written.reasoning  # type: ignore[attr-defined]
+    if written.calls:
+        delta.tool_calls = [
+            pieces.ChoiceDeltaToolCall(
+                index=call.index,
+                id=call.id,
+                type="function",
+                function=pieces.ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments),
+            )
+            for call in written.calls
+        ]
+    return delta
 
 
 class CompletionAnswer(Answer):

@@ -60,7 +60,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.scheduler = Scheduler(generator, settings, metrics, make_engine, watch)
+        app.state.scheduler = Scheduler(generator, settings, metrics, make_engine, watch, translator.answers)
         app.state.lanes = Lanes()
         memory = MemoryReturn()
         if watch is not None:
@@ -86,7 +86,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
     async def answer(request: Request, kind: type[ChatRequest] | type[CompletionRequest], answer: Answer) -> Response:
         lanes, scheduler = request.app.state.lanes, request.app.state.scheduler
         body, size = await read_body(request, kind, lanes)
-        choices = await _translated(lanes, translator, body, size)
+        choices = await _translated(lanes, translator, body, size, request.headers.get("authorization", ""))
         texts = Texts(scheduler, choices, translator.tokenizer, streamed=body.stream, show_drafts=body.show_drafts)
         scheduler.submit(choices)
         response = await (_stream if body.stream else _whole)(request, body, texts, answer)
@@ -141,10 +141,13 @@ def run_server_worker(generator: SelfSpecGenerator, settings: ServerSettings) ->
 
 
 async def _translated(
-    lanes: Lanes, translator: Translator, body: ChatRequest | CompletionRequest, size: int
+    lanes: Lanes, translator: Translator, body: ChatRequest | CompletionRequest, size: int, key: str
 ) -> list[Choice]:
     """Translate in a thread if that may take long: for a long prompt, a schema, or a policy."""
-    work = partial(translator.chat, body) if isinstance(body, ChatRequest) else partial(translator.completions, body)
+    if isinstance(body, ChatRequest):
+        work = partial(translator.chat, body, key)
+    else:
+        work = partial(translator.completions, body, key)
     if translator.has_slow_schema(body, size):
         return await lanes.schemas.run(work)
     is_quick = body.response_format is None and body.policy is None

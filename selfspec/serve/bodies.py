@@ -78,6 +78,10 @@ class Strict(BaseModel):
         field = cls.model_fields.get(name) or cls.model_fields.get(f"{name}_")
         return None if field is None or field.alias not in (None, name) else field
 
+    def ignore(self, name: str) -> None:
+        """Note that a field that was given has no effect here."""
+        self._ignored = (*self._ignored, name)
+
     @property
     def told(self) -> dict[str, str]:
         """The header of the answer that names the ignored fields, if there are any."""

@@ -12,6 +12,8 @@ from time import perf_counter
 from layerskip_models.parallel.rank_watch import RankWatch
 from layerskip_models.parallel.ranks import RankError
 from selfspec import SelfSpecGenerator
+from selfspec.cache.answer_store import AnswerStore, AnswerStores
+from selfspec.cache.copy_index import LONGEST
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
@@ -19,6 +21,7 @@ from selfspec.serve.api_errors import ApiError, queue_full, rank_lost, shutting_
 from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
+from selfspec.serve.tools.call_readers import CallReader
 from selfspec.serve.trimmed_text import TrimmedText
 
 log = logging.getLogger("selfspec.serve")
@@ -34,7 +37,8 @@ class Choice:
 
     text: makes text of its tokens. echo: text put in front of it. recorder: keeps log-probabilities. scored: those of the
     prompt's tokens, if the client wants them. silent: the client wants the prompt only; the one token that is generated is
-    not shown.
+    not shown. answers: where its answer is kept once it is complete.
+    reader: finds tool calls in its text, if it may have any.
     deliver: called from the scheduler's thread with every step of the text; it must not block. It may return an event that
     is set once somebody has sent what came.
     """
@@ -45,6 +49,8 @@ class Choice:
     recorder: LogprobRecorder | None = None
     scored: PromptLogprobs | None = None
     silent: bool = False
+    answers: AnswerStore | None = None
+    reader: CallReader | None = None
     deliver: Callable[[StepOutput], threading.Event | None] = field(init=False)
     submitted: float = field(init=False, default=0.0)
     joined: float = field(init=False, default=0.0)
@@ -55,8 +61,8 @@ class Scheduler:
     """Runs texts, `batch_size` at a time, first come first served. All methods may be called from any thread.
 
     make_engine: for the texts of one busy time. watch: knows more about the loss of another process. When there was no text
-    for `IDLE_SECONDS`, the generator frees memory. failure: set when another process of the model was lost; the server must
-    then end.
+    for `IDLE_SECONDS`, the generator frees memory. answers: where complete answers of some texts are kept. failure: set when
+    another process of the model was lost; the server must then end.
     """
 
     def __init__(
@@ -66,8 +72,10 @@ class Scheduler:
         metrics: ServerMetrics,
         make_engine: Callable[[], Engine],
         watch: RankWatch | None = None,
+        answers: AnswerStores | None = None,
     ) -> None:
         self._generator, self._metrics, self._make_engine, self._watch = generator, metrics, make_engine, watch
+        self._answers = answers
         self._batch_size, self._max_waiting = settings.batch_size, settings.max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[Choice] = deque()
@@ -225,6 +233,7 @@ class Scheduler:
             raise progress.error
         choice = self._joined[progress.ticket]
         now = perf_counter()
+        self._keep_answer(choice, progress)  # before the client hears of it and asks again
         sending = choice.deliver(progress)
         first = choice.last_token is None
         self._metrics.progressed(progress, now - (choice.last_token or choice.submitted), first=first)
@@ -235,6 +244,13 @@ class Scheduler:
             self._show_kept()
             return None
         return sending
+
+    def _keep_answer(self, choice: Choice, progress: StepOutput) -> None:
+        if self._answers is None or choice.answers is None or progress.result is None or choice.silent:
+            return
+        prompt = choice.checked.request.prompt[-LONGEST:].tolist()
+        self._answers.add(choice.answers, prompt, progress.result.new_tokens)
+        self._metrics.answers_changed(self._answers)
 
     def _refuse(self, choices: Iterable[Choice], error: Exception) -> None:
         for choice in choices:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,6 +53,15 @@ class SchemaCheck:
         if why is not None:
             raise ValueError(f"the schema cannot be used: {why}")
         return written
+
+    def check_together(self, schemas: Sequence[dict[str, Any] | bool]) -> None:
+        """Raise ValueError if one grammar of all these schemas, each of which was checked, would exceed the bounds of one."""
+        written = [json.dumps(schema) for schema in schemas]
+        if sum(map(len, written)) > MOST_BYTES:
+            raise ValueError(f"the schemas have more than {MOST_BYTES} bytes together")
+        known = [self._known.get(sha256(one.encode()).digest()) for one in written]
+        if sum(one[1] for one in known if one is not None) > TRIAL_SECONDS:
+            raise ValueError(f"the schemas take more than {TRIAL_SECONDS:g} s together to compile")
 
     def is_quick(self, schema: dict[str, Any] | bool) -> bool:
         """Whether the schema is known to compile quickly."""

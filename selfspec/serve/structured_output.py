@@ -1,4 +1,4 @@
-"""Text that follows a JSON schema, with speculation: llguidance says which tokens may come next.
+"""Text that follows a JSON schema or another grammar, with speculation: llguidance says which tokens may come next.
 
 The mask is a pure function of the generated tokens, so drafts and verified rows are masked alike, and the output follows the
 model's distribution under the schema. The matcher keeps its state between calls, and rolls it back to where two texts part,
@@ -19,6 +19,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from selfspec.serve.grammar_worker import COMPACT, LIMITS
+
+Grammar = dict[str, Any] | bool | str
+"""A JSON schema, or a grammar in Lark's form."""
 
 
 class GrammarError(ValueError):
@@ -44,16 +47,30 @@ class Vocabulary:
     def is_special(self, token: int) -> bool:
         return token in self._special
 
-    def matcher(self, schema: dict[str, Any] | bool) -> LLMatcher:
-        """A fresh matcher for JSON that follows a schema.
+    def special_id(self, text: str) -> int | None:
+        """The id of a text that is one token and special for llguidance; None if it is not.
+
+        llguidance counts every added token of the form <...> as special, whatever the tokenizer says, and a grammar must then
+        name it by its id.
+        """
+        token = self._tokenizer.convert_tokens_to_ids(text)
+        known = isinstance(token, int) and token != self._tokenizer.unk_token_id
+        return token if known and self._get().is_special_token(token) else None
+
+    def matcher(self, schema: Grammar) -> LLMatcher:
+        """A fresh matcher for JSON that follows a schema, or for text that follows a grammar in Lark's form.
 
         Raises ValueError for an invalid schema, or one that llguidance does not support. A schema from an untrusted client
         must pass `selfspec.serve.schema_check` first, because the compiler can end the process.
         """
         if not self._eos:
-            raise ValueError("response_format needs a model with an end-of-sequence token")
+            name = "tool_choice" if isinstance(schema, str) else "response_format"
+            raise ValueError(f"{name} needs a model with an end-of-sequence token")
         tokenizer = self._get()
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)
+        if isinstance(schema, str):
+            grammar = LLMatcher.grammar_from_lark(schema)
+        else:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)
         # Do not copy a matcher: copies share their lexer, so that the texts would affect each other.
         matcher = LLMatcher(tokenizer, grammar, limits=LLParserLimits(**LIMITS), log_level=0)
         if matcher.is_error():
@@ -69,13 +86,13 @@ class Vocabulary:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Allows only tokens after which the text can still become JSON that follows the schema. For one text.
+    """Allows only tokens after which the text can still become one that follows the grammar. For one text.
 
     Raises ValueError as `Vocabulary.matcher`, and GrammarError for a text that does not follow the grammar or exceeds
     `grammar_worker.LIMITS`.
     """
 
-    def __init__(self, vocabulary: Vocabulary, schema: dict[str, Any] | bool, prompt_length: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, schema: Grammar, prompt_length: int) -> None:
         self._made_of = vocabulary, schema, prompt_length
         self._matcher = vocabulary.matcher(schema)
         self._prompt_length, self._vocab_size = prompt_length, vocabulary.size
@@ -83,7 +100,7 @@ class GrammarProcessor(LogitsProcessor):
         self._mask = torch.zeros((vocabulary.size + 31) // 32, dtype=torch.int32, device="cpu")
         self._bits = torch.arange(32, dtype=torch.int32, device="cpu")
 
-    def __reduce__(self) -> tuple[type[GrammarProcessor], tuple[Vocabulary, dict[str, Any] | bool, int]]:
+    def __reduce__(self) -> tuple[type[GrammarProcessor], tuple[Vocabulary, Grammar, int]]:
         """In another process it starts over with that process's vocabulary (see `distributed.rank0_engine`)."""
         return GrammarProcessor, self._made_of
 

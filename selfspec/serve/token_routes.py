@@ -8,8 +8,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import FailFast, Field, model_validator
 
-from selfspec.serve.api_requests import NO_TOOLS, OWN_TEMPLATE, Message, refusals
+from selfspec.serve.api_requests import OWN_TEMPLATE, Message, refusals
 from selfspec.serve.bodies import Strict, read_body, wrong_field
+from selfspec.serve.tools.tool_requests import MOST_TOOLS, Tool
 from selfspec.serve.translation import Translator
 
 
@@ -17,14 +18,13 @@ class TokenizeRequest(Strict):
     """Body of /tokenize: a prompt, or messages.
 
     add_special_tokens: for a prompt; messages get those of the chat template. add_generation_prompt, continue_final_message:
-    for messages; without them the result is what /v1/chat/completions reads. return_token_strs: also return the tokenizer's
-    name of each token.
+    for messages; without them the result is what /v1/chat/completions reads. tools: for messages, as in a chat.
+    return_token_strs: also return the tokenizer's name of each token.
     """
 
     _kept_empty: ClassVar[frozenset[str]] = frozenset({"prompt"})
     _reasons: ClassVar[dict[str, str]] = {
         **refusals(OWN_TEMPLATE, "chat_template", "chat_template_kwargs"),
-        **refusals(NO_TOOLS, "tools"),
     }
 
     model: str | None = None
@@ -33,12 +33,15 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS), FailFast()] = Field(default_factory=list)
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:
         if (self.prompt is None) == (not self.messages):
             raise wrong_field("prompt", "give a prompt or messages")
+        if self.tools and not self.messages:
+            raise wrong_field("tools", "tools go with messages")
         if self.messages and self.add_special_tokens:
             raise wrong_field("add_special_tokens", "the chat template adds the special tokens of messages")
         for name in ("add_generation_prompt", "continue_final_message"):
@@ -96,4 +99,4 @@ def _tokens(translator: Translator, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         return translator.tokens_of(body.prompt, special=body.add_special_tokens is not False)
     ask = body.add_generation_prompt if not body.continue_final_message else None
-    return translator.chat_ids(body.messages, ask=ask)
+    return translator.chat_ids(body.messages, ask, body.tools)

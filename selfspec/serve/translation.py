@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 from uuid import uuid4
 
@@ -18,12 +19,13 @@ from transformers import (
 )
 
 from selfspec import SelfSpecGenerator
+from selfspec.cache.answer_store import AnswerStore, AnswerStores
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.request import COLDEST, ContextLengthError, check_context, encode_prompt
 from selfspec.messages import conversation_ids, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
-from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest, JsonSchemaFormat, Message
+from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest, Message
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
 from selfspec.serve.lanes import LARGE_BODY
 from selfspec.serve.prompts import check_length
@@ -33,6 +35,8 @@ from selfspec.serve.served_policies import ServedPolicies
 from selfspec.serve.server_settings import MOST_CHOICES, ServerSettings
 from selfspec.serve.structured_output import GrammarProcessor, Vocabulary
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
+from selfspec.serve.tools.tool_requests import Tool
+from selfspec.serve.tools.tool_translation import ToolTranslator, named_results, schemas_of
 from selfspec.serve.trimmed_text import StopTexts, TrimmedText
 
 _COMPLETION_TOKENS = 16
@@ -51,6 +55,11 @@ class Translator:
         context = generator.model.max_positions
         self.most_tokens = min(context, settings.most_context or context)  # of a prompt and its new tokens
         self.copies = generator.copy_store(settings.copy_from) if settings.copy_from else None
+        self.answers: AnswerStores | None = None
+        if settings.answer_bytes is not None:
+            if generator.model.num_ranks > 1:
+                raise ValueError("--answer-store needs a model in one process: leave it out, or start one process")
+            self.answers = AnswerStores(settings.answer_bytes, generator.model.vocab_size, self.copies)
         self._template = settings.chat_template
         config = generator.model.generation_config
         self._sampling = config.to_dict() if config.do_sample else {}
@@ -58,22 +67,26 @@ class Translator:
         self._vocab_size = generator.model.config.vocab_size
         self._eos: list[int] = [] if eos is None else eos if isinstance(eos, list) else [eos]
         self.vocabulary = Vocabulary(self.tokenizer, self._vocab_size, self._eos)
+        self._tools = ToolTranslator(self.tokenizer, self._template, self.vocabulary)
 
     def has_slow_schema(self, body: GenerationRequest, size: int) -> bool:
         """Whether it has a schema that takes long to compile, or that was not compiled yet.
 
         size: of the body in bytes; the schema of a large one takes long to look up.
         """
-        asked = body.response_format
-        if not isinstance(asked, JsonSchemaFormat):
-            return False
-        return size > LARGE_BODY or not self._schemas.is_quick(asked.json_schema.schema_)
+        with _bad_request("tools"):
+            schemas = [schema for _, schema in schemas_of(body)]
+        return bool(schemas) and (size > LARGE_BODY or not all(map(self._schemas.is_quick, schemas)))
 
     def _check_schema(self, body: GenerationRequest) -> None:
-        """Compile its schema on trial, which may take a second. Raises ApiError if it cannot be used."""
-        if isinstance(body.response_format, JsonSchemaFormat):
-            with _bad_request("response_format"):
-                self._schemas(body.response_format.json_schema.schema_)
+        """Compile its schemas on trial, which may take a second each. Raises ApiError if one cannot be used."""
+        found = schemas_of(body)
+        for param, schema in found:
+            with _bad_request(param):
+                self._schemas(schema)
+        if len(found) > 1:
+            with _bad_request("tools"):
+                self._schemas.check_together([schema for _, schema in found])
 
     def close(self) -> None:
         self._schemas.close()
@@ -83,13 +96,18 @@ class Translator:
         """What a client cannot know: whether there is a chat template, and the policy of requests that name none."""
         return {
             "chat": has_template(self.tokenizer, self._template),
+            "tools": self._tools.known,
             "policy": self._policies.choose(None, repeats=False).name,
         }
 
-    def chat(self, body: ChatRequest) -> list[Choice]:
+    def chat(self, body: ChatRequest, key: str = "") -> list[Choice]:
+        """The choices of a chat request. key: the API key that the client sent, whatever it is."""
         self.check_name(body.model)
         self._check_schema(body)
-        ids = self.chat_ids(body.messages)
+        tools = body.callable_tools
+        if body.parallel_tool_calls is not None and not tools:
+            body.ignore("parallel_tool_calls")
+        ids = self.chat_ids(body.messages, tools=body.tools if tools else ())
         room = self.most_tokens - len(ids)
         limit = body.limit[1]
         most = min(self._settings.default_chat_tokens, self._settings.most_new_tokens or room)
@@ -97,29 +115,39 @@ class Translator:
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         # The template's own stops are its end token.
         stops = (*body.stop, *(() if body.ignore_eos else self._template.stops))
-        owner = self._owner(body)
+        owner, answers = self._owner(body), self._answers_of(body, key)
         with _bad_request("messages", body.limit):
             self._check_limit(len(ids), body.limit[0], wanted)
-            return [self._choice(body, owner, ids, "", wanted, stops, num_top, index) for index in range(body.n)]
+            return [
+                self._choice(body, owner, answers, ids, "", wanted, stops, num_top, index) for index in range(body.n)
+            ]
 
-    def chat_ids(self, messages: Sequence[Message], ask: bool | None = None) -> list[int]:
+    def chat_ids(self, messages: Sequence[Message], ask: bool | None = None, tools: Sequence[Tool] = ()) -> list[int]:
         """The prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
-        ask: treat all messages as complete, and say whether the beginning of the next answer follows them.
+        ask: treat all messages as complete, and say whether the beginning of the next answer follows them. tools: those
+        that the model is told of.
         Raises ApiError without a template, and for messages that the template refuses.
         """
+        self._tools.check(messages, tools)
+        with _bad_request("tools"):
+            described = [tool.described for tool in tools] or None
         with _bad_request("messages"):
-            check_length(self.tokenizer, [message.text for message in messages], self.most_tokens)
+            conversation = named_results([message.described for message in messages])
+            texts = [message.text for message in messages]
+            calls = [message.get("tool_calls") for message in conversation]
+            check_length(
+                self.tokenizer, [*texts, *map(json.dumps, filter(None, [described, *calls]))], self.most_tokens
+            )
             if not has_template(self.tokenizer, self._template):
                 raise ApiError(
                     "this model has no chat template: use /v1/completions, or start the server with --chat-template",
                     param="messages",
                     code="no_chat_template",
                 )
-            conversation = [{**message.model_dump(exclude_none=True), "content": message.text} for message in messages]
             if ask is None:
-                return encode_messages(conversation, self.tokenizer, self._template)
-            return conversation_ids(conversation, self.tokenizer, self._template, ask=ask)
+                return encode_messages(conversation, self.tokenizer, self._template, described)
+            return conversation_ids(conversation, self.tokenizer, self._template, ask=ask, tools=described)
 
     @property
     def chat_template(self) -> str | None:
@@ -148,8 +176,8 @@ class Translator:
             message = f"there is no model {model!r} here, this server has {served!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
-    def completions(self, body: CompletionRequest) -> list[Choice]:
-        """The n continuations of every prompt, those of the first prompt first."""
+    def completions(self, body: CompletionRequest, key: str = "") -> list[Choice]:
+        """The n continuations of every prompt, those of the first prompt first. key: as for `chat`."""
         self.check_name(body.model)
         if len(body.prompts) * body.n > MOST_CHOICES:
             raise ApiError(f"{len(body.prompts)} prompts with n={body.n}: at most {MOST_CHOICES} texts", param="n")
@@ -163,7 +191,7 @@ class Translator:
         wanted = body.max_tokens
         if wanted is None:
             wanted = min(_COMPLETION_TOKENS, self._settings.most_new_tokens or _COMPLETION_TOKENS)
-        owner = self._owner(body)
+        owner, answers = self._owner(body), self._answers_of(body, key)
         choices: list[Choice] = []
         for prompt in body.prompts:
             with _bad_request("prompt", ("max_tokens", wanted)):
@@ -178,7 +206,8 @@ class Translator:
                     echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
                 stops = tuple(body.stop)
                 for _ in range(body.n):
-                    choices.append(self._choice(body, owner, ids, echo, wanted, stops, body.logprobs, len(choices)))
+                    choice = self._choice(body, owner, answers, ids, echo, wanted, stops, body.logprobs, len(choices))
+                    choices.append(choice)
         return choices
 
     def _check_limit(self, num_prompt: int, name: str, wanted: int) -> None:
@@ -196,10 +225,21 @@ class Translator:
             return Owner(uuid4().hex, lasts=False)
         return Owner(json.dumps([body.cache_salt, body.user]))
 
+    def _answers_of(self, body: GenerationRequest, key: str) -> AnswerStore | None:
+        """The store of a request that names one, and otherwise of all that share prefixes; each API key has its own."""
+        named = isinstance(body.store, str)
+        if body.store is not None and not (named and self.answers is not None):
+            body.ignore("store")
+        if self.answers is None or not (named or self._settings.share_prefixes):
+            return None
+        owner = [key, body.store, body.user] if named else [key]
+        return self.answers.of(sha256(json.dumps(owner).encode()).digest())
+
     def _choice(
         self,
         body: GenerationRequest,
         owner: Owner,
+        answers: AnswerStore | None,
         ids: list[int],
         echo: str,
         max_new_tokens: int,
@@ -213,13 +253,15 @@ class Translator:
         criteria = [StopTexts(self.tokenizer, stops, len(ids), body.min_tokens)] if stops else []
         with _bad_request("policy"):
             policy = self._policies.choose(body.policy, repeats="seed" in sampling)
+        # A seed repeats a text whatever was answered before, and what is drawn depends on what was drafted.
+        copies = self.copies if answers is None or "seed" in sampling else answers
         checked = self._generator.check(
             ids,
             max_new_tokens=max(1, max_new_tokens),
             repetition_penalty=body.repetition_penalty,
             eos_token_id=self._end_tokens(body),
             policy=policy,
-            copy_from=self.copies if copies_drafts(policy.observes, self._generator.runner) else None,
+            copy_from=copies if copies_drafts(policy.observes, self._generator.runner) else None,
             logits_processor=self._processors(body, len(ids)),
             stopping_criteria=StoppingCriteriaList(criteria),
             **sampling,
@@ -239,6 +281,8 @@ class Translator:
             recorder=recorder,
             scored=scored,
             silent=max_new_tokens == 0,
+            answers=answers,
+            reader=self._tools.reader(body, ids),
         )
 
     def _end_tokens(self, body: GenerationRequest) -> list[int]:
@@ -277,9 +321,10 @@ class Translator:
         if body.min_tokens and ends:
             device = str(self._generator.model.device)
             processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, body.min_tokens, ends, device))
-        if body.schema_ is not None:
-            with _bad_request("response_format"):
-                processors.append(GrammarProcessor(self.vocabulary, body.schema_, prompt_length))
+        with _bad_request("response_format" if body.schema_ is not None else "tool_choice"):
+            grammar = self._tools.grammar(body)
+            if grammar is not None:
+                processors.append(GrammarProcessor(self.vocabulary, grammar, prompt_length))
         return processors
 
 

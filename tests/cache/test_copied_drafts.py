@@ -32,6 +32,7 @@ from policies import (
 )
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
+from selfspec.cache.answer_store import AnswerStore
 from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.hidden_states import HiddenStates
 from selfspec.engine.runners.eager import EagerRunner
@@ -106,7 +107,12 @@ def test_greedy_output_is_the_models_own(dtype: torch.dtype) -> None:
         expected = reference_greedy(llama, prompt, **options)
         # What the model is going to say, with some of it wrong: most copies from here are right.
         likely = [token if random.random() < 0.8 else random.randrange(VOCAB_SIZE) for token in prompt + said]
-        store = CopyStore([likely, repeating(random)]) if random.random() < 0.6 else None
+        store: CopyStore | AnswerStore | None = None
+        if random.random() < 0.6:
+            texts = [likely, repeating(random)]
+            store = CopyStore(texts) if seed % 2 else AnswerStore(VOCAB_SIZE - 1, CopyStore(texts[1:]))
+            if isinstance(store, AnswerStore):
+                store.add(likely)
         name = random.choice(COPYING)
         policy = named_policy(name, random.randint(1, engine.model.num_layers - 1), engine.model)
         config = GenerationConfig(do_sample=False, **options)

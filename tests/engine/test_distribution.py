@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, abc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 
@@ -32,6 +33,8 @@ from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from policies import Policy, parse_policy
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, fixed, named_policy
+from selfspec.cache.answer_store import AnswerStore
+from selfspec.cache.copy_index import CopySource
 from selfspec.engine.accept import accept_sampled
 from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.request import Request
@@ -187,9 +190,10 @@ def enumerated_law(
     top_k: int,
     runner: RunnerName = "eager",
     prompt: abc.Sequence[int] = PROMPT,
+    copy_from: CopySource | None = None,
 ) -> Law:
     """The engine's output law: every course of its random events, with its probability."""
-    request = sampled_run(model, top_k, length=ENUMERATED_LENGTH, prompt=prompt)
+    request = replace(sampled_run(model, top_k, length=ENUMERATED_LENGTH, prompt=prompt), copy_from=copy_from)
     cache = KVCache(model, len(prompt) + RUN_LENGTH)
     with torch.inference_mode():
         captured = CudaGraphRunner(model, cache) if runner == "captured" else None
@@ -240,6 +244,21 @@ def test_the_law_is_exact_where_tokens_are_copied(name: str, llama: LlamaForCaus
     law = enumerated_law(model, POLICIES[name](), 3, top_k=2, prompt=prompt)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
     assert distance(law, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if "copy" in name and "min=3" not in name])
+def test_the_law_is_exact_with_earlier_answers_to_copy_from(
+    name: str, llama: LlamaForCausalLM, model: LayerSkipModel
+) -> None:
+    """The prompt itself does not repeat: all that is copied comes from the answers."""
+    answers = AnswerStore(VOCAB_SIZE - 1)
+    for first in range(VOCAB_SIZE):
+        answers.add([*PROMPT[-2:], first, (first + 1) % VOCAB_SIZE, (first + 2) % VOCAB_SIZE, 0, first])
+    copied = Sequence(model, KVCache(model, 40), replace(sampled_run(model, 2), copy_from=answers), POLICIES[name]())
+    assert copied.copies is not None and copied.copies.match is not None
+    law = enumerated_law(model, POLICIES[name](), 3, top_k=2, copy_from=answers)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
+    assert distance(law, exact_law(llama, 3, top_k=2)) < 1e-5
 
 
 def test_that_enumeration_sees_a_copied_token_taken_for_a_drawn_one(

@@ -219,6 +219,7 @@ def _policy(random: Random, num_layers: int, draft_bits: Sequence[int]) -> str:
             "del",
             "del:on_stop=keep",
             "del:length=tpl",
+            "del:alpha=paper,prompt=counted",
             "del:cost=measured",
             f"del+spide:tau={tau}",
             f"del+dv:start={tau}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,16 @@ from typer.testing import CliRunner
 
 from layerskip_models import from_transformers, load_model
 from layerskip_models.checkpoints.fingerprint import fingerprint
+from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import save_adapters
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.draft_agreement import draft_agreement, own_texts
+from selfspec.analysis.draft_cost import best_drafts, best_exit, head_in_layers
+from selfspec.analysis.replay import AgreementTrace, trace_agreement
 from selfspec.cli.main import app
 from selfspec.integrations.draft_checkpoint import draft_model
+from tests.fuzz.gguf_models import metadata, tensors, write
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
@@ -176,3 +182,94 @@ def test_the_command(folder: Path) -> None:
     assert "for exit layers 2 only" in run(3, "other", "--exits", str(folder / "tiny" / "exits")).output
     assert (run(2, "bare").exit_code, run(4, "new").exit_code) == (2, 2)
     assert "not empty" in run(2, "bare").output and "[1, 3]" in run(4, "new").output
+
+
+def test_the_best_number_of_drafts_by_hand() -> None:
+    """Ten tokens after the first. The draft is wrong at each third, so a round of 2 drafts keeps both and adds the model's.
+
+    The draft has 2 of 8 layers, and the head is one layer: a round with k drafts reads 3k + 9.
+    k = 1: T, then 1 + 1, 1 + 0 ...: tokens come as 2, 1, 2, 1, 2, 1 in 6 rounds: 9 x 9 / (6 x 12) = 1.125.
+    k = 2: 3 rounds of 3 tokens: 9 x 9 / (3 x 15) = 1.8. Longer rounds keep no more and read more.
+    """
+    trace = AgreementTrace(tokens=(*range(10),), agrees={2: (1.0, 1.0, 0.0) * 3}, num_layers=8)
+    best = best_drafts([trace], 2, 2, 8, 1.0)
+    assert (best.num_drafts, best.tokens_per_round, best.speedup) == (2, 3.0, pytest.approx(1.8))
+    slower = best_drafts([trace], 2, 7, 8, 1.0)  # the same drafts from 7 layers: a round of 2 reads 16 + 9
+    assert (slower.num_drafts, slower.speedup) == (2, pytest.approx(9 * 9 / (3 * 25)))
+    with pytest.raises(ValueError, match="too short to predict"):
+        best_drafts([AgreementTrace(tokens=(1,), agrees={2: ()}, num_layers=8)], 2, 2, 8, 1.0)
+
+
+def test_the_head_counts_in_layers() -> None:
+    """A layer has 4 matrices of 16 x 16 (one head of 16), 3 of 16 x 24 and 2 norms of 16; the head is 24 x 16."""
+    llama = tiny_llama(num_layers=4, heads=1, kv_heads=1, hidden_size=16, head_dim=16)
+    layer = sum(parameter.numel() for parameter in llama.model.layers[0].parameters())
+    assert layer == 4 * 256 + 3 * 384 + 32
+    assert head_in_layers(llama) == 384 / layer
+
+
+def test_the_best_exit_is_that_of_the_layer_that_agrees(folder: Path) -> None:
+    """Every exit is judged with the layers that its draft would have; the adapter of exit 2 is one more."""
+    generator = SelfSpecGenerator.from_pretrained(folder / "tiny", exits="auto")
+    traces = [trace_agreement(generator, torch.tensor([3, 1, 4]), 24)]
+    chosen = best_exit(generator, traces, (2,), 0.5)
+    every = [best_drafts(traces, layer, layer + (layer == 2), 4, 0.5) for layer in (1, 2, 3)]
+    assert chosen == max(every, key=lambda setting: setting.speedup)
+    assert len({setting.speedup for setting in every}) > 1
+
+
+def test_lines_for_other_engines_are_written(folder: Path) -> None:
+    arguments = ["--output-dir", str(folder / "it's new"), "--file", str(folder / "a.txt"), "--max-new-tokens", "16"]
+    result = CliRunner().invoke(app, ["export-draft", str(folder / "tiny"), *arguments])
+    assert result.exit_code == 0, result.output
+    found = re.search(r"exit (\d) gains most", result.stderr)
+    best = re.search(r"best by what is read: (\d+) drafts a round", result.stdout)
+    assert found is not None and best is not None
+    drafts, path = int(best[1]), str((folder / "it's new").resolve())
+    page = (folder / "it's new" / "ENGINES.md").read_text(encoding="utf-8")
+    (shell,) = re.findall(r"--speculative-config (\'.*\')", page)
+    assert json.loads(shell.replace("'\\''", "'")[1:-1]) == {
+        "method": "draft_model", "model": path, "num_speculative_tokens": drafts
+    }  # fmt: skip
+    assert (
+        f"--speculative-num-steps {drafts} --speculative-eagle-topk 1 --speculative-num-draft-tokens {drafts + 1}"
+        in page
+    )
+    assert f"max_draft_len: {drafts}" in page and "convert_hf_to_gguf.py" in page
+    assert not (folder / "it's new" / "draft.gguf").exists()
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_of_a_gguf_file_the_draft_is_one_too(adapted: bool, tmp_path: Path) -> None:
+    """With the numbers of the file, and an adapter as one more layer; it says what the checkpoint beside it says."""
+    llama = tiny_llama(num_layers=4, seed=3, max_position_embeddings=256)
+    write(tmp_path / "tiny.gguf", "llama", metadata(llama.config), tensors(llama))
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "a.txt").write_text("abc abd abe", encoding="utf-8")
+    (tmp_path / "exits").mkdir()
+    model = load_model(tmp_path / "tiny.gguf")
+    config = AdapterConfig(hidden_size=16, exit_layers=(2,), rank=4, base_model="tiny", fingerprint=fingerprint(model))
+    save_adapters(trained(config).float(), tmp_path / "exits")
+    exits = str(tmp_path / "exits") if adapted else "none"
+    arguments = [
+        "2",
+        "--output-dir",
+        str(tmp_path / "draft"),
+        "--file",
+        str(tmp_path / "a.txt"),
+        "--max-new-tokens",
+        "16",
+    ]
+    result = CliRunner().invoke(app, ["export-draft", str(tmp_path / "tiny.gguf"), *arguments, "--exits", exits])
+    assert result.exit_code == 0, result.output
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype=torch.float32)
+    cut = load_transformers(tmp_path / "draft" / "draft.gguf", dtype="float32", device="cpu")
+    assert cut.config.num_hidden_layers == draft.config.num_hidden_layers == 2 + adapted
+    text = torch.tensor([[(7 * i + 3) % 24 for i in range(20)]])
+    with torch.no_grad():
+        torch.testing.assert_close(cut(text).logits, draft(text).logits, rtol=1e-2, atol=1e-2)
+    page = (tmp_path / "draft" / "ENGINES.md").read_text(encoding="utf-8")
+    assert (
+        f"llama-server -m {tmp_path / 'tiny.gguf'} -md {tmp_path / 'draft' / 'draft.gguf'} --spec-type draft-simple"
+        in page
+    )

@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path("layerskip_models") / "kernels"
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-DEXACT_ROOMS=1"]
 FILES = (
-    "bench_attention", "call_depth", "choices", "compact_linear", "exit_adapters", "families", "fewer_bits",
+    "bench_attention", "bench_cores", "call_depth", "choices", "compact_linear", "exit_adapters", "families", "fewer_bits",
     "four_bits", "gguf_checkpoint", "grouped_weights",
-    "half_precision", "integer_rows", "kernel_library", "kv_dtype", "many_rows", "many_texts", "matrix_unit",
+    "half_precision", "integer_rows", "kernel_library", "kv_dtype", "large_sizes", "many_rows", "many_texts", "matrix_unit",
     "native", "native_attention", "native_four_bits", "tensor_parallel_layers", "native_memory", "native_forward", "no_rerun",
-    "pool", "pool_failures", "prepared_rows", "quantised", "quantised_parts", "shared_weights", "stored_tensor",
+    "pool", "pool_failures", "prepared_rows", "quantised", "quantised_parts", "shared_weights", "stored_tensor", "topology",
 )  # fmt: skip
 """Tests that call the library, by the names of their files."""
 SHORT = ("native_memory", "native_forward")

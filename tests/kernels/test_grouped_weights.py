@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from layerskip_models.checkpoints.gguf_blocks import GROUPED, numbers_of_blocks
 from layerskip_models.compact_linear import GroupedLinear
-from layerskip_models.grouped_weight import GroupedWeight
+from layerskip_models.grouped_weight import GroupedWeight, pack_sixes
 from layerskip_models.kernels import library
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import operators_only
@@ -83,3 +85,37 @@ def test_parts_that_do_not_fit_together() -> None:
         GroupedWeight(weight.packed, weight.groups, None, blocks=weight.blocks)
     with pytest.raises(ValueError, match="groups must be of 128 or 64 or 32"):
         GroupedWeight(weight.packed, torch.ones(4, 32).half())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_largest_sums(variant: str) -> None:
+    """Numbers and scales as large as files may have, with rows whose numbers are all the largest."""
+    rows, columns = 5, 512
+    ones = torch.ones(rows, columns // 256, 1, dtype=torch.float16)
+    groups = torch.full((rows, columns // 16), -128, dtype=torch.int8)
+    sixes = GroupedWeight(pack_sixes(torch.zeros(rows, columns)), groups, blocks=ones, bits=6, zero=32)
+    mixed = sixes.as_bytes_in_blocks()
+    fives = GroupedWeight(
+        torch.full((rows, columns), 31, dtype=torch.uint8),
+        torch.full((rows, columns // 32), 63, dtype=torch.uint8),
+        torch.zeros(rows, columns // 32, dtype=torch.uint8),
+        blocks=ones.repeat(1, 1, 2),
+        bits=8,
+    )
+    for weight in (sixes, mixed, fives):
+        linear = NativeGroupedLinear(weight)
+        assert linear.numbers.blocks is not None
+        for count in (1, 4, 20):
+            x = torch.full((count, columns), -32639.0)
+            expected = x.double() @ weight.values().double().T
+            assert torch.allclose(product(variant, linear.matrix, x, rows).double(), expected, rtol=1e-6)
+
+
+def test_numbers_that_no_file_has_keep_float_scales() -> None:
+    """Numbers and scales that are too large for integer sums over a block."""
+    weight = weight_of("Q5_K", 4, 512)
+    wide = replace(weight, packed=torch.full_like(weight.packed, 255), groups=torch.full_like(weight.groups, 255))
+    linear = NativeGroupedLinear(wide)
+    assert linear.numbers.blocks is None
+    x = rows_of(20, 512)
+    assert torch.allclose(linear(x), x @ wide.values().T, rtol=1e-3)

@@ -55,22 +55,19 @@ def passes(model: LayerSkipModel) -> Tensor:
     return torch.cat([*logits, *rows])
 
 
-@pytest.fixture
-def alone(model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+@pytest.fixture(scope="module")
+def alone(model: LayerSkipModel) -> Tensor:
     """What one thread computes."""
-    monkeypatch.setenv("SELFSPEC_NUM_THREADS", "1")
-    return passes(model)
+    with threads.on_threads(1):
+        return passes(model)
 
 
 @needs_native
-@pytest.mark.parametrize("count", [2, 3, 5, 16])
-def test_the_same_bits_on_any_number_of_threads(
-    count: int, model: LayerSkipModel, alone: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("count", [2, 3, 5, 8, 16, 32, 64])
+def test_the_same_bits_on_any_number_of_threads(count: int, model: LayerSkipModel, alone: Tensor) -> None:
     """More threads than cores: some lose theirs in the middle of a piece, and come back when the text is elsewhere."""
-    monkeypatch.setenv("SELFSPEC_NUM_THREADS", str(count))
     for busy in (0, 1):
-        with busy_processes(busy, 30):
+        with busy_processes(busy, 30), threads.on_threads(count):
             for _ in range(10):
                 assert torch.equal(passes(model), alone)
     threads.reclaim_buffers()
@@ -153,13 +150,13 @@ def test_a_helper_leaves_the_owners_core_for_an_idle_one() -> None:
 
 
 @needs_native
-def test_several_callers_at_a_time(model: LayerSkipModel, alone: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_callers_at_a_time(model: LayerSkipModel, alone: Tensor) -> None:
     """One has the team, the others work alone rather than wait."""
-    monkeypatch.setenv("SELFSPEC_NUM_THREADS", "3")
     results: list[bool] = []
 
     def call() -> None:
-        results.append(all(torch.equal(passes(model), alone) for _ in range(10)))
+        with threads.on_threads(3):
+            results.append(all(torch.equal(passes(model), alone) for _ in range(10)))
 
     callers = [threading.Thread(target=call) for _ in range(4)]
     for caller in callers:
@@ -171,32 +168,33 @@ def test_several_callers_at_a_time(model: LayerSkipModel, alone: Tensor, monkeyp
 
 @needs_native
 @pytest.mark.parametrize("make", [NativeLinear, NativeInt8Linear])
-def test_matrices_of_any_size_on_many_threads(make: type[NativeLinear], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_of_any_size_on_many_threads(make: type[NativeLinear]) -> None:
     """Fewer outputs than threads, and so many that a thread has several pieces."""
     generator = torch.Generator().manual_seed(4)
     for outputs, size in ((1, 7), (5, 40), (37, 51), (700, 300)):
         linear = make(torch.randn(outputs, size, generator=generator))
         x = torch.randn(9, size, generator=generator)
-        monkeypatch.setenv("SELFSPEC_NUM_THREADS", "1")
-        expected = linear(x)
-        for count in ("2", "7"):
-            monkeypatch.setenv("SELFSPEC_NUM_THREADS", count)
-            assert torch.equal(linear(x), expected)
-            assert torch.equal(torch.cat([linear(row) for row in x.split(1)]), expected)
+        with threads.on_threads(1):
+            expected = linear(x)
+        for count in (2, 7, 40):
+            with threads.on_threads(count):
+                assert torch.equal(linear(x), expected)
+                assert torch.equal(torch.cat([linear(row) for row in x.split(1)]), expected)
 
 
 PROGRAM = """
 import os, torch
+from layerskip_models.kernels import threads
 from layerskip_models.kernels.native_linear import NativeLinear
+threads._here.threads = 3
 linear, x = NativeLinear(torch.randn(300, 64)), torch.randn(3, 64)
 expected = linear(x)
 """
 
 
 def run(program: str) -> None:
-    environment = {**os.environ, "SELFSPEC_NUM_THREADS": "3"}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM + program]
-    subprocess.run(command, check=True, env=environment, timeout=300, cwd=Path(__file__).parents[2])
+    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[2])
 
 
 @needs_native
@@ -249,12 +247,13 @@ def four_threads() -> Iterator[None]:
 
 def test_which_number_of_threads_counts(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SELFSPEC_NUM_THREADS", raising=False)
-    monkeypatch.setattr(threads, "_cores", lambda: 64)
+    monkeypatch.setattr(threads, "_usable", lambda: threads.Usable(128, 64))
     assert threads.num_threads() == 4  # PyTorch's
-    monkeypatch.setattr(threads, "_cores", lambda: 3)
-    assert threads.num_threads() == 3  # what the process may use
-    monkeypatch.setenv("SELFSPEC_NUM_THREADS", "7")
-    assert threads.num_threads() == 7  # what was asked for
+    monkeypatch.setattr(threads, "_usable", lambda: threads.Usable(6, 3))
+    assert threads.num_threads() == 3  # one per physical core that the process may use
+    for asked, given in (("2", 2), ("5", 5), ("7", 6)):  # what was asked for, but none without a processor
+        monkeypatch.setenv("SELFSPEC_NUM_THREADS", asked)
+        assert threads.num_threads() == given
     monkeypatch.setenv("SELFSPEC_NUM_THREADS", "none")
     with pytest.raises(ValueError, match="SELFSPEC_NUM_THREADS"):
         threads.num_threads()
@@ -269,17 +268,17 @@ def test_a_setting_of_openmp_that_leaves_one_core_is_one_warning(
     monkeypatch.delenv("SELFSPEC_NUM_THREADS", raising=False)
     if own is not None:
         monkeypatch.setenv("SELFSPEC_NUM_THREADS", own)
-    monkeypatch.setattr(threads, "_cores", lambda: 1)
+    monkeypatch.setattr(threads, "_usable", lambda: threads.Usable(1, 1))
     for name in threads._BINDING:
         monkeypatch.delenv(name, raising=False)
     threads._warn_of_binding.cache_clear()
-    assert threads.num_threads() == int(own or 1)
+    assert threads.num_threads() == 1
     threads._warn_of_binding.cache_clear()
     monkeypatch.setenv(setting, "close")
     with pytest.warns(RuntimeWarning, match=f"{setting}=close binds this thread to one core") as caught:
-        assert threads.num_threads() == threads.num_threads() == int(own or 1)
+        assert threads.num_threads() == threads.num_threads() == 1
     assert len(caught) == 1
-    monkeypatch.setattr(threads, "_cores", lambda: 2)
+    monkeypatch.setattr(threads, "_usable", lambda: threads.Usable(2, 2))
     threads._warn_of_binding.cache_clear()
     assert threads.num_threads() == 2
 
@@ -287,7 +286,7 @@ def test_a_setting_of_openmp_that_leaves_one_core_is_one_warning(
 @needs_native
 def test_operators_start_no_team_within_a_round(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SELFSPEC_NUM_THREADS", raising=False)
-    monkeypatch.setattr(threads, "_cores", lambda: 64)
+    monkeypatch.setattr(threads, "_usable", lambda: threads.Usable(64, 64))
     elsewhere: list[int] = []
     with threads.OneTeam():
         assert (torch.get_num_threads(), threads.num_threads()) == (1, 4)

@@ -24,12 +24,13 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=["futex", "condition"])
+@pytest.fixture(scope="module", params=["futex", "crowded", "condition"])
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Helpers sleep as they do on Linux, and as they do elsewhere."""
+    """Helpers sleep as they do on Linux, with and without those that have no core to themselves, and as they do elsewhere."""
     pytest.importorskip("setuptools.command.bdist_wheel")
     flags = [*runpy.run_path(str(ROOT / "setup.py"))["FLAGS"], "-O1", *os.environ.get("CFLAGS", "").split()]
-    options = [*DISTURBED, *(NOT_LINUX if request.param == "condition" else []), f"-I{FOLDER}"]
+    own = {"futex": [], "crowded": ["-DSTEP_ASIDE=0"], "condition": NOT_LINUX}[request.param]
+    options = [*DISTURBED, *own, f"-I{FOLDER}"]
     sources = [
         "-include",
         ROOT / "tests/kernels/disturbed.h",

@@ -22,6 +22,30 @@ def test_decayed_acceptance_by_hand() -> None:
     assert matches.acceptance(1) == pytest.approx(3.5 / 5)
 
 
+def test_the_papers_alpha_by_hand() -> None:
+    # omega = .5. A first round of one row, which matched: u = 0, where the paper divides by 0, so rows count: 1 / 1. Then
+    # four rows of which 3 matched: (.5 * 1 + 3) / (.5 * 0 + 3) = 3.5 / 3. The bound before the shadow tokens are looked at is
+    # that of 4 matches, 4.5 / 3. A prompt leaves no row out: 1 / 2 of two rows, one of which matched.
+    matches = DecayedMatches([1], omega=0.5, alpha="paper")
+    matches.observe(shadow([1], [[1]], [[0.9]]))
+    assert matches.acceptance(1) == 1.0
+    matches.observe(shadow([1], [[1, 1, 1, 0]], [[0.5, 0.5, 0.5, 0.5]]))
+    assert matches.most_accepted(1) == pytest.approx(4.5 / 3)
+    assert matches.acceptance(1) == matches.most_accepted(1) == pytest.approx(3.5 / 3)
+    assert matches.threshold(1) == pytest.approx((((0.5 * 0.9 + 1.5) / 3.5) + 0.5) / 2)
+    again = DecayedMatches([1], omega=0.5, alpha="paper")
+    again.restore(matches.state())
+    assert again.acceptance(1) == matches.acceptance(1)
+    of_prompt = DelEstimates([1], alpha="paper")
+    of_prompt.observe_prompt(shadow([1], [[1, 0]], [[0.9, 0.2]]))
+    assert of_prompt.current.acceptance(1) == 0.5
+    rejected = DecayedMatches([1], omega=0.5, alpha="paper")
+    rejected.observe(shadow([1], [[1, 1]], [[0.9, 0.9]]))
+    for _ in range(1200):  # first drafts that all fail, where this layer is right: S(u) underflows
+        rejected.observe(shadow([1], [[1]], [[0.9]]))
+        assert rejected.acceptance(1) <= 1000
+
+
 def test_threshold_by_hand() -> None:
     # Matched rows have confidences .7 and .9 (mean .8), the mismatched one .4: half of .8 + .4 is .6.
     matches = DecayedMatches([1, 2], omega=1.0)

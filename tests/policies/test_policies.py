@@ -115,6 +115,7 @@ def test_bad_arguments_show_a_good_one(text: str) -> None:
         ("ar+dv", "drafts nothing"),
         ("del:3", "takes cost=, layers="),
         ("del:on_stop=maybe", "on_stop must be one of drop, keep"),
+        ("del:alpha=u", "alpha must be one of rows, paper"),
         ("del:cost=free", "cost must be one of layers, measured"),
         ("del:layers=2/9", r"\[1, 7\]"),
         ("del:omega=x", "omega=x"),

@@ -20,7 +20,7 @@ OTHER_VALUES: dict[str, tuple[str, ...]] = {  # by option; for one whose default
     "prompt_rows": ("5",), "learn_every": ("3", "100"), "learn_first": ("7",), "start": ("0.3",), "target": ("0.3",),
     "step": ("0.3",), "max_length": ("5",), "threshold": ("0.3",), "tau": ("0.3",), "shadow": ("on", "off"),
     "exit_layer": ("1", "3"), "b": ("2",), "t": ("0.3",), "rho": ("1.3",), "criterion": ("any",), "scope": ("block",),
-    "bins": ("paper",), "min": ("3",), "copy": ("off",), "bits": ("off",), "layer": ("2",),
+    "bins": ("paper",), "alpha": ("paper",), "min": ("3",), "copy": ("off",), "bits": ("off",), "layer": ("2",),
 }  # fmt: skip
 
 FIRST = {

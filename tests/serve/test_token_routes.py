@@ -83,7 +83,9 @@ def test_messages_are_what_a_chat_reads(server: RunningServer) -> None:
             "add_generation_prompt",
         ),
         ({"messages": [ASKED], "chat_template": "{{ messages }}"}, "chat_template"),
-        ({"messages": [ASKED], "tools": [{}]}, "tools"),
+        ({"messages": [ASKED], "tools": [{}]}, "tools.0.type"),
+        ({"messages": [ASKED], "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # its template
+        ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"prompt": "x " * 9000}, "prompt"),
         ({"messages": [{"role": "user", "content": "x " * 9000}]}, "messages"),

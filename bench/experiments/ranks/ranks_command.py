@@ -29,7 +29,7 @@ from bench.commands.bench_options import (
 from bench.commands.preparation import encoded, is_synthetic, load_network, open_tokenizer, progress
 from bench.report.table import Table, print_tables
 from layerskip_models import DEMO_PATH, load_model
-from layerskip_models.kernels.threads import usable_cores
+from layerskip_models.kernels.threads import usable
 from layerskip_models.parallel.shard_loading import load_shard
 from selfspec import SelfSpecGenerator
 from selfspec.cli.notes import one_line_errors
@@ -63,7 +63,7 @@ def ranks(
     "waiting" is the part of the time in which the first rank waited for others, or for the messages between them.
     """
     with one_line_errors():
-        checkpoint, cores = model or str(DEMO_PATH), usable_cores()
+        checkpoint, cores = model or str(DEMO_PATH), usable().cores
         if cores < tensor_parallel:
             raise ValueError(f"{tensor_parallel} processes need a core each, and this one may use {cores}")
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)

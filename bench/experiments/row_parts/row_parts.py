@@ -1,27 +1,20 @@
-"""What it costs a model to cut its rows into parts, as our kernels do before they meet bytes or a matrix unit.
-
-    python -m bench.experiments.row_parts.row_parts --text articles.txt --text novels.txt
+"""Ways to cut rows before they meet bytes or a matrix unit, as our kernels do, and what they cost a model.
 
 Every linear of the model gets its inputs as the digits or parts would add up to them; the rest is float32. Compared with the
-same weights in float64. Without --text: the shipped prompts. docs/kernels.md has what came of it.
+same weights in float64, along the model's own greedy texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 
 import torch
-import typer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from bench.datasets import load_prompts
-from layerskip_models import DEMO_PATH
+from transformers import PreTrainedModel
 
 Cut = Callable[[Tensor], Tensor]
-PIECE, PIECES = 2000, 8  # characters of a text, and texts of a file
 
 
 def digits(count: int) -> Cut:
@@ -48,8 +41,8 @@ def parts(count: int) -> Cut:
 
 
 WAYS: dict[str, dict[str, Cut | None]] = {
-    "int8": {"float32": None} | {f"{n} digits": digits(n) for n in (1, 2, 3)},
-    "bfloat16": {"float32": None} | {f"{n} parts": parts(n) for n in (1, 2, 3)},
+    "int8": {"float32": None} | {name: digits(n) for n, name in enumerate(("1 digit", "2 digits", "3 digits"), 1)},
+    "bfloat16": {"float32": None} | {name: parts(n) for n, name in enumerate(("1 part", "2 parts", "3 parts"), 1)},
 }
 
 
@@ -61,51 +54,72 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
     return (weight / scale).round() * scale
 
 
+def linears_of(model: nn.Module) -> list[nn.Linear]:
+    """All linears of a model."""
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
 @torch.inference_mode()
-def main(
-    model: Annotated[str, typer.Option(help="Folder or hub name of a transformers model.")] = str(DEMO_PATH),
-    text: Annotated[
-        list[Path] | None, typer.Option(help="Plain text; repeatable. Default: the shipped prompts.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Of each text.")] = 256,
-) -> None:
-    """Print, for each way to cut rows, the largest difference of a logit, the KL divergence and the agreement."""
-    subject = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    if text:
-        whole = [path.read_text(encoding="utf-8") for path in text]
-        texts = [part[at : at + PIECE] for part in whole for at in range(0, min(len(part), PIECE * PIECES), PIECE)]
-    else:
-        texts = [prompt.prompt for prompt in load_prompts()]
-    inputs = [tokenizer(each, return_tensors="pt").input_ids[:, :tokens] for each in texts]
-    linears = [module for module in subject.modules() if isinstance(module, nn.Linear)]
-    whole_weights = [linear.weight.clone() for linear in linears]
-    chosen: list[Cut | None] = [None]
-    peaks: list[Tensor] = []
+def round_weights(model: nn.Module, kind: str) -> None:
+    """Round the weights of all linears as they would be kept. kind: of `WAYS`."""
+    for linear in linears_of(model):
+        linear.weight.copy_(rounded(linear.weight, kind))
 
-    def before(_: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor] | None:
+
+@dataclass
+class Difference:
+    """How distributions differ from the exact ones.
+
+    logit: the largest difference of a log-probability. divergence: sum of KL, in nats. tokens: positions with
+    another likeliest token. texts: with at least one such position. margin: the largest lead, in nats, of an exact likeliest
+    token over the one found.
+    """
+
+    logit: float = 0.0
+    divergence: float = 0.0
+    positions: int = 0
+    tokens: int = 0
+    texts: int = 0
+    margin: float = 0.0
+
+    def add(self, found: Tensor, exact: Tensor) -> None:
+        """Count one text. Both: log-probabilities, float64 [positions, vocabulary]."""
+        self.logit = max(self.logit, float((found - exact).abs().max()))
+        self.divergence += float((exact.exp() * (exact - found)).sum())
+        self.positions += len(exact)
+        best, chosen = exact.argmax(-1), found.argmax(-1)
+        self.tokens += int((best != chosen).sum())
+        self.texts += bool((best != chosen).any())
+        lead = exact.gather(1, best[:, None]) - exact.gather(1, chosen[:, None])
+        self.margin = max(self.margin, float(lead.max()))
+
+
+class CutRows:
+    """A model of transformers in float32 whose linears take their rows through a way to cut them. The model is changed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._cut: Cut | None = None
+        self.peak = 0.0
+        """The largest number of a row so far, in root mean squares of the row."""
+        self._exact = deepcopy(model).double()
+        for linear in linears_of(model):
+            linear.register_forward_pre_hook(self._before)
+
+    def _before(self, _: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor] | None:
         x = arguments[0]
-        peaks.append((x.abs().amax(-1) / x.square().mean(-1).sqrt()).max())
-        return None if chosen[0] is None else (chosen[0](x),)
+        if self._cut is None:
+            return None
+        self.peak = max(self.peak, float((x.abs().amax(-1) / x.square().mean(-1).sqrt()).max()))
+        return (self._cut(x),)
 
-    for linear in linears:
-        linear.register_forward_pre_hook(before)
-    for kind, ways in WAYS.items():
-        for linear, weight in zip(linears, whole_weights):
-            linear.weight.copy_(rounded(weight, kind))
-        chosen[0] = None
-        subject.double()
-        exact = [subject(ids).logits[0].log_softmax(-1) for ids in inputs]
-        subject.float()
-        for name, cut in ways.items():
-            chosen[0] = cut
-            found = [subject(ids).logits[0].double().log_softmax(-1) for ids in inputs]
-            largest = max((a - b).abs().max().item() for a, b in zip(found, exact))
-            divergence = torch.cat([(b.exp() * (b - a)).sum(-1) for a, b in zip(found, exact)]).mean().item()
-            same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in zip(found, exact)]).double().mean().item()
-            typer.echo(f"{kind:9} {name:9} logits {largest:.1e}  KL {divergence:.1e}  same token {same:.2%}")
-    typer.echo(f"largest number of a row: up to {max(peaks):.0f} times its root mean square")
+    @torch.inference_mode()
+    def distributions(self, text: Sequence[int], last: int, cut: Cut | None, *, exact: bool = False) -> Tensor:
+        """The log-probabilities, float64 [last, vocabulary], with which a text's last `last` tokens are chosen.
 
-
-if __name__ == "__main__":
-    typer.run(main)
+        exact: by float64 arithmetic, without a cut.
+        """
+        self._cut = cut
+        model = self._exact if exact else self._model
+        logits: Tensor = model(torch.tensor([text[:-1]]), logits_to_keep=last).logits[0]
+        return logits.double().log_softmax(-1)

@@ -1,0 +1,1 @@
+"""What earlier answers to copy from gain: a session of edits of one file."""

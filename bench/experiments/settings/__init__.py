@@ -1,0 +1,1 @@
+"""Rules at the settings that their papers give and at ones chosen on other prompts, and DEL in its readings."""

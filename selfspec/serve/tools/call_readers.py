@@ -1,0 +1,267 @@
+"""Calls in what a model writes, found while it is written.
+
+A call is passed on once it is complete: what looks like one and is none is content, and content cannot be taken back. It is
+none if it is not JSON, lacks a name or arguments, or names a function that the request does not have.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.serve.tools.tool_formats import BEGIN, END, ToolFormat
+from selfspec.stop_text import StopCutter, before_stop
+
+_SEPARATOR = re.compile(r"[\s;,]*")
+_WHITE = re.compile(r"\s*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """arguments: a JSON object, as text. index: its place among the calls of the answer."""
+
+    name: str
+    arguments: str
+    index: int
+    id: str = field(default_factory=lambda: f"call_{uuid4().hex[:24]}")
+
+
+@dataclass(slots=True)
+class Written:
+    """What a piece of text turned out to be. reasoning: only with transformers' own parser."""
+
+    content: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    reasoning: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.calls or self.reasoning)
+
+    def add(self, other: Written) -> None:
+        self.content += other.content
+        self.reasoning += other.reasoning
+        self.calls += other.calls
+
+
+class CallReader(ABC):
+    """Reads one answer. names: of the functions that may be called. most_calls: further calls are dropped."""
+
+    def __init__(self, names: Sequence[str], most_calls: int | None = None) -> None:
+        self._names, self._most = frozenset(names), most_calls
+        self.num_calls = 0
+        self._white = ""  # between content and what comes next; beside calls it is dropped
+        self._behind_call = False
+
+    @abstractmethod
+    def push(self, text: str, tokens: Sequence[int]) -> Written:
+        """What is certain with this text, and the tokens that it came from."""
+
+    @abstractmethod
+    def finish(self) -> Written:
+        """The rest."""
+
+    def _call(self, value: object) -> tuple[str, str] | None:
+        """Name and arguments of a call, from the model's JSON; None if it is none."""
+        if not isinstance(value, dict):
+            return None
+        name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+        if isinstance(arguments, str):
+            try:
+                arguments = _parsed(arguments)
+            except ValueError:
+                return None
+        if name not in self._names or not isinstance(arguments, dict):
+            return None
+        return name, json.dumps(arguments, ensure_ascii=False)
+
+    def _take(self, written: Written, call: tuple[str, str]) -> None:
+        self._white, self._behind_call = "", True
+        if self._most is None or self.num_calls < self._most:
+            written.calls.append(ToolCall(*call, self.num_calls))
+            self.num_calls += 1
+
+    def _write(self, written: Written, text: str) -> None:
+        text = self._white + text
+        if self._behind_call:
+            text = text.lstrip()
+        if not text:
+            return
+        self._behind_call = False
+        found = _WHITE.search(text)
+        assert found is not None
+        self._white = text[found.start() :]
+        written.content += text[: found.start()]
+
+
+class TagReader(CallReader):
+    """Calls between BEGIN and END, with content around them."""
+
+    def __init__(self, names: Sequence[str], most_calls: int | None = None) -> None:
+        super().__init__(names, most_calls)
+        self._cutter = StopCutter([BEGIN])
+        self._inside = ""
+
+    def push(self, text: str, tokens: Sequence[int] = ()) -> Written:
+        written = Written()
+        while text:
+            if not self._cutter.ended:
+                before = len(self._cutter.held)
+                content = self._cutter.push(text)
+                self._write(written, content)
+                text = text[len(content) - before + len(BEGIN) :] if self._cutter.ended else ""
+                continue
+            self._inside += text
+            text = self._close(written, self._inside)
+        return written
+
+    def _close(self, written: Written, inside: str) -> str:
+        """Look for the end of a call. Returns the text behind it, "" if there is none yet."""
+        at = inside.find(END)
+        while at >= 0:
+            try:
+                call = self._call(_parsed(inside[:at]))
+            except ValueError as error:
+                unfinished = getattr(error, "pos", 0) >= len(inside[:at].rstrip()) or "Unterminated" in str(error)
+                if unfinished and inside[:at].strip():
+                    at = inside.find(END, at + 1)  # this one is part of a string
+                    continue
+                call = None
+            if call is None:
+                self._write(written, f"{BEGIN}{inside[:at]}{END}")
+            else:
+                self._take(written, call)
+            self._cutter, self._inside = StopCutter([BEGIN]), ""
+            return inside[at + len(END) :]
+        return ""
+
+    def finish(self) -> Written:
+        written = Written()
+        self._write(written, f"{BEGIN}{self._inside}" if self._cutter.ended else self._cutter.finish())
+        if not self.num_calls:
+            written.content += self._white
+        return written
+
+
+class BareReader(CallReader):
+    """An answer that is a call and nothing else, or several with a semicolon between them. Any other text is content."""
+
+    def __init__(self, names: Sequence[str], most_calls: int | None = None) -> None:
+        super().__init__(names, most_calls)
+        self._held = ""
+        self._is_content = False
+
+    def push(self, text: str, tokens: Sequence[int] = ()) -> Written:
+        if not self._is_content:
+            self._held += text
+            begun = self._held.lstrip()
+            if not begun or begun.startswith("{"):
+                return Written()
+            text, self._held, self._is_content = self._held, "", True
+        return Written(content=text)
+
+    def finish(self) -> Written:
+        calls = [] if self._is_content else self._calls(self._held)
+        if not calls:
+            return Written(content=self._held)
+        written = Written()
+        for call in calls:
+            self._take(written, call)
+        return written
+
+    def _calls(self, text: str) -> list[tuple[str, str]]:
+        """All calls; none unless all of the text is calls."""
+        found, place, decoder = [], 0, json.JSONDecoder(parse_constant=_refuse)
+        text = text.strip()
+        while place < len(text):
+            try:
+                value, place = decoder.raw_decode(text, place)
+            except (ValueError, RecursionError):
+                return []
+            call = self._call(value)
+            if call is None:
+                return []
+            found.append(call)
+            behind = _SEPARATOR.match(text, place)
+            assert behind is not None
+            place = behind.end()
+        return found
+
+
+class OwnReader(CallReader):
+    """With transformers' parser and the tokenizer's `response_template`, once the answer is complete.
+
+    prompt: tokens, whose end may begin the answer. tools: as templates take them. stops: strings that end the text.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        most_calls: int | None,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int],
+        tools: Sequence[dict[str, Any]],
+        stops: Sequence[str],
+    ) -> None:
+        super().__init__(names, most_calls)
+        self._tokenizer, self._prompt, self._tools, self._stops = tokenizer, [*prompt], [*tools], [*stops]
+        self._text, self._tokens = "", list[int]()
+
+    def push(self, text: str, tokens: Sequence[int]) -> Written:
+        self._text += text
+        self._tokens += tokens
+        return Written()
+
+    def finish(self) -> Written:
+        raw = before_stop(str(self._tokenizer.decode(self._tokens)), self._stops)
+        try:
+            message = self._tokenizer.parse_response(
+                raw, prefix=str(self._tokenizer.decode(self._prompt)), tools=self._tools
+            )
+            values = message.get("tool_calls") or []
+            calls = [self._call(value.get("function", value)) for value in values]
+        except Exception:  # the template is the checkpoint's, and what it reads is whatever was written
+            return Written(content=self._text)
+        written = Written()
+        for call in calls:
+            if call is None:
+                return Written(content=self._text)
+            self._take(written, call)
+        content = message.get("content")
+        written.content = content if isinstance(content, str) else ""
+        reasoning = message.get("reasoning_content") or message.get("thinking")
+        written.reasoning = reasoning if isinstance(reasoning, str) else ""
+        return written
+
+
+def make_reader(
+    written: ToolFormat,
+    tools: Sequence[dict[str, Any]],
+    most_calls: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[int],
+    stops: Sequence[str],
+) -> CallReader:
+    """The reader of one answer in this format. The arguments as for `OwnReader`."""
+    names = [tool["function"]["name"] for tool in tools]
+    if written.kind == "own":
+        return OwnReader(names, most_calls, tokenizer, prompt, tools, stops)
+    return (TagReader if written.kind == "tags" else BareReader)(names, most_calls)
+
+
+def _parsed(text: str) -> object:
+    """The value of JSON. Raises ValueError."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _refuse(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")

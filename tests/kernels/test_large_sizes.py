@@ -1,0 +1,218 @@
+"""Sizes that do not fit 32 bits: matrices of over 2^31 numbers, caches of over 4 GiB, the end of a context of 128k positions.
+
+Nearly all of their memory is never written, so the system gives none for it: what is read there are zeros that it shares.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerskip_models.decoder_layer import DecoderLayer
+from layerskip_models.grouped_weight import GroupedWeight
+from layerskip_models.kernels import native_linear
+from layerskip_models.kernels.library import LIBRARY, SECTION
+from layerskip_models.kernels.native_grouped import NativeGroupedLinear
+from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
+from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.kernels.threads import on_threads
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.norm import RMSNorm
+from test_native import drawn, needs_native
+
+pytestmark = [
+    needs_native,
+    pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is given when it is written"),
+]
+
+IN, OUT = 4096, (1 << 19) + 36  # over 2^31 numbers
+CONTEXT = 1 << 17
+_NO_RESERVE = 0x4000  # MAP_NORESERVE on Linux
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a row would have a large page to itself."""
+    monkeypatch.setattr(native_linear, "use_large_pages", lambda tensor: None)
+
+
+def sparse(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Zeros that take no memory until they are written to."""
+    size = torch.Size(shape).numel()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize, flags=flags), dtype=dtype, count=size).view(shape)
+
+
+def some_rows(out: int) -> list[int]:
+    """The first rows, the last, and those around which numbers and bytes before them leave 31 bits."""
+    edges = [(1 << bits) // IN for bits in (29, 30, 31)]
+    return sorted({0, 1, out // 3, out - 2, out - 1, *(edge + by for edge in edges for by in (-1, 0, 1))})
+
+
+def floats(out: int, size: int) -> tuple[NativeLinear, Tensor, list[int]]:
+    rows, weight = some_rows(out), sparse(torch.bfloat16, out, size)
+    weight[rows] = drawn(len(rows), size, seed=1).bfloat16()
+    return NativeLinear(weight), weight[rows].float(), rows
+
+
+def bytes_each(out: int, size: int) -> tuple[NativeLinear, Tensor, list[int]]:
+    rows, weight, scale = some_rows(out), sparse(torch.int8, out, size), sparse(torch.float32, out)
+    weight[rows] = torch.randint(-127, 128, (len(rows), size), generator=torch.Generator().manual_seed(2)).to(
+        torch.int8
+    )
+    scale[rows] = 0.01
+    return NativeInt8Linear.of_rounded(weight, scale), weight[rows].float() * 0.01, rows
+
+
+def nibbles(out: int, size: int) -> tuple[NativeLinear, Tensor, list[int]]:
+    rows, packed, groups = some_rows(out), sparse(torch.uint8, out, size // 2), sparse(torch.float16, out, size // 32)
+    packed[rows] = torch.randint(0, 256, (len(rows), size // 2), generator=torch.Generator().manual_seed(3)).to(
+        torch.uint8
+    )
+    groups[rows] = 0.01
+    linear = NativeGroupedLinear(GroupedWeight(packed, groups, None, None, None, bits=4, zero=8))
+    some = GroupedWeight(packed[rows], groups[rows], None, None, None, bits=4, zero=8)
+    return linear, some.values(), rows
+
+
+@pytest.mark.parametrize("make", [floats, bytes_each, nibbles])
+def test_a_matrix_of_over_two_to_the_31_numbers(make) -> None:  # type: ignore[no-untyped-def]
+    linear, weight, rows = make(OUT, IN)
+    assert OUT * IN > 1 << 31
+    x = drawn(2, IN, seed=4)
+    with on_threads(2):
+        found = linear(x)
+        expected = (x.double() @ weight.double().T).float()
+        torch.testing.assert_close(found[:, rows], expected, rtol=1e-3, atol=2e-2)
+        assert found.count_nonzero() == 2 * len(rows)
+        norm = RMSNorm(torch.ones(IN), 1e-5)
+        choices = linear.choices_of_normalised(norm, x, "token")
+    assert choices.tokens.tolist() == [rows[int(row.argmax())] for row in found[:, rows]]
+
+
+@dataclass(frozen=True)
+class Attending:
+    """Layers of which only attention is looked at: what goes in comes out with what it attends to added."""
+
+    num_layers: int
+    heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    kv_dtype: torch.dtype
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+
+    def prepare(self, max_length: int) -> None:
+        pass
+
+    @property
+    def width(self) -> int:
+        return (self.heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def layers(self) -> NativeLayers:
+        width, attended = self.width, self.heads * self.head_dim
+        nothing = NativeLinear(torch.zeros(width, width))
+        layer = DecoderLayer(
+            input_norm=None, qkv=NativeLinear(torch.eye(width)), output=NativeLinear(torch.eye(width, attended)),
+            post_attention_norm=None, gate_up=NativeLinear(torch.zeros(2 * width, width)), down=nothing,
+            interleaved=True, sliding_window=self.window,
+        )  # fmt: skip
+        return NativeLayers(
+            [layer] * self.num_layers, hidden_size=width, heads=self.heads, kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim, eps=1e-5,
+        )  # fmt: skip
+
+
+def turns(positions: int, dim: int) -> Tensor:
+    """A rotary table."""
+    angles = torch.rand(positions, dim // 2, generator=torch.Generator().manual_seed(5)) * 6
+    return torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_cache_of_over_four_gib(kv_dtype: torch.dtype) -> None:
+    """The end of the last layer's context, beside a short cache that begins four sections before that end."""
+    kv_heads, dim, rows, window, end = 8, 128, 5, 700, CONTEXT - 3
+    num_layers = (1 << 32) // (kv_heads * CONTEXT * dim * kv_dtype.itemsize) + 2
+    start = CONTEXT - 4 * SECTION
+    large = Attending(num_layers, kv_heads, kv_heads, dim, window, kv_dtype)
+    small = replace(large, num_layers=1)
+    whole, short = KVCache(large, CONTEXT), KVCache(small, CONTEXT - start)
+    # The last layer's keys begin behind 4 GiB of others.
+    assert whole.keys[-1].data_ptr() - whole.keys.data_ptr() > 1 << 32
+    held = end - rows - start
+    keys, values = drawn(kv_heads, held, dim, seed=6), drawn(kv_heads, held, dim, seed=7)
+    for cache, first in ((whole, start), (short, 0)):
+        cache.keys[-1, :, :, first : first + held] = keys.mT
+        cache.values[-1, :, first : first + held] = values
+        cache.declare(first + held)
+    x, table = drawn(rows, large.width, seed=8), turns(CONTEXT, dim)
+    with on_threads(2):
+        found = large.layers().run(x, num_layers - 1, num_layers, ((whole, rows),), table, None)
+        expected = small.layers().run(x, 0, 1, ((short, rows),), table[start:].contiguous(), None)
+    assert (found - x).count_nonzero() and torch.equal(found, expected)
+    assert torch.equal(whole.keys[-1, ..., end - rows : end], short.keys[-1, ..., held : held + rows])
+    assert torch.equal(whole.values[-1, :, end - rows : end], short.values[-1, :, held : held + rows])
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_the_end_of_128k_positions(kv_dtype: torch.dtype) -> None:
+    """All 256 sections, divided among any number of threads, against float64."""
+    heads, kv_heads, dim, rows = 4, 2, 16, 3
+    attending = Attending(1, heads, kv_heads, dim, None, kv_dtype)
+    layers, table, x = attending.layers(), turns(CONTEXT, dim), drawn(rows, attending.width, seed=9)
+    cache = KVCache(attending, CONTEXT)
+    cache.keys[0, :, :, :-rows] = drawn(kv_heads, CONTEXT - rows, dim, seed=10).mT
+    cache.values[0, :, :-rows] = drawn(kv_heads, CONTEXT - rows, dim, seed=11)
+    results = []
+    for threads in (1, 2, 32):
+        cache.declare(CONTEXT - rows)
+        with on_threads(threads):
+            results.append(layers.run(x, 0, 1, ((cache, rows),), table, None) - x)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    pairs = torch.view_as_complex(x[:, : heads * dim].double().unflatten(1, (heads, dim // 2, 2)))
+    query = torch.view_as_real(pairs * table[-rows:].to(torch.complex128)).flatten(2).transpose(0, 1)
+    keys, values = (
+        part.double().repeat_interleave(heads // kv_heads, 0) for part in (cache.keys[0].mT, cache.values[0])
+    )
+    unseen = torch.arange(CONTEXT) > torch.arange(CONTEXT - rows, CONTEXT).unsqueeze(1)
+    scores = (query @ keys.mT * dim**-0.5).masked_fill(unseen, -torch.inf)
+    expected = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(results[0][:, : heads * dim].double(), expected, rtol=1e-5, atol=2e-6)
+
+
+CUT = re.compile(
+    r"from .(?:u?int64_t|s?size_t|(?:unsigned )?long)\b.* to .(?:u?int(?:32_t|16_t|8_t)?|unsigned|short|char)\b"
+)
+CLANG_CUT = re.compile(r"loses integer precision: .(?:u?int64_t|s?size_t|(?:unsigned )?long)\b")
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_no_size_is_cut_to_32_bits_in_c() -> None:
+    """By the compiler's own warnings, which nothing in the sources may raise without a cast."""
+    pytest.importorskip("setuptools.command.bdist_wheel")
+    build = runpy.run_path(str(Path(__file__).parents[2] / "setup.py"))
+    flags, folder = [*build["FLAGS"], "-O0", "-Wconversion", "-fsyntax-only"], LIBRARY.parent
+
+    def warnings(*command: str, text: str = "") -> list[str]:
+        command = ("cc", *flags, *command)
+        environment = {**os.environ, "LC_ALL": "C"}
+        result = subprocess.run(command, input=text, capture_output=True, text=True, check=False, env=environment)
+        return [line for line in result.stderr.splitlines() if CUT.search(line) or CLANG_CUT.search(line)]
+
+    assert warnings("-x", "c", "-", text="#include <stdint.h>\nint cut(int64_t size) { return size; }")
+    assert not warnings(str(folder / "pool.c"))
+    for variant, own in build["VARIANTS"].get(platform.machine().lower(), {"baseline": []}).items():
+        assert not warnings(*own, f"-DVARIANT={variant}", str(folder / "kernels.c"))

@@ -1,0 +1,199 @@
+"""Algorithm 1 of DEL and of Pacer, as plain as they are printed, decide what our policies decided on recorded rounds.
+
+SPIDE's is beside the study that plays it: tests/experiments/test_spide_study.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip_models import from_transformers
+from policies import DelExit, Plan, Policy, RoundContext, RoundRecord, Shadow, parse_policy
+from policies.base import DelegatingPolicy
+from preverifiers import random_preverification
+from selfspec import SelfSpecGenerator
+from tiny_llama import tiny_llama
+
+OMEGA, D_MAX, L = 0.95, 18, 6
+PROMPTS = ([1, 2, 3, 4, 5, 6, 7], [9, 8, 7, 6, 1, 2])
+Rows = list[tuple[bool, float]]
+
+
+@pytest.fixture(scope="module")
+def generator() -> SelfSpecGenerator:
+    model = from_transformers(tiny_llama(num_layers=L, late_scale=0.5, dtype=torch.float64, seed=2), layout="plain")
+    return SelfSpecGenerator(model, prefix_cache=0)
+
+
+class Watched(DelegatingPolicy):
+    """DEL's exit policy, and every row of shadow tokens that it was shown: of the prompt, and round by round."""
+
+    def __init__(self, exit_policy: DelExit) -> None:
+        self.learner = self.own = exit_policy
+        self.exit_layers, self.observes = exit_policy.exit_layers, exit_policy.observes
+        self.prompt: list[dict[int, Rows]] = []
+        self.rounds: list[dict[int, Rows]] = []
+
+    def plan(self, context: RoundContext) -> Plan:
+        return self.own.plan(context)
+
+    def observe_prompt(self, shadow: Shadow) -> None:
+        self.prompt.append({layer: shadow.rows_of(layer) for layer in self.exit_layers})
+        self.own.observe_prompt(shadow)
+
+    def observe(self, record: RoundRecord) -> None:
+        assert record.shadow is not None
+        self.rounds.append({layer: record.shadow.rows_of(layer) for layer in self.exit_layers})
+        self.own.observe(record)
+
+
+def S(a: Sequence[float]) -> float:
+    """Below eq. 1: the sum of omega^(r - i - 1) a[i]."""
+    r = len(a)
+    return sum(OMEGA ** (r - i - 1) * a[i] for i in range(r))
+
+
+class DelUpdate:
+    """Algorithm 1, lines 4 and 18 to 30. u counts all compared rows where u_r leaves the last one out (alpha="rows")."""
+
+    def __init__(self, alpha: str) -> None:
+        self.alpha = alpha
+        self.c: dict[int, list[float]] = {layer: [] for layer in range(1, L)}  # line 4
+        self.tcs: dict[int, list[float]] = {layer: [] for layer in range(1, L)}
+        self.fcs: dict[int, list[float]] = {layer: [] for layer in range(1, L)}
+        self.n: list[float] = []
+        self.u: list[float] = []
+
+    def update(self, shadow: dict[int, Rows], left_out: int = 1) -> None:
+        rows = len(shadow[1])
+        self.n.append(rows)
+        self.u.append(rows - left_out)  # line 20: rows 0 .. u_r are compared
+        for layer, seen in shadow.items():
+            self.c[layer].append(sum(match for match, _ in seen))  # 21
+            self.tcs[layer].append(sum(cs for match, cs in seen if match))  # 25
+            self.fcs[layer].append(sum(cs for match, cs in seen if not match))  # 26
+
+    def alpha_of(self, layer: int) -> float:
+        divided_by = S(self.u) if self.alpha == "paper" and S(self.u) > 0 else S(self.n)
+        return S(self.c[layer]) / divided_by  # 23
+
+    def TPL(self, layer: int, d: int) -> float:
+        return sum(self.alpha_of(layer) ** i for i in range(d + 1)) / (d * layer + L)
+
+    def best(self, layer: int) -> float:
+        """Over d from 1 on: what d = 0 would mean the paper does not say."""
+        return max(self.TPL(layer, d) for d in range(1, D_MAX + 1))  # 24
+
+    def tau(self, layer: int) -> float:
+        """Line 28; mismatched rows by their number, and where there is only one kind, its mean."""
+        wrong = [n - c for n, c in zip(self.n, self.c[layer])]
+        means = [S(a) / S(b) for a, b in ((self.tcs[layer], self.c[layer]), (self.fcs[layer], wrong)) if S(b) > 0]
+        return sum(means) / len(means)
+
+
+@pytest.mark.parametrize("on_stop", ["drop", "keep"])
+@pytest.mark.parametrize("prompt", ["first", "counted"])
+@pytest.mark.parametrize("alpha", ["rows", "paper"])
+def test_del_decides_what_its_algorithm_does(
+    generator: SelfSpecGenerator, on_stop: str, prompt: str, alpha: str
+) -> None:
+    exits, stops = set(), set()
+    for ids in PROMPTS:
+        named = parse_policy(f"del:on_stop={on_stop},prompt={prompt},alpha={alpha}", num_layers=L)
+        assert isinstance(named.exit, DelExit)
+        watched = Watched(named.exit)
+        result = generator.generate(
+            ids, max_new_tokens=50, policy=Policy(watched, named.stopping), do_sample=False, eos_token_id=[], trace=True
+        )
+        assert result.trace is not None
+        counted = DelUpdate(alpha)
+        decided_by = DelUpdate(alpha)
+        (shadow,) = watched.prompt
+        decided_by.update(shadow, left_out=0)  # line 1
+        if prompt == "counted":
+            counted.update(shadow, left_out=0)
+        for record, seen in zip(result.trace, watched.rounds, strict=True):
+            left = 50 - 1 - sum(len(done.tokens) for done in result.trace[: record.index])
+            layer, tau = record.exit_layer, record.threshold
+            if left == 1:
+                assert layer is None  # nothing can be drafted before the text's last token
+                continue
+            assert layer is not None and record.confidences is not None and tau is not None
+            best = max(range(1, L), key=decided_by.best)
+            assert layer == best or decided_by.best(layer) == pytest.approx(decided_by.best(best), rel=1e-12)
+            assert tau == pytest.approx(decided_by.tau(layer), abs=1e-6)  # confidences are float32
+            below = [s < tau for s in record.confidences]  # line 9
+            cap = min(D_MAX, left - 1)
+            expected = below.index(True) + (on_stop == "keep") if True in below else cap
+            assert record.num_drafted == min(expected, cap)
+            counted.update(seen)
+            decided_by = counted
+            exits.add(layer)
+            stops.add(record.stop_cause)
+    assert len(exits) > 1 and stops & {"before_draw", "after_draw"}
+
+
+def test_the_papers_sum_for_tau_is_no_number_of_rows() -> None:
+    """Why line 28 is not taken as printed: a layer that is right in every row has u - c = -1 in every round."""
+    perfect = DelUpdate("paper")
+    for _ in range(3):
+        perfect.update({layer: [(True, 0.9), (True, 0.8)] for layer in range(1, L)})
+    assert S([u - c for u, c in zip(perfect.u, perfect.c[1])]) < 0
+    assert perfect.alpha_of(1) == 2.0
+
+
+def pacer_round(estimates: Sequence[Sequence[float]], b: int, t: float, rho: float) -> tuple[int, list[int]]:
+    """Lines 4 to 19 for one round: how many tokens are drafted, and the i of each block. t begins anew (our reading).
+
+    estimates: what M_B said of each block.
+    """
+    y, i, starts = 0, 1, []  # 4, 5
+    for alphas in estimates:  # 6
+        assert len(alphas) == b  # 7
+        starts.append(i)  # 8
+        i += b  # 11
+        y += b  # 13
+        if sum(alphas) / len(alphas) <= t:  # 15
+            break  # 16
+        t = t * rho  # 18
+    return y, starts
+
+
+@pytest.mark.parametrize(("b", "t", "rho"), [(2, 0.35, 1.3), (1, 0.3, 1.2), (1, 0.5, 1.0)])
+def test_pacer_decides_what_its_algorithm_does(generator: SelfSpecGenerator, b: int, t: float, rho: float) -> None:
+    preverification = random_preverification(generator.model)
+    asked: list[tuple[int, list[float]]] = []
+    estimate = preverification.estimate
+
+    def watched(context: Any, layer: int, position: int, first_index: int, *rest: Any) -> list[float]:
+        found = estimate(context, layer, position, first_index, *rest)
+        asked.append((first_index, found))
+        return found
+
+    preverification.estimate = watched  # type: ignore[method-assign]
+    policy = parse_policy(
+        f"pacer:random,b={b},t={t},rho={rho},exit_layer={preverification.exit_layers[0]}",
+        num_layers=L,
+        preverifier=lambda path: preverification,
+    )
+    lengths = set()
+    for ids in PROMPTS:
+        asked.clear()
+        result = generator.generate(ids, max_new_tokens=50, policy=policy, do_sample=False, eos_token_id=[], trace=True)
+        assert result.trace is not None
+        blocks = list(asked)
+        for record in result.trace:
+            own, blocks = blocks[: record.preverifier_layers], blocks[record.preverifier_layers :]
+            drafted, starts = pacer_round([alphas for _, alphas in own], b, t, rho)
+            assert [first for first, _ in own] == starts
+            if record.stop_cause == "after_draw" and record.num_drafted < record.max_speculations:
+                assert record.num_drafted == drafted
+                lengths.add(drafted)
+            else:  # the cap or the budget: a last block that ends there is not judged
+                assert drafted <= record.num_drafted <= drafted + b
+        assert not blocks
+    assert lengths
