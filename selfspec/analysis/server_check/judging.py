@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from selfspec.analysis.server_check.client import ScoredToken, ServerReply
 from selfspec.analysis.server_check.findings import LogprobFinding, Parting, Section, StopFault, WayFinding
@@ -120,8 +120,8 @@ def compare_logprobs(left: Answered, right: Answered, allowed: float, name: str)
         for token, difference in enumerate(logprob_differences(a, b))
     ]
     largest, prompt, token = max(differences, default=(0.0, 0, 0))
-    place = {"prompt": prompt, "token": token} if largest > 0 else {}
-    return LogprobFinding(name=name, tokens=len(differences), largest_difference=largest, allowed=allowed, **place)
+    found = LogprobFinding(name=name, tokens=len(differences), largest_difference=largest, allowed=allowed)
+    return replace(found, prompt=prompt, token=token) if largest > 0 else found
 
 
 def _finding(
