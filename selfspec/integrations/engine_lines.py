@@ -2,7 +2,7 @@
 
 Sources: the engines' own documentation: vLLM (features/speculative_decoding/draft_model), SGLang
 (advanced_features/speculative_decoding, "standalone"), TensorRT-LLM (features/speculative-decoding, "draft/target") and
-`llama-server --help`. The lines of the first three were not run here.
+`llama-server --help`. Of these lines only that of `llama-server` was run here, on the draft of a GGUF file.
 """
 
 from __future__ import annotations

@@ -92,6 +92,7 @@ def test_without_logprobs_no_fork_is_called_a_near_tie() -> None:
     (first, *_) = named(found, "greedy", "2 at once").partings
     assert (first.fork.token, first.fork.near_tie) == (None, None)
     assert [score.unsupported for score in found.logprobs] == ["the server gives none"]
+    assert finding_lines(found)[-1].endswith("and no log probabilities say whether at a near-tie")
 
 
 def test_logprobs_of_the_choice_say_nothing_of_near_ties() -> None:
@@ -115,6 +116,7 @@ def test_a_stop_that_does_not_cut_is_found(fault: str, kept: bool) -> None:
     for name in ("alone", "alone, streamed", "3 at once, streamed"):
         way = named(found, "stops", name)
         assert way.compared == way.differing == len(PROMPTS)
+        assert finding_lines(found)[-1] == "verdict: differs: stop strings do not cut exactly"
         assert all(fault.stop in fault.got and fault.got.endswith(fault.stop) == kept for fault in way.stop_faults)
 
 

@@ -103,10 +103,26 @@ def _scored(text: str, logprob: float | None) -> str:
 
 
 def _verdict(found: ServerFindings) -> str:
+    if found.verdict == "differs":
+        return "; ".join(_reasons(found))
     return {
         "exact": "no text depends on how it was asked for",
         "near-ties": f"texts differ, only where two tokens are within {found.near_tie:g} nats: the numbers depend on company "
         "or speculation",
-        "differs": "texts differ by more than rounding explains, or log probabilities or stops are not those promised",
         "incomplete": "nothing differs, but not every request was answered, or no seed has an effect",
     }[found.verdict]
+
+
+def _reasons(found: ServerFindings) -> Iterator[str]:
+    judged = [*found.judged()]
+    ties = [parting.fork.near_tie for way in judged if way.section != "seeds" for parting in way.partings]
+    if False in ties:
+        yield "greedy texts differ by more than a near-tie"
+    if None in ties:
+        yield "greedy texts differ, and no log probabilities say whether at a near-tie"
+    if any(way.stop_faults for way in judged):
+        yield "stop strings do not cut exactly"
+    if not all(score.passed for score in found.logprobs):
+        yield "log probabilities differ"
+    if any(way.section == "seeds" and way.differing for way in judged):
+        yield "seeds do not repeat a text"
