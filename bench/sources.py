@@ -43,6 +43,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         for name in (
             "answers",
             "attention",
+            "bounded_exits",
             "busy",
             "copying",
             "cores",
@@ -83,6 +84,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "cores": (*_DECODING, "study cores"),
     "row-parts": ("study row_parts",),
     "settings": (*_DECODING, "replay", "study settings"),
+    "bounded-exits": (*_DECODING, "study bounded_exits", "study settings"),
     "spide": ("kernels", "model", "engine", "policies", "pre-verifier", "study spide"),
 }
 """By the command that wrote a record: the parts that decide its numbers."""

@@ -10,6 +10,7 @@ import typer
 from bench.commands.report_command import report
 from bench.experiments.answers.answers_command import answers
 from bench.experiments.attention.attention_command import attention
+from bench.experiments.bounded_exits.bounded_command import bounded_exits
 from bench.experiments.busy.busy_command import busy
 from bench.experiments.chat_prompts.chat_prompts_command import chat_prompts
 from bench.experiments.copy_index.copy_index_command import copy_index
@@ -69,6 +70,7 @@ app.command()(loading)
 app.command()(copy_index)
 app.command()(answers)
 app.command()(attention)
+app.command()(bounded_exits)
 app.command()(busy)
 app.command()(cores)
 app.command()(ranks)

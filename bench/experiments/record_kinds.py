@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.experiments.answers.answers_tables import answers_headline, answers_tables
 from bench.experiments.attention.attention_tables import attention_headline, attention_tables
+from bench.experiments.bounded_exits.bounded_tables import bounded_headline, bounded_tables
 from bench.experiments.busy.busy_tables import busy_headline, busy_tables
 from bench.experiments.copying.copying_tables import copying_headline, copying_tables
 from bench.experiments.cores.cores_tables import cores_headline, cores_tables
@@ -82,6 +83,11 @@ STUDIES: dict[str, RecordKind] = {
             "spide_tau": "Cost and speed by tau",
             "spide_ahead": "Drafts ahead",
         },
+    ),
+    "bounded-exits": RecordKind(
+        tables=bounded_tables,
+        headline=bounded_headline,
+        headings={"bounded": "Bounded exits", "bounded_free": "On texts that do not loop"},
     ),
     "loading": RecordKind(tables=loading_tables, headline=loading_headline, headings={"loading": "Loading"}),
     "row-parts": RecordKind(
