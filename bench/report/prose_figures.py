@@ -1,9 +1,9 @@
 """Numbers in sentences, from the same tables as those that pages show.
 
 `<!-- figure: RECORD > PART > ROW > COLUMN -->1.46<!-- /figure -->` is the first number of that cell, as its table writes it.
-ROW and COLUMN are headings without Markdown's marks. Where several rows have the same, ROW may be "SECTION, ROW", or "ROW,
-SECOND CELL". "A ÷ B" in place of ROW or COLUMN is the ratio of two cells. A fifth part says what to make of the number: see
-`FORMS`.
+ROW and COLUMN are headings without Markdown's marks. Where several rows have the same, and not the same cell, ROW may be
+"SECTION, ROW", or "ROW, SECOND CELL". "A ÷ B" in place of ROW or COLUMN is the ratio of two cells. A fifth part says what to
+make of the number: see `FORMS`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _cell(table: Table, row: str, column: str, place: str) -> str:
         known.append(heading)
         if row in (heading, f"{section}, {heading}", f"{heading}, {_plain(cells[1])}"):
             found.append(cells[columns.index(column)])
-    if len(found) != 1:
+    if len(set(found)) != 1:
         raise ValueError(f'{len(found)} rows are {row!r} for "figure: {place}": there are {"; ".join(known)}')
     return found[0]
 
