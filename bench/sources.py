@@ -51,6 +51,7 @@ PARTS: dict[str, tuple[str, ...]] = {
             "exit_losses",
             "fewer_bits",
             "loading",
+            "predictions",
             "row_parts",
             "settings",
             "spide",
@@ -84,6 +85,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "cores": (*_DECODING, "study cores"),
     "row-parts": ("study row_parts",),
     "settings": (*_DECODING, "replay", "study settings"),
+    "predictions": ("study predictions",),
     "bounded-exits": (*_DECODING, "study bounded_exits", "study settings"),
     "spide": ("kernels", "model", "engine", "policies", "pre-verifier", "study spide"),
 }

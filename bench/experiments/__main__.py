@@ -26,6 +26,7 @@ from bench.experiments.fewer_bits.rounding_command import compare_roundings
 from bench.experiments.fewer_bits.weight_only_command import weight_only
 from bench.experiments.leaves.leaves_command import leaves
 from bench.experiments.loading.loading_command import loading
+from bench.experiments.predictions.predictions_command import predictions
 from bench.experiments.ranks.ranks_command import ranks
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.readings.readings import SEGMENT
@@ -73,6 +74,7 @@ app.command()(attention)
 app.command()(bounded_exits)
 app.command()(busy)
 app.command()(cores)
+app.command()(predictions)
 app.command()(ranks)
 app.command()(row_parts)
 app.command()(settings)

@@ -19,6 +19,7 @@ from bench.experiments.fewer_bits.copy_tables import copy_headline, copy_tables
 from bench.experiments.fewer_bits.fine_tune_tables import fine_tune_headline, fine_tune_tables
 from bench.experiments.fewer_bits.rounding_tables import rounding_headline, rounding_tables
 from bench.experiments.loading.loading_tables import loading_headline, loading_tables
+from bench.experiments.predictions.predictions_tables import predictions_headline, predictions_tables
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.row_parts.row_parts_tables import row_parts_headline, row_parts_tables
 from bench.experiments.settings.settings_tables import settings_headline, settings_tables
@@ -90,6 +91,11 @@ STUDIES: dict[str, RecordKind] = {
         headings={"bounded": "Bounded exits", "bounded_free": "On texts that do not loop"},
     ),
     "loading": RecordKind(tables=loading_tables, headline=loading_headline, headings={"loading": "Loading"}),
+    "predictions": RecordKind(
+        tables=predictions_tables,
+        headline=predictions_headline,
+        headings={"predictions": "What fixed drafts foretell"},
+    ),
     "row-parts": RecordKind(
         tables=row_parts_tables, headline=row_parts_headline, headings={"row_parts": "Rows in parts"}
     ),
