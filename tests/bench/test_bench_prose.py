@@ -187,6 +187,7 @@ VERDICT = re.compile(r"reproduced|refuted here|not shown|not testable here|not m
 
 def ledger_rows():
     text = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    text = re.sub(r"<!-- report:(\S+) -->.*?<!-- /report:\1 -->", "", text, flags=re.S)  # tables of records
     rows = [re.split(r"(?<!\\) \| ", line[2:-2]) for line in text.split("\n") if line.startswith("| ")]
     return [row for row in rows if row[0] != "claim"]
 
