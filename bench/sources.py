@@ -55,6 +55,7 @@ PARTS: dict[str, tuple[str, ...]] = {
             "row_parts",
             "settings",
             "spide",
+            "variants",
         )
     },
 }
@@ -86,6 +87,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "row-parts": ("study row_parts",),
     "settings": (*_DECODING, "replay", "study settings"),
     "predictions": ("study predictions",),
+    "variants": ("kernels", "model", "engine", "policies", "batches", "study variants"),
     "bounded-exits": (*_DECODING, "study bounded_exits", "study settings"),
     "spide": ("kernels", "model", "engine", "policies", "pre-verifier", "study spide"),
 }

@@ -24,6 +24,7 @@ from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.row_parts.row_parts_tables import row_parts_headline, row_parts_tables
 from bench.experiments.settings.settings_tables import settings_headline, settings_tables
 from bench.experiments.spide.spide_tables import spide_headline, spide_tables
+from bench.experiments.variants.variants_tables import variants_headline, variants_tables
 from bench.record import Line
 from bench.report.record_kinds import KINDS, RecordKind
 from bench.report.table import Table
@@ -95,6 +96,11 @@ STUDIES: dict[str, RecordKind] = {
         tables=predictions_tables,
         headline=predictions_headline,
         headings={"predictions": "What fixed drafts foretell"},
+    ),
+    "variants": RecordKind(
+        tables=variants_tables,
+        headline=variants_headline,
+        headings={"variant_products": "Single products", "variant_models": "Whole models"},
     ),
     "row-parts": RecordKind(
         tables=row_parts_tables, headline=row_parts_headline, headings={"row_parts": "Rows in parts"}

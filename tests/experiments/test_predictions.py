@@ -60,7 +60,9 @@ def test_a_rate_is_found_again_and_bounds_hold(rate: float, length: int, exit_la
 
 
 def test_what_no_rate_gives() -> None:
-    with pytest.raises(ValueError, match=r"no acceptance rate gives 0\.5 tokens per layer with 6 drafts of exit layer 3"):
+    with pytest.raises(
+        ValueError, match=r"no acceptance rate gives 0\.5 tokens per layer with 6 drafts of exit layer 3"
+    ):
         fitted_rate(0.5, 6, 3, 16)
 
 
