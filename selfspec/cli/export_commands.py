@@ -119,6 +119,7 @@ def export_draft_command(
             about = _FIRST_LAYERS.format(exit_layer=exit_layer, name=model, adapter=folded)
             what = f"{exit_layer} layers" + ("" if adapter is None else " and the exit adapter as one")
             share = 1.0
+        del llama  # what was written is read again, in float32
         tokenizer.save_pretrained(output_dir)
         with progress(2 * len(prompts), notes) as advance:
             own = own_texts(generator, prompts, max_new_tokens, advance)

@@ -327,3 +327,19 @@ def test_few_bits_are_not_rounded_again(tmp_path: Path) -> None:
     arguments = ["--output-dir", str(tmp_path / "draft"), "--draft-weights", "int4"]
     result = CliRunner().invoke(app, ["export-draft", str(tmp_path), *arguments])
     assert result.exit_code == 2 and "has few bits already" in " ".join(result.output.split())
+
+
+def test_a_gguf_file_of_floats_in_four_bits(tmp_path: Path) -> None:
+    llama = tiny_llama(
+        num_layers=3, seed=3, hidden_size=64, head_dim=32, intermediate_size=128, max_position_embeddings=256
+    )
+    write(tmp_path / "tiny.gguf", "llama", metadata(llama.config), tensors(llama))
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "a.txt").write_text("abc abd abe", encoding="utf-8")
+    arguments = ["--output-dir", str(tmp_path / "draft"), "--file", str(tmp_path / "a.txt"), "--max-new-tokens", "16"]
+    result = CliRunner().invoke(
+        app, ["export-draft", str(tmp_path / "tiny.gguf"), *arguments, "--draft-weights", "int4"]
+    )
+    assert result.exit_code == 0, result.output
+    assert not (tmp_path / "draft" / "draft.gguf").exists()
+    assert load_transformers(tmp_path / "draft", dtype="float32", device="cpu").config.num_hidden_layers == 3
