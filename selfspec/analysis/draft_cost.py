@@ -36,11 +36,12 @@ def head_in_layers(model: PreTrainedModel) -> float:
 
 
 def best_drafts(
-    traces: Sequence[AgreementTrace], exit_layer: int, draft_layers: int, num_layers: int, head_layers: float
+    traces: Sequence[AgreementTrace], exit_layer: int, draft_layers: float, num_layers: int, head_layers: float
 ) -> DraftSetting:
     """The number of drafts that brings most for what it reads.
 
-    traces: greedy texts, with an entry for `exit_layer`. draft_layers: of the draft, the layer of an adapter included.
+    traces: greedy texts, with an entry for `exit_layer`. draft_layers: what the draft reads, in layers of the model, an
+        adapter's included; a layer in fewer bits counts by its bytes.
     head_layers: as `head_in_layers`. Raises ValueError for traces without a round.
     """
     found = []

@@ -1,4 +1,7 @@
-"""`selfspec export-draft` and `export-hub`: write a checkpoint's first layers, or a folder that decodes with selfspec."""
+"""`selfspec export-draft` and `export-hub`: write a draft model, or a folder that decodes with selfspec.
+
+A draft model is a checkpoint's first layers, or the whole of it in 4 bits.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip_models import load_tokenizer
 from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
+from layerskip_models.checkpoints.four_bit_writing import write_in_four_bits
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
 from layerskip_models.checkpoints.gguf_first_layers import write_first_layers
 from layerskip_models.checkpoints.gguf_metadata import architecture_of
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.loading import load_config, load_transformers
+from layerskip_models.checkpoints.quantised import has_few_bits
 from layerskip_models.exits.adapter import ExitAdapter, ExitAdapters
 from layerskip_models.exits.folder import adapters_beside, check_fits, load_adapters
 from selfspec import SelfSpecGenerator
@@ -37,12 +42,20 @@ from selfspec.options import POLICY_HELP
 SHOWN_DRAFTS = (1, 2, 4, 8)
 """Drafts per round for which the acceptance rate is shown."""
 
-_CARD = """\
+_FIRST_LAYERS = """\
 # The first {exit_layer} layers of {name}
 
 A draft model for speculative decoding with {name}, written by selfspec: layers, norm and head are that model's own{adapter}.
 It is useless without that model.
+"""
+_FOUR_BITS = """\
+# {name} in 4 bits
 
+A draft model for speculative decoding with {name}, written by selfspec: all layers in 4 bits (compressed-tensors, groups of
+32), embedding, norms and head as they are.
+"""
+_CARD = """\
+{about}
 ```python
 model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("PATH_OR_NAME_OF_THIS_FOLDER"))
 ```
@@ -59,6 +72,10 @@ def export_draft_command(
     exit_layer: Annotated[
         int | None, typer.Argument(help="Number of layers to keep (default: those that gain most, by what is read).")
     ] = None,
+    draft_weights: Annotated[
+        str,
+        typer.Option(help="own: the model's first layers as they are. int4: all its layers, in 4 bits."),
+    ] = "own",
     file: Annotated[
         list[Path] | None,
         typer.Option(help="UTF-8 file with a prompt to predict acceptance on; repeatable (default: two examples)."),
@@ -67,40 +84,58 @@ def export_draft_command(
     exits: ExitsOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
-    """Write the first layers of a model, its norm and head as a small checkpoint, for engines that take a draft model."""
+    """Write the first layers of a model, its norm and head as a small checkpoint, for engines that take a draft model.
+
+    With --draft-weights int4: the whole model in 4 bits.
+    """
     notes = notes_console()
     with one_line_errors():
         if any(output_dir.iterdir()):
             raise FileExistsError(f"{output_dir} is not empty: give a new folder")
         name = resolve_checkpoint(model)
         config = load_config(name)
+        in_four_bits = _checked_four_bits(draft_weights, exit_layer, exits, has_few_bits(config))
         generator = load_generator(model, LoadOptions(device=device, exits="none"), notes)
         llama = load_transformers(name, dtype=getattr(config, "dtype", None) or torch.float32, device=device)
         head_layers = head_in_layers(llama)
         texts = [read_prompt(None, path) for path in file] if file else [EXAMPLE_PROMPT, CODE_PROMPT]
         tokenizer = load_tokenizer(name)
         prompts = encoded_prompts(tokenizer, texts, generator.model.vocab_size)
-        adapters = None if exits == "none" else _adapters(generator, exits)
-        if exit_layer is None:
+        adapters = None if exits == "none" or in_four_bits else _adapters(generator, exits)
+        if exit_layer is None and not in_four_bits:
             exit_layer = _chosen_exit(model, generator, prompts, max_new_tokens, adapters, exits, head_layers, notes)
-        adapter = None if adapters is None else _adapter(adapters, exit_layer, exits)
-        draft = draft_model(llama, exit_layer, adapter)
+        source = None if in_four_bits else gguf_file(name)
+        if exit_layer is None:
+            share = write_in_four_bits(llama, output_dir)
+            about, what = _FOUR_BITS.format(name=model), "all layers in 4 bits"
+        else:
+            adapter = None if adapters is None else _adapter(adapters, exit_layer, exits)
+            draft = draft_model(llama, exit_layer, adapter)
+            draft.save_pretrained(output_dir)
+            if source is not None:
+                added = {} if adapter is None else _added_layer(source, draft, exit_layer)
+                write_first_layers(source, output_dir / GGUF_NAME, exit_layer, added)
+            folded = "" if adapter is None else "; the last layer is an exit adapter that was trained for this exit"
+            about = _FIRST_LAYERS.format(exit_layer=exit_layer, name=model, adapter=folded)
+            what = f"{exit_layer} layers" + ("" if adapter is None else " and the exit adapter as one")
+            share = 1.0
+        del llama  # what was written is read again, in float32
+        tokenizer.save_pretrained(output_dir)
         with progress(2 * len(prompts), notes) as advance:
             own = own_texts(generator, prompts, max_new_tokens, advance)
-            draft.save_pretrained(output_dir)
-            tokenizer.save_pretrained(output_dir)
-            written = AutoModelForCausalLM.from_pretrained(output_dir, dtype=torch.float32).to(generator.model.device)
+            if in_four_bits:
+                written = load_transformers(output_dir, dtype=torch.float32, device=generator.model.device)
+            else:  # by transformers itself: selfspec does not run a model of one layer
+                written = AutoModelForCausalLM.from_pretrained(output_dir, dtype=torch.float32)
+                written.to(generator.model.device)
             found = draft_agreement(written, prompts, own, advance)
-        draft_layers = found.num_draft_layers
-        best = best_drafts(found.traces, draft_layers, draft_layers, generator.model.num_layers, head_layers)
-        source = gguf_file(name)
-        if source is not None:
-            added = {} if adapter is None else _added_layer(source, draft, exit_layer)
-            write_first_layers(source, output_dir / GGUF_NAME, exit_layer, added)
+        layers = found.num_draft_layers
+        best = best_drafts(found.traces, layers, share * layers, generator.model.num_layers, head_layers)
+    engines = "vLLM and SGLang" if in_four_bits else "vLLM, SGLang, TensorRT-LLM and llama.cpp"
     lines = acceptance_lines(found)
     lines.append(
         f"best by what is read: {best.num_drafts} drafts a round, {best.speedup:.2f} times plain decoding "
-        "(ENGINES.md has the lines for vLLM, SGLang, TensorRT-LLM and llama.cpp)"
+        f"(ENGINES.md has the lines for {engines})"
     )
     page = engines_page(
         output_dir,
@@ -108,15 +143,28 @@ def export_draft_command(
         num_drafts=best.num_drafts,
         tokens_per_round=best.tokens_per_round,
         speedup=best.speedup,
+        in_four_bits=in_four_bits,
     )
     (output_dir / "ENGINES.md").write_text(page, encoding="utf-8")
-    folded = "" if adapter is None else "; the last layer is an exit adapter that was trained for this exit"
-    card = _CARD.format(exit_layer=exit_layer, name=model, adapter=folded, acceptance="\n".join(lines))
+    card = _CARD.format(about=about, acceptance="\n".join(lines))
     (output_dir / "README.md").write_text(card, encoding="utf-8")
     typer.echo("\n".join(lines))
-    notes.print(
-        f"wrote {output_dir}: {exit_layer} layers" + ("" if adapter is None else " and the exit adapter as one")
-    )
+    notes.print(f"wrote {output_dir}: {what}")
+
+
+def _checked_four_bits(draft_weights: str, exit_layer: int | None, exits: str, few_already: bool) -> bool:
+    """Whether the whole model is written in 4 bits. Raises ValueError for what does not go with that."""
+    if draft_weights not in ("own", "int4"):
+        raise ValueError(f"--draft-weights must be own or int4, got {draft_weights!r}")
+    if draft_weights == "own":
+        return False
+    if exit_layer is not None:
+        raise ValueError("--draft-weights int4 writes all layers: leave out the number of layers")
+    if exits not in ("auto", "none"):
+        raise ValueError("--draft-weights int4 writes the whole model, which has no exits: leave out --exits")
+    if few_already:
+        raise ValueError("this checkpoint has few bits already: give the one that it was made from")
+    return True
 
 
 def _adapters(generator: SelfSpecGenerator, exits: str) -> ExitAdapters | None:

@@ -29,6 +29,8 @@ plain decoding by what is read.
         --speculative-algorithm STANDALONE --speculative-draft-model-path {folder} \\
         --speculative-num-steps {num_drafts} --speculative-eagle-topk 1 --speculative-num-draft-tokens {and_bonus}
 
+{others}"""
+_OTHERS = """\
 ## TensorRT-LLM
 
 In `speculative.yaml`:
@@ -47,6 +49,10 @@ Then:
 
 {llama_cpp}
 """
+_NO_OTHERS = """\
+llama.cpp has 4-bit formats of its own: convert FULL with its script, make the draft with
+`llama-quantize full.gguf draft.gguf Q4_0`, and give it with `-md draft.gguf`.
+"""
 _LLAMA = "    llama-server -m {full} -md {draft} --spec-type draft-simple --spec-draft-n-max {num_drafts}"
 _CONVERT = """\
     python convert_hf_to_gguf.py FULL --outfile full.gguf
@@ -54,17 +60,31 @@ _CONVERT = """\
 """
 
 
-def engines_page(folder: Path, source: Path | None, *, num_drafts: int, tokens_per_round: float, speedup: float) -> str:
+def engines_page(
+    folder: Path,
+    source: Path | None,
+    *,
+    num_drafts: int,
+    tokens_per_round: float,
+    speedup: float,
+    in_four_bits: bool = False,
+) -> str:
     """The page. folder: of the draft.
 
     source: the GGUF file whose first layers are `draft.gguf` there; None for another checkpoint, which llama.cpp's own
         script converts.
+    in_four_bits: whether it is the whole model in 4 bits, as compressed-tensors: a format of vLLM and SGLang.
     """
     path = str(folder.resolve())
     draft = shlex.quote(str(folder.resolve() / GGUF_NAME))
     settings = {"method": "draft_model", "model": path, "num_speculative_tokens": num_drafts}
     llama = _LLAMA.format(
         full="full.gguf" if source is None else shlex.quote(str(source.resolve())), draft=draft, num_drafts=num_drafts
+    )
+    others = _OTHERS.format(
+        num_drafts=num_drafts,
+        yaml_folder=json.dumps(path),
+        llama_cpp=llama if source is not None else _CONVERT.format(folder=shlex.quote(path), draft=draft) + llama,
     )
     return _PAGE.format(
         num_drafts=num_drafts,
@@ -74,7 +94,6 @@ def engines_page(folder: Path, source: Path | None, *, num_drafts: int, tokens_p
         verdict="" if speedup > 1 else "That is no gain: this draft makes decoding slower.\n",
         full="" if source is None else f" (for llama.cpp {source.name} itself)",
         folder=shlex.quote(path),
-        yaml_folder=json.dumps(path),
         vllm=json.dumps(settings).replace("'", "'\\''"),
-        llama_cpp=llama if source is not None else _CONVERT.format(folder=shlex.quote(path), draft=draft) + llama,
+        others=_NO_OTHERS if in_four_bits else others,
     )

@@ -116,6 +116,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class GenerationRequest(Strict):
     """The fields that both kinds of request have.
 
+    model: may be left out, since a server has one. Another's name is refused.
     temperature: by default 1, as in OpenAI's API, unless the checkpoint's generation_config sets sampling. 0 is greedy.
     ignore_eos: the text continues after the model's end tokens. min_tokens: no end before this many new tokens.
     policy: how to speculate, by name. show_drafts: with `stream`, every chunk says which tokens were drafted, and their fate.
@@ -161,7 +162,7 @@ class GenerationRequest(Strict):
         "web_search_options": "this server searches nothing: leave out web_search_options",
     }
 
-    model: str
+    model: str | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, _ranged("temperature", le=2)] | None = None
@@ -295,6 +296,8 @@ class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions.
 
     parallel_tool_calls: false drops all calls of an answer but the first.
+    continue_final_message, add_generation_prompt: taken where they say what is done anyway: the last message is continued
+        if it is the assistant's, and answered otherwise.
     """
 
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
@@ -304,6 +307,8 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS), FailFast()] = Field(default_factory=list)
     tool_choice: ToolChoiceField = ToolChoice()
     parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     @model_validator(mode="after")
     def _of_chat(self) -> ChatRequest:
@@ -313,6 +318,10 @@ class ChatRequest(GenerationRequest):
             raise wrong_field("max_tokens", "max_tokens must be at least 1")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise wrong_field("max_tokens", "max_tokens and max_completion_tokens are two names of one limit: give one")
+        continued = self.messages[-1].role == "assistant"
+        for name, done in (("continue_final_message", continued), ("add_generation_prompt", not continued)):
+            if getattr(self, name) not in (None, done):
+                raise wrong_field(name, _CONTINUED.format(name))
         names = [tool.function.name for tool in self.tools]
         if len({*names}) < len(names):
             raise wrong_field("tools", "two tools have the same name")

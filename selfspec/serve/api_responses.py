@@ -1,7 +1,8 @@
 """Answers as OpenAI's own types.
 
 In addition, the usage has `drafted`, `accepted`, `rounds`, and of the drafts those that were copied: `copied` and
-`copied_accepted`. With show_drafts, a chunk of a stream has a field `selfspec` (see `selfspec.serve.draft_log`).
+`copied_accepted`. Beside the usage of a single text there are its `timings`, with llama.cpp's names. With show_drafts, a
+chunk of a stream has a field `selfspec` (see `selfspec.serve.draft_log`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,32 @@ def usage(results: Sequence[GenerationResult], choices_per_prompt: int) -> Compl
     )
 
 
+def timings(results: Sequence[GenerationResult]) -> dict[str, float | None] | None:
+    """Tokens and milliseconds of the one text of a request; None for several, whose times overlap.
+
+    The times are from when the text joins the others, so they leave out its waiting. `predicted_n` counts the first token,
+    which reading the prompt yields, as llama.cpp does. A rate without a time is None.
+    Source: llama.cpp, `result_timings` in tools/server, which its SPEED-Bench client reads.
+    """
+    if len(results) != 1:
+        return None
+    stats = results[0].stats
+    prompt_n, predicted_n = stats.num_prompt_tokens - stats.num_reused_tokens, stats.num_new_tokens
+    prompt_ms = 1000 * stats.time_to_first_token
+    predicted_ms = max(0.0, 1000 * stats.seconds - prompt_ms)
+    return {
+        "cache_n": stats.num_reused_tokens,
+        "prompt_n": prompt_n,
+        "prompt_ms": prompt_ms,
+        "prompt_per_second": 1000 * prompt_n / prompt_ms if prompt_ms else None,
+        "predicted_n": predicted_n,
+        "predicted_ms": predicted_ms,
+        "predicted_per_second": 1000 * predicted_n / predicted_ms if predicted_ms else None,
+        "draft_n": stats.num_drafted,
+        "draft_n_accepted": stats.num_accepted,
+    }
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Piece:
     """What several steps brought one choice, or its whole answer.
@@ -96,18 +123,24 @@ class Answer(ABC):
         }
         self._vocabulary = vocabulary
 
-    def whole(self, parts: Sequence[Piece], used: CompletionUsage) -> str:
+    def whole(self, parts: Sequence[Piece], results: Sequence[GenerationResult], choices_per_prompt: int) -> str:
         """The body of an answer that is not streamed, as JSON."""
         kind, name = self.whole_type
-        made = kind(object=name, choices=[self._choice(part) for part in parts], usage=used, **self.head)
+        counts = _counts(results, choices_per_prompt)
+        made = kind(object=name, choices=[self._choice(part) for part in parts], **counts, **self.head)
         return made.model_dump_json(exclude_unset=True)
 
-    def chunk(self, piece: Piece | None, used: CompletionUsage | None = None) -> str:
-        """One chunk of a stream, as JSON; without a piece it is the last one, with the usage."""
+    def chunk(self, piece: Piece) -> str:
+        """One chunk of a stream, as JSON."""
         kind, name = self.chunk_type
-        extra = {} if piece is None or piece.drafts is None else {"selfspec": piece.drafts}
-        choices = [] if piece is None else [self._delta(piece)]
-        made = kind(object=name, choices=choices, usage=used, **self.head, **extra)
+        extra = {} if piece.drafts is None else {"selfspec": piece.drafts}
+        made = kind(object=name, choices=[self._delta(piece)], usage=None, **self.head, **extra)
+        return made.model_dump_json(exclude_unset=True)
+
+    def last_chunk(self, results: Sequence[GenerationResult], choices_per_prompt: int) -> str:
+        """The last chunk of a stream, with the usage and without a choice, as JSON."""
+        kind, name = self.chunk_type
+        made = kind(object=name, choices=[], **_counts(results, choices_per_prompt), **self.head)
         return made.model_dump_json(exclude_unset=True)
 
     @abstractmethod
@@ -117,6 +150,13 @@ class Answer(ABC):
     @abstractmethod
     def _delta(self, part: Piece) -> Any:
         """A choice of a chunk."""
+
+
+def _counts(results: Sequence[GenerationResult], choices_per_prompt: int) -> dict[str, Any]:
+    """The fields of an answer that say what it took."""
+    found = timings(results)
+    used = {"usage": usage(results, choices_per_prompt)}
+    return used if found is None else {**used, "timings": found}
 
 
 class ChatAnswer(Answer):

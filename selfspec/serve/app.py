@@ -24,7 +24,7 @@ from selfspec.serve import api_errors
 from selfspec.serve.answering import Texts
 from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, rank_lost, shutting_down
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest
-from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, usage
+from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer
 from selfspec.serve.bodies import read_body
 from selfspec.serve.guard import Guard
 from selfspec.serve.lanes import Lanes
@@ -160,7 +160,7 @@ async def _whole(request: Request, body: GenerationRequest, texts: Texts, answer
     try:
         if not await _client_stays(request.receive, working):
             return Response(status_code=CLIENT_LEFT)
-        content = answer.whole(working.result(), usage(texts.results, body.n))
+        content = answer.whole(working.result(), texts.results, body.n)
         return Response(content, media_type="application/json")
     finally:
         working.cancel()
@@ -171,7 +171,7 @@ async def _events(body: GenerationRequest, texts: Texts, answer: Answer) -> Asyn
     async for piece in texts.pieces():
         yield f"data: {answer.chunk(piece)}\n\n"
     if body.stream_options is not None and body.stream_options.include_usage:
-        yield f"data: {answer.chunk(None, usage(texts.results, body.n))}\n\n"
+        yield f"data: {answer.last_chunk(texts.results, body.n)}\n\n"
     yield "data: [DONE]\n\n"
 
 

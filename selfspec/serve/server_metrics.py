@@ -1,4 +1,8 @@
-"""The server's metrics, for Prometheus."""
+"""The server's metrics, for Prometheus.
+
+Four of them have vLLM's names, because its benchmark and others that measure acceptance at any server look for these.
+Source: vLLM 0.33.0, vllm/benchmarks/serve.py and vllm/v1/spec_decode/metrics.py.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,19 @@ class ServerMetrics:
         self.accepted = counter("accepted_tokens", "Drafted tokens that were accepted, by exit layer.", ("exit_layer",))
         self.copied = counter("copied_tokens", "Drafts that were copied from earlier text.")
         self.copied_accepted = counter("accepted_copied_tokens", "Copied drafts that were accepted.")
+        self.spec_rounds = Counter(
+            "vllm:spec_decode_num_drafts", "Rounds of a text in which anything was drafted.", registry=self.registry
+        )
+        self.spec_drafted = Counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", registry=self.registry)
+        self.spec_accepted = Counter(
+            "vllm:spec_decode_num_accepted_tokens", "Accepted drafted tokens.", registry=self.registry
+        )
+        self.spec_accepted_at = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted drafted tokens, by their place in the draft.",
+            ("position",),
+            registry=self.registry,
+        )
         self.answer_bytes = gauge("answer_store_bytes", "Memory of earlier answers that are kept to copy from.")
         self.answers = gauge("answer_store_answers", "Earlier answers that are kept to copy from.")
         self.answers_dropped = counter("answer_store_dropped_answers", "Answers forgotten to make room for later ones.")
@@ -70,6 +87,12 @@ class ServerMetrics:
         if progress.record is not None:
             self.round_tokens.observe(count)
             drafted, accepted = progress.record.counted_drafts
+            if drafted:
+                self.spec_rounds.inc()
+                self.spec_drafted.inc(drafted)
+                self.spec_accepted.inc(accepted)
+                for place in range(accepted):
+                    self.spec_accepted_at.labels(str(place)).inc()
             copied, copied_accepted = progress.record.counted_copies
             self.copied.inc(copied)
             self.copied_accepted.inc(copied_accepted)

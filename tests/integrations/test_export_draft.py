@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from layerskip_models import from_transformers, load_model
 from layerskip_models.checkpoints.fingerprint import fingerprint
+from layerskip_models.checkpoints.four_bit_writing import write_in_four_bits
 from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import save_adapters
@@ -273,3 +274,72 @@ def test_of_a_gguf_file_the_draft_is_one_too(adapted: bool, tmp_path: Path) -> N
         f"llama-server -m {tmp_path / 'tiny.gguf'} -md {tmp_path / 'draft' / 'draft.gguf'} --spec-type draft-simple"
         in page
     )
+
+
+def test_the_whole_model_in_four_bits(tmp_path: Path) -> None:
+    """Its acceptance is predicted from the numbers that were written, and its layers count by their bytes."""
+    llama = tiny_llama(
+        num_layers=3, seed=3, hidden_size=64, head_dim=32, intermediate_size=128, max_position_embeddings=256
+    )
+    llama.save_pretrained(tmp_path / "tiny")
+    tiny_tokenizer().save_pretrained(tmp_path / "tiny")
+    (tmp_path / "a.txt").write_text("abc abd abe", encoding="utf-8")
+
+    def run(model: str, *more: str) -> Any:
+        fixed = ["--output-dir", str(tmp_path / "draft"), "--file", str(tmp_path / "a.txt"), "--max-new-tokens", "16"]
+        return CliRunner().invoke(app, ["export-draft", str(tmp_path / model), *fixed, *more])
+
+    result = run("tiny", "--draft-weights", "int4")
+    assert result.exit_code == 0, result.output
+    written = load_transformers(tmp_path / "draft", dtype="float32", device="cpu")
+    assert written.config.num_hidden_layers == 3
+    prompt = tiny_tokenizer()("abc abd abe")["input_ids"]
+    own = reference_greedy(llama, prompt, max_new_tokens=16)
+    with torch.no_grad():
+        said = written(torch.tensor([[*prompt, *own[:-1]]])).logits[0, len(prompt) - 1 :].argmax(dim=-1).tolist()
+    agreement = sum(a == b for a, b in zip(said, own)) / 16
+    assert f"own greedy text: {agreement:.3f}" in result.stdout
+    assert agreement > 0.3
+    assert "lines for vLLM and SGLang)" in result.stdout
+    assert "all layers in 4 bits" in (tmp_path / "draft" / "README.md").read_text(encoding="utf-8")
+    page = (tmp_path / "draft" / "ENGINES.md").read_text(encoding="utf-8")
+    assert "--speculative-draft-model-path" in page and "llama-quantize" in page
+    assert "trtllm-serve" not in page and "{" not in page.replace('\'{"method"', "")
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["2", "--draft-weights", "int4"], "leave out the number of layers"),
+        (["--draft-weights", "int4", "--exits", "some"], "leave out --exits"),
+        (["--draft-weights", "int8"], "must be own or int4, got 'int8'"),
+    ],
+)
+def test_what_does_not_go_with_four_bits(folder: Path, more: list[str], named: str) -> None:
+    result = CliRunner().invoke(app, ["export-draft", str(folder / "tiny"), "--output-dir", str(folder / "new"), *more])
+    assert result.exit_code == 2 and named in " ".join(result.output.split())
+
+
+def test_few_bits_are_not_rounded_again(tmp_path: Path) -> None:
+    llama = tiny_llama(num_layers=3, hidden_size=64, head_dim=32, intermediate_size=128, max_position_embeddings=256)
+    write_in_four_bits(llama, tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    arguments = ["--output-dir", str(tmp_path / "draft"), "--draft-weights", "int4"]
+    result = CliRunner().invoke(app, ["export-draft", str(tmp_path), *arguments])
+    assert result.exit_code == 2 and "has few bits already" in " ".join(result.output.split())
+
+
+def test_a_gguf_file_of_floats_in_four_bits(tmp_path: Path) -> None:
+    llama = tiny_llama(
+        num_layers=3, seed=3, hidden_size=64, head_dim=32, intermediate_size=128, max_position_embeddings=256
+    )
+    write(tmp_path / "tiny.gguf", "llama", metadata(llama.config), tensors(llama))
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "a.txt").write_text("abc abd abe", encoding="utf-8")
+    arguments = ["--output-dir", str(tmp_path / "draft"), "--file", str(tmp_path / "a.txt"), "--max-new-tokens", "16"]
+    result = CliRunner().invoke(
+        app, ["export-draft", str(tmp_path / "tiny.gguf"), *arguments, "--draft-weights", "int4"]
+    )
+    assert result.exit_code == 0, result.output
+    assert not (tmp_path / "draft" / "draft.gguf").exists()
+    assert load_transformers(tmp_path / "draft", dtype="float32", device="cpu").config.num_hidden_layers == 3

@@ -1,8 +1,8 @@
 """Bodies as well-known clients send them: each is answered, or refused in one line that names the field.
 
-`client_bodies.json` was recorded from the clients themselves. Only the bodies of Open WebUI, of vLLM's benchmarks, of our own
-page, and of clients without a version were written by hand, after their sources. refused: the field that is named. ignored:
-what the header of the answer names.
+`client_bodies.json` was recorded from the clients themselves. Only the bodies of Open WebUI, of vLLM's benchmarks, of aiperf,
+of our own page, and of clients without a version were written by hand, after their sources. refused: the field that is
+named. ignored: what the header of the answer names. missing: there is no such route.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ def test_it_is_answered_or_refused_by_name(server: RunningServer, sent: dict[str
         assert sent["refused"].split(".")[-1] in error["message"]
         return
     status, answer, headers = ask(server, "POST", sent["path"], sent["body"])
+    if "missing" in sent:
+        message = json.loads(answer)["error"]["message"]
+        assert status == 404 and sent["path"] in message and "POST /v1/chat/completions" in message
+        return
     assert status == 200, answer
     assert (headers["x-selfspec-ignored"] or "").split(", ") == sent.get("ignored", [""])
     if sent["body"].get("stream"):

@@ -291,7 +291,10 @@ def test_drafts_are_shown_with_the_text_as_it_was_written(client: OpenAI) -> Non
 
 @pytest.mark.parametrize("sent", BODIES, ids=lambda sent: sent["client"])
 def test_what_agents_send_is_answered(server: RunningServer, sent: dict[str, Any]) -> None:
-    """Recorded from agents of two libraries that ran their loops against this server: calls, results, answer."""
+    """Recorded from agents of two libraries that ran their loops against this server: calls, results, answer.
+
+    Those of Open WebUI were written after its source.
+    """
     status, answer, headers = ask(server, "POST", "/v1/chat/completions", sent["body"])
     assert status == 200, answer
     assert (headers["x-selfspec-ignored"] or "strict") == "strict"
