@@ -15,7 +15,7 @@ from bench.record import read_record
 from bench.report.markdown import markdown
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
-from tests.helpers.tiny_llama import tiny_llama
+from tiny_llama import tiny_llama
 
 BOUNDS = Bounds(alpha=0.0, threshold=0.5, depth=3, width=4)
 
