@@ -117,7 +117,13 @@ STUDIES: dict[str, RecordKind] = {
     "exit-adapters": RecordKind(
         tables=exit_tables,
         headline=exits_headline,
-        headings={"exits_gain": "Tokens per layer", "exits_agreement": "Agreement", "exits_speed": "Speed"},
+        headings={
+            "exits_gain": "Tokens per layer",
+            "exits_agreement": "Agreement",
+            "exits_accepted": "Accepted tokens",
+            "exits_foretold": "What foretells them",
+            "exits_speed": "Speed",
+        },
     ),
     "judge-exits": RecordKind(
         tables=judged_tables,

@@ -47,10 +47,8 @@ def accepted_length_weights(losses: Tensor, valid: Tensor, *, arm: str, alpha: f
         if arm == "uniform":
             return valid.to(losses.dtype)
         smoothed = (1 - alpha) * torch.exp(-losses.double()) + alpha
-        weights = _sum_over_starts(draft_weights(torch.where(valid, smoothed, 0.0), arm=arm, block=block))
-        total = weights.sum(1, keepdim=True)
-        count = valid.sum(1, keepdim=True)
-        return torch.where(total > 0, weights * (count / total), valid.double()).to(losses.dtype)
+        weights = sum_over_starts(draft_weights(torch.where(valid, smoothed, 0.0), arm=arm, block=block))
+        return mean_of_one(weights, valid).to(losses.dtype)
 
 
 def draft_weights(smoothed: Tensor, *, arm: str, block: int) -> Tensor:
@@ -63,7 +61,14 @@ def draft_weights(smoothed: Tensor, *, arm: str, block: int) -> Tensor:
     return products if arm == "cumulative" else products.flip(-1).cumsum(-1).flip(-1)
 
 
-def _sum_over_starts(weights: Tensor) -> Tensor:
+def mean_of_one(weights: Tensor, valid: Tensor) -> Tensor:
+    """Weights [batch, length] with a mean of 1 over the valid rows of every sequence; equal ones where all are 0."""
+    total = weights.sum(1, keepdim=True)
+    count = valid.sum(1, keepdim=True)
+    return torch.where(total > 0, weights * (count / total), valid.to(weights.dtype))
+
+
+def sum_over_starts(weights: Tensor) -> Tensor:
     """[batch, start, place in the draft] -> [batch, row]: the sum over all drafts that contain the row."""
     length = weights.shape[1]
     total = torch.zeros_like(weights[:, :, 0])

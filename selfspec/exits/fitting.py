@@ -31,6 +31,9 @@ _TERMS = 4  # of a step's sums per exit: ce, kl, agreements, rows
 
 Outputs = Callable[[ExitSequence, Tensor, np.random.Generator], list[Tensor]]
 """outputs(sequence, rows, draw): what replaces each exit's states at these rows, float32 [n, hidden] for each exit."""
+Weights = Callable[[ExitSequence, Tensor, Tensor, Tensor], Tensor]
+"""weights(sequence, rows, output, losses): what each row's loss weighs at one exit, [n], of mean 1. output: of the exit, as
+`Outputs` gives it. losses: [n], -log q of the labels, in nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,8 @@ class ExitFit:
     """A fit, step by step. Sets the adapters' scales to begin with.
 
     sequences: with scored rows each. depths: of their states, ascending; the exits are among them, and the last layer is
-    the last. outputs: None for the adapters on the states of their exit, row by row.
+    the last. outputs: None for the adapters on the states of their exit, row by row. weights: None for D-PACE's, as the
+    settings say.
     accelerator: each process takes its part of every batch. Raises ValueError if there is nothing to fit to.
     """
 
@@ -64,6 +68,7 @@ class ExitFit:
         settings: FitSettings,
         accelerator: Accelerator,
         outputs: Outputs | None = None,
+        weights: Weights | None = None,
     ) -> None:
         if not sequences:
             raise ValueError("there is no text to fit exit adapters to: give more data")
@@ -72,6 +77,7 @@ class ExitFit:
         self.held = WholeCopies(accelerator, adapters)
         self.optimizer = torch.optim.AdamW(adapters.parameters(), betas=(0.9, 0.99), weight_decay=settings.weight_decay)
         self._outputs = outputs or self._row_by_row
+        self._weights = weights or self._by_accepted_length
         _set_scales(adapters, sequences, depths)
 
     def _row_by_row(self, sequence: ExitSequence, rows: Tensor, draw: np.random.Generator) -> list[Tensor]:
@@ -79,6 +85,16 @@ class ExitFit:
             self.adapters.at(layer)(states_at(sequence, self.depths, layer, rows).float())
             for layer in self.adapters.exit_layers
         ]
+
+    def _by_accepted_length(self, sequence: ExitSequence, rows: Tensor, output: Tensor, losses: Tensor) -> Tensor:
+        """D-PACE's weights. A draft ends where a stretch of rows does."""
+        settings = self.settings
+
+        def weights(losses: Tensor, valid: Tensor) -> Tensor:
+            arm, alpha, block = settings.arm, settings.alpha, settings.block
+            return accepted_length_weights(losses, valid, arm=arm, alpha=alpha, block=block)
+
+        return in_runs(losses, sequence.runs(rows), weights)
 
     def gradient(self, step: int) -> StepFigures:
         """The gradient of one batch, a mean over its scored rows, summed over the processes."""
@@ -129,9 +145,8 @@ class ExitFit:
                 ce[index, chunk] = loss.ce
                 count = sums.new_tensor(len(labels))
                 sums[index] += torch.stack([loss.ce.sum(), loss.kl.sum(), loss.agrees.sum(), count])
-        runs = sequence.runs(rows)
-        for gradient, losses in zip(gradients, ce):
-            gradient *= _position_weights(losses, runs, settings).unsqueeze(-1)
+        for gradient, output, losses in zip(gradients, outputs, ce):
+            gradient *= self._weights(sequence, rows, output, losses).unsqueeze(-1)
         return [gradient.to(output.dtype) for gradient, output in zip(gradients, outputs)]
 
 
@@ -144,6 +159,7 @@ def fit(
     *,
     seconds: float | None = None,
     outputs: Outputs | None = None,
+    weights: Weights | None = None,
     after_step: Callable[[int, StepFigures], None] = lambda done, figures: None,
 ) -> int:
     """Train adapters in place, in one process. Returns the number of steps done. Arguments as of `ExitFit`.
@@ -151,9 +167,8 @@ def fit(
     seconds: stop by then if not before; the learning rate then falls with the time. Without it the result is a function of
     the other arguments. after_step: called with the number of steps done.
     """
-    steps = ExitFit(
-        adapters, sequences, depths, head, settings, Accelerator(cpu=head.weight.device.type == "cpu"), outputs
-    )
+    accelerator = Accelerator(cpu=head.weight.device.type == "cpu")
+    steps = ExitFit(adapters, sequences, depths, head, settings, accelerator, outputs, weights)
     started = time.monotonic()
     for done in range(settings.steps):
         spent = 0.0 if seconds is None else (time.monotonic() - started) / seconds
@@ -192,16 +207,16 @@ def states_at(sequence: ExitSequence, depths: Sequence[int], layer: int, rows: T
     return sequence.states[rows, depths.index(layer)]
 
 
-def _position_weights(losses: Tensor, runs: Tensor, settings: FitSettings) -> Tensor:
-    """D-PACE's weights of the rows of one sequence, [n], of mean 1. A draft ends where a stretch does."""
+def in_runs(values: Tensor, runs: Tensor, weights: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Weights of the rows of one sequence, [n]. values: [n]. runs: int64 [n], numbers of the stretches without gaps.
+
+    weights(values, valid): of rows [1, length], among which those between two stretches are not valid.
+    """
     places = torch.arange(len(runs), device=runs.device) + runs  # one place is left free between two stretches
-    row = losses.new_zeros(int(places[-1]) + 1)
+    row = values.new_zeros(int(places[-1]) + 1)
     valid = torch.zeros_like(row, dtype=torch.bool)
-    row[places], valid[places] = losses, True
-    weights = accepted_length_weights(
-        row.unsqueeze(0), valid.unsqueeze(0), arm=settings.arm, alpha=settings.alpha, block=settings.block
-    )
-    return weights[0, places]
+    row[places], valid[places] = values, True
+    return weights(row.unsqueeze(0), valid.unsqueeze(0))[0, places].to(values.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +26,7 @@ from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import load_adapters
 from layerskip_models.families import FAMILIES
 from layerskip_models.parallel import spread_loading
+from layerskip_models.training.accepted_length import accepted_length_weights
 from layerskip_models.training.saving import latest_checkpoint
 from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
@@ -241,15 +243,16 @@ def test_two_processes_have_the_gradient_of_one(arm: str) -> None:
 
 def test_position_weights_end_where_a_stretch_does() -> None:
     losses, runs = torch.rand(9, generator=torch.Generator().manual_seed(0)) * 3, torch.tensor([0] * 5 + [1] * 4)
-    settings = FitSettings(steps=1, arm="full")
-    weights = exit_fitting._position_weights(losses, runs, settings)
-    assert float(weights.mean()) == pytest.approx(1.0) and float(weights.std()) > 0.1
-    changed = exit_fitting._position_weights(torch.cat([losses[:5], losses[5:] + 1]), runs, settings)
-    assert torch.allclose(weights[:5] / weights[0], changed[:5] / changed[0])  # but for the mean, nothing crosses over
-    uniform = exit_fitting._position_weights(losses, runs, replace(settings, arm="uniform"))
-    assert uniform.tolist() == [1.0] * 9
-    one = torch.zeros(9).long()
-    assert not torch.allclose(weights, exit_fitting._position_weights(losses, one, settings))
+
+    def weights(losses: Tensor, runs: Tensor, arm: str = "full") -> Tensor:
+        return exit_fitting.in_runs(losses, runs, partial(accepted_length_weights, arm=arm, alpha=0.5, block=8))
+
+    found = weights(losses, runs)
+    assert float(found.mean()) == pytest.approx(1.0) and float(found.std()) > 0.1
+    changed = weights(torch.cat([losses[:5], losses[5:] + 1]), runs)
+    assert torch.allclose(found[:5] / found[0], changed[:5] / changed[0])  # but for the mean, nothing crosses over
+    assert weights(losses, runs, "uniform").tolist() == [1.0] * 9
+    assert not torch.allclose(found, weights(losses, torch.zeros(9).long()))
 
 
 def test_states_stop_at_the_budget_and_are_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -14,7 +16,9 @@ from torch import Tensor
 
 from bench.engines.own import GREEDY
 from bench.experiments.exit_adapters.forms import (
+    LENGTHS,
     Agreement,
+    accepted_from_all_rows,
     adapter_layers,
     agreements,
     best_length,
@@ -22,6 +26,7 @@ from bench.experiments.exit_adapters.forms import (
     own_texts,
 )
 from bench.experiments.exit_adapters.other_forms import FORMS, make_adapters, plan_for_forms, training_outputs
+from bench.experiments.exit_adapters.position_weights import other_weights, parse_weighting
 from layerskip_models import LayerSkipModel
 from layerskip_models.exits.adapter import ExitAdapters
 from layerskip_models.exits.folder import config_for
@@ -56,10 +61,8 @@ def arms(forms: Sequence[str], weightings: Sequence[str], seeds: int) -> list[Ar
     """Every combination. ValueError for a form or a weighting that there is not."""
     if unknown := set(forms) - set(FORMS):
         raise ValueError(f"forms are {', '.join(FORMS)}; got {', '.join(sorted(unknown))}")
-    return [
-        Arm(form=form, weighting=weighting, seed=seed)
-        for form, weighting, seed in product(forms, weightings, range(seeds))
-    ]
+    names = [parse_weighting(weighting).name for weighting in weightings]
+    return [Arm(form=form, weighting=name, seed=seed) for form, name, seed in product(forms, names, range(seeds))]
 
 
 def train_arms(
@@ -69,7 +72,10 @@ def train_arms(
     generator: SelfSpecGenerator,
     advance: Callable[[str], None],
 ) -> dict[Arm, ExitAdapters]:
-    """Fit each arm to the same hidden states, or read it from the work folder. The states lie there, too."""
+    """Fit each arm to the same hidden states, or read it from the work folder. The states lie there, too.
+
+    How many processor seconds a step of each arm took is written beside its weights.
+    """
     model = generator.model
     described = config_for(model, exit_layers=config.layers(model), rank=config.width(model))
     found: dict[Arm, ExitAdapters] = {}
@@ -88,8 +94,20 @@ def train_arms(
             adapters.load_state_dict(torch.load(finished, weights_only=True))
         else:
             states = HiddenStateDataset(folder, plan, plan.depths, length=config.sequence_length, seed=arm.seed)
-            settings = replace(config.fit_settings(len(states)), arm=arm.weighting, seed=arm.seed)
-            fit(adapters, states, plan.depths, head, settings, outputs=training_outputs(adapters, plan.depths))
+            weighting = parse_weighting(arm.weighting)
+            weights = other_weights(weighting, head, plan.depths)
+            settings = replace(
+                config.fit_settings(len(states)),
+                arm="uniform" if weights else weighting.arm,
+                alpha=weighting.alpha,
+                block=weighting.block,
+                seed=arm.seed,
+            )
+            outputs = training_outputs(adapters, plan.depths)
+            began = time.process_time()
+            steps = fit(adapters, states, plan.depths, head, settings, outputs=outputs, weights=weights)
+            seconds = (time.process_time() - began) / steps
+            (work / f"{arm.name}.json").write_text(json.dumps({"steps": steps, "processor_seconds": seconds}))
             write_file(finished, adapters)
         adapters.eval()
         advance(f"training {arm.name}")
@@ -145,7 +163,7 @@ class Measured:
             lengths[agreement.exit_layer] = length
             yield {
                 "kind": "exit", "exit_layer": agreement.exit_layer, "agreement": agreement.share, "num_speculations": length,
-                "gain": gain, "adapter_layers": share,
+                "gain": gain, "adapter_layers": share, "accepted": accepted_from_all_rows(agreement, max(LENGTHS)),
             }  # fmt: skip
         if adapters is None or type(adapters) is ExitAdapters:  # a form that the engine drafts with
             leans = {} if adapters is None else lean_adapters(adapters, self.model)

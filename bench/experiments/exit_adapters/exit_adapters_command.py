@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -20,11 +22,14 @@ from bench.commands.preparation import configuration, open_model, open_tokenizer
 from bench.commands.run_command import choose_prompts
 from bench.datasets import encode_prompts
 from bench.experiments.exit_adapters.arms import Measured, arms, train_arms
+from bench.experiments.exit_adapters.confidences import correlations
 from bench.experiments.exit_adapters.other_forms import FORMS
+from bench.experiments.exit_adapters.position_weights import OTHERS
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH
 from layerskip_models.exits.adapter import FORM as DRAFTED
+from layerskip_models.training.accepted_length import ARMS
 from layerskip_models.training.documents import DEFAULT_EXCLUDES
 from selfspec import SelfSpecGenerator
 from selfspec.cli.notes import one_line_errors
@@ -37,7 +42,11 @@ def exit_adapters(
     model: ModelOption = None,
     form: Annotated[list[str] | None, typer.Option(help=f"Form; repeatable. Default: {', '.join(FORMS)}.")] = None,
     weighting: Annotated[
-        list[str] | None, typer.Option(help="Weights of positions; repeatable. Default: uniform, full (D-PACE).")
+        list[str] | None,
+        typer.Option(
+            help=f"Weights of positions, ARM[:ALPHA[:BLOCK]] with one of {', '.join((*ARMS, *OTHERS))}; repeatable. "
+            "Default: uniform, full (D-PACE).",
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each form and weighting.")] = 3,
     exit_layer: Annotated[list[int] | None, typer.Option(help="Exit; repeatable. Default: train-exit's.")] = None,
@@ -106,12 +115,15 @@ def exit_adapters(
             best = {line["exit_layer"]: line["num_speculations"] for line in bare if line["kind"] == "exit"}
             lengths: dict[int, tuple[int, int]] = {}
             for arm, adapters in trained.items():
+                record.write({"kind": "fit", **asdict(arm), **json.loads((work / f"{arm.name}.json").read_text())})
                 for line in measured.arm(arm, adapters):
                     record.write(line)
                     if line["kind"] == "exit" and arm.form == DRAFTED and len(lengths) < len(layers):
                         layer = line["exit_layer"]
                         lengths[layer] = best[layer], line["num_speculations"]
                 advance(arm.name)
+            for line in correlations(measured, next(iter(trained.values()))):
+                record.write(line)
             drafted = next((found for arm, found in trained.items() if arm.form == DRAFTED), None)
             if drafted is not None:
                 for line in measured.speeds(drafted, lengths, repeats):

@@ -38,6 +38,7 @@ def exit_tables(lines: Sequence[Line]) -> list[Table]:
             share = _middle(lines, "exit", form, weighting, "adapter_layers")
             rows.append((_FORMS[form], weighting or "-", number(share, "{:.3f}"), *found, *auto))
         tables.append(Table(name=f"exits_{name}", title=title, columns=(*columns, *last), rows=tuple(rows)))
+    tables += _accepted_tables(lines, layers)
     speeds = [line for line in lines if line["kind"] == "speed"]
     if speeds:
         names = list(dict.fromkeys(line["name"] for line in speeds))
@@ -54,6 +55,49 @@ def exit_tables(lines: Sequence[Line]) -> list[Table]:
             )
         )
     return tables
+
+
+def _accepted_tables(lines: Sequence[Line], layers: Sequence[int]) -> list[Table]:
+    """Accepted tokens of long drafts against equal weights in the same seed; what foretells them. Newer records have them."""
+    tables = []
+    if any("accepted" in line for line in lines) and any(line.get("weighting") == "uniform" for line in lines):
+        rows = []
+        for form, weighting in _arms(lines):
+            if form == "none":
+                continue
+            cells = [_accepted(lines, form, weighting, layer) for layer in layers]
+            rows.append((_FORMS[form], weighting, *cells, _step(lines, form, weighting)))
+        columns = ("adapter", "weights of positions", *(f"exit {layer}" for layer in layers), "time of a step")
+        title = "Accepted tokens of drafts of 8, from every row; other weights: the gain over equal weights"
+        tables.append(Table(name="exits_accepted", title=title, columns=columns, rows=tuple(rows)))
+    found = [line for line in lines if line["kind"] == "correlation"]
+    if found:
+        foretold = [
+            {
+                "exit layer": str(line["exit_layer"]),
+                "sum of products": f"{line['products']:.2f}",
+                "sum of confidences": f"{line['sums']:.2f}",
+            }
+            for line in found
+        ]
+        title = f"Rank correlation with the accepted tokens of {found[0]['drafts']} drafts"
+        tables.append(Table.of("exits_foretold", title, foretold))
+    return tables
+
+
+def _accepted(lines: Sequence[Line], form: str, weighting: str, layer: int) -> str:
+    if weighting == "uniform":
+        return _spread(lines, "exit", form, weighting, "accepted", layer)
+    ours, equal = (_values(lines, "exit", form, one, "accepted", layer) for one in (weighting, "uniform"))
+    gains = [left / right for left, right in zip(ours, equal)]
+    middle = f"{median(gains):.3f}"
+    return middle if len(gains) == 1 else f"{middle} ({min(gains):.3f} to {max(gains):.3f})"
+
+
+def _step(lines: Sequence[Line], form: str, weighting: str) -> str:
+    """Of a step's processor time, over that of equal weights."""
+    ours, equal = (_values(lines, "fit", form, one, "processor_seconds", None) for one in (weighting, "uniform"))
+    return f"{median(ours) / median(equal):.3f}" if ours and equal else "–"
 
 
 def _arms(lines: Sequence[Line]) -> list[tuple[str, str]]:

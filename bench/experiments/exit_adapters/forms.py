@@ -101,6 +101,19 @@ def replayed_gain(agreement: Agreement, length: int, num_layers: int, adapter_la
     return tokens / cost * num_layers
 
 
+def accepted_from_all_rows(agreement: Agreement, length: int) -> float:
+    """Mean number of accepted tokens of drafts of `length`, one from every row that has as many behind it."""
+    accepted = drafts = 0
+    for hits in agreement.hits:
+        starts = hits.shape[1] - length + 1
+        holding = torch.ones(max(starts, 0), dtype=torch.bool)
+        drafts += len(holding)
+        for place in range(length if starts > 0 else 0):
+            holding &= hits[min(place, len(hits) - 1), place : place + starts]
+            accepted += int(holding.sum())
+    return accepted / max(drafts, 1)
+
+
 def best_length(agreement: Agreement, num_layers: int, adapter_layers: float) -> tuple[int, float]:
     """The number of drafts with most tokens per layer, and `replayed_gain` of it."""
     gains = {length: replayed_gain(agreement, length, num_layers, adapter_layers) for length in LENGTHS}
