@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -72,10 +70,7 @@ def train_arms(
     generator: SelfSpecGenerator,
     advance: Callable[[str], None],
 ) -> dict[Arm, ExitAdapters]:
-    """Fit each arm to the same hidden states, or read it from the work folder. The states lie there, too.
-
-    How many processor seconds a step of each arm took is written beside its weights.
-    """
+    """Fit each arm to the same hidden states, or read it from the work folder. The states lie there, too."""
     model = generator.model
     described = config_for(model, exit_layers=config.layers(model), rank=config.width(model))
     found: dict[Arm, ExitAdapters] = {}
@@ -104,10 +99,7 @@ def train_arms(
                 seed=arm.seed,
             )
             outputs = training_outputs(adapters, plan.depths)
-            began = time.process_time()
-            steps = fit(adapters, states, plan.depths, head, settings, outputs=outputs, weights=weights)
-            seconds = (time.process_time() - began) / steps
-            (work / f"{arm.name}.json").write_text(json.dumps({"steps": steps, "processor_seconds": seconds}))
+            fit(adapters, states, plan.depths, head, settings, outputs=outputs, weights=weights)
             write_file(finished, adapters)
         adapters.eval()
         advance(f"training {arm.name}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -115,7 +113,6 @@ def exit_adapters(
             best = {line["exit_layer"]: line["num_speculations"] for line in bare if line["kind"] == "exit"}
             lengths: dict[int, tuple[int, int]] = {}
             for arm, adapters in trained.items():
-                record.write({"kind": "fit", **asdict(arm), **json.loads((work / f"{arm.name}.json").read_text())})
                 for line in measured.arm(arm, adapters):
                     record.write(line)
                     if line["kind"] == "exit" and arm.form == DRAFTED and len(lengths) < len(layers):

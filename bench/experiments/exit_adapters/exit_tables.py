@@ -66,8 +66,8 @@ def _accepted_tables(lines: Sequence[Line], layers: Sequence[int]) -> list[Table
             if form == "none":
                 continue
             cells = [_accepted(lines, form, weighting, layer) for layer in layers]
-            rows.append((_FORMS[form], weighting, *cells, _step(lines, form, weighting)))
-        columns = ("adapter", "weights of positions", *(f"exit {layer}" for layer in layers), "time of a step")
+            rows.append((_FORMS[form], weighting, *cells))
+        columns = ("adapter", "weights of positions", *(f"exit {layer}" for layer in layers))
         title = "Accepted tokens of drafts of 8, from every row; other weights: the gain over equal weights"
         tables.append(Table(name="exits_accepted", title=title, columns=columns, rows=tuple(rows)))
     found = [line for line in lines if line["kind"] == "correlation"]
@@ -92,12 +92,6 @@ def _accepted(lines: Sequence[Line], form: str, weighting: str, layer: int) -> s
     gains = [left / right for left, right in zip(ours, equal)]
     middle = f"{median(gains):.3f}"
     return middle if len(gains) == 1 else f"{middle} ({min(gains):.3f} to {max(gains):.3f})"
-
-
-def _step(lines: Sequence[Line], form: str, weighting: str) -> str:
-    """Of a step's processor time, over that of equal weights."""
-    ours, equal = (_values(lines, "fit", form, one, "processor_seconds", None) for one in (weighting, "uniform"))
-    return f"{median(ours) / median(equal):.3f}" if ours and equal else "–"
 
 
 def _arms(lines: Sequence[Line]) -> list[tuple[str, str]]:
