@@ -6,6 +6,7 @@ import gzip
 import json
 import shlex
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,14 @@ from bench.experiments.records.record_table import FILES, PACKAGES, RECORDS, Rec
 from bench.record import read_record, record_name
 from bench.report.markdown import fill_markers, headline
 from bench.sources import ROOT
+from layerskip_models import DEMO_PATH
+from policies import LayerCost, parse_policy
+from selfspec import SelfSpecGenerator
 
 KEPT = {record_name(path): path for folder in ("docs", "bench") for path in (ROOT / folder).rglob("*.jsonl.gz")}
 BY_NAME = {source.name: source for source in RECORDS}
+WRITTEN_OUT = {"del:omega={0.5,0.8,1}": ["del:omega=0.5", "--policy", "del:omega=0.8", "--policy", "del:omega=1"]}
+"""What an older version of the commands understood, and what says the same today."""
 OWN_PLACES = {"--output", "-o", "--output-dir", "--work", "--work-dir", "--folder"}
 PROGRAMS: dict[str, Any] = {
     "bench": typer.main.get_command(bench_app),
@@ -65,7 +71,8 @@ def without_places(words: list[str]) -> list[str]:
 def test_the_table_has_the_command_of_each_record(name: str) -> None:
     """Studies were once commands of selfspec-bench, so programs are not compared."""
     said = shlex.split(read_record(KEPT[name])[0]["provenance"]["command"])
-    theirs = said[1:] if said[0] == "selfspec-bench" else said[3:]
+    theirs = [one for word in said for one in WRITTEN_OUT.get(word, [word])]
+    theirs = theirs[1:] if said[0] == "selfspec-bench" else theirs[3:]
     assert without_places(BY_NAME[name].words(quick=False)[1:]) == without_places(theirs)
 
 
@@ -83,6 +90,24 @@ def test_commands_parse(source: RecordSource, quick: bool, tmp_path: Path) -> No
         parsed = [place if word.startswith("WORK") else word for word in words[2:]]
         with command.make_context(words[1], parsed) as context:
             assert context.params["output_dir" if "--output-dir" in words else "output"] == Path(place)
+
+
+def test_the_policies_of_all_commands_are_known() -> None:
+    """A policy that is named another way by now would end its command after it has begun."""
+    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH)
+    layers = generator.model.num_layers
+    words = [word for source in RECORDS for quick in (False, True) for word in source.words(quick=quick)]
+    names = {name for option, name in pairwise(words) if option in ("--policy", "--kept")}
+    assert len(names) > 30
+    for name in names:
+        parse_policy(
+            name,
+            num_layers=layers,
+            measure=lambda: LayerCost(layers),
+            preverifier=generator.load_preverifier,
+            draft_bits=(8,),
+            offered_bits=(8,),
+        )
 
 
 @pytest.mark.parametrize("source", RECORDS, ids=lambda source: source.name)
@@ -223,6 +248,22 @@ def test_complete_records_are_packed_into_their_places(tmp_path: Path, monkeypat
     assert [path.name for path in place.iterdir()] == ["roofline.jsonl.gz"]
     assert gzip.decompress((place / "roofline.jsonl.gz").read_bytes()) == (tmp_path / "roofline.jsonl").read_bytes()
     assert "skipped: needs --files FOLDER" in result.stdout
+
+
+def test_an_interrupted_command_says_what_there_is_and_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: Maker, source: RecordSource) -> Outcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Code, "here", lambda: CODE)
+    monkeypatch.setattr(making, "git_commit", lambda folder: "abc")
+    monkeypatch.setattr(Maker, "make", interrupt)
+    write(tmp_path / "run.jsonl")
+    result = invoke("--output-dir", tmp_path, "--only", "run", "--only", "sweep")
+    assert result.exit_code == 130
+    assert "complete already" in result.stdout
+    assert result.stderr.endswith("interrupted: the same command goes on\n")
 
 
 def test_a_quick_record_is_made_once_and_documents_refuse_it(tmp_path: Path) -> None:

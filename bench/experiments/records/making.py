@@ -138,7 +138,10 @@ class Maker:
                 written.replace(path)
         seconds = perf_counter() - began
         if not self.is_complete(source):
-            return Outcome(what=f"failed with status {status}: {last}", failed=True, seconds=seconds)
+            what = (
+                f"failed with status {status}: {last}" if status else f"its command left no record of this code: {last}"
+            )
+            return Outcome(what=what, failed=True, seconds=seconds)
         if status:
             return Outcome(what=f"made, but its command failed: {last}", failed=True, seconds=seconds)
         without = _not_installed(source.peers)

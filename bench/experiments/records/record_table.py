@@ -203,8 +203,8 @@ RECORDS: tuple[RecordSource, ...] = (
     RecordSource(
         name="del",
         command="selfspec-bench run --policy del --policy del:length=tpl --policy ls:2-18+del "
-        "--policy del:layers=4/5/6/7/8/9/10/11/12/13/14/15 --policy 'del:omega={0.5,0.8,1}' --no-peers --no-memory --no-grid "
-        "--num-samples 3 --repeats 3",
+        "--policy del:layers=4/5/6/7/8/9/10/11/12/13/14/15 --policy del:omega=0.5 --policy del:omega=0.8 "
+        "--policy del:omega=1 --no-peers --no-memory --no-grid --num-samples 3 --repeats 3",
         minutes=4,
         quick=_ONE_COLD,
     ),

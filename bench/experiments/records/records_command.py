@@ -78,6 +78,9 @@ def records(
         outcomes: dict[str, Outcome] = {}
         try:
             make_all(maker, chosen, outcomes, lambda line: typer.echo(line, err=True))
+        except KeyboardInterrupt:
+            typer.echo("interrupted: the same command goes on", err=True)
+            raise typer.Exit(130) from None
         finally:
             if outcomes:
                 print_tables([summary(outcomes)])
