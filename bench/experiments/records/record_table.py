@@ -43,6 +43,8 @@ STAND_INS: Mapping[str, str | None] = {
     "synthetic:llama3.2-1B": "synthetic:small",
     "synthetic:llama2-7B": "synthetic:small",
     "medium": "small",
+    "Q4_K_M": "Q4_1",  # the small shape's rows are too short for blocks of 256
+    "Q6_K": None,
     "bits:8-4,layer=12": "bits:8-4,layer=6",
 }
 """By a word of a command: the word of a quick run; None leaves it out, and the option before it. Files of training text all
@@ -272,7 +274,7 @@ RECORDS: tuple[RecordSource, ...] = (
         command="selfspec-bench peers --model synthetic:medium --dtype bfloat16 --gguf Q4_K_M --gguf Q6_K --gguf Q8_0 "
         "--gguf Q4_0 --no-transformers --num-samples 2 --prompt-tokens 128 --max-new-tokens 64 --repeats 2 --warmups 1",
         minutes=8,
-        quick=f"{_ONE_COLD} --model synthetic:medium",  # the smaller shape's rows are too short for these types
+        quick=_ONE_COLD,
         modules=("gguf",),
         peers=("llama_cpp",),
     ),
@@ -281,7 +283,7 @@ RECORDS: tuple[RecordSource, ...] = (
         command="selfspec-bench peers --model synthetic:llama3.2-1B --dtype bfloat16 --gguf Q4_K_M --no-transformers "
         "--num-samples 2 --prompt-tokens 96 --max-new-tokens 48 --repeats 2 --warmups 1",
         minutes=10,
-        quick=f"{_ONE_COLD} --model synthetic:medium",
+        quick=_ONE_COLD,
         modules=("gguf",),
         peers=("llama_cpp",),
     ),
