@@ -166,8 +166,10 @@ _BITS = (
     "--max-new-tokens 128 --repeats 1 --no-memory --policy auto --policy auto:bits=off --policy bits:8-3"
 )
 _SAMPLED = (
-    f"selfspec-bench run{_TASKS} {_POLICIES} --num-samples 20 --max-new-tokens 96 --repeats 1 --no-peers --no-memory "
-    "--do-sample --temperature"
+    f"selfspec-bench run{_TASKS} --policy auto --policy auto:cost=layers --policy del:on_stop=keep "
+    "--policy del+spide:tau=0.3 --policy spide:1,tau=0.2 --policy dv:1,start=0.2 --policy fs:1-4 "
+    "--policy adaedl:1,start=0.2 --policy svip:1,threshold=1.4 --num-samples 20 --max-new-tokens 96 --repeats 1 --no-peers "
+    "--no-memory --do-sample --temperature"
 )
 _ONE = "--num-samples 1 --max-new-tokens 8 --repeats 1"
 _ONE_COLD = f"{_ONE} --warmups 0"
@@ -186,8 +188,8 @@ RECORDS: tuple[RecordSource, ...] = (
         minutes=8,
         quick=_ONE_COLD,
     ),
-    RecordSource(name="policies-sampled-0.6", command=f"{_SAMPLED} 0.6", minutes=6, quick=_ONE_COLD),
-    RecordSource(name="policies-sampled-1", command=f"{_SAMPLED} 1", minutes=6, quick=_ONE_COLD),
+    RecordSource(name="policies-sampled-0.6", command=f"{_SAMPLED} 0.6", minutes=4, quick=_ONE_COLD),
+    RecordSource(name="policies-sampled-1", command=f"{_SAMPLED} 1", minutes=4, quick=_ONE_COLD),
     RecordSource(
         name="segments",
         command=f"selfspec-bench run{_TASKS} --policy auto --num-samples 20 --max-new-tokens 512 --repeats 1 --no-peers "
