@@ -20,6 +20,7 @@ from bench.commands.bench_app import app as bench_app
 from bench.experiments.__main__ import app
 from bench.experiments.records.making import Code, Maker, Outcome, duration, make_all
 from bench.experiments.records.record_table import FILES, PACKAGES, RECORDS, RecordSource, program_words
+from bench.provenance import QUICK_VARIABLE
 from bench.record import read_record, record_name
 from bench.report.markdown import fill_markers, headline
 from bench.sources import ROOT
@@ -126,7 +127,14 @@ def test_words_files_and_stand_ins_by_hand() -> None:
     )
     assert source.words(quick=False)[:2] == ["bench", "chat"]
     assert source.files(quick=False) == ["chat.jsonl", "int4", "x.txt.gz"]
-    assert source.words(quick=True)[2:] == ["--prompts", "english", "--data", "WORK/texts.txt:2", "--repeats", "1"]
+    assert source.words(quick=True)[2:] == [
+        "--prompts",
+        "english",
+        "--data",
+        "WORK/inputs/texts.txt:2",
+        "--repeats",
+        "1",
+    ]
     assert not source.resumes
     assert [name for name in ("run", "policies", "pacer", "del", "sweep") if BY_NAME[name].resumes] == ["pacer", "del"]
 
@@ -288,6 +296,26 @@ def test_the_headline_of_a_quick_record_says_so() -> None:
     lines = read_record(KEPT["attention"])
     first = {**lines[0], "provenance": {**lines[0]["provenance"], "quick": True}}
     assert headline([first, *lines[1:]]) == f"A quick run, whose numbers mean nothing. {headline(lines)}"
+
+
+def test_the_record_is_taken_from_a_command_that_writes_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Writing:
+        """`shapes`, which writes a record and a page for each shape; `before` of a record has nothing to do."""
+
+        def __init__(self, command: list[str], env: dict[str, str], **options: Any) -> None:
+            assert env[QUICK_VARIABLE] == "1"
+            write(Path(command[-1]) / "small.jsonl", quick=True)
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Writing)
+    one = maker(tmp_path, quick=True)
+    assert one.make(BY_NAME["shapes-medium"]).what == "made"
+    assert one.is_complete(BY_NAME["shapes-medium"])
+    assert not one.work(BY_NAME["shapes-medium"]).exists()
 
 
 def test_a_command_that_fails_is_named_and_the_others_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ class Maker:
         work.mkdir(parents=True, exist_ok=True)
         began = perf_counter()
         if self.quick:
-            _write_texts(work)
+            _write_texts(work / Path(QUICK_TEXT).parent.name)
             if source.before is not None:
                 before = [sys.executable, "-m", *self._placed(source, program_words(source.before))]
                 status, last = self._run(source, before)
@@ -243,6 +243,7 @@ def _place(word: str, places: Mapping[str, Path | None]) -> str:
 
 def _write_texts(folder: Path) -> None:
     """The shipped prompts as text to train on, and as chats."""
+    folder.mkdir(exist_ok=True)
     prompts = [prompt.prompt for prompt in load_prompts()]
     (folder / Path(QUICK_TEXT).name).write_text("\n\n".join(prompts) + "\n", encoding="utf-8")
     chats = ({"messages": [{"role": "user", "content": text}]} for text in prompts)

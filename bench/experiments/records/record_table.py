@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 DATA = "docs/data"
 FILES, WORK = "FILES", "WORK"
-QUICK_TEXT, QUICK_CHATS = f"{WORK}/texts.txt", f"{WORK}/chats.jsonl"
-"""The shipped prompts as text to train on, and as chats; a quick run writes them where its command names one."""
+QUICK_TEXT, QUICK_CHATS = f"{WORK}/inputs/texts.txt", f"{WORK}/inputs/chats.jsonl"
+"""The shipped prompts as text to train on, and as chats; a quick run writes them."""
 _DEMO = "layerskip_models/demo"
 STAND_INS: Mapping[str, str | None] = {
     "FILES/humaneval.jsonl.gz": "code",
