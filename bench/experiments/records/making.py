@@ -30,7 +30,9 @@ from bench.provenance import QUICK_VARIABLE, git_commit
 from bench.record import Line, read_parts, read_record
 from bench.sources import ROOT, sources
 from layerskip_models.checkpoints.named_models import NAMED_MODELS, named_file
+from layerskip_models.training.documents import END_OF_TEXT
 
+_COPIES = 50
 _SAID = 200  # characters of what a command says when it fails
 
 
@@ -242,9 +244,10 @@ def _place(word: str, places: Mapping[str, Path | None]) -> str:
 
 
 def _write_texts(folder: Path) -> None:
-    """The shipped prompts as text to train on, and as chats."""
+    """The shipped prompts as text to train on, and as chats. Numbered copies make many documents, of which some are held out."""
     folder.mkdir(exist_ok=True)
     prompts = [prompt.prompt for prompt in load_prompts()]
-    (folder / Path(QUICK_TEXT).name).write_text("\n\n".join(prompts) + "\n", encoding="utf-8")
+    documents = (f"{number}. {text}" for number in range(1, _COPIES + 1) for text in prompts)
+    (folder / Path(QUICK_TEXT).name).write_text(f"\n{END_OF_TEXT}\n".join(documents), encoding="utf-8")
     chats = ({"messages": [{"role": "user", "content": text}]} for text in prompts)
     (folder / Path(QUICK_CHATS).name).write_text("".join(f"{json.dumps(chat)}\n" for chat in chats), encoding="utf-8")

@@ -25,7 +25,7 @@ STAND_INS: Mapping[str, str | None] = {
     "FILES/summarization.jsonl.gz": "english",
     "FILES/translation.jsonl.gz": "translation",
     "FILES/mixed/prompts.jsonl": "copying",
-    "FILES/demo-prompts.jsonl": "code",
+    "FILES/demo-prompts.jsonl": "bench/prompts/code.jsonl",
     "FILES/chat.jsonl": "english",
     "FILES/unseen.jsonl": "english",
     "FILES/questions.jsonl": QUICK_CHATS,
