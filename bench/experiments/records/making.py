@@ -244,7 +244,7 @@ def _place(word: str, places: Mapping[str, Path | None]) -> str:
 
 
 def _write_texts(folder: Path) -> None:
-    """The shipped prompts as text to train on, and as chats. Numbered copies make many documents, of which some are held out."""
+    """The shipped prompts as text to train on, and as chats. Of many numbered copies some are held out."""
     folder.mkdir(exist_ok=True)
     prompts = [prompt.prompt for prompt in load_prompts()]
     documents = (f"{number}. {text}" for number in range(1, _COPIES + 1) for text in prompts)
