@@ -22,6 +22,8 @@ import selfspec
 from bench.sources import sources
 from layerskip_models.kernels.check import native_variant
 
+QUICK_VARIABLE = "SELFSPEC_BENCH_QUICK"
+"""Environment variable that marks records as quick: little work, to show that a command runs. Documents refuse them."""
 _AMD, _INTEL = "AuthenticAMD", "GenuineIntel"
 _GENERATIONS = (
     (_AMD, 0x17, 0x00, 0x07, "Zen"), (_AMD, 0x17, 0x08, 0x08, "Zen+"), (_AMD, 0x17, 0x30, 0x7F, "Zen 2"),
@@ -57,6 +59,7 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "sources": sources(),
+        **({"quick": True} if os.environ.get(QUICK_VARIABLE) else {}),
     }
 
 

@@ -182,6 +182,11 @@ def read_record(path: Path) -> list[Line]:
     return lines
 
 
+def is_quick(lines: Sequence[Line]) -> bool:
+    """Whether a record was made with little work, to show that its command runs."""
+    return bool(lines[0].get("provenance", {}).get("quick"))
+
+
 def record_name(path: Path) -> str:
     """What a record is called: its file without `.jsonl` or `.jsonl.gz`."""
     return path.name.removesuffix(".gz").removesuffix(".jsonl")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +31,9 @@ from bench.experiments.loading.loading_command import loading
 from bench.experiments.predictions.predictions_command import predictions
 from bench.experiments.ranks.ranks_command import ranks
 from bench.experiments.readings.reading_tables import reading_tables
-from bench.experiments.readings.readings import SEGMENT
+from bench.experiments.readings.readings import SEGMENT, Traces, too_short
 from bench.experiments.record_kinds import STUDIES
+from bench.experiments.records.records_command import records
 from bench.experiments.row_parts.row_parts_command import row_parts
 from bench.experiments.settings.settings_command import settings
 from bench.experiments.sources_command import add_sources
@@ -77,6 +80,7 @@ app.command()(busy)
 app.command()(cores)
 app.command()(predictions)
 app.command()(ranks)
+app.command()(records)
 app.command()(row_parts)
 app.command()(settings)
 app.command()(spide)
@@ -89,7 +93,12 @@ app.command()(add_sources)
 @app.command(name="readings")
 def show_readings(
     record: Annotated[Path, typer.Argument(help="A record of selfspec-bench run, made without --no-grid.")],
-    segment: Annotated[int, typer.Option(min=2, help="New tokens in a segment of a text.")] = SEGMENT,
+    segment: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help=f"New tokens in a segment of a text, of which each text has three or more (default {SEGMENT})."
+        ),
+    ] = None,
 ) -> None:
     """Analyse the traces in a record, without decoding: how settings transfer between tasks and along a text, the best
     length of every round, acceptance by position in the draft.
@@ -97,11 +106,18 @@ def show_readings(
     with one_line_errors():
         lines = read_record(record)
         with showing(record):
-            found = reading_tables(lines, segment)
+            traces = Traces.of(lines)
+            reason = None if traces is None else too_short(traces, segment or SEGMENT)
+            found = reading_tables(lines, segment or SEGMENT)
         if not found:
             raise ValueError(f"{record} holds no traces: measure again with selfspec-bench run, without --no-grid")
+        if reason is not None and segment is not None:
+            raise ValueError(f"--segment {segment}: {reason}")
     print_tables(found)
+    if reason is not None:
+        typer.echo(f"segments are left out: {reason}", err=True)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends what was started, too
     app()

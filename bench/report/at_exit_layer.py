@@ -44,7 +44,7 @@ def exit_layer_tables(lines: Sequence[Line]) -> list[Table]:
             f"*oracle length for all tasks, `{best[ALL]}`*": with_setting(grid, {ALL: best[ALL]}),
             **tokens_per_layer({engine: own for engine, own in runs.items() if used[engine] == {exit_layer}}),
         },
-        grid,
+        [line["task"] for line in grid],
         lines[0]["configuration"]["num_layers"],
     )
     lengths = (best[task].removeprefix(prefix) for task in table.columns[1:-1])

@@ -28,12 +28,15 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One policy's prompts: tokens committed in rounds, layers loaded in them, tokens per second. [prompts] each."""
+class PolicyRow:
+    """One policy's prompts: tokens committed in rounds, layers loaded in them, tokens per second, acceptance rate (NaN where
+    nothing was drafted). [prompts] each; a replayed setting has the first two.
+    """
 
     tokens: Floats
     layers: Floats
     speeds: Floats | None = None
+    acceptance: Floats | None = None
 
 
 def interval_tables(lines: Sequence[Line], runs: Mapping[str, Sequence[Line]]) -> list[Table]:
@@ -49,24 +52,35 @@ def interval_tables(lines: Sequence[Line], runs: Mapping[str, Sequence[Line]]) -
     if any("loaded_layers" not in line["stats"] for own in runs.values() for line in own):
         return []
     rows = {
-        f"`{engine.removeprefix('selfspec:')}`": _row(samples, engine, own)
+        f"`{engine.removeprefix('selfspec:')}`": policy_row(samples, engine, own)
         for engine, own in runs.items()
         if engine != PLAIN
     }
     rows = dict(sorted(rows.items(), key=lambda item: -item[1].tokens.sum() / item[1].layers.sum()))
     fixed = _best_fixed(grid_lines(lines), samples.prompts)
-    plain = _row(samples, PLAIN, runs[PLAIN])
+    plain = policy_row(samples, PLAIN, runs[PLAIN])
     return [
         *_intervals(samples, rows, plain, fixed),
         *_loops(lines, samples, rows, plain),
     ]
 
 
-def interval(value: Callable[[Floats], float], draws: Floats) -> str:
+def interval(value: Callable[[Floats], float], draws: Floats, digits: int = 3) -> str:
     """A figure of all prompts, and in brackets its interval. value: of the prompts' weights; draws: [draws, prompts]."""
     found = [value(weights) for weights in draws]
     low, high = np.percentile(found, _ENDS)
-    return f"{value(np.ones(draws.shape[1])):.3f} ({low:.3f}–{high:.3f})"
+    return f"{value(np.ones(draws.shape[1])):.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
+
+
+def rate(row: PolicyRow, weights: Floats) -> float:
+    """Tokens per loaded layer, the prompts pooled. weights: [prompts]."""
+    return float(weights @ row.tokens / (weights @ row.layers))
+
+
+def speed(row: PolicyRow, weights: Floats) -> float:
+    """The sum over prompts of tokens per second. weights: [prompts]."""
+    assert row.speeds is not None
+    return float(weights @ row.speeds)
 
 
 def drawn(tasks: Sequence[str], draws: int = DRAWS) -> Floats:
@@ -81,37 +95,34 @@ def drawn(tasks: Sequence[str], draws: int = DRAWS) -> Floats:
     return counts
 
 
-def _row(samples: Samples, engine: str, own: Sequence[Line]) -> Row:
+def policy_row(samples: Samples, engine: str, own: Sequence[Line]) -> PolicyRow:
+    """What one engine's runs give. own: its first run on each prompt."""
     by_prompt = {line["prompt"]: line for line in own}
     timed = [matching(samples.samples, "sample", engine=engine, prompt=prompt) for prompt in samples.prompts]
     stats = [by_prompt[prompt]["stats"] for prompt in samples.prompts]
-    return Row(
+    return PolicyRow(
         tokens=np.array([by_prompt[prompt]["num_new_tokens"] - 1.0 for prompt in samples.prompts]),
         layers=np.array([float(each["loaded_layers"] + each["preverifier_layers"]) for each in stats]),
         speeds=np.array([median(line["num_new_tokens"] / line["seconds"] for line in group) for group in timed]),
+        acceptance=np.array([np.nan if (share := each.get("acceptance_rate")) is None else share for each in stats]),
     )
 
 
-def _best_fixed(grid: Sequence[Line], prompts: Sequence[str]) -> tuple[str, Row] | None:
+def _best_fixed(grid: Sequence[Line], prompts: Sequence[str]) -> tuple[str, PolicyRow] | None:
     if not grid:
         return None
     setting = fixed_in_hindsight(grid, LAYERS)[ALL]
     cells = {line["prompt"]: GridCell(*line["cells"][setting]) for line in grid}
     found = [cells[prompt] for prompt in prompts]
-    return setting, Row(
+    return setting, PolicyRow(
         tokens=np.array([cell.tokens for cell in found]), layers=np.array([cell.layers for cell in found])
     )
 
 
-def _intervals(samples: Samples, rows: Mapping[str, Row], plain: Row, fixed: tuple[str, Row] | None) -> list[Table]:
+def _intervals(
+    samples: Samples, rows: Mapping[str, PolicyRow], plain: PolicyRow, fixed: tuple[str, PolicyRow] | None
+) -> list[Table]:
     draws = drawn([samples.tasks[prompt] for prompt in samples.prompts])
-
-    def rate(row: Row, weights: Floats) -> float:
-        return float(weights @ row.tokens / (weights @ row.layers))
-
-    def speed(row: Row, weights: Floats) -> float:
-        assert row.speeds is not None
-        return float(weights @ row.speeds)
 
     made = []
     for name, row in rows.items():
@@ -131,7 +142,7 @@ def _intervals(samples: Samples, rows: Mapping[str, Row], plain: Row, fixed: tup
     return [Table.of("intervals", title, made)] if made else []
 
 
-def _loops(lines: Sequence[Line], samples: Samples, rows: Mapping[str, Row], plain: Row) -> list[Table]:
+def _loops(lines: Sequence[Line], samples: Samples, rows: Mapping[str, PolicyRow], plain: PolicyRow) -> list[Table]:
     looping = {
         line["prompt"]: line["looping"]
         for line in matching(lines, "output", engine=PLAIN)
@@ -142,7 +153,7 @@ def _loops(lines: Sequence[Line], samples: Samples, rows: Mapping[str, Row], pla
     loops = np.array([float(looping[prompt]) for prompt in samples.prompts])
     parts = {f"texts that loop ({int(loops.sum())})": loops, f"other texts ({int((1 - loops).sum())})": 1 - loops}
 
-    def cell(row: Row, weights: Floats) -> str:
+    def cell(row: PolicyRow, weights: Floats) -> str:
         if not weights.any():
             return UNKNOWN
         rates = [float(weights @ each.tokens / (weights @ each.layers)) for each in (row, plain)]

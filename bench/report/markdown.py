@@ -3,6 +3,7 @@
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
 record's file name without its ending. `report:NAME` is the whole record under headings, each table with its plots;
 `report:NAME:PART` is one part of it: headline, glance, machine, age, or a table by its name (`record_kinds` has them all).
+`report:NAME+NAME+..:PART` is a table of several runs side by side (`decoding_tables`).
 Numbers in sentences have markers of their own (`prose_figures`).
 """
 
@@ -13,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from bench.record import KEPT, Line
+from bench.record import KEPT, Line, is_quick
+from bench.report.decoding_tables import decoding_tables
 from bench.report.prose_figures import FIGURE, figure
 from bench.report.record_kinds import HEADINGS, kind_of
 from bench.report.run_tables import decoding_text
@@ -21,6 +23,8 @@ from bench.report.summary import Samples
 from bench.report.table import Table, counted
 from bench.sources import age
 
+BESIDE = "+"
+"""Between the names of records that one table shows."""
 _MARKER = re.compile(r"<!-- report:(?P<name>[^\s>]+) -->\n.*?<!-- /report:(?P=name) -->", re.DOTALL)
 
 _PEERS = {
@@ -60,18 +64,18 @@ def markdown(lines: Sequence[Line], plots: Plots | None = None) -> str:
 
 def sections(lines: Sequence[Line]) -> dict[str, str]:
     """The parts of a record by name."""
-    return _sections(lines, page_tables(lines))
+    return {**_own_sentences(lines), **{table.name: table.markdown() for table in page_tables(lines)}}
 
 
-def _sections(lines: Sequence[Line], tables: Sequence[Table]) -> dict[str, str]:
-    written = {table.name: table.markdown() for table in tables}
-    return {"headline": headline(lines), "age": age_sentence(lines), **written}
+def _own_sentences(lines: Sequence[Line]) -> dict[str, str]:
+    return {"headline": headline(lines), "age": age_sentence(lines)}
 
 
 def headline(lines: Sequence[Line]) -> str:
     """What came out, in a sentence or two."""
     written = kind_of(lines).headline
-    return _run_headline(lines, Samples(lines)) if written is None else written(lines)
+    said = _run_headline(lines, Samples(lines)) if written is None else written(lines)
+    return f"A quick run, whose numbers mean nothing. {said}" if is_quick(lines) else said
 
 
 def age_sentence(lines: Sequence[Line]) -> str:
@@ -137,22 +141,31 @@ def _kernels(where: Mapping[str, Any]) -> str:
 def fill_markers(document: str, records: Mapping[str, Sequence[Line]], plots: Mapping[str, Plots] | None = None) -> str:
     """The document with every marked place for which there is a record filled in; the others stay as they are.
 
-    plots: by record, for the places that show a whole one. Raises ValueError if there is no such place.
+    plots: by record, for the places that show a whole one. Raises ValueError if there is no such place, and for the record
+    of a quick run.
     """
+    quick = [name for name, lines in records.items() if is_quick(lines)]
+    if quick:
+        raise ValueError(
+            f"{', '.join(quick)}: records of a quick run show only that a command works, and documents show none of their "
+            "numbers; make full ones with python -m bench.experiments records"
+        )
     filled = 0
 
     @cache  # each record's tables are computed once, however many places show one
     def tables(name: str) -> list[Table]:
-        return page_tables(records[name])
+        several = [records[one] for one in name.split(BESIDE)]
+        return page_tables(several[0]) if len(several) == 1 else decoding_tables(several)
 
     @cache
     def written(name: str) -> dict[str, str]:
-        return _sections(records[name], tables(name))
+        found = {table.name: table.markdown() for table in tables(name)}
+        return found if BESIDE in name else {**_own_sentences(records[name]), **found}
 
     def fill_figure(match: re.Match[str]) -> str:
         nonlocal filled
         name, _, place = match["place"].partition(" > ")
-        if name not in records:
+        if not set(name.split(BESIDE)) <= records.keys():
             return match[0]
         filled += 1
         text = figure(place, {table.name: table for table in tables(name)})
@@ -161,7 +174,7 @@ def fill_markers(document: str, records: Mapping[str, Sequence[Line]], plots: Ma
     def fill(match: re.Match[str]) -> str:
         nonlocal filled
         name, _, part = match["name"].partition(":")
-        if name not in records:
+        if not set(name.split(BESIDE)) <= records.keys():
             return match[0]
         if not part:
             text = markdown(records[name], (plots or {}).get(name)).rstrip("\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from bench.grid import (
@@ -44,6 +44,8 @@ def run_tables(lines: Sequence[Line]) -> list[Table]:
     grid = grid_lines(lines)
     if grid:
         made.append(_etpl_table(lines, grid))
+    elif lines[0]["configuration"].get("do_sample"):
+        made += sampled_etpl_table(lines, samples)
     made += interval_tables(lines, first_runs(lines))
     return made
 
@@ -181,9 +183,19 @@ def _etpl_table(lines: Sequence[Line], grid: Sequence[Line]) -> Table:
         "etpl",
         "eTPL relative to plain decoding (1/L), a task's prompts pooled; in italics: settings chosen with hindsight",
         {**yardsticks, **policies},
-        grid,
+        [line["task"] for line in grid],
         lines[0]["configuration"]["num_layers"],
     )
+
+
+def sampled_etpl_table(lines: Sequence[Line], samples: Samples) -> list[Table]:
+    """Policies in eTPL over plain decoding's. Sampled texts are not replayed, so no fixed setting stands beside them."""
+    runs = first_runs(lines)
+    if "num_layers" not in lines[0]["configuration"] or PLAIN not in runs:
+        return []
+    title = "eTPL relative to plain decoding (1/L), a task's prompts pooled"
+    num_layers = lines[0]["configuration"]["num_layers"]
+    return [ratio_table("etpl", title, tokens_per_layer(runs), list(samples.tasks.values()), num_layers)]
 
 
 def first_runs(lines: Sequence[Line]) -> dict[str, list[Line]]:
@@ -211,15 +223,14 @@ def tokens_per_layer(runs: Mapping[str, Sequence[Line]]) -> dict[str, dict[str, 
 
 
 def ratio_table(
-    name: str, title: str, rows: Mapping[str, Mapping[str, float]], grid: Sequence[Line], num_layers: int
+    name: str, title: str, rows: Mapping[str, Mapping[str, float]], tasks: Iterable[str], num_layers: int
 ) -> Table:
-    """Tokens per layer by row and task, over those of plain decoding."""
-    tasks = names([*dict.fromkeys(line["task"] for line in grid), ALL])
+    """Tokens per layer by row and task, over those of plain decoding. tasks: of the prompts, each as often as it comes."""
     return cross_table(
         name,
         title,
         "policy",
         names(rows),
-        tasks,
+        names([*dict.fromkeys(tasks), ALL]),
         lambda row, task: number(rows[row].get(task), "{:.3f}", num_layers),
     )

@@ -110,10 +110,10 @@ def test_acceptance_by_position_by_hand() -> None:
 
 
 def test_segments_by_hand() -> None:
-    """Layer 1 is right in the first half and wrong in the second, layer 2 the other way round."""
-    first, second = "1" * 7 + "0" * 8, "0" * 7 + "1" * 8
+    """Layer 1 is right in the first and third part and wrong in the second, layer 2 the other way round."""
+    first, second = "1" * 7 + "0" * 8 + "1" * 8, "0" * 7 + "1" * 8 + "0" * 8
     found = segments(traces(a=trace(layer1=first, layer2=second)), 8)
-    assert [(part.prompt, part.number) for part in found] == [("a", 0), ("a", 1)]
+    assert [(part.prompt, part.number) for part in found] == [("a", 0), ("a", 1), ("a", 2)]
     assert found[0].best[0] == 1
     assert found[1].best[0] == 2
     # All 7 positions of the first segment right at layer 1: 6 drafts and a token, 6 + 4 layers; the second has 8 positions.
@@ -121,7 +121,11 @@ def test_segments_by_hand() -> None:
     assert found[1].cells[2, 8] == (8, 7 * 2 + 4.0)
     assert found[1].cells[1, 1] == (8, 7 * 5 + 4.0)  # nothing is accepted; the last round has nothing left to draft
     assert best_of(found) in found[0].cells
-    assert segments(traces(a=trace(layer1="11")), 8) == []
+    longer = traces(a=trace(layer1=first), b=trace(layer1=first[:-1]))
+    with pytest.raises(
+        ValueError, match=r"need texts of at least 24, and the shortest here has 23: .*tokens 24 or more"
+    ):
+        segments(longer, 8)
     with pytest.raises(ValueError, match="at least 2 tokens"):
         segments(traces(a=trace(layer1="11")), 1)
 
@@ -184,7 +188,19 @@ def test_readings_of_a_file(record: list[dict[str, Any]], tmp_path: Path) -> Non
     result = CliRunner().invoke(app, ["readings", str(path), "--segment", "8"])
     assert result.exit_code == 0, result.output
     assert "Segments of 8 new tokens" in result.stdout
+    assert result.stderr == ""
     assert "Oracle length" in result.stdout
+    result = CliRunner().invoke(app, ["readings", str(path), "--segment", "9"])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: --segment 9: 3 segments of 9 new tokens need texts of at least 27, and the shortest here has 24: measure "
+        "with --max-new-tokens 27 or more\n"
+    )
+    result = CliRunner().invoke(app, ["readings", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "Segments of" not in result.stdout
+    assert "Oracle length" in result.stdout
+    assert "segments are left out: 3 segments of 64 new tokens need texts of at least 192" in result.stderr
     path.write_text(json.dumps(record[0]) + "\n", encoding="utf-8")
     result = CliRunner().invoke(app, ["readings", str(path)])
     assert result.exit_code == 2

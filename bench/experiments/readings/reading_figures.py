@@ -19,6 +19,7 @@ from bench.experiments.readings.readings import (
     acceptance_by_position,
     oracle_lengths,
     segments,
+    too_short,
     transfer,
 )
 from bench.grid import ALL, grid_lines
@@ -40,7 +41,7 @@ def reading_figures(lines: Sequence[Line], segment: int = SEGMENT) -> dict[str, 
     traces = Traces.of(lines)
     if traces is None:
         return made
-    parts = segments(traces, segment)
+    parts = [] if too_short(traces, segment) else segments(traces, segment)
     if parts:
         made["segments"] = {f"Best setting in segments of {segment} tokens": segment_maps(parts)}
     layers = exit_layers(traces)

@@ -15,6 +15,7 @@ from bench.experiments.readings.readings import (
     oracle_lengths,
     segment_speed,
     segments,
+    too_short,
     transfer,
 )
 from bench.grid import ALL, grid_lines
@@ -28,17 +29,17 @@ _BINS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))
 
 
 def reading_tables(lines: Sequence[Line], segment: int = SEGMENT) -> list[Table]:
-    """All that the record has lines for. segment: new tokens in a segment."""
+    """All that the record has lines for. segment: new tokens in a segment; they are left out where texts are too short."""
     grid = grid_lines(lines)
     made = [_transfer_table(grid)] if len({line["task"] for line in grid}) > 1 else []
     traces = Traces.of(lines)
     if traces is None:
         return made
-    parts = segments(traces, segment)
+    if too_short(traces, segment) is None:
+        made.append(_segment_table(traces, segments(traces, segment), segment))
     layers = exit_layers(traces)
     return [
         *made,
-        *([_segment_table(traces, parts, segment)] if parts else []),
         _oracle_table([oracle_lengths(traces, layer) for layer in layers]),
         *_position_tables(traces, layers),
     ]

@@ -25,6 +25,8 @@ from selfspec.engine.stats import ratio
 
 SEGMENT = 64
 """New tokens in a segment, as in DEL's Fig. 1b."""
+FEWEST_SEGMENTS = 3
+"""Segments that each text must have: with two, the best setting of one of them says little of how it changes along a text."""
 Setting = tuple[int, int]
 """Exit layer and length."""
 
@@ -93,13 +95,28 @@ class Segment:
         return best_of([self])
 
 
+def too_short(traces: Traces, length: int = SEGMENT) -> str | None:
+    """Why these texts cannot be compared by segments, and what to measure; None if they can."""
+    shortest = min(len(trace.tokens) for trace in traces.by_prompt.values())
+    needed = FEWEST_SEGMENTS * length
+    if shortest >= needed:
+        return None
+    return (
+        f"{FEWEST_SEGMENTS} segments of {length} new tokens need texts of at least {needed}, and the shortest here has "
+        f"{shortest}: measure with --max-new-tokens {needed} or more"
+    )
+
+
 def segments(traces: Traces, length: int = SEGMENT) -> list[Segment]:
     """Every text cut into stretches of `length` new tokens; a last one that is shorter is left out.
 
-    Drafts end where a segment ends. Raises ValueError for a length below 2.
+    Drafts end where a segment ends. Raises ValueError for a length below 2, and for texts of fewer than three segments.
     """
     if length < 2:
         raise ValueError(f"a segment must have at least 2 tokens, got {length}")
+    reason = too_short(traces, length)
+    if reason is not None:
+        raise ValueError(reason)
     found = []
     for prompt, trace in traces.by_prompt.items():
         for number in range(len(trace.tokens) // length):
