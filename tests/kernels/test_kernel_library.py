@@ -138,7 +138,7 @@ def test_the_numbers_do_not_depend_on_how_much_the_compiler_optimises(variant: s
     for level in ("-O1", "-O3"):
         program = tmp_path / level[1:]
         flags = [*setup["FLAGS"], *setup["X86"][variant], level, f"-DVARIANT={variant}", f"-I{FOLDER}"]
-        subprocess.run(["cc", *flags, "-o", program, *sources, "-lm"], check=True)
+        subprocess.run(["cc", *flags, "-o", program, *sources, "-lm", "-ldl"], check=True)
         numbers.append(subprocess.run([program], check=True, capture_output=True, text=True).stdout)
     assert numbers[0].count("\n") > 90_000
     assert numbers[0] == numbers[1]
@@ -161,7 +161,7 @@ def test_on_an_emulated_arm_processor_a_row_is_the_same_in_any_company(tmp_path:
     ):
         program = tmp_path / variant
         options = [*setup["FLAGS"], f"-DVARIANT={variant}", f"-I{FOLDER}", "-o", str(program)]
-        subprocess.run([*compiler, *options, *map(str, sources), "-lm"], check=True)
+        subprocess.run([*compiler, *options, *map(str, sources), "-lm", "-ldl"], check=True)
         result = subprocess.run([*run, str(program)], check=True, capture_output=True, text=True)
         numbers.append([float(line) for line in result.stdout.split()])
     portable, neon = numbers

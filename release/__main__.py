@@ -1,0 +1,134 @@
+"""Build wheels and check them: `make wheels` and `make release`. Nothing is published."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from release.building import build_sdist, build_wheel
+from release.emulation import driver_of, native_numbers, run_emulated
+from release.processes import run
+from release.readiness import version_to_release
+from release.running import run_installed
+from release.targets import ROOT, TARGETS, ReleaseError, Target, target_of
+from release.wheels import problems_of_wheel
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1, after one message, if something is not good."""
+    parser = argparse.ArgumentParser(prog="python -m release", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    wheels = commands.add_parser("wheels", help="build wheels, check them and run them")
+    wheels.add_argument("folder", type=Path, help="where they are written; files of earlier runs are removed")
+    wheels.add_argument(
+        "--targets",
+        nargs="+",
+        choices=TARGETS,
+        default=list(TARGETS),
+        metavar="TARGET",
+        help=f"of {', '.join(TARGETS)} (default: all)",
+    )
+    check = commands.add_parser("check", help="check wheels that are there, without running them")
+    check.add_argument("wheels", type=Path, nargs="+")
+    prepare = commands.add_parser("prepare", help="all that a release needs, but publishing it")
+    prepare.add_argument("folder", type=Path, help="where its files are written; files of earlier runs are removed")
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command == "wheels":
+            make_wheels(chosen.folder, [TARGETS[name] for name in chosen.targets])
+        elif chosen.command == "check":
+            for wheel in chosen.wheels:
+                check_wheel(wheel)
+        else:
+            prepare_release(chosen.folder)
+    except ReleaseError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make_wheels(folder: Path, targets: Sequence[Target]) -> list[Path]:
+    """The source distribution and wheels, built, checked and run. Raises ReleaseError if one is not good."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        sdist = build_sdist(folder, _made(work / "sdist"))
+        say(f"built {sdist.name}")
+        wheels = []
+        for target in targets:
+            wheels.append(build_wheel(sdist, target, folder, _made(work / target.tag)))
+            say(f"built {wheels[-1].name} ({wheels[-1].stat().st_size / 2**20:.1f} MiB)")
+        for wheel in wheels:
+            check_wheel(wheel)
+        run_wheels(wheels, work)
+    return wheels
+
+
+def check_wheel(wheel: Path) -> None:
+    """Raises ReleaseError with everything that is wrong."""
+    if not wheel.is_file():
+        raise ReleaseError(f"there is no wheel at {wheel}")
+    problems = problems_of_wheel(wheel)
+    if problems:
+        raise ReleaseError(f"{wheel.name} is not good:\n" + "\n".join(f"- {problem}" for problem in problems))
+    say(f"checked {wheel.name}")
+
+
+def run_wheels(wheels: Sequence[Path], work: Path) -> None:
+    """This machine's wheel installed; every Linux wheel's library on emulated processors. Raises ReleaseError."""
+    native: dict[str, list[str]] = {}
+    linux = sorted(
+        (target_of(wheel).architecture != platform.machine(), wheel) for wheel in wheels if target_of(wheel).is_linux
+    )
+    for elsewhere, wheel in linux:
+        if not elsewhere:
+            texts = run_installed(wheel, _made(work / "installed"))
+            say(f"installed {wheel.name} where there is no compiler: {', '.join(texts)} continue a text")
+        target = target_of(wheel)
+        driver = driver_of(wheel, target, _made(work / f"{target.architecture}-driver"))
+        native = native or native_numbers(driver)
+        for report in run_emulated(driver, native):
+            say(f"emulated {report}")
+    for wheel in wheels:
+        if not target_of(wheel).is_linux:
+            say(f"not run: {wheel.name}, since nothing here runs programs of macOS")
+
+
+def prepare_release(folder: Path) -> None:
+    """Everything up to publishing. Raises ReleaseError."""
+    version = version_to_release(ROOT)
+    make_wheels(folder, list(TARGETS.values()))
+    files = sorted(path for path in folder.iterdir() if path.name.startswith("selfspec-"))
+    run([sys.executable, "-m", "twine", "check", "--strict", *map(str, files)])
+    sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
+    (folder / "SHA256SUMS").write_text(sums, encoding="utf-8")
+    print(
+        f"\nselfspec {version} is ready in {folder}, and nothing has been published. To publish it:\n\n"
+        f"    git tag -a v{version} -m 'selfspec {version}' && git push origin v{version}\n"
+        f"    python -m twine upload {folder}/selfspec-{version}*\n"
+    )
+
+
+def say(line: str) -> None:
+    """A line of progress, with the time since the start."""
+    print(f"{time.monotonic() - START:6.0f} s  {line}", flush=True)
+
+
+START = time.monotonic()
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())
