@@ -17,8 +17,9 @@ from release.emulation import driver_of, native_numbers, run_emulated
 from release.processes import run
 from release.readiness import version_to_release
 from release.running import run_installed
+from release.speed import compare, variants_of_both
 from release.targets import ROOT, TARGETS, ReleaseError, Target, target_of
-from release.wheels import problems_of_wheel
+from release.wheels import problems_of_wheel, unpacked_library
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("wheels", type=Path, nargs="+")
     prepare = commands.add_parser("prepare", help="all that a release needs, but publishing it")
     prepare.add_argument("folder", type=Path, help="where its files are written; files of earlier runs are removed")
+    speed = commands.add_parser(
+        "speed", help="times of products in two builds of the library, relative to the first one"
+    )
+    speed.add_argument(
+        "libraries", type=Path, nargs=2, metavar="LIBRARY", help="a library, or a wheel for this machine"
+    )
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "wheels":
@@ -46,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif chosen.command == "check":
             for wheel in chosen.wheels:
                 check_wheel(wheel)
+        elif chosen.command == "speed":
+            print_speed(*chosen.libraries)
         else:
             prepare_release(chosen.folder)
     except ReleaseError as error:
@@ -100,6 +109,17 @@ def run_wheels(wheels: Sequence[Path], work: Path) -> None:
     for wheel in wheels:
         if not target_of(wheel).is_linux:
             say(f"not run: {wheel.name}, since nothing here runs programs of macOS")
+
+
+def print_speed(first: Path, second: Path) -> None:
+    """A table of what the second build's products take, relative to the first one's. Raises ReleaseError."""
+    with tempfile.TemporaryDirectory() as temporary:
+        libraries = (unpacked_library(first, Path(temporary) / "1"), unpacked_library(second, Path(temporary) / "2"))
+        variants = variants_of_both(*libraries)
+        columns = {variant: compare(*libraries, variant) for variant in variants}
+    print(f"| weights | rows | {' | '.join(variants)} |\n|---|--:|{'--:|' * len(variants)}")
+    for row in zip(*columns.values()):
+        print(f"| {row[0].weights} | {row[0].rows} | {' | '.join(f'{one.ratio:.2f}' for one in row)} |")
 
 
 def prepare_release(folder: Path) -> None:

@@ -5,6 +5,7 @@ The driver of tests/kernels calls products, layers and adapters of one variant, 
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
@@ -141,7 +142,8 @@ def _must_be_illegal(driver: Driver, processor: Processor, variant: str) -> None
 def _largest_difference(a: list[str], b: list[str]) -> float:
     if len(a) != len(b):
         return float("inf")
-    return max(abs(float(x) - float(y)) / (1 + abs(float(x))) for x, y in zip(a, b))
+    differences = [abs(float(x) - float(y)) / (1 + abs(float(x))) for x, y in zip(a, b)]
+    return float("inf") if any(map(math.isnan, differences)) else max(differences)
 
 
 def _c_library(architecture: str) -> list[str]:

@@ -20,6 +20,8 @@ SYSTEM = re.compile(r"(libc|libm|libpthread|libdl|ld-linux-x86-64|ld-linux-aarch
 """Libraries that every Linux system with glibc has."""
 PLAIN_CODE = {".text", ".plt", ".plt.got", ".plt.sec", ".init", ".fini", ".iplt"}
 """Sections of code that is no variant's: it must run on the oldest processor."""
+PAGES = {"x86_64": 4 << 10, "aarch64": 64 << 10}
+"""Bytes of the largest pages of memory, by architecture."""
 POOL = {"pool_oldest", "pool_stop"}
 
 
@@ -56,12 +58,16 @@ def problems_of_linux_library(content: bytes, target: Target) -> list[str]:
         return [f"the library is no ELF file: {error}"]
     if machine is None or not target.host.endswith(machine):
         return [f"the library is for {elf['e_machine']}, not for {target.host}"]
-    return [
+    lacking = [name for name in (".dynamic", ".dynsym") if elf.get_section_by_name(name) is None]
+    if lacking:
+        return [f"the library has no section {', '.join(lacking)}: it is damaged, or no shared library"]
+    found = [
         *_problems_of_needs(elf, target.oldest_system),
-        *_problems_of_memory(elf),
+        *_problems_of_memory(elf, PAGES[machine]),
         *problems_of_functions(_exported(elf), target.variants),
         *_problems_of_code(elf, target.variants, arm=machine == "aarch64"),
     ]
+    return list(dict.fromkeys(found))  # each part of the file may have the same one
 
 
 def _problems_of_needs(elf: ELFFile, newest: tuple[int, int]) -> Iterator[str]:
@@ -84,12 +90,14 @@ def _problems_of_needs(elf: ELFFile, newest: tuple[int, int]) -> Iterator[str]:
                 yield f"it needs {version.name}, and the wheel promises glibc {newest[0]}.{newest[1]}"
 
 
-def _problems_of_memory(elf: ELFFile) -> Iterator[str]:
-    """No memory may be written and run, the stack included."""
+def _problems_of_memory(elf: ELFFile, page: int) -> Iterator[str]:
+    """No memory may be written and run, the stack included. page: bytes of the largest pages of memory that systems have."""
     stacks = 0
     for segment in elf.iter_segments():
         runs, writes = segment["p_flags"] & 1, segment["p_flags"] & 2
         stacks += segment["p_type"] == "PT_GNU_STACK"
+        if segment["p_type"] == "PT_LOAD" and segment["p_align"] < page:
+            yield f"it cannot be loaded where a page of memory has {page >> 10} KiB"
         if runs and writes and segment["p_type"] in ("PT_LOAD", "PT_GNU_STACK"):
             yield f"memory is both written and run ({segment['p_type']})"
     if not stacks:

@@ -9,6 +9,8 @@ from typing import Any
 from release.libraries import problems_of_functions
 from release.targets import Target
 
+LINKERS = {"__dso_handle", "_mh_dylib_header"}
+"""Symbols that the linker adds for the file as a whole."""
 SYSTEM = ("/usr/lib/libSystem.B.dylib",)
 """Libraries that every macOS has."""
 
@@ -58,4 +60,4 @@ def _exported(path: Path) -> set[str]:
     from macholib.SymbolTable import SymbolTable
 
     table = SymbolTable(MachO(str(path)))
-    return {name.decode().removeprefix("_") for _, name in table.extdefsyms}
+    return {name.decode().removeprefix("_") for _, name in table.extdefsyms} - LINKERS

@@ -55,9 +55,16 @@ def compare(first: Path, second: Path, variant: str, *, repeats: int = 40) -> li
 
 
 def variants_of_both(first: Path, second: Path) -> list[str]:
-    """What both libraries have and this processor runs, best first."""
-    libraries = [ctypes.CDLL(str(path)) for path in (first, second)]
+    """What both libraries have and this processor runs, best first. Raises ReleaseError."""
+    libraries = [_opened(path) for path in (first, second)]
     return [name for name in VARIANTS if all(_runs(library, name) for library in libraries)]
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ReleaseError(f"{path} cannot be loaded here: {error}") from error
 
 
 def _runs(library: ctypes.CDLL, variant: str) -> bool:
@@ -65,7 +72,7 @@ def _runs(library: ctypes.CDLL, variant: str) -> bool:
 
 
 def _linear(path: Path, variant: str) -> Callable[..., int]:
-    library = ctypes.CDLL(str(path))
+    library = _opened(path)
     if not _runs(library, variant):
         raise ReleaseError(f"{path} has no variant {variant} that runs here")
     function: Callable[..., int] = getattr(library, f"linear_{variant}")

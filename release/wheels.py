@@ -8,7 +8,7 @@ from pathlib import Path
 
 from release.libraries import problems_of_linux_library
 from release.mac_libraries import problems_of_mac_library
-from release.targets import LIBRARY, Target, target_of
+from release.targets import LIBRARY, ReleaseError, Target, target_of
 
 NATIVE = (".so", ".dylib", ".dll", ".pyd", ".a", ".o")
 
@@ -33,6 +33,18 @@ def problems_of_wheel(wheel: Path) -> list[str]:
         path = Path(folder) / "library"
         path.write_bytes(library)
         return [*found, *problems_of_mac_library(path, target)]
+
+
+def unpacked_library(path: Path, folder: Path) -> Path:
+    """The native library in a wheel, unpacked; a path of anything else is the library itself. Raises ReleaseError."""
+    if not path.is_file():
+        raise ReleaseError(f"there is no file {path}")
+    if path.suffix != ".whl":
+        return path.resolve()
+    with zipfile.ZipFile(path) as archive:
+        if LIBRARY not in archive.namelist():
+            raise ReleaseError(f"{path} has no {LIBRARY}")
+        return Path(archive.extract(LIBRARY, folder))
 
 
 def problems_of_names(archive: zipfile.ZipFile, target: Target) -> list[str]:

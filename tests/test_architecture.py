@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "policies": {"policies"},
     "selfspec": {"selfspec", "layerskip_models", "policies"},
     "bench": {"bench", "selfspec", "layerskip_models", "policies"},
+    "release": {"release", "selfspec", "layerskip_models"},
 }
 
 

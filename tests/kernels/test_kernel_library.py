@@ -71,6 +71,24 @@ def test_the_best_variant_is_chosen_and_any_other_can_be(monkeypatch: pytest.Mon
         kernels()
 
 
+NEEDS = {
+    "avx2": "avx2 fma f16c",
+    "avx512": "avx2 fma f16c avx512f avx512bw avx512dq avx512vl",
+    "vnni": "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni",
+}
+"""What Linux calls the features that a variant's instructions need."""
+
+
+@needs_library
+@pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="for Linux on x86-64")
+@pytest.mark.parametrize("variant", NEEDS)
+def test_a_variant_runs_exactly_where_the_system_says_so(variant: str) -> None:
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    (flags, *_) = (line.split() for line in cpuinfo.splitlines() if line.startswith("flags"))
+    runs = getattr(library._library(), f"runs_{variant}")
+    assert bool(runs()) == set(NEEDS[variant].split()).issubset(flags)
+
+
 def test_switched_off_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SELFSPEC_NATIVE", "0")
     with warnings.catch_warnings():
