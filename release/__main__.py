@@ -18,7 +18,7 @@ from release.processes import run
 from release.readiness import version_to_release
 from release.running import run_installed
 from release.speed import compare, variants_of_both
-from release.targets import ROOT, TARGETS, ReleaseError, Target, target_of
+from release.targets import ROOT, TARGETS, Platform, ReleaseError, target_of
 from release.wheels import problems_of_wheel, unpacked_library
 
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_wheels(folder: Path, targets: Sequence[Target]) -> list[Path]:
+def make_wheels(folder: Path, targets: Sequence[Platform]) -> list[Path]:
     """The source distribution and wheels, built, checked and run. Raises ReleaseError if one is not good."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

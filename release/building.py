@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from release.processes import run
-from release.targets import LIBRARY, ROOT, Target
+from release.targets import LIBRARY, ROOT, Platform
 
 
-def compiler(target: Target) -> list[str]:
+def compiler(target: Platform) -> list[str]:
     """The command that compiles and links for a platform."""
     return [sys.executable, "-m", "ziglang", "cc", "-target", target.triple, f"-mcpu={target.processor}"]
 
@@ -29,7 +29,7 @@ def build_sdist(folder: Path, work: Path) -> Path:
     return found
 
 
-def build_wheel(sdist: Path, target: Target, folder: Path, work: Path) -> Path:
+def build_wheel(sdist: Path, target: Platform, folder: Path, work: Path) -> Path:
     """A platform's wheel, in `folder`, from the files in the source distribution. Raises ReleaseError."""
     with tarfile.open(sdist) as archive:
         archive.extractall(work, filter="data")
@@ -50,7 +50,7 @@ def build_wheel(sdist: Path, target: Target, folder: Path, work: Path) -> Path:
     return found.replace(folder / found.name)
 
 
-def build_program(target: Target, sources: Sequence[Path], program: Path, *flags: str) -> Path:
+def build_program(target: Platform, sources: Sequence[Path], program: Path, *flags: str) -> Path:
     """A program for a platform, compiled for its oldest processor. Raises ReleaseError."""
     options = ["-std=gnu11", "-O2", "-ffp-contract=off", "-w", f"-I{ROOT / Path(LIBRARY).parent}", *flags]
     libraries = ["-lm", "-ldl", "-pthread"]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from release.building import build_program
 from release.processes import run
-from release.targets import LIBRARY, ROOT, ReleaseError, Target
+from release.targets import LIBRARY, ROOT, Platform, ReleaseError
 
 DRIVER = ROOT / "tests" / "kernels" / "kernels_driver.c"
 ROUNDING = 2e-5
@@ -81,7 +81,7 @@ class Driver:
         return run([*self.command(processor), variant]).split()
 
 
-def driver_of(wheel: Path, target: Target, work: Path) -> Driver:
+def driver_of(wheel: Path, target: Platform, work: Path) -> Driver:
     """Compile the driver, and unpack the library of a Linux wheel. work: an empty folder."""
     with zipfile.ZipFile(wheel) as archive:
         library = Path(archive.extract(LIBRARY, work))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from layerskip_models.kernels.library import Kernels
 from release.arm_instructions import foreign_arm
 from release.instructions import foreign_x86
-from release.targets import Target
+from release.targets import Platform
 
 if TYPE_CHECKING:
     from elftools.elf.elffile import ELFFile
@@ -43,7 +43,7 @@ def problems_of_functions(exported: set[str], variants: Iterable[str]) -> list[s
     ]
 
 
-def problems_of_linux_library(content: bytes, target: Target) -> list[str]:
+def problems_of_linux_library(content: bytes, target: Platform) -> list[str]:
     """Every reason why an ELF library does not run everywhere that its target says; none if it does.
 
     content: of the file. Its instructions are all disassembled: some seconds.

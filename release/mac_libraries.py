@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from release.libraries import problems_of_functions
-from release.targets import Target
+from release.targets import Platform
 
 LINKERS = {"__dso_handle", "_mh_dylib_header"}
 """Symbols that the linker adds for the file as a whole."""
@@ -15,7 +15,7 @@ SYSTEM = ("/usr/lib/libSystem.B.dylib",)
 """Libraries that every macOS has."""
 
 
-def problems_of_mac_library(path: Path, target: Target) -> list[str]:
+def problems_of_mac_library(path: Path, target: Platform) -> list[str]:
     """Every reason why a Mach-O library does not run where its target says; none if it does.
 
     Its instructions are not looked at: every Mac with an arm64 processor has all that are used.
@@ -31,7 +31,7 @@ def problems_of_mac_library(path: Path, target: Target) -> list[str]:
     return [*_problems_of_needs(headers[0], target), *problems_of_functions(_exported(path), target.variants)]
 
 
-def _problems_of_needs(header: Any, target: Target) -> Iterator[str]:
+def _problems_of_needs(header: Any, target: Platform) -> Iterator[str]:
     """Other libraries, the oldest system, and the signature that Apple's processors ask for."""
     from macholib import mach_o
 

@@ -24,7 +24,7 @@ GROUP = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ProductTimes:
     """The shortest times of one product in the first and the second library."""
 
     weights: str
@@ -37,7 +37,7 @@ class Comparison:
         return self.seconds[1] / self.seconds[0]
 
 
-def compare(first: Path, second: Path, variant: str, *, repeats: int = 40) -> list[Comparison]:
+def compare(first: Path, second: Path, variant: str, *, repeats: int = 40) -> list[ProductTimes]:
     """Time every kind of weights. Raises ReleaseError if one of the libraries has no such variant that runs here."""
     functions = [_linear(path, variant) for path in (first, second)]
     generator = torch.Generator().manual_seed(1)
@@ -50,7 +50,7 @@ def compare(first: Path, second: Path, variant: str, *, repeats: int = 40) -> li
             calls = max(1, 32 // rows)
             rounds = [[_seconds(function, arguments, calls) for function in functions] for _ in range(repeats)]
             shortest = (min(of[0] for of in rounds), min(of[1] for of in rounds))
-            found.append(Comparison(weights=name, rows=rows, seconds=shortest))
+            found.append(ProductTimes(weights=name, rows=rows, seconds=shortest))
     return found
 
 

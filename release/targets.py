@@ -16,7 +16,7 @@ class ReleaseError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Platform:
     """A platform.
 
     triple: the system and C library to compile for, as `zig cc -target` takes them.
@@ -54,19 +54,19 @@ class Target:
 
 
 TARGETS = {
-    "x86_64": Target(
+    "x86_64": Platform(
         triple="x86_64-linux-gnu.2.17",
         processor="x86_64",
         host="linux-x86_64",
         tag="manylinux_2_17_x86_64",
     ),
-    "aarch64": Target(
+    "aarch64": Platform(
         triple="aarch64-linux-gnu.2.17",
         processor="generic",
         host="linux-aarch64",
         tag="manylinux_2_17_aarch64",
     ),
-    "macos": Target(
+    "macos": Platform(
         triple="aarch64-macos.11.0",
         processor="apple_m1",
         host="macosx-11.0-arm64",
@@ -76,7 +76,7 @@ TARGETS = {
 """By the names that `python -m release wheels --targets` takes."""
 
 
-def target_of(wheel: Path) -> Target:
+def target_of(wheel: Path) -> Platform:
     """The platform that a wheel's name says. Raises ReleaseError for any other."""
     for target in TARGETS.values():
         if wheel.stem.endswith(f"-{target.tag}"):

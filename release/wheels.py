@@ -8,7 +8,7 @@ from pathlib import Path
 
 from release.libraries import problems_of_linux_library
 from release.mac_libraries import problems_of_mac_library
-from release.targets import LIBRARY, ReleaseError, Target, target_of
+from release.targets import LIBRARY, Platform, ReleaseError, target_of
 
 NATIVE = (".so", ".dylib", ".dll", ".pyd", ".a", ".o")
 
@@ -47,7 +47,7 @@ def unpacked_library(path: Path, folder: Path) -> Path:
         return Path(archive.extract(LIBRARY, folder))
 
 
-def problems_of_names(archive: zipfile.ZipFile, target: Target) -> list[str]:
+def problems_of_names(archive: zipfile.ZipFile, target: Platform) -> list[str]:
     """Files and tags."""
     names = archive.namelist()
     found = [f"it has the native file {name}" for name in names if name.endswith(NATIVE) and name != LIBRARY]
@@ -61,7 +61,7 @@ def problems_of_names(archive: zipfile.ZipFile, target: Target) -> list[str]:
     return found
 
 
-def _problems_of_policy(wheel: Path, target: Target) -> list[str]:
+def _problems_of_policy(wheel: Path, target: Platform) -> list[str]:
     """The same question to auditwheel: it knows every library and symbol version of each manylinux policy."""
     from auditwheel.wheel_abi import analyze_wheel_abi
 

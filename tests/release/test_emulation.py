@@ -82,7 +82,7 @@ def test_what_is_missing_is_named(emulate: Emulate, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.delenv("QEMU_LD_PREFIX")
     monkeypatch.setattr(Path, "is_dir", lambda path: False)
-    with pytest.raises(ReleaseError, match="install libc6-arm64-cross .*or set QEMU_LD_PREFIX"):
+    with pytest.raises(ReleaseError, match=r"install libc6-arm64-cross .*or set QEMU_LD_PREFIX"):
         run_emulated(driver, NATIVE)
     (tmp_path / "qemu-aarch64").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -46,7 +46,7 @@ def test_names_and_tags(tmp_path: Path) -> None:
 def test_each_platform_is_found_by_its_tag_and_others_are_refused() -> None:
     for target in TARGETS.values():
         assert target_of(Path(f"selfspec-0.1.0-py3-none-{target.tag}.whl")) is target
-    with pytest.raises(ReleaseError, match="is for none of the platforms manylinux_2_17_x86_64, .*make wheels"):
+    with pytest.raises(ReleaseError, match=r"is for none of the platforms manylinux_2_17_x86_64, .*make wheels"):
         target_of(Path("selfspec-0.1.0-py3-none-linux_x86_64.whl"))
 
 
