@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import platform
-import shutil
 import sys
 import tempfile
 import time
@@ -13,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from release.building import build_sdist, build_wheel
-from release.emulation import driver_of, native_numbers, run_emulated
+from release.emulation import driver_of, emulator, native_numbers, oldest_with_python, run_emulated
 from release.processes import run
 from release.readiness import version_to_release
-from release.running import run_installed
+from release.running import install, run_installed, run_installed_emulated
 from release.speed import compare, variants_of_both
 from release.targets import ROOT, TARGETS, Platform, ReleaseError, target_of
 from release.wheels import problems_of_wheel, unpacked_library
@@ -49,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "wheels":
-            make_wheels(chosen.folder, [TARGETS[name] for name in chosen.targets])
+            make_wheels(chosen.folder.resolve(), [TARGETS[name] for name in chosen.targets])
         elif chosen.command == "check":
             for wheel in chosen.wheels:
                 check_wheel(wheel)
         elif chosen.command == "speed":
             print_speed(*chosen.libraries)
         else:
-            prepare_release(chosen.folder)
+            prepare_release(chosen.folder.resolve())
     except ReleaseError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -65,8 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_wheels(folder: Path, targets: Sequence[Platform]) -> list[Path]:
     """The source distribution and wheels, built, checked and run. Raises ReleaseError if one is not good."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("selfspec-*.whl"), *folder.glob("selfspec-*.tar.gz"), folder / "SHA256SUMS"):
+        old.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         sdist = build_sdist(folder, _made(work / "sdist"))
@@ -94,14 +94,12 @@ def check_wheel(wheel: Path) -> None:
 def run_wheels(wheels: Sequence[Path], work: Path) -> None:
     """This machine's wheel installed; every Linux wheel's library on emulated processors. Raises ReleaseError."""
     native: dict[str, list[str]] = {}
-    linux = sorted(
-        (target_of(wheel).architecture != platform.machine(), wheel) for wheel in wheels if target_of(wheel).is_linux
-    )
-    for elsewhere, wheel in linux:
-        if not elsewhere:
-            texts = run_installed(wheel, _made(work / "installed"))
-            say(f"installed {wheel.name} where there is no compiler: {', '.join(texts)} continue a text")
+    linux = [wheel for wheel in wheels if target_of(wheel).is_linux]
+    # This machine's first: its numbers are what the others' are compared with.
+    for wheel in sorted(linux, key=lambda one: target_of(one).architecture != platform.machine()):
         target = target_of(wheel)
+        if target.architecture == platform.machine():
+            run_own_wheel(wheel, target, _made(work / "installed"))
         driver = driver_of(wheel, target, _made(work / f"{target.architecture}-driver"))
         native = native or native_numbers(driver)
         for report in run_emulated(driver, native):
@@ -109,6 +107,18 @@ def run_wheels(wheels: Sequence[Path], work: Path) -> None:
     for wheel in wheels:
         if not target_of(wheel).is_linux:
             say(f"not run: {wheel.name}, since nothing here runs programs of macOS")
+
+
+def run_own_wheel(wheel: Path, target: Platform, work: Path) -> None:
+    """The wheel for this machine, installed, on its processor and on an old one. Raises ReleaseError."""
+    python = install(wheel, work)
+    texts = run_installed(python)
+    say(f"installed {wheel.name} where there is no compiler: {', '.join(texts)} continue a text")
+    oldest = oldest_with_python(target.architecture)
+    if oldest is not None:
+        variant = oldest.runs[0]
+        run_installed_emulated(python, emulator(target.architecture, oldest), variant, texts[variant])
+        say(f"emulated {oldest.model}: Python continues the same text with {variant}")
 
 
 def print_speed(first: Path, second: Path) -> None:
@@ -126,15 +136,20 @@ def prepare_release(folder: Path) -> None:
     """Everything up to publishing. Raises ReleaseError."""
     version = version_to_release(ROOT)
     make_wheels(folder, list(TARGETS.values()))
-    files = sorted(path for path in folder.iterdir() if path.name.startswith("selfspec-"))
-    run([sys.executable, "-m", "twine", "check", "--strict", *map(str, files)])
-    sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
-    (folder / "SHA256SUMS").write_text(sums, encoding="utf-8")
+    describe_files(folder)
     print(
         f"\nselfspec {version} is ready in {folder}, and nothing has been published. To publish it:\n\n"
         f"    git tag -a v{version} -m 'selfspec {version}' && git push origin v{version}\n"
         f"    python -m twine upload {folder}/selfspec-{version}*\n"
     )
+
+
+def describe_files(folder: Path) -> None:
+    """Check how an index would show the files, and write their sums to SHA256SUMS. Raises ReleaseError."""
+    files = sorted(folder.glob("selfspec-*"))
+    run([sys.executable, "-m", "twine", "check", "--strict", *map(str, files)])
+    sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
+    (folder / "SHA256SUMS").write_text(sums, encoding="utf-8")
 
 
 def say(line: str) -> None:

@@ -64,13 +64,8 @@ class Driver:
 
     def command(self, processor: Processor | None) -> list[str]:
         """On this machine's processor, or on an emulated one. Raises ReleaseError if there is no emulator."""
-        programs = [str(self.program), str(self.library)]
-        if processor is None:
-            return programs
-        emulator = shutil.which(f"qemu-{self.architecture}")
-        if emulator is None:
-            raise ReleaseError(f"qemu-{self.architecture} is missing: install qemu-user (Debian's name of the package)")
-        return [emulator, "-cpu", processor.model, *_c_library(self.architecture), *programs]
+        before = [] if processor is None else emulator(self.architecture, processor)
+        return [*before, str(self.program), str(self.library)]
 
     def variants(self, processor: Processor | None = None) -> tuple[str, ...]:
         """What the library would run there, best first."""
@@ -79,6 +74,14 @@ class Driver:
     def numbers(self, variant: str, processor: Processor | None = None) -> list[str]:
         """What a variant computes there. Raises ReleaseError if a row depended on others."""
         return run([*self.command(processor), variant]).split()
+
+
+def emulator(architecture: str, processor: Processor) -> list[str]:
+    """The command before a program's. Raises ReleaseError if there is no emulator."""
+    found = shutil.which(f"qemu-{architecture}")
+    if found is None:
+        raise ReleaseError(f"qemu-{architecture} is missing: install qemu-user (Debian's name of the package)")
+    return [found, "-cpu", processor.model, *_c_library(architecture)]
 
 
 def driver_of(wheel: Path, target: Platform, work: Path) -> Driver:
@@ -127,6 +130,11 @@ def run_emulated(driver: Driver, native: Mapping[str, list[str]]) -> list[str]:
             _must_be_illegal(driver, processor, processor.lacks)
         reports.append(f"{processor.model}: {', '.join(compared)}")
     return reports
+
+
+def oldest_with_python(architecture: str) -> Processor | None:
+    """The oldest emulated processor that PyTorch runs on; None where a Python for the architecture is not at hand."""
+    return {"x86_64": PROCESSORS["x86_64"][1]}.get(architecture) if architecture == platform.machine() else None
 
 
 def _must_be_illegal(driver: Driver, processor: Processor, variant: str) -> None:

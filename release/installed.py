@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import layerskip_models
 from layerskip_models import DEMO_PATH
@@ -15,7 +14,6 @@ print(
     json.dumps(
         {
             "package": layerskip_models.__file__,
-            "asked": os.environ.get("SELFSPEC_NATIVE"),
             "kernels": result.stats.kernels,
             "variants": runnable_variants(),
             "text": result.text,
