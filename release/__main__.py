@@ -59,12 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ReleaseError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        print(f"error: the package {error.name} is missing: pip install '.[release]'", file=sys.stderr)
+        return 1
     return 0
 
 
 def make_wheels(folder: Path, targets: Sequence[Platform]) -> list[Path]:
     """The source distribution and wheels, built, checked and run. Raises ReleaseError if one is not good."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReleaseError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
     for old in (*folder.glob("selfspec-*.whl"), *folder.glob("selfspec-*.tar.gz"), folder / "SHA256SUMS"):
         old.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as temporary:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from release.processes import run
@@ -18,7 +19,8 @@ from release.targets import LIBRARY, ROOT, Platform
 
 
 def compiler(target: Platform) -> list[str]:
-    """The command that compiles and links for a platform."""
+    """The command that compiles and links for a platform. Raises ModuleNotFoundError if there is no `ziglang`."""
+    import_module("ziglang")
     return [sys.executable, "-m", "ziglang", "cc", "-target", target.triple, f"-mcpu={target.processor}"]
 
 
