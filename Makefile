@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 
-.PHONY: demo chat test test-operators lint results records docs sanitize sanitize-short wheel clean
+.PHONY: demo chat test test-operators lint results records docs sanitize sanitize-short wheel wheels release clean
 
 demo: $(VENV)/.installed
 	$(BIN)/selfspec generate --compare --ignore-eos --max-new-tokens 200 </dev/null
@@ -73,5 +73,18 @@ wheel: $(VENV)/.installed
 	cd build/wheel && env -i PATH=/nowhere HOME=/nowhere SELFSPEC_NATIVE=require \
 	  env/bin/python -m selfspec.cli.main generate --max-new-tokens 20 </dev/null
 
+# Wheels for Linux on x86-64 and aarch64 and for macOS on arm64, in build/wheels, checked and run as far as this machine can:
+# see docs/releasing.md. Needs qemu-user and libc6-arm64-cross (Debian's names).
+wheels: $(VENV)/.release
+	$(BIN)/python -m tests.wheels wheels build/wheels
+
+# Everything up to publishing, in dist: all tests, the same wheels, and the commands to publish them.
+release: $(VENV)/.release test
+	$(BIN)/python -m tests.wheels prepare dist
+
+$(VENV)/.release: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt --editable ".[release]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info layerskip_models/kernels/*.so
+	rm -rf $(VENV) build dist *.egg-info layerskip_models/kernels/*.so

@@ -83,11 +83,15 @@ INLINE v4i sum_4_integers(__m512i a, __m512i b, __m512i c, __m512i d) {
   return (v4i)_mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
 
-/* Multiply 64 unsigned by 64 signed bytes and add each four products to a lane of `sums`. In assembler, because with the
- * intrinsic GCC 12 copies the accumulators around and runs out of registers. */
+/* Multiply 64 unsigned by 64 signed bytes and add each four products to a lane of `sums`. With the intrinsic GCC 12 copies the
+ * accumulators around and runs out of registers; with the assembler Clang stores every second factor to memory first. */
 INLINE __m512i add_products(__m512i sums, __m512i plain, __m512i signs) {
+#if defined(__clang__)
+  return _mm512_dpbusd_epi32(sums, plain, signs);
+#else
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(plain), "vm"(signs));
   return sums;
+#endif
 }
 
 /* Load the weights at p that `here` selects, up to 64, each plus 128: the instruction needs one unsigned factor. */

@@ -3,14 +3,24 @@
 #define SELFSPEC_FLOATS_H
 #include "matrix.h"
 
-/* Multiply-add LANES inputs for R rows and SIDE(R) outputs. */
+/* Multiply-add LANES inputs for R rows and SIDE(R) outputs. Fewer rows than outputs are kept in registers, else the weights: with 16
+ * registers there is then one left, where twelve have the sums. */
 #define STEP(KIND, R) \
   do { \
-    vf weights[SIDE(R)]; \
-    UNROLL for (int o = 0; o < SIDE(R); o++) weights[o] = load_##KIND(w + o * in + i); \
-    UNROLL for (int r = 0; r < R; r++) { \
-      vf row = load(x + i * R + r * LANES); \
-      UNROLL for (int o = 0; o < SIDE(R); o++) total[o][r] = multiply_add(weights[o], row, total[o][r]); \
+    if (R < SIDE(R)) { \
+      vf rows_of_step[R]; \
+      UNROLL for (int r = 0; r < R; r++) rows_of_step[r] = load(x + i * R + r * LANES); \
+      UNROLL for (int o = 0; o < SIDE(R); o++) { \
+        vf weight = load_##KIND(w + o * in + i); \
+        UNROLL for (int r = 0; r < R; r++) total[o][r] = multiply_add(weight, rows_of_step[r], total[o][r]); \
+      } \
+    } else { \
+      vf weights[SIDE(R)]; \
+      UNROLL for (int o = 0; o < SIDE(R); o++) weights[o] = load_##KIND(w + o * in + i); \
+      UNROLL for (int r = 0; r < R; r++) { \
+        vf row = load(x + i * R + r * LANES); \
+        UNROLL for (int o = 0; o < SIDE(R); o++) total[o][r] = multiply_add(weights[o], row, total[o][r]); \
+      } \
     } \
   } while (0)
 
@@ -103,7 +113,7 @@ INLINE vf decoded(vi q, Group group) {
         if (fetch.ahead && i % 64 == 0 && (i / 64 * WIDTH & fetch.mask & -64) == fetch.place) \
           UNROLL for (int o = 0; o < SIDE(R); o++) FETCH(w + (o + fetch.ahead) * row + i / 64 * WIDTH); \
         UNROLL for (int o = 0; o < SIDE(R); o++) groups[o] = group_of_inputs(m, first + side + o, i); \
-        for (int k = 0; k < STEP / LANES; k++, i += LANES) { \
+        UNROLL for (int k = 0; k < STEP / LANES; k++, i += LANES) { \
           vf weights[SIDE(R)]; \
           UNROLL for (int o = 0; o < SIDE(R); o++) weights[o] = decoded(LOAD(w + o * row, i), groups[o]); \
           UNROLL for (int r = 0; r < R; r++) { \

@@ -251,7 +251,7 @@ void *pool_memory(Member *m, size_t bytes) {
   if (m->held >= bytes && !exactly && !m->guard) return m->memory;
   check_guard(m);
   free(m->memory);
-  m->guard = exactly && GUARD ? bytes : 0;
+  m->guard = exactly && GUARD > 0 ? bytes : 0;
   m->held = exactly ? bytes : bytes + bytes / 2;
   if (posix_memalign(&m->memory, LINE, m->held + (m->guard ? GUARD : 0))) {
     m->memory = NULL;

@@ -1,5 +1,7 @@
-/* Which variants of kernels.c this processor can run. The operating system must save the registers, too;
- * __builtin_cpu_supports checks both. */
+/* Which variants of kernels.c this processor can run, and the operating system with it: it must save their registers.
+ *
+ * Asked of the processor itself, not of `__builtin_cpu_supports`, which needs a runtime library that not every compiler brings.
+ * This file is compiled for the oldest processor, so it runs anywhere. */
 #define PUBLIC __attribute__((visibility("default")))
 
 PUBLIC int runs_baseline(void) { return 1; }
@@ -10,27 +12,46 @@ PUBLIC int runs_baseline(void) { return 1; }
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-PUBLIC int runs_avx2(void) {
-  unsigned a, b, c = 0, d;
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
-  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+
+/* Intel's manual, volume 2, CPUID: the registers of leaf 1, and of subleaf 0 of leaf 7. */
+static const unsigned FMA = 1u << 12, OSXSAVE = 1u << 27, AVX = 1u << 28, F16C = 1u << 29; /* 1, ecx */
+static const unsigned AVX2 = 1u << 5, AVX512F = 1u << 16, AVX512DQ = 1u << 17, AVX512BW = 1u << 30, AVX512VL = 1u << 31; /* 7, ebx */
+static const unsigned AVX512VNNI = 1u << 11; /* 7, ecx */
+static const unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24, AMX_INT8 = 1u << 25; /* 7, edx */
+/* Registers that the operating system saves: bits of XCR0. */
+static const unsigned SAVES_AVX = 0x6, SAVES_AVX512 = 0xe6, SAVES_TILES = 0x60000;
+
+typedef struct {
+  unsigned a, b, c, d;
+} Leaf;
+
+/* Zeros where the processor has no such leaf. */
+static Leaf leaf(unsigned number) {
+  Leaf l;
+  return __get_cpuid_count(number, 0, &l.a, &l.b, &l.c, &l.d) ? l : (Leaf){0, 0, 0, 0};
 }
+
+static int has(unsigned word, unsigned bits) { return (word & bits) == bits; }
+
+static int saves(unsigned registers) {
+  unsigned low, high;
+  if (!has(leaf(1).c, OSXSAVE)) return 0; /* then xgetbv is no instruction */
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return has(low, registers);
+}
+
+PUBLIC int runs_avx2(void) { return has(leaf(1).c, AVX | FMA | F16C) && has(leaf(7).b, AVX2) && saves(SAVES_AVX); }
 PUBLIC int runs_avx512(void) {
-  return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return runs_avx2() && has(leaf(7).b, AVX512F | AVX512BW | AVX512DQ | AVX512VL) && saves(SAVES_AVX512);
 }
-PUBLIC int runs_vnni(void) { return runs_avx512() && __builtin_cpu_supports("avx512vnni"); }
+PUBLIC int runs_vnni(void) { return runs_avx512() && has(leaf(7).c, AVX512VNNI); }
 #ifdef __linux__
 /* Linux (since 5.16) saves tiles only for a process that has asked for them; its threads inherit the permission. */
 #define REQUEST_STATE 0x1023 /* ARCH_REQ_XCOMP_PERM of arch_prctl */
 #define TILE_DATA 18
 PUBLIC int runs_amx(void) {
-  unsigned a, b, c, d = 0, low, high;
-  if (!runs_vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
-  if (!(d >> 22 & 1) || !(d >> 24 & 1) || !(d >> 25 & 1)) return 0; /* amx-bf16, amx-tile, amx-int8 */
-  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  return (low >> 17 & 3) == 3 && syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0;
+  return runs_vnni() && has(leaf(7).d, AMX_BF16 | AMX_TILE | AMX_INT8) && saves(SAVES_TILES) &&
+         syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0;
 }
 #else
 PUBLIC int runs_amx(void) { return 0; }

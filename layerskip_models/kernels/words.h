@@ -93,10 +93,14 @@ static Matrix expanded(const Matrix *m, float *scratch) {
   return wide;
 }
 
-/* Multiply 32 by 32 16-bit integers and add each two products to a lane of `sums`; in assembler like `add_products`. */
+/* Multiply 32 by 32 16-bit integers and add each two products to a lane of `sums`; for each compiler like `add_products`. */
 INLINE __m512i add_word_products(__m512i sums, __m512i words, __m512i others) {
+#if defined(__clang__)
+  return _mm512_dpwssd_epi32(sums, words, others);
+#else
   __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(words), "vm"(others));
   return sums;
+#endif
 }
 
 /* DOTS_IN_GROUPS for expanded weights whose scales are floats. */

@@ -1,11 +1,41 @@
 /* Runs the kernels of one variant on drawn numbers, without Python: for processors that are only emulated here.
  *
- * VARIANT: as for kernels.c, which is compiled with this, so that its structures are the ones at hand. Every row is computed alone on one thread, then with others on
- * several. Prints the results, and ends with status 1 if a bit differs.
+ *     driver                    the functions that are compiled with this one; VARIANT is as for kernels.c
+ *     driver LIBRARY            print the variants in a built library that this processor runs
+ *     driver LIBRARY VARIANT    that library's functions
+ *
+ * Every row is computed alone on one thread, then with others on several. Prints the results, and ends with status 1 if a bit
+ * differs, with 2 if the library lacks something.
  */
+#include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include "kernels.c"
+
+static void *library; /* or NULL: the functions here */
+static const char *chosen;
+static void *symbol(const char *prefix, const char *variant) {
+  char name[64];
+  snprintf(name, sizeof name, "%s_%s", prefix, variant);
+  return dlsym(library, name);
+}
+static void *function(const char *name, void *own) {
+  if (!library) return own;
+  void *found = symbol(name, chosen);
+  if (found) return found;
+  fprintf(stderr, "the library has no %s_%s\n", name, chosen);
+  exit(2);
+}
+#define CALL(name) ((__typeof__(&EXPORT(name)))function(#name, (void *)EXPORT(name)))
+
+static int print_variants(void) {
+  static const char *const variants[] = {"amx", "vnni", "avx512", "avx2", "neon", "baseline"};
+  for (size_t i = 0; i < sizeof variants / sizeof *variants; i++) {
+    int (*runs)(void) = (int (*)(void))symbol("runs", variants[i]);
+    if (runs && symbol("step", variants[i]) && runs()) puts(variants[i]);
+  }
+  return 0;
+}
 
 static uint32_t state = 1;
 static float drawn(void) { /* in [-1, 1), a multiple of 1/128: every kind of weight holds it */
@@ -40,28 +70,58 @@ static Matrix matrix(int64_t kind, int64_t out, int64_t in, int biased) {
   }
   return m;
 }
+/* Numbers of 4, 8 and 6 bits in groups of 32 inputs, with offsets or without. */
+static Matrix grouped(int64_t kind, int64_t out, int64_t in, int offset) {
+  int64_t groups = out * in / 32, bytes = bytes_of(kind, out * in);
+  uint8_t *numbers = malloc(bytes);
+  uint16_t *scales = malloc(groups * sizeof(uint16_t));
+  for (int64_t i = 0; i < bytes; i++) numbers[i] = (uint8_t)((drawn() + 1) * 127);
+  for (int64_t i = 0; i < groups; i++) scales[i] = half(drawn());
+  Matrix m = {.weight = numbers, .kind = kind, .in = in, .out = out, .groups = scales, .group = 32, .scales = HALVES};
+  m.zero = kind == INT4 ? 8 : kind == SIXES ? 32 : 128;
+  if (offset) m.offsets = floats(groups);
+  return m;
+}
 static int differ(const char *what, const float *a, const float *b, int64_t count) {
   if (!memcmp(a, b, count * sizeof(float))) return 0;
   fprintf(stderr, "%s: a row depends on its company\n", what);
   return 1;
 }
 
-int main(void) {
+enum { MOST = 20 };
+static int products(const Matrix *m) {
   int wrong = 0;
-  enum { MOST = 20, HIDDEN = 70, HEADS = 6, KV = 2, DIM = 18, INNER = 45, LAYERS = 2 };
-  for (int64_t kind = 0; kind < 4; kind++)
+  float *x = floats(MOST * m->in), *residual = floats(MOST * m->out), *alone = floats(MOST * m->out), *many = floats(MOST * m->out);
+  for (int64_t r = 0; r < MOST; r++) CALL(linear)(m, x + r * m->in, 1, residual + r * m->out, alone + r * m->out, 1);
+  for (int threads = 1; threads < 4; threads++)
+    for (int64_t rows = 1; rows <= MOST; rows++) {
+      CALL(linear)(m, x, rows, residual, many, threads);
+      wrong |= differ("linear", alone, many, rows * m->out);
+    }
+  for (int64_t i = 0; i < MOST * m->out; i++) printf("%.9g\n", alone[i]);
+  return wrong;
+}
+
+int main(int count, char **arguments) {
+  int wrong = 0;
+  if (count > 1 && !(library = dlopen(arguments[1], RTLD_NOW))) {
+    fprintf(stderr, "%s\n", dlerror());
+    return 2;
+  }
+  if (count == 2) return print_variants();
+  chosen = count > 2 ? arguments[2] : NULL;
+  enum { HIDDEN = 70, HEADS = 6, KV = 2, DIM = 18, INNER = 45, LAYERS = 2 };
+  for (int64_t kind = FLOAT32; kind <= INT8; kind++)
     for (int64_t out = 5; out < 300; out += 131)
       for (int64_t in = 3; in < 90; in += 29) {
         Matrix m = matrix(kind, out, in, kind & 1);
-        float *x = floats(MOST * in), *residual = floats(MOST * out), *alone = floats(MOST * out), *many = floats(MOST * out);
-        for (int64_t r = 0; r < MOST; r++) EXPORT(linear)(&m, x + r * in, 1, residual + r * out, alone + r * out, 1);
-        for (int threads = 1; threads < 4; threads++)
-          for (int64_t rows = 1; rows <= MOST; rows++) {
-            EXPORT(linear)(&m, x, rows, residual, many, threads);
-            wrong |= differ("linear", alone, many, rows * out);
-          }
-        for (int64_t i = 0; i < MOST * out; i++) printf("%.9g\n", alone[i]);
+        wrong |= products(&m);
       }
+  for (int64_t kind = INT4; kind <= SIXES; kind++)
+    for (int offset = 0; offset < 2; offset++) {
+      Matrix m = grouped(kind, 37, 192, offset);
+      wrong |= products(&m);
+    }
   Layer layers[LAYERS] = {{{0}}};
   for (int l = 0; l < LAYERS; l++) { /* the second one with all that some families' layers have besides */
     layers[l].qkv = matrix(1, (HEADS + 2 * KV) * DIM, HIDDEN, 1);
@@ -83,18 +143,18 @@ int main(void) {
   Span one = {floats(LAYERS * layer_size), floats(LAYERS * layer_size), layer_size, MOST * DIM, 0, 1}, other = one;
   other.keys = floats(LAYERS * layer_size), other.values = floats(LAYERS * layer_size);
   Step step = {.shape = &shape, .layers = layers, .num_spans = 1, .rotary = rotary, .count = LAYERS};
-  step.scratch = floats(EXPORT(scratch_size)(&shape, layers, MOST));
+  step.scratch = floats(CALL(scratch_size)(&shape, layers, MOST));
   for (int64_t r = 0; r < MOST; r++) {
     one.position = r;
     step.spans = &one, step.x = x + r * HIDDEN, step.outputs = alone + r * HIDDEN, step.rows = 1;
-    EXPORT(step)(&step, 1);
+    CALL(step)(&step, 1);
   }
   for (int threads = 1; threads < 4; threads++)
     for (int64_t each = 2; each <= MOST; each++) {
       for (int64_t r = 0; r < MOST; r += each) {
         other.position = r, other.rows = min(each, MOST - r);
         step.spans = &other, step.x = x + r * HIDDEN, step.outputs = many + r * HIDDEN, step.rows = other.rows;
-        EXPORT(step)(&step, threads);
+        CALL(step)(&step, threads);
       }
       wrong |= differ("step", alone, many, MOST * HIDDEN);
       wrong |= differ("keys", one.keys, other.keys, LAYERS * layer_size);
@@ -111,7 +171,7 @@ int main(void) {
         step.spans = &third, step.x = state + r * HIDDEN, step.rows = third.rows;
         for (int half = 0; half <= 2 * LAYERS; half++) {
           step.first = half / 2, step.outputs = parts[half % 2];
-          EXPORT(half)(&step, half < 2 * LAYERS ? half % 2 : NEITHER, half ? parts[(half + 1) % 2] : NULL, 1, threads);
+          CALL(half)(&step, half < 2 * LAYERS ? half % 2 : NEITHER, half ? parts[(half + 1) % 2] : NULL, 1, threads);
         }
       }
       wrong |= differ("half", alone, state, MOST * HIDDEN);
@@ -120,9 +180,9 @@ int main(void) {
 
   Adapter adapter = {matrix(1, 2 * INNER, HIDDEN, 0), matrix(0, HIDDEN, INNER, 0), floats(HIDDEN)};
   float *gated = floats(MOST * INNER);
-  for (int64_t r = 0; r < MOST; r++) EXPORT(adapt)(&adapter, 1e-5f, x + r * HIDDEN, 1, gated, alone + r * HIDDEN, 1);
+  for (int64_t r = 0; r < MOST; r++) CALL(adapt)(&adapter, 1e-5f, x + r * HIDDEN, 1, gated, alone + r * HIDDEN, 1);
   for (int threads = 1; threads < 4; threads++) {
-    EXPORT(adapt)(&adapter, 1e-5f, x, MOST, gated, many, threads);
+    CALL(adapt)(&adapter, 1e-5f, x, MOST, gated, many, threads);
     wrong |= differ("adapt", alone, many, MOST * HIDDEN);
   }
   for (int64_t i = 0; i < MOST * HIDDEN; i++) printf("%.9g\n", alone[i]);

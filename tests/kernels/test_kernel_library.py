@@ -71,6 +71,24 @@ def test_the_best_variant_is_chosen_and_any_other_can_be(monkeypatch: pytest.Mon
         kernels()
 
 
+NEEDS = {
+    "avx2": "avx2 fma f16c",
+    "avx512": "avx2 fma f16c avx512f avx512bw avx512dq avx512vl",
+    "vnni": "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni",
+}
+"""What Linux calls the features that a variant's instructions need."""
+
+
+@needs_library
+@pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="for Linux on x86-64")
+@pytest.mark.parametrize("variant", NEEDS)
+def test_a_variant_runs_exactly_where_the_system_says_so(variant: str) -> None:
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    (flags, *_) = (line.split() for line in cpuinfo.splitlines() if line.startswith("flags"))
+    runs = getattr(library._library(), f"runs_{variant}")
+    assert bool(runs()) == set(NEEDS[variant].split()).issubset(flags)
+
+
 def test_switched_off_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SELFSPEC_NATIVE", "0")
     with warnings.catch_warnings():
@@ -138,7 +156,7 @@ def test_the_numbers_do_not_depend_on_how_much_the_compiler_optimises(variant: s
     for level in ("-O1", "-O3"):
         program = tmp_path / level[1:]
         flags = [*setup["FLAGS"], *setup["X86"][variant], level, f"-DVARIANT={variant}", f"-I{FOLDER}"]
-        subprocess.run(["cc", *flags, "-o", program, *sources, "-lm"], check=True)
+        subprocess.run(["cc", *flags, "-o", program, *sources, "-lm", "-ldl"], check=True)
         numbers.append(subprocess.run([program], check=True, capture_output=True, text=True).stdout)
     assert numbers[0].count("\n") > 90_000
     assert numbers[0] == numbers[1]
@@ -161,7 +179,7 @@ def test_on_an_emulated_arm_processor_a_row_is_the_same_in_any_company(tmp_path:
     ):
         program = tmp_path / variant
         options = [*setup["FLAGS"], f"-DVARIANT={variant}", f"-I{FOLDER}", "-o", str(program)]
-        subprocess.run([*compiler, *options, *map(str, sources), "-lm"], check=True)
+        subprocess.run([*compiler, *options, *map(str, sources), "-lm", "-ldl"], check=True)
         result = subprocess.run([*run, str(program)], check=True, capture_output=True, text=True)
         numbers.append([float(line) for line in result.stdout.split()])
     portable, neon = numbers
