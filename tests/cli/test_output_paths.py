@@ -40,6 +40,10 @@ WRITERS = [
     (bench.experiments.__main__.app, ["settings", "code", "-o"]),
     (bench.experiments.__main__.app, ["spide", "code", "-o"]),
     (bench.experiments.__main__.app, ["judge-exits", "none", "--chats", "none.jsonl", "-o"]),
+    (
+        bench.experiments.__main__.app,
+        ["online-exits", "none", "--chats", "none.jsonl", "--exits", "none", "--work", "w", "-o"],
+    ),
     (bench.commands.bench_app.app, ["shapes", "--output-dir"]),
     (bench.commands.bench_app.app, ["convert", "--output-dir"]),
     (bench.commands.bench_app.app, ["report", "none.jsonl", "-o"]),
