@@ -74,17 +74,23 @@ class RowRing:
 
     def drawn(self, count: int, draw: np.random.Generator) -> ExitRows:
         """So many rows at random, at most those that are held; a copy."""
-        with self._lock:
-            return self._at(draw.permutation(len(self))[:count])
+        return self.at(draw.permutation(len(self))[:count])
 
     def part(self, first: int, end: int) -> ExitRows:
         """The rows in places [first, end) of memory, as far as they are held; a copy."""
-        with self._lock:
-            return self._at(np.arange(first, min(end, len(self))))
+        return self.at(np.arange(first, min(end, len(self))))
 
-    def _at(self, places: np.ndarray) -> ExitRows:
-        index = torch.from_numpy(places)
-        return ExitRows(self._states[:, index.to(self._states.device)], torch.from_numpy(self._tokens[places]))
+    def tokens(self) -> np.ndarray:
+        """The tokens that followed the rows that are held, each once, ascending."""
+        with self._lock:
+            held = self._tokens[: len(self)].copy()
+        return np.unique(held)
+
+    def at(self, places: np.ndarray) -> ExitRows:
+        """The rows in these places of memory, each below len(self); a copy."""
+        index = torch.from_numpy(places).to(self._states.device)
+        with self._lock:
+            return ExitRows(self._states[:, index], torch.from_numpy(self._tokens[places]))
 
 
 class TextRows:

@@ -27,12 +27,14 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.exits.adapter import ExitAdapter, ExitAdapters
 from layerskip_models.exits.folder import CONFIG_FILE, WEIGHTS_FILE, save_adapters
-from layerskip_models.kernels.threads import OneTeam
+from layerskip_models.kernels.threads import OneTeam, on_threads
 from selfspec.engine.online_exits import ExitRows, OnlineExits
 from selfspec.exits.frozen_head import FrozenHead
 
 FIGURES_FILE = "learning.json"
 _WRITING = ".writing"
+_AVERAGING = 0.05  # weight of the latest step in the mean that is compared: about the last 20 steps count
+_JUDGED_TOGETHER = 64  # rows of a comparison between two looks at whether to go on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +42,17 @@ class LearnSettings:
     """How exits learn. ValueError for what cannot be.
 
     num_bytes: memory for rows. rows_per_text: most rows of one text that are kept. batch_rows: rows of an optimiser step.
+    other_tokens: a step looks at the tokens that occur in the rows that are kept, and at so many others that it draws; 0 for
+    the whole vocabulary, which takes many times as long where it is large. Comparisons look at all tokens.
     passes: steps are taken until each row was used so often, on average. judge_every: steps between two comparisons.
-    least_held_out: rows that a comparison needs. sureness: how many standard deviations better others must be, by the rows
-    where only one of the two is right.
+    least_held_out: rows that a comparison needs; most_held_out: rows that it looks at, drawn if there are more.
+    sureness: how many standard deviations better others must be, by the rows where only one of the two is right.
     """
 
     num_bytes: int = 64 << 20
     rows_per_text: int = 256
     batch_rows: int = 256
+    other_tokens: int = 2048
     passes: float = 2.0
     learning_rate: float = 1e-3
     kl_weight: float = 1.0
@@ -55,11 +60,12 @@ class LearnSettings:
     max_grad_norm: float = 1.0
     judge_every: int = 16
     least_held_out: int = 256
+    most_held_out: int = 1024
     sureness: float = 2.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_bytes", "rows_per_text", "batch_rows", "judge_every", "least_held_out"):
+        for name in ("num_bytes", "rows_per_text", "batch_rows", "judge_every", "least_held_out", "most_held_out"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("passes", "learning_rate", "max_grad_norm"):
@@ -67,8 +73,9 @@ class LearnSettings:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.kl_weight < 0 or self.ce_weight < 0 or self.kl_weight + self.ce_weight <= 0:
             raise ValueError("kl_weight and ce_weight must not be negative, and one of them must be above 0")
-        if self.sureness < 0:
-            raise ValueError(f"sureness must be at least 0, got {self.sureness}")
+        for name in ("sureness", "other_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +126,13 @@ class ExitLearner:
         settings: LearnSettings,
     ) -> None:
         self.online, self.settings, self.folder = online, settings, folder
+        self._model = model
         self._head = FrozenHead(model)
         # As `train-exit` keeps them: a learned adapter is as large as the one before.
         self._stored = model.weights_dtype if model.weights_dtype.itemsize == 2 else None
         self._start, self._current = start.to(model.device), current.to(model.device)
         self._learned = copy.deepcopy(self._current).train()
+        self._averaged = copy.deepcopy(self._current)  # what is compared: with a constant rate, single steps are noisy
         self._optimizer = torch.optim.AdamW(
             self._learned.parameters(), lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
         )
@@ -153,13 +162,13 @@ class ExitLearner:
         return seen >= settings.batch_rows and self._report.steps < settings.passes * seen / settings.batch_rows
 
     def learn(self, *, seconds: float | None = None, go_on: Callable[[], bool] = lambda: True) -> LearningReport:
-        """Learn until no work is left, or for about this long. PyTorch's operators run on one thread meanwhile.
+        """Learn until no work is left, or for about this long, on one thread.
 
         go_on: called several times a second, and may wait; once it is false, learning stops and the step at hand is dropped.
         Raises OSError if better adapters cannot be written; they are used all the same.
         """
         until = None if seconds is None else monotonic() + seconds
-        with self._busy, OneTeam():
+        with self._busy, OneTeam(), on_threads(1):
             while self.has_work and (until is None or monotonic() < until):
                 if not self._step(go_on):
                     break
@@ -169,8 +178,9 @@ class ExitLearner:
 
     def _step(self, go_on: Callable[[], bool]) -> bool:
         """One optimiser step. Returns whether it was done."""
-        settings, head = self.settings, self._head
+        settings = self.settings
         rows = _finite(self.online.learned.drawn(settings.batch_rows, self._draw))
+        head, following = self._head_for(rows.tokens)
         self._optimizer.zero_grad(set_to_none=True)
         for chunk in head.chunks(len(rows)):
             if not go_on():
@@ -178,7 +188,7 @@ class ExitLearner:
             last = rows.states[-1, chunk]
             with torch.no_grad():
                 target = head.target(last)
-            labels = rows.tokens[chunk].to(last.device)
+            labels = following[chunk]
             for depth, layer in enumerate(self.exit_layers):
                 output = self._learned.at(layer)(rows.states[depth, chunk].float())
                 gradient = torch.empty_like(output)
@@ -190,20 +200,38 @@ class ExitLearner:
         for layer in self.exit_layers:
             torch.nn.utils.clip_grad_norm_(self._learned.at(layer).parameters(), settings.max_grad_norm)
         self._optimizer.step()
+        with torch.no_grad():
+            for mean, value in zip(self._averaged.parameters(), self._learned.parameters()):
+                mean.lerp_(value, _AVERAGING)
         self._report.steps += 1
         return True
+
+    def _head_for(self, tokens: Tensor) -> tuple[FrozenHead, Tensor]:
+        """The head over the tokens that a step looks at, and where in it these tokens are. tokens: int64 [n], of some rows.
+
+        Drafts are nearly always among the tokens that texts of the same kind have had. The others keep an exit from moving
+        its probability to where no step looks.
+        """
+        head, others = self._head, self.settings.other_tokens
+        if not others:
+            return head, tokens.to(head.weight.device)
+        drawn = self._draw.choice(head.vocab_size, min(others, head.vocab_size), replace=False)
+        looked_at = np.unique(np.concatenate([drawn, self.online.learned.tokens(), tokens.numpy()]))
+        places = torch.from_numpy(np.searchsorted(looked_at, tokens.numpy()))
+        return head.of_tokens(torch.from_numpy(looked_at).to(head.weight.device)), places.to(head.weight.device)
 
     def _judge(self, go_on: Callable[[], bool]) -> bool:
         """Compare on the held-out rows, and use what is better. Returns False if it was broken off."""
         number = len(self.online.held_out)
         if number < self.settings.least_held_out:
             return True
-        candidates = {layer: self._rounded(self._learned.at(layer)) for layer in self.exit_layers}
+        candidates = {layer: self._rounded(self._averaged.at(layer)) for layer in self.exit_layers}
         right: dict[int, list[Tensor]] = {layer: [] for layer in self.exit_layers}  # [3, n] a part
-        for chunk in self._head.chunks(number):
+        chosen = self._draw.permutation(number)[: self.settings.most_held_out]
+        for first in range(0, len(chosen), _JUDGED_TOGETHER):
             if not go_on():
                 return False
-            rows = self.online.held_out.part(chunk.start, chunk.stop)
+            rows = self.online.held_out.at(chosen[first : first + _JUDGED_TOGETHER])
             for depth, layer in enumerate(self.exit_layers):
                 compared = self._start.at(layer), self._current.at(layer), candidates[layer]
                 right[layer].append(self._right(compared, rows.states[depth].float(), rows.tokens))
@@ -211,7 +239,8 @@ class ExitLearner:
         for layer, parts in right.items():
             of_start, of_current, of_learned = torch.cat(parts, dim=1)
             now, sureness = of_current, self.settings.sureness
-            if clearly_better(of_learned, of_current, sureness):
+            no_worse = int(of_learned.sum()) >= int(of_start.sum())
+            if no_worse and clearly_better(of_learned, of_current, sureness):
                 taken[layer], now = candidates[layer], of_learned
                 self._report.replaced += 1
             elif clearly_better(of_start, of_current, sureness):
@@ -221,7 +250,7 @@ class ExitLearner:
             elif clearly_better(of_current, of_learned, sureness):
                 self._learn_anew(layer, self._current.at(layer))
             agreement[layer] = HeldOutAgreement(
-                rows=number, start=float(of_start.float().mean()), now=float(now.float().mean())
+                rows=len(chosen), start=float(of_start.float().mean()), now=float(now.float().mean())
             )
         self._report.judged += 1
         self._report.agreement = agreement
@@ -232,9 +261,12 @@ class ExitLearner:
 
     @torch.no_grad()
     def _right(self, adapters: tuple[ExitAdapter, ...], states: Tensor, tokens: Tensor) -> Tensor:
-        """bool [adapters, n]: where an exit's likeliest token is the one that followed."""
-        tokens = tokens.to(states.device)
-        return torch.stack([self._head.logits(adapter(states)).argmax(dim=-1) == tokens for adapter in adapters]).cpu()
+        """bool [adapters, n]: where what an exit would draft is the token that followed. NaN drafts nothing."""
+        found = []
+        for adapter in adapters:
+            choices = self._model.draft_choices(adapter(states).to(self._model.dtype))
+            found.append((choices.tokens == tokens.to(states.device)) & ~choices.logits.isnan())
+        return torch.stack(found).cpu()
 
     def _rounded(self, adapter: ExitAdapter) -> ExitAdapter:
         """A copy with weights as they are stored and drafted with."""
@@ -252,9 +284,9 @@ class ExitLearner:
 
     def _learn_anew(self, layer: int, adapter: ExitAdapter) -> None:
         """Go on learning from here: what was learned since has not helped."""
-        learned = self._learned.at(layer)
-        learned.load_state_dict(adapter.state_dict())
-        for parameter in learned.parameters():
+        for one in (self._learned, self._averaged):
+            one.at(layer).load_state_dict(adapter.state_dict())
+        for parameter in self._learned.at(layer).parameters():
             self._optimizer.state.pop(parameter, None)
 
     def save(self) -> None:

@@ -103,7 +103,7 @@ def test_a_worse_candidate_never_replaces(tmp_path: Path) -> None:
 
     drafted = drafts()
     with torch.no_grad():
-        for parameter in learner._learned.parameters():
+        for parameter in learner._averaged.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 5)
     assert learner._judge(lambda: True)
     assert (learner.report.judged, learner.report.replaced) == (1, 0)
@@ -121,7 +121,7 @@ def test_nan_never_replaces(tmp_path: Path) -> None:
     write(generator, 60)
     before = weights(learner.current)
     with torch.no_grad():
-        for parameter in learner._learned.parameters():
+        for parameter in learner._averaged.parameters():
             parameter.fill_(torch.nan)
     assert learner._judge(lambda: True)
     assert learner.report.replaced == 0
@@ -145,6 +145,20 @@ def test_adapters_that_have_become_worse_than_the_first_ones_are_taken_back(tmp_
     found = load_adapters(tmp_path / "learned")
     for layer in returned:
         assert not found.at(layer).down.weight.any()
+
+
+def test_what_is_better_than_now_and_worse_than_the_first_ones_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 rows the first adapter is right on 60, the one in use on 30, the learned one on 50: the first comes back."""
+    generator, learner = learning(tmp_path, sureness=2.0)
+    write(generator, 60)
+    rights = torch.stack([torch.arange(64) < count for count in (60, 30, 50)])
+    monkeypatch.setattr(learner, "_right", lambda *args: rights[:, : len(args[-1])])
+    before = weights(learner._start)
+    assert learner._judge(lambda: True)
+    assert (learner.report.replaced, learner.report.returned) == (0, 2)
+    assert same(weights(learner.current), before)
 
 
 def test_a_later_run_goes_on_from_what_was_saved(tmp_path: Path) -> None:
@@ -263,3 +277,33 @@ def _other() -> LayerSkipModel:
 def test_settings_that_cannot_be_are_refused(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
         replace(QUICK, **{field: value})  # type: ignore[arg-type]
+
+
+def test_a_step_over_some_tokens_is_one_over_all_if_they_are_all(tmp_path: Path) -> None:
+    """24 tokens are drawn of 24: the same numbers as with the whole head, whatever the order of drawing."""
+    found = []
+    for others in (0, 24):
+        (tmp_path / str(others)).mkdir()
+        generator, learner = learning(tmp_path / str(others), other_tokens=others, batch_rows=10_000, passes=0.5)
+        write(generator, 80)
+        rows = learner.online.learned.part(0, 10_000)
+        head, places = learner._head_for(rows.tokens)
+        assert head.vocab_size == 24
+        assert torch.equal(places, rows.tokens)
+        assert learner._step(lambda: True)
+        found.append(weights(learner._learned))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_looks_at_the_tokens_that_have_followed(tmp_path: Path) -> None:
+    generator, learner = learning(tmp_path, other_tokens=3)
+    write(generator, 30)
+    rows = learner.online.learned.part(0, 10_000)
+    for _ in range(5):
+        head, places = learner._head_for(rows.tokens)
+        assert head.vocab_size <= len({*rows.tokens.tolist()}) + 3
+        states = rows.states[-1]
+        whole, some = learner._head.logits(states), head.logits(states)
+        at = torch.arange(len(rows))
+        torch.testing.assert_close(some[at, places], whole[at, rows.tokens])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ import typer
 
 from bench.commands.bench_options import DtypeOption, OutputOption
 from bench.commands.preparation import model_name, open_model, open_tokenizer, progress, recording, show
+from bench.experiments.online_exits.answer_rows import AnswerFiles
 from bench.experiments.online_exits.stream import OnlineStream, with_exits_only
 from bench.provenance import provenance
 from bench.record import RecordWriter
@@ -25,9 +25,7 @@ from layerskip_models.training.examples import read_examples
 from selfspec import SelfSpecGenerator
 from selfspec.cli.notes import one_line_errors
 from selfspec.engine.online_exits import OnlineExits
-from selfspec.exits.frozen_head import FrozenHead
 from selfspec.exits.learning import ExitLearner, LearnSettings
-from selfspec.exits.own_answers import own_answers
 from selfspec.messages import OWN_TEMPLATE, conversation_ids
 
 
@@ -54,7 +52,7 @@ def online_exits(
     written twice, and learning, which is a function of the answers, begins anew.
     """
     with one_line_errors():
-        answers = output_folder(work) / "answers.jsonl"
+        output_folder(work)
         network, tokenizer = open_model(model, dtype, "cpu").with_adapters({}), open_tokenizer(model)
         static = load_adapters(exits)
         check_fits(static.config, network, exits)
@@ -62,17 +60,17 @@ def online_exits(
         settings = LearnSettings(num_bytes=rows_mb << 20, passes=passes, learning_rate=learning_rate)
         current = copy.deepcopy(static)
         adapters = lean_adapters(current, network)
-        learning = network.with_adapters(adapters)
-        online = OnlineExits(learning, adapters, num_bytes=settings.num_bytes, rows_per_text=settings.rows_per_text)
+        drafting = network.with_adapters(adapters)
+        online = OnlineExits(drafting, adapters, num_bytes=settings.num_bytes, rows_per_text=settings.rows_per_text)
         learner = ExitLearner(
-            learning, online, start=static, current=current, folder=output_folder(work / "learned"), settings=settings
+            drafting, online, start=static, current=current, folder=output_folder(work / "learned"), settings=settings
         )
         asked = [one.messages for one in read_examples(chats, ()) if one.messages][:num_answers]
         prompts = [conversation_ids(one, tokenizer, OWN_TEMPLATE, ask=True) for one in asked]
-        writer = SelfSpecGenerator(network, tokenizer, prefix_cache=0)
-        texts = own_answers(writer, iter(prompts), answers, most_tokens=max_new_tokens)
-        stream = OnlineStream(model=network, head=FrozenHead(network), static=static, learner=learner)
-        with progress(-(-len(prompts) // block)) as advance, recording(RecordWriter(output)) as record:
+        writer = SelfSpecGenerator(network.with_adapters(lean_adapters(static, network)), tokenizer, prefix_cache=0)
+        answers = AnswerFiles(writer, prompts, work, block=block, max_new_tokens=max_new_tokens)
+        stream = OnlineStream(model=network, static=static, learner=learner)
+        with progress(len(answers)) as advance, recording(RecordWriter(output)) as record:
             record.write(
                 {
                     "kind": "run",
@@ -94,7 +92,10 @@ def online_exits(
                     "provenance": provenance(torch.device("cpu"), network.dtype),
                 }
             )
-            for line in stream.blocks(islice(texts, num_answers), block):
-                record.write(line)
+            done = 0
+            for found in answers:
+                line = stream.block(found)
+                record.write({"kind": "block", "first": done, **line})
+                done += line["answers"]
                 advance("answers")
     show(record.lines)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.experiments.online_exits.answer_rows import AnswerRows
 from layerskip_models import LayerSkipModel
 from layerskip_models.exits.adapter import ExitAdapters
 from selfspec.analysis.replay import GRID_LENGTHS, AgreementTrace, replay
-from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.hidden_state_dataset import capture, plan_for
 from selfspec.exits.learning import ExitLearner
-from selfspec.exits.sequences import ExitSequence
-from selfspec.exits.training_texts import TrainingText
 
 ARMS = ("static", "learning")
 
@@ -36,69 +32,60 @@ def with_exits_only(adapters: ExitAdapters, exit_layers: Sequence[int]) -> ExitA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineStream:
-    """Answers in their order, some at a time: judged with both kinds of adapters first, learned from only then.
+    """Answers in their order, some at a time: judged with both kinds of adapters first, and learned from only then.
 
-    The states are those of one pass over each answer, which are those of verification; the rounds are replayed.
+    The rounds of a setting are replayed on the answers, which drafts do not change.
     """
 
     model: LayerSkipModel
-    head: FrozenHead
     static: ExitAdapters
     learner: ExitLearner
 
-    def blocks(self, texts: Iterable[TrainingText], size: int) -> Iterator[dict[str, Any]]:
-        """A line for each `size` answers. texts: with their answer as the only scored span."""
-        coming, done = iter(texts), 0
-        while block := [*islice(coming, size)]:
-            plan = plan_for(self.static.exit_layers, self.model, torch.float32)
-            sequences = capture(self.model, block, plan)
-            yield {
-                "kind": "block",
-                "first": done,
-                "answers": len(block),
-                "tokens": sum(text.num_scored for text in block),
-                "exits": [*self._judged(sequences)],
-                "learned": self._learn(block, sequences),
-            }
-            done += len(block)
+    def block(self, answers: Sequence[AnswerRows]) -> dict[str, Any]:
+        """What some answers show, as a record's line."""
+        return {
+            "answers": len(answers),
+            "tokens": sum(len(one.labels) + 1 for one in answers),
+            "exits": [*self._judged(answers)],
+            "learned": self._learn(answers),
+        }
 
     @torch.no_grad()
-    def _judged(self, sequences: Sequence[ExitSequence]) -> Iterator[dict[str, Any]]:
+    def _judged(self, answers: Sequence[AnswerRows]) -> Iterator[dict[str, Any]]:
         for depth, layer in enumerate(self.static.exit_layers):
             for arm, adapters in zip(ARMS, (self.static, self.learner.current)):
-                # The first row predicts the token that reading the prompt gives.
-                hits = [self._hits(adapters, layer, one.states[1:, depth], one.labels[1:]) for one in sequences]
+                hits = self._hits(adapters, layer, torch.cat([one.states[depth] for one in answers]).float())
+                agrees = hits == torch.cat([one.labels for one in answers])
                 traces = [
                     AgreementTrace(
-                        tokens=tuple(one.labels.tolist()),
+                        tokens=(
+                            0,
+                            *one.labels.tolist(),
+                        ),  # the first one, which reading the prompt gives, does not matter
                         agrees={layer: tuple(found.float().tolist())},
                         num_layers=self.model.num_layers,
                     )
-                    for one, found in zip(sequences, hits)
+                    for one, found in zip(answers, agrees.split([len(one.labels) for one in answers]))
                 ]
                 rounds = {length: [replay(trace, layer, length) for trace in traces] for length in GRID_LENGTHS}
                 yield {
                     "exit_layer": layer,
                     "arm": arm,
-                    "rows": sum(map(len, hits)),
-                    "agreeing": sum(int(found.sum()) for found in hits),
+                    "rows": len(agrees),
+                    "agreeing": int(agrees.sum()),
                     "new_tokens": {str(length): sum(one.num_tokens for one in of) for length, of in rounds.items()},
                     "loaded_layers": {
                         str(length): sum(one.loaded_layers for one in of) for length, of in rounds.items()
                     },
                 }
 
-    def _hits(self, adapters: ExitAdapters, layer: int, states: Tensor, labels: Tensor) -> Tensor:
-        """bool [n]: where the exit's likeliest token is the answer's next one."""
-        adapted = adapters.at(layer)(states)
-        parts = [self.head.logits(adapted[chunk]).argmax(dim=-1) for chunk in self.head.chunks(len(labels))]
-        return torch.cat(parts) == labels if parts else torch.zeros(0, dtype=torch.bool)
+    def _hits(self, adapters: ExitAdapters, layer: int, states: Tensor) -> Tensor:
+        """int64 [n]: what the exit would draft at each row. states: float32 [n, hidden]."""
+        return self.model.draft_choices(adapters.at(layer)(states).to(self.model.dtype)).tokens
 
-    def _learn(self, block: Sequence[TrainingText], sequences: Sequence[ExitSequence]) -> dict[str, Any]:
-        online = self.learner.online
-        for text, sequence in zip(block, sequences):
-            ((first, _),) = text.scored
-            rows = online.begin_text(torch.tensor(text.tokens[:first]))
-            rows.add_states([*sequence.states[1:].unbind(1)], sequence.labels[1:].tolist())
+    def _learn(self, answers: Sequence[AnswerRows]) -> dict[str, Any]:
+        for one in answers:
+            rows = self.learner.online.begin_text(one.prompt)
+            rows.add_states([*one.states.float()], one.labels.tolist())
         report = self.learner.learn()
         return {name: getattr(report, name) for name in ("rows", "held_out", "steps", "judged", "replaced", "returned")}
