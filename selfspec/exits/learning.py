@@ -53,8 +53,8 @@ class LearnSettings:
     rows_per_text: int = 256
     batch_rows: int = 256
     other_tokens: int = 2048
-    passes: float = 2.0
-    learning_rate: float = 1e-3
+    passes: float = 4.0
+    learning_rate: float = 2e-3
     kl_weight: float = 1.0
     ce_weight: float = 0.1
     max_grad_norm: float = 1.0
