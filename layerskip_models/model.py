@@ -25,7 +25,7 @@ from layerskip_models.backends.whole_vocabulary import WholeVocabulary
 from layerskip_models.choices import Choices, Detail
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.families import family_of, head_dim_of
-from layerskip_models.kernels.native_forward import NativeForward
+from layerskip_models.kernels.native_forward import Matrices, NativeForward
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kernels.threads import OneTeam
@@ -43,14 +43,14 @@ _growing = threading.Lock()  # while any model's rotary table grows
 class Adapter(Protocol):
     """A small network between an early exit and the draft head (`layerskip_models.exits.lean`).
 
-    num_bytes: size of its weights. rank: its inner width. address: where our kernels read it, None without kernels.
+    num_bytes: size of its weights. rank: its inner width. matrices: its weights, and where our kernels read them.
     """
 
     num_bytes: int
     rank: int
 
     @property
-    def address(self) -> int | None: ...
+    def matrices(self) -> Matrices: ...
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[rows, hidden], in and out."""

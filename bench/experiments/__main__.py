@@ -28,6 +28,7 @@ from bench.experiments.fewer_bits.rounding_command import compare_roundings
 from bench.experiments.fewer_bits.weight_only_command import weight_only
 from bench.experiments.leaves.leaves_command import leaves
 from bench.experiments.loading.loading_command import loading
+from bench.experiments.online_exits.online_exits_command import online_exits
 from bench.experiments.predictions.predictions_command import predictions
 from bench.experiments.ranks.ranks_command import ranks
 from bench.experiments.readings.reading_tables import reading_tables
@@ -66,6 +67,7 @@ app.command()(copying_gain)
 app.command()(exit_losses)
 app.command()(exit_adapters)
 app.command()(judge_exits)
+app.command()(online_exits)
 app.command()(draft_copies)
 app.command()(fine_tune)
 app.command(name="roundings")(compare_roundings)

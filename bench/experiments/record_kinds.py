@@ -19,6 +19,7 @@ from bench.experiments.fewer_bits.copy_tables import copy_headline, copy_tables
 from bench.experiments.fewer_bits.fine_tune_tables import fine_tune_headline, fine_tune_tables
 from bench.experiments.fewer_bits.rounding_tables import rounding_headline, rounding_tables
 from bench.experiments.loading.loading_tables import loading_headline, loading_tables
+from bench.experiments.online_exits.online_exit_tables import online_headline, online_tables
 from bench.experiments.predictions.predictions_tables import predictions_headline, predictions_tables
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.row_parts.row_parts_tables import row_parts_headline, row_parts_tables
@@ -135,6 +136,12 @@ STUDIES: dict[str, RecordKind] = {
             "judged_supposed": "At a given agreement",
             "judged_speed": "Speed",
         },
+    ),
+    "online-exits": RecordKind(
+        tables=online_tables,
+        headline=online_headline,
+        headings={"online_exits": "Along the stream", "online_learning": "Learning"},
+        trains=True,
     ),
     "roundings": RecordKind(
         tables=rounding_tables, headline=rounding_headline, headings={"roundings": "Other ways to round"}

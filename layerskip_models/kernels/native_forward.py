@@ -27,13 +27,20 @@ STEP_ROWS = 64
 """Most rows of a step. Kept small, because the scratch lives as long as the `NativeForward`."""
 
 
+class Matrices(Protocol):
+    """An adapter's weights. address: of their `AdapterWeights`, valid as long as this object; None if they run on PyTorch."""
+
+    @property
+    def address(self) -> int | None: ...
+
+
 class Adapted(Protocol):
-    """An exit's adapter: its inner width, and the address of its `AdapterWeights` (None if it runs on PyTorch)."""
+    """An exit's adapter: its inner width, and its weights, which others may replace between two passes."""
 
     rank: int
 
     @property
-    def address(self) -> int | None: ...
+    def matrices(self) -> Matrices: ...
 
 
 _NONE: Mapping[int, Adapted] = MappingProxyType({})
@@ -62,10 +69,11 @@ class NativeForward:
         if chosen is None or factors is None or not fits:
             raise RuntimeError("no native steps here")
         assert STEP_ROWS <= MOST_ROWS
-        if any(adapter.address is None for adapter in adapters.values()):
+        if any(adapter.matrices.address is None for adapter in adapters.values()):
             raise RuntimeError("no native steps with adapters that run on PyTorch's operators")
         self._layers, self._heads = layers, {"full": head, "draft": draft_head}
         self._adapters = dict(adapters)
+        self._held: Matrices | None = None  # what the pass reads, even if its adapter has others by now
         widest = max((adapter.rank for adapter in adapters.values()), default=0)
         size = STEP_ROWS * (widest + embedding.shape[1]) if adapters else 0
         self._adapted = torch.empty(size, dtype=torch.float32, device="cpu")
@@ -123,7 +131,7 @@ class NativeForward:
         rotary = self._rotary()
         positions = self._layers.check(count, 0, stop, rows, rotary)
         self._describe(0, stop, count, last, last if record else None, head, detail, record)
-        self._space.run(rows, positions, 0, stop, rotary, self, last, record)
+        self._space.run(rows, positions, 0, stop, rotary, self, last, record, self._held)
         if head is None:
             return []
         if detail == "token":
@@ -180,5 +188,6 @@ class NativeForward:
             step.last = None if last is None else last.data_ptr()
         step.head = None if head is None else self._pointers[head]
         adapter = self._adapters.get(stop) if head == "draft" else None
-        step.adapter = None if adapter is None else adapter.address
+        self._held = None if adapter is None else adapter.matrices
+        step.adapter = None if self._held is None else self._held.address
         step.spread = detail != "token"

@@ -114,7 +114,10 @@ class Engine:
         """
         self._catch_up()
         for slots in self._by_model():
-            model = slots[0].call.bound.model
+            bound = slots[0].call.bound
+            model = bound.model
+            if bound.online is not None:
+                bound.online.adopt()
             # Left again before the caller works with the tokens.
             with engine_mode(model.device), model.on_one_team(), _Locked(slots):
                 waiting = [slot for slot in slots if slot.sequence.reading]

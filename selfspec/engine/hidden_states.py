@@ -24,7 +24,8 @@ class HiddenStates:
     """The rows of one round at every layer, and the rows of the whole text at the layers that a policy looks back at.
 
     shadow_layers: candidate exit layers, whose states are learned from. context_layers: those kept for the whole text of at
-    most `max_length` rows (`policies.ContextStates`). max_rows: most rows of a round; see `reserve`.
+    most `max_length` rows (`policies.ContextStates`). max_rows: most rows of a round; see `reserve`. kept_layers: others
+    whose rows of a round are wanted.
     """
 
     def __init__(
@@ -35,12 +36,13 @@ class HiddenStates:
         *,
         max_rows: int = 8,
         max_length: int = 0,
+        kept_layers: tuple[int, ...] = (),
     ) -> None:
         self._model = model
         self.layers = shadow_layers
         self.max_length = max_length
         self._slot = {layer: slot for slot, layer in enumerate(context_layers)}
-        self._watched = {*shadow_layers, *context_layers}
+        self._watched = {*shadow_layers, *context_layers, *kept_layers}
         self._candidates = torch.tensor(shadow_layers, dtype=torch.long, device=model.device) - 1
         self._context = self._empty(len(context_layers), max_length)
         self.num_committed = 0

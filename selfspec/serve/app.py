@@ -20,12 +20,14 @@ from layerskip_models.parallel.rank_watch import RankWatch, show_life
 from layerskip_models.parallel.ranks import RankError
 from selfspec import SelfSpecGenerator
 from selfspec.distributed.rank0_engine import end_workers, rank0_engines, run_worker
+from selfspec.exits.learning import ExitLearner
 from selfspec.serve import api_errors
 from selfspec.serve.answering import Texts
 from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, rank_lost, shutting_down
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer
 from selfspec.serve.bodies import read_body
+from selfspec.serve.exit_learning import ExitLearning
 from selfspec.serve.guard import Guard
 from selfspec.serve.lanes import Lanes
 from selfspec.serve.memory_return import MemoryReturn, lasting_objects
@@ -40,11 +42,16 @@ PING_SECONDS = 10.0
 """Longest time between two events of a stream."""
 
 
-def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: RankWatch | None = None) -> FastAPI:
+def make_app(
+    generator: SelfSpecGenerator,
+    settings: ServerSettings,
+    watch: RankWatch | None = None,
+    learner: ExitLearner | None = None,
+) -> FastAPI:
     """The app of one model. Its scheduler runs from the app's start to its shutdown.
 
-    generator: has a tokenizer. watch: over the workers of a model that is split across processes. Raises ValueError for a
-    policy that does not fit the model.
+    generator: has a tokenizer. watch: over the workers of a model that is split across processes. learner: the generator's,
+    whose exits learn in idle time. Raises ValueError for a policy that does not fit the model.
     """
     metrics = ServerMetrics()
     translator = Translator(generator, settings)
@@ -63,6 +70,10 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
         app.state.scheduler = Scheduler(generator, settings, metrics, make_engine, watch, translator.answers)
         app.state.lanes = Lanes()
         memory = MemoryReturn()
+        learning = None
+        if learner is not None:
+            learning = ExitLearning(learner, metrics, app.state.scheduler.idle_seconds, settings.learn_share)
+        app.state.learning = learning
         if watch is not None:
             watch.start(app.state.scheduler.fail)
         try:
@@ -73,6 +84,8 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
                 watch.stop()
             app.state.lanes.close()
             memory.close()
+            if learning is not None:
+                await asyncio.to_thread(learning.close)
             await asyncio.to_thread(app.state.scheduler.close)
             await asyncio.to_thread(translator.close)
             if app.state.scheduler.failure is None:

@@ -44,6 +44,10 @@ WRITERS = [
     (bench.experiments.__main__.app, ["variants", "-o"]),
     (bench.experiments.__main__.app, ["judge-exits", "none", "--chats", "none.jsonl", "-o"]),
     (bench.experiments.__main__.app, ["records", "--output-dir"]),
+    (
+        bench.experiments.__main__.app,
+        ["online-exits", "none", "--chats", "none.jsonl", "--exits", "none", "--work", "w", "-o"],
+    ),
     (bench.commands.bench_app.app, ["shapes", "--output-dir"]),
     (bench.commands.bench_app.app, ["convert", "--output-dir"]),
     (bench.commands.bench_app.app, ["report", "none.jsonl", "-o"]),

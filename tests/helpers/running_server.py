@@ -18,6 +18,7 @@ from openai import OpenAI
 from frozen_objects import FROZEN
 from layerskip_models.parallel.rank_watch import RankWatch
 from selfspec import SelfSpecGenerator
+from selfspec.exits.learning import ExitLearner
 from selfspec.messages import PLAIN_TEMPLATE, ChatTemplate
 from selfspec.serve.app import make_app
 from selfspec.serve.running import make_server, open_socket
@@ -42,14 +43,19 @@ class RunningServer:
 
 @contextmanager
 def running_server(
-    generator: SelfSpecGenerator, *, grace_seconds: int = 5, watch: RankWatch | None = None, **settings: Any
+    generator: SelfSpecGenerator,
+    *,
+    grace_seconds: int = 5,
+    watch: RankWatch | None = None,
+    learner: ExitLearner | None = None,
+    **settings: Any,
 ) -> Iterator[RunningServer]:
     template = settings.pop("chat_template", PLAIN_TEMPLATE.source)
     chat = {"chat_template": ChatTemplate(template, PLAIN_TEMPLATE.stops)}
     free = {
         "allowed_policies": ("any",)
     }  # a test may name any policy; what a server allows by itself has its own tests
-    app = make_app(generator, ServerSettings(**{"model_name": "demo", **chat, **free, **settings}), watch)
+    app = make_app(generator, ServerSettings(**{"model_name": "demo", **chat, **free, **settings}), watch, learner)
     up = threading.Event()
     with open_socket("127.0.0.1", 0) as listening:
         server = make_server(app, grace_seconds=grace_seconds, on_start=up.set)

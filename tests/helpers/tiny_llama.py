@@ -14,6 +14,7 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.compact_linear import half_works
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout
+from restless_exits import let_exits_change
 from selfspec import SelfSpecGenerator
 from selfspec.engine.generation_host import GenerationHost
 from selfspec.engine.request import Request, make_request
@@ -67,9 +68,9 @@ def pool_model(
     """Model `index` of a fixed pool, as transformers' module and as a generator over its lean copy.
 
     The index decides the shape, so that any 24 consecutive ones cover 2 to 7 layers with every rope, tied and untied
-    embeddings, with and without biases, one key-value head and several; a third of the exits have adapters. A layout is
-    given, not timed: the rounding, and
-    with it the count of near-ties, is then the same in every run.
+    embeddings, with and without biases, one key-value head and several; a third of the exits have adapters, and in half of
+    the models that run eagerly they change with every round, as if they learned. A layout is given, not timed: the rounding,
+    and with it the count of near-ties, is then the same in every run.
     """
     random = Random(index)
     heads, kv_heads = random.choice([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (6, 3), (8, 2)])
@@ -97,7 +98,10 @@ def pool_model(
             parameter.data = parameter.data.bfloat16().to(dtype)
     model = from_transformers(llama, layout=layout)
     model = adapted(model, [layer for layer in range(1, model.num_layers) if (index + layer) % 3 == 0], seed=index)
-    return llama, SelfSpecGenerator(model, tiny_tokenizer(), runner=runner)
+    generator = SelfSpecGenerator(model, tiny_tokenizer(), runner=runner)
+    if runner == "eager" and model.adapters and index % 4 in (1, 2):
+        let_exits_change(generator, seed=index)
+    return llama, generator
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -32,6 +32,8 @@ STAND_INS: Mapping[str, str | None] = {
     "FILES/held-out.jsonl": QUICK_CHATS,
     "FILES/chats.jsonl": QUICK_CHATS,
     "FILES/run/exits": None,
+    "FILES/static": f"{WORK}/trained/exits",
+    "FILES/maths.jsonl": QUICK_CHATS,
     "FILES/run/model": _DEMO,
     "FILES/run-further/model": _DEMO,
     "FILES/control": _DEMO,
@@ -106,8 +108,8 @@ class RecordSource:
 def program_words(command: str) -> list[str]:
     """A command's words, the first one the module that `python -m` runs."""
     program, *rest = shlex.split(command)
-    if program == "selfspec-bench":
-        return ["bench", *rest]
+    if program in ("selfspec", "selfspec-bench"):
+        return ["bench" if program == "selfspec-bench" else "selfspec", *rest]
     assert [program, *rest[:2]] == ["python", "-m", "bench.experiments"], command
     return rest[1:]
 
@@ -490,6 +492,16 @@ RECORDS: tuple[RecordSource, ...] = (
         minutes=20,
         quick="--num-samples 1 --num-training 1 --max-new-tokens 8 --repeats 1",
         folder="bench/experiments/exit_adapters",
+    ),
+    RecordSource(
+        name="online-exits-smollm2",
+        command=f"{_STUDY} online-exits smollm2 --chats FILES/maths.jsonl --exits FILES/static --work {WORK} --exit-layer 3 "
+        "--num-answers 2000",
+        minutes=60,
+        quick="--num-answers 4 --max-new-tokens 8",
+        folder="bench/experiments/online_exits",
+        before=f"selfspec train-exit smollm2 --data {QUICK_CHATS} --exit-layers 3 --max-tokens 400 --held-out-tokens 50 "
+        f"--epochs 1 --output-dir {WORK}/trained",
     ),
     RecordSource(
         name="exit-losses",
