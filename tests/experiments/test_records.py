@@ -27,6 +27,7 @@ from bench.sources import ROOT
 from layerskip_models import DEMO_PATH
 from policies import LayerCost, parse_policy
 from selfspec import SelfSpecGenerator
+from selfspec.cli.main import app as selfspec_app
 
 KEPT = {record_name(path): path for folder in ("docs", "bench") for path in (ROOT / folder).rglob("*.jsonl.gz")}
 BY_NAME = {source.name: source for source in RECORDS}
@@ -36,6 +37,7 @@ OWN_PLACES = {"--output", "-o", "--output-dir", "--work", "--work-dir", "--folde
 PROGRAMS: dict[str, Any] = {
     "bench": typer.main.get_command(bench_app),
     "bench.experiments": typer.main.get_command(app),
+    "selfspec": typer.main.get_command(selfspec_app),
 }
 CODE = Code(commit="abc", parts={"kernels": "1"})
 
@@ -88,9 +90,10 @@ def test_commands_parse(source: RecordSource, quick: bool, tmp_path: Path) -> No
         program = PROGRAMS[words[0]]
         command = program.get_command(None, words[1])
         assert command is not None, words
+        command = command.imported() if hasattr(command, "imported") else command
         parsed = [place if word.startswith("WORK") else word for word in words[2:]]
         with command.make_context(words[1], parsed) as context:
-            assert context.params["output_dir" if "--output-dir" in words else "output"] == Path(place)
+            assert Path(context.params["output_dir" if "--output-dir" in words else "output"]) == Path(place)
 
 
 def test_the_policies_of_all_commands_are_known() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench.record import Line
-from bench.report.table import Table, number, subject
+from bench.report.table import UNKNOWN, Table, number, subject
 
 _FORMS = {"none": "no adapter", "low_rank": "low rank", "steered": "low rank, steered", "layer": "light layer"}
 
@@ -89,6 +89,8 @@ def _accepted(lines: Sequence[Line], form: str, weighting: str, layer: int) -> s
     if weighting == "uniform":
         return _spread(lines, "exit", form, weighting, "accepted", layer)
     ours, equal = (_values(lines, "exit", form, one, "accepted", layer) for one in (weighting, "uniform"))
+    if not all(equal):
+        return UNKNOWN
     gains = [left / right for left, right in zip(ours, equal)]
     middle = f"{median(gains):.3f}"
     return middle if len(gains) == 1 else f"{middle} ({min(gains):.3f} to {max(gains):.3f})"
