@@ -38,6 +38,8 @@ from selfspec.cache.prefix_cache import num_common, parse_bytes
 from selfspec.cache.slots import CacheSlot
 from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
+HAS_STATES = "pacer:random,exit_layer={E},b=2,t=0.3"
+"""A policy that hands hidden states on with the text. It has more turns than the others."""
 EXAMPLES = {"native": 14, "plain": 7}
 POSITIONS = 320
 ROW_BYTES = 4 * 2 * 2 * 8 * 4
@@ -93,7 +95,7 @@ def test_trees_of_conversations_are_what_fresh_caches_give(layout: Layout, monke
         for _ in range(5):
             wishes = []
             for _ in range(random.choice([1, 1, 2, 4])):
-                policy = next(names)
+                policy = next(names) if random.random() < 0.75 else HAS_STATES
                 options: dict[str, Any] = {"max_new_tokens": random.randint(1, 25)}
                 if policy not in BATCH_SENSITIVE and random.random() < 0.4:
                     options |= {"do_sample": True, "seed": random.randrange(1000), "temperature": 1.2}

@@ -278,20 +278,19 @@ def test_an_interrupted_command_says_what_there_is_and_how_to_go_on(
 
 
 def test_a_quick_record_is_made_once_and_documents_refuse_it(tmp_path: Path) -> None:
-    arguments = ("--quick", "--allow-changes", "--only", "attention", "--output-dir", tmp_path)
+    arguments = ("--quick", "--allow-changes", "--only", "predictions", "--output-dir", tmp_path)
     result = invoke(*arguments)
-    assert result.exit_code == 0, result.output + (tmp_path / "quick" / "logs" / "attention.log").read_text()
-    assert "[1/1] attention: about 21 s; 21 s left for all" in result.stderr
-    lines = read_record(tmp_path / "quick" / "attention.jsonl")
+    assert result.exit_code == 0, result.output + (tmp_path / "quick" / "logs" / "predictions.log").read_text()
+    assert "[1/1] predictions: about 21 s; 21 s left for all" in result.stderr
+    lines = read_record(tmp_path / "quick" / "predictions.jsonl")
     assert lines[0]["provenance"]["quick"] is True
-    assert lines[0]["configuration"]["context"] == 256
-    with pytest.raises(ValueError, match="attention: records of a quick run show only that a command works"):
-        fill_markers("<!-- report:attention -->\n<!-- /report:attention -->", {"attention": lines})
-    written = (tmp_path / "quick" / "attention.jsonl").stat().st_mtime_ns
+    with pytest.raises(ValueError, match="predictions: records of a quick run show only that a command works"):
+        fill_markers("<!-- report:predictions -->\n<!-- /report:predictions -->", {"predictions": lines})
+    written = (tmp_path / "quick" / "predictions.jsonl").stat().st_mtime_ns
     result = invoke(*arguments)
     assert result.exit_code == 0
     assert "complete already" in result.stdout
-    assert (tmp_path / "quick" / "attention.jsonl").stat().st_mtime_ns == written
+    assert (tmp_path / "quick" / "predictions.jsonl").stat().st_mtime_ns == written
 
 
 @pytest.mark.usefixtures("with_studies")

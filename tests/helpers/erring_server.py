@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
@@ -111,17 +111,12 @@ def _handler(faults: set[str]) -> type[BaseHTTPRequestHandler]:
                 company.here.append(visit)
                 for each in company.here:
                     each.has_company = len(company.here) > 1 or each.has_company
-            try:
-                if _IN_COMPANY & faults:
-                    time.sleep(_TOGETHER_SECONDS)
-                if "serial" in faults:
-                    with one_by_one:
-                        self._respond(body, visit.has_company)
-                else:
-                    self._respond(body, visit.has_company)
-            finally:
-                with company.lock:
-                    company.here.remove(visit)
+            if _IN_COMPANY & faults:
+                time.sleep(_TOGETHER_SECONDS)
+            with company.lock:  # it leaves before its answer is whole, after which a client may ask again at once
+                company.here.remove(visit)
+            with one_by_one if "serial" in faults else nullcontext():
+                self._respond(body, visit.has_company)
 
         def _respond(self, body: dict[str, Any], together: bool) -> None:
             chat = self.path.endswith("/chat/completions")
