@@ -56,9 +56,13 @@ def draft_weights(smoothed: Tensor, *, arm: str, block: int) -> Tensor:
 
     smoothed: q~, [batch, length], 0 where a draft ends.
     """
-    windows = F.pad(smoothed, (0, block - 1)).unfold(1, block, 1)
-    products = windows.cumprod(-1)
+    products = by_draft(smoothed, block).cumprod(-1)
     return products if arm == "cumulative" else products.flip(-1).cumsum(-1).flip(-1)
+
+
+def by_draft(values: Tensor, block: int) -> Tensor:
+    """Values of rows, [batch, length], for a draft from every row: [batch, length, block], 0 past the end."""
+    return F.pad(values, (0, block - 1)).unfold(1, block, 1)
 
 
 def mean_of_one(weights: Tensor, valid: Tensor) -> Tensor:

@@ -47,7 +47,13 @@ class DraftRecorder(NeverStop):
 
     def accepted(self, draft: Sequence[int]) -> int:
         """The number of the draft's tokens before its first mismatch with the text."""
-        return next((place for place, token in enumerate(draft) if token != self.text[place]), len(draft))
+        return num_matching(draft, self.text)
+
+
+def num_matching(draft: Sequence[int], text: Sequence[int]) -> int:
+    """How many tokens of a draft are the text's, up to the first that is not. text: the tokens that follow its start."""
+    pairs = zip(draft, text)
+    return next((place for place, (drafted, token) in enumerate(pairs) if drafted != token), len(draft))
 
 
 def drafts_at(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bench.experiments.bounded_exits.exit_rows import ExitRow
+from selfspec.pacer.drafts import num_matching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +71,9 @@ def play(rows: Rows, text: list[int], num_prompt_tokens: int, num_layers: int, b
                 break
             drafted += (row.tokens[layer - 1],)
             counts.layers += layer
-        pairs = zip(drafted, text[committed:])
-        accepted = next((place for place, (own, token) in enumerate(pairs) if own != token), len(drafted))
-        gained = min(accepted + 1, len(text) - committed)
-        committed += gained
-        counts.tokens += gained
+        accepted = num_matching(drafted, text[committed:])
+        committed += accepted + 1  # a draft leaves room for the model's own token
+        counts.tokens += accepted + 1
         counts.layers += num_layers
         counts.heads += 1
         counts.rounds += 1

@@ -1,4 +1,4 @@
-"""What every exit says of a row of a text, or of a draft behind it: its token, and how sure it is at several temperatures."""
+"""The token that each exit would draft at a position of a text or of a draft, and its confidence at several temperatures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.prefill import prefill
+from selfspec.pacer.drafts import num_matching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +23,15 @@ class ExitRow:
 
 
 class ExitRows:
-    """The rows of a text and of drafts behind it, through the first `depth` layers. Rows of drafts are run once and kept.
+    """What the exits up to `depth` predict along a text, and along drafts that depart from it. No draft is run twice.
 
-    text: int64 [n], prompt and new tokens. first: the first position that a draft may begin behind. alphas: of the
+    text: int64 [n], prompt and new tokens. first: the position of the first row that anybody asks for. alphas: of the
     temperatures 1 + alpha (1 - l / L) of exit l of L layers (SpecBound, "annealed confidence threshold").
     """
 
     def __init__(self, model: LayerSkipModel, text: Tensor, first: int, depth: int, alphas: Sequence[float]) -> None:
-        self._model, self._text, self._first, self._depth, self._alphas = model, text, first, depth, tuple(alphas)
+        self._model, self._first, self._depth, self._alphas = model, first, depth, tuple(alphas)
+        self._tokens = text.tolist()
         self._drafts: dict[tuple[int, tuple[int, ...]], ExitRow] = {}
         self._cache, self._copy = KVCache(model, text.numel()), KVCache(model, text.numel())
         states: list[list[Tensor]] = [[] for _ in range(depth)]
@@ -42,10 +44,8 @@ class ExitRows:
             self._rows = self._choose([torch.cat(parts) for parts in states])
 
     def row(self, committed: int, drafted: Sequence[int]) -> ExitRow:
-        """The last row of so many tokens of the text with these drafted ones behind them."""
-        matching = next(
-            (place for place, token in enumerate(drafted) if token != int(self._text[committed + place])), len(drafted)
-        )
+        """Predictions after the first `committed` tokens of the text and then these drafted ones."""
+        matching = num_matching(drafted, self._tokens[committed:])
         committed, drafted = committed + matching, tuple(drafted[matching:])
         if not drafted:
             return self._rows[committed - 1 - self._first]
@@ -61,7 +61,7 @@ class ExitRows:
 
         with torch.inference_mode():
             self._copy.take(self._cache, committed)
-            tokens = torch.tensor(drafted, device=self._text.device)
+            tokens = torch.tensor(drafted, device=self._model.device)
             self._model.run_layers(self._model.embed(tokens), 0, self._depth, self._copy, capture)
             return self._choose(last)[0]
 

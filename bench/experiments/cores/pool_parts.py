@@ -19,7 +19,7 @@ PARTS = {
     "job": "a job without phases",
     "phase": "a phase of empty pieces, one per thread",
 }
-"""What is measured, by its name in a record."""
+"""The names that a record has for what was measured, and what each means."""
 
 
 def measure_parts(most_threads: int) -> Iterator[Line]:

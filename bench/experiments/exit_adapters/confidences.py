@@ -21,8 +21,8 @@ from layerskip_models.exits.adapter import ExitAdapters
 def correlations(measured: Measured, adapters: ExitAdapters) -> Iterator[dict[str, Any]]:
     """A line for each exit: Spearman's rank correlation of two sums over drafts with the number of accepted tokens.
 
-    A draft of the longest length starts at every row that has as many behind it. Its confidences are those of the exit in the
-    model's own tokens.
+    A draft of the longest length starts at every row with enough rows after it. The confidence of a place is the exit's
+    probability of the model's own token there.
     """
     length = max(LENGTHS)
     found: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {layer: [] for layer in adapters.config.exit_layers}

@@ -89,11 +89,7 @@ def _accepted(lines: Sequence[Line], form: str, weighting: str, layer: int) -> s
     if weighting == "uniform":
         return _spread(lines, "exit", form, weighting, "accepted", layer)
     ours, equal = (_values(lines, "exit", form, one, "accepted", layer) for one in (weighting, "uniform"))
-    if not all(equal):
-        return UNKNOWN
-    gains = [left / right for left, right in zip(ours, equal)]
-    middle = f"{median(gains):.3f}"
-    return middle if len(gains) == 1 else f"{middle} ({min(gains):.3f} to {max(gains):.3f})"
+    return _middle_and_range([left / right for left, right in zip(ours, equal)]) if all(equal) else UNKNOWN
 
 
 def _arms(lines: Sequence[Line]) -> list[tuple[str, str]]:
@@ -119,7 +115,9 @@ def _middle(lines: Sequence[Line], kind: str, form: str, weighting: str, key: st
 def _spread(lines: Sequence[Line], kind: str, form: str, weighting: str, key: str, layer: int | None) -> str:
     """The median of the seeds, and how far they spread."""
     found = _values(lines, kind, form, weighting, key, layer)
-    if not found:
-        return "-"
-    middle = f"{median(found):.3f}"
-    return middle if len(found) == 1 else f"{middle} ({min(found):.3f} to {max(found):.3f})"
+    return _middle_and_range(found) if found else "-"
+
+
+def _middle_and_range(values: Sequence[float]) -> str:
+    middle = f"{median(values):.3f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.3f} to {max(values):.3f})"

@@ -102,7 +102,7 @@ def replayed_gain(agreement: Agreement, length: int, num_layers: int, adapter_la
 
 
 def accepted_from_all_rows(agreement: Agreement, length: int) -> float:
-    """Mean number of accepted tokens of drafts of `length`, one from every row that has as many behind it."""
+    """Mean number of accepted tokens when a draft of `length` starts at every row with enough rows after it."""
     accepted = drafts = 0
     for hits in agreement.hits:
         starts = hits.shape[1] - length + 1

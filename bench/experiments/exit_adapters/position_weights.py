@@ -18,6 +18,7 @@ from torch import Tensor
 from layerskip_models.training.accepted_length import (
     ARMS,
     accepted_length_weights,
+    by_draft,
     mean_of_one,
     sum_over_starts,
 )
@@ -40,8 +41,9 @@ class Weighting:
     @property
     def name(self) -> str:
         """As commands take it."""
-        more = f":{self.alpha:g}" if (self.alpha, self.block) != (0.5, 8) else ""
-        return self.arm + more + (f":{self.block}" if self.block != 8 else "")
+        if self.block != 8:
+            return f"{self.arm}:{self.alpha:g}:{self.block}"
+        return self.arm if self.alpha == 0.5 else f"{self.arm}:{self.alpha:g}"
 
 
 def parse_weighting(name: str) -> Weighting:
@@ -111,7 +113,7 @@ def _continuation(weighting: Weighting) -> Callable[[Tensor, Tensor], Tensor]:
 
     def weights(losses: Tensor, valid: Tensor) -> Tensor:
         smoothed = torch.where(valid, (1 - weighting.alpha) * torch.exp(-losses.double()) + weighting.alpha, 0.0)
-        windows = F.pad(smoothed, (0, weighting.block - 1)).unfold(1, weighting.block, 1)
+        windows = by_draft(smoothed, weighting.block)
         values = [torch.ones_like(windows[..., 0])]
         for place in reversed(range(1, weighting.block)):
             values.append(1 + windows[..., place] * values[-1])
@@ -124,8 +126,8 @@ def _prefix_mask(weighting: Weighting) -> Callable[[Tensor, Tensor], Tensor]:
     """1 for a row of a draft whose earlier rows all have their label among the exit's likeliest. among: [1, length]."""
 
     def weights(among: Tensor, valid: Tensor) -> Tensor:
-        shifted = F.pad(torch.where(valid, among, 0.0).double(), (0, weighting.block - 1)).unfold(1, weighting.block, 1)
-        before = torch.cat((torch.ones_like(shifted[..., :1]), shifted[..., :-1]), dim=-1).cumprod(-1)
+        windows = by_draft(torch.where(valid, among, 0.0).double(), weighting.block)
+        before = F.pad(windows[..., :-1], (1, 0), value=1.0).cumprod(-1)
         return mean_of_one(sum_over_starts(before * _reached(valid, weighting)), valid)
 
     return weights
@@ -133,4 +135,4 @@ def _prefix_mask(weighting: Weighting) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _reached(valid: Tensor, weighting: Weighting) -> Tensor:
     """1 for the rows of each draft up to where a document ends, else 0: [1, length, block]."""
-    return F.pad(valid.double(), (0, weighting.block - 1)).unfold(1, weighting.block, 1).cumprod(-1)
+    return by_draft(valid.double(), weighting.block).cumprod(-1)

@@ -11,7 +11,7 @@ LONGEST = 64  # drafts of a round that are considered
 
 
 def tokens_of_round(rate: float, length: int) -> float:
-    """Committed by a round of so many drafts, on average."""
+    """How many tokens a round of `length` drafts commits on average."""
     return sum(rate**place for place in range(length + 1))
 
 
@@ -41,7 +41,7 @@ def fitted_rate(etpl: float, length: int, exit_layer: int, num_layers: int) -> f
 
 
 def finite_state(rate: float, exit_layer: int, num_layers: int) -> float:
-    """Of a length that grows by 1 after a round whose drafts are all accepted, and else falls by 1, to 1 at the least.
+    """Tokens per loaded layer when the length grows by 1 if all drafts are accepted, and else falls by 1, to at least 1.
 
     In the long run: a birth-and-death chain over lengths, whose shares follow from the balance of each two neighbours.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
 from selfspec import SelfSpecGenerator
-from selfspec.pacer.drafts import drafts_at
+from selfspec.pacer.drafts import drafts_at, num_matching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,7 @@ class DraftedText:
 
     def accepted(self, committed: int, drafted: Sequence[int]) -> int:
         """How many of these tokens, drafted behind the committed ones, are the text's, up to the first that is not."""
-        pairs = zip(drafted, self.tokens[committed:])
-        return next((place for place, (own, token) in enumerate(pairs) if own != token), len(drafted))
+        return num_matching(drafted, self.tokens[committed:])
 
 
 def draft_along(
