@@ -133,7 +133,9 @@ def _rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear
 
 def _bits_of(linear: Linear) -> int:
     """Of a weight as it is stored."""
-    if isinstance(linear, (NativeGroupedLinear, GroupedLinear)):
+    if isinstance(linear, NativeGroupedLinear):
+        return linear.bits
+    if isinstance(linear, GroupedLinear):
         return linear.numbers.bits
     if isinstance(linear, NativeInt8Linear):
         return 8

@@ -1,4 +1,4 @@
-/* Rows as integers, for 8-bit weights and weights in groups: integer sums of products are exact, so their order does not matter.
+/* Rows as integers, for 8-bit weights and (interleaved.h) weights in groups: integer sums of products are exact, so their order does not matter.
  *
  * A row becomes fixed-point numbers q * unit, where `unit` is a power of two chosen for the row's largest number. Each q is cut
  * into signed bytes, its digits: three for 8-bit weights, two for weights in groups. One instruction multiplies 64 digits by 64
@@ -10,16 +10,11 @@
 #define SELFSPEC_DIGITS_H
 #include "matrix.h"
 
-#if defined(__AVX512VNNI__)
-#define VNNI 1
-#else
-#define VNNI 0
-#endif
 #define INTEGERS (VNNI || TILES)
 
 /* Whether this matrix multiplies rows as integers. */
 INLINE int as_integers(const Matrix *m) {
-  return (VNNI && (is_grouped(m) || (m->kind == INT8 && sums_fit(m)))) || (m->kind == INT8 && on_tiles(m));
+  return m->kind == INT8 ? (VNNI && sums_fit(m)) || on_tiles(m) : m->interleaved != 0;
 }
 
 #define DIGITS 3        /* bytes per number of a row, for 8-bit weights */
@@ -28,12 +23,12 @@ INLINE int as_integers(const Matrix *m) {
 #define FINER_BITS 15   /* bits by which the finer digits' unit is below the first digits' */
 #define CHUNK_INPUTS 64 /* inputs that one instruction multiplies */
 #define INTEGER_ROWS 2  /* rows multiplied at once by 8-bit weights, with an accumulator per digit */
-#define GROUPED_ROWS 4   /* and by weights in groups, with one accumulator */
-#define EXPANDED_ROWS 6  /* the most multiplied at once by weights in groups */
+#define GROUPED_ROWS 5   /* and by weights in groups, with an accumulator per digit of two spans */
 
-/* Whether this matrix multiplies this many rows on the matrix unit. Where vectors can multiply bytes, one or two rows are faster
- * there, with the same bits. */
+/* Whether this matrix multiplies this many rows on the matrix unit. Where vectors can multiply bytes, a few rows are faster there,
+ * with the same bits. */
 INLINE int by_tiles(const Matrix *m, int64_t rows) {
+  if (is_grouped(m)) return on_tiles(m) && rows > GROUPED_ROWS;
   return on_tiles(m) && !(VNNI && m->kind == INT8 && rows <= INTEGER_ROWS);
 }
 
@@ -47,21 +42,22 @@ typedef struct {
 
 INLINE int64_t chunks_of_inputs(int64_t in) { return (in + CHUNK_INPUTS - 1) / CHUNK_INPUTS; }
 
-/* Bytes of a row's chunk: its digits, and for weights in groups the correction added to every four products
- * (`to_grouped_digits`). */
-INLINE int64_t chunk_bytes(const Matrix *m) { return (digits_for(m) + is_grouped(m)) * CHUNK_INPUTS; }
+/* Sums that a chunk's products with weights in groups are added up to: of 32 inputs each, or of 16. */
+INLINE int spans_of_chunk(const Matrix *m) { return m->group == 16 ? 4 : 2; }
 
-/* Sums of neighbouring q that a chunk has, for weights in groups: groups of 16 with offsets need those of every 16 inputs. */
-INLINE int sums_of_chunk(const Matrix *m) { return m->group == 16 && m->offsets ? 4 : 2; }
+/* Bytes of a row's chunk: its digits, and for weights in groups a word for each span (`to_grouped_digits`). */
+INLINE int64_t chunk_bytes(const Matrix *m) {
+  return digits_for(m) * CHUNK_INPUTS + (is_grouped(m) ? 4 * spans_of_chunk(m) : 0);
+}
 
-/* Size of a row's digits in 4-byte words: its chunks, `Fixed`, and for weights in groups the sums of neighbouring q. */
+/* Size of a row's digits in 4-byte words: its chunks and `Fixed`. */
 INLINE int64_t digits_size(const Matrix *m) {
-  return chunks_of_inputs(m->in) * (chunk_bytes(m) / 4 + (is_grouped(m) ? sums_of_chunk(m) : 0)) + sizeof(Fixed) / 4;
+  return chunks_of_inputs(m->in) * (chunk_bytes(m) / 4) + (int64_t)(sizeof(Fixed) / 4);
 }
 
 /* Follows the digits of rows that weights in groups multiply together: which rows have finer digits. Those digits come next. */
 typedef struct {
-  int32_t count, rows[EXPANDED_ROWS], unused;
+  int32_t count, rows[ROWS], unused;
 } Finer;
 
 /* Words to reserve for a row: its digits, and for weights in groups as much again for finer digits, which few rows have. */
@@ -138,6 +134,21 @@ static void dots_8(const Matrix *m, int64_t first, int64_t stride, const float *
   const int8_t *w = (const int8_t *)m->weight + first * m->in;
   if (rows == 1) dots_8_1(w, stride, (const char *)x, m->in, fetch, y);
   else dots_8_2(w, stride, (const char *)x, m->in, fetch, y);
+}
+
+/* `outputs` for 8-bit weights, before scale and bias. */
+static void integer_outputs(const Matrix *m, int64_t first, int64_t count, const float *x, int64_t rows, Fetch fetch, float *y) {
+  for (int64_t o = 0; o < count; o += 4) {
+    if (count - o >= 4) {
+      dots_8(m, first + o, m->in, x, rows, fetch, y + o);
+      continue;
+    }
+    for (; o < count; o++) { /* the last outputs one by one, each computed four times over */
+      float same[INTEGER_ROWS * BLOCK];
+      dots_8(m, first + o, 0, x, rows, (Fetch){0}, same);
+      for (int64_t r = 0; r < rows; r++) y[r * BLOCK + o] = same[r * BLOCK];
+    }
+  }
 }
 #endif
 #endif

@@ -3,9 +3,8 @@
 #define SELFSPEC_MATRIX_H
 #include "vectors.h"
 
-/* How a weight's numbers are stored; `KINDS` in library.py. The last are small numbers in groups of inputs, of 4, 8 and 6 bits,
- * or as 16-bit integers in scratch memory (`expanded`). */
-enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, BYTES, SIXES, EXPANDED };
+/* How a weight's numbers are stored; `KINDS` in library.py. The last are small numbers in groups of inputs, of 4, 8 and 6 bits. */
+enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, BYTES, SIXES };
 
 /* How the scales of groups are stored; `SCALES` in library.py. The last two are integers that a block's own scale multiplies. */
 enum Scales { HALVES, FLOATS, UNSIGNED, SIGNED };
@@ -26,6 +25,7 @@ typedef struct {
   int64_t scales;         /* `Scales` */
   const uint16_t *blocks; /* [out, in / BLOCK_INPUTS, 1 or 2], float16: what integer scales are multiplied by, and offsets, negated */
   int64_t zero;           /* the number that stands for 0 where there are no offsets */
+  int64_t interleaved;    /* whether weights in groups have 16 outputs side by side in memory (`interleaved.h`) */
 } Matrix;
 
 INLINE int is_grouped(const Matrix *m) { return m->kind >= INT4; }
@@ -42,15 +42,18 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
   }
 }
 
+#if defined(__AVX512VNNI__)
+#define VNNI 1
+#else
+#define VNNI 0
+#endif
 #if defined(__AMX_INT8__) || defined(EMULATED_TILES)
 #define TILES 1
-#define BLOCK 16 /* outputs computed side by side, so that an input is loaded once for all of them */
-#define ROWS 16  /* most rows multiplied by a weight while it is loaded */
 #else
 #define TILES 0
-#define BLOCK 4
-#define ROWS 6
 #endif
+#define BLOCK (TILES || VNNI ? 16 : 4) /* outputs computed side by side, so that an input is loaded once for all of them */
+#define ROWS (TILES ? 16 : 6)          /* most rows multiplied by a weight while it is loaded */
 
 /* Whether sums of weight * digit products fit 32 bits: up to 2^16 inputs do, at most 255 * 128 each. */
 INLINE int sums_fit(const Matrix *m) { return m->in <= 1 << 16; }
@@ -68,6 +71,7 @@ INLINE int64_t whole_bytes(const Matrix *m) { return bytes_of(m->kind, (m->whole
  * number of rows. */
 INLINE int on_tiles(const Matrix *m) {
   int64_t outputs = m->whole ? m->whole : m->out;
+  if (is_grouped(m)) return TILES && m->interleaved;
   int takes = (m->kind == INT8 && sums_fit(m)) || (m->kind == BFLOAT16 && whole_bytes(m) >= TILE_BYTES);
   return TILES && takes && m->in % 64 == 0 && outputs % (2 * BLOCK) == 0;
 }
@@ -100,7 +104,7 @@ INLINE Fetch fetch_of_turn(int64_t turn, int64_t turns, int64_t ahead) {
   return (Fetch){part == 4 * (turn + 1) / turns ? 0 : (int32_t)ahead, 255, of_four[part]};
 }
 
-/* Outputs first .. first + count - 1 of a matrix. */
+/* Outputs first .. first + count - 1 of a matrix. first: a multiple of 16 if it is interleaved. */
 INLINE Matrix slice_of(const Matrix *m, int64_t first, int64_t count) {
   Matrix some = *m;
   some.weight = (const char *)m->weight + bytes_of(m->kind, first * m->in);

@@ -52,7 +52,7 @@ static const float *prepared_together(Member *member, const Input *input, const 
       const float *x = input->x + r * in;
       int64_t count = together(m, r, rows);
       if (normed) normalise(x, input->norm, input->eps, count, in, normed);
-      arrange(m, normed ? normed : x, count, rows, common + r * row_size(m));
+      arrange(m, normed ? normed : x, count, common + r * row_size(m));
     }
     pool_done(&phase, piece);
   }
@@ -70,7 +70,7 @@ static const float *prepared(const Input *input, const Matrix *m, float *scratch
   }
   if (rows == 1 && as_floats(m)) return x;
   for (int64_t r = 0; r < rows; r += together(m, r, rows))
-    arrange(m, x + r * in, together(m, r, rows), rows, scratch + r * row_size(m));
+    arrange(m, x + r * in, together(m, r, rows), scratch + r * row_size(m));
   return scratch;
 }
 
@@ -90,7 +90,7 @@ INLINE void store_block(const float *block, const float *residual, int64_t count
 #define BATCH_BYTES (TILES ? 1 << 20 : 512 << 10) /* of a batch's prepared rows: half the L2 cache (2 MB with tiles) */
 #define FETCHED_BYTES (1 << 20) /* from this size on, a matrix is surely not all in a cache */
 #define WIDE_ROWS 32          /* from here on converting a group's weights first pays, with few registers or weights in groups */
-#define WIDE_BYTES (24 << 10) /* most bytes of converted or expanded weights: they stay in the L1 cache */
+#define WIDE_BYTES (24 << 10) /* most bytes of converted weights: they stay in the L1 cache */
 
 /* Whether weights are converted to float32 once for all rows. The conversion is exact. */
 INLINE int widens(const Matrix *m, int64_t rows) {
@@ -111,7 +111,6 @@ INLINE int64_t fetching_turns(const Matrix *m, int64_t rows) {
 
 /* Outputs in a group: a batch's rows pass one group before the next. As many as the cache holds. */
 INLINE int64_t group_of(const Matrix *m, int64_t rows) {
-  if (expands(m, rows)) return max(BLOCK, min(GROUP, WIDE_BYTES / 2 / m->in / BLOCK * BLOCK));
   if (!widens(m, rows)) {
     int64_t row = bytes_of(m->kind, m->in);
     return turns_of(m, rows) == 1 || GROUP * row <= GROUP_BYTES ? GROUP : max(BLOCK, GROUP_BYTES / row / BLOCK * BLOCK);
@@ -121,16 +120,12 @@ INLINE int64_t group_of(const Matrix *m, int64_t rows) {
 
 /* Floats of scratch for a group's converted weights. */
 INLINE int64_t wide_scratch(const Matrix *m, int64_t rows) {
-  if (expands(m, rows)) return whole_lines(expanded_size(m, group_of(m, rows)));
   return widens(m, rows) ? group_of(m, rows) * m->in : 0;
 }
 
-/* Outputs first .. first + count - 1, converted to float32 if `widens`, or expanded. */
+/* Outputs first .. first + count - 1, converted to float32 if `widens`. */
 INLINE Matrix group_at(const Matrix *m, int64_t first, int64_t count, int64_t rows, float *scratch) {
   Matrix group = slice_of(m, first, count);
-#if VNNI
-  if (expands(m, rows)) return expanded(&group, scratch);
-#endif
   return widens(m, rows) ? widened(&group, scratch) : group;
 }
 
@@ -138,7 +133,7 @@ INLINE Matrix group_at(const Matrix *m, int64_t first, int64_t count, int64_t ro
  * output `first`. Prefetching runs on past `end`, where this member's next piece usually begins. */
 static void some_outputs(const Matrix *m, const float *x, int64_t rows, const float *residual, int64_t first, int64_t end,
                          float *y, int64_t stride, float *scratch) {
-  int64_t step = group_of(m, rows), turns = fetching_turns(m, rows), ahead = widens(m, rows) || expands(m, rows) ? 0 : outputs_ahead(m, rows, turns, step);
+  int64_t step = group_of(m, rows), turns = fetching_turns(m, rows), ahead = widens(m, rows) ? 0 : outputs_ahead(m, rows, turns, step);
   for (int64_t begin = 0, batch_end; begin < rows; begin = batch_end) {
     batch_end = min(rows, begin + batch_of(m, rows));
     for (int64_t at = first; at < end; at += step) {
@@ -164,7 +159,7 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
 static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t first, int64_t end, float *y, int64_t stride,
                        float *scratch) {
   int64_t half = m->out / 2, step = group_of(m, rows), turns = fetching_turns(m, rows);
-  int64_t ahead = widens(m, rows) || expands(m, rows) ? 0 : outputs_ahead(m, rows, turns, step);
+  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, rows, turns, step);
   for (int64_t begin = 0, batch_end; begin < rows; begin = batch_end) {
     batch_end = min(rows, begin + batch_of(m, rows));
     for (int64_t at = first; at < end; at += step) {

@@ -5,8 +5,7 @@
 #ifndef SELFSPEC_PREPARE_H
 #define SELFSPEC_PREPARE_H
 #include "floats.h"
-#include "tiles.h"
-#include "words.h"
+#include "grouped.h"
 
 #define WORDS 16 /* 4-byte words of a row in a step of 64 bytes */
 
@@ -106,52 +105,36 @@ INLINE void cut_digits(const vi *q, int8_t *low, int8_t *middle, int8_t *high) {
 #endif
 }
 
-/* `shift` times the sum of every four numbers of a chunk of two digits. */
-INLINE void sum_fours(const int8_t *high, const int8_t *low, int shift, int32_t *sums) {
-#if defined(__AVX512VNNI__)
-  __m512i ones = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
-  __m512i highs = _mm512_dpbusd_epi32(zero, ones, _mm512_loadu_si512(high));
-  __m512i all = _mm512_dpbusd_epi32(_mm512_slli_epi32(highs, 8), ones, _mm512_loadu_si512(low));
-  _mm512_storeu_si512(sums, _mm512_mullo_epi32(all, _mm512_set1_epi32(shift)));
-#else
-  for (int i = 0; i < CHUNK_INPUTS; i++) sums[i / 4] = (i % 4 ? sums[i / 4] : 0) + shift * (high[i] * 256 + low[i]);
-#endif
-}
-
-#if VNNI
-/* 64 integers as words of 16 bits, the first two of every four, then the other two. */
-INLINE void put_words(const vi *q, char *place) {
-  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-  __m512i halves[2];
-  UNROLL for (int k = 0; k < 2; k++) {
-    const __m256i first = _mm512_cvtepi32_epi16((__m512i)q[2 * k]), second = _mm512_cvtepi32_epi16((__m512i)q[2 * k + 1]);
-    halves[k] = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+/* Store a row's chunk for weights in groups: its digits, and a word for each span. row: its number among `rows`. */
+INLINE void put_grouped_chunk(const vi *q, const Matrix *m, int64_t rows, int64_t row, char *chunk) {
+  const int spans = spans_of_chunk(m);
+  int32_t quarters[4];
+  UNROLL for (int k = 0; k < 4; k++) {
+    vi all = {0};
+    UNROLL for (int i = 0; i < 16 / LANES; i++) all += q[k * (16 / LANES) + i];
+    quarters[k] = sum_integers(all);
   }
-  _mm512_storeu_si512(place, _mm512_permutex2var_epi32(halves[0], even, halves[1]));
-  _mm512_storeu_si512(place + CHUNK_INPUTS,
-                      _mm512_permutex2var_epi32(halves[0], _mm512_or_si512(even, _mm512_set1_epi32(1)), halves[1]));
-}
-#endif
-
-/* Store a row's chunk for weights in groups: its words, or its digits and the corrections for every four inputs that make of a
- * weight's number its distance from `zero`; and `parts` sums of neighbouring inputs, 2 or 4. */
-INLINE void put_grouped_chunk(const vi *q, int shift, int parts, int words, char *place, float *sums, int64_t *total) {
-  vi quarters[4] = {{0}, {0}, {0}, {0}};
-  UNROLL16 for (int i = 0; i < CHUNK_INPUTS / LANES; i++) quarters[i * LANES / 16] += q[i];
-  int8_t *high = (int8_t *)place, *low = high + CHUNK_INPUTS;
-#if VNNI
-  if (words) {
-    put_words(q, place);
-  } else
-#endif
-  {
-    cut_digits(q, low, high, NULL);
-    sum_fours(high, low, shift, (int32_t *)(place + 2 * CHUNK_INPUTS));
+  for (int span = 0; span < spans; span++) {
+    const int32_t sum = spans == 4 ? quarters[span] : quarters[2 * span] + quarters[2 * span + 1];
+    const int32_t correction = -(int32_t)m->zero * sum;
+    const float number = (float)sum;
+    memcpy(chunk + rows * GROUPED_DIGITS * CHUNK_INPUTS + 4 * (span * rows + row), m->offsets ? (const void *)&number : &correction, 4);
   }
-  for (int k = 0; k < parts; k++) {
-    const int32_t sum = sum_integers(parts == 4 ? quarters[k] : quarters[2 * k] + quarters[2 * k + 1]);
-    sums[k] = sum;
-    *total += sum;
+  int32_t high[CHUNK_INPUTS / 4], low[CHUNK_INPUTS / 4];
+  cut_digits(q, (int8_t *)low, (int8_t *)high, NULL);
+  if (by_tiles(m, rows)) {
+    const int width = CHUNK_INPUTS / spans;
+    for (int span = 0; span < spans; span++) {
+      char *to = chunk + (span * GROUPED_DIGITS * rows + row) * width;
+      memcpy(to, (const char *)high + span * width, width);
+      memcpy(to + rows * width, (const char *)low + span * width, width);
+    }
+    return;
+  }
+  for (int quad = 0; quad < CHUNK_INPUTS / 4; quad++) {
+    char *to = chunk + (quad * rows + row) * 8;
+    memcpy(to, high + quad, 4);
+    memcpy(to + 4, low + quad, 4);
   }
 }
 
@@ -162,16 +145,15 @@ INLINE int wants_finer(const float *x, int64_t in, float largest) {
   return (double)largest * in > FINER * (double)sum(total);
 }
 
-/* Convert rows [rows, in] to digits for weights in groups. Layout: [chunk of 64 inputs, row, digit, 64], highest digit first, each
- * row's digits followed by the sums of every four q, times -`zero` if the weights have no offsets. After all chunks come each row's
- * `Fixed`, then the sums of every 32 or 16 q; then `Finer`, and the same layout again with the remainders of the rows it lists. A row
- * with NaN or infinity gives NaN. words: in place of the digits, 16-bit integers (`as_words`). */
-static void to_grouped_digits(const float *x, int64_t rows, const Matrix *m, int words, float *scratch) {
+/* Convert rows [rows, in] to digits for weights in groups. Layout: for each chunk of 64 inputs [run of four inputs, row, digit, 4],
+ * or for tiles [span, digit, row, inputs of the span], highest digit first; then [span, row]: the sum of the span's q, as a float
+ * where the weights have offsets, else as an integer times -`zero`. After all chunks come each row's `Fixed`; then `Finer`, and the same layout again with the remainders of the rows
+ * that it lists. A row with NaN or infinity gives NaN. */
+static void to_grouped_digits(const float *x, int64_t rows, const Matrix *m, float *scratch) {
   const int64_t in = m->in, chunks = chunks_of_inputs(in);
-  const int shift = m->offsets ? 0 : -(int)m->zero, parts = sums_of_chunk(m);
   Finer *finer = (Finer *)(scratch + rows * digits_size(m));
-  Scaling scaling[EXPANDED_ROWS];
-  int slots[EXPANDED_ROWS]; /* a row's index among those with finer digits, or -1 */
+  Scaling scaling[ROWS];
+  int slots[ROWS]; /* a row's index among those with finer digits, or -1 */
   finer->count = 0;
   for (int64_t r = 0; r < rows; r++) {
     scaling[r] = scaling_of(x + r * in, in, GROUPED_DIGITS);
@@ -181,33 +163,23 @@ static void to_grouped_digits(const float *x, int64_t rows, const Matrix *m, int
     finer->rows[slots[r]] = (int32_t)r;
   }
   const int64_t fine = finer->count;
-  char *places[2] = {(char *)scratch, (char *)(finer + 1)};
-  Fixed *fixed[2];
-  float *sums[2];
-  for (int k = 0; k < 2; k++) {
-    int64_t count = k ? fine : rows;
-    fixed[k] = (Fixed *)(places[k] + count * chunks * chunk_bytes(m));
-    sums[k] = (float *)(fixed[k] + count);
-  }
+  char *digits = (char *)scratch, *more = (char *)(finer + 1);
+  Fixed *fixed = (Fixed *)(digits + rows * chunks * chunk_bytes(m)), *fixed_more = (Fixed *)(more + fine * chunks * chunk_bytes(m));
   for (int64_t r = 0; r < rows; r++) {
-    fixed[0][r] = (Fixed){scaling[r].not_finite ? (double)NAN : ldexp(1.0, -scaling[r].exponent), 0};
-    if (slots[r] >= 0) fixed[1][slots[r]] = (Fixed){ldexp(1.0, -scaling[r].exponent - FINER_BITS), 0};
+    fixed[r] = (Fixed){scaling[r].not_finite ? (double)NAN : ldexp(1.0, -scaling[r].exponent), 0};
+    if (slots[r] >= 0) fixed_more[slots[r]] = (Fixed){ldexp(1.0, -scaling[r].exponent - FINER_BITS), 0};
   }
   for (int64_t c = 0; c < chunks; c++)
     for (int64_t r = 0; r < rows; r++) {
       const float *from = x + r * in + c * CHUNK_INPUTS;
-      const int64_t slot = slots[r];
       vi q[CHUNK_INPUTS / LANES], rest[CHUNK_INPUTS / LANES];
       UNROLL16 for (int i = 0; i < CHUNK_INPUTS / LANES; i++) {
         vf number = scaling[r].not_finite ? splat(0) : load(from + i * LANES) * scaling[r].factor * scaling[r].rest;
         q[i] = nearest(number);
         rest[i] = nearest((number - __builtin_convertvector(q[i], vf)) * (float)(1 << FINER_BITS));
       }
-      put_grouped_chunk(q, shift, parts, words, places[0] + (c * rows + r) * chunk_bytes(m), sums[0] + parts * (r * chunks + c),
-                        &fixed[0][r].sum);
-      if (slot < 0) continue;
-      put_grouped_chunk(rest, shift, parts, words, places[1] + (c * fine + slot) * chunk_bytes(m),
-                        sums[1] + parts * (slot * chunks + c), &fixed[1][slot].sum);
+      put_grouped_chunk(q, m, rows, r, digits + c * rows * chunk_bytes(m));
+      if (slots[r] >= 0) put_grouped_chunk(rest, m, fine, slots[r], more + c * fine * chunk_bytes(m));
     }
 }
 
@@ -289,12 +261,11 @@ INLINE int64_t hot_row_bytes(const Matrix *m) {
 /* Whether rows are multiplied as floats; a single row then needs no conversion. */
 INLINE int as_floats(const Matrix *m) { return !as_integers(m) && !on_tiles(m); }
 
-/* Convert the rows of one turn (`together`) to the form that `outputs` takes. all: the rows of all turns. */
-INLINE void arrange(const Matrix *m, const float *x, int64_t rows, int64_t all, float *scratch) {
-  (void)all;
+/* Convert the rows of one turn (`together`) to the form that `outputs` takes. */
+INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *scratch) {
 #if INTEGERS
   if (as_integers(m)) {
-    if (is_grouped(m)) to_grouped_digits(x, rows, m, as_words(m, all), scratch);
+    if (is_grouped(m)) to_grouped_digits(x, rows, m, scratch);
     else to_digits(x, rows, m, scratch);
     return;
   }

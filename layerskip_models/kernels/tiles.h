@@ -32,7 +32,7 @@ typedef union {
 } Tile;
 static __thread TileConfig tile_config;
 static __thread Tile tiles[8];
-int64_t tile_products[2]; /* calls so far: of byte products, of bfloat16 products */
+int64_t tile_products[3]; /* calls so far: of byte products, of bfloat16 products, of products with unsigned bytes */
 
 INLINE void tiles_load_config(const TileConfig *config) { tile_config = *config; }
 INLINE void tiles_release(void) { memset(&tile_config, 0, sizeof tile_config); }
@@ -50,6 +50,14 @@ static void tile_dot_bytes(int sums, int a, int b) { /* TDPBSSD */
       for (int n = 0; n < tile_config.bytes[sums] / 4; n++)
         for (int i = 0; i < 4; i++)
           tiles[sums].integers[m][n] += tiles[a].bytes_8[m][4 * k + i] * tiles[b].bytes_8[k][4 * n + i];
+}
+static void tile_dot_mixed(int sums, int a, int b) { /* TDPBSUD: the bytes of b are unsigned */
+  __atomic_fetch_add(tile_products + 2, 1, __ATOMIC_RELAXED);
+  for (int m = 0; m < tile_config.rows[sums]; m++)
+    for (int k = 0; k < tile_config.bytes[a] / 4; k++)
+      for (int n = 0; n < tile_config.bytes[sums] / 4; n++)
+        for (int i = 0; i < 4; i++)
+          tiles[sums].integers[m][n] += tiles[a].bytes_8[m][4 * k + i] * (uint8_t)tiles[b].bytes_8[k][4 * n + i];
 }
 INLINE float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; } /* the unit flushes subnormals to 0 */
 INLINE float half_product(const uint16_t *a, const uint16_t *b) {
@@ -79,6 +87,7 @@ static void tile_dot_bfloat16(int sums, int a, int b) { /* TDPBF16PS */
 #define tile_load(t, from, stride) _tile_loadd(t, from, stride)
 #define tile_store(t, to, stride) _tile_stored(t, to, stride)
 #define tile_dot_bytes(sums, a, b) _tile_dpbssd(sums, a, b)
+#define tile_dot_mixed(sums, a, b) _tile_dpbsud(sums, a, b)
 #define tile_dot_bfloat16(sums, a, b) _tile_dpbf16ps(sums, a, b)
 #endif
 
@@ -89,24 +98,24 @@ INLINE int side_by_side(const Matrix *m, int64_t rows) {
   return m->kind == BFLOAT16 && PARTS * rows <= 16 && whole_bytes(m) < SHARED_TILE_BYTES;
 }
 
-static __thread int64_t tiles_rows; /* columns that this thread's tiles are configured for; 0: not configured */
+static __thread int64_t tiles_key; /* what this thread's tiles are configured for: columns, or `configure_spans`; 0: nothing */
 
 /* Configure tiles with `rows` columns. */
 INLINE void configure_tiles(int64_t rows) {
-  if (rows == tiles_rows) return;
+  if (rows == tiles_key) return;
   TileConfig config = {.palette = 1};
   for (int t = 0; t < 2 * PARTS + 1; t++) {
     config.rows[t] = 16;
     config.bytes[t] = t == WEIGHTS ? 64 : (uint16_t)(4 * rows);
   }
   tiles_load_config(&config);
-  tiles_rows = rows;
+  tiles_key = rows;
 }
 
 /* Release the tiles at the end of a job: the system need not save them, and the core may clock higher. */
 INLINE void leave_tiles(void) {
-  if (tiles_rows) tiles_release();
-  tiles_rows = 0;
+  if (tiles_key) tiles_release();
+  tiles_key = 0;
 }
 
 /* One pass over 16 outputs; SUM is `bytes` or `bfloat16`. The parts are unrolled by hand, since tile numbers must be constants. */

@@ -70,14 +70,15 @@ static Matrix matrix(int64_t kind, int64_t out, int64_t in, int biased) {
   }
   return m;
 }
-/* Numbers of 4, 8 and 6 bits in groups of 32 inputs, with offsets or without. */
-static Matrix grouped(int64_t kind, int64_t out, int64_t in, int offset) {
-  int64_t groups = out * in / 32, bytes = bytes_of(kind, out * in);
+/* Numbers of 4, 8 and 6 bits in groups, with offsets or without. */
+static Matrix grouped(int64_t kind, int64_t out, int64_t in, int64_t group, int offset, int interleaved) {
+  int64_t groups = out * in / group, bytes = bytes_of(kind, out * in);
   uint8_t *numbers = malloc(bytes);
   uint16_t *scales = malloc(groups * sizeof(uint16_t));
   for (int64_t i = 0; i < bytes; i++) numbers[i] = (uint8_t)((drawn() + 1) * 127);
   for (int64_t i = 0; i < groups; i++) scales[i] = half(drawn());
-  Matrix m = {.weight = numbers, .kind = kind, .in = in, .out = out, .groups = scales, .group = 32, .scales = HALVES};
+  Matrix m = {.weight = numbers, .kind = kind, .in = in, .out = out, .groups = scales, .group = group, .scales = HALVES};
+  m.interleaved = interleaved;
   m.zero = kind == INT4 ? 8 : kind == SIXES ? 32 : 128;
   if (offset) m.offsets = floats(groups);
   return m;
@@ -119,8 +120,12 @@ int main(int count, char **arguments) {
       }
   for (int64_t kind = INT4; kind <= SIXES; kind++)
     for (int offset = 0; offset < 2; offset++) {
-      Matrix m = grouped(kind, 37, 192, offset);
+      Matrix m = grouped(kind, 37, 192, 32, offset, 0);
       wrong |= products(&m);
+      for (int64_t group = 16; group <= 64 && CALL(interleaves)(); group *= 2) {
+        m = grouped(kind, 64, 192, group, offset, 1);
+        wrong |= products(&m);
+      }
     }
   Layer layers[LAYERS] = {{{0}}};
   for (int l = 0; l < LAYERS; l++) { /* the second one with all that some families' layers have besides */

@@ -43,31 +43,37 @@ static double unit_of(const float *x, int64_t in, int digits) {
 typedef struct {
   char *digits;
   Fixed *fixed;
-  float *sums;
   int64_t rows;
 } Expected;
 
 static Expected expected_at(char *place, int64_t rows, const Matrix *m) {
-  Fixed *fixed = (Fixed *)(place + rows * chunks_of_inputs(m->in) * chunk_bytes(m));
-  return (Expected){place, fixed, (float *)(fixed + rows), rows};
+  return (Expected){place, (Fixed *)(place + rows * chunks_of_inputs(m->in) * chunk_bytes(m)), rows};
+}
+
+/* Where a digit of input `at` of a chunk is. */
+static int64_t digit_place(const Matrix *m, int64_t rows, int64_t r, int64_t at, int d) {
+  if (!is_grouped(m))
+    return by_tiles(m, rows) && rows > 1 ? (d * 64 + at / 4 * 4) * rows + 4 * r + at % 4 : r * chunk_bytes(m) + d * 64 + at;
+  if (!by_tiles(m, rows)) return ((at / 4 * rows + r) * 2 + d) * 4 + at % 4;
+  const int64_t width = m->group == 16 ? 16 : 32;
+  return ((at / width * 2 + d) * rows + r) * width + at % width;
 }
 
 /* Input i of a row is q times the row's unit. */
-static void put_number(const Expected *to, const Matrix *m, int words, int64_t r, int64_t i, double number) {
-  const int digits = digits_for(m), tiles = by_tiles(m, to->rows) && to->rows > 1;
+static void put_number(const Expected *to, const Matrix *m, int64_t r, int64_t i, double number) {
+  const int digits = digits_for(m);
   int8_t cut[DIGITS];
-  int64_t q, c = i / 64, at = i % 64;
+  int64_t q, at = i % 64;
   cut_number(number, 1, digits, cut, &q);
-  to->fixed[r].sum += q;
-  char *chunk = to->digits + (c * to->rows + r) * chunk_bytes(m);
-  if (words) ((int16_t *)(chunk + at % 4 / 2 * 64))[at / 4 * 2 + at % 2] = (int16_t)q;
-  for (int d = 0; d < digits && !words; d++)
-    to->digits[tiles ? ((c * digits + d) * 64 + at / 4 * 4) * to->rows + 4 * r + at % 4
-                     : (c * to->rows + r) * chunk_bytes(m) + d * 64 + at] = cut[d];
-  if (!is_grouped(m)) return;
-  if (!words) ((int32_t *)(chunk + digits * 64))[at / 4] += (m->offsets ? 0 : -m->zero) * q;
-  const int parts = m->group == 16 && m->offsets ? 4 : 2;
-  to->sums[r * parts * chunks_of_inputs(m->in) + i * parts / 64] += q;
+  char *chunk = to->digits + i / 64 * to->rows * chunk_bytes(m);
+  for (int d = 0; d < digits; d++) chunk[digit_place(m, to->rows, r, at, d)] = cut[d];
+  if (!is_grouped(m)) {
+    to->fixed[r].sum += q;
+    return;
+  }
+  char *word = chunk + to->rows * 128 + 4 * (at / (m->group == 16 ? 16 : 32) * to->rows + r);
+  if (m->offsets) *(float *)word += q;
+  else *(int32_t *)word -= m->zero * q;
 }
 
 static int is_finer(const float *x, int64_t in, double unit) {
@@ -76,11 +82,11 @@ static int is_finer(const float *x, int64_t in, double unit) {
   return isfinite(unit) && largest * in > 64 * total;
 }
 
-static int compare_digits(const float *x, int64_t rows, const Matrix *m, int words, int *finer_rows) {
+static int compare_digits(const float *x, int64_t rows, const Matrix *m, int *finer_rows) {
   const int64_t in = m->in, size = rows * row_size(m) * 4;
   char *found = aligned_alloc(64, (size + 63) / 64 * 64), *expected = calloc(size, 1);
   memset(found, 0, size);
-  if (is_grouped(m)) to_grouped_digits(x, rows, m, words, (float *)found);
+  if (is_grouped(m)) to_grouped_digits(x, rows, m, (float *)found);
   else to_digits(x, rows, m, (float *)found);
   Expected to = expected_at(expected, rows, m), rest = {0};
   Finer *finer = (Finer *)(expected + rows * digits_size(m) * 4);
@@ -91,19 +97,19 @@ static int compare_digits(const float *x, int64_t rows, const Matrix *m, int wor
   }
   if (is_grouped(m)) rest = expected_at((char *)(finer + 1), finer->count, m), *finer_rows += finer->count;
   for (int64_t r = 0; r < rows; r++)
-    for (int64_t i = 0; i < in && isfinite(units[r]); i++) put_number(&to, m, words, r, i, x[r * in + i] / units[r]);
+    for (int64_t i = 0; i < in && isfinite(units[r]); i++) put_number(&to, m, r, i, x[r * in + i] / units[r]);
   for (int64_t k = 0; k < rest.rows; k++) {
     int64_t r = finer->rows[k];
     rest.fixed[k].unit = units[r] / 32768;
     for (int64_t i = 0; i < in; i++) {
       double number = x[r * in + i] / units[r];
-      put_number(&rest, m, words, k, i, (number - rint(number)) * 32768);
+      put_number(&rest, m, k, i, (number - rint(number)) * 32768);
     }
   }
   for (int64_t r = 0; r < rows; r++) /* NaN has many forms */
     if (isnan(units[r]) && isnan(((Fixed *)(found + ((char *)to.fixed - expected)))[r].unit))
       to.fixed[r].unit = ((Fixed *)(found + ((char *)to.fixed - expected)))[r].unit;
-  int wrong = expect(words ? "words" : "digits", rows, in, expected, found, size);
+  int wrong = expect("digits", rows, in, expected, found, size);
   free(found), free(expected);
   return wrong;
 }
@@ -143,16 +149,14 @@ int main(void) {
       if (rows > 2) x[2 * in] = -INFINITY;
       if (rows > 3) x[4 * in - 1] = NAN;
       float offset = 0;
-      Matrix bytes = {.kind = INT8, .in = in, .out = 64}, nibbles = {.kind = INT4, .in = in, .out = 64, .group = 32, .zero = 8};
-      Matrix small = {.kind = BYTES, .in = in, .out = 64, .group = 16, .zero = 32}, small_shifted = small;
+      Matrix bytes = {.kind = INT8, .in = in, .out = 64}, nibbles = {.kind = INT4, .in = in, .out = 64, .group = 32, .zero = 8, .interleaved = 1};
+      Matrix small = {.kind = BYTES, .in = in, .out = 64, .group = 16, .zero = 32, .interleaved = 1}, small_shifted = small;
       Matrix shifted = nibbles, halves = {.kind = BFLOAT16, .in = in, .out = 64};
       shifted.offsets = small_shifted.offsets = &offset;
-      if (as_integers(&bytes)) wrong |= compare_digits(x, rows, &bytes, 0, &finer);
+      if (as_integers(&bytes)) wrong |= compare_digits(x, rows, &bytes, &finer);
       const Matrix *grouped[] = {&nibbles, &shifted, &small, &small_shifted};
-      for (int k = 0; VNNI && in % 64 == 0 && k < 4; k++) {
-        if (rows <= GROUPED_ROWS) wrong |= compare_digits(x, rows, grouped[k], 0, &finer);
-        if (rows <= EXPANDED_ROWS) wrong |= compare_digits(x, rows, grouped[k], 1, &finer);
-      }
+      for (int k = 0; VNNI && in % 64 == 0 && k < 4; k++)
+        if (rows <= GROUPED_ROWS || TILES) wrong |= compare_digits(x, rows, grouped[k], &finer);
 #if TILES
       if (on_tiles(&halves)) wrong |= compare_parts(x, rows, &halves);
 #else

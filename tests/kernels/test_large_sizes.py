@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is given when it is written"),
 ]
 
-IN, OUT = 4096, (1 << 19) + 36  # over 2^31 numbers
+IN, OUT = 4096, (1 << 19) + 64  # over 2^31 numbers
 CONTEXT = 1 << 17
 _NO_RESERVE = 0x4000  # MAP_NORESERVE on Linux
 

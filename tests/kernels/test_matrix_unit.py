@@ -17,10 +17,13 @@ from torch import Tensor
 
 from layerskip_models import from_transformers
 from layerskip_models.kernels import check, library
+from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.linear import Layout
 from selfspec import SelfSpecGenerator
+from test_grouped_weights import GROUPED, weight_of
+from test_grouped_weights import rows_of as rows_with_outliers
 from test_integer_rows import fixed_point, rows_of
 from test_native import use
 from tiny_llama import tiny_llama
@@ -114,6 +117,21 @@ def test_eight_bit_weights_come_to_the_same_bits_as_by_whole_numbers(unit: str, 
             assert all(torch.equal(linear(x[:rows]), expected[:rows]) for rows in counts_of(out))
 
 
+@pytest.mark.skipif(VECTORS != "vnni", reason="this processor multiplies no bytes (AVX-512 VNNI)")
+@pytest.mark.parametrize("form", [*GROUPED, "Q4_K, Q6_K"])
+def test_weights_in_groups_come_to_the_same_bits_as_on_vectors(emulated: str, form: str) -> None:
+    """For every number of rows up to two turns and one more, some of them with outliers."""
+    on_vectors = getattr(ctypes.CDLL(str(KERNELS / "libkernels.so")), "linear_vnni")
+    on_vectors.argtypes = library._SIGNATURES["linear"][1]
+    linear, x = NativeGroupedLinear(weight_of(form, 96, 512)), rows_with_outliers(33, 512)
+    assert linear.matrix.interleaved
+    expected = torch.empty(33, linear.shape[0])
+    on_vectors(addressof(linear.matrix), x.data_ptr(), 33, None, expected.data_ptr(), 1)
+    for threads in (1, 2):
+        with on_threads(threads):
+            assert all(torch.equal(linear(x[:rows]), expected[:rows]) for rows in counts_of(96))
+
+
 @pytest.mark.parametrize("size", LARGE)
 @pytest.mark.parametrize(("out", "width"), [(32, 64), (96, 128), (64, 1088)])
 def test_three_bfloat16_parts_are_as_good_as_float32(unit: str, out: int, width: int, size: int) -> None:
@@ -154,11 +172,12 @@ def test_parts_side_by_side_come_to_the_same_bits(unit: str, out: int) -> None:
 
 
 def test_the_check_before_the_first_use_reaches_the_unit(emulated: str) -> None:
-    """Products of bytes, and of bfloat16 numbers in both of their arrangements."""
-    products = (ctypes.c_int64 * 2).in_dll(ctypes.CDLL(str(library.LIBRARY)), "tile_products")
+    """Products of bytes, of bfloat16 numbers in both of their arrangements, and of weights in groups."""
+    products = (ctypes.c_int64 * 3).in_dll(ctypes.CDLL(str(library.LIBRARY)), "tile_products")
     before = list(products)
     assert check.fault() is None
-    assert all(now > 1000 + earlier for now, earlier in zip(products, before))
+    used = [now > 1000 + earlier for now, earlier in zip(products, before)]
+    assert used == [True, True, VECTORS == "vnni"]
 
 
 def test_a_row_that_is_no_number_spoils_no_other(unit: str) -> None:
@@ -171,7 +190,7 @@ def test_a_row_that_is_no_number_spoils_no_other(unit: str) -> None:
         assert torch.equal(spoilt[[0, 2, 4]], whole[[0, 2, 4]])
 
 
-@pytest.mark.parametrize("layout", [None, "int8"])
+@pytest.mark.parametrize("layout", [None, "int8", "int4"])
 def test_drafts_change_no_token_of_a_model_on_tiles(unit: str, layout: Layout | None) -> None:
     hub = tiny_llama(hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=64, dtype=torch.bfloat16)
     generator = SelfSpecGenerator(from_transformers(hub, layout=layout))

@@ -43,7 +43,7 @@ def drawn_weight(outputs: int, inputs: int, group: int, offsets: bool, factors: 
     seed=st.integers(0, 999),
     rows=st.one_of(st.integers(1, 20), st.integers(1, 140)),
     chunks=st.integers(1, 9),
-    outputs=st.integers(1, 70),
+    outputs=st.one_of(st.integers(1, 70), st.sampled_from((32, 64, 96))),
     kind=st.sampled_from(KINDS),
     factors=st.booleans(),
     bias=st.booleans(),
@@ -78,12 +78,13 @@ def test_the_product_is_what_the_numbers_say(
 @every_variant
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("inputs", [128, 1664])
+@pytest.mark.parametrize("outputs", [37, 96])
 @pytest.mark.parametrize("kind", KINDS[::3])
 def test_a_row_is_the_same_in_any_company_and_on_any_threads(
-    variant: str, threads: int, inputs: int, kind: tuple[int, bool]
+    variant: str, threads: int, inputs: int, outputs: int, kind: tuple[int, bool]
 ) -> None:
     group, offsets = kind
-    weight, x = drawn_weight(37, inputs, group, offsets, False), drawn(20, inputs, seed=9)
+    weight, x = drawn_weight(outputs, inputs, group, offsets, False), drawn(20, inputs, seed=9)
     with use(variant):
         linear = NativeGroupedLinear(weight)
     alone = torch.cat([linear(row) for row in x.split(1)])
@@ -131,19 +132,25 @@ def test_layers_are_those_of_operators(variant: str, monkeypatch: pytest.MonkeyP
 
 @needs_native
 def test_not_a_number_is_not_lost() -> None:
-    weight = round_to_four_bits(drawn(9, 128), group=32, symmetric=True)
-    weight.groups[3, 1] = float("nan")
-    linear = NativeGroupedLinear(weight)
-    x = drawn(7, 128)
-    for rows in (1, 7):
-        assert linear(x[:rows]).isnan().any(0).tolist() == [output == 3 for output in range(9)]
-    x[2, 5] = float("nan")
-    assert linear(x).isnan().all(1).tolist() == [row == 2 for row in range(7)]
+    for outputs in (9, 32):
+        weight = round_to_four_bits(drawn(outputs, 128), group=32, symmetric=True)
+        weight.groups[3, 1] = float("nan")
+        linear = NativeGroupedLinear(weight)
+        x = drawn(7, 128)
+        for rows in (1, 7):
+            assert linear(x[:rows]).isnan().any(0).tolist() == [output == 3 for output in range(outputs)]
+        x[2, 5] = float("nan")
+        assert linear(x).isnan().all(1).tolist() == [row == 2 for row in range(7)]
 
 
 @needs_native
 def test_memory_that_is_not_contiguous() -> None:
-    weight = drawn_weight(8, 128, 32, True, False)
-    turned = GroupedWeight(weight.packed, weight.groups.t().contiguous().t(), weight.offsets)
     x = drawn(3, 128)
-    assert torch.equal(NativeGroupedLinear(turned)(x), NativeGroupedLinear(weight)(x))
+    for outputs in (8, 32):
+        weight = drawn_weight(outputs, 128, 32, True, False)
+        turned = GroupedWeight(weight.packed, weight.groups.t().contiguous().t(), weight.offsets)
+        room = torch.empty(weight.packed.numel() + 1, dtype=torch.uint8)
+        room[1:] = weight.packed.flatten()
+        strange = GroupedWeight(room[1:].view_as(weight.packed), weight.groups, weight.offsets)  # at an odd address
+        for other in (turned, strange):
+            assert torch.equal(NativeGroupedLinear(other)(x), NativeGroupedLinear(weight)(x))

@@ -1,0 +1,133 @@
+/* Weights in groups and many rows on a matrix unit, and which rows go there.
+ *
+ * Sums are those of interleaved.h: the unit adds up a span's products of 16 outputs and up to 16 rows at once, exactly, and vectors
+ * do with these sums what they do with their own. So a row has the same results either way.
+ */
+#ifndef SELFSPEC_GROUPED_H
+#define SELFSPEC_GROUPED_H
+#include "interleaved.h"
+#include "tiles.h"
+
+#if VNNI
+#if TILES
+/* Tiles: 0 to 3 for the sums of two spans, of each the higher digit's first; 4 and 5 for the spans' weights; 6 and 7 for rows. */
+INLINE void configure_spans(int64_t rows, int width) {
+  const int64_t key = width * 32 + rows; /* more than any number of columns */
+  if (key == tiles_key) return;
+  TileConfig config = {.palette = 1};
+  for (int t = 0; t < 8; t++) {
+    config.rows[t] = (uint8_t)(t == 4 || t == 5 ? width / 4 : rows);
+    config.bytes[t] = (uint16_t)(t < 6 ? 64 : width);
+  }
+  tiles_load_config(&config);
+  tiles_key = key;
+}
+
+/* `vector_dots` on tiles, for rows in the layout of tiles. kind, spans, shifted: constants where this is called. */
+INLINE void tile_span_dots(int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch,
+                           float *y) {
+  typedef int32_t whole __attribute__((aligned(4), may_alias));
+  const int lines = kind == INT4 ? 8 : kind == SIXES ? 12 : 16, shift = spans_shift(m), width = CHUNK_INPUTS / spans;
+  const int64_t chunks = m->in / CHUNK_INPUTS, ahead = bytes_of(kind, fetch.ahead * m->in);
+  const int64_t chunk_size = rows * (GROUPED_DIGITS * CHUNK_INPUTS + 4 * spans);
+  const uint8_t *w = (const uint8_t *)m->weight + bytes_of(kind, first * m->in);
+  const Factors at = factors_at(m, first);
+  const Fixed *fixed = (const Fixed *)(x + chunks * chunk_size);
+  uint8_t quads[QUADS][64] __attribute__((aligned(64)));
+  int32_t sums[4][16][16] __attribute__((aligned(64)));
+  __m512 total[16];
+  configure_spans(rows, width);
+  for (int64_t r = 0; r < rows; r++) total[r] = _mm512_setzero_ps();
+  for (int64_t c = 0; c < chunks; c++, w += 64 * lines, x += chunk_size) {
+    const char *words = x + rows * GROUPED_DIGITS * CHUNK_INPUTS;
+    if (fetch.ahead)
+      for (int line = 0; line < lines; line++)
+        if ((64 * line & fetch.mask) == fetch.place) FETCH(w + ahead + 64 * line);
+    UNROLL for (int t = 0; t < 8; t++) {
+      const Pair pair = quads_of(kind, w, t);
+      _mm512_store_si512(quads[t], pair.first);
+      _mm512_store_si512(quads[8 + t], pair.second);
+    }
+    __asm__ volatile("" : : "r"(quads) : "memory"); /* GCC's loads of tiles do not say that they read memory */
+    UNROLL for (int half = 0; half < spans / 2; half++) {
+      const int other = half + spans / 2;
+      const char *digits = x + half * GROUPED_DIGITS * rows * width, *others = x + other * GROUPED_DIGITS * rows * width;
+      tile_zero(0);
+      tile_zero(1);
+      tile_zero(2);
+      tile_zero(3);
+      tile_load(4, quads[half * width / 4], 64);
+      tile_load(6, digits, width);
+      tile_dot_mixed(0, 6, 4);
+      tile_load(7, digits + rows * width, width);
+      tile_dot_mixed(1, 7, 4);
+      tile_load(5, quads[other * width / 4], 64);
+      tile_load(6, others, width);
+      tile_dot_mixed(2, 6, 5);
+      tile_load(7, others + rows * width, width);
+      tile_dot_mixed(3, 7, 5);
+      tile_store(0, sums[0], 64);
+      tile_store(1, sums[1], 64);
+      tile_store(2, sums[2], 64);
+      tile_store(3, sums[3], 64);
+      for (int k = 0; k < 2; k++) {
+        const int span = k ? other : half;
+        const int64_t group = (c * spans + span) >> shift, block = c / (BLOCK_INPUTS / CHUNK_INPUTS);
+        const __m512 scale = scales_of(m, at, group, block);
+        const __m512 offset = shifted ? offsets_of(m, at, group, block) : _mm512_setzero_ps();
+        for (int64_t r = 0; r < rows; r++) {
+          const char *word = words + 4 * (span * rows + r);
+          const __m512i high = _mm512_load_si512(sums[2 * k][r]), low = _mm512_load_si512(sums[2 * k + 1][r]);
+          __m512i all = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+          if (!shifted) all = _mm512_add_epi32(all, _mm512_set1_epi32(*(const whole *)word));
+          total[r] = add_span(total[r], all, scale, shifted, offset, word);
+        }
+      }
+    }
+  }
+  for (int64_t r = 0; r < rows; r++) store_totals(total[r], fixed[r].unit, y + r * BLOCK);
+}
+
+#define TILE_DOTS(KIND) \
+  do { \
+    const int shifted = m->offsets != NULL; \
+    if (m->group == 16 && shifted) tile_span_dots(KIND, 4, 1, m, first, x, rows, fetch, y); \
+    else if (m->group == 16) tile_span_dots(KIND, 4, 0, m, first, x, rows, fetch, y); \
+    else if (shifted) tile_span_dots(KIND, 2, 1, m, first, x, rows, fetch, y); \
+    else tile_span_dots(KIND, 2, 0, m, first, x, rows, fetch, y); \
+  } while (0)
+static void tile_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
+  switch (m->kind) {
+  case INT4: TILE_DOTS(INT4); break;
+  case BYTES: TILE_DOTS(BYTES); break;
+  default: TILE_DOTS(SIXES);
+  }
+}
+#endif
+
+INLINE void grouped_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
+#if TILES
+  if (by_tiles(m, rows)) {
+    tile_dots(m, first, x, rows, fetch, y);
+    return;
+  }
+#endif
+  vector_dots(m, first, x, rows, fetch, y);
+}
+
+/* `outputs` for weights in groups, before scale and bias. Some of the rows may have finer digits. */
+static void grouped_outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
+  grouped_dots(m, first, (const char *)x, rows, fetch, y);
+  const Finer *finer = (const Finer *)(x + rows * digits_size(m));
+  const int64_t count = min(finer->count, rows); /* a late member may read any number here, and must stay within its memory */
+  if (count <= 0) return;
+  float more[ROWS * BLOCK];
+  grouped_dots(m, first, (const char *)(finer + 1), count, (Fetch){0}, more);
+  for (int64_t k = 0; k < count; k++) {
+    const int64_t r = finer->rows[k];
+    if (r < 0 || r >= rows) continue;
+    for (int o = 0; o < BLOCK; o++) y[r * BLOCK + o] += more[k * BLOCK + o];
+  }
+}
+#endif
+#endif

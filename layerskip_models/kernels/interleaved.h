@@ -1,0 +1,181 @@
+/* Weights in groups, 16 outputs side by side in memory, times rows as digits.
+ *
+ * One instruction multiplies four inputs of 16 outputs by the same four digits of a row, so that each lane adds up one output.
+ * Sums are exact within a span of 32 inputs (16 where groups have 16), and are then multiplied by the spans' scales and added as
+ * floats, span after span: in the order of the inputs, or where a chunk has four spans the first, third, second and fourth of it.
+ * So a row's results do not depend on how many rows there are.
+ *
+ * Memory, for each 16 outputs: the numbers, [in / 4 .. in / 8 words, 16] (what one output has in 4 bytes is a word); scales and
+ * offsets, [in / group, 16]; scales of blocks, [in / 256, 1 or 2, 16]. `interleaved` in native_grouped.py makes this of rows of
+ * outputs.
+ */
+#ifndef SELFSPEC_INTERLEAVED_H
+#define SELFSPEC_INTERLEAVED_H
+#include "digits.h"
+
+#if VNNI
+#define QUADS 16 /* runs of four inputs in a chunk */
+
+/* Multiply four unsigned bytes in every lane by the same four signed ones, and add the products to the lane of `sums`. */
+INLINE __m512i add_quad(__m512i sums, __m512i weights, const char *digits) {
+  typedef int32_t quad __attribute__((aligned(4), may_alias));
+#if defined(__clang__)
+  return _mm512_dpbusd_epi32(sums, weights, _mm512_set1_epi32(*(const quad *)digits));
+#else
+  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "m"(*(const quad *)digits));
+  return sums;
+#endif
+}
+
+/* Of 16 outputs' numbers in a chunk the quads t and 8 + t, t < 8. w: the chunk. */
+typedef struct {
+  __m512i first, second;
+} Pair;
+
+INLINE Pair quads_of(int kind, const uint8_t *w, int t) {
+  const __m512i line = _mm512_loadu_si512(w + 64 * t);
+  if (kind == BYTES) return (Pair){line, _mm512_loadu_si512(w + 64 * (8 + t))};
+  const __m512i low = _mm512_set1_epi8(15);
+  const __m512i first = _mm512_and_si512(line, low), second = _mm512_and_si512(_mm512_srli_epi16(line, 4), low);
+  if (kind == INT4) return (Pair){first, second};
+  /* bits 2 k and 2 k + 1 of byte j are the upper two of input 16 k + j */
+  const __m512i bits = _mm512_set1_epi8(0x30), upper = _mm512_loadu_si512(w + 512 + 64 * (t % 4));
+  const __m512i above = t < 4 ? _mm512_slli_epi16(upper, 4) : _mm512_slli_epi16(upper, 2);
+  const __m512i others = t < 4 ? upper : _mm512_srli_epi16(upper, 2);
+  return (Pair){_mm512_or_si512(first, _mm512_and_si512(above, bits)), _mm512_or_si512(second, _mm512_and_si512(others, bits))};
+}
+
+/* Where 16 outputs' scales and offsets are. */
+typedef struct {
+  const char *scales, *offsets;
+  const uint16_t *blocks;
+} Factors;
+
+INLINE Factors factors_at(const Matrix *m, int64_t first) {
+  const int64_t groups = first * (m->in / m->group);
+  const int size = m->scales == FLOATS ? 4 : m->scales == HALVES ? 2 : 1, size_of_offset = m->blocks ? 1 : 4;
+  return (Factors){(const char *)m->groups + groups * size, (const char *)m->offsets + (m->offsets ? groups * size_of_offset : 0),
+                   m->blocks ? m->blocks + first * (m->in / BLOCK_INPUTS) * (m->offsets ? 2 : 1) : NULL};
+}
+
+/* The outputs' scales of a block, or with `which` 1 those of its offsets. */
+INLINE __m512 of_block(const Matrix *m, Factors at, int64_t block, int which) {
+  const int64_t each = m->offsets ? 2 : 1;
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(at.blocks + (block * each + which) * 16)));
+}
+
+INLINE __m512 scales_of(const Matrix *m, Factors at, int64_t group, int64_t block) {
+  const char *p = at.scales;
+  switch (m->scales) {
+  case HALVES: return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(p + 32 * group)));
+  case FLOATS: return _mm512_loadu_ps(p + 64 * group);
+  case UNSIGNED:
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(p + 16 * group)))) * of_block(m, at, block, 0);
+  default:
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(p + 16 * group)))) * of_block(m, at, block, 0);
+  }
+}
+
+INLINE __m512 offsets_of(const Matrix *m, Factors at, int64_t group, int64_t block) {
+  if (!m->blocks) return _mm512_loadu_ps(at.offsets + 64 * group);
+  const __m512i numbers = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(at.offsets + 16 * group)));
+  return _mm512_setzero_ps() - _mm512_cvtepi32_ps(numbers) * of_block(m, at, block, 1);
+}
+
+/* By how many bits to shift a span's number for that of its group. */
+INLINE int spans_shift(const Matrix *m) { return m->group == 64 ? 1 : m->group == 128 ? 2 : 0; }
+
+/* Add a span's sums to the totals of a row: times their scales, and where there are offsets these times the sum of the row's inputs.
+ * word: the span's, after the chunk's digits. */
+INLINE __m512 add_span(__m512 total, __m512i sums, __m512 scale, int shifted, __m512 offset, const char *word) {
+  typedef float number __attribute__((aligned(4), may_alias));
+  if (shifted) total = _mm512_fmadd_ps(offset, _mm512_set1_ps(*(const number *)word), total);
+  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), scale, total);
+}
+
+/* Store the totals of a row times its unit, a power of two that float32 may not have. */
+INLINE void store_totals(__m512 total, double unit, float *y) {
+  const __m512d by = _mm512_set1_pd(unit);
+  const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(total)) * by;
+  const __m512d high = _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(total), 1))) * by;
+  _mm256_storeu_ps(y, _mm512_cvtpd_ps(low));
+  _mm256_storeu_ps(y + 8, _mm512_cvtpd_ps(high));
+}
+
+/* y[r * BLOCK + o] for 16 outputs from `first` on and `rows` rows, at most GROUPED_ROWS. All but the pointers are constants where
+ * this is called: there is a copy for each combination, with its sums in registers. shifted: whether there are offsets. */
+INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) {
+  typedef int32_t whole __attribute__((aligned(4), may_alias));
+  const int64_t chunks = m->in / CHUNK_INPUTS, ahead = bytes_of(kind, fetch.ahead * m->in);
+  const int lines = kind == INT4 ? 8 : kind == SIXES ? 12 : 16, chunk_size = rows * (QUADS * 8 + 4 * spans), shift = spans_shift(m);
+  const uint8_t *w = (const uint8_t *)m->weight + bytes_of(kind, first * m->in);
+  const Factors at = factors_at(m, first), later = factors_at(m, first + fetch.ahead);
+  const Fixed *fixed = (const Fixed *)(x + chunks * chunk_size);
+  __m512 total[GROUPED_ROWS];
+  UNROLL for (int r = 0; r < rows; r++) total[r] = _mm512_setzero_ps();
+  for (int64_t c = 0; c < chunks; c++, w += 64 * lines, x += chunk_size) {
+    const char *words = x + rows * QUADS * 8;
+    if (fetch.ahead && !fetch.place) {
+      FETCH(later.scales + c * spans * (m->scales == FLOATS ? 64 : m->scales == HALVES ? 32 : 16));
+      if (shifted) FETCH(later.offsets + c * spans * (m->blocks ? 16 : 64));
+    }
+    UNROLL for (int half = 0; half < spans / 2; half++) {
+      __m512i high[2][GROUPED_ROWS], low[2][GROUPED_ROWS]; /* of a span of each of the chunk's halves */
+      UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int k = 0; k < 2; k++) {
+          high[k][r] = _mm512_setzero_si512();
+          low[k][r] = shifted ? _mm512_setzero_si512()
+                              : _mm512_set1_epi32(*(const whole *)(words + 4 * ((half + k * spans / 2) * rows + r)));
+        }
+      UNROLL for (int i = 0; i < 16 / spans; i++) {
+        const int t = half * 4 + i;
+        const char *digits = x + t * rows * 8;
+        if (fetch.ahead)
+          UNROLL for (int line = t; line < lines; line += 8)
+            if ((64 * line & fetch.mask) == fetch.place) FETCH(w + ahead + 64 * line);
+        const Pair quads = quads_of(kind, w, t);
+        UNROLL for (int r = 0; r < rows; r++) {
+          high[0][r] = add_quad(high[0][r], quads.first, digits + 8 * r);
+          low[0][r] = add_quad(low[0][r], quads.first, digits + 8 * r + 4);
+          high[1][r] = add_quad(high[1][r], quads.second, digits + 8 * (8 * rows + r));
+          low[1][r] = add_quad(low[1][r], quads.second, digits + 8 * (8 * rows + r) + 4);
+        }
+      }
+      UNROLL for (int k = 0; k < 2; k++) {
+        const int span = half + k * spans / 2;
+        const int64_t group = (c * spans + span) >> shift, block = c / (BLOCK_INPUTS / CHUNK_INPUTS);
+        const __m512 scale = scales_of(m, at, group, block);
+        const __m512 offset = shifted ? offsets_of(m, at, group, block) : _mm512_setzero_ps();
+        UNROLL for (int r = 0; r < rows; r++) {
+          const __m512i sums = _mm512_add_epi32(_mm512_slli_epi32(high[k][r], 8), low[k][r]);
+          total[r] = add_span(total[r], sums, scale, shifted, offset, words + 4 * (span * rows + r));
+        }
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < rows; r++) store_totals(total[r], fixed[r].unit, y + r * BLOCK);
+}
+
+typedef void Dots(const Matrix *, int64_t, const char *, Fetch, float *);
+#define SPAN_DOTS(NAME, ROWS_, KIND, SPANS, SHIFTED) \
+  static void NAME##_##ROWS_(const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) { \
+    span_dots(ROWS_, KIND, SPANS, SHIFTED, m, first, x, fetch, y); \
+  }
+#define SPAN_DOTS_OF(NAME, KIND, SPANS, SHIFTED) \
+  SPAN_DOTS(NAME, 1, KIND, SPANS, SHIFTED) SPAN_DOTS(NAME, 2, KIND, SPANS, SHIFTED) SPAN_DOTS(NAME, 3, KIND, SPANS, SHIFTED) \
+  SPAN_DOTS(NAME, 4, KIND, SPANS, SHIFTED) SPAN_DOTS(NAME, 5, KIND, SPANS, SHIFTED)
+#define SPAN_DOTS_FOR(NAME, KIND) \
+  SPAN_DOTS_OF(NAME##_2, KIND, 2, 0) SPAN_DOTS_OF(NAME##_2_shifted, KIND, 2, 1) \
+  SPAN_DOTS_OF(NAME##_4, KIND, 4, 0) SPAN_DOTS_OF(NAME##_4_shifted, KIND, 4, 1)
+SPAN_DOTS_FOR(nibbles, INT4)
+SPAN_DOTS_FOR(numbers, BYTES)
+SPAN_DOTS_FOR(sixes, SIXES)
+#define BY_ROWS(NAME) {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5}
+#define BY_SPANS(NAME) {{BY_ROWS(NAME##_2), BY_ROWS(NAME##_2_shifted)}, {BY_ROWS(NAME##_4), BY_ROWS(NAME##_4_shifted)}}
+
+static void vector_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
+  static Dots *const dots[3][2][2][GROUPED_ROWS] = {BY_SPANS(nibbles), BY_SPANS(numbers), BY_SPANS(sixes)};
+  dots[m->kind - INT4][m->group == 16][m->offsets != NULL][rows - 1](m, first, x, fetch, y);
+}
+#endif
+#endif
