@@ -121,7 +121,7 @@ def test_eight_bit_weights_come_to_the_same_bits_as_by_whole_numbers(unit: str, 
 @pytest.mark.parametrize("form", [*GROUPED, "Q4_K, Q6_K"])
 def test_weights_in_groups_come_to_the_same_bits_as_on_vectors(emulated: str, form: str) -> None:
     """For every number of rows up to two turns and one more, some of them with outliers."""
-    on_vectors = getattr(ctypes.CDLL(str(KERNELS / "libkernels.so")), "linear_vnni")
+    on_vectors = ctypes.CDLL(str(KERNELS / "libkernels.so")).linear_vnni
     on_vectors.argtypes = library._SIGNATURES["linear"][1]
     linear, x = NativeGroupedLinear(weight_of(form, 96, 512)), rows_with_outliers(33, 512)
     assert linear.matrix.interleaved
