@@ -40,9 +40,10 @@ class ProductTimes:
 def compare(first: Path, second: Path, variant: str, *, repeats: int = 40) -> list[ProductTimes]:
     """Time every kind of weights. Raises ReleaseError if one of the libraries has no such variant that runs here."""
     functions = [_linear(path, variant) for path in (first, second)]
+    interleaved = bool(getattr(_opened(first), f"interleaves_{variant}")())
     generator = torch.Generator().manual_seed(1)
     found = []
-    for name, matrix, _kept in _matrices(generator):
+    for name, matrix, _kept in _matrices(generator, interleaved):
         for rows in ROWS:
             x = torch.randn(rows, INPUTS, generator=generator)
             y = torch.empty(rows, OUTPUTS)
@@ -81,8 +82,8 @@ def _linear(path: Path, variant: str) -> Callable[..., int]:
     return function
 
 
-def _matrices(generator: torch.Generator) -> list[tuple[str, Matrix, Sequence[torch.Tensor]]]:
-    """A matrix of every kind, by a name, with the tensors that it points to."""
+def _matrices(generator: torch.Generator, interleaved: bool) -> list[tuple[str, Matrix, Sequence[torch.Tensor]]]:
+    """A matrix of every kind, by a name, with the tensors that it points to. interleaved: whether weights in groups are."""
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator)
     scale = torch.full((OUTPUTS,), 1 / 127)
     found: list[tuple[str, Matrix, Sequence[torch.Tensor]]] = []
@@ -103,6 +104,7 @@ def _matrices(generator: torch.Generator) -> list[tuple[str, Matrix, Sequence[to
         group=GROUP,
         scales=SCALES[torch.float16],
         zero=8,
+        interleaved=interleaved,
     )
     found.append(("4 bits", matrix, (numbers, scales)))
     return found
