@@ -76,7 +76,7 @@ def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
         raise ValueError(reason)
     with torch.inference_mode(False), torch.no_grad():
         layers = [_rounded(layer, DRAFT_BITS[bits], index) for index, layer in enumerate(model.layers)]
-        head = _rounded_linear(model.draft_head, DRAFT_BITS[bits], None)
+        head = rounded_linear(model.draft_head, DRAFT_BITS[bits], None)
     return model.with_layers(layers, head)
 
 
@@ -101,24 +101,28 @@ def _has_small_head(model: LayerSkipModel) -> bool:
 def _rounded(layer: DecoderLayer, layout: Layout, index: int) -> DecoderLayer:
     return replace(
         layer,
-        qkv=_rounded_linear(layer.qkv, layout, index),
-        output=_rounded_linear(layer.output, layout, index),
-        gate_up=_rounded_linear(layer.gate_up, layout, index),
-        down=_rounded_linear(layer.down, layout, index),
+        qkv=rounded_linear(layer.qkv, layout, index),
+        output=rounded_linear(layer.output, layout, index),
+        gate_up=rounded_linear(layer.gate_up, layout, index),
+        down=rounded_linear(layer.down, layout, index),
     )
 
 
-def _rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:
-    """The linear itself if it has no more bits than the rounded one would have. layer: None for the head."""
+def rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:
+    """A linear rounded to the layout's bits; itself if it has no more. layer: that it belongs to, or None for the head.
+
+    Raises ValueError if its weight cannot be read back.
+    """
     in_four = layout == "int4" and not keeps_eight_bits(layer)
     if _bits_of(linear) <= (4 if in_four else 8):
         return linear
-    if isinstance(linear, NativeGroupedLinear):  # of 6 or 8 bits; a few of its rows at a time are in float32
-        numbers, count = linear.numbers, max(_PIECE // linear.shape[1], 1)
-        pieces = (numbers.values(first, first + count) for first in range(0, linear.shape[0], count))
+    if isinstance(
+        linear, (NativeGroupedLinear, NativeInt8Linear)
+    ):  # of 6 or 8 bits; some outputs at a time are in float32
+        pieces = linear.float_pieces(max(_PIECE // linear.shape[1], 1))
         rounded = [round_to_four_bits(piece, group=GROUP, symmetric=True) for piece in pieces]
         return grouped_linear(GroupedWeight.cat(rounded), linear.bias)
-    if isinstance(linear, NativeLinear):  # the same
+    if isinstance(linear, NativeLinear):
         weight = linear.stored
         if in_four and fits_four_bits(weight.shape[1]):
             return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), linear.bias)

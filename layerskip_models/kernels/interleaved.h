@@ -1,21 +1,19 @@
-/* Weights in groups, 16 outputs side by side in memory, times rows as digits.
+/* 8-bit weights and weights in groups, 16 outputs side by side in memory, times rows as digits.
  *
  * One instruction multiplies four inputs of 16 outputs by the same four digits of a row, so that each lane adds up one output.
- * Sums are exact within a span of 32 inputs (16 where groups have 16), and are then multiplied by the spans' scales and added as
- * floats, span after span: in the order of the inputs, or where a chunk has four spans the first, third, second and fourth of it.
- * So a row's results do not depend on how many rows there are.
+ * With 8-bit weights these sums are exact. In groups they are exact within a span of 32 inputs (16 where groups have 16), and are then
+ * multiplied by the spans' scales and added as floats, span after span: in the order of the inputs, or where a chunk has four spans
+ * the first, third, second and fourth of it. So a row's results do not depend on how many rows there are.
  *
- * Memory, for each 16 outputs: the numbers, [in / 4 .. in / 8 words, 16] (what one output has in 4 bytes is a word); scales and
- * offsets, [in / group, 16]; scales of blocks, [in / 256, 1 or 2, 16]. `interleaved` in native_grouped.py makes this of rows of
- * outputs.
+ * Memory, for each 16 outputs: the numbers, [words of 4 bytes of an output, 16]; scales and offsets, [in / group, 16]; scales of
+ * blocks, [in / 256, 1 or 2, 16]. 8-bit weights are stored plus 128, since the instruction needs one unsigned factor.
+ * native_interleaved.py makes this of rows of outputs.
  */
 #ifndef SELFSPEC_INTERLEAVED_H
 #define SELFSPEC_INTERLEAVED_H
 #include "digits.h"
 
 #if VNNI
-#define QUADS 16 /* runs of four inputs in a chunk */
-
 /* Multiply four unsigned bytes in every lane by the same four signed ones, and add the products to the lane of `sums`. */
 INLINE __m512i add_quad(__m512i sums, __m512i weights, const char *digits) {
   typedef int32_t quad __attribute__((aligned(4), may_alias));
@@ -25,6 +23,32 @@ INLINE __m512i add_quad(__m512i sums, __m512i weights, const char *digits) {
   __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "m"(*(const quad *)digits));
   return sums;
 #endif
+}
+
+/* y[r * BLOCK + o] for 16 outputs from `first` on and `rows` rows, at most BYTE_ROWS, a constant where this is called. */
+INLINE void byte_dots(int rows, const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) {
+  const int64_t chunks = m->in / CHUNK_INPUTS, ahead = fetch.ahead * m->in, chunk_size = rows * DIGITS * CHUNK_INPUTS;
+  const uint8_t *w = (const uint8_t *)m->weight + first * m->in;
+  const Fixed *fixed = (const Fixed *)(x + chunks * chunk_size);
+  __m512i total[BYTE_ROWS][DIGITS];
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int d = 0; d < DIGITS; d++) total[r][d] = _mm512_setzero_si512();
+  for (int64_t c = 0; c < chunks; c++, w += 64 * QUADS, x += chunk_size)
+    UNROLL for (int t = 0; t < QUADS; t++) {
+      if (fetch.ahead && (64 * t & fetch.mask) == fetch.place) FETCH(w + ahead + 64 * t);
+      const __m512i line = _mm512_loadu_si512(w + 64 * t);
+      UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int d = 0; d < DIGITS; d++) total[r][d] = add_quad(total[r][d], line, x + 4 * ((t * rows + r) * DIGITS + d));
+    }
+  UNROLL for (int r = 0; r < rows; r++)
+    UNROLL for (int half = 0; half < 2; half++) {
+      __m512i whole = _mm512_set1_epi64(-128 * fixed[r].sum);
+      UNROLL for (int d = 0; d < DIGITS; d++) {
+        const __m256i part = half ? _mm512_extracti64x4_epi64(total[r][d], 1) : _mm512_castsi512_si256(total[r][d]);
+        whole = _mm512_add_epi64(whole, _mm512_slli_epi64(_mm512_cvtepi32_epi64(part), 8 * (DIGITS - 1 - d)));
+      }
+      const __m512d scaled = _mm512_cvtepi64_pd(whole) * _mm512_set1_pd(fixed[r].unit);
+      _mm256_storeu_ps(y + r * BLOCK + 8 * half, _mm512_cvtpd_ps(scaled));
+    }
 }
 
 /* Of 16 outputs' numbers in a chunk the quads t and 8 + t, t < 8. w: the chunk. */
@@ -102,7 +126,7 @@ INLINE void store_totals(__m512 total, double unit, float *y) {
   _mm256_storeu_ps(y + 8, _mm512_cvtpd_ps(high));
 }
 
-/* y[r * BLOCK + o] for 16 outputs from `first` on and `rows` rows, at most GROUPED_ROWS. All but the pointers are constants where
+/* y[r * BLOCK + o] for 16 outputs from `first` on and `rows` rows of weights in groups, at most GROUPED_ROWS. All but the pointers are constants where
  * this is called: there is a copy for each combination, with its sums in registers. shifted: whether there are offsets. */
 INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) {
   typedef int32_t whole __attribute__((aligned(4), may_alias));
@@ -157,6 +181,11 @@ INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *
 }
 
 typedef void Dots(const Matrix *, int64_t, const char *, Fetch, float *);
+#define BYTE_DOTS(ROWS_) \
+  static void bytes_##ROWS_(const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) { \
+    byte_dots(ROWS_, m, first, x, fetch, y); \
+  }
+BYTE_DOTS(1) BYTE_DOTS(2) BYTE_DOTS(3) BYTE_DOTS(4) BYTE_DOTS(5) BYTE_DOTS(6) BYTE_DOTS(7) BYTE_DOTS(8)
 #define SPAN_DOTS(NAME, ROWS_, KIND, SPANS, SHIFTED) \
   static void NAME##_##ROWS_(const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) { \
     span_dots(ROWS_, KIND, SPANS, SHIFTED, m, first, x, fetch, y); \
@@ -172,6 +201,11 @@ SPAN_DOTS_FOR(numbers, BYTES)
 SPAN_DOTS_FOR(sixes, SIXES)
 #define BY_ROWS(NAME) {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5}
 #define BY_SPANS(NAME) {{BY_ROWS(NAME##_2), BY_ROWS(NAME##_2_shifted)}, {BY_ROWS(NAME##_4), BY_ROWS(NAME##_4_shifted)}}
+
+static void vector_byte_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
+  static Dots *const dots[BYTE_ROWS] = {bytes_1, bytes_2, bytes_3, bytes_4, bytes_5, bytes_6, bytes_7, bytes_8};
+  dots[rows - 1](m, first, x, fetch, y);
+}
 
 static void vector_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
   static Dots *const dots[3][2][2][GROUPED_ROWS] = {BY_SPANS(nibbles), BY_SPANS(numbers), BY_SPANS(sixes)};

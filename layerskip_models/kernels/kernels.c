@@ -55,8 +55,8 @@ PUBLIC int64_t EXPORT(normalised_linear)(const Matrix *m, const float *norm, flo
   return pool_run(product, &a, sizeof a, threads, bytes_read(m));
 }
 
-/* Whether these kernels take weights in groups with 16 outputs side by side. */
-PUBLIC int EXPORT(interleaves)(void) { return VNNI; }
+/* Whether these kernels take weights of 8 bits, or in groups, with 16 outputs side by side. */
+PUBLIC int EXPORT(interleaves)(int grouped) { return grouped ? VNNI : INTEGERS; }
 
 /* Floats of scratch that a pass over `rows` rows needs. */
 PUBLIC int64_t EXPORT(scratch_size)(const Shape *s, const Layer *layer, int64_t rows) {

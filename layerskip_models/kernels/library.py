@@ -174,7 +174,7 @@ class Kernels:
     variant: str
     linear: Callable[..., int]
     normalised_linear: Callable[..., int]
-    interleaves: Callable[[], int]
+    interleaves: Callable[[int], int]
     scratch_size: Callable[..., int]
     pick: Callable[..., int]
     pick_scratch: Callable[..., int]
@@ -193,7 +193,7 @@ class Kernels:
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "linear": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
     "normalised_linear": (c_int64, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int]),
-    "interleaves": (c_int, []),
+    "interleaves": (c_int, [c_int]),
     "scratch_size": (c_int64, [POINTER(Shape), c_void_p, c_int64]),
     "pick": (c_int64, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_int]),
     "pick_scratch": (c_int64, [c_void_p, c_int64]),

@@ -6,7 +6,7 @@
 /* Rows are multiplied by a weight a few at a time, in turns of about equal size. `together`: how many from row `r` on. */
 INLINE int64_t turns_of(const Matrix *m, int64_t rows) {
   int64_t most = on_tiles(m)                            ? ROWS
-                 : as_integers(m)                       ? m->kind == INT8 ? INTEGER_ROWS : GROUPED_ROWS
+                 : as_integers(m)                       ? m->kind == INT8 ? BYTE_ROWS : GROUPED_ROWS
                  : MANY_REGISTERS || rows < PROMPT_ROWS ? FLOAT_ROWS
                                                         : FLOAT_ROWS / 2;
   return (rows + most - 1) / most;
@@ -43,19 +43,15 @@ INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const f
  * Entries past the matrix's last output are left alone. */
 static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
   int64_t count = min(BLOCK, m->out - first);
-#if VNNI
-  if (m->interleaved) grouped_outputs(m, first, x, rows, fetch, y);
+#if INTEGERS
+  if (m->interleaved) integer_outputs(m, first, x, rows, fetch, y);
   else
 #endif
 #if TILES
-    if (by_tiles(m, rows)) tile_outputs(m, first, x, rows, fetch, y);
+    if (on_tiles(m)) part_outputs(m, first, x, rows, fetch, y);
     else
 #endif
-#if VNNI
-      if (as_integers(m)) integer_outputs(m, first, count, x, rows, fetch, y);
-      else
-#endif
-        float_outputs(m, first, count, x, rows, fetch, y);
+      float_outputs(m, first, count, x, rows, fetch, y);
   if (!m->scale && !m->bias) return;
   for (int64_t r = 0; r < rows; r++)
     for (int64_t o = 0; o < count; o++) {
@@ -65,8 +61,8 @@ static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows
 }
 
 /* How many outputs ahead weights are fetched, where rows take `turns` turns with a group of `group` outputs. */
-INLINE int64_t outputs_ahead(const Matrix *m, int64_t rows, int64_t turns, int64_t group) {
-  int64_t step = by_tiles(m, rows) || m->interleaved ? BLOCK : 4, bytes = bytes_of(m->kind, step * m->in);
+INLINE int64_t outputs_ahead(const Matrix *m, int64_t turns, int64_t group) {
+  int64_t step = on_tiles(m) || m->interleaved ? BLOCK : 4, bytes = bytes_of(m->kind, step * m->in);
   return turns > 1 ? group : (AHEAD + bytes - 1) / bytes * step;
 }
 #endif

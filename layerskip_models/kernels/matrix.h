@@ -25,7 +25,7 @@ typedef struct {
   int64_t scales;         /* `Scales` */
   const uint16_t *blocks; /* [out, in / BLOCK_INPUTS, 1 or 2], float16: what integer scales are multiplied by, and offsets, negated */
   int64_t zero;           /* the number that stands for 0 where there are no offsets */
-  int64_t interleaved;    /* whether weights in groups have 16 outputs side by side in memory (`interleaved.h`) */
+  int64_t interleaved;    /* whether weights of 8 bits or in groups have 16 outputs side by side in memory (`interleaved.h`) */
 } Matrix;
 
 INLINE int is_grouped(const Matrix *m) { return m->kind >= INT4; }
@@ -52,11 +52,8 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #else
 #define TILES 0
 #endif
-#define BLOCK (TILES || VNNI ? 16 : 4) /* outputs computed side by side, so that an input is loaded once for all of them */
-#define ROWS (TILES ? 16 : 6)          /* most rows multiplied by a weight while it is loaded */
-
-/* Whether sums of weight * digit products fit 32 bits: up to 2^16 inputs do, at most 255 * 128 each. */
-INLINE int sums_fit(const Matrix *m) { return m->in <= 1 << 16; }
+#define BLOCK (TILES || VNNI ? 16 : 4)   /* outputs computed side by side, so that an input is loaded once for all of them */
+#define ROWS (TILES ? 16 : VNNI ? 8 : 6) /* most rows multiplied by a weight while it is loaded */
 
 #ifndef TILE_BYTES
 /* Smallest bfloat16 matrix, in bytes, that uses tiles. With vectors, models whose matrices are all smaller decode 1.45 times as
@@ -71,8 +68,7 @@ INLINE int64_t whole_bytes(const Matrix *m) { return bytes_of(m->kind, (m->whole
  * number of rows. */
 INLINE int on_tiles(const Matrix *m) {
   int64_t outputs = m->whole ? m->whole : m->out;
-  if (is_grouped(m)) return TILES && m->interleaved;
-  int takes = (m->kind == INT8 && sums_fit(m)) || (m->kind == BFLOAT16 && whole_bytes(m) >= TILE_BYTES);
+  int takes = m->interleaved || (m->kind == BFLOAT16 && whole_bytes(m) >= TILE_BYTES);
   return TILES && takes && m->in % 64 == 0 && outputs % (2 * BLOCK) == 0;
 }
 

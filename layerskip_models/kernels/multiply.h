@@ -133,7 +133,7 @@ INLINE Matrix group_at(const Matrix *m, int64_t first, int64_t count, int64_t ro
  * output `first`. Prefetching runs on past `end`, where this member's next piece usually begins. */
 static void some_outputs(const Matrix *m, const float *x, int64_t rows, const float *residual, int64_t first, int64_t end,
                          float *y, int64_t stride, float *scratch) {
-  int64_t step = group_of(m, rows), turns = fetching_turns(m, rows), ahead = widens(m, rows) ? 0 : outputs_ahead(m, rows, turns, step);
+  int64_t step = group_of(m, rows), turns = fetching_turns(m, rows), ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step);
   for (int64_t begin = 0, batch_end; begin < rows; begin = batch_end) {
     batch_end = min(rows, begin + batch_of(m, rows));
     for (int64_t at = first; at < end; at += step) {
@@ -159,7 +159,7 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
 static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t first, int64_t end, float *y, int64_t stride,
                        float *scratch) {
   int64_t half = m->out / 2, step = group_of(m, rows), turns = fetching_turns(m, rows);
-  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, rows, turns, step);
+  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step);
   for (int64_t begin = 0, batch_end; begin < rows; begin = batch_end) {
     batch_end = min(rows, begin + batch_of(m, rows));
     for (int64_t at = first; at < end; at += step) {

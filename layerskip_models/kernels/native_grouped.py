@@ -2,57 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from layerskip_models.compact_linear import grouped_product
 from layerskip_models.grouped_weight import BLOCK, GroupedWeight
 from layerskip_models.kernels import library
+from layerskip_models.kernels.interleaving import in_rows, interleaved, takes_interleaved
 from layerskip_models.kernels.library import GROUPED_KINDS, SCALES
 from layerskip_models.kernels.native_linear import NativeLinear, pointer, readable
-from layerskip_models.kernels.pages import expect_large_pages
-
-_LANES = 16
-"""Outputs that are side by side in memory where the kernels multiply digits (interleaved.h)."""
-_WHOLE = 2 * _LANES
-"""The number of outputs must be a multiple of it, so that gates and the ups below them have whole blocks of 16 each."""
-
-
-def interleaved(weight: GroupedWeight) -> GroupedWeight:
-    """The same numbers with 16 outputs side by side, but for the outputs' factors.
-
-    Every 4 bytes of an output are followed by those of the next output, and scales and offsets likewise. Shapes stay what
-    they were, and no longer say what is where. The number of outputs must be a multiple of 16.
-    """
-    return _transposed(weight, (_LANES, -1))
-
-
-def in_rows(weight: GroupedWeight) -> GroupedWeight:
-    """What `interleaved` was made of."""
-    return _transposed(weight, (-1, _LANES))
-
-
-def _transposed(weight: GroupedWeight, shape: tuple[int, int]) -> GroupedWeight:
-    """shape: how each block of 16 outputs is laid out before it is transposed. Numbers move in words of 4 bytes."""
-
-    def turned(tensor: Tensor) -> Tensor:
-        blocks = readable(tensor).view(len(tensor) // _LANES, *shape).mT
-        made = tensor.new_empty(blocks.shape)
-        expect_large_pages(made)
-        return made.copy_(blocks).view(tensor.shape)
-
-    packed, groups, offsets, factors, blocks = weight.tensors
-    assert packed is not None and groups is not None
-    words = packed.clone() if packed.storage_offset() % 4 or packed.data_ptr() % 4 else packed.contiguous()
-    return weight.with_tensors(
-        (
-            turned(words.view(torch.int32)).view(torch.uint8),
-            turned(groups),
-            None if offsets is None else turned(offsets),
-            factors,
-            None if blocks is None else turned(blocks),
-        )
-    )
 
 
 class NativeGroupedLinear(NativeLinear):
@@ -65,8 +25,7 @@ class NativeGroupedLinear(NativeLinear):
     """
 
     def __init__(self, weight: GroupedWeight, bias: Tensor | None = None) -> None:
-        chosen = library.kernels()
-        self._interleaved = chosen is not None and bool(chosen.interleaves()) and len(weight.packed) % _WHOLE == 0
+        self._interleaved = takes_interleaved(library.kernels(), *weight.shape, grouped=True)
         if self._interleaved:
             weight = interleaved(weight)
         self._set(weight.packed, weight.factors, bias)
@@ -102,6 +61,11 @@ class NativeGroupedLinear(NativeLinear):
     def weight(self) -> Tensor:
         """The weight in float32, [out, in]."""
         return self.numbers.values()
+
+    def float_pieces(self, outputs: int) -> Iterator[Tensor]:
+        """The weight in float32, so many outputs at a time."""
+        numbers = self.numbers
+        return (numbers.values(first, first + outputs) for first in range(0, self._out, outputs))
 
     def _by_operators(self, x: Tensor) -> Tensor:
         return grouped_product(x, self.numbers, self._bias)

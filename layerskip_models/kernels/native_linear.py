@@ -14,6 +14,7 @@ from torch import Tensor
 
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
 from layerskip_models.kernels import library
+from layerskip_models.kernels.interleaving import bytes_in_rows, interleaved_bytes, takes_interleaved
 from layerskip_models.kernels.library import KINDS, Matrix
 from layerskip_models.kernels.native_rounding import eight_bits
 from layerskip_models.kernels.pages import expect_large_pages, use_large_pages
@@ -146,8 +147,7 @@ class NativeLinear:
     @property
     def weight(self) -> Tensor:
         """The weight in float32, [out, in]."""
-        full = self.stored.float()
-        return full if self._scale is None else full.mul_(self._scale.unsqueeze(1))
+        return self.stored.float()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: float32 [rows, in]. Returns float32 [rows, out]. ValueError if x is anything else."""
@@ -180,16 +180,19 @@ class NativeLinear:
     def _by_operators(self, x: Tensor) -> Tensor:
         if self.stored.dtype == torch.float32:
             return F.linear(x, self.stored, self._bias)
-        step = max(_CONVERTED // self.stored.shape[1], 1)
+        y = self._products(x, self.stored)
+        return y if self._bias is None else y.add_(self._bias)
+
+    def _products(self, x: Tensor, numbers: Tensor) -> Tensor:
+        """x numbers^T by PyTorch's operators, some outputs at a time; numbers: [out, in], in any dtype."""
+        step = max(_CONVERTED // numbers.shape[1], 1)
         y = x.new_empty(x.shape[0], self._out)
-        room = x.new_empty(min(step, self._out), self.stored.shape[1])
+        room = x.new_empty(min(step, self._out), numbers.shape[1])
         for first in range(0, self._out, step):
-            part = self.stored[first : first + step]
+            part = numbers[first : first + step]
             full = room[: part.shape[0]].copy_(part)
             torch.mm(x, full.t(), out=y[:, first : first + step])
-        if self._scale is not None:
-            y.mul_(self._scale)
-        return y if self._bias is None else y.add_(self._bias)
+        return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x W^T + b."""
@@ -265,7 +268,8 @@ class NativeLinear:
 class NativeInt8Linear(NativeLinear):
     """x W^T + b with W rounded to 8 bits, with one scale per output.
 
-    On processors that multiply bytes, inputs are rounded to 24-bit fixed point relative to the largest of their row.
+    On processors that multiply bytes, inputs are rounded to 24-bit fixed point relative to the largest of their row, if there
+    is a multiple of 32 outputs and one of 64 inputs.
     The rounded weights make a different model; "the model's own output" then means that of this model.
     peaks: float32 [out], each output's largest magnitude, if the weight is a slice of one with more inputs.
     """
@@ -277,7 +281,7 @@ class NativeInt8Linear(NativeLinear):
         scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
         expect_large_pages(rounded)
         if peaks is None and eight_bits(readable(weight.detach()), rounded, scale):
-            self._set(rounded, scale, bias)
+            self._keep(rounded, scale, bias)
             return
         step = max(_ROUNDED // max(weight.shape[1], 1), 1)
         for first in range(0, len(weight), step):
@@ -285,11 +289,37 @@ class NativeInt8Linear(NativeLinear):
             peak = part.abs().amax(dim=1) if peaks is None else peaks[own]
             torch.div(peak.clamp_min(torch.finfo(torch.float32).tiny), 127, out=scale[own])
             rounded[own] = (part / scale[own].unsqueeze(1)).round_()
-        self._set(rounded, scale, bias)
+        self._keep(rounded, scale, bias)
 
     @classmethod
     def of_rounded(cls, rounded: Tensor, scale: Tensor, bias: Tensor | None = None) -> NativeInt8Linear:
         """A linear of numbers that are rounded already, int8 [out, in], and their scales, float32 [out]."""
         made = cls.__new__(cls)
-        made._set(rounded, scale, bias)
+        made._keep(rounded, scale, bias)
         return made
+
+    def _keep(self, rounded: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        interleave = rounded.dim() == 2 and takes_interleaved(library.kernels(), *rounded.shape, grouped=False)
+        self._set(interleaved_bytes(rounded) if interleave else rounded, scale, bias)
+        self.matrix.interleaved = interleave
+
+    @property
+    def rounded(self) -> Tensor:
+        """The numbers, int8 [out, in]. Where the kernels keep them interleaved, a copy."""
+        return bytes_in_rows(self.stored) if self.matrix.interleaved else self.stored
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in float32, [out, in]."""
+        return next(self.float_pieces(self._out))
+
+    def float_pieces(self, outputs: int) -> Iterator[Tensor]:
+        """The weight in float32, so many outputs at a time."""
+        assert self._scale is not None
+        parts = zip(self.rounded.split(outputs), self._scale.split(outputs))
+        return (part.float().mul_(scale.unsqueeze(1)) for part, scale in parts)
+
+    def _by_operators(self, x: Tensor) -> Tensor:
+        assert self._scale is not None
+        y = self._products(x, self.rounded).mul_(self._scale)
+        return y if self._bias is None else y.add_(self._bias)

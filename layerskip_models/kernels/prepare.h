@@ -5,11 +5,11 @@
 #ifndef SELFSPEC_PREPARE_H
 #define SELFSPEC_PREPARE_H
 #include "floats.h"
-#include "grouped.h"
+#include "digit_tiles.h"
 
 #define WORDS 16 /* 4-byte words of a row in a step of 64 bytes */
 
-#if INTEGERS
+#if TILES
 /* Transpose: to[i * rows + r] = from[r][i], so that each line of a tile has one word of every row. At most 16 rows. */
 static void transpose_words(const uint32_t (*from)[WORDS], int64_t rows, char *to) {
 #if defined(__AVX512F__)
@@ -42,6 +42,9 @@ static void transpose_words(const uint32_t (*from)[WORDS], int64_t rows, char *t
     for (int64_t i = 0; i < WORDS; i++) memcpy(to + 4 * (i * rows + r), &from[r][i], 4);
 }
 
+#endif
+
+#if INTEGERS
 /* The power of two that scales magnitudes up to `largest` to integers of `digits` bytes. */
 static int fixed_exponent(float largest, int digits) {
   const double most = digits == 3 ? 127 * 65536 + 127 * 256 + 127 : 127 * 256 + 127;
@@ -120,7 +123,7 @@ INLINE void put_grouped_chunk(const vi *q, const Matrix *m, int64_t rows, int64_
     const float number = (float)sum;
     memcpy(chunk + rows * GROUPED_DIGITS * CHUNK_INPUTS + 4 * (span * rows + row), m->offsets ? (const void *)&number : &correction, 4);
   }
-  int32_t high[CHUNK_INPUTS / 4], low[CHUNK_INPUTS / 4];
+  int32_t high[QUADS], low[QUADS];
   cut_digits(q, (int8_t *)low, (int8_t *)high, NULL);
   if (by_tiles(m, rows)) {
     const int width = CHUNK_INPUTS / spans;
@@ -131,7 +134,7 @@ INLINE void put_grouped_chunk(const vi *q, const Matrix *m, int64_t rows, int64_
     }
     return;
   }
-  for (int quad = 0; quad < CHUNK_INPUTS / 4; quad++) {
+  for (int quad = 0; quad < QUADS; quad++) {
     char *to = chunk + (quad * rows + row) * 8;
     memcpy(to, high + quad, 4);
     memcpy(to + 4, low + quad, 4);
@@ -150,7 +153,7 @@ INLINE int wants_finer(const float *x, int64_t in, float largest) {
  * where the weights have offsets, else as an integer times -`zero`. After all chunks come each row's `Fixed`; then `Finer`, and the same layout again with the remainders of the rows
  * that it lists. A row with NaN or infinity gives NaN. */
 static void to_grouped_digits(const float *x, int64_t rows, const Matrix *m, float *scratch) {
-  const int64_t in = m->in, chunks = chunks_of_inputs(in);
+  const int64_t in = m->in, chunks = in / CHUNK_INPUTS;
   Finer *finer = (Finer *)(scratch + rows * digits_size(m));
   Scaling scaling[ROWS];
   int slots[ROWS]; /* a row's index among those with finer digits, or -1 */
@@ -183,43 +186,37 @@ static void to_grouped_digits(const float *x, int64_t rows, const Matrix *m, flo
     }
 }
 
-/* Convert rows [rows, in] to digits for 8-bit weights, highest first. Layout: [chunk of 64 inputs, row, digit, 64], or for tiles
- * [chunk, digit, 16 groups of four inputs, row, 4]. Each row's `Fixed` comes after all chunks. A row with NaN or infinity gives
+/* Convert rows [rows, in] to digits for 8-bit weights. Layout: for each chunk of 64 inputs [run of four inputs, row, digit, 4],
+ * or for tiles [digit, row, 64], highest digit first. Each row's `Fixed` comes after all chunks. A row with NaN or infinity gives
  * NaN. */
 static void to_digits(const float *x, int64_t rows, const Matrix *m, float *scratch) {
-  const int64_t in = m->in, chunks = chunks_of_inputs(in);
-  const int tiles = by_tiles(m, rows) && rows > 1;
+  const int64_t in = m->in, chunks = in / CHUNK_INPUTS;
+  const int tiles = by_tiles(m, rows);
   char *digits = (char *)scratch;
   Fixed *fixed = (Fixed *)(digits + rows * chunks * chunk_bytes(m));
   Scaling scaling[ROWS];
-  int8_t cut[DIGITS][ROWS][CHUNK_INPUTS] __attribute__((aligned(64))) = {{{0}}};
   for (int64_t r = 0; r < rows; r++) {
     scaling[r] = scaling_of(x + r * in, in, DIGITS);
     fixed[r] = (Fixed){scaling[r].not_finite ? (double)NAN : ldexp(1.0, -scaling[r].exponent), 0};
   }
   for (int64_t c = 0; c < chunks; c++) {
+    char *chunk = digits + c * rows * chunk_bytes(m);
     for (int64_t r = 0; r < rows; r++) {
       const float *from = x + r * in + c * CHUNK_INPUTS;
-      const int64_t inputs = scaling[r].not_finite ? 0 : min(CHUNK_INPUTS, in - c * CHUNK_INPUTS);
-      float padded[CHUNK_INPUTS];
-      if (inputs < CHUNK_INPUTS) {
-        memset(padded, 0, sizeof padded);
-        memcpy(padded, from, inputs * sizeof(float));
-        from = padded;
-      }
       vi q[CHUNK_INPUTS / LANES], total = {0};
       UNROLL16 for (int i = 0; i < CHUNK_INPUTS / LANES; i++) {
-        q[i] = nearest(load(from + i * LANES) * scaling[r].factor * scaling[r].rest);
+        vf number = scaling[r].not_finite ? splat(0) : load(from + i * LANES) * scaling[r].factor * scaling[r].rest;
+        q[i] = nearest(number);
         total += q[i];
       }
       fixed[r].sum += sum_integers(total);
-      char *place = digits + (c * rows + r) * chunk_bytes(m);
-      int8_t *to[DIGITS];
-      for (int d = 0; d < DIGITS; d++) to[d] = tiles ? cut[d][r] : (int8_t *)place + d * CHUNK_INPUTS;
-      cut_digits(q, to[2], to[1], to[0]);
+      int32_t cut[DIGITS][QUADS];
+      cut_digits(q, (int8_t *)cut[2], (int8_t *)cut[1], (int8_t *)cut[0]);
+      for (int d = 0; d < DIGITS; d++)
+        if (tiles) memcpy(chunk + (d * rows + r) * CHUNK_INPUTS, cut[d], CHUNK_INPUTS);
+        else
+          for (int t = 0; t < QUADS; t++) memcpy(chunk + 4 * ((t * rows + r) * DIGITS + d), cut[d] + t, 4);
     }
-    for (int d = 0; d < DIGITS && tiles; d++)
-      transpose_words((const void *)cut[d], rows, digits + (c * DIGITS + d) * CHUNK_INPUTS * rows);
   }
 }
 #endif

@@ -1,7 +1,7 @@
 /* Products on a matrix unit (AMX): 16 outputs and up to 16 rows at the price of one.
  *
- * Weights are read as stored. Rows are cut into parts. For 8-bit weights these are the digits of digits.h, whose sums are exact.
- * For bfloat16 weights they are three bfloat16 numbers that add up to the float32 number; the unit sums their products in float32.
+ * Weights of bytes and in groups are in digit_tiles.h. For bfloat16 weights, which are read as stored, rows are cut into three bfloat16
+ * numbers that add up to the float32 number; the unit sums their products in float32.
  * Each element of a tile is computed by itself, in an order fixed by the processor, so a row does not depend on other rows.
  *
  * With EMULATED_TILES the unit is a few loops in C that follow Intel's description of the instructions and count their calls, for
@@ -32,7 +32,7 @@ typedef union {
 } Tile;
 static __thread TileConfig tile_config;
 static __thread Tile tiles[8];
-int64_t tile_products[3]; /* calls so far: of byte products, of bfloat16 products, of products with unsigned bytes */
+int64_t tile_products[2]; /* calls so far: of byte products, of bfloat16 products */
 
 INLINE void tiles_load_config(const TileConfig *config) { tile_config = *config; }
 INLINE void tiles_release(void) { memset(&tile_config, 0, sizeof tile_config); }
@@ -43,16 +43,8 @@ INLINE void tile_load(int t, const void *from, int64_t stride) {
 INLINE void tile_store(int t, void *to, int64_t stride) {
   for (int r = 0; r < tile_config.rows[t]; r++) memcpy((char *)to + r * stride, tiles[t].bytes[r], tile_config.bytes[t]);
 }
-static void tile_dot_bytes(int sums, int a, int b) { /* TDPBSSD */
+static void tile_dot_bytes(int sums, int a, int b) { /* TDPBSUD: the bytes of b are unsigned */
   __atomic_fetch_add(tile_products, 1, __ATOMIC_RELAXED);
-  for (int m = 0; m < tile_config.rows[sums]; m++)
-    for (int k = 0; k < tile_config.bytes[a] / 4; k++)
-      for (int n = 0; n < tile_config.bytes[sums] / 4; n++)
-        for (int i = 0; i < 4; i++)
-          tiles[sums].integers[m][n] += tiles[a].bytes_8[m][4 * k + i] * tiles[b].bytes_8[k][4 * n + i];
-}
-static void tile_dot_mixed(int sums, int a, int b) { /* TDPBSUD: the bytes of b are unsigned */
-  __atomic_fetch_add(tile_products + 2, 1, __ATOMIC_RELAXED);
   for (int m = 0; m < tile_config.rows[sums]; m++)
     for (int k = 0; k < tile_config.bytes[a] / 4; k++)
       for (int n = 0; n < tile_config.bytes[sums] / 4; n++)
@@ -86,8 +78,7 @@ static void tile_dot_bfloat16(int sums, int a, int b) { /* TDPBF16PS */
 #define tile_zero(t) _tile_zero(t)
 #define tile_load(t, from, stride) _tile_loadd(t, from, stride)
 #define tile_store(t, to, stride) _tile_stored(t, to, stride)
-#define tile_dot_bytes(sums, a, b) _tile_dpbssd(sums, a, b)
-#define tile_dot_mixed(sums, a, b) _tile_dpbsud(sums, a, b)
+#define tile_dot_bytes(sums, a, b) _tile_dpbsud(sums, a, b)
 #define tile_dot_bfloat16(sums, a, b) _tile_dpbf16ps(sums, a, b)
 #endif
 
@@ -118,61 +109,41 @@ INLINE void leave_tiles(void) {
   tiles_key = 0;
 }
 
-/* One pass over 16 outputs; SUM is `bytes` or `bfloat16`. The parts are unrolled by hand, since tile numbers must be constants. */
-#define TILE_PASS(SUM) \
-  do { \
-    tile_zero(0); \
-    tile_zero(1); \
-    tile_zero(2); \
-    for (int64_t at = 0; at < width; at += 64, x += PARTS * 64 * rows) { \
-      if (fetch.ahead && (at & fetch.mask) == fetch.place) \
-        for (int o = 0; o < BLOCK; o++) FETCH(w + (o + fetch.ahead) * width + at); \
-      tile_load(3, w + at, width); \
-      tile_load(4, x, 4 * rows); \
-      tile_dot_##SUM(0, 3, 4); \
-      tile_load(5, x + 64 * rows, 4 * rows); \
-      tile_dot_##SUM(1, 3, 5); \
-      tile_load(6, x + 128 * rows, 4 * rows); \
-      tile_dot_##SUM(2, 3, 6); \
-    } \
-    tile_store(0, sums[0], 64); \
-    tile_store(1, sums[1], 64); \
-    tile_store(2, sums[2], 64); \
-  } while (0)
-
-/* `outputs` for BLOCK outputs on tiles, before scale and bias. */
-static void tile_outputs(const Matrix *m, int64_t first, const float *packed, int64_t rows, Fetch fetch, float *y) {
+/* `outputs` for BLOCK outputs of weights in bfloat16, before the bias. Tile numbers must be constants. */
+static void part_outputs(const Matrix *m, int64_t first, const float *packed, int64_t rows, Fetch fetch, float *y) {
   int64_t width = bytes_of(m->kind, m->in);
   const char *w = (const char *)m->weight + first * width, *x = (const char *)packed;
-  configure_tiles(side_by_side(m, rows) ? PARTS * rows : rows);
-  if (m->kind == INT8) {
-    int32_t sums[PARTS][BLOCK][16];
-    const Fixed *fixed = (const Fixed *)(x + PARTS * m->in * rows);
-    TILE_PASS(bytes);
-    for (int64_t r = 0; r < rows; r++)
-      for (int o = 0; o < BLOCK; o++) {
-        int64_t whole = (sums[0][o][r] * (int64_t)256 + sums[1][o][r]) * 256 + sums[2][o][r];
-        y[r * BLOCK + o] = (float)((double)whole * fixed[r].unit);
-      }
-  } else if (side_by_side(m, rows)) {
-    float sums[BLOCK][16];
-    tile_zero(0);
-    for (int64_t at = 0; at < width; at += 64, x += PARTS * 64 * rows) {
-      if (fetch.ahead && (at & fetch.mask) == fetch.place)
-        for (int o = 0; o < BLOCK; o++) FETCH(w + (o + fetch.ahead) * width + at);
-      tile_load(3, w + at, width);
+  const int beside = side_by_side(m, rows);
+  float sums[PARTS][BLOCK][16];
+  configure_tiles(beside ? PARTS * rows : rows);
+  tile_zero(0);
+  tile_zero(1);
+  tile_zero(2);
+  for (int64_t at = 0; at < width; at += 64, x += PARTS * 64 * rows) {
+    if (fetch.ahead && (at & fetch.mask) == fetch.place)
+      for (int o = 0; o < BLOCK; o++) FETCH(w + (o + fetch.ahead) * width + at);
+    tile_load(3, w + at, width);
+    if (beside) {
       tile_load(4, x, 4 * PARTS * rows);
       tile_dot_bfloat16(0, 3, 4);
+      continue;
     }
-    tile_store(0, sums, 64);
-    for (int64_t r = 0; r < rows; r++)
-      for (int o = 0; o < BLOCK; o++) y[r * BLOCK + o] = (sums[o][2 * rows + r] + sums[o][rows + r]) + sums[o][r];
-  } else {
-    float sums[PARTS][BLOCK][16];
-    TILE_PASS(bfloat16);
-    for (int64_t r = 0; r < rows; r++)
-      for (int o = 0; o < BLOCK; o++) y[r * BLOCK + o] = (sums[2][o][r] + sums[1][o][r]) + sums[0][o][r];
+    tile_load(4, x, 4 * rows);
+    tile_dot_bfloat16(0, 3, 4);
+    tile_load(5, x + 64 * rows, 4 * rows);
+    tile_dot_bfloat16(1, 3, 5);
+    tile_load(6, x + 128 * rows, 4 * rows);
+    tile_dot_bfloat16(2, 3, 6);
   }
+  tile_store(0, sums[0], 64);
+  tile_store(1, sums[1], 64);
+  tile_store(2, sums[2], 64);
+  for (int64_t r = 0; r < rows; r++)
+    for (int o = 0; o < BLOCK; o++) {
+      const float largest = sums[0][o][r];
+      y[r * BLOCK + o] = beside ? (sums[0][o][2 * rows + r] + sums[0][o][rows + r]) + largest
+                                : (sums[2][o][r] + sums[1][o][r]) + largest;
+    }
 }
 #else
 INLINE void leave_tiles(void) {}

@@ -14,9 +14,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.draft_weights import draft_bytes, drafter, drafter_of, why_no_drafter
+from layerskip_models.decoder_layer import Linear
+from layerskip_models.draft_weights import draft_bytes, drafter, drafter_of, rounded_linear, why_no_drafter
 from layerskip_models.families import FAMILIES
+from layerskip_models.grouped_weight import GroupedWeight, pack_sixes
 from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import NativeInt8Linear
 from policies import MeasuredCost
 from policies.auto.policy import AutoExit
@@ -164,6 +167,22 @@ def test_new_weights_have_new_drafters() -> None:
 def test_what_cannot_be_is_refused(generator: SelfSpecGenerator, policy: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generator.generate(PROMPTS[0], max_new_tokens=4, policy=policy)
+
+
+@pytest.mark.parametrize("outputs", [64, 37])
+@pytest.mark.parametrize("bits", [8, 6])
+def test_weights_of_few_bits_are_rounded_to_four_from_what_they_stand_for(outputs: int, bits: int) -> None:
+    weight = (
+        torch.randn(outputs, 256, generator=torch.Generator().manual_seed(1)) * torch.logspace(-2, 0, outputs)[:, None]
+    )
+    linear: Linear = NativeInt8Linear(weight)
+    if bits == 6:
+        peaks = weight.abs().amax(1, keepdim=True) / 31
+        packed = pack_sixes((weight / peaks).round() + 32)
+        linear = NativeGroupedLinear(GroupedWeight(packed, peaks.repeat(1, 8), bits=6, zero=32))
+    found = rounded_linear(linear, "int4", layer=5)
+    assert isinstance(found, NativeGroupedLinear)
+    assert ((found.weight - weight).norm(dim=1) < 0.15 * weight.norm(dim=1)).all()
 
 
 def test_models_that_cannot_draft_in_fewer_bits_say_why() -> None:

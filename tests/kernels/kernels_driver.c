@@ -118,11 +118,16 @@ int main(int count, char **arguments) {
         Matrix m = matrix(kind, out, in, kind & 1);
         wrong |= products(&m);
       }
+  if (CALL(interleaves)(0)) {
+    Matrix m = matrix(INT8, 64, 192, 1); /* whose bytes may be anything */
+    m.interleaved = 1;
+    wrong |= products(&m);
+  }
   for (int64_t kind = INT4; kind <= SIXES; kind++)
     for (int offset = 0; offset < 2; offset++) {
       Matrix m = grouped(kind, 37, 192, 32, offset, 0);
       wrong |= products(&m);
-      for (int64_t group = 16; group <= 64 && CALL(interleaves)(); group *= 2) {
+      for (int64_t group = 16; group <= 64 && CALL(interleaves)(1); group *= 2) {
         m = grouped(kind, 64, 192, group, offset, 1);
         wrong |= products(&m);
       }

@@ -13,7 +13,8 @@ from layerskip_models.checkpoints.gguf_blocks import GROUPED, numbers_of_blocks
 from layerskip_models.compact_linear import GroupedLinear
 from layerskip_models.grouped_weight import GroupedWeight, pack_sixes
 from layerskip_models.kernels import library
-from layerskip_models.kernels.native_grouped import NativeGroupedLinear, in_rows, interleaved
+from layerskip_models.kernels.interleaving import in_rows, interleaved
+from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import operators_only
 from test_integer_rows import VARIANTS, product
 from test_native import use

@@ -44,14 +44,16 @@ def rows_of(count: int, width: int) -> Tensor:
 
 
 @integers
-@pytest.mark.parametrize(("out", "width"), [(4, 64), (7, 3), (37, 100), (130, 1024), (9, 8229)])
+@pytest.mark.parametrize(("out", "width"), [(32, 64), (64, 192), (160, 1024), (32, 8256)])
 def test_eight_bit_weights_are_multiplied_exactly(out: int, width: int) -> None:
     torch.manual_seed(out)
-    linear = NativeInt8Linear(torch.randn(out, width))
-    linear.stored[0] = -128  # the largest magnitude that a byte holds, everywhere
+    rounded = NativeInt8Linear(torch.randn(out, width)).rounded
+    rounded[0] = -128  # the largest magnitude that a byte holds, everywhere
+    linear = NativeInt8Linear.of_rounded(rounded, torch.rand(out))
+    assert linear.matrix.interleaved and torch.equal(linear.rounded, rounded)
     x = rows_of(9, width)
     q, unit = fixed_point(x)
-    expected = ((q @ linear.stored.long().T).double() * unit).float() * linear.tensors[1]
+    expected = ((q @ rounded.long().T).double() * unit).float() * linear.tensors[1]
     alone = torch.cat([product("vnni", linear.matrix, row, out) for row in x.split(1)])
     assert torch.equal(alone, expected)
     for threads in (1, 3):
@@ -62,19 +64,19 @@ def test_eight_bit_weights_are_multiplied_exactly(out: int, width: int) -> None:
 @pytest.mark.parametrize("width", [1 << 16, 70_016])
 def test_no_sum_is_too_large_for_its_integer(width: int) -> None:
     """The largest weights and digits: sums of more inputs would not fit 32 bits, so these are multiplied as floats."""
-    linear = NativeInt8Linear(torch.full((8, width), 127.0))
+    linear = NativeInt8Linear(torch.full((32, width), 127.0))
     for x in (torch.full((2, width), 127 / 64), torch.full((2, width), -127 / 64)):  # 127, 0, 0 in digits
         expected = (x.double() @ linear.weight.double().T).float()
-        torch.testing.assert_close(product("vnni", linear.matrix, x, 8), expected, rtol=1e-3, atol=0)
+        torch.testing.assert_close(product("vnni", linear.matrix, x, 32), expected, rtol=1e-3, atol=0)
 
 
 @integers
 def test_a_row_that_is_no_number_stays_none_and_spoils_no_other() -> None:
-    linear = NativeInt8Linear(torch.randn(13, 70))
-    x = torch.randn(5, 70)
-    whole = product("vnni", linear.matrix, x, 13)
-    x[1, 69], x[3, 0] = torch.nan, -torch.inf
-    spoilt = product("vnni", linear.matrix, x, 13)
+    linear = NativeInt8Linear(torch.randn(32, 128))
+    x = torch.randn(5, 128)
+    whole = product("vnni", linear.matrix, x, 32)
+    x[1, 127], x[3, 0] = torch.nan, -torch.inf
+    spoilt = product("vnni", linear.matrix, x, 32)
     assert spoilt[[1, 3]].isnan().all()
     assert torch.equal(spoilt[[0, 2, 4]], whole[[0, 2, 4]])
 

@@ -110,7 +110,7 @@ def test_eight_bit_weights_come_to_the_same_bits_as_by_whole_numbers(unit: str, 
     torch.manual_seed(out)
     linear, x = NativeInt8Linear(torch.randn(out, width)), rows_of(37, width)
     q, unit = fixed_point(x)
-    expected = ((q @ linear.stored.long().T).double() * unit).float() * linear.tensors[1]
+    expected = ((q @ linear.rounded.long().T).double() * unit).float() * linear.tensors[1]
     assert torch.equal(alone(linear, x), expected)
     for threads in (1, 2):
         with on_threads(threads):
@@ -172,12 +172,11 @@ def test_parts_side_by_side_come_to_the_same_bits(unit: str, out: int) -> None:
 
 
 def test_the_check_before_the_first_use_reaches_the_unit(emulated: str) -> None:
-    """Products of bytes, of bfloat16 numbers in both of their arrangements, and of weights in groups."""
-    products = (ctypes.c_int64 * 3).in_dll(ctypes.CDLL(str(library.LIBRARY)), "tile_products")
+    """Products of bytes, and of bfloat16 numbers in both of their arrangements."""
+    products = (ctypes.c_int64 * 2).in_dll(ctypes.CDLL(str(library.LIBRARY)), "tile_products")
     before = list(products)
     assert check.fault() is None
-    used = [now > 1000 + earlier for now, earlier in zip(products, before)]
-    assert used == [True, True, VECTORS == "vnni"]
+    assert all(now > 1000 + earlier for now, earlier in zip(products, before))
 
 
 def test_a_row_that_is_no_number_spoils_no_other(unit: str) -> None:

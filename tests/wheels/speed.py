@@ -40,7 +40,7 @@ class ProductTimes:
 def compare(first: Path, second: Path, variant: str, *, repeats: int = 40) -> list[ProductTimes]:
     """Time every kind of weights. Raises ReleaseError if one of the libraries has no such variant that runs here."""
     functions = [_linear(path, variant) for path in (first, second)]
-    interleaved = bool(getattr(_opened(first), f"interleaves_{variant}")())
+    interleaved = bool(getattr(_opened(first), f"interleaves_{variant}")(1))
     generator = torch.Generator().manual_seed(1)
     found = []
     for name, matrix, _kept in _matrices(generator, interleaved):
@@ -83,7 +83,7 @@ def _linear(path: Path, variant: str) -> Callable[..., int]:
 
 
 def _matrices(generator: torch.Generator, interleaved: bool) -> list[tuple[str, Matrix, Sequence[torch.Tensor]]]:
-    """A matrix of every kind, by a name, with the tensors that it points to. interleaved: whether weights in groups are."""
+    """A matrix of every kind, by a name, with the tensors that it points to. interleaved: whether those of bytes are."""
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator)
     scale = torch.full((OUTPUTS,), 1 / 127)
     found: list[tuple[str, Matrix, Sequence[torch.Tensor]]] = []
@@ -91,7 +91,7 @@ def _matrices(generator: torch.Generator, interleaved: bool) -> list[tuple[str, 
         stored = (weight * 30).clamp(-127, 127).to(dtype) if dtype == torch.int8 else weight.to(dtype)
         matrix = Matrix(weight=stored.data_ptr(), kind=KINDS[dtype], in_features=INPUTS, out_features=OUTPUTS)
         if dtype == torch.int8:
-            matrix.scale = scale.data_ptr()
+            matrix.scale, matrix.interleaved = scale.data_ptr(), interleaved
         found.append((str(dtype).removeprefix("torch."), matrix, (stored, scale)))
     numbers = torch.randint(0, 256, (OUTPUTS, INPUTS // 2), dtype=torch.uint8, generator=generator)
     scales = torch.rand(OUTPUTS, INPUTS // GROUP, generator=generator).half()

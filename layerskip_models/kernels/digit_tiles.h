@@ -1,17 +1,16 @@
-/* Weights in groups and many rows on a matrix unit, and which rows go there.
+/* Interleaved weights and many rows on a matrix unit, and which rows go there.
  *
- * Sums are those of interleaved.h: the unit adds up a span's products of 16 outputs and up to 16 rows at once, exactly, and vectors
- * do with these sums what they do with their own. So a row has the same results either way.
+ * Sums are those of interleaved.h: the unit adds up products of 16 outputs and up to 16 rows at once, exactly, and the rest is done as
+ * vectors do it. So a row has the same results either way. A chunk of 8-bit weights is a tile as it is in memory.
  */
-#ifndef SELFSPEC_GROUPED_H
-#define SELFSPEC_GROUPED_H
+#ifndef SELFSPEC_DIGIT_TILES_H
+#define SELFSPEC_DIGIT_TILES_H
 #include "interleaved.h"
 #include "tiles.h"
 
-#if VNNI
 #if TILES
-/* Tiles: 0 to 3 for the sums of two spans, of each the higher digit's first; 4 and 5 for the spans' weights; 6 and 7 for rows. */
-INLINE void configure_spans(int64_t rows, int width) {
+/* Tiles: 0 to 3 for sums, 4 and 5 for weights of `width` inputs, 6 and 7 for digits of rows. */
+INLINE void configure_digits(int64_t rows, int width) {
   const int64_t key = width * 32 + rows; /* more than any number of columns */
   if (key == tiles_key) return;
   TileConfig config = {.palette = 1};
@@ -23,7 +22,40 @@ INLINE void configure_spans(int64_t rows, int width) {
   tiles_key = key;
 }
 
-/* `vector_dots` on tiles, for rows in the layout of tiles. kind, spans, shifted: constants where this is called. */
+/* `outputs` for 16 outputs with 8-bit weights, before the scale. Rows are in the layout of tiles. */
+static void tile_byte_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
+  const int64_t chunks = m->in / CHUNK_INPUTS, part = rows * CHUNK_INPUTS, ahead = fetch.ahead * m->in;
+  const char *w = (const char *)m->weight + first * m->in;
+  const Fixed *fixed = (const Fixed *)(x + chunks * DIGITS * part);
+  int32_t sums[DIGITS][16][16];
+  configure_digits(rows, CHUNK_INPUTS);
+  tile_zero(0);
+  tile_zero(1);
+  tile_zero(2);
+  for (int64_t c = 0; c < chunks; c++, w += 64 * QUADS, x += DIGITS * part) {
+    if (fetch.ahead)
+      for (int t = 0; t < QUADS; t++)
+        if ((64 * t & fetch.mask) == fetch.place) FETCH(w + ahead + 64 * t);
+    tile_load(4, w, 64);
+    tile_load(6, x, CHUNK_INPUTS);
+    tile_dot_bytes(0, 6, 4);
+    tile_load(7, x + part, CHUNK_INPUTS);
+    tile_dot_bytes(1, 7, 4);
+    tile_load(6, x + 2 * part, CHUNK_INPUTS);
+    tile_dot_bytes(2, 6, 4);
+  }
+  tile_store(0, sums[0], 64);
+  tile_store(1, sums[1], 64);
+  tile_store(2, sums[2], 64);
+  for (int64_t r = 0; r < rows; r++)
+    for (int o = 0; o < BLOCK; o++) {
+      const int64_t whole = (sums[0][r][o] * (int64_t)256 + sums[1][r][o]) * 256 + sums[2][r][o] - 128 * fixed[r].sum;
+      y[r * BLOCK + o] = (float)((double)whole * fixed[r].unit);
+    }
+}
+
+#if VNNI
+/* The same for weights in groups. kind, spans, shifted: constants where this is called. */
 INLINE void tile_span_dots(int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch,
                            float *y) {
   typedef int32_t whole __attribute__((aligned(4), may_alias));
@@ -36,7 +68,7 @@ INLINE void tile_span_dots(int kind, int spans, int shifted, const Matrix *m, in
   uint8_t quads[QUADS][64] __attribute__((aligned(64)));
   int32_t sums[4][16][16] __attribute__((aligned(64)));
   __m512 total[16];
-  configure_spans(rows, width);
+  configure_digits(rows, width);
   for (int64_t r = 0; r < rows; r++) total[r] = _mm512_setzero_ps();
   for (int64_t c = 0; c < chunks; c++, w += 64 * lines, x += chunk_size) {
     const char *words = x + rows * GROUPED_DIGITS * CHUNK_INPUTS;
@@ -58,14 +90,14 @@ INLINE void tile_span_dots(int kind, int spans, int shifted, const Matrix *m, in
       tile_zero(3);
       tile_load(4, quads[half * width / 4], 64);
       tile_load(6, digits, width);
-      tile_dot_mixed(0, 6, 4);
+      tile_dot_bytes(0, 6, 4);
       tile_load(7, digits + rows * width, width);
-      tile_dot_mixed(1, 7, 4);
+      tile_dot_bytes(1, 7, 4);
       tile_load(5, quads[other * width / 4], 64);
       tile_load(6, others, width);
-      tile_dot_mixed(2, 6, 5);
+      tile_dot_bytes(2, 6, 5);
       tile_load(7, others + rows * width, width);
-      tile_dot_mixed(3, 7, 5);
+      tile_dot_bytes(3, 7, 5);
       tile_store(0, sums[0], 64);
       tile_store(1, sums[1], 64);
       tile_store(2, sums[2], 64);
@@ -104,7 +136,9 @@ static void tile_dots(const Matrix *m, int64_t first, const char *x, int64_t row
   }
 }
 #endif
+#endif
 
+#if VNNI
 INLINE void grouped_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
 #if TILES
   if (by_tiles(m, rows)) {
@@ -128,6 +162,27 @@ static void grouped_outputs(const Matrix *m, int64_t first, const float *x, int6
     if (r < 0 || r >= rows) continue;
     for (int o = 0; o < BLOCK; o++) y[r * BLOCK + o] += more[k * BLOCK + o];
   }
+}
+#endif
+
+#if INTEGERS
+/* `outputs` for interleaved weights, before scale and bias. */
+static void integer_outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
+#if VNNI
+  if (is_grouped(m)) {
+    grouped_outputs(m, first, x, rows, fetch, y);
+    return;
+  }
+#endif
+#if TILES
+  if (by_tiles(m, rows)) {
+    tile_byte_dots(m, first, (const char *)x, rows, fetch, y);
+    return;
+  }
+#endif
+#if VNNI
+  vector_byte_dots(m, first, (const char *)x, rows, fetch, y);
+#endif
 }
 #endif
 #endif
