@@ -33,11 +33,12 @@ INLINE void byte_dots(int rows, const Matrix *m, int64_t first, const char *x, F
   __m512i total[BYTE_ROWS][DIGITS];
   UNROLL for (int r = 0; r < rows; r++) UNROLL for (int d = 0; d < DIGITS; d++) total[r][d] = _mm512_setzero_si512();
   for (int64_t c = 0; c < chunks; c++, w += 64 * QUADS, x += chunk_size)
-    UNROLL for (int t = 0; t < QUADS; t++) {
+    for (int t = 0; t < QUADS; t++) {
+      const char *digits = x + 4 * t * rows * DIGITS;
       if (fetch.ahead && (64 * t & fetch.mask) == fetch.place) FETCH(w + ahead + 64 * t);
       const __m512i line = _mm512_loadu_si512(w + 64 * t);
       UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int d = 0; d < DIGITS; d++) total[r][d] = add_quad(total[r][d], line, x + 4 * ((t * rows + r) * DIGITS + d));
+        UNROLL for (int d = 0; d < DIGITS; d++) total[r][d] = add_quad(total[r][d], line, digits + 4 * (r * DIGITS + d));
     }
   UNROLL for (int r = 0; r < rows; r++)
     UNROLL for (int half = 0; half < 2; half++) {
@@ -144,13 +145,14 @@ INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *
       if (shifted) FETCH(later.offsets + c * spans * (m->blocks ? 16 : 64));
     }
     UNROLL for (int half = 0; half < spans / 2; half++) {
-      __m512i high[2][GROUPED_ROWS], low[2][GROUPED_ROWS]; /* of a span of each of the chunk's halves */
-      UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int k = 0; k < 2; k++) {
-          high[k][r] = _mm512_setzero_si512();
-          low[k][r] = shifted ? _mm512_setzero_si512()
-                              : _mm512_set1_epi32(*(const whole *)(words + 4 * ((half + k * spans / 2) * rows + r)));
-        }
+      const int other = half + spans / 2; /* a span of each of the chunk's halves, two digits each */
+      __m512i high[GROUPED_ROWS], low[GROUPED_ROWS], other_high[GROUPED_ROWS], other_low[GROUPED_ROWS];
+      UNROLL for (int r = 0; r < rows; r++) {
+        high[r] = other_high[r] = low[r] = other_low[r] = _mm512_setzero_si512();
+        if (shifted) continue;
+        low[r] = _mm512_set1_epi32(*(const whole *)(words + 4 * (half * rows + r)));
+        other_low[r] = _mm512_set1_epi32(*(const whole *)(words + 4 * (other * rows + r)));
+      }
       UNROLL for (int i = 0; i < 16 / spans; i++) {
         const int t = half * 4 + i;
         const char *digits = x + t * rows * 8;
@@ -159,21 +161,21 @@ INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *
             if ((64 * line & fetch.mask) == fetch.place) FETCH(w + ahead + 64 * line);
         const Pair quads = quads_of(kind, w, t);
         UNROLL for (int r = 0; r < rows; r++) {
-          high[0][r] = add_quad(high[0][r], quads.first, digits + 8 * r);
-          low[0][r] = add_quad(low[0][r], quads.first, digits + 8 * r + 4);
-          high[1][r] = add_quad(high[1][r], quads.second, digits + 8 * (8 * rows + r));
-          low[1][r] = add_quad(low[1][r], quads.second, digits + 8 * (8 * rows + r) + 4);
+          high[r] = add_quad(high[r], quads.first, digits + 8 * r);
+          low[r] = add_quad(low[r], quads.first, digits + 8 * r + 4);
+          other_high[r] = add_quad(other_high[r], quads.second, digits + 8 * (8 * rows + r));
+          other_low[r] = add_quad(other_low[r], quads.second, digits + 8 * (8 * rows + r) + 4);
         }
       }
-      UNROLL for (int k = 0; k < 2; k++) {
-        const int span = half + k * spans / 2;
-        const int64_t group = (c * spans + span) >> shift, block = c / (BLOCK_INPUTS / CHUNK_INPUTS);
-        const __m512 scale = scales_of(m, at, group, block);
-        const __m512 offset = shifted ? offsets_of(m, at, group, block) : _mm512_setzero_ps();
-        UNROLL for (int r = 0; r < rows; r++) {
-          const __m512i sums = _mm512_add_epi32(_mm512_slli_epi32(high[k][r], 8), low[k][r]);
-          total[r] = add_span(total[r], sums, scale, shifted, offset, words + 4 * (span * rows + r));
-        }
+      const int64_t group = (c * spans + half) >> shift, next = (c * spans + other) >> shift, block = c / (BLOCK_INPUTS / CHUNK_INPUTS);
+      const __m512 scale = scales_of(m, at, group, block), other_scale = scales_of(m, at, next, block), none = _mm512_setzero_ps();
+      const __m512 offset = shifted ? offsets_of(m, at, group, block) : none;
+      const __m512 other_offset = shifted ? offsets_of(m, at, next, block) : none;
+      UNROLL for (int r = 0; r < rows; r++) {
+        const __m512i sums = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
+        const __m512i others = _mm512_add_epi32(_mm512_slli_epi32(other_high[r], 8), other_low[r]);
+        total[r] = add_span(total[r], sums, scale, shifted, offset, words + 4 * (half * rows + r));
+        total[r] = add_span(total[r], others, other_scale, shifted, other_offset, words + 4 * (other * rows + r));
       }
     }
   }

@@ -47,7 +47,7 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #else
 #define VNNI 0
 #endif
-#if defined(__AMX_INT8__) || defined(EMULATED_TILES)
+#if defined(__AMX_INT8__) || defined(__AMXINT8__) || defined(EMULATED_TILES) /* Clang had the second name */
 #define TILES 1
 #else
 #define TILES 0

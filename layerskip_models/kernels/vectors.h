@@ -37,8 +37,13 @@ typedef float v4 __attribute__((vector_size(16)));
 typedef float v4_memory __attribute__((vector_size(16), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline, unused))
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#define UNROLL16 _Pragma("unroll")
+#else
 #define UNROLL _Pragma("GCC unroll 8")
 #define UNROLL16 _Pragma("GCC unroll 16")
+#endif
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
