@@ -121,11 +121,11 @@ def rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:
     ):  # of 6 or 8 bits; some outputs at a time are in float32
         pieces = linear.float_pieces(max(_PIECE // linear.shape[1], 1))
         rounded = [round_to_four_bits(piece, group=GROUP, symmetric=True) for piece in pieces]
-        return grouped_linear(GroupedWeight.cat(rounded), linear.bias)
+        return grouped_linear(GroupedWeight.cat(rounded), linear.bias, own=True)
     if isinstance(linear, NativeLinear):
         weight = linear.stored
         if in_four and fits_four_bits(weight.shape[1]):
-            return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), linear.bias)
+            return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), linear.bias, own=True)
         return NativeInt8Linear(weight, linear.bias)
     if isinstance(linear, PlainLinear):
         full = linear.weight.float()

@@ -83,13 +83,16 @@ def int4_linear(weight: Tensor, bias: Tensor | None = None, whole: Whole | None 
     if not fits_four_bits(weight.shape[1] if whole is None else whole.columns):
         return linear_of(eight_bit_layout(weight), weight, bias, whole)
     peaks = None if whole is None else whole.peaks
-    return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True, peaks=peaks), bias)
+    return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True, peaks=peaks), bias, own=True)
 
 
-def grouped_linear(weight: GroupedWeight, bias: Tensor | None = None) -> Linear:
-    """A weight that is in 4 bits already, on a CPU, for float32: on our own kernels, or where there are none on operators."""
+def grouped_linear(weight: GroupedWeight, bias: Tensor | None = None, *, own: bool = False) -> Linear:
+    """A weight that is in groups already, on a CPU, for float32: on our own kernels, or where there are none on operators.
+
+    own: whether nobody else needs the weight's tensors, whose memory the linear may then reorder.
+    """
     native = native_works(weight.packed.device, torch.float32)
-    return NativeGroupedLinear(weight, bias) if native else GroupedLinear(weight, bias)
+    return NativeGroupedLinear(weight, bias, own=own) if native else GroupedLinear(weight, bias)
 
 
 def keeps_eight_bits(layer: int | None) -> bool:

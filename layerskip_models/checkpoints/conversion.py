@@ -170,7 +170,7 @@ def convert(
     if isinstance(own_head, GroupedWeight):
         head = grouped_linear(own_head)
     elif own_head is not None and own_head.keeps_numbers:
-        head = grouped_linear(own_head.own_numbers())
+        head = grouped_linear(own_head.own_numbers(), own=True)
     elif own_head is not None and rounds_while_reading([own_head], head_layout, dtype):
         head = read_eight_bits([own_head], None, None)
     else:
@@ -304,7 +304,7 @@ def convert_layer(
                 known = [weight.own_numbers() if isinstance(weight, StoredTensor) else weight for weight in kept]
                 whole = GroupedWeight.cat(known)
                 whole = whole if order is None else whole.reordered(order)
-            projections[kind] = grouped_linear(whole, bias)
+            projections[kind] = grouped_linear(whole, bias, own=True)
             continue
         if is_stored and rounds_while_reading(stored, layout_of(linears[0].weight.new_empty(0, dtype=dtype)), dtype):
             projections[kind] = read_eight_bits(stored, rows_of_whole, bias)

@@ -7,11 +7,25 @@
  *
  * Memory, for each 16 outputs: the numbers, [words of 4 bytes of an output, 16]; scales and offsets, [in / group, 16]; scales of
  * blocks, [in / 256, 1 or 2, 16]. 8-bit weights are stored plus 128, since the instruction needs one unsigned factor.
- * native_interleaved.py makes this of rows of outputs.
+ * interleaving.py has this made of rows of outputs.
  */
 #ifndef SELFSPEC_INTERLEAVED_H
 #define SELFSPEC_INTERLEAVED_H
 #include "digits.h"
+
+/* Reorder rows of `words` numbers of `size` bytes in place, 16 rows at a time: the rows' first numbers, their second ones and so on.
+ * rows: a multiple of 16. flip: bits to turn over in each. scratch: 16 rows. */
+#define INTERLEAVE(NAME, T) \
+  static void NAME(T *numbers, int64_t rows, int64_t words, T flip, T *scratch) { \
+    for (int64_t first = 0; first < rows; first += 16, numbers += 16 * words) { \
+      for (int64_t w = 0; w < words; w++) \
+        UNROLL16 for (int64_t o = 0; o < 16; o++) scratch[w * 16 + o] = numbers[o * words + w] ^ flip; \
+      memcpy(numbers, scratch, sizeof(T) * 16 * words); \
+    } \
+  }
+INTERLEAVE(interleave_1, uint8_t)
+INTERLEAVE(interleave_2, uint16_t)
+INTERLEAVE(interleave_4, uint32_t)
 
 #if VNNI
 /* Multiply four unsigned bytes in every lane by the same four signed ones, and add the products to the lane of `sums`. */

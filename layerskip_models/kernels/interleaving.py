@@ -6,61 +6,82 @@ import torch
 from torch import Tensor
 
 from layerskip_models.grouped_weight import CHUNK, GroupedWeight
-from layerskip_models.kernels.library import Kernels
-from layerskip_models.kernels.pages import expect_large_pages
+from layerskip_models.kernels import library
+from layerskip_models.kernels.native_rounding import in_shares
 
 _LANES = 16
 _MOST_INPUTS = 1 << 16
 """So many products of bytes have a sum that 32 bits hold."""
+_FLIP = 0x80808080
+"""Turns four signed bytes into unsigned ones that are 128 more, and back."""
 
 
-def takes_interleaved(kernels: Kernels | None, outputs: int, inputs: int, *, grouped: bool) -> bool:
-    """Whether these kernels want a matrix interleaved. grouped: of weights in groups, else of 8-bit weights.
+def takes_interleaved(outputs: int, inputs: int, *, grouped: bool) -> bool:
+    """Whether this process's kernels want a matrix interleaved. grouped: of weights in groups, else of 8-bit weights.
 
     Outputs must be a multiple of 32, so that gates and the ups below them are whole blocks of 16, inputs one of 64.
     """
+    kernels = library.kernels()
     fits = outputs % (2 * _LANES) == 0 and inputs % CHUNK == 0 and (grouped or inputs <= _MOST_INPUTS)
     return kernels is not None and fits and bool(kernels.interleaves(grouped))
 
 
-def interleaved_bytes(rounded: Tensor) -> Tensor:
-    """8-bit weights, int8 [out, in], in that order, each plus 128 as an unsigned byte. Their dtype and shape stay."""
-    made = _transposed(rounded, (_LANES, -1), words=True)
-    made.view(torch.uint8).bitwise_xor_(128)
-    return made
+def interleave_bytes(rounded: Tensor) -> None:
+    """Reorder 8-bit weights, int8 [out, in], contiguous, in place. Each becomes an unsigned byte, 128 more."""
+    _interleave(rounded, words=True, flip=_FLIP)
 
 
 def bytes_in_rows(stored: Tensor) -> Tensor:
-    """What `interleaved_bytes` was made of."""
-    return _transposed(stored.view(torch.uint8) ^ 128, (-1, _LANES), words=True).view(torch.int8)
+    """What `interleave_bytes` was given."""
+    return (_in_rows(stored, words=True).view(torch.uint8) ^ 128).view(torch.int8)
 
 
-def interleaved(weight: GroupedWeight) -> GroupedWeight:
-    """A weight in groups in that order, but for its outputs' factors. Shapes stay, and no longer say what is where."""
-    return _reordered(weight, (_LANES, -1))
+def interleaved(weight: GroupedWeight, *, in_place: bool = False) -> GroupedWeight:
+    """A weight in groups in that order, but for its outputs' factors. Shapes stay, and no longer say what is where.
+
+    in_place: in the memory of `weight`, which is then of no more use.
+    """
+    packed, groups, offsets, factors, blocks = weight.tensors
+    assert packed is not None and groups is not None
+    reordered = [None if one is None else _own(one, in_place) for one in (packed, groups, offsets, blocks)]
+    for tensor in reordered:
+        if tensor is not None:
+            _interleave(tensor, words=tensor is reordered[0])
+    packed, groups, offsets, blocks = reordered
+    return weight.with_tensors((packed, groups, offsets, factors, blocks))
+
+
+def _own(tensor: Tensor, in_place: bool) -> Tensor:
+    """Contiguous, in memory that may be written to, at an address that suits words."""
+    reused = in_place and tensor.is_contiguous() and tensor.data_ptr() % 4 == 0
+    return tensor if reused else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def in_rows(weight: GroupedWeight) -> GroupedWeight:
-    """What `interleaved` was made of."""
-    return _reordered(weight, (-1, _LANES))
-
-
-def _reordered(weight: GroupedWeight, shape: tuple[int, int]) -> GroupedWeight:
+    """What `interleaved` was made of, in memory of its own."""
     packed, groups, offsets, factors, blocks = weight.tensors
-    assert packed is not None and groups is not None
-    others = (None if one is None else _transposed(one, shape) for one in (groups, offsets, blocks))
+    assert packed is not None
+    others = (None if one is None else _in_rows(one) for one in (groups, offsets, blocks))
     groups, offsets, blocks = others
-    return weight.with_tensors((_transposed(packed, shape, words=True), groups, offsets, factors, blocks))
+    return weight.with_tensors((_in_rows(packed, words=True), groups, offsets, factors, blocks))
 
 
-def _transposed(tensor: Tensor, shape: tuple[int, int], *, words: bool = False) -> Tensor:
-    """Transpose every 16 outputs' numbers, which have this shape before. words: move four bytes at a time."""
-    tensor = tensor.contiguous()
-    if words and tensor.data_ptr() % 4:
-        tensor = tensor.clone()
-    numbers = tensor.flatten().view(torch.int32) if words else tensor
-    blocks = numbers.view(len(tensor) // _LANES, *shape).mT
-    made = torch.empty_like(tensor)
-    expect_large_pages(made)
-    (made.flatten().view(torch.int32) if words else made).view(blocks.shape).copy_(blocks)
-    return made
+def _interleave(tensor: Tensor, *, words: bool = False, flip: int = 0) -> None:
+    """words: four bytes move as one."""
+    kernels, row = library.kernels(), tensor[0].numel() * tensor.element_size()
+    assert kernels is not None
+    size = 4 if words else tensor.element_size()
+
+    def some(rows: range) -> bool:
+        scratch = torch.empty(_LANES * row // 4 + 1, dtype=torch.int32, device="cpu")
+        first = tensor.data_ptr() + rows.start * row
+        kernels.interleave(first, len(rows), row // size, size, flip, scratch.data_ptr())
+        return True
+
+    in_shares(tensor, some, step=_LANES)
+
+
+def _in_rows(tensor: Tensor, *, words: bool = False) -> Tensor:
+    numbers = tensor.view(-1).view(torch.int32) if words else tensor
+    blocks = numbers.view(len(tensor) // _LANES, -1, _LANES)
+    return blocks.mT.contiguous().view(-1).view(tensor.dtype).view(tensor.shape)

@@ -74,6 +74,12 @@ PUBLIC int EXPORT(float_rows)(int kind, const uint8_t *from, int64_t rows, int64
                               float *to) {
   return float_rows(kind, from, rows, in, row_bytes, places, to);
 }
+/* See interleaved.h. */
+PUBLIC void EXPORT(interleave)(void *numbers, int64_t rows, int64_t words, int size, uint32_t flip, void *scratch) {
+  if (size == 1) interleave_1(numbers, rows, words, (uint8_t)flip, scratch);
+  else if (size == 2) interleave_2(numbers, rows, words, (uint16_t)flip, scratch);
+  else interleave_4(numbers, rows, words, flip, scratch);
+}
 PUBLIC int EXPORT(finite_numbers)(int kind, const void *p, int64_t count) { return finite_numbers(kind, p, count); }
 PUBLIC int EXPORT(block_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
                               const Blocks *to) {

@@ -17,7 +17,7 @@ import os
 import struct
 import warnings
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -188,6 +188,7 @@ class Kernels:
     block_rows: Callable[..., int]
     four_bit_rows: Callable[..., int]
     finite_numbers: Callable[..., int]
+    interleave: Callable[..., None]
 
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -205,6 +206,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "eight_bit_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
     "float_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
     "finite_numbers": (c_int, [c_int, c_void_p, c_int64]),
+    "interleave": (None, [c_void_p, c_int64, c_int64, c_int, c_uint32, c_void_p]),
     "block_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(Blocks)]),
     "four_bit_rows": (
         c_int,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from layerskip_models.compact_linear import grouped_product
 from layerskip_models.grouped_weight import BLOCK, GroupedWeight
-from layerskip_models.kernels import library
 from layerskip_models.kernels.interleaving import in_rows, interleaved, takes_interleaved
 from layerskip_models.kernels.library import GROUPED_KINDS, SCALES
 from layerskip_models.kernels.native_linear import NativeLinear, pointer, readable
@@ -21,13 +20,14 @@ class NativeGroupedLinear(NativeLinear):
     On processors that multiply bytes, inputs are rounded to 16-bit fixed point relative to the largest of their row, where
     the number of outputs is a multiple of 32.
     Numbers that were rounded make a different model; "the model's own output" then means that of this model.
+    own: whether nobody else needs the tensors of `weight`, which may then be reordered in place.
     Raises what `NativeLinear` raises.
     """
 
-    def __init__(self, weight: GroupedWeight, bias: Tensor | None = None) -> None:
-        self._interleaved = takes_interleaved(library.kernels(), *weight.shape, grouped=True)
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None = None, *, own: bool = False) -> None:
+        self._interleaved = takes_interleaved(*weight.shape, grouped=True)
         if self._interleaved:
-            weight = interleaved(weight)
+            weight = interleaved(weight, in_place=own)
         self._set(weight.packed, weight.factors, bias)
         others = (None if one is None else readable(one) for one in (weight.groups, weight.offsets, weight.blocks))
         groups, offsets, blocks = others

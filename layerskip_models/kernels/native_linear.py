@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
 from layerskip_models.kernels import library
-from layerskip_models.kernels.interleaving import bytes_in_rows, interleaved_bytes, takes_interleaved
+from layerskip_models.kernels.interleaving import bytes_in_rows, interleave_bytes, takes_interleaved
 from layerskip_models.kernels.library import KINDS, Matrix
 from layerskip_models.kernels.native_rounding import eight_bits
 from layerskip_models.kernels.pages import expect_large_pages, use_large_pages
@@ -293,14 +293,21 @@ class NativeInt8Linear(NativeLinear):
 
     @classmethod
     def of_rounded(cls, rounded: Tensor, scale: Tensor, bias: Tensor | None = None) -> NativeInt8Linear:
-        """A linear of numbers that are rounded already, int8 [out, in], and their scales, float32 [out]."""
+        """A linear of numbers that are rounded already, int8 [out, in], and their scales, float32 [out].
+
+        It takes the memory of `rounded`, and may reorder it.
+        """
         made = cls.__new__(cls)
         made._keep(rounded, scale, bias)
         return made
 
     def _keep(self, rounded: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        interleave = rounded.dim() == 2 and takes_interleaved(library.kernels(), *rounded.shape, grouped=False)
-        self._set(interleaved_bytes(rounded) if interleave else rounded, scale, bias)
+        """rounded: becomes the linear's own."""
+        rounded = readable(rounded)
+        interleave = rounded.dim() == 2 and takes_interleaved(*rounded.shape, grouped=False)
+        if interleave:
+            interleave_bytes(rounded)
+        self._set(rounded, scale, bias)
         self.matrix.interleaved = interleave
 
     @property

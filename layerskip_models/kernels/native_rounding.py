@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def eight_bits(weight: Tensor, rounded: Tensor, scale: Tensor) -> bool:
         to = rounded[rows.start].data_ptr(), scale[rows.start].data_ptr()
         return bool(chosen.eight_bit_rows(KINDS[weight.dtype], *own, None, row.data_ptr(), *to))
 
-    return _in_shares(weight, some)
+    return in_shares(weight, some)
 
 
 def four_bits(
@@ -75,7 +76,7 @@ def four_bits(
         found = chosen.four_bit_rows(KINDS[weight.dtype], *own, byref(by), *(one.data_ptr() for one in scratch), *to)
         return bool(found)
 
-    return _in_shares(weight, some)
+    return in_shares(weight, some)
 
 
 def _is_readable(weight: Tensor) -> bool:
@@ -91,11 +92,15 @@ def _scratch(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(weight.shape[1], dtype=dtype, device="cpu")
 
 
-def _in_shares(weight: Tensor, work: Callable[[range], bool]) -> bool:
-    """Do the work on all rows, on as many threads as there is work for. Whether it says True every time."""
-    rows = len(weight)
+def in_shares(weight: Tensor, work: Callable[[range], bool], *, step: int = 1) -> bool:
+    """Do the work on all rows, on as many threads as there is work for. Whether it says True every time.
+
+    step: a share begins at a multiple of it.
+    """
+    rows = len(weight) // step
     count = max(1, min(num_threads(), rows, weight.numel() // _SHARE))
-    shares = [range(rows * one // count, rows * (one + 1) // count) for one in range(count)]
+    ends = [len(weight) if one == count else rows * one // count * step for one in range(count + 1)]
+    shares = [range(first, last) for first, last in pairwise(ends)]
     if count == 1:
         return work(shares[0])
     with ThreadPoolExecutor(count - 1, "rounding") as pool:

@@ -49,7 +49,7 @@ def test_eight_bit_weights_are_multiplied_exactly(out: int, width: int) -> None:
     torch.manual_seed(out)
     rounded = NativeInt8Linear(torch.randn(out, width)).rounded
     rounded[0] = -128  # the largest magnitude that a byte holds, everywhere
-    linear = NativeInt8Linear.of_rounded(rounded, torch.rand(out))
+    linear = NativeInt8Linear.of_rounded(rounded.clone(), torch.rand(out))
     assert linear.matrix.interleaved and torch.equal(linear.rounded, rounded)
     x = rows_of(9, width)
     q, unit = fixed_point(x)

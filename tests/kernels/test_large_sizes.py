@@ -73,7 +73,8 @@ def bytes_each(out: int, size: int) -> tuple[NativeLinear, Tensor, list[int]]:
         torch.int8
     )
     scale[rows] = 0.01
-    return NativeInt8Linear.of_rounded(weight, scale), weight[rows].float() * 0.01, rows
+    some = weight[rows].float() * 0.01
+    return NativeInt8Linear.of_rounded(weight, scale), some, rows
 
 
 def nibbles(out: int, size: int) -> tuple[NativeLinear, Tensor, list[int]]:
