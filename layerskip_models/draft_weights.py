@@ -123,7 +123,7 @@ def rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:
         rounded = [round_to_four_bits(piece, group=GROUP, symmetric=True) for piece in pieces]
         return grouped_linear(GroupedWeight.cat(rounded), linear.bias, own=True)
     if isinstance(linear, NativeLinear):
-        weight = linear.stored
+        weight = linear.numbers_in_rows
         if in_four and fits_four_bits(weight.shape[1]):
             return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), linear.bias, own=True)
         return NativeInt8Linear(weight, linear.bias)

@@ -20,6 +20,7 @@ from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.grouped_weight import BLOCK, GroupedWeight, pack_sixes
 from layerskip_models.kernels import library
+from layerskip_models.kernels.interleaving import takes_interleaved
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
@@ -34,10 +35,6 @@ MANY = 4  # times ROWS: enough rows for the kernels to take another code path
 EARLIER = library.SECTION - 4  # positions before the rows, chosen so that the rows lie in two sections
 TILED = (64, 128)  # outputs and inputs of a matrix that fills tiles; outputs of one in groups that is interleaved
 TILED_ROWS = 33  # two tiles' rows and one more
-PARTS_OF = (
-    1 << 14,
-    1 << 16,
-)  # outputs of bfloat16 matrices that use tiles, with a row's parts side by side or not
 _Norms = tuple[RMSNorm | None, RMSNorm | None]
 _NO_NORMS: _Norms = (None, None)
 _BOUND = 1e-4  # largest error of numbers around 1
@@ -129,14 +126,12 @@ class _Drawn:
         return NativeGroupedLinear(weight, self(outputs))
 
     def tiled(self) -> list[NativeLinear]:
-        """A linear of each kind that a matrix unit multiplies; the bfloat16 ones claim to be slices of larger matrices."""
+        """Linears that a matrix unit multiplies, not in groups; in bfloat16 although larger matrices only go there."""
         weight, bias = self(*TILED) * TILED[1] ** -0.5, self(TILED[0])
-        linears: list[NativeLinear] = [NativeInt8Linear(weight, bias)]
-        for whole in PARTS_OF:
-            linear = NativeLinear(weight.bfloat16(), bias)
-            linear.matrix.whole = whole
-            linears.append(linear)
-        return linears
+        halves = NativeLinear(weight.bfloat16(), bias)
+        if takes_interleaved(library.KINDS[torch.bfloat16], 1 << 20, TILED[1]) and not halves.matrix.interleaved:
+            halves.interleave()
+        return [NativeInt8Linear(weight, bias), halves]
 
     def _norms(self, size: int) -> tuple[RMSNorm, RMSNorm]:
         return self.norm(size), self.norm(size)

@@ -9,44 +9,13 @@
 #include "tiles.h"
 
 #if TILES
-/* Tiles: 0 to 3 for sums, 4 and 5 for weights of `width` inputs, 6 and 7 for digits of rows. */
-INLINE void configure_digits(int64_t rows, int width) {
-  const int64_t key = width * 32 + rows; /* more than any number of columns */
-  if (key == tiles_key) return;
-  TileConfig config = {.palette = 1};
-  for (int t = 0; t < 8; t++) {
-    config.rows[t] = (uint8_t)(t == 4 || t == 5 ? width / 4 : rows);
-    config.bytes[t] = (uint16_t)(t < 6 ? 64 : width);
-  }
-  tiles_load_config(&config);
-  tiles_key = key;
-}
-
 /* `outputs` for 16 outputs with 8-bit weights, before the scale. Rows are in the layout of tiles. */
 static void tile_byte_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
-  const int64_t chunks = m->in / CHUNK_INPUTS, part = rows * CHUNK_INPUTS, ahead = fetch.ahead * m->in;
+  const int64_t runs = m->in / CHUNK_INPUTS, ahead = fetch.ahead * m->in;
   const char *w = (const char *)m->weight + first * m->in;
-  const Fixed *fixed = (const Fixed *)(x + chunks * DIGITS * part);
+  const Fixed *fixed = (const Fixed *)(x + runs * rows * DIGITS * CHUNK_INPUTS);
   int32_t sums[DIGITS][16][16];
-  configure_digits(rows, CHUNK_INPUTS);
-  tile_zero(0);
-  tile_zero(1);
-  tile_zero(2);
-  for (int64_t c = 0; c < chunks; c++, w += 64 * QUADS, x += DIGITS * part) {
-    if (fetch.ahead)
-      for (int t = 0; t < QUADS; t++)
-        if ((64 * t & fetch.mask) == fetch.place) FETCH(w + ahead + 64 * t);
-    tile_load(4, w, 64);
-    tile_load(6, x, CHUNK_INPUTS);
-    tile_dot_bytes(0, 6, 4);
-    tile_load(7, x + part, CHUNK_INPUTS);
-    tile_dot_bytes(1, 7, 4);
-    tile_load(6, x + 2 * part, CHUNK_INPUTS);
-    tile_dot_bytes(2, 6, 4);
-  }
-  tile_store(0, sums[0], 64);
-  tile_store(1, sums[1], 64);
-  tile_store(2, sums[2], 64);
+  THREE_SUMS(tile_dot_bytes);
   for (int64_t r = 0; r < rows; r++)
     for (int o = 0; o < BLOCK; o++) {
       const int64_t whole = (sums[0][r][o] * (int64_t)256 + sums[1][r][o]) * 256 + sums[2][r][o] - 128 * fixed[r].sum;
@@ -68,7 +37,7 @@ INLINE void tile_span_dots(int kind, int spans, int shifted, const Matrix *m, in
   uint8_t quads[QUADS][64] __attribute__((aligned(64)));
   int32_t sums[4][16][16] __attribute__((aligned(64)));
   __m512 total[16];
-  configure_digits(rows, width);
+  configure_tiles(rows, width);
   for (int64_t r = 0; r < rows; r++) total[r] = _mm512_setzero_ps();
   for (int64_t c = 0; c < chunks; c++, w += 64 * lines, x += chunk_size) {
     const char *words = x + rows * GROUPED_DIGITS * CHUNK_INPUTS;

@@ -14,7 +14,7 @@
 #define INTEGERS (VNNI || TILES)
 
 /* Whether this matrix multiplies rows as integers. */
-INLINE int as_integers(const Matrix *m) { return m->interleaved != 0; }
+INLINE int as_integers(const Matrix *m) { return m->interleaved && m->kind != BFLOAT16; }
 
 #define DIGITS 3         /* bytes per number of a row, for 8-bit weights */
 #define GROUPED_DIGITS 2 /* the same for weights in groups: beside that of 4-bit weights the error is a hundred-thousandth */
@@ -26,9 +26,9 @@ INLINE int as_integers(const Matrix *m) { return m->interleaved != 0; }
 #define GROUPED_ROWS 5   /* and by weights in groups, with an accumulator per digit of two spans */
 #define FEW_ROWS 2       /* rows that vectors multiply faster by 8-bit weights than a matrix unit does, with the same bits */
 
-/* Whether this matrix multiplies this many rows on the matrix unit. */
+/* Whether this matrix multiplies this many rows as integers on the matrix unit. */
 INLINE int by_tiles(const Matrix *m, int64_t rows) {
-  return on_tiles(m) && !(VNNI && m->interleaved && rows <= (m->kind == INT8 ? FEW_ROWS : GROUPED_ROWS));
+  return TILES && as_integers(m) && !(VNNI && rows <= (m->kind == INT8 ? FEW_ROWS : GROUPED_ROWS));
 }
 
 INLINE int digits_for(const Matrix *m) { return is_grouped(m) ? GROUPED_DIGITS : DIGITS; }

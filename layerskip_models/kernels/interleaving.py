@@ -5,25 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerskip_models.grouped_weight import CHUNK, GroupedWeight
+from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.kernels import library
 from layerskip_models.kernels.native_rounding import in_shares
 
 _LANES = 16
-_MOST_INPUTS = 1 << 16
-"""So many products of bytes have a sum that 32 bits hold."""
 _FLIP = 0x80808080
 """Turns four signed bytes into unsigned ones that are 128 more, and back."""
 
 
-def takes_interleaved(outputs: int, inputs: int, *, grouped: bool) -> bool:
-    """Whether this process's kernels want a matrix interleaved. grouped: of weights in groups, else of 8-bit weights.
-
-    Outputs must be a multiple of 32, so that gates and the ups below them are whole blocks of 16, inputs one of 64.
-    """
+def takes_interleaved(kind: int, outputs: int, inputs: int) -> bool:
+    """Whether this process's kernels want a matrix of this kind (`KINDS`, `GROUPED_KINDS`) interleaved (matrix.h)."""
     kernels = library.kernels()
-    fits = outputs % (2 * _LANES) == 0 and inputs % CHUNK == 0 and (grouped or inputs <= _MOST_INPUTS)
-    return kernels is not None and fits and bool(kernels.interleaves(grouped))
+    return kernels is not None and bool(kernels.interleaves(kind, outputs, inputs))
+
+
+def interleaved_floats(weight: Tensor) -> Tensor:
+    """Weights in bfloat16, [out, in], in that order, two inputs at a time; in memory of their own."""
+    made = weight.clone(memory_format=torch.contiguous_format)
+    _interleave(made, words=True)
+    return made
+
+
+def floats_in_rows(stored: Tensor) -> Tensor:
+    """What `interleaved_floats` was given."""
+    return _in_rows(stored, words=True)
 
 
 def interleave_bytes(rounded: Tensor) -> None:

@@ -55,8 +55,8 @@ PUBLIC int64_t EXPORT(normalised_linear)(const Matrix *m, const float *norm, flo
   return pool_run(product, &a, sizeof a, threads, bytes_read(m));
 }
 
-/* Whether these kernels take weights of 8 bits, or in groups, with 16 outputs side by side. */
-PUBLIC int EXPORT(interleaves)(int grouped) { return grouped ? VNNI : INTEGERS; }
+/* See matrix.h. */
+PUBLIC int EXPORT(interleaves)(int64_t kind, int64_t out, int64_t in) { return interleaves(kind, out, in); }
 
 /* Floats of scratch that a pass over `rows` rows needs. */
 PUBLIC int64_t EXPORT(scratch_size)(const Shape *s, const Layer *layer, int64_t rows) {

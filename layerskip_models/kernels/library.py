@@ -54,7 +54,6 @@ class Matrix(Structure):
         ("groups", c_void_p),
         ("offsets", c_void_p),
         ("group", c_int64),
-        ("whole", c_int64),
         ("scales", c_int64),
         ("blocks", c_void_p),
         ("zero", c_int64),
@@ -174,7 +173,7 @@ class Kernels:
     variant: str
     linear: Callable[..., int]
     normalised_linear: Callable[..., int]
-    interleaves: Callable[[int], int]
+    interleaves: Callable[[int, int, int], int]
     scratch_size: Callable[..., int]
     pick: Callable[..., int]
     pick_scratch: Callable[..., int]
@@ -194,7 +193,7 @@ class Kernels:
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "linear": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
     "normalised_linear": (c_int64, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int]),
-    "interleaves": (c_int, [c_int]),
+    "interleaves": (c_int, [c_int64, c_int64, c_int64]),
     "scratch_size": (c_int64, [POINTER(Shape), c_void_p, c_int64]),
     "pick": (c_int64, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_int]),
     "pick_scratch": (c_int64, [c_void_p, c_int64]),

@@ -5,7 +5,7 @@
 
 /* Rows are multiplied by a weight a few at a time, in turns of about equal size. `together`: how many from row `r` on. */
 INLINE int64_t turns_of(const Matrix *m, int64_t rows) {
-  int64_t most = on_tiles(m)                            ? ROWS
+  int64_t most = TILES && m->interleaved                ? ROWS
                  : as_integers(m)                       ? m->kind == INT8 ? BYTE_ROWS : GROUPED_ROWS
                  : MANY_REGISTERS || rows < PROMPT_ROWS ? FLOAT_ROWS
                                                         : FLOAT_ROWS / 2;
@@ -43,12 +43,12 @@ INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const f
  * Entries past the matrix's last output are left alone. */
 static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
   int64_t count = min(BLOCK, m->out - first);
-#if INTEGERS
-  if (m->interleaved) integer_outputs(m, first, x, rows, fetch, y);
+#if TILES
+  if (in_parts(m)) part_outputs(m, first, x, rows, fetch, y);
   else
 #endif
-#if TILES
-    if (on_tiles(m)) part_outputs(m, first, x, rows, fetch, y);
+#if INTEGERS
+    if (m->interleaved) integer_outputs(m, first, x, rows, fetch, y);
     else
 #endif
       float_outputs(m, first, count, x, rows, fetch, y);
@@ -62,7 +62,7 @@ static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows
 
 /* How many outputs ahead weights are fetched, where rows take `turns` turns with a group of `group` outputs. */
 INLINE int64_t outputs_ahead(const Matrix *m, int64_t turns, int64_t group) {
-  int64_t step = on_tiles(m) || m->interleaved ? BLOCK : 4, bytes = bytes_of(m->kind, step * m->in);
+  int64_t step = m->interleaved ? BLOCK : 4, bytes = bytes_of(m->kind, step * m->in);
   return turns > 1 ? group : (AHEAD + bytes - 1) / bytes * step;
 }
 #endif

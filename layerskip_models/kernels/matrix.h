@@ -21,11 +21,10 @@ typedef struct {
   const void *groups;     /* [out, in / group], scales; only where numbers are in groups */
   const void *offsets;    /* [out, in / group], float32, or uint8 where blocks have a scale for offsets; or NULL */
   int64_t group;          /* inputs that share a scale: 16, 32, 64 or 128 */
-  int64_t whole;          /* outputs of the full matrix if this is a slice of one, else 0 */
   int64_t scales;         /* `Scales` */
   const uint16_t *blocks; /* [out, in / BLOCK_INPUTS, 1 or 2], float16: what integer scales are multiplied by, and offsets, negated */
   int64_t zero;           /* the number that stands for 0 where there are no offsets */
-  int64_t interleaved;    /* whether weights of 8 bits or in groups have 16 outputs side by side in memory (`interleaved.h`) */
+  int64_t interleaved;    /* whether 16 outputs are side by side in memory (`interleaved.h`), as `interleaves` says */
 } Matrix;
 
 INLINE int is_grouped(const Matrix *m) { return m->kind >= INT4; }
@@ -61,16 +60,17 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #define TILE_BYTES (4 << 20)
 #endif
 
-INLINE int64_t whole_bytes(const Matrix *m) { return bytes_of(m->kind, (m->whole ? m->whole : m->out) * m->in); }
-
-/* Whether the matrix unit multiplies by this matrix: its inputs and its outputs (each half, if gates are stacked above ups) must
- * fill whole tiles. Sums of bfloat16 products depend on the answer, so it is the same for every slice of the matrix and for any
- * number of rows. */
-INLINE int on_tiles(const Matrix *m) {
-  int64_t outputs = m->whole ? m->whole : m->out;
-  int takes = m->interleaved || (m->kind == BFLOAT16 && whole_bytes(m) >= TILE_BYTES);
-  return TILES && takes && m->in % 64 == 0 && outputs % (2 * BLOCK) == 0;
+/* Whether the kernels want a matrix interleaved: outputs fill blocks of 16 (each half, if gates are stacked above ups), inputs fill
+ * chunks of 64, and no sum of up to 255 * 128 an input exceeds 32 bits. */
+INLINE int interleaves(int64_t kind, int64_t out, int64_t in) {
+  if (out % 32 || in % 64) return 0;
+  if (kind == INT8) return (VNNI || TILES) && in <= 1 << 16;
+  if (kind == BFLOAT16) return TILES && bytes_of(kind, out * in) >= TILE_BYTES;
+  return VNNI && kind >= INT4;
 }
+
+/* Whether rows are cut into parts for weights in bfloat16, which a matrix unit multiplies. */
+INLINE int in_parts(const Matrix *m) { return TILES && m->interleaved && m->kind == BFLOAT16; }
 
 #define GROUP 32 /* outputs that all rows are multiplied by before the next: later rows find their weights in the cache */
 #define GROUP_BYTES (64 << 10) /* most bytes of a group's weights: these and the next group's stay in the L2 cache */
@@ -105,7 +105,6 @@ INLINE Matrix slice_of(const Matrix *m, int64_t first, int64_t count) {
   Matrix some = *m;
   some.weight = (const char *)m->weight + bytes_of(m->kind, first * m->in);
   some.out = count;
-  some.whole = m->whole ? m->whole : m->out;
   if (m->scale) some.scale += first;
   if (m->bias) some.bias += first;
   if (is_grouped(m)) {

@@ -25,7 +25,7 @@ class NativeGroupedLinear(NativeLinear):
     """
 
     def __init__(self, weight: GroupedWeight, bias: Tensor | None = None, *, own: bool = False) -> None:
-        self._interleaved = takes_interleaved(*weight.shape, grouped=True)
+        self._interleaved = takes_interleaved(GROUPED_KINDS[weight.bits], *weight.shape)
         if self._interleaved:
             weight = interleaved(weight, in_place=own)
         self._set(weight.packed, weight.factors, bias)

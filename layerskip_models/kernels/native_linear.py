@@ -14,7 +14,13 @@ from torch import Tensor
 
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
 from layerskip_models.kernels import library
-from layerskip_models.kernels.interleaving import bytes_in_rows, interleave_bytes, takes_interleaved
+from layerskip_models.kernels.interleaving import (
+    bytes_in_rows,
+    floats_in_rows,
+    interleave_bytes,
+    interleaved_floats,
+    takes_interleaved,
+)
 from layerskip_models.kernels.library import KINDS, Matrix
 from layerskip_models.kernels.native_rounding import eight_bits
 from layerskip_models.kernels.pages import expect_large_pages, use_large_pages
@@ -96,8 +102,19 @@ class NativeLinear:
     fit it, or one of them is not on the CPU.
     """
 
+    stored: Tensor
+    matrix: Matrix
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._set(without_loss(weight), None, bias)
+        stored = without_loss(weight)
+        self._set(stored, None, bias)
+        if takes_interleaved(KINDS[stored.dtype], *stored.shape):
+            self.interleave()
+
+    def interleave(self) -> None:
+        """Put 16 outputs side by side, as a matrix unit takes weights in bfloat16, in memory of their own."""
+        self.stored = interleaved_floats(self.stored)
+        self.matrix.weight, self.matrix.interleaved = self.stored.data_ptr(), 1
 
     def _set(self, stored: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         chosen = library.kernels()
@@ -145,9 +162,14 @@ class NativeLinear:
         return self._bias
 
     @property
+    def numbers_in_rows(self) -> Tensor:
+        """What is stored, [out, in]. Where the kernels keep it in another order, a copy."""
+        return floats_in_rows(self.stored) if self.matrix.interleaved else self.stored
+
+    @property
     def weight(self) -> Tensor:
         """The weight in float32, [out, in]."""
-        return self.stored.float()
+        return self.numbers_in_rows.float()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: float32 [rows, in]. Returns float32 [rows, out]. ValueError if x is anything else."""
@@ -180,7 +202,7 @@ class NativeLinear:
     def _by_operators(self, x: Tensor) -> Tensor:
         if self.stored.dtype == torch.float32:
             return F.linear(x, self.stored, self._bias)
-        y = self._products(x, self.stored)
+        y = self._products(x, self.numbers_in_rows)
         return y if self._bias is None else y.add_(self._bias)
 
     def _products(self, x: Tensor, numbers: Tensor) -> Tensor:
@@ -303,16 +325,18 @@ class NativeInt8Linear(NativeLinear):
 
     def _keep(self, rounded: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         """rounded: becomes the linear's own."""
-        rounded = readable(rounded)
-        interleave = rounded.dim() == 2 and takes_interleaved(*rounded.shape, grouped=False)
-        if interleave:
-            interleave_bytes(rounded)
         self._set(rounded, scale, bias)
-        self.matrix.interleaved = interleave
+        if takes_interleaved(KINDS[torch.int8], *rounded.shape):
+            self.interleave()
+
+    def interleave(self) -> None:
+        """Put 16 outputs side by side, in place."""
+        interleave_bytes(self.stored)
+        self.matrix.interleaved = 1
 
     @property
-    def rounded(self) -> Tensor:
-        """The numbers, int8 [out, in]. Where the kernels keep them interleaved, a copy."""
+    def numbers_in_rows(self) -> Tensor:
+        """The numbers, int8 [out, in]. Where the kernels keep them in another order, a copy."""
         return bytes_in_rows(self.stored) if self.matrix.interleaved else self.stored
 
     @property
@@ -323,10 +347,10 @@ class NativeInt8Linear(NativeLinear):
     def float_pieces(self, outputs: int) -> Iterator[Tensor]:
         """The weight in float32, so many outputs at a time."""
         assert self._scale is not None
-        parts = zip(self.rounded.split(outputs), self._scale.split(outputs))
+        parts = zip(self.numbers_in_rows.split(outputs), self._scale.split(outputs))
         return (part.float().mul_(scale.unsqueeze(1)) for part, scale in parts)
 
     def _by_operators(self, x: Tensor) -> Tensor:
         assert self._scale is not None
-        y = self._products(x, self.rounded).mul_(self._scale)
+        y = self._products(x, self.numbers_in_rows).mul_(self._scale)
         return y if self._bias is None else y.add_(self._bias)

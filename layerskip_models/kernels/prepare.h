@@ -6,43 +6,7 @@
 #define SELFSPEC_PREPARE_H
 #include "floats.h"
 #include "digit_tiles.h"
-
-#define WORDS 16 /* 4-byte words of a row in a step of 64 bytes */
-
-#if TILES
-/* Transpose: to[i * rows + r] = from[r][i], so that each line of a tile has one word of every row. At most 16 rows. */
-static void transpose_words(const uint32_t (*from)[WORDS], int64_t rows, char *to) {
-#if defined(__AVX512F__)
-  if (rows > 1) {
-    __m512i a[16], b[16];
-    UNROLL16 for (int r = 0; r < 16; r++) a[r] = _mm512_loadu_si512(from[r]);
-    UNROLL16 for (int r = 0; r < 16; r += 2) {
-      b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]);
-      b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
-    }
-    UNROLL16 for (int r = 0; r < 16; r += 4) {
-      a[r] = _mm512_unpacklo_epi64(b[r], b[r + 2]);
-      a[r + 1] = _mm512_unpackhi_epi64(b[r], b[r + 2]);
-      a[r + 2] = _mm512_unpacklo_epi64(b[r + 1], b[r + 3]);
-      a[r + 3] = _mm512_unpackhi_epi64(b[r + 1], b[r + 3]);
-    }
-    const __mmask16 there = (__mmask16)((1u << rows) - 1);
-    UNROLL16 for (int i = 0; i < 4; i++) {
-      __m512i low = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x44), high = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xee);
-      __m512i low_2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x44), high_2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xee);
-      _mm512_mask_storeu_epi32(to + 4 * i * rows, there, _mm512_shuffle_i32x4(low, low_2, 0x88));
-      _mm512_mask_storeu_epi32(to + 4 * (4 + i) * rows, there, _mm512_shuffle_i32x4(low, low_2, 0xdd));
-      _mm512_mask_storeu_epi32(to + 4 * (8 + i) * rows, there, _mm512_shuffle_i32x4(high, high_2, 0x88));
-      _mm512_mask_storeu_epi32(to + 4 * (12 + i) * rows, there, _mm512_shuffle_i32x4(high, high_2, 0xdd));
-    }
-    return;
-  }
-#endif
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t i = 0; i < WORDS; i++) memcpy(to + 4 * (i * rows + r), &from[r][i], 4);
-}
-
-#endif
+#include "parts.h"
 
 #if INTEGERS
 /* The power of two that scales magnitudes up to `largest` to integers of `digits` bytes. */
@@ -222,41 +186,42 @@ static void to_digits(const float *x, int64_t rows, const Matrix *m, float *scra
 #endif
 
 #if TILES
-/* Split rows [rows, in] into three bfloat16 parts that add up to them, the largest first. Layout: [in / 32, part, 16 pairs of
- * inputs, rows, 2], or with parts side by side [in / 32, 16 pairs of inputs, part, rows, 2]. */
-static void to_parts(const float *x, int64_t rows, const Matrix *m, char *to) {
-  const int64_t in = m->in, shared = side_by_side(m, rows), apart = shared ? rows : ROWS; /* lines between a row's parts */
-  uint16_t parts[PARTS * ROWS][2 * WORDS] __attribute__((aligned(64))) = {{0}};
-  for (int64_t i = 0; i < in; i += 2 * WORDS) {
-    for (int64_t r = 0; r < rows; r++)
-      UNROLL for (int k = 0; k < 2 * WORDS; k += LANES) {
+/* Split rows [rows, in] into three bfloat16 parts that add up to them, the largest first. Layout: [in / 32, part, rows, 32], or for
+ * vectors as floats, [in / 2, row, part, 2]. */
+static void to_parts(const float *x, int64_t rows, const Matrix *m, float *scratch) {
+  const int64_t in = m->in;
+  const int vectors = parts_by_vectors(rows);
+  uint16_t *halves = (uint16_t *)scratch;
+  for (int64_t i = 0; i < in; i += PART_INPUTS, halves += PARTS * rows * PART_INPUTS)
+    for (int64_t r = 0; r < rows; r++) {
+      float parts[PARTS][PART_INPUTS];
+      UNROLL for (int k = 0; k < PART_INPUTS; k += LANES) {
         vf left = load(x + r * in + i + k);
         UNROLL for (int p = 0; p < PARTS; p++) {
-          vu part = to_bfloat16_lanes(left);
-          store_halves(parts[p * apart + r] + k, part);
+          const vu part = to_bfloat16_lanes(left);
+          if (!vectors) store_halves(halves + (p * rows + r) * PART_INPUTS + k, part);
+          store(parts[p] + k, (vf)(part << 16));
           left -= (vf)(part << 16);
         }
       }
-    if (shared) transpose_words((const void *)parts, PARTS * rows, to);
-    else
-      for (int p = 0; p < PARTS; p++) transpose_words((const void *)parts[p * ROWS], rows, to + p * 4 * WORDS * rows);
-    to += PARTS * 4 * WORDS * rows;
-  }
+      for (int k = 0; vectors && k < PART_INPUTS; k++)
+        for (int p = 0; p < PARTS; p++) scratch[(((i + k) / 2 * rows + r) * PARTS + p) * 2 + k % 2] = parts[p][k];
+    }
 }
 #endif
 
 /* Floats of memory for a row in the form that `outputs` takes. */
 INLINE int64_t row_size(const Matrix *m) {
-  return as_integers(m) ? digits_capacity(m) : on_tiles(m) ? PARTS * m->in / 2 : m->in;
+  return in_parts(m) ? PARTS * m->in : as_integers(m) ? digits_capacity(m) : m->in;
 }
 
 /* Bytes of that which are read for nearly every row: few have finer digits. */
 INLINE int64_t hot_row_bytes(const Matrix *m) {
-  return (as_integers(m) ? digits_size(m) : row_size(m)) * (int64_t)sizeof(float);
+  return in_parts(m) ? PARTS * bytes_of(BFLOAT16, m->in) : (as_integers(m) ? digits_size(m) : m->in) * (int64_t)sizeof(float);
 }
 
 /* Whether rows are multiplied as floats; a single row then needs no conversion. */
-INLINE int as_floats(const Matrix *m) { return !as_integers(m) && !on_tiles(m); }
+INLINE int as_floats(const Matrix *m) { return !m->interleaved; }
 
 /* Convert the rows of one turn (`together`) to the form that `outputs` takes. */
 INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *scratch) {
@@ -268,8 +233,8 @@ INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *scratc
   }
 #endif
 #if TILES
-  if (on_tiles(m)) {
-    to_parts(x, rows, m, (char *)scratch);
+  if (in_parts(m)) {
+    to_parts(x, rows, m, scratch);
     return;
   }
 #endif

@@ -1,8 +1,7 @@
-/* Products on a matrix unit (AMX): 16 outputs and up to 16 rows at the price of one.
+/* The matrix unit (AMX): products of 16 outputs and up to 16 rows at the price of one.
  *
- * Weights of bytes and in groups are in digit_tiles.h. For bfloat16 weights, which are read as stored, rows are cut into three bfloat16
- * numbers that add up to the float32 number; the unit sums their products in float32.
- * Each element of a tile is computed by itself, in an order fixed by the processor, so a row does not depend on other rows.
+ * Rows are the first factor, a tile of up to 16 rows and 64 bytes; weights the second one, as they are in memory when they are
+ * interleaved. Each element of a result is computed by itself, in an order fixed by the processor, so a row does not depend on others.
  *
  * With EMULATED_TILES the unit is a few loops in C that follow Intel's description of the instructions and count their calls, for
  * the tests.
@@ -11,11 +10,7 @@
 #define SELFSPEC_TILES_H
 #include "digits.h"
 
-#define PARTS 3 /* of each number of a row */
-
 #if TILES
-#define WEIGHTS PARTS /* tile number of the weights; lower tiles hold the sums of each part, higher ones the rows' parts */
-
 typedef struct {
   uint8_t palette, start, unused[14];
   uint16_t bytes[16]; /* bytes per row, for each tile */
@@ -52,8 +47,8 @@ static void tile_dot_bytes(int sums, int a, int b) { /* TDPBSUD: the bytes of b 
           tiles[sums].integers[m][n] += tiles[a].bytes_8[m][4 * k + i] * (uint8_t)tiles[b].bytes_8[k][4 * n + i];
 }
 INLINE float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; } /* the unit flushes subnormals to 0 */
-INLINE float half_product(const uint16_t *a, const uint16_t *b) {
-  return flushed(flushed(one_bfloat16(a)) * flushed(one_bfloat16(b)));
+INLINE float half_product(const uint16_t *a, const uint16_t *b, float sum) {
+  return flushed(fmaf(flushed(one_bfloat16(a)), flushed(one_bfloat16(b)), sum));
 }
 static void tile_dot_bfloat16(int sums, int a, int b) { /* TDPBF16PS */
   __atomic_fetch_add(tile_products + 1, 1, __ATOMIC_RELAXED);
@@ -61,8 +56,8 @@ static void tile_dot_bfloat16(int sums, int a, int b) { /* TDPBF16PS */
     for (int n = 0; n < tile_config.bytes[sums] / 4; n++) {
       float even = 0, odd = 0, *sum = &tiles[sums].floats[m][n];
       for (int k = 0; k < tile_config.bytes[a] / 4; k++) {
-        even = flushed(even + half_product(&tiles[a].halves[m][2 * k], &tiles[b].halves[k][2 * n]));
-        odd = flushed(odd + half_product(&tiles[a].halves[m][2 * k + 1], &tiles[b].halves[k][2 * n + 1]));
+        even = half_product(&tiles[a].halves[m][2 * k], &tiles[b].halves[k][2 * n], even);
+        odd = half_product(&tiles[a].halves[m][2 * k + 1], &tiles[b].halves[k][2 * n + 1], odd);
       }
       *sum = flushed(flushed(*sum) + flushed(even + odd));
     }
@@ -82,25 +77,19 @@ static void tile_dot_bfloat16(int sums, int a, int b) { /* TDPBF16PS */
 #define tile_dot_bfloat16(sums, a, b) _tile_dpbf16ps(sums, a, b)
 #endif
 
-#define SHARED_TILE_BYTES (16 << 20) /* parts side by side are faster for smaller matrices: measured at 8 MB, not at 32 MB */
+static __thread int64_t tiles_key; /* what this thread's tiles are configured for; 0: nothing */
 
-/* Whether a row's three parts share a tile, if they fit: one product then does the work of three, with the same bits. */
-INLINE int side_by_side(const Matrix *m, int64_t rows) {
-  return m->kind == BFLOAT16 && PARTS * rows <= 16 && whole_bytes(m) < SHARED_TILE_BYTES;
-}
-
-static __thread int64_t tiles_key; /* what this thread's tiles are configured for: columns, or `configure_spans`; 0: nothing */
-
-/* Configure tiles with `rows` columns. */
-INLINE void configure_tiles(int64_t rows) {
-  if (rows == tiles_key) return;
+/* Configure tiles: 0 to 3 for sums of `rows` rows, 4 and 5 for weights, 6 and 7 for rows, of which `width` bytes meet weights at once. */
+INLINE void configure_tiles(int64_t rows, int width) {
+  const int64_t key = width * 32 + rows;
+  if (key == tiles_key) return;
   TileConfig config = {.palette = 1};
-  for (int t = 0; t < 2 * PARTS + 1; t++) {
-    config.rows[t] = 16;
-    config.bytes[t] = t == WEIGHTS ? 64 : (uint16_t)(4 * rows);
+  for (int t = 0; t < 8; t++) {
+    config.rows[t] = (uint8_t)(t == 4 || t == 5 ? width / 4 : rows);
+    config.bytes[t] = (uint16_t)(t < 6 ? 64 : width);
   }
   tiles_load_config(&config);
-  tiles_key = rows;
+  tiles_key = key;
 }
 
 /* Release the tiles at the end of a job: the system need not save them, and the core may clock higher. */
@@ -109,42 +98,30 @@ INLINE void leave_tiles(void) {
   tiles_key = 0;
 }
 
-/* `outputs` for BLOCK outputs of weights in bfloat16, before the bias. Tile numbers must be constants. */
-static void part_outputs(const Matrix *m, int64_t first, const float *packed, int64_t rows, Fetch fetch, float *y) {
-  int64_t width = bytes_of(m->kind, m->in);
-  const char *w = (const char *)m->weight + first * width, *x = (const char *)packed;
-  const int beside = side_by_side(m, rows);
-  float sums[PARTS][BLOCK][16];
-  configure_tiles(beside ? PARTS * rows : rows);
-  tile_zero(0);
-  tile_zero(1);
-  tile_zero(2);
-  for (int64_t at = 0; at < width; at += 64, x += PARTS * 64 * rows) {
-    if (fetch.ahead && (at & fetch.mask) == fetch.place)
-      for (int o = 0; o < BLOCK; o++) FETCH(w + (o + fetch.ahead) * width + at);
-    tile_load(3, w + at, width);
-    if (beside) {
-      tile_load(4, x, 4 * PARTS * rows);
-      tile_dot_bfloat16(0, 3, 4);
-      continue;
-    }
-    tile_load(4, x, 4 * rows);
-    tile_dot_bfloat16(0, 3, 4);
-    tile_load(5, x + 64 * rows, 4 * rows);
-    tile_dot_bfloat16(1, 3, 5);
-    tile_load(6, x + 128 * rows, 4 * rows);
-    tile_dot_bfloat16(2, 3, 6);
-  }
-  tile_store(0, sums[0], 64);
-  tile_store(1, sums[1], 64);
-  tile_store(2, sums[2], 64);
-  for (int64_t r = 0; r < rows; r++)
-    for (int o = 0; o < BLOCK; o++) {
-      const float largest = sums[0][o][r];
-      y[r * BLOCK + o] = beside ? (sums[0][o][2 * rows + r] + sums[0][o][rows + r]) + largest
-                                : (sums[2][o][r] + sums[1][o][r]) + largest;
-    }
-}
+/* Three sums over 64-byte runs of a row: of its digits with bytes, or of its parts with bfloat16 numbers. DOT multiplies.
+ * sums: [3][16 rows][16 outputs] of 4 bytes. x: [run, 3, rows, 64]. */
+#define THREE_SUMS(DOT) \
+  do { \
+    configure_tiles(rows, 64); \
+    tile_zero(0); \
+    tile_zero(1); \
+    tile_zero(2); \
+    for (int64_t run = 0; run < runs; run++, w += 1024, x += 3 * 64 * rows) { \
+      if (fetch.ahead) \
+        for (int line = 0; line < 16; line++) \
+          if ((64 * line & fetch.mask) == fetch.place) FETCH(w + ahead + 64 * line); \
+      tile_load(4, w, 64); \
+      tile_load(6, x, 64); \
+      DOT(0, 6, 4); \
+      tile_load(7, x + 64 * rows, 64); \
+      DOT(1, 7, 4); \
+      tile_load(6, x + 128 * rows, 64); \
+      DOT(2, 6, 4); \
+    } \
+    tile_store(0, sums[0], 64); \
+    tile_store(1, sums[1], 64); \
+    tile_store(2, sums[2], 64); \
+  } while (0)
 #else
 INLINE void leave_tiles(void) {}
 #endif

@@ -118,8 +118,13 @@ int main(int count, char **arguments) {
         Matrix m = matrix(kind, out, in, kind & 1);
         wrong |= products(&m);
       }
-  if (CALL(interleaves)(0)) {
+  if (CALL(interleaves)(INT8, 64, 192)) {
     Matrix m = matrix(INT8, 64, 192, 1); /* whose bytes may be anything */
+    m.interleaved = 1;
+    wrong |= products(&m);
+  }
+  if (CALL(interleaves)(BFLOAT16, 1 << 20, 192)) {
+    Matrix m = matrix(BFLOAT16, 64, 192, 1);
     m.interleaved = 1;
     wrong |= products(&m);
   }
@@ -127,7 +132,7 @@ int main(int count, char **arguments) {
     for (int offset = 0; offset < 2; offset++) {
       Matrix m = grouped(kind, 37, 192, 32, offset, 0);
       wrong |= products(&m);
-      for (int64_t group = 16; group <= 64 && CALL(interleaves)(1); group *= 2) {
+      for (int64_t group = 16; group <= 64 && CALL(interleaves)(kind, 64, 192); group *= 2) {
         m = grouped(kind, 64, 192, group, offset, 1);
         wrong |= products(&m);
       }

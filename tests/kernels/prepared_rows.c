@@ -116,17 +116,17 @@ static int compare_digits(const float *x, int64_t rows, const Matrix *m, int *fi
 
 #if TILES
 static int compare_parts(const float *x, int64_t rows, const Matrix *m) {
-  const int64_t in = m->in, size = rows * row_size(m) * 4, beside = side_by_side(m, rows);
-  char *found = aligned_alloc(64, (size + 63) / 64 * 64);
-  uint16_t *expected = calloc(size, 1);
-  to_parts(x, rows, m, found);
+  const int64_t in = m->in, size = rows * row_size(m) * 4;
+  const int vectors = parts_by_vectors(rows);
+  char *found = calloc((size + 63) / 64, 64), *expected = calloc(size, 1);
+  to_parts(x, rows, m, (float *)found);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t i = 0; i < in; i++) {
       float left = x[r * in + i];
       for (int64_t p = 0; p < PARTS; p++) {
         uint16_t part = to_bfloat16(left);
-        int64_t pair = i % 32 / 2, line = beside ? pair * PARTS + p : p * 16 + pair;
-        expected[((i / 32 * PARTS * 16 + line) * rows + r) * 2 + i % 2] = part;
+        if (vectors) ((float *)expected)[((i / 2 * rows + r) * PARTS + p) * 2 + i % 2] = one_bfloat16(&part);
+        else ((uint16_t *)expected)[((i / 32 * PARTS + p) * rows + r) * 32 + i % 32] = part;
         left -= one_bfloat16(&part);
       }
     }
@@ -151,14 +151,14 @@ int main(void) {
       float offset = 0;
       Matrix bytes = {.kind = INT8, .in = in, .out = 64, .interleaved = INTEGERS}, nibbles = {.kind = INT4, .in = in, .out = 64, .group = 32, .zero = 8, .interleaved = 1};
       Matrix small = {.kind = BYTES, .in = in, .out = 64, .group = 16, .zero = 32, .interleaved = 1}, small_shifted = small;
-      Matrix shifted = nibbles, halves = {.kind = BFLOAT16, .in = in, .out = 64};
+      Matrix shifted = nibbles, halves = {.kind = BFLOAT16, .in = in, .out = 64, .interleaved = TILES};
       shifted.offsets = small_shifted.offsets = &offset;
       if (INTEGERS && in % 64 == 0 && (TILES || rows <= BYTE_ROWS)) wrong |= compare_digits(x, rows, &bytes, &finer);
       const Matrix *grouped[] = {&nibbles, &shifted, &small, &small_shifted};
       for (int k = 0; VNNI && in % 64 == 0 && k < 4; k++)
         if (rows <= GROUPED_ROWS || TILES) wrong |= compare_digits(x, rows, grouped[k], &finer);
 #if TILES
-      if (on_tiles(&halves)) wrong |= compare_parts(x, rows, &halves);
+      if (in % 64 == 0) wrong |= compare_parts(x, rows, &halves);
 #else
       (void)halves;
 #endif

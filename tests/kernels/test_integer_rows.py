@@ -47,10 +47,10 @@ def rows_of(count: int, width: int) -> Tensor:
 @pytest.mark.parametrize(("out", "width"), [(32, 64), (64, 192), (160, 1024), (32, 8256)])
 def test_eight_bit_weights_are_multiplied_exactly(out: int, width: int) -> None:
     torch.manual_seed(out)
-    rounded = NativeInt8Linear(torch.randn(out, width)).rounded
+    rounded = NativeInt8Linear(torch.randn(out, width)).numbers_in_rows
     rounded[0] = -128  # the largest magnitude that a byte holds, everywhere
     linear = NativeInt8Linear.of_rounded(rounded.clone(), torch.rand(out))
-    assert linear.matrix.interleaved and torch.equal(linear.rounded, rounded)
+    assert linear.matrix.interleaved and torch.equal(linear.numbers_in_rows, rounded)
     x = rows_of(9, width)
     q, unit = fixed_point(x)
     expected = ((q @ rounded.long().T).double() * unit).float() * linear.tensors[1]

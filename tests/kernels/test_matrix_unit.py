@@ -34,8 +34,6 @@ VECTORS = "vnni" if library.LIBRARY.is_file() and "vnni" in library.runnable_var
 """The variant that is compiled with tiles besides: with AMX that is `vnni`."""
 SMALL = 32 * 64 * 2
 """Bytes of the largest matrix here that is too small for the emulated tiles, where its weights are in bfloat16."""
-LARGE = 4 << 20, 16 << 20
-"""Bytes of matrices in bfloat16 that AMX multiplies by: with a row's parts side by side, and not."""
 SAYS_YES = "int runs_emulated(void) { return 1; }"
 NEEDS_AMX = pytest.mark.skipif(
     not library.LIBRARY.is_file() or "amx" not in library.runnable_variants(), reason="this processor has no AMX"
@@ -88,10 +86,11 @@ def unit(request: pytest.FixtureRequest) -> Iterator[str]:
         yield "amx"
 
 
-def on_unit(weight: Tensor, bias: Tensor | None = None, size: int = LARGE[0]) -> NativeLinear:
-    """A matrix in bfloat16 that is said to be a part of one of so many bytes, which the unit multiplies by."""
+def on_unit(weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+    """A matrix in bfloat16 that goes to the unit, however small it is."""
     linear = NativeLinear(weight.bfloat16(), bias)
-    linear.matrix.whole = size // (2 * weight.shape[1]) // 32 * 32 + 32
+    if not linear.matrix.interleaved:
+        linear.interleave()
     return linear
 
 
@@ -110,7 +109,7 @@ def test_eight_bit_weights_come_to_the_same_bits_as_by_whole_numbers(unit: str, 
     torch.manual_seed(out)
     linear, x = NativeInt8Linear(torch.randn(out, width)), rows_of(37, width)
     q, unit = fixed_point(x)
-    expected = ((q @ linear.rounded.long().T).double() * unit).float() * linear.tensors[1]
+    expected = ((q @ linear.numbers_in_rows.long().T).double() * unit).float() * linear.tensors[1]
     assert torch.equal(alone(linear, x), expected)
     for threads in (1, 2):
         with on_threads(threads):
@@ -132,11 +131,12 @@ def test_weights_in_groups_come_to_the_same_bits_as_on_vectors(emulated: str, fo
             assert all(torch.equal(linear(x[:rows]), expected[:rows]) for rows in counts_of(96))
 
 
-@pytest.mark.parametrize("size", LARGE)
 @pytest.mark.parametrize(("out", "width"), [(32, 64), (96, 128), (64, 1088)])
-def test_three_bfloat16_parts_are_as_good_as_float32(unit: str, out: int, width: int, size: int) -> None:
+def test_three_bfloat16_parts_are_as_good_as_float32(unit: str, out: int, width: int) -> None:
     torch.manual_seed(out)
-    linear = on_unit(torch.randn(out, width), torch.randn(out), size)
+    weight = torch.randn(out, width)
+    linear = on_unit(weight, torch.randn(out))
+    assert torch.equal(linear.weight, weight.bfloat16().float())
     x = torch.randn(37, width)
     expected = x.double() @ linear.weight.double().T + linear.tensors[1].double()
     found = alone(linear, x)
@@ -155,20 +155,25 @@ def test_a_small_matrix_in_bfloat16_is_multiplied_by_vectors_for_any_number_of_r
     plain.argtypes = library._SIGNATURES["linear"][1]
     for out, tiles in ((32, False), (64, True)):
         linear = NativeLinear(torch.randn(out, 64).bfloat16())
-        assert (linear.num_bytes > SMALL) is tiles
-        y = torch.empty(37, out)
-        plain(addressof(linear.matrix), x.data_ptr(), 37, None, y.data_ptr(), 1)
+        assert (linear.num_bytes > SMALL) is tiles is bool(linear.matrix.interleaved)
+        y, stored = torch.empty(37, out), linear.numbers_in_rows
+        in_rows = library.Matrix(stored.data_ptr(), kind=1, in_features=64, out_features=out)
+        plain(addressof(in_rows), x.data_ptr(), 37, None, y.data_ptr(), 1)
         for rows in (1, 5, 6, 37):
             assert torch.equal(linear(x[:rows]), y[:rows]) is not tiles
 
 
-@pytest.mark.parametrize("out", [32, 96])
-def test_parts_side_by_side_come_to_the_same_bits(unit: str, out: int) -> None:
-    """Up to five rows have their three parts in one tile, where the matrix is not too large."""
-    weight, x = torch.randn(out, 128), torch.randn(7, 128)
-    beside, apart = (on_unit(weight, None, size) for size in LARGE)
-    for rows in range(1, 8):
-        assert torch.equal(beside(x[:rows]), apart(x[:rows]))
+def test_few_rows_meet_vectors_with_the_sums_of_tiles(unit: str) -> None:
+    """Numbers of all sizes, down to those whose products, or which themselves, are too small for a normal float32."""
+    torch.manual_seed(1)
+    sizes = torch.logspace(-37, 3, 128)
+    x = torch.randn(16, 128) * sizes[torch.randperm(128)] * torch.logspace(-6, 3, 16).unsqueeze(1)
+    x[:, ::7] = 1e-40
+    linear = on_unit(torch.randn(96, 128) * sizes[torch.randperm(128)])
+    together = linear(x)  # more rows than vectors multiply
+    assert together.isfinite().all() and together.count_nonzero() > together.numel() / 2
+    for rows in (1, 2, 3, 4):
+        assert all(torch.equal(linear(x[first : first + rows]), together[first : first + rows]) for first in range(12))
 
 
 def test_the_check_before_the_first_use_reaches_the_unit(emulated: str) -> None:

@@ -40,10 +40,10 @@ class ProductTimes:
 def compare(first: Path, second: Path, variant: str, *, repeats: int = 40) -> list[ProductTimes]:
     """Time every kind of weights. Raises ReleaseError if one of the libraries has no such variant that runs here."""
     functions = [_linear(path, variant) for path in (first, second)]
-    interleaved = bool(getattr(_opened(first), f"interleaves_{variant}")(1))
     generator = torch.Generator().manual_seed(1)
     found = []
-    for name, matrix, _kept in _matrices(generator, interleaved):
+    for name, matrix, _kept in _matrices(generator):
+        matrix.interleaved = _interleaves(first, variant, matrix)
         for rows in ROWS:
             x = torch.randn(rows, INPUTS, generator=generator)
             y = torch.empty(rows, OUTPUTS)
@@ -82,8 +82,15 @@ def _linear(path: Path, variant: str) -> Callable[..., int]:
     return function
 
 
-def _matrices(generator: torch.Generator, interleaved: bool) -> list[tuple[str, Matrix, Sequence[torch.Tensor]]]:
-    """A matrix of every kind, by a name, with the tensors that it points to. interleaved: whether those of bytes are."""
+def _interleaves(path: Path, variant: str, matrix: Matrix) -> int:
+    """Whether the variant wants the matrix in that order; any numbers will do in any order."""
+    function = getattr(_opened(path), f"interleaves_{variant}")
+    function.argtypes = [c_int64, c_int64, c_int64]
+    return int(function(matrix.kind, matrix.out_features, matrix.in_features))
+
+
+def _matrices(generator: torch.Generator) -> list[tuple[str, Matrix, Sequence[torch.Tensor]]]:
+    """A matrix of every kind, by a name, with the tensors that it points to."""
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator)
     scale = torch.full((OUTPUTS,), 1 / 127)
     found: list[tuple[str, Matrix, Sequence[torch.Tensor]]] = []
@@ -91,7 +98,7 @@ def _matrices(generator: torch.Generator, interleaved: bool) -> list[tuple[str, 
         stored = (weight * 30).clamp(-127, 127).to(dtype) if dtype == torch.int8 else weight.to(dtype)
         matrix = Matrix(weight=stored.data_ptr(), kind=KINDS[dtype], in_features=INPUTS, out_features=OUTPUTS)
         if dtype == torch.int8:
-            matrix.scale, matrix.interleaved = scale.data_ptr(), interleaved
+            matrix.scale = scale.data_ptr()
         found.append((str(dtype).removeprefix("torch."), matrix, (stored, scale)))
     numbers = torch.randint(0, 256, (OUTPUTS, INPUTS // 2), dtype=torch.uint8, generator=generator)
     scales = torch.rand(OUTPUTS, INPUTS // GROUP, generator=generator).half()
@@ -104,7 +111,6 @@ def _matrices(generator: torch.Generator, interleaved: bool) -> list[tuple[str, 
         group=GROUP,
         scales=SCALES[torch.float16],
         zero=8,
-        interleaved=interleaved,
     )
     found.append(("4 bits", matrix, (numbers, scales)))
     return found

@@ -1,0 +1,78 @@
+/* Weights in bfloat16 on a matrix unit. A row's numbers are cut into three bfloat16 numbers that add up to them (`to_parts`), and the
+ * unit sums the products of each in float32.
+ *
+ * For a few rows vectors are faster. They do what Intel's description of TDPBF16PS says, so that a row has the same results either way:
+ * 32 inputs at a time, products with even and with odd inputs summed apart in the inputs' order, both sums added, and that added to the
+ * total; with fused multiply-adds that take subnormal numbers for 0 and give 0 for them.
+ */
+#ifndef SELFSPEC_PARTS_H
+#define SELFSPEC_PARTS_H
+#include "tiles.h"
+
+#define PARTS 3         /* of each number of a row */
+#define PART_INPUTS 32  /* that a run of 64 bytes holds */
+#define PART_ROWS 3     /* most rows that vectors multiply */
+#define PART_VECTORS (TILES && MANY_REGISTERS && LANES == 16)
+
+#if TILES
+INLINE int parts_by_vectors(int64_t rows) { return PART_VECTORS && rows <= PART_ROWS; }
+
+#if PART_VECTORS
+/* sums: [part, row, 16 outputs]. x: parts as floats, [pair of inputs, row, part, 2]. rows: a constant where this is called. */
+INLINE void part_sums(int rows, const Matrix *m, int64_t first, const float *x, Fetch fetch, float (*sums)[16][16]) {
+  const int64_t runs = m->in / PART_INPUTS, ahead = bytes_of(BFLOAT16, fetch.ahead * m->in);
+  const char *w = (const char *)m->weight + bytes_of(BFLOAT16, first * m->in);
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+  __m512 total[PART_ROWS][PARTS];
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < PARTS; p++) total[r][p] = _mm512_setzero_ps();
+  for (int64_t run = 0; run < runs; run++) {
+    __m512 even[PART_ROWS][PARTS], odd[PART_ROWS][PARTS];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < PARTS; p++) even[r][p] = odd[r][p] = _mm512_setzero_ps();
+    for (int line = 0; line < 16; line++, w += 64, x += 2 * PARTS * rows) {
+      if (fetch.ahead && (64 * line & fetch.mask) == fetch.place) FETCH(w + ahead);
+      const __m512i pairs = _mm512_loadu_si512(w);
+      const __m512 evens = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), odds = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
+      UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int p = 0; p < PARTS; p++) {
+          even[r][p] = _mm512_fmadd_ps(evens, _mm512_set1_ps(x[2 * (r * PARTS + p)]), even[r][p]);
+          odd[r][p] = _mm512_fmadd_ps(odds, _mm512_set1_ps(x[2 * (r * PARTS + p) + 1]), odd[r][p]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+      UNROLL for (int p = 0; p < PARTS; p++) total[r][p] = _mm512_add_ps(total[r][p], _mm512_add_ps(even[r][p], odd[r][p]));
+  }
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < PARTS; p++) _mm512_storeu_ps(sums[p][r], total[r][p]);
+}
+
+/* Not inlined: no operation may move out of it, to where subnormal numbers count. */
+__attribute__((noinline)) static void vector_sums(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch,
+                                                  float (*sums)[16][16]) {
+  if (rows == 1) part_sums(1, m, first, x, fetch, sums);
+  else if (rows == 2) part_sums(2, m, first, x, fetch, sums);
+  else part_sums(3, m, first, x, fetch, sums);
+}
+#endif
+
+static void tile_sums(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float (*sums)[16][16]) {
+  const int64_t runs = m->in / PART_INPUTS, ahead = bytes_of(BFLOAT16, fetch.ahead * m->in);
+  const char *w = (const char *)m->weight + bytes_of(BFLOAT16, first * m->in);
+  THREE_SUMS(tile_dot_bfloat16);
+}
+
+/* `outputs` for 16 outputs, before the bias. */
+static void part_outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
+  float sums[PARTS][16][16];
+#if PART_VECTORS
+  if (parts_by_vectors(rows)) {
+    const unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | 0x8040); /* subnormal numbers are and give 0 */
+    vector_sums(m, first, x, rows, fetch, sums);
+    _mm_setcsr(mode);
+  } else
+#endif
+    tile_sums(m, first, (const char *)x, rows, fetch, sums);
+  for (int64_t r = 0; r < rows; r++)
+    for (int o = 0; o < BLOCK; o++) y[r * BLOCK + o] = (sums[2][r][o] + sums[1][r][o]) + sums[0][r][o];
+}
+#endif
+#endif
