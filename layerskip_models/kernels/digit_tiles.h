@@ -49,7 +49,7 @@ INLINE void tile_span_dots(int kind, int spans, int shifted, const Matrix *m, in
       _mm512_store_si512(quads[t], pair.first);
       _mm512_store_si512(quads[8 + t], pair.second);
     }
-    __asm__ volatile("" : : "r"(quads) : "memory"); /* GCC's loads of tiles do not say that they read memory */
+    __asm__ volatile("" : : "r"(quads) : "memory"); /* as in configure_tiles */
     UNROLL for (int half = 0; half < spans / 2; half++) {
       const int other = half + spans / 2;
       const char *digits = x + half * GROUPED_DIGITS * rows * width, *others = x + other * GROUPED_DIGITS * rows * width;

@@ -82,6 +82,7 @@ static __thread int64_t tiles_key; /* what this thread's tiles are configured fo
 /* Configure tiles: 0 to 3 for sums of `rows` rows, 4 and 5 for weights, 6 and 7 for rows, of which `width` bytes meet weights at once. */
 INLINE void configure_tiles(int64_t rows, int width) {
   const int64_t key = width * 32 + rows;
+  __asm__ volatile("" : : : "memory"); /* GCC 12's loads of tiles do not say that they read memory, such as rows just prepared */
   if (key == tiles_key) return;
   TileConfig config = {.palette = 1};
   for (int t = 0; t < 8; t++) {
