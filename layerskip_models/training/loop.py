@@ -55,7 +55,8 @@ def train(config: TrainingConfig) -> Path:
     """Run the training to its end, from the newest checkpoint in output_dir if there is one; return the model's folder.
 
     output_dir receives config.json, tokenizer/, tokens/, log.jsonl, checkpoints/ and, at the end, model/: a transformers
-    checkpoint in export_dtype with its tokenizer. steps/N/ is the same after each step N of keep_at. Where nothing else is said, a resumed run is the uninterrupted one.
+    checkpoint in export_dtype with its tokenizer. steps/N/ is the same after step N, for each N of keep_at. Where nothing
+    else is said, a resumed run is the uninterrupted one.
     Raises ValueError for data that is missing or too short, an output_dir of another run, or an unsupported checkpoint.
     """
     accelerator = make_accelerator(config)
