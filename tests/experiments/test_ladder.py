@@ -14,11 +14,12 @@ from bench.experiments.__main__ import app
 from bench.experiments.ladder.ladder_command import UNTUNED, replayed_settings
 from bench.experiments.ladder.ladder_tables import CLAIMS, ladder_tables
 from bench.experiments.ladder.orders import correlation, exchanged, looping_prompts, order_of
-from bench.experiments.ladder.rungs import find_rungs
+from bench.experiments.ladder.rungs import Rung, find_rungs
 from bench.experiments.settings.arms import OURS, candidates
 from bench.experiments.settings.settings_command import count
 from bench.experiments.tuned_run import TunedRun
-from bench.record import read_record
+from bench.provenance import weights_digest
+from bench.record import RecordWriter, read_record
 from bench.report.markdown import markdown
 from layerskip_models import DEMO_PATH
 from layerskip_models.training.training_config import TrainingConfig
@@ -70,7 +71,7 @@ def made_up(num_prompts: int, num_loops: int = 0) -> list[dict[str, Any]]:
         {
             "kind": "run",
             "command": "ladder",
-            "configuration": {"tuning_prompts": ["t"]},
+            "configuration": {"tuning_prompts": ["t"], "rungs": ["early", "late"]},
             "provenance": {"dtype": "float32", "cpu": "a CPU"},
         }
     ]
@@ -167,6 +168,28 @@ def test_the_command(tmp_path: Path) -> None:
     assert rung["tokens"] == 320 and len(rung["loss"]) == 16 and rung["agreement"][-1] == 1
     assert len(rung["own_agreement"]) == 15 and rung["texts"] == 1
     assert "| checkpoint | loss |" in markdown(lines)
+
+
+def test_a_record_goes_on_with_new_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the new one is measured; the rows are in the order of the checkpoints, and other options are refused."""
+    path, run = tmp_path / "ladder.jsonl", kept(tmp_path / "run", 15_625)
+    measured = []
+
+    def measure(run: object, rung: Rung, about: object, max_new_tokens: object, record: RecordWriter) -> None:
+        measured.append(rung.name)
+        record.write({**made_up(1)[-1], "rung": rung.name, "weights_digest": weights_digest(rung.path)})
+
+    monkeypatch.setattr("bench.experiments.ladder.ladder_command.measure", measure)
+    command = ["ladder", str(run), "--prompts", "code", "--tuning", "1", "--num-samples", "1", "-o", str(path)]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    (run / "steps" / "7813").symlink_to(DEMO_PATH)
+    assert CliRunner().invoke(app, [*command, "--resume"]).exit_code == 0
+    assert measured == ["1.00 M", "0.50 M"]
+    lines = read_record(path)
+    assert [line["rung"] for line in lines[1:]] == ["1.00 M", "0.50 M"]
+    assert [row[0] for row in ladder_tables(lines)[0].rows] == ["0.50 M", "1.00 M"]
+    other = CliRunner().invoke(app, [*command, "--resume", "--max-new-tokens", "9"])
+    assert other.exit_code == 2 and "made with another max_new_tokens" in other.stderr
 
 
 def test_fixed_lengths_are_replayed_as_they_are_decoded() -> None:

@@ -12,13 +12,14 @@ import typer
 from bench.commands.bench_options import DtypeOption, NewTokensOption, OutputOption, PromptTokensOption
 from bench.commands.preparation import progress, recording, show
 from bench.datasets import EncodedPrompt
+from bench.experiments.ladder.earlier import measured_before
 from bench.experiments.ladder.rungs import Rung, find_rungs, held_out_figures
 from bench.experiments.settings.arms import OURS, candidates
 from bench.experiments.settings.settings_command import count
 from bench.experiments.tuned_run import TunedRun
 from bench.grid import ALL, LAYERS, grid_line, mean_agreement, tokens_per_cost
 from bench.provenance import weights_digest
-from bench.record import Line, RecordWriter
+from bench.record import Line, RecordWriter, matching
 from bench.report.table import counted
 from layerskip_models.training.evaluation import is_looping
 from policies import LayerCost
@@ -64,6 +65,9 @@ def ladder(
     prompt_tokens: PromptTokensOption = 128,
     max_new_tokens: NewTokensOption = 128,
     dtype: DtypeOption = "auto",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the checkpoints that --output already has, and measure the others.")
+    ] = False,
     output: OutputOption = None,
 ) -> None:
     """Tokens per loaded layer of each policy on each checkpoint: does their order hold as a model gets better?
@@ -72,6 +76,8 @@ def ladder(
     and layers are counted, so a busy machine changes nothing. Every prompt is new to a policy.
     """
     with one_line_errors():
+        if resume and output is None:
+            raise ValueError("--resume needs --output, the record that is to go on")
         rungs = find_rungs(checkpoints)
         prepare = partial(
             TunedRun.prepare,
@@ -83,27 +89,28 @@ def ladder(
             exit_layers=exit_layer or EXIT_LAYERS,
         )
         run = prepare(str(rungs[0].path))
-    with recording(RecordWriter(output)) as record:
-        record.write(
-            run.description(
-                "ladder",
-                max_new_tokens,
-                model=counted(len(rungs), "checkpoint"),
-                weights_digest=None,
-                rungs=[rung.name for rung in rungs],
-                training=next((rung.training for rung in rungs if rung.training is not None), None),
-                text=[path.name for path in text or []],
-                max_text_tokens=max_text_tokens,
-            )
+        first = run.description(
+            "ladder",
+            max_new_tokens,
+            model=counted(len(rungs), "checkpoint"),
+            weights_digest=None,
+            rungs=[rung.name for rung in rungs],
+            training=next((rung.training for rung in rungs if rung.training is not None), None),
+            text=[path.name for path in text or []],
+            max_text_tokens=max_text_tokens,
         )
+        before = measured_before(output, first, rungs) if resume and output is not None else []
+    with recording(RecordWriter(output, previous=[first, *before])) as record:
         for rung in rungs:
+            if matching(before, "rung", rung=rung.name):
+                continue
             run = prepare(str(rung.path)) if rung is not rungs[0] else run
             about = held_out_figures(rung.path, text or [], exclude or [], max_text_tokens)
-            _measure(run, rung, about, max_new_tokens, record)
+            measure(run, rung, about, max_new_tokens, record)
     show(record.lines)
 
 
-def _measure(run: TunedRun, rung: Rung, about: Line, max_new_tokens: int, record: RecordWriter) -> None:
+def measure(run: TunedRun, rung: Rung, about: Line, max_new_tokens: int, record: RecordWriter) -> None:
     """Write a checkpoint's lines: which settings were chosen, what each policy counted, and what the model is like."""
     patterns = [name for rule in OURS if rule != REPLAYED for name in candidates(OURS[rule], run.exit_layers)]
     with progress(len(patterns) + len(OURS) + len(UNTUNED) + 1) as advance:

@@ -20,7 +20,7 @@ CLAIMS = (
 
 def ladder_headline(lines: Sequence[Line]) -> str:
     """What was measured, in a sentence or two."""
-    about, rungs = lines[0]["configuration"], matching(lines, "rung")
+    about, rungs = lines[0]["configuration"], _rung_lines(lines)
     where = lines[0]["provenance"]
     spread = f" ({rungs[0]['rung']} to {rungs[-1]['rung']})" if len(rungs) > 1 else ""
     return (
@@ -32,7 +32,7 @@ def ladder_headline(lines: Sequence[Line]) -> str:
 
 def ladder_tables(lines: Sequence[Line]) -> list[Table]:
     """All tables; those of texts without loops where some checkpoint has enough of them."""
-    rungs = [line["rung"] for line in matching(lines, "rung")]
+    rungs = [line["rung"] for line in _rung_lines(lines)]
     loops = {rung: looping_prompts(lines, rung) for rung in rungs}
     everything = {rung: order_of(lines, rung) for rung in rungs}
     free = {rung: order_of(lines, rung, loops[rung]) for rung in rungs}
@@ -45,9 +45,15 @@ def ladder_tables(lines: Sequence[Line]) -> list[Table]:
     return tables
 
 
+def _rung_lines(lines: Sequence[Line]) -> list[Line]:
+    """In the order of the checkpoints; a record that was resumed may have another."""
+    order = lines[0]["configuration"]["rungs"]
+    return sorted(matching(lines, "rung"), key=lambda line: int(order.index(line["rung"])))
+
+
 def _rungs(lines: Sequence[Line]) -> Table:
     rows = []
-    for line in matching(lines, "rung"):
+    for line in _rung_lines(lines):
         layers = line["num_layers"]
         exits = {"1": 1, "L/4": max(layers // 4, 1)}
         cells = {"checkpoint": line["rung"], "loss": number(line["loss"][-1] if line["loss"] else None, "{:.3f}")}
