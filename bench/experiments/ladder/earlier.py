@@ -9,6 +9,7 @@ from typing import Any
 from bench.experiments.ladder.rungs import Rung
 from bench.provenance import weights_digest
 from bench.record import Line, matching, read_parts, read_record
+from bench.sources import parts_of
 
 _GROWS = ("model", "rungs", "training")
 """What a record's configuration says of all checkpoints together."""
@@ -37,4 +38,6 @@ def measured_before(output: Path, first: Line, rungs: Sequence[Rung]) -> list[Li
 def _decisive(first: Line) -> dict[str, Any]:
     options = {name: value for name, value in first["configuration"].items() if name not in _GROWS}
     where = first["provenance"]
-    return {**options, "code": where.get("sources"), "kind of number": where["dtype"], "quickness": where.get("quick")}
+    digests = where.get("sources") or {}
+    code = {part: digests.get(part) for part in parts_of([first])}
+    return {**options, "code": code, "dtype": where["dtype"], "quick": where.get("quick")}
