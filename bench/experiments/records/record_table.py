@@ -291,7 +291,7 @@ RECORDS: tuple[RecordSource, ...] = (
     ),
     RecordSource(
         name="ladder",
-        command=f"{_STUDY} ladder FILES/ladder{_TASKS}{_LADDER_TEXT}",
+        command=f"{_STUDY} ladder FILES/ladder{_TASKS}{_LADDER_TEXT} --tuning 1",
         minutes=30,
         quick="--tuning 1 --num-samples 1 --max-new-tokens 8 --max-text-tokens 300 --exit-layer 2",
         folder="bench/experiments/ladder",
