@@ -26,6 +26,7 @@ from bench.experiments.fewer_bits.copy_command import draft_copies
 from bench.experiments.fewer_bits.fine_tune_command import fine_tune
 from bench.experiments.fewer_bits.rounding_command import compare_roundings
 from bench.experiments.fewer_bits.weight_only_command import weight_only
+from bench.experiments.ladder.ladder_command import ladder
 from bench.experiments.leaves.leaves_command import leaves
 from bench.experiments.loading.loading_command import loading
 from bench.experiments.online_exits.online_exits_command import online_exits
@@ -72,6 +73,7 @@ app.command()(draft_copies)
 app.command()(fine_tune)
 app.command(name="roundings")(compare_roundings)
 app.command()(weight_only)
+app.command()(ladder)
 app.command()(leaves)
 app.command()(loading)
 app.command()(copy_index)

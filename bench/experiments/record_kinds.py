@@ -18,6 +18,7 @@ from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, e
 from bench.experiments.fewer_bits.copy_tables import copy_headline, copy_tables
 from bench.experiments.fewer_bits.fine_tune_tables import fine_tune_headline, fine_tune_tables
 from bench.experiments.fewer_bits.rounding_tables import rounding_headline, rounding_tables
+from bench.experiments.ladder.ladder_tables import ladder_headline, ladder_tables
 from bench.experiments.loading.loading_tables import loading_headline, loading_tables
 from bench.experiments.online_exits.online_exit_tables import online_headline, online_tables
 from bench.experiments.predictions.predictions_tables import predictions_headline, predictions_tables
@@ -91,6 +92,19 @@ STUDIES: dict[str, RecordKind] = {
         tables=bounded_tables,
         headline=bounded_headline,
         headings={"bounded": "Bounded exits", "bounded_free": "On texts that do not loop"},
+    ),
+    "ladder": RecordKind(
+        tables=ladder_tables,
+        headline=ladder_headline,
+        headings={
+            "ladder_rungs": "Checkpoints",
+            "ladder_settings": "Settings",
+            "ladder_order": "Policies on each checkpoint",
+            "ladder_claims": "Claims on each checkpoint",
+            "ladder_order_free": "Policies, on texts that do not loop",
+            "ladder_claims_free": "Claims, on texts that do not loop",
+            "ladder_ranks": "Orders of two checkpoints",
+        },
     ),
     "loading": RecordKind(tables=loading_tables, headline=loading_headline, headings={"loading": "Loading"}),
     "predictions": RecordKind(

@@ -186,6 +186,28 @@ def evaluate(
     )
 
 
+def held_out_by_path(paths: Sequence[Path], exclude: Sequence[str], holdout_fraction: float) -> list[list[str]]:
+    """The documents of each path that a training with this holdout_fraction leaves out."""
+    return [
+        [document for document in read_documents(path, exclude) if is_held_out(document, holdout_fraction)]
+        for path in paths
+    ]
+
+
+def equal_shares(by_path: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[str]:
+    """The first documents of each path, an equal share of max_tokens from each, so that no large file hides the others."""
+    documents: list[str] = []
+    for held in by_path:
+        budget = max_tokens // len(by_path)
+        for document in held:
+            if budget <= 0:
+                break
+            ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"][:budget]
+            budget -= len(ids)
+            documents.append(tokenizer.decode(ids))
+    return documents
+
+
 def evaluation_command(
     model: Annotated[str, typer.Argument(help="Llama checkpoint: folder, GGUF file, short or hub name.")],
     text: Annotated[list[Path] | None, typer.Option(help="Text as for training; held-out documents are used.")] = None,
@@ -205,20 +227,8 @@ def evaluation_command(
         if not isinstance(network, LlamaForCausalLM):
             raise ValueError(f"{model} must be a Llama checkpoint, it is of type {network.config.model_type!r}")
         tokenizer = load_tokenizer(model)
-        by_path = [
-            [document for document in read_documents(path, exclude or []) if is_held_out(document, holdout_fraction)]
-            for path in text or []
-        ]
-        # An equal share of tokens from each path, so that no large file hides the others.
-        documents: list[str] = []
-        for held in by_path:
-            budget = max_text_tokens // len(by_path)
-            for document in held:
-                if budget <= 0:
-                    break
-                ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"][:budget]
-                budget -= len(ids)
-                documents.append(tokenizer.decode(ids))
+        by_path = held_out_by_path(text or [], exclude or [], holdout_fraction)
+        documents = equal_shares(by_path, tokenizer, max_text_tokens)
         asked = []
         for path in prompts or []:
             asked += [example.prompt for example in read_examples(path, ()) if example.prompt][:max_prompts]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,8 @@ def train(config: TrainingConfig) -> Path:
     """Run the training to its end, from the newest checkpoint in output_dir if there is one; return the model's folder.
 
     output_dir receives config.json, tokenizer/, tokens/, log.jsonl, checkpoints/ and, at the end, model/: a transformers
-    checkpoint in export_dtype with its tokenizer. Where nothing else is said, a resumed run is the uninterrupted one.
+    checkpoint in export_dtype with its tokenizer. steps/N/ is the same after step N, for each N of keep_at. Where nothing
+    else is said, a resumed run is the uninterrupted one.
     Raises ValueError for data that is missing or too short, an output_dir of another run, or an unsupported checkpoint.
     """
     accelerator = make_accelerator(config)
@@ -76,12 +78,14 @@ def train(config: TrainingConfig) -> Path:
         training.run_layer = torch.compile(run_layer)
     optimizers = training.optimizers()
     run = ResumableRun(config, accelerator, held, optimizers, steps=config.max_steps, console=quiet_console())
-    run.execute(training.gradient, training.evaluate)
-    dtype = getattr(torch, config.export_dtype)
-    tensors = held.whole_tensors(dtype)
-    if accelerator.is_main_process:
-        write_folder(output_dir / "model", partial(training.export, tensors, dtype))
-    accelerator.wait_for_everyone()
+
+    def after_step(done: int) -> StepReport | None:
+        if done in config.keep_at:
+            training.write_model(output_dir / "steps" / str(done))
+        return training.evaluate(done)
+
+    run.execute(training.gradient, after_step)
+    training.write_model(output_dir / "model")
     return output_dir / "model"
 
 
@@ -254,10 +258,18 @@ class LayerSkipTraining:
             summary=f"held out: loss {loss[-1]:.3f}; agreement of exits with the last layer: {curve}",
         )
 
+    def write_model(self, path: Path) -> None:
+        """Write the model as it is now, whole or not at all. All processes call it together."""
+        dtype = getattr(torch, self.config.export_dtype)
+        tensors = self.held.whole_tensors(dtype)
+        if self.accelerator.is_main_process:
+            write_folder(path, partial(self.export, tensors, dtype))
+        self.accelerator.wait_for_everyone()
+
     def export(self, tensors: dict[str, Tensor], dtype: torch.dtype, path: Path) -> None:
-        """The finished model with its tokenizer, in export_dtype; its generation settings are init's, or plain greedy."""
+        """The model with its tokenizer, in export_dtype; its generation settings are init's, or plain greedy."""
         with init_empty_weights():
-            exported = LlamaForCausalLM(self.model.config)
+            exported = LlamaForCausalLM(deepcopy(self.model.config))  # which stays as it is for the steps to come
         exported.load_state_dict({name: tensor.to("cpu", dtype) for name, tensor in tensors.items()}, assign=True)
         exported.tie_weights()
         exported.generation_config = (

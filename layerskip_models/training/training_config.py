@@ -106,19 +106,30 @@ class TrainingConfig(RunSettings):
     eval_every: int = option(100, "Steps between evaluations on held-out text.", AT_LEAST_1)
     eval_tokens: int = option(8192, "Held-out tokens per evaluation.", AT_LEAST_1)
     log_every: int = with_default(RunSettings, "log_every", 10)
+    keep_at: tuple[int, ...] = option(
+        (), "Step after which the model is also kept, in OUTPUT_DIR/steps/STEP; repeatable.", metavar="STEP"
+    )
     export_dtype: str = option(
         "bfloat16", "Type of the finished model: bfloat16, float16 or float32.", ("bfloat16", "float16", "float32")
     )
 
-    operational: ClassVar[tuple[str, ...]] = (*RunSettings.operational, "eval_every", "eval_tokens", "export_dtype")
+    operational: ClassVar[tuple[str, ...]] = (
+        *RunSettings.operational,
+        "eval_every",
+        "eval_tokens",
+        "keep_at",
+        "export_dtype",
+    )
     preparation: ClassVar[tuple[str, ...]] = ("tokenizer", "tokens", "log.jsonl")
-    results: ClassVar[tuple[str, ...]] = ("checkpoints", "model")
+    results: ClassVar[tuple[str, ...]] = ("checkpoints", "model", "steps")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
             self.long_steps <= self.max_steps, "long_steps", f"at most max_steps ({self.max_steps})", self.long_steps
         )
+        for step in self.keep_at:
+            require(1 <= step <= self.max_steps, "keep_at", f"steps in [1, {self.max_steps}], up to max_steps", step)
         if self.exit_loss != "uniform" and self.curriculum == "none":
             raise ValueError(
                 f"exit_loss {self.exit_loss} weights the losses of exits, and curriculum none trains no exit:"

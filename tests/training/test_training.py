@@ -33,7 +33,7 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
     """An uninterrupted run."""
-    config = tiny(text, tmp_path_factory.mktemp("run") / "out")
+    config = tiny(text, tmp_path_factory.mktemp("run") / "out", keep_at=(4, 8))
     train(config)
     return Path(config.output_dir)
 
@@ -57,6 +57,15 @@ def test_run_leaves_a_usable_model_and_a_log(finished):
     assert held_out["agreement"][-1] == 1
     assert records[-1]["loss"].keys() == {"3"}  # layers 7 mod 4 = 3 and the last, which is the same
     assert records[-2]["loss"].keys() == {"2", "3"}
+
+
+def test_models_on_the_way_are_kept(finished):
+    """After the last step it is the finished model; before that another one, which runs as it is."""
+    assert_same_weights(finished / "steps" / "8", finished / "model")
+    kept, last = weights(finished / "steps" / "4"), weights(finished / "model")
+    assert all(not torch.equal(kept[name], last[name]) for name in kept if name.endswith("proj.weight"))
+    assert load_model(finished / "steps" / "4").num_layers == 4
+    assert AutoTokenizer.from_pretrained(finished / "steps" / "4").eos_token == "<|endoftext|>"
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -93,8 +102,10 @@ def test_killed_run_resumes_to_the_same_weights(text, finished, tmp_path):
     assert latest is not None
     assert latest[1] == 3
     assert not (output_dir / "model").exists()
-    train(tiny(text, output_dir))
+    train(tiny(text, output_dir, keep_at=(2, 4)))  # the second step is over, so its model is gone
     assert_same_weights(output_dir / "model", finished / "model")
+    assert_same_weights(output_dir / "steps" / "4", finished / "steps" / "4")
+    assert [path.name for path in (output_dir / "steps").iterdir()] == ["4"]
     steps = [json.loads(line)["step"] for line in (output_dir / "log.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 9))
 
@@ -237,6 +248,7 @@ def test_other_architectures_are_refused(text, tmp_path):
         ({"batch_tokens": 63}, "batch_tokens must be a multiple of the sequence length 16, got 63"),
         ({"layer_dropout": 1.0}, r"layer_dropout must be in \[0, 1\), got 1.0"),
         ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
+        ({"keep_at": (8, 9)}, r"keep_at must be steps in \[1, 8\], up to max_steps, got 9"),
         ({"exit_loss": "decayed"}, "exit_loss must be one of uniform, cumulative, full, got 'decayed'"),
         ({"exit_loss_alpha": 1.5}, r"exit_loss_alpha must be in \[0, 1\], got 1.5"),
         ({"exit_loss_block": 0}, "exit_loss_block must be at least 1, got 0"),

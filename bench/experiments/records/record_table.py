@@ -37,6 +37,7 @@ STAND_INS: Mapping[str, str | None] = {
     "FILES/run/model": _DEMO,
     "FILES/run-further/model": _DEMO,
     "FILES/control": _DEMO,
+    "FILES/ladder": _DEMO,
     "FILES/SmolLM2-135M-Instruct": f"{WORK}/converted",
     "FILES/int4": None,
     "FILES/int8": None,
@@ -142,6 +143,10 @@ _CORPUS = "".join(
         "gutenberg_books.txt.gz:1",
         "us_addresses.txt.gz:1",
     )
+)
+_LADDER_TEXT = "".join(
+    f" --text FILES/corpus/{name}.txt.gz"
+    for name in ("gsm8k_train", "mbpp_train", "tatoeba_de_en", "gutenberg_books", "us_addresses")
 )
 _LOSS_CORPUS = "".join(
     f" --data FILES/corpus/{name}"
@@ -283,6 +288,13 @@ RECORDS: tuple[RecordSource, ...] = (
         minutes=3,
         quick="--tuning 1 --num-samples 1 --max-new-tokens 8",
         folder="bench/experiments/bounded_exits",
+    ),
+    RecordSource(
+        name="ladder",
+        command=f"{_STUDY} ladder FILES/ladder{_TASKS}{_LADDER_TEXT} --tuning 1",
+        minutes=30,
+        quick="--tuning 1 --num-samples 1 --max-new-tokens 8 --max-text-tokens 300 --exit-layer 2",
+        folder="bench/experiments/ladder",
     ),
     RecordSource(
         name="predictions",
