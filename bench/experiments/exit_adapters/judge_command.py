@@ -61,8 +61,8 @@ def judge_exits(
         layers = tuple(exit_layer or (adapters.config.exit_layers if adapters is not None else ()))
         if not layers:
             raise ValueError("name exits with --exit-layer, or adapters with --exits")
-        asked = _questions(chats, tokenizer, num_samples)
-        others = [] if training_chats is None else _questions(training_chats, tokenizer, num_training)
+        asked = questions(chats, tokenizer, num_samples)
+        others = [] if training_chats is None else questions(training_chats, tokenizer, num_training)
         with progress(2) as advance:
             judged = JudgedExits.of(network, adapters, layers, [one.ids for one in asked], max_new_tokens)
             written = answers_of(network, [one.ids for one in others], max_new_tokens)
@@ -101,7 +101,7 @@ def judge_exits(
     show(record.lines)
 
 
-def _questions(path: Path, tokenizer: PreTrainedTokenizerBase, number: int) -> list[EncodedPrompt]:
+def questions(path: Path, tokenizer: PreTrainedTokenizerBase, number: int) -> list[EncodedPrompt]:
     """The first questions of a file, as the tokenizer's chat template asks them."""
     found = [example.messages for example in read_examples(path, ()) if example.messages][:number]
     return [
