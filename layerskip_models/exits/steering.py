@@ -45,6 +45,10 @@ class SteeredAdapter(ExitAdapter):
         self.steer = nn.Linear(config.steering_size, config.rank, bias=False)
         nn.init.zeros_(self.steer.weight)
 
+    def forward(self, hidden: Tensor) -> Tensor:
+        """ValueError: what it says depends on what steers it; call `steered`."""
+        raise ValueError("a steered adapter says nothing by itself: call steered, with what steers it")
+
     def steered(self, hidden: Tensor, steering: Tensor) -> Tensor:
         """hidden: [..., hidden], of the exit. steering: [..., steering_size]. Returns the shape of hidden."""
         normed = F.rms_norm(hidden, (self.config.hidden_size,), None, self.config.eps)

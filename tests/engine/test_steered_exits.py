@@ -203,5 +203,5 @@ def test_where_nothing_can_steer_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing here steers it"):
         model.at_exit(torch.zeros(1, model.hidden_size, dtype=model.dtype), 3)
     save_adapters(random_adapters(model, STEERED_EXITS, form=STEERED), tmp_path)
-    with pytest.raises(ValueError, match="holds steered adapters: exits that learn begin with low_rank ones"):
+    with pytest.raises(ValueError, match="holds steered adapters, and learning works with low_rank ones only"):
         SelfSpecGenerator(model.with_adapters({})).learn_exits(tmp_path / "learned", start=tmp_path)

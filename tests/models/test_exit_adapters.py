@@ -269,6 +269,8 @@ def test_steering_as_wide_as_the_states_begins_as_their_sum() -> None:
     torch.testing.assert_close(adapters.steering(states), normed.sum(1), rtol=1e-4, atol=1e-4)
     assert torch.equal(adapters.at(1).steered(states[:, 0], adapters.steering(states)), states[:, 0])  # S is zero
     assert steering_layers(32) == (3, 16, 30) and steering_layers(2) == (1, 2)
+    with pytest.raises(ValueError, match="says nothing by itself"):
+        adapters.at(1)(states[:, 0])
 
 
 def test_an_adapter_is_part_of_a_draft_steps_price() -> None:

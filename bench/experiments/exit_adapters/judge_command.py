@@ -18,7 +18,7 @@ from bench.experiments.exit_adapters.judged_exits import JudgedExits, answers_of
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from layerskip_models.checkpoints.fingerprint import fingerprint
-from layerskip_models.exits.folder import check_fits, load_adapters
+from layerskip_models.exits.folder import check_fits, check_unsteered, load_adapters
 from layerskip_models.training.examples import read_examples
 from selfspec.cli.arguments import one_line_errors
 from selfspec.messages import OWN_TEMPLATE, conversation_ids
@@ -58,6 +58,7 @@ def judge_exits(
         adapters = None if exits is None else load_adapters(exits)
         if adapters is not None and exits is not None:
             check_fits(adapters.config, network, exits)
+            check_unsteered(adapters.config, exits, "this study")
         layers = tuple(exit_layer or (adapters.config.exit_layers if adapters is not None else ()))
         if not layers:
             raise ValueError("name exits with --exit-layer, or adapters with --exits")
