@@ -64,9 +64,9 @@ def test_tables_by_hand() -> None:
     lines += [line("steered", seed, accepted, adapter_layers=1.0) for seed, accepted in enumerate((4, 8))]
     (table,) = steered_tables(lines)
     assert table.rows == (
-        ("1", "1", "low rank", "0.500", "1.500", "1.200", "1.000"),
+        ("exit 1, 1 draft", "low rank", "0.500", "1.500", "1.200", "1.000"),
         (
-            "1", "1", "steered", "0.600 (0.400 to 0.800)", "1.600 (1.400 to 1.800)", "1.067 (0.933 to 1.200)",
+            "exit 1, 1 draft", "steered", "0.600 (0.400 to 0.800)", "1.600 (1.400 to 1.800)", "1.067 (0.933 to 1.200)",
             "0.889 (0.778 to 1.000)",
         ),
     )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from bench.record import Line, matching
-from bench.report.table import UNKNOWN, Table, subject
+from bench.report.table import UNKNOWN, Table, counted, subject
 
 _FORMS = {"none": "no adapter", "low_rank": "low rank", "steered": "steered", "steered_wide": "steered, wide"}
 _BASE = "low_rank"
@@ -38,8 +38,7 @@ def _table(lines: Sequence[Line], heat: float, num_layers: int) -> Table:
         of_form = _of(lines, layer, length, form, heat)
         rows.append(
             {
-                "exit": str(layer),
-                "drafts": str(length),
+                "exit, drafts": f"exit {layer}, {counted(length, 'draft')}",
                 "adapter": _FORMS[form],
                 "accepted": _spread(of_form, lambda line: line["accepted"] / line["drafted"]),
                 "tokens per round": _spread(of_form, lambda line: line["tokens"] / line["rounds"]),
@@ -57,7 +56,8 @@ def _places(lines: Sequence[Line], length: int) -> Table:
     for heat in sorted({line["temperature"] for line in lines}):
         for layer, _, form in _keys(lines):
             own = _of(lines, layer, length, form, heat)
-            row = {"temperature": f"{heat:g}", "exit": str(layer), "adapter": _FORMS[form]}
+            how = "greedy" if heat == 0 else f"temperature {heat:g}"
+            row = {"exit": f"exit {layer}, {how}", "adapter": _FORMS[form]}
             for place in range(length):
                 reached = [line for line in own if line["reached"][place]]
                 row[f"draft {place + 1}"] = _text([line["held"][place] / line["reached"][place] for line in reached])
