@@ -57,6 +57,7 @@ PARTS: dict[str, tuple[str, ...]] = {
             "row_parts",
             "settings",
             "spide",
+            "steered_exits",
             "variants",
         )
     },
@@ -82,6 +83,7 @@ DEPENDS: dict[str, tuple[str, ...]] = {
     "exit-adapters": (*_DECODING, "exit adapters", "study exit_adapters"),
     "judge-exits": ("kernels", "model", "engine", "exit adapters", "study exit_adapters"),
     "online-exits": ("kernels", "model", "engine", "exit adapters", "study online_exits"),
+    "steered-exits": (*_DECODING, "exit adapters", "study exit_adapters", "study steered_exits"),
     "exit-losses": ("model", "training", "study exit_losses"),
     "draft-copies": ("kernels", "model", "loading", "study fewer_bits"),
     "fine-tune": ("kernels", "model", "engine", "policies", "study fewer_bits"),

@@ -40,20 +40,51 @@ _NO_TEAM = nullcontext()
 _growing = threading.Lock()  # while any model's rotary table grows
 
 
+class SteeredRound(Protocol):
+    """What steers the exits in one round (`layerskip_models.exits.lean_steering`)."""
+
+    def bias(self, exit_layer: int) -> Tensor:
+        """[rank], or [rows, rank]."""
+        ...
+
+
+class ExitSteering(Protocol):
+    """What the steered exits of a model share. layers: after which the states that steer are taken, ascending."""
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+
+    def of(self, states: Tensor) -> SteeredRound:
+        """states: [depths, hidden], of one row for all; or [rows, depths, hidden]."""
+        ...
+
+    def rows_before(self, states: Tensor, before: Tensor | None = None) -> SteeredRound:
+        """Each row steered by the one before it. states: [layers, rows, hidden]. before: [layers, hidden]."""
+        ...
+
+    def none(self) -> SteeredRound:
+        """As if nothing steered."""
+        ...
+
+
 class Adapter(Protocol):
     """A small network between an early exit and the draft head (`layerskip_models.exits.lean`).
 
     num_bytes: size of its weights. rank: its inner width. matrices: its weights, and where our kernels read them.
+    steering: of a steered adapter, else None.
     """
 
     num_bytes: int
     rank: int
 
     @property
+    def steering(self) -> ExitSteering | None: ...
+
+    @property
     def matrices(self) -> Matrices: ...
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden], in and out."""
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[rows, hidden], in and out. bias: of a steered adapter."""
         ...
 
 
@@ -85,7 +116,8 @@ class LayerSkipModel:
         rounded to 8 or 4 bits it is `dtype`.
     device: of the embedding, and of hidden states. layer_devices: of each layer's weights and its part of a KV cache.
     drafters: copies of it with weights in fewer bits, by bits, which drafts may be made with (`draft_weights`).
-    adapters: by exit layer (`with_adapters`). ranks: the processes that hold the model together, None for one process.
+    adapters: by exit layer (`with_adapters`). steering: what the steered ones among them share, None without.
+    ranks: the processes that hold the model together, None for one process.
     backend, vocabulary: what runs the layers, and what embeds tokens and computes logits (`with_backend`).
     """
 
@@ -109,6 +141,7 @@ class LayerSkipModel:
         self.generation_config = generation_config
         self.name = name
         self.adapters: Mapping[int, Adapter] = {}
+        self.steering: ExitSteering | None = None
         self.num_layers = len(layers)
         self.hidden_size = config.hidden_size
         self.max_positions = family_of(config).max_positions(config)
@@ -274,7 +307,7 @@ class LayerSkipModel:
             head=head,
             draft_head=draft_head,
             rotary=lambda: self._rotary,
-            adapters=self.adapters,
+            adapters={layer: one for layer, one in self.adapters.items() if one.steering is None},
         )
 
     def with_backend(
@@ -306,7 +339,7 @@ class LayerSkipModel:
         """The same model with other matrices: those of these layers, and this head for drafts and for all else."""
         other = copy.copy(self)
         other._head = other._draft_head = head
-        other.adapters, other.drafters = {}, {}
+        other.adapters, other.steering, other.drafters = {}, None, {}
         other._set_layers([*layers])
         if self._remake is not None:
             other.backend, other.operators = self._remake(other.backend, other.operators)
@@ -316,6 +349,7 @@ class LayerSkipModel:
         """The same model, sharing its weights, with exactly these adapters after its exits."""
         other = copy.copy(self)
         other.adapters = dict(adapters)
+        other.steering = next((one.steering for one in adapters.values() if one.steering is not None), None)
         return other
 
     def with_kv_dtype(self, kv_dtype: str | torch.dtype) -> LayerSkipModel:
@@ -329,10 +363,27 @@ class LayerSkipModel:
         other.kv_dtype = resolve_kv_dtype(kv_dtype, self.dtype)
         return other
 
-    def at_exit(self, hidden: Tensor, exit_layer: int) -> Tensor:
-        """The states drafts are chosen from: [rows, hidden] of the exit, passed through its adapter if it has one."""
+    def is_steered(self, exit_layer: int) -> bool:
+        """Whether this exit's drafts depend on the row that was verified last."""
         adapter = self.adapters.get(exit_layer)
-        return hidden if adapter is None else adapter(hidden)
+        return adapter is not None and adapter.steering is not None
+
+    def at_exit(self, hidden: Tensor, exit_layer: int, steered: SteeredRound | None = None) -> Tensor:
+        """The states drafts are chosen from: [rows, hidden] of the exit, passed through its adapter if it has one.
+
+        steered: what steers the exits in this round. Raises ValueError if the adapter is a steered one and there is none:
+        it would draft what no round drafts.
+        """
+        adapter = self.adapters.get(exit_layer)
+        if adapter is None:
+            return hidden
+        if adapter.steering is None:
+            return adapter(hidden)
+        if steered is None:
+            raise ValueError(
+                f"exit {exit_layer} has a steered adapter, and nothing here steers it: take low_rank adapters, or bare exits"
+            )
+        return adapter(hidden, steered.bias(exit_layer))
 
     def walk(
         self, hidden: Tensor, start: int, stop: int, attention: Attention, capture: Capture | None = None

@@ -41,6 +41,7 @@ from bench.experiments.settings.settings_command import settings
 from bench.experiments.sources_command import add_sources
 from bench.experiments.spide.spide_command import spide
 from bench.experiments.start_up.start_up_command import start_up
+from bench.experiments.steered_exits.steered_command import steered_exits
 from bench.experiments.variants.variants_command import variants
 from bench.record import read_record, showing
 from bench.report.record_kinds import KINDS
@@ -89,6 +90,7 @@ app.command()(row_parts)
 app.command()(settings)
 app.command()(spide)
 app.command()(start_up)
+app.command()(steered_exits)
 app.command()(variants)
 app.command()(report)
 app.command()(add_sources)

@@ -26,6 +26,7 @@ from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.row_parts.row_parts_tables import row_parts_headline, row_parts_tables
 from bench.experiments.settings.settings_tables import settings_headline, settings_tables
 from bench.experiments.spide.spide_tables import spide_headline, spide_tables
+from bench.experiments.steered_exits.steered_tables import steered_headline, steered_tables
 from bench.experiments.variants.variants_tables import variants_headline, variants_tables
 from bench.record import Line
 from bench.report.record_kinds import KINDS, RecordKind
@@ -149,6 +150,15 @@ STUDIES: dict[str, RecordKind] = {
             "judged_needed": "Agreement needed",
             "judged_supposed": "At a given agreement",
             "judged_speed": "Speed",
+        },
+    ),
+    "steered-exits": RecordKind(
+        tables=steered_tables,
+        headline=steered_headline,
+        headings={
+            "steered_greedy": "Greedy",
+            "steered_sampled_1": "At temperature 1",
+            "steered_places": "By place in the draft",
         },
     ),
     "online-exits": RecordKind(

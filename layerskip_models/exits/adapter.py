@@ -8,7 +8,8 @@ never see it, and the output of the model is its own whatever an adapter does.
 x: the hidden state at the exit, h^E; y replaces it before the model's norm and head.
 
 Source: the gated low-rank residual of SD2 (appendix A.4), with silu in place of the sigmoid, so that our kernels run it as
-they run an MLP. Forms that the engine does not draft with are in `bench/experiments/exit_adapters`.
+they run an MLP. The steered form adds a bias to U n (`layerskip_models.exits.steering`). A form that the engine does not
+draft with is in `bench/experiments/exit_adapters`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 
 from layerskip_models.checkpoints.typed_fields import check_types
 
-FORM = "low_rank"
-"""The form of adapter that a folder of adapters must name."""
+LOW_RANK, STEERED = "low_rank", "steered"
+FORMS = (LOW_RANK, STEERED)
+"""The forms of adapters that drafts are made with, as a folder of adapters names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,27 +33,37 @@ class AdapterConfig:
     """What an adapter is and which model it belongs to. ValueError for what cannot be.
 
     base_model, fingerprint: of the model that it was trained for (`checkpoints.fingerprint`). exit_layers: ascending; each
-    has weights of its own. rank: width of the gated projection.
+    has weights of its own. rank: width of the gated projection. steering_layers, steering_size: of the steered form, after
+    which layers the states that steer are taken, ascending, and how wide their common projection is.
     """
 
-    form: str = FORM
+    form: str = LOW_RANK
     hidden_size: int
     exit_layers: tuple[int, ...]
     rank: int
     eps: float = 1e-6
+    steering_layers: tuple[int, ...] = ()
+    steering_size: int = 0
     base_model: str = ""
     fingerprint: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.form != FORM:
-            raise ValueError(f"drafts are made with adapters of form {FORM}, got {self.form!r}")
+        if self.form not in FORMS:
+            raise ValueError(f"drafts are made with adapters of form {' or '.join(FORMS)}, got {self.form!r}")
         if not self.exit_layers or list(self.exit_layers) != sorted({*self.exit_layers}) or self.exit_layers[0] < 1:
             raise ValueError(f"exit_layers must be ascending and at least 1, got {list(self.exit_layers)}")
         if self.rank < 1 or self.hidden_size < 1:
             raise ValueError("rank and hidden_size must be at least 1")
         if self.eps <= 0:
             raise ValueError(f"eps must be above 0, got {self.eps}")
+        depths = self.steering_layers
+        if self.form == LOW_RANK and (depths or self.steering_size):
+            raise ValueError("adapters of form low_rank have no steering_layers and no steering_size")
+        if self.form == STEERED and (not depths or list(depths) != sorted({*depths}) or depths[0] < 1):
+            raise ValueError(f"steering_layers must be ascending and at least 1, got {list(depths)}")
+        if self.form == STEERED and self.steering_size < 1:
+            raise ValueError(f"steering_size must be at least 1, got {self.steering_size}")
 
 
 class ExitAdapter(nn.Module):

@@ -9,13 +9,15 @@ import torch
 
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.checkpoints.module_folder import read_module, with_tuples, write_module
-from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
+from layerskip_models.exits.adapter import LOW_RANK, STEERED, AdapterConfig, ExitAdapters
+from layerskip_models.exits.steering import STEERING_SIZE, make_adapters, steering_layers
 from layerskip_models.model import LayerSkipModel
 
 FOLDER = "exits"
 """Where a checkpoint's own adapters lie: in a folder of this name beside the weights."""
 CONFIG_FILE, WEIGHTS_FILE = "exits.json", "exits.safetensors"
-_OF_OTHER_FORMS = ("steering_layers", "steering_size", "num_heads", "num_kv_heads", "head_dim", "rope_theta")
+_OF_ATTENTION = ("num_heads", "num_kv_heads", "head_dim", "rope_theta")
+_OF_STEERING = ("steering_layers", "steering_size")
 
 
 def config_for(
@@ -23,10 +25,16 @@ def config_for(
     *,
     exit_layers: tuple[int, ...],
     rank: int,
+    form: str = LOW_RANK,
+    steering_size: int = 0,
     base_model: str | None = None,
 ) -> AdapterConfig:
-    """Adapters for this model. base_model: its name for people; None for its own."""
+    """Adapters for this model. steering_size: 0 for the form's default. base_model: its name for people; None for its own."""
+    steered = form == STEERED
     return AdapterConfig(
+        form=form,
+        steering_layers=steering_layers(model.num_layers) if steered else (),
+        steering_size=(steering_size or STEERING_SIZE) if steered else steering_size,
         hidden_size=model.hidden_size,
         exit_layers=exit_layers,
         rank=rank,
@@ -47,7 +55,7 @@ def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu
     adapters = read_module(
         folder / CONFIG_FILE,
         folder / WEIGHTS_FILE,
-        lambda fields: ExitAdapters(AdapterConfig(**with_tuples(_known(fields), "fingerprint", "exit_layers"))),
+        lambda fields: make_adapters(_config(fields)),
         what="exit adapters",
         missing="train them with selfspec train-exit",
         remedy="train them again with selfspec train-exit, or say exits=None (--exits none)",
@@ -55,14 +63,22 @@ def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu
     return adapters.to(map_location).eval()
 
 
-def _known(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields without those of other forms, which earlier versions wrote."""
-    return {name: value for name, value in fields.items() if name not in _OF_OTHER_FORMS}
+def _config(fields: dict[str, Any]) -> AdapterConfig:
+    """The fields without those of other forms, which earlier versions wrote, and with tuples for JSON's lists."""
+    steered = fields.get("form") == STEERED
+    others = _OF_ATTENTION if steered else (*_OF_ATTENTION, *_OF_STEERING)
+    known = {name: value for name, value in fields.items() if name not in others}
+    return AdapterConfig(**with_tuples(known, "fingerprint", "exit_layers", *(("steering_layers",) if steered else ())))
 
 
 def check_fits(config: AdapterConfig, model: LayerSkipModel, where: str | Path) -> None:
     """ValueError unless the adapters were trained for this model."""
-    if config.hidden_size != model.hidden_size or config.exit_layers[-1] >= model.num_layers:
+    deepest = max(config.steering_layers, default=0)
+    if (
+        config.hidden_size != model.hidden_size
+        or config.exit_layers[-1] >= model.num_layers
+        or deepest > model.num_layers
+    ):
         problem = f"a model of another shape than {model.name or 'this one'}"
     elif not same_weights(fingerprint(model), config.fingerprint):
         problem = f"whose weights are not those of {model.name or 'this model'}"
@@ -73,6 +89,14 @@ def check_fits(config: AdapterConfig, model: LayerSkipModel, where: str | Path) 
         f"{config.base_model or 'another model'}, {problem}: train them for this model with selfspec train-exit, or say "
         "exits=None (--exits none)"
     )
+
+
+def check_unsteered(config: AdapterConfig, where: str | Path, who: str) -> None:
+    """ValueError for adapters that the last verified row steers. who: takes others only, for the message."""
+    if config.form == STEERED:
+        raise ValueError(
+            f"{where} holds {STEERED} adapters, and {who} works with {LOW_RANK} ones only: train some with train-exit"
+        )
 
 
 def adapters_beside(name: str | None) -> Path | None:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from layerskip_models.exits.adapter import ExitAdapter, ExitAdapters
 from layerskip_models.exits.folder import adapters_beside, check_fits, load_adapters
+from layerskip_models.exits.lean_steering import LeanSteering
+from layerskip_models.exits.steering import SteeredAdapters
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import AdapterWeights
 from layerskip_models.kernels.native_linear import (
@@ -66,9 +68,19 @@ class LeanAdapter:
 
     layout: of its matrices. On our own kernels a row's result does not depend on the other rows.
     matrices: what it computes with now. Whoever starts a pass holds on to them until it ends, since `use` may replace them.
+    steering: what a model's steered exits share; None for an adapter that nothing steers.
     """
 
-    def __init__(self, adapter: ExitAdapter, *, dtype: torch.dtype, device: torch.device, layout: Layout) -> None:
+    def __init__(
+        self,
+        adapter: ExitAdapter,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: Layout,
+        steering: LeanSteering | None = None,
+    ) -> None:
+        self.steering = steering
         self._dtype, self._device, self._layout = dtype, device, layout
         self.matrices = self.laid_out(adapter)
         self.rank, self.num_bytes = self.matrices.rank, self.matrices.num_bytes
@@ -83,13 +95,16 @@ class LeanAdapter:
             raise ValueError(f"an adapter of rank {self.rank} cannot become one of rank {matrices.rank}")
         self.matrices = matrices
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden], of the exit. Returns the same shape: what the norm and the head see in its place."""
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """hidden: [rows, hidden], of the exit. Returns the same shape: what the norm and the head see in its place.
+
+        bias: of a steered adapter, [rank] or [rows, rank] (`RoundSteering.bias`).
+        """
         held = self.matrices
-        if held.address is not None and not only_operators():
+        if bias is None and held.address is not None and not only_operators():
             return _by_kernels(held, hidden.contiguous(), held.address)
         gate, up = held.gate_up(held.norm(hidden)).view(hidden.shape[0], 2, -1).unbind(1)
-        return held.down.add_to(hidden, F.silu(gate).mul_(up))
+        return held.down.add_to(hidden, F.silu(gate).mul_(up if bias is None else up + bias))
 
 
 def _by_kernels(held: AdapterMatrices, hidden: Tensor, address: int) -> Tensor:
@@ -114,9 +129,14 @@ def lean_adapters(
 ) -> dict[int, LeanAdapter]:
     """By exit layer, as this model drafts with them. exit_layers: of these exits only, None for all."""
     layout: Layout = "native" if model.kernels is not None else "plain"
+    dtype, device = model.dtype, model.device
+    layers = adapters.config.exit_layers if exit_layers is None else exit_layers
+    steering = (
+        LeanSteering(adapters, layers, dtype=dtype, device=device) if isinstance(adapters, SteeredAdapters) else None
+    )
     return {
-        layer: LeanAdapter(adapters.at(layer), dtype=model.dtype, device=model.device, layout=layout)
-        for layer in (adapters.config.exit_layers if exit_layers is None else exit_layers)
+        layer: LeanAdapter(adapters.at(layer), dtype=dtype, device=device, layout=layout, steering=steering)
+        for layer in layers
     }
 
 

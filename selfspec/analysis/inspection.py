@@ -212,15 +212,24 @@ def text_agreement(model: LayerSkipModel, ids: torch.Tensor) -> list[float]:
     ids = ids.to(model.device)
     cache = KVCache(model, ids.numel())
     hits = torch.zeros(model.num_layers, dtype=torch.float64, device="cpu")
-    choices: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
+    before: list[torch.Tensor] = []  # all layers' states of the row before these
 
     def choose(first: int, layers_done: int, hidden: torch.Tensor) -> None:
-        last = layers_done == model.num_layers
-        logits = model.logits(hidden) if last else model.draft_logits(model.at_exit(hidden, layers_done))
-        choices.append(logits.argmax(dim=-1))
-        if last:
-            hits.add_((torch.stack(choices) == choices[-1]).sum(dim=1).cpu())
-            choices.clear()
+        states.append(hidden.clone())
+        if layers_done < model.num_layers:
+            return
+        steered = None
+        if model.steering is not None:
+            outputs = torch.stack([rows.to(model.device) for rows in states])
+            steered = model.steering.rows_before(outputs, before.pop() if before else None)
+            before.append(outputs[:, -1])
+        final = model.logits(states.pop()).argmax(dim=-1)
+        for layer, rows in enumerate(states, start=1):
+            chosen = model.draft_logits(model.at_exit(rows, layer, steered)).argmax(dim=-1)
+            hits[layer - 1] += (chosen == final).sum().cpu()
+        hits[-1] += len(final)
+        states.clear()
 
     with torch.inference_mode():
         prefill(model, ids, cache, capture=choose, most=_CHUNK)

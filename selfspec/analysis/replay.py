@@ -5,7 +5,8 @@ layer E's argmax after that text is its next token. One greedy run that records 
 whatever policy, therefore decides the rounds of every (exit layer, length): exactly, but for near-ties of the arithmetic,
 with EOS off (a wrong draft could otherwise be EOS and end a draft early). Where only some positions were recorded, or the run
 sampled, the settings are estimated from each layer's acceptance. What an adaptive policy would have done cannot be replayed:
-it looks at drafts that were never made.
+it looks at drafts that were never made. Of steered exits all is an estimate: what one says of a row depends on where the
+round began, and in the traced run each row is steered by the one before it, as the first draft of a round is.
 """
 
 from __future__ import annotations

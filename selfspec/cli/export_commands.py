@@ -24,7 +24,7 @@ from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.checkpoints.quantised import has_few_bits
 from layerskip_models.exits.adapter import ExitAdapter, ExitAdapters
-from layerskip_models.exits.folder import adapters_beside, check_fits, load_adapters
+from layerskip_models.exits.folder import adapters_beside, check_fits, check_unsteered, load_adapters
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.draft_agreement import DraftAgreement, draft_agreement, own_texts
 from selfspec.analysis.draft_cost import best_drafts, best_exit, head_in_layers
@@ -174,6 +174,7 @@ def _adapters(generator: SelfSpecGenerator, exits: str) -> ExitAdapters | None:
         return None
     adapters = load_adapters(folder)
     check_fits(adapters.config, generator.model, folder)
+    check_unsteered(adapters.config, folder, "a draft model for other engines (--exits none leaves them out)")
     return adapters
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.model import SteeredRound
 from policies import Shadow, ShadowTokens
 from selfspec.engine.shadow import DeferredShadow
 
@@ -92,7 +94,7 @@ class HiddenStates:
         if slot is not None:
             self._context[slot, first : first + hidden.shape[0]] = hidden
             self.num_committed = first + hidden.shape[0]
-        if learned and layers_done in self.layers:
+        if learned and layers_done in self._watched:
             last = hidden[-learned:]
             self.round[layers_done - 1, : last.shape[0]] = last
 
@@ -131,19 +133,25 @@ class HiddenStates:
         """[stop - start, hidden] of the rows at these positions; see `policies.ContextStates`."""
         return self._context[self._slot[exit_layer], start:stop]
 
-    def shadow_tokens(self, num_rows: int, target_tokens: Tensor, p: Tensor | None = None) -> Shadow:
+    def at(self, layers: Sequence[int], row: int) -> Tensor:
+        """[layers, hidden]: what these layers put out for one of the round's rows."""
+        return self.round[[layer - 1 for layer in layers], row]
+
+    def shadow_tokens(
+        self, num_rows: int, target_tokens: Tensor, p: Tensor | None = None, steered: SteeredRound | None = None
+    ) -> Shadow:
         """Norm + head over the round's rows 0 .. num_rows-1 at the candidate layers, in pieces that need little memory.
 
         target_tokens: int64 [num_rows]. p: processed target distributions [num_rows, vocab] when sampling. Without them, on a
-        CPU, a layer is computed when somebody asks for it.
+        CPU, a layer is computed when somebody asks for it. steered: what steered the rows, where exits are steered.
         """
         model = self._model
         hidden = self.round[self._candidates, :num_rows]  # a copy, which the next round does not write to
         if p is None and model.device.type == "cpu":
-            return DeferredShadow(model, self.layers, hidden, target_tokens)
+            return DeferredShadow(model, self.layers, hidden, target_tokens, steered)
         shape = len(self.layers), num_rows
         if model.adapters:
-            hidden = torch.stack([model.at_exit(rows, layer) for rows, layer in zip(hidden, self.layers)])
+            hidden = torch.stack([model.at_exit(rows, layer, steered) for rows, layer in zip(hidden, self.layers)])
         choices = model.draft_choices(hidden.view(-1, model.hidden_size), "confidence")
         tokens = choices.tokens.view(shape)
         probabilities = None

@@ -151,6 +151,12 @@ class ModelSource:
             if runner == "captured":
                 raise ValueError("rounds of a model on several devices are not captured: take runner='auto' or 'eager'")
             runner = "eager"
+        if model.steering is not None:
+            if runner == "captured":
+                raise ValueError(
+                    "rounds with steered exits are not captured: take runner='auto' or 'eager', or low_rank adapters"
+                )
+            runner = "eager"
         if self._kv_dtype != "auto":
             model = model.with_kv_dtype(self._kv_dtype)
         make_draft_weights(model, self._draft_weights)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
+from layerskip_models.model import SteeredRound
 from layerskip_models.prefill import MOST_ROWS, PromptPiece, piece_end, prefill
 from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent
 from policies.bounds import check_draft_layer
@@ -82,10 +83,13 @@ class Sequence:
         # Where the host writes, through NumPy: an operator takes as long as the rest of a commit.
         kept = [tokens for tokens in (self.tokens, self._on_host) if tokens is not None and tokens.is_cpu]
         self._written = [tokens[0].numpy() for tokens in kept]
+        self._steering = model.steering
+        self._steered: SteeredRound | None = None  # by the last row that was verified, once the prompt is read
+        steering_layers = () if self._steering is None else self._steering.layers
         self.states = HiddenStates(
             model, self.observes.shadow_layers, self.observes.context_layers,
             max_length=cache.max_length if self.observes.context_layers else 0,
-            kept_layers=() if kept_rows is None else kept_rows.layers,
+            kept_layers=(*steering_layers, *(() if kept_rows is None else kept_rows.layers)),
         )  # fmt: skip
         self._prompt_rows = self.observes.prompt_rows_for(self.length, request.stops.max_new_tokens)
         self.states.reserve(self._prompt_rows)
@@ -143,8 +147,9 @@ class Sequence:
         # If this piece or the first token broke off before: to rows that all layers hold, before those that are learned from.
         self.cache.roll_back(min(self.cache.length, self.length - max(self._prompt_rows, 1)))
         capture = None
-        if self._prompt_rows or self.observes.context_layers:
-            capture = partial(self.states.capture_prompt, self._prompt_rows)
+        if self._prompt_rows or self.observes.context_layers or self._steering is not None:
+            last_rows = self._prompt_rows if self._steering is None else max(self._prompt_rows, 1)
+            capture = partial(self.states.capture_prompt, last_rows)
         if self.request.watch_prompt is not None:
             self.cache.roll_back(min(self.cache.length, self._rows_shown))
             most = min(most, _WATCHED_ROWS)
@@ -170,7 +175,10 @@ class Sequence:
         if self._prompt_rows:
             learning = perf_counter()
             target = self.model.logits(hidden[-self._prompt_rows :]).argmax(dim=-1)
-            self.policy.observe_prompt(self.states.shadow_tokens(self._prompt_rows, target))
+            steered = None
+            if self._steering is not None:
+                steered = self._steering.rows_before(self.states.round[:, : self._prompt_rows])
+            self.policy.observe_prompt(self.states.shadow_tokens(self._prompt_rows, target, steered=steered))
             self.stats.learn_seconds += perf_counter() - learning
         self._is_open = False
 
@@ -232,7 +240,7 @@ class Sequence:
         # Rounds that copy teach nothing about exits: which rows were drafted where would have to be told apart.
         learns = plan.learn and not copied and self.observes.learns(self._rows_learned, self._rows_seen)
         keeps = self._kept_rows is not None and self._kept_rows.wanted
-        watches = learns or keeps or bool(self.observes.context_layers)
+        watches = learns or keeps or bool(self.observes.context_layers) or self._steering is not None
         seq_round = SequenceRound(
             cache=self.cache,
             tokens=self.tokens,
@@ -249,6 +257,7 @@ class Sequence:
             copied=copied,
             match_length=context.match_length,
             bits=None if exit_layer is None else plan.bits,
+            steered=self._steered,
         )
         self.stats.learn_seconds += perf_counter() - planning  # what was learned may be worked out only now
         return Planned(plan=plan, seq_round=seq_round, context=context, threshold=threshold)
@@ -335,7 +344,7 @@ class Sequence:
             return None
         rows = result.num_accepted + 1
         p = None if result.p is None else result.p[:rows]
-        return seq_round.states.shadow_tokens(rows, result.target_tokens[:rows], p)
+        return seq_round.states.shadow_tokens(rows, result.target_tokens[:rows], p, seq_round.steered)
 
     def _commit(self, block: list[int], failed: bool = False) -> list[int] | None:
         """Set lengths, pending and the stop reason. failed: the last entry of the block is not a token.
@@ -362,10 +371,13 @@ class Sequence:
             self._indexed = -1
             self._copies_seen = self._index(self.copies, committed)
             self._indexed = self.length + count
-        pending = block[count - 1]
-        # Between these three lines nothing is called, so no signal is handled: a text has all of a block or nothing of it.
+        pending, steered = block[count - 1], self._steered
+        if self._steering is not None:  # the row whose output the pending token is
+            row = max(self._prompt_rows, 1) - 1 if self.reading else count - 1
+            steered = self._steering.of(self.states.at(self._steering.layers, row))
+        # Between these lines nothing is called, so no signal is handled: a text has all of a block or nothing of it.
         self.unsent = [*self.unsent, *committed]
-        self.pending, self.stop_reason = pending, reason
+        self.pending, self.stop_reason, self._steered = pending, reason, steered
         self.length += count
         self.cache.roll_back(self.length - 1)
         return committed

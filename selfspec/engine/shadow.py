@@ -9,6 +9,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.choices import Choices
+from layerskip_models.model import SteeredRound
 from policies import RoundRecord, Shadow
 from policies.records import read_matches
 
@@ -16,12 +17,20 @@ from policies.records import read_matches
 class DeferredShadow:
     """Hidden states that become shadow tokens layer by layer, when they are asked for. See `policies.Shadow`.
 
-    hidden: [layers, rows, hidden], which nobody else writes to.
+    hidden: [layers, rows, hidden], which nobody else writes to. steered: what steered these rows.
     """
 
     target_probabilities = None
 
-    def __init__(self, model: LayerSkipModel, layers: tuple[int, ...], hidden: Tensor, target_tokens: Tensor) -> None:
+    def __init__(
+        self,
+        model: LayerSkipModel,
+        layers: tuple[int, ...],
+        hidden: Tensor,
+        target_tokens: Tensor,
+        steered: SteeredRound | None = None,
+    ) -> None:
+        self._steered = steered
         self._model, self._slots = model, {layer: slot for slot, layer in enumerate(layers)}
         self._hidden: Tensor | None = hidden
         self._known: dict[int, Choices] = {}
@@ -68,7 +77,7 @@ class DeferredShadow:
     def states(self, layer: int) -> Tensor:
         """[rows, hidden] of a layer that is still missing, as the head sees them."""
         assert self._hidden is not None
-        return self._model.at_exit(self._hidden[self._slots[layer]], layer)
+        return self._model.at_exit(self._hidden[self._slots[layer]], layer, self._steered)
 
 
 def compute_shadow(record: RoundRecord) -> None:

@@ -7,7 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from layerskip_models.exits.adapter import AdapterConfig
+from layerskip_models.exits.adapter import STEERED, AdapterConfig
+from layerskip_models.exits.steering import FARTHEST
 from selfspec.exits.fitting import WINDOW, ExitFigures
 from selfspec.exits.settings import ExitTraining
 
@@ -42,11 +43,16 @@ def card(
         ["selfspec train-exit" + (f" {_named(config.model)}" if config.model else ""), *_options(config)]
     )
     layers = ", ".join(map(str, adapters.exit_layers))
+    about, steering = f"Form {adapters.form}, rank {adapters.rank}", ""
+    if adapters.form == STEERED:
+        depths = ", ".join(map(str, adapters.steering_layers))
+        about += f", steered by the last verified row's states after layers {depths} (width {adapters.steering_size})"
+        steering = f" The row that steers is 1 to {FARTHEST} positions before, in turn."
     whose = "answers that the model wrote itself" if config.own_answers else "the data's own text"
     table = "\n".join(lines)
     return f"""# Exit adapters for {adapters.base_model}
 
-Form {adapters.form}, rank {adapters.rank}, for exits after layers {layers}. They change what early exits draft, and nothing \
+{about}, for exits after layers {layers}. They change what early exits draft, and nothing \
 that verification sees: the model's output stays what it is.
 
 Trained on {train["tokens"]:,} tokens of {whose} ({train["texts"]:,} texts):
@@ -55,7 +61,7 @@ Trained on {train["tokens"]:,} tokens of {whose} ({train["texts"]:,} texts):
 
 On {held_out["tokens"]:,} held-out tokens, the exits alone and with their adapters. Agreement: the likeliest token is the \
 model's. Accepted at temperature 1: the chance that a drawn token is. Accepted drafts: how many of {WINDOW} are accepted on \
-average, greedily, along the text.
+average, greedily, along the text.{steering}
 
 {table}
 """

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from layerskip_models.exits.adapter import ExitAdapters
+from layerskip_models.exits.adapter import STEERED, ExitAdapters
 from layerskip_models.training.accepted_length import accepted_length_weights
 from layerskip_models.training.documents import block_order
 from layerskip_models.training.held_model import WholeCopies
@@ -23,6 +23,7 @@ from layerskip_models.training.settings import half_cosine
 from selfspec.exits.frozen_head import FrozenHead
 from selfspec.exits.sequences import ExitSequence
 from selfspec.exits.settings import FitSettings
+from selfspec.exits.steered_rows import distances_in_turn, drawn_distances, exit_outputs
 
 WINDOW = 8
 """Length of the drafts whose accepted tokens are counted."""
@@ -54,7 +55,8 @@ class ExitFit:
     """A fit, step by step. Sets the adapters' scales to begin with.
 
     sequences: with scored rows each. depths: of their states, ascending; the exits are among them, and the last layer is
-    the last. outputs: None for the adapters on the states of their exit, row by row. weights: None for D-PACE's, as the
+    the last. outputs: None for what the adapters make of the states of their exit, row by row, with steered ones steered by a
+    row at a random distance (`steered_rows`). weights: None for D-PACE's, as the
     settings say.
     accelerator: each process takes its part of every batch. Raises ValueError if there is nothing to fit to.
     """
@@ -76,15 +78,13 @@ class ExitFit:
         self.settings, self.accelerator = settings, accelerator
         self.held = WholeCopies(accelerator, adapters)
         self.optimizer = torch.optim.AdamW(adapters.parameters(), betas=(0.9, 0.99), weight_decay=settings.weight_decay)
-        self._outputs = outputs or self._row_by_row
+        self._outputs = outputs or self._as_drafted
         self._weights = weights or self._by_accepted_length
         _set_scales(adapters, sequences, depths)
 
-    def _row_by_row(self, sequence: ExitSequence, rows: Tensor, draw: np.random.Generator) -> list[Tensor]:
-        return [
-            self.adapters.at(layer)(states_at(sequence, self.depths, layer, rows).float())
-            for layer in self.adapters.exit_layers
-        ]
+    def _as_drafted(self, sequence: ExitSequence, rows: Tensor, draw: np.random.Generator) -> list[Tensor]:
+        distance = drawn_distances(rows, draw) if self.adapters.config.form == STEERED else rows
+        return exit_outputs(self.adapters, sequence, self.depths, rows, distance)
 
     def _by_accepted_length(self, sequence: ExitSequence, rows: Tensor, output: Tensor, losses: Tensor) -> Tensor:
         """D-PACE's weights. A draft ends where a stretch of rows does."""
@@ -247,7 +247,7 @@ class ExitFigures:
 def measure(
     adapters: ExitAdapters, sequences: Sequence[ExitSequence], depths: Sequence[int], head: FrozenHead
 ) -> dict[int, ExitFigures]:
-    """Every exit's figures on these sequences, by exit layer."""
+    """Every exit's figures on these sequences, by exit layer; steered ones by rows at every distance in turn."""
     device = head.weight.device
     tallies = {layer: (_Tally(), _Tally()) for layer in adapters.exit_layers}
     for sequence in (one.to(device) for one in sequences):
@@ -255,9 +255,9 @@ def measure(
         runs = sequence.runs(rows)
         last = states_at(sequence, depths, depths[-1], rows)
         judged: list[tuple[_Tally, Tensor]] = []
-        for layer, (bare, adapted) in tallies.items():
-            states = states_at(sequence, depths, layer, rows).float()
-            judged += [(bare, states), (adapted, adapters.at(layer)(states))]
+        outputs = exit_outputs(adapters, sequence, depths, rows, distances_in_turn(rows))
+        for (layer, (bare, adapted)), output in zip(tallies.items(), outputs):
+            judged += [(bare, states_at(sequence, depths, layer, rows).float()), (adapted, output)]
         results = torch.empty(len(judged), 3, len(last), device=device)
         for chunk in head.chunks(len(last)):
             target = head.target(last[chunk])

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.exits.steering import FARTHEST
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MOST_ROWS, PromptPiece, prefill, read_pieces
 from layerskip_models.text_files import write_text
@@ -31,18 +32,25 @@ _OTHER_BYTES = 8  # of a row: its label and its position
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatesPlan:
-    """What is kept. depths: ascending layer numbers; the last is the model's number of layers. dtype: of the states."""
+    """What is kept. depths: ascending layer numbers; the last is the model's number of layers. dtype: of the states.
+
+    rows_before: how many rows are kept before each one that predicts a token that counts: those that may steer it.
+    """
 
     depths: tuple[int, ...]
     dtype: torch.dtype
+    rows_before: int = 0
 
     def bytes_per_row(self, hidden_size: int) -> int:
         """On disk."""
         return len(self.depths) * hidden_size * self.dtype.itemsize + _OTHER_BYTES
 
     def rows(self, text: TrainingText) -> Tensor:
-        """int64 [n], ascending: the rows of a text that are kept, those that predict a token that counts."""
-        return predicting(text).nonzero().flatten()
+        """int64 [n], ascending: the rows of a text that are kept, those that predict a token that counts and some before."""
+        kept = predicting(text)
+        for first, _ in text.scored if self.rows_before else ():
+            kept[max(first - 1 - self.rows_before, 0) : max(first - 1, 0)] = True
+        return kept.nonzero().flatten()
 
 
 def predicting(text: TrainingText) -> Tensor:
@@ -53,9 +61,12 @@ def predicting(text: TrainingText) -> Tensor:
     return found
 
 
-def plan_for(exit_layers: Sequence[int], model: LayerSkipModel, dtype: torch.dtype) -> StatesPlan:
-    """What adapters for these exits of a model need."""
-    return StatesPlan(depths=(*sorted({*exit_layers}), model.num_layers), dtype=dtype)
+def plan_for(
+    exit_layers: Sequence[int], model: LayerSkipModel, dtype: torch.dtype, steering_layers: Sequence[int] = ()
+) -> StatesPlan:
+    """What adapters for these exits of a model need. steering_layers: of steered ones, whose states are needed, too."""
+    depths = tuple(sorted({*exit_layers, *steering_layers, model.num_layers}))
+    return StatesPlan(depths=depths, dtype=dtype, rows_before=FARTHEST if steering_layers else 0)
 
 
 def states_dtype(model: LayerSkipModel) -> torch.dtype:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.exits.adapter import ExitAdapters
-from layerskip_models.exits.folder import CONFIG_FILE, adapters_beside, check_fits, load_adapters
+from layerskip_models.exits.folder import CONFIG_FILE, adapters_beside, check_fits, check_unsteered, load_adapters
 from layerskip_models.exits.lean import ExitsChoice, lean_adapters
 from layerskip_models.output_paths import output_folder
 from selfspec.engine.model_source import ModelSource
@@ -59,4 +59,5 @@ def _adapters(model: LayerSkipModel, folder: Path, start: ExitsChoice) -> tuple[
 def _load(model: LayerSkipModel, folder: Path) -> ExitAdapters:
     adapters = load_adapters(folder)
     check_fits(adapters.config, model, folder)
+    check_unsteered(adapters.config, folder, "learning")
     return adapters

@@ -8,7 +8,9 @@ from typing import ClassVar
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
+from layerskip_models.exits.adapter import FORMS, LOW_RANK, STEERED
 from layerskip_models.exits.folder import FOLDER
+from layerskip_models.exits.steering import STEERING_SIZE
 from layerskip_models.training.accepted_length import ARMS
 from layerskip_models.training.settings import (
     ABOVE_0,
@@ -76,6 +78,16 @@ class ExitTraining(ExitLossSettings, FrozenModelSettings):
         (),
         "Exit to train an adapter for; repeatable (default: up to four, evenly, in the first quarter of the layers).",
     )
+    form: str = option(
+        LOW_RANK,
+        "low_rank; or steered: drafts also see states of the row that was verified last (docs/exit-adapters.md).",
+        FORMS,
+    )
+    steering_size: int = option(
+        0,
+        f"Width of what steers, for --form steered; 0 for {STEERING_SIZE}. At the hidden size it begins as a sum of states.",
+        AT_LEAST_0,
+    )
     rank: int = option(
         0,
         "Width of the adapter; 0 for a quarter of the hidden size, with a tenth of a layer's weights at most.",
@@ -115,6 +127,8 @@ class ExitTraining(ExitLossSettings, FrozenModelSettings):
                 raise ValueError(f"device_map must be auto, got {self.device_map!r}")
             if self.device != "auto":
                 raise ValueError("device_map chooses the devices: leave out device")
+        if self.steering_size and self.form != STEERED:
+            raise ValueError(f"steering_size is of form {STEERED}: choose that form, or leave it out")
         if self.beside:
             self.checkpoint_folder()
 

@@ -19,8 +19,9 @@ from rich.console import Console
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
-from layerskip_models.exits.adapter import ExitAdapters
+from layerskip_models.exits.adapter import STEERED, ExitAdapters
 from layerskip_models.exits.folder import FOLDER, config_for, save_adapters
+from layerskip_models.exits.steering import make_adapters
 from layerskip_models.output_paths import output_folder
 from layerskip_models.parallel.launched import launched_ranks
 from layerskip_models.text_files import write_text
@@ -77,10 +78,11 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
         )
         model = generator.model
         described = config_for(
-            model, exit_layers=config.layers(model), rank=config.width(model), base_model=config.model_name()
-        )
+            model, exit_layers=config.layers(model), rank=config.width(model), form=config.form,
+            steering_size=config.steering_size, base_model=config.model_name(),
+        )  # fmt: skip
         dtype = states_dtype(model) if config.states_dtype == "auto" else getattr(torch, config.states_dtype)
-        needed = plan_for(described.exit_layers, model, dtype)
+        needed = plan_for(described.exit_layers, model, dtype, described.steering_layers)
         plan = _recorded_plan(config, model, needed)
         if accelerator.is_main_process and config.states_of is None:
             _make_states(config, generator, plan, console)
@@ -88,7 +90,7 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
     stored = model.weights_dtype if model.weights_dtype.itemsize == 2 else None
     del generator, model  # the head is all that fitting needs
     torch.manual_seed(config.seed)
-    adapters = ExitAdapters(described).to(head.weight.device)
+    adapters = make_adapters(described).to(head.weight.device)
     train, held_out = (
         HiddenStateDataset(
             config.states_folder / part, plan, needed.depths, length=config.sequence_length, seed=config.seed
@@ -130,6 +132,7 @@ def _recorded_plan(config: ExitTraining, model: LayerSkipModel, needed: StatesPl
             "fingerprint": fingerprint(model),
             "depths": needed.depths,
             "dtype": str(needed.dtype).removeprefix("torch."),
+            "rows_before": needed.rows_before,
             "data": {name: getattr(config, name) for name in DATA_FIELDS},
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +145,12 @@ def _recorded_plan(config: ExitTraining, model: LayerSkipModel, needed: StatesPl
         raise ValueError(
             f"{folder} holds no states after layers {', '.join(map(str, missing))}: name them in the run that makes them"
         )
-    return StatesPlan(depths=tuple(recorded["depths"]), dtype=getattr(torch, recorded["dtype"]))
+    kept = recorded.get("rows_before", 0)  # earlier versions kept none
+    if kept < needed.rows_before:
+        raise ValueError(
+            f"{folder} holds no rows before those with a loss, which steer: let a run with form {STEERED} make the states"
+        )
+    return StatesPlan(depths=tuple(recorded["depths"]), dtype=getattr(torch, recorded["dtype"]), rows_before=kept)
 
 
 def _make_states(config: ExitTraining, generator: SelfSpecGenerator, plan: StatesPlan, console: Console) -> None:

@@ -16,7 +16,8 @@ from selfspec.analysis.replay import (
     replay,
     trace_agreement,
 )
-from tiny_llama import pool_model
+from tests.fuzz.random_adapters import adapted
+from tiny_llama import pool_model, tiny_tokenizer
 
 T, F = True, False
 
@@ -33,10 +34,16 @@ def test_rounds_by_hand():
     assert trace.agreement(1) == 6 / 8
 
 
-@pytest.mark.parametrize("index", [3, 11])  # 5 and 7 layers, and exits that do not change while a text is decoded
+def unsteered(index: int) -> SelfSpecGenerator:
+    """A model whose exits do not change while a text is decoded, and say the same wherever a round begins."""
+    model = pool_model(index, torch.float64)[1].model
+    return SelfSpecGenerator(adapted(model, [*model.adapters], seed=index), tiny_tokenizer())
+
+
+@pytest.mark.parametrize("index", [3, 11])  # 5 and 7 layers
 @pytest.mark.parametrize("num_new", [1, 2, 18])
 def test_replay_is_what_really_runs(index, num_new):
-    _, generator = pool_model(index, torch.float64)
+    generator = unsteered(index)
     prompt = torch.tensor([index, 3, 7, 1])
     trace = trace_agreement(generator, prompt, num_new)
     rejected = 0
@@ -83,7 +90,7 @@ def test_cost_of_rounds_by_hand():
 
 @pytest.mark.parametrize("name", ["auto:cost=layers,learn_every=1,copy=off", "del", "ar"])
 def test_any_greedy_run_that_learns_everywhere_is_a_full_trace(name):
-    _, generator = pool_model(11, torch.float64)
+    generator = unsteered(11)
     layers = tuple(range(1, generator.model.num_layers))
     policy = parse_policy(name, num_layers=generator.model.num_layers)
     watched = Policy(policy.exit, policy.stopping, name, also=ObservationSpec(shadow_layers=layers))
@@ -101,7 +108,7 @@ def test_any_greedy_run_that_learns_everywhere_is_a_full_trace(name):
 @pytest.mark.parametrize("which", ["tiny", "demo"])
 def test_a_trace_with_gaps_ranks_the_settings(which):
     if which == "tiny":
-        _, generator = pool_model(11, torch.float64)
+        generator = unsteered(11)
         prompts = [[seed, 3, 7, 1] for seed in range(6)]
     else:
         model, tokenizer = load_demo()

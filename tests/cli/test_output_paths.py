@@ -33,6 +33,7 @@ WRITERS = [
     (bench.experiments.__main__.app, ["exit-losses", "--data", "text.txt", "-o"]),
     (bench.experiments.__main__.app, ["exit-adapters", "--data", "text.txt", "--work", "runs", "-o"]),
     (bench.experiments.__main__.app, ["ladder", "none", "-o"]),
+    (bench.experiments.__main__.app, ["steered-exits", "--data", "text.txt", "--work", "runs", "-o"]),
     (bench.experiments.__main__.app, ["loading", "-o"]),
     (bench.experiments.__main__.app, ["fine-tune", "none", "--text", "none.txt", "--chats", "none.jsonl", "-o"]),
     (bench.experiments.__main__.app, ["roundings", "none", "--prompts", "none.jsonl", "-o"]),

@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from layerskip_models import load_model
+from layerskip_models.exits.adapter import LOW_RANK, STEERED
 from layerskip_models.families import FAMILIES
 from layerskip_models.parallel.shard_loading import load_shard
 from layerskip_models.parallel.shard_plan import Part, ShardPlan
@@ -50,15 +51,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _generator(path: Path, dtype: str, divided: bool) -> SelfSpecGenerator:
+def _generator(path: Path, dtype: str, divided: bool, form: str = LOW_RANK) -> SelfSpecGenerator:
     """With adapters at two exits."""
     load = load_shard if divided else load_model
-    return SelfSpecGenerator(adapted(load(path, dtype=dtype, device="cpu"), [1, 3]), tiny_tokenizer(), prefix_cache=0)
+    model = adapted(load(path, dtype=dtype, device="cpu"), [1, 3], form=form)
+    return SelfSpecGenerator(model, tiny_tokenizer(), prefix_cache=0)
 
 
 def said(path: Path, dtype: str, divided: bool, policies: list[str]) -> dict[str, Any]:
-    """Texts by every policy, greedy and drawn, alone, in company, and behind a kept beginning."""
-    generator = _generator(path, dtype, divided)
+    """Texts by every policy, greedy and drawn, alone, in company, and behind a kept beginning; of one, by steered exits."""
+    generator = _generator(path, dtype, divided, STEERED if len(policies) == 1 else LOW_RANK)
     model = generator.model
     texts: dict[str, Any] = {}
     for index, name in enumerate(policies):

@@ -29,6 +29,7 @@ import selfspec.engine.round
 import selfspec.engine.verification
 from decoding import decode
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.exits.adapter import STEERED
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from policies import Policy, parse_policy
@@ -225,6 +226,15 @@ def enumerated_law(
 def distance(left: Law, right: Law) -> float:
     """Total variation between two laws."""
     return sum(abs(left.get(key, 0.0) - right.get(key, 0.0)) for key in {*left, *right}) / 2
+
+
+@pytest.mark.parametrize("name", ["ls:1-3", "changing plans", "stop before a draw"])
+def test_the_law_is_exact_with_steered_drafts(name: str, llama: LlamaForCausalLM) -> None:
+    """What accepts and rejects a draft is the distribution that it was drawn from, with what steered it."""
+    model = adapted(from_transformers(llama, layout="plain"), [1, 2], form=STEERED)
+    law = enumerated_law(model, POLICIES[name](), 3, top_k=2)
+    assert distance(law, exact_law(llama, 3, top_k=2)) < 1e-5
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -186,6 +186,7 @@ def test_a_prompt_is_either_learned_from_or_judged_with() -> None:
     assert abs(held_out - 400 / HELD_OUT) < 40
 
 
-def test_property_tests_run_models_whose_adapters_change() -> None:
-    found = [pool_model(index, torch.float32)[1].bound.online for index in range(24)]
-    assert sum(online is not None for online in found) >= 6
+def test_property_tests_run_models_whose_adapters_change_and_steered_ones() -> None:
+    found = [pool_model(index, torch.float32)[1].bound for index in range(24)]
+    assert sum(one.online is not None for one in found) >= 6
+    assert sum(one.model.steering is not None for one in found) >= 6

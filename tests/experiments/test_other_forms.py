@@ -1,4 +1,4 @@
-"""Forms of exit adapters that the engine does not draft with: packed texts, steering rows, fitting."""
+"""All forms of exit adapters that are compared: packed texts, steering rows, fitting."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from bench.experiments.exit_adapters.other_forms import (
     FORMS,
     EveryRow,
     LayerAdapter,
-    SteeredAdapter,
-    SteeredAdapters,
     adapted_states,
     attention_mask,
     make_adapters,
     plan_for_forms,
-    rows_before,
     training_outputs,
 )
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
+from layerskip_models.exits.steering import SteeredAdapters
 from selfspec.exits.fitting import fit
 from selfspec.exits.frozen_head import FrozenHead
 from selfspec.exits.hidden_state_dataset import capture
 from selfspec.exits.sequences import ExitSequence, join
 from selfspec.exits.settings import FitSettings
+from selfspec.exits.steered_rows import rows_before, steering_of
 from selfspec.exits.training_texts import TrainingText
 from tiny_llama import tiny_llama
 
@@ -114,9 +113,9 @@ def test_the_states_that_steer_are_those_of_the_row_that_many_positions_before()
     """Zeros where the text has none, which the projection leaves zeros."""
     (sequence,) = capture(tiny_model(), texts(1, scored=False), every_row())
     adapters = made("steered", random=True)
-    assert isinstance(adapters, SteeredAdapters) and adapters.steering_layers == (2, 3)
+    assert isinstance(adapters, SteeredAdapters) and adapters.config.steering_layers == (2, 3)
     rows = torch.arange(len(sequence))
-    steering = adapters.steering_of(sequence, DEPTHS, rows, torch.full_like(rows, 3))
+    steering = steering_of(adapters, sequence, DEPTHS, rows, torch.full_like(rows, 3))
     torch.testing.assert_close(steering[3:], adapters.steering(sequence.states[:-3, 1:3]))
     assert not steering[:3].any()
 
@@ -135,9 +134,10 @@ def test_fitting_brings_the_exit_nearer_to_the_model(form: str) -> None:
 
 def test_an_untrained_adapter_changes_nothing() -> None:
     states: Any = torch.randn(2, 7, 16)
-    steered, layer = made("steered"), made("layer").at(2)
-    assert isinstance(steered, SteeredAdapters) and isinstance(layer, LayerAdapter)
-    adapter = steered.at(2)
-    assert isinstance(adapter, SteeredAdapter)
-    assert torch.equal(adapter.steered(states, steered.steering(torch.randn(2, 7, 2, 16))), states)
+    layer = made("layer").at(2)
+    assert isinstance(layer, LayerAdapter)
+    for form in ("steered", "steered_wide"):
+        steered = made(form)
+        assert isinstance(steered, SteeredAdapters)
+        assert torch.equal(steered.at(2).steered(states, steered.steering(torch.randn(2, 7, 2, 16))), states)
     assert torch.equal(layer.attended(states, torch.arange(7).expand(2, 7), None), states)

@@ -7,14 +7,23 @@ from collections.abc import Sequence
 import torch
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.exits.adapter import ExitAdapters
+from layerskip_models.exits.adapter import LOW_RANK, STEERED, ExitAdapters
 from layerskip_models.exits.folder import config_for
 from layerskip_models.exits.lean import lean_adapters
+from layerskip_models.exits.steering import SteeredAdapters, make_adapters
+
+_RANK = 5
+_STEERING_SIZE = 3
 
 
-def random_adapters(model: LayerSkipModel, exit_layers: Sequence[int], seed: int = 0) -> ExitAdapters:
-    """For these exits of this model, which changes nothing of it."""
-    adapters = ExitAdapters(config_for(model, exit_layers=tuple(exit_layers), rank=5))
+def random_adapters(
+    model: LayerSkipModel, exit_layers: Sequence[int], seed: int = 0, form: str = LOW_RANK
+) -> ExitAdapters:
+    """For these exits of this model, which changes nothing of it. Steering moves steered ones as much as their own states."""
+    size = _STEERING_SIZE if form == STEERED else 0
+    adapters = make_adapters(
+        config_for(model, exit_layers=tuple(exit_layers), rank=_RANK, form=form, steering_size=size)
+    )
     own = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in exit_layers:
@@ -22,11 +31,15 @@ def random_adapters(model: LayerSkipModel, exit_layers: Sequence[int], seed: int
             adapter.scale.fill_(0.5)
             for linear in (adapter.gate, adapter.up, adapter.down):
                 linear.weight.normal_(std=0.5, generator=own)
+        if isinstance(adapters, SteeredAdapters):
+            adapters.steering.project.weight.normal_(std=0.5, generator=own)
+            for layer in exit_layers:
+                adapters.at(layer).steer.weight.normal_(std=0.5, generator=own)
     return adapters.eval()
 
 
-def adapted(model: LayerSkipModel, exit_layers: Sequence[int], seed: int = 0) -> LayerSkipModel:
+def adapted(model: LayerSkipModel, exit_layers: Sequence[int], seed: int = 0, form: str = LOW_RANK) -> LayerSkipModel:
     """The same model, which drafts with such adapters; bare if there are no such exits."""
     if not exit_layers:
         return model
-    return model.with_adapters(lean_adapters(random_adapters(model, exit_layers, seed), model))
+    return model.with_adapters(lean_adapters(random_adapters(model, exit_layers, seed, form), model))

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.compact_linear import half_works
+from layerskip_models.exits.adapter import LOW_RANK, STEERED
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout
 from restless_exits import let_exits_change
@@ -68,9 +69,9 @@ def pool_model(
     """Model `index` of a fixed pool, as transformers' module and as a generator over its lean copy.
 
     The index decides the shape, so that any 24 consecutive ones cover 2 to 7 layers with every rope, tied and untied
-    embeddings, with and without biases, one key-value head and several; a third of the exits have adapters, and in half of
-    the models that run eagerly they change with every round, as if they learned. A layout is given, not timed: the rounding,
-    and with it the count of near-ties, is then the same in every run.
+    embeddings, with and without biases, one key-value head and several; a third of the exits have adapters. Of the models
+    that run eagerly, half have adapters that change with every round, as if they learned, and half have steered ones. A
+    layout is given, not timed: the rounding, and with it the count of near-ties, is then the same in every run.
     """
     random = Random(index)
     heads, kv_heads = random.choice([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (6, 3), (8, 2)])
@@ -97,9 +98,11 @@ def pool_model(
         for parameter in llama.parameters():
             parameter.data = parameter.data.bfloat16().to(dtype)
     model = from_transformers(llama, layout=layout)
-    model = adapted(model, [layer for layer in range(1, model.num_layers) if (index + layer) % 3 == 0], seed=index)
+    exits = [layer for layer in range(1, model.num_layers) if (index + layer) % 3 == 0]
+    learns = runner != "eager" or index % 4 in (1, 2)
+    model = adapted(model, exits, seed=index, form=LOW_RANK if learns else STEERED)
     generator = SelfSpecGenerator(model, tiny_tokenizer(), runner=runner)
-    if runner == "eager" and model.adapters and index % 4 in (1, 2):
+    if runner == "eager" and model.adapters and learns:
         let_exits_change(generator, seed=index)
     return llama, generator
 

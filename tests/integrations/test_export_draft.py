@@ -27,7 +27,7 @@ from layerskip_models import from_transformers, load_model
 from layerskip_models.checkpoints.fingerprint import fingerprint
 from layerskip_models.checkpoints.four_bit_writing import write_in_four_bits
 from layerskip_models.checkpoints.loading import load_transformers
-from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
+from layerskip_models.exits.adapter import STEERED, AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import save_adapters
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.draft_agreement import draft_agreement, own_texts
@@ -36,6 +36,7 @@ from selfspec.analysis.replay import AgreementTrace, trace_agreement
 from selfspec.cli.main import app
 from selfspec.integrations.draft_checkpoint import draft_model
 from tests.fuzz.gguf_models import metadata, tensors, write
+from tests.fuzz.random_adapters import random_adapters
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
@@ -181,6 +182,11 @@ def test_the_command(folder: Path) -> None:
         )
         assert "agreement with the full model" in (folder / output / "README.md").read_text(encoding="utf-8")
     assert "for exit layers 2 only" in run(3, "other", "--exits", str(folder / "tiny" / "exits")).output
+    steered = folder / "steered"
+    steered.mkdir()
+    save_adapters(random_adapters(load_model(folder / "tiny", exits=None), [2], form=STEERED), steered)
+    refused = run(2, "other", "--exits", str(steered))
+    assert refused.exit_code == 2 and "works with low_rank ones only" in " ".join(refused.output.split())
     assert (run(2, "bare").exit_code, run(4, "new").exit_code) == (2, 2)
     assert "not empty" in run(2, "bare").output and "[1, 3]" in run(4, "new").output
 

@@ -12,9 +12,10 @@ from transformers import LlamaForCausalLM
 
 from batched_runs import LAYOUTS, shared_model
 from layerskip_models import LayerSkipModel, from_transformers, load_model
-from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
+from layerskip_models.exits.adapter import STEERED, AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import FOLDER, load_adapters, save_adapters
 from layerskip_models.exits.lean import lean_adapters, with_exits
+from layerskip_models.exits.steering import SteeredAdapters, make_adapters, steering_layers
 from layerskip_models.kernels.native_linear import operators_only
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
@@ -191,6 +192,12 @@ def test_damaged_folders(folder: Path, damage: str) -> None:
         {"eps": float("nan")},
         {"exit_layers": (1, None)},
         {"form": "steered"},
+        {"form": "steered", "steering_layers": (2,)},
+        {"form": "steered", "steering_layers": (), "steering_size": 4},
+        {"form": "steered", "steering_layers": (3, 2), "steering_size": 4},
+        {"form": "steered", "steering_layers": (0, 2), "steering_size": 4},
+        {"steering_size": 4},
+        {"steering_layers": (2,)},
     ],
 )
 def test_configurations_that_cannot_be(wrong: dict[str, object]) -> None:
@@ -205,15 +212,65 @@ def test_an_untrained_adapter_changes_nothing() -> None:
     assert torch.equal(adapters.at(2)(states), states)
 
 
-def test_only_the_low_rank_form_drafts(folder: Path) -> None:
+def test_a_form_that_does_not_draft_is_refused(folder: Path) -> None:
     """A folder of an earlier version, whose configuration named the fields of all forms."""
     place = folder / FOLDER / "exits.json"
     earlier = {**json.loads(place.read_text()), "steering_layers": [], "steering_size": 64, "num_heads": 0}
     place.write_text(json.dumps(earlier))
     assert load_adapters(folder / FOLDER).exit_layers == (1, 2)
-    place.write_text(json.dumps({**earlier, "form": "steered"}))
-    with pytest.raises(ValueError, match="low_rank"):
+    place.write_text(json.dumps({**earlier, "form": "layer"}))
+    with pytest.raises(ValueError, match="low_rank or steered, got 'layer'"):
         load_adapters(folder / FOLDER)
+
+
+def test_steered_adapters_are_stored_and_draft(folder: Path) -> None:
+    """Read as written; steered by layers that the model has; and the numbers of the trained network, in every layout."""
+    place = folder / FOLDER
+    model = load_model(folder, exits=None)
+    trained = random_adapters(model, [1, 2], form=STEERED)
+    save_adapters(trained, place)
+    again = load_adapters(place)
+    assert again.config == trained.config and again.config.steering_layers == steering_layers(model.num_layers)
+    assert all(torch.equal(a, b) for a, b in zip(trained.state_dict().values(), again.state_dict().values()))
+    assert load_model(folder).steering is not None and load_model(folder, exits=None).steering is None
+    config = json.loads((place / "exits.json").read_text())
+    (place / "exits.json").write_text(json.dumps({**config, "steering_layers": [1, 99]}))
+    with pytest.raises(ValueError, match="another shape"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_steered_network_in_another_layout(layout: Layout) -> None:
+    model = shared_model(layout)
+    trained = random_adapters(model, [1, 3], seed=5, form=STEERED)
+    assert isinstance(trained, SteeredAdapters)
+    leans, hidden = lean_adapters(trained, model), rows_of(model, 7)
+    states = torch.stack([rows_of(model, 8)[:7], rows_of(model, 9)[:7]], dim=1)[
+        :, : len(trained.config.steering_layers)
+    ]
+    steering = leans[1].steering
+    assert steering is not None and steering is leans[3].steering
+    with torch.no_grad():
+        expected = trained.double().at(3).steered(hidden.double(), trained.steering(states.double()))
+    together = leans[3](hidden, steering.of(states).bias(3))
+    torch.testing.assert_close(together.double(), expected, rtol=1e-4, atol=1e-5)
+    one = leans[3](hidden[:1], steering.of(states[0]).bias(3))
+    torch.testing.assert_close(one.double(), expected[:1], rtol=1e-4, atol=1e-5)
+
+
+def test_steering_as_wide_as_the_states_begins_as_their_sum() -> None:
+    config = AdapterConfig(
+        form=STEERED, hidden_size=16, exit_layers=(1,), rank=4, steering_layers=(2, 3, 5), steering_size=16
+    )
+    states = torch.randn(6, 3, 16)
+    adapters = make_adapters(config)
+    assert isinstance(adapters, SteeredAdapters)
+    normed = states / states.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(adapters.steering(states), normed.sum(1), rtol=1e-4, atol=1e-4)
+    assert torch.equal(adapters.at(1).steered(states[:, 0], adapters.steering(states)), states[:, 0])  # S is zero
+    assert steering_layers(32) == (3, 16, 30) and steering_layers(2) == (1, 2)
+    with pytest.raises(ValueError, match="says nothing by itself"):
+        adapters.at(1)(states[:, 0])
 
 
 def test_an_adapter_is_part_of_a_draft_steps_price() -> None:
@@ -235,6 +292,9 @@ def test_costs_are_measured_with_adapters(runner: str) -> None:
     assert [layer for layer, _ in cost.adapter_seconds] == [1, 3]
     assert all(seconds >= 0 for _, seconds in cost.adapter_seconds)
     assert measured_cost(model.with_adapters({})).adapter_seconds == ()
+    if runner == "eager":
+        steered = adapted(model, [1, 3], form=STEERED)
+        assert [layer for layer, _ in measured_cost(steered).adapter_seconds] == [1, 3]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints.conversion import from_transformers as convert
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import load_adapters
+from layerskip_models.exits.steering import SteeredAdapters
 from layerskip_models.families import FAMILIES
 from layerskip_models.parallel import spread_loading
 from layerskip_models.training.accepted_length import accepted_length_weights
@@ -399,6 +400,33 @@ def test_states_of_another_model_or_of_other_layers_are_refused(checkpoint: Path
         train_exit(replace(made, output_dir=str(tmp_path / "two"), states_of=made.output_dir, model=str(other)))
 
 
+def test_steered_adapters_are_trained_and_draft(checkpoint: Path, tmp_path: Path) -> None:
+    """On states of the rows that steer, which another form's run has not kept."""
+    data = tmp_path / "questions.jsonl"  # where rows before an answer have no loss
+    data.write_text(
+        "\n".join(json.dumps({"prompt": f"a bed {'ab' * n}", "completion": " head, a fig"}) for n in range(30))
+    )
+    made = ExitTraining(**options(checkpoint, tmp_path / "run", form="steered", steering_size=16, data=(str(data),)))
+    finished = train_exit(made)
+    adapters = load_adapters(finished)
+    assert isinstance(adapters, SteeredAdapters) and adapters.config.steering_layers == (2, 3)
+    assert all(bool(adapters.at(layer).steer.weight.any()) for layer in (1, 2))
+    assert not torch.equal(adapters.steering.project.weight, torch.eye(16).repeat(1, 2))
+    done = json.loads((tmp_path / "run" / "states" / "train" / "done.json").read_text())
+    assert done["tokens"] < done["rows"] <= 9 * done["tokens"]
+    card = (finished / "README.md").read_text()
+    assert "Form steered" in card and "after layers 2, 3 (width 16)" in card and "--steering-size 16" in card
+    generator = SelfSpecGenerator.from_pretrained(checkpoint, exits=finished, policy="ls:2-3")
+    llama = tiny_llama(num_layers=4, seed=5, late_scale=0.7)
+    assert generator.generate([1, 2, 3], max_new_tokens=20).new_tokens == reference_greedy(
+        llama, [1, 2, 3], max_new_tokens=20
+    )
+    plain = ExitTraining(**options(checkpoint, tmp_path / "plain", epochs=0.1, exit_layers=(1, 2, 3)))
+    train_exit(plain)
+    with pytest.raises(ValueError, match="let a run with form steered make the states"):
+        train_exit(replace(made, output_dir=str(tmp_path / "again"), states_of=plain.output_dir))
+
+
 def test_adapters_beside_a_checkpoint_from_its_own_answers(checkpoint: Path, tmp_path: Path) -> None:
     """From prompts alone; what lay there before is replaced. The model's text is what it was."""
     model = tmp_path / "model"
@@ -433,6 +461,8 @@ def test_adapters_beside_a_checkpoint_from_its_own_answers(checkpoint: Path, tmp
     [
         (["--exit-layers", "4"], "exit_layers must be in [1, 3] for this 4-layer model, got 4"),
         (["--arm", "none"], "arm must be one of"),
+        (["--form", "layer"], "form must be one of"),
+        (["--steering-size", "8"], "steering_size is of form steered"),
         (["--alpha", "2"], "alpha must be in [0, 1]"),
         (["--disk-gb", "0"], "disk_gb must be above 0"),
         (["--disk-gb", "0.000001"], "raise disk_gb"),

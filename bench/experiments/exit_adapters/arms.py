@@ -23,7 +23,13 @@ from bench.experiments.exit_adapters.forms import (
     gain_of_rounds,
     own_texts,
 )
-from bench.experiments.exit_adapters.other_forms import FORMS, make_adapters, plan_for_forms, training_outputs
+from bench.experiments.exit_adapters.other_forms import (
+    FORMS,
+    LayerAdapters,
+    make_adapters,
+    plan_for_forms,
+    training_outputs,
+)
 from bench.experiments.exit_adapters.position_weights import other_weights, parse_weighting
 from layerskip_models import LayerSkipModel
 from layerskip_models.exits.adapter import ExitAdapters
@@ -157,7 +163,7 @@ class Measured:
                 "kind": "exit", "exit_layer": agreement.exit_layer, "agreement": agreement.share, "num_speculations": length,
                 "gain": gain, "adapter_layers": share, "accepted": accepted_from_all_rows(agreement, max(LENGTHS)),
             }  # fmt: skip
-        if adapters is None or type(adapters) is ExitAdapters:  # a form that the engine drafts with
+        if not isinstance(adapters, LayerAdapters):  # a form that the engine drafts with
             leans = {} if adapters is None else lean_adapters(adapters, self.model)
             generator = SelfSpecGenerator(self.model.with_adapters(leans), prefix_cache=0)
             yield {

@@ -26,7 +26,7 @@ from bench.experiments.exit_adapters.position_weights import OTHERS
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH
-from layerskip_models.exits.adapter import FORM as DRAFTED
+from layerskip_models.exits.adapter import LOW_RANK as DRAFTED
 from layerskip_models.training.accepted_length import ARMS
 from layerskip_models.training.documents import DEFAULT_EXCLUDES
 from selfspec import SelfSpecGenerator

@@ -8,7 +8,13 @@ from statistics import median
 from bench.record import Line
 from bench.report.table import UNKNOWN, Table, number, subject
 
-_FORMS = {"none": "no adapter", "low_rank": "low rank", "steered": "low rank, steered", "layer": "light layer"}
+_FORMS = {
+    "none": "no adapter",
+    "low_rank": "low rank",
+    "steered": "low rank, steered",
+    "steered_wide": "low rank, steered wide",
+    "layer": "light layer",
+}
 
 
 def exits_headline(lines: Sequence[Line]) -> str:

@@ -1,7 +1,7 @@
 """Adapters of any form on the model's own text: where each exit agrees, and what fixed drafts would have made of that.
 
-Forms that the engine does not draft with are judged here as well: by their trained networks, on hidden states of a text that
-the model wrote itself. While drafts are accepted they are that text, so the replay is what decoding would have done.
+The form that the engine does not draft with is judged here as well: all by their trained networks, on hidden states of a text
+that the model wrote itself. While drafts are accepted they are that text, so the replay is what decoding would have done.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.experiments.exit_adapters.other_forms import FARTHEST, SteeredAdapters, adapted_states
+from bench.experiments.exit_adapters.other_forms import adapted_states
 from layerskip_models import LayerSkipModel
-from layerskip_models.exits.adapter import ExitAdapters
+from layerskip_models.exits.adapter import STEERED, ExitAdapters
+from layerskip_models.exits.steering import FARTHEST
 from policies import RoundRecord, draft_passes
 from selfspec import SelfSpecGenerator
 from selfspec.exits.fitting import states_at
@@ -64,7 +65,7 @@ def agreements(
     head: FrozenHead,
 ) -> list[Agreement]:
     """Of every exit, with these adapters or bare. depths: of the sequences' states; the last is the model's last layer."""
-    places = range(FARTHEST if isinstance(adapters, SteeredAdapters) else 1)
+    places = range(FARTHEST if adapters is not None and adapters.config.form == STEERED else 1)
     found: list[list[Tensor]] = [[] for _ in layers]
     for sequence in sequences:
         rows = sequence.scored_rows()

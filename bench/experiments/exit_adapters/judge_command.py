@@ -18,7 +18,7 @@ from bench.experiments.exit_adapters.judged_exits import JudgedExits, answers_of
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from layerskip_models.checkpoints.fingerprint import fingerprint
-from layerskip_models.exits.folder import check_fits, load_adapters
+from layerskip_models.exits.folder import check_fits, check_unsteered, load_adapters
 from layerskip_models.training.examples import read_examples
 from selfspec.cli.arguments import one_line_errors
 from selfspec.messages import OWN_TEMPLATE, conversation_ids
@@ -58,11 +58,12 @@ def judge_exits(
         adapters = None if exits is None else load_adapters(exits)
         if adapters is not None and exits is not None:
             check_fits(adapters.config, network, exits)
+            check_unsteered(adapters.config, exits, "this study")
         layers = tuple(exit_layer or (adapters.config.exit_layers if adapters is not None else ()))
         if not layers:
             raise ValueError("name exits with --exit-layer, or adapters with --exits")
-        asked = _questions(chats, tokenizer, num_samples)
-        others = [] if training_chats is None else _questions(training_chats, tokenizer, num_training)
+        asked = questions(chats, tokenizer, num_samples)
+        others = [] if training_chats is None else questions(training_chats, tokenizer, num_training)
         with progress(2) as advance:
             judged = JudgedExits.of(network, adapters, layers, [one.ids for one in asked], max_new_tokens)
             written = answers_of(network, [one.ids for one in others], max_new_tokens)
@@ -101,7 +102,7 @@ def judge_exits(
     show(record.lines)
 
 
-def _questions(path: Path, tokenizer: PreTrainedTokenizerBase, number: int) -> list[EncodedPrompt]:
+def questions(path: Path, tokenizer: PreTrainedTokenizerBase, number: int) -> list[EncodedPrompt]:
     """The first questions of a file, as the tokenizer's chat template asks them."""
     found = [example.messages for example in read_examples(path, ()) if example.messages][:number]
     return [

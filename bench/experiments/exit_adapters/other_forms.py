@@ -1,21 +1,17 @@
-"""Forms of exit adapters that the engine does not draft with: steered ones, and ones with attention of their own.
+"""Every form of exit adapter that is compared, and the one that the engine does not draft with.
 
-Both begin with the low-rank form (`layerskip_models.exits.adapter`), y = x + D (silu(G n) * (U n)), n = x / rms(x):
+    low_rank        `layerskip_models.exits.adapter`
+    steered         `layerskip_models.exits.steering`, with its default width and random numbers at the start
+    steered_wide    the same as wide as the hidden states, which begins as their sum, as SD2 begins
+    layer           the low-rank form after causal attention of its own, over the exit states of the text so far
 
-    steered     y = x + D (silu(G n) * (U n + S g))
-    layer       the low-rank form after causal attention of its own, over the exit states of the text so far
-
-g: hidden states of the row that was verified last, from a few depths; their first projection is shared by all exits. While
-drafting, the j-th token of a draft is steered by the row j positions before it. So in training a row is steered by the row
-1 to FARTHEST positions before it, at random, and by zeros where its text has no such row.
-
-Sources: steering, SD2 (appendix A.4); a light layer after the exit, Kangaroo (Liu et al. 2024).
+Source of the last: a light layer after the exit, Kangaroo (Liu et al. 2024).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,15 +20,15 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.exits.adapter import AdapterConfig, ExitAdapter, ExitAdapters
-from selfspec.exits.fitting import Outputs, states_at
+from layerskip_models.exits.adapter import STEERED, AdapterConfig, ExitAdapter, ExitAdapters
+from layerskip_models.exits.steering import STEERING_SIZE, SteeredAdapters, steering_layers
+from selfspec.exits.fitting import Outputs
 from selfspec.exits.hidden_state_dataset import StatesPlan
 from selfspec.exits.sequences import ExitSequence
+from selfspec.exits.steered_rows import drawn_distances, exit_outputs
 from selfspec.exits.training_texts import TrainingText
 
-FORMS = ("low_rank", "steered", "layer")
-FARTHEST = 8
-"""How far before a draft's row the row that steers it may be, as far as steering is trained."""
+FORMS = ("low_rank", "steered", "steered_wide", "layer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +42,11 @@ class Attention:
 
 
 def make_adapters(form: str, config: AdapterConfig, model: LayerSkipModel) -> ExitAdapters:
-    """Untrained adapters of this form. Steered ones read the states after 3, L/2 and L-2 layers."""
-    if form == "steered":
-        count = model.num_layers
-        depths = tuple(sorted({min(max(layer, 1), count) for layer in (3, count // 2, count - 2)}))
-        return SteeredAdapters(config, depths)
+    """Untrained adapters of this form. config: of low-rank ones."""
+    if form in ("steered", "steered_wide"):
+        size = STEERING_SIZE if form == "steered" else config.hidden_size
+        depths = steering_layers(model.num_layers)
+        return SteeredAdapters(replace(config, form=STEERED, steering_layers=depths, steering_size=size))
     if form == "layer":
         rope = getattr(model.config, "rope_parameters", None) or {}
         return LayerAdapters(
@@ -63,54 +59,6 @@ def make_adapters(form: str, config: AdapterConfig, model: LayerSkipModel) -> Ex
             ),
         )
     return ExitAdapters(config)
-
-
-class SteeredAdapter(ExitAdapter):
-    """One exit's adapter, steered by `Steering`."""
-
-    def __init__(self, config: AdapterConfig, steering_size: int) -> None:
-        super().__init__(config)
-        self.steer = nn.Linear(steering_size, config.rank, bias=False)
-        nn.init.zeros_(self.steer.weight)
-
-    def steered(self, hidden: Tensor, steering: Tensor) -> Tensor:
-        """hidden: [..., hidden], of the exit. steering: [..., steering_size]. Returns the shape of hidden."""
-        normed = F.rms_norm(hidden, (self.config.hidden_size,), None, self.config.eps)
-        return self.add_gated(hidden, normed, self.up(normed) + self.steer(steering))
-
-
-class Steering(nn.Module):
-    """The projection of the last verified row's states, shared by all exits: once a round, whatever is drafted."""
-
-    def __init__(self, hidden_size: int, num_depths: int, steering_size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.project = nn.Linear(num_depths * hidden_size, steering_size, bias=False)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """states: [..., depths, hidden], ascending depths. Returns [..., steering_size]."""
-        normed = F.rms_norm(states, states.shape[-1:], None, self.eps)
-        return self.project(rearrange(normed, "... depths hidden -> ... (depths hidden)"))
-
-
-class SteeredAdapters(ExitAdapters):
-    """Adapters that share the projection of the states that steer them. steering_layers: their depths, ascending."""
-
-    def __init__(self, config: AdapterConfig, steering_layers: Sequence[int], steering_size: int = 64) -> None:
-        self.steering_layers, self.steering_size = tuple(steering_layers), steering_size
-        super().__init__(config)
-        self.steering = Steering(config.hidden_size, len(self.steering_layers), steering_size, config.eps)
-
-    def make_adapter(self) -> ExitAdapter:
-        return SteeredAdapter(self.config, self.steering_size)
-
-    def steering_of(self, sequence: ExitSequence, depths: Sequence[int], rows: Tensor, distance: Tensor) -> Tensor:
-        """Of the rows `distance` (int64 [n]) before these, [n, steering_size]; of zero states where there is no such row."""
-        found = rows_before(sequence, rows, distance)
-        columns = [depths.index(layer) for layer in self.steering_layers]
-        states = sequence.states[found.clamp_min(0)][:, columns].float()
-        projected: Tensor = self.steering(states * (found >= 0).view(-1, 1, 1))
-        return projected
 
 
 class LayerAdapter(ExitAdapter):
@@ -195,21 +143,8 @@ def plan_for_forms(adapters: Sequence[ExitAdapters], model: LayerSkipModel, dtyp
     """What adapters of all these kinds need, of one model."""
     depths = {model.num_layers}
     for one in adapters:
-        depths |= {*one.exit_layers, *(one.steering_layers if isinstance(one, SteeredAdapters) else ())}
+        depths |= {*one.exit_layers, *one.config.steering_layers}
     return EveryRow(depths=tuple(sorted(depths)), dtype=dtype)
-
-
-def rows_before(sequence: ExitSequence, rows: Tensor, distance: Tensor) -> Tensor:
-    """Indices of the rows `distance` positions before these in the same text; -1 where there is none.
-
-    rows, distance: int64 [n].
-    """
-    keys = sequence.keys()
-    wanted = keys[rows] - distance
-    found = torch.searchsorted(keys, wanted)
-    found.clamp_(max=len(sequence) - 1)
-    there = (keys[found] == wanted) & (distance <= sequence.positions[rows])
-    return torch.where(there, found, -1)
 
 
 def attention_mask(sequence: ExitSequence) -> Tensor:
@@ -225,21 +160,15 @@ def adapted_states(
 
     depths: of the sequence's states. distance: int64 [n], how far before each row the row is that steers it.
     """
+    if not isinstance(adapters, LayerAdapters):
+        return exit_outputs(adapters, sequence, depths, rows, distance)
     found: list[Tensor] = []
-    steering = adapters.steering_of(sequence, depths, rows, distance) if isinstance(adapters, SteeredAdapters) else None
     for layer in adapters.exit_layers:
         adapter = adapters.at(layer)
-        if isinstance(adapter, LayerAdapter):
-            hidden = sequence.states[:, depths.index(layer)].float().unsqueeze(0)
-            positions = sequence.positions.unsqueeze(0)
-            found.append(adapter.attended(hidden, positions, attention_mask(sequence))[0, rows])
-            continue
-        hidden = states_at(sequence, depths, layer, rows).float()
-        if isinstance(adapter, SteeredAdapter):
-            assert steering is not None
-            found.append(adapter.steered(hidden, steering))
-        else:
-            found.append(adapter(hidden))
+        assert isinstance(adapter, LayerAdapter)
+        hidden = sequence.states[:, depths.index(layer)].float().unsqueeze(0)
+        positions = sequence.positions.unsqueeze(0)
+        found.append(adapter.attended(hidden, positions, attention_mask(sequence))[0, rows])
     return found
 
 
@@ -247,7 +176,6 @@ def training_outputs(adapters: ExitAdapters, depths: Sequence[int]) -> Outputs:
     """For `selfspec.exits.fitting.fit`: each row steered by a row at a random distance."""
 
     def outputs(sequence: ExitSequence, rows: Tensor, draw: np.random.Generator) -> list[Tensor]:
-        distance = torch.from_numpy(draw.integers(1, FARTHEST + 1, len(rows))).to(rows.device)
-        return adapted_states(adapters, sequence, depths, rows, distance)
+        return adapted_states(adapters, sequence, depths, rows, drawn_distances(rows, draw))
 
     return outputs

@@ -18,7 +18,7 @@ from bench.experiments.online_exits.stream import OnlineStream, with_exits_only
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from layerskip_models.checkpoints.fingerprint import fingerprint
-from layerskip_models.exits.folder import check_fits, load_adapters
+from layerskip_models.exits.folder import check_fits, check_unsteered, load_adapters
 from layerskip_models.exits.lean import lean_adapters
 from layerskip_models.output_paths import output_folder
 from layerskip_models.training.examples import read_examples
@@ -56,6 +56,7 @@ def online_exits(
         network, tokenizer = open_model(model, dtype, "cpu").with_adapters({}), open_tokenizer(model)
         static = load_adapters(exits)
         check_fits(static.config, network, exits)
+        check_unsteered(static.config, exits, "this study")
         static = with_exits_only(static, exit_layer or static.exit_layers)
         settings = LearnSettings(num_bytes=rows_mb << 20, passes=passes, learning_rate=learning_rate)
         current = copy.deepcopy(static)

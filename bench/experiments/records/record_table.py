@@ -199,6 +199,7 @@ _SAMPLED = (
 _ONE = "--num-samples 1 --max-new-tokens 8 --repeats 1"
 _ONE_COLD = f"{_ONE} --warmups 0"
 _TINY_TRAINING = f"--seeds 1 --max-tokens 500 --epochs 1 {_ONE}"
+_TINY_STEERED = "--seeds 1 --max-tokens 500 --epochs 1 --num-samples 1 --max-new-tokens 8"
 _TINY_LOSSES = (
     "--arm uniform --seeds 1 --steps 1 --batch-tokens 128 --sequence-length 32 --own-texts 2 --own-text-tokens 32"
 )
@@ -504,6 +505,15 @@ RECORDS: tuple[RecordSource, ...] = (
         minutes=20,
         quick="--num-samples 1 --num-training 1 --max-new-tokens 8 --repeats 1",
         folder="bench/experiments/exit_adapters",
+    ),
+    RecordSource(
+        name="steered-exits-smollm2",
+        command=f"{_STUDY} steered-exits --model smollm2 --data FILES/chats.jsonl --chats FILES/held-out.jsonl --work {WORK} "
+        "--exit-layer 1 --exit-layer 6 --max-tokens 16000 --epochs 1.5 --batch-tokens 512 --seeds 1 --num-samples 8 "
+        "--max-new-tokens 64",
+        minutes=25,
+        quick=f"{_TINY_STEERED} --form low_rank --form steered",
+        folder="bench/experiments/steered_exits",
     ),
     RecordSource(
         name="online-exits-smollm2",

@@ -69,6 +69,11 @@ class EagerRunner:
         native = self._native_for(groups)
         if native is None or start == stop or (start and (stop < self.model.num_layers or head != "full")):
             self._run_layers(groups, start, stop, head)
+        elif head == "draft" and self.model.is_steered(
+            stop
+        ):  # a bias for each text, which the single call does not take
+            self.run(groups, start, stop, None)
+            self._run_head(groups, _gathered(groups), head)
         elif start:
             x, where, record = _gathered(groups), _cache_rows(groups), self._record(groups)
             tokens, logits = native.rows(x, where, start, stop, record=record)
@@ -127,7 +132,7 @@ class EagerRunner:
         model, drafts = self.model, head == "draft"
         parts = list(x.split([rows.end - rows.first for rows in groups]))
         if drafts:
-            parts = [model.at_exit(part, rows.exit_layer) for rows, part in zip(groups, parts)]
+            parts = [model.at_exit(part, rows.exit_layer, rows.seq_round.steered) for rows, part in zip(groups, parts)]
         for greedy in (True, False):
             chosen = [(rows, part) for rows, part in zip(groups, parts) if rows.greedy == greedy]
             if not chosen:

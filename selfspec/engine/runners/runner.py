@@ -11,6 +11,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.choices import Detail, HeadOutput
 from layerskip_models.kv_cache import KVCache
+from layerskip_models.model import SteeredRound
 from policies import ObservationSpec, Policy
 from selfspec.engine.hidden_states import HiddenStates
 from selfspec.engine.sampling import Sampler
@@ -31,7 +32,7 @@ class SequenceRound:
     exit_layer, max_speculations, bits: of the plan; None and 0 if nothing is drafted. copied: tokens copied from earlier
         text, to be checked at the exit or by verification; match_length: how many tokens before them match.
     eos: ends a draft. states: keeps hidden states for the policy; None if it looks at none in this round.
-    learns: whether the policy learns from the round.
+    learns: whether the policy learns from the round. steered: by the row that was verified last; None without steered exits.
     """
 
     cache: KVCache
@@ -49,6 +50,7 @@ class SequenceRound:
     copied: Sequence[int] = ()
     match_length: int = 0
     bits: int | None = None
+    steered: SteeredRound | None = None
 
     @property
     def most_rows(self) -> int:
