@@ -522,8 +522,8 @@ RECORDS: tuple[RecordSource, ...] = (
         minutes=60,
         quick="--num-answers 4 --max-new-tokens 8",
         folder="bench/experiments/online_exits",
-        before=f"selfspec train-exit smollm2 --data {QUICK_CHATS} --evaluate-on {QUICK_CHATS} --exit-layers 3 "
-        f"--max-tokens 400 --held-out-tokens 50 --epochs 1 --output-dir {WORK}/trained",
+        before=f"selfspec train-exit smollm2 --data {QUICK_CHATS} --evaluate-on {QUICK_CHATS} --exit-layers 3 --own-answers "
+        f"--answer-tokens 8 --max-tokens 60 --held-out-tokens 30 --epochs 1 --output-dir {WORK}/trained",
     ),
     RecordSource(
         name="exit-losses",
