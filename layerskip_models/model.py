@@ -371,8 +371,8 @@ class LayerSkipModel:
     def at_exit(self, hidden: Tensor, exit_layer: int, steered: SteeredRound | None = None) -> Tensor:
         """The states drafts are chosen from: [rows, hidden] of the exit, passed through its adapter if it has one.
 
-        steered: what steers the exits in this round. Raises ValueError if the adapter is a steered one and there is none:
-        it would draft what no round drafts.
+        steered: this round's steering. Raises ValueError if the exit has a steered adapter and no steering is given,
+        since no round would draft so.
         """
         adapter = self.adapters.get(exit_layer)
         if adapter is None:

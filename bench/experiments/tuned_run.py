@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from bench.commands.preparation import configuration, open_model, open_tokenizer
 from bench.commands.run_command import choose_prompts
@@ -15,6 +17,15 @@ from bench.record import Line
 from layerskip_models import DEMO_PATH
 from policies.bounds import check_exit_layer
 from selfspec import SelfSpecGenerator
+
+TuningOption = Annotated[int, typer.Option(min=1, help="Prompts of each task that settings are chosen on.")]
+ScoredOption = Annotated[int, typer.Option(min=1, help="Prompts of each task that are scored, after these.")]
+ExitLayersOption = Annotated[
+    list[int] | None,
+    typer.Option("--exit-layer", help="Exit layer to try for the rules that need one; repeatable. Default: 1, 2, 3."),
+]
+EXIT_LAYERS = (1, 2, 3)
+"""What that option stands for where it is not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

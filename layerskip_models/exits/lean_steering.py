@@ -36,10 +36,10 @@ class LeanSteering:
         return RoundSteering(F.linear(normed.flatten(-2), self._project), self._steer)
 
     def rows_before(self, states: Tensor, before: Tensor | None = None) -> RoundSteering:
-        """Of rows that follow each other, each steered by the one before it, as the first draft of a round is.
+        """Steer consecutive rows, each by the row before it, as the first draft of a round is steered.
 
         states: [layers of the model, rows, hidden], as all layers put them out. before: the same of the row before them,
-        [layers, hidden]; None where there is none, which steers like zeros.
+        [layers, hidden]; None if there is no such row: the first row is then steered by zeros.
         """
         slots = [layer - 1 for layer in self.layers]
         chosen = states[slots].transpose(0, 1)
@@ -47,7 +47,7 @@ class LeanSteering:
         return self.of(torch.cat([first, chosen[:-1]]))
 
     def none(self) -> RoundSteering:
-        """Of states that are zeros: as if nothing steered."""
+        """Return what zero states give: nothing is steered."""
         size = self._project.shape[1] // len(self.layers)
         return self.of(torch.zeros(len(self.layers), size, dtype=self._project.dtype, device=self._project.device))
 

@@ -141,8 +141,8 @@ INLINE void store_totals(__m512 total, double unit, float *y) {
   _mm256_storeu_ps(y + 8, _mm512_cvtpd_ps(high));
 }
 
-/* y[r * BLOCK + o] for 16 outputs from `first` on and `rows` rows of weights in groups, at most GROUPED_ROWS. All but the pointers are constants where
- * this is called: there is a copy for each combination, with its sums in registers. shifted: whether there are offsets. */
+/* The same for weights in groups and at most GROUPED_ROWS rows. kind, spans and shifted are constants, too: there is a copy for each
+ * combination, with its sums in registers. shifted: whether there are offsets. */
 INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) {
   typedef int32_t whole __attribute__((aligned(4), may_alias));
   const int64_t chunks = m->in / CHUNK_INPUTS, ahead = bytes_of(kind, fetch.ahead * m->in);

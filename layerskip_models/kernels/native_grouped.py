@@ -48,7 +48,7 @@ class NativeGroupedLinear(NativeLinear):
 
     @property
     def numbers(self) -> GroupedWeight:
-        """The weight as it was given. Where the kernels keep it interleaved, a copy."""
+        """The weight as it was given; a copy if the kernels keep it interleaved."""
         return in_rows(self._kept) if self._interleaved else self._kept
 
     @property
@@ -63,7 +63,7 @@ class NativeGroupedLinear(NativeLinear):
         return self.numbers.values()
 
     def float_pieces(self, outputs: int) -> Iterator[Tensor]:
-        """The weight in float32, so many outputs at a time."""
+        """Yield the weight in float32, piece by piece. outputs: in each piece."""
         numbers = self.numbers
         return (numbers.values(first, first + outputs) for first in range(0, self._out, outputs))
 

@@ -163,7 +163,7 @@ class NativeLinear:
 
     @property
     def numbers_in_rows(self) -> Tensor:
-        """What is stored, [out, in]. Where the kernels keep it in another order, a copy."""
+        """The stored numbers, [out, in]; a copy if the kernels keep them in another order."""
         return floats_in_rows(self.stored) if self.matrix.interleaved else self.stored
 
     @property
@@ -336,7 +336,7 @@ class NativeInt8Linear(NativeLinear):
 
     @property
     def numbers_in_rows(self) -> Tensor:
-        """The numbers, int8 [out, in]. Where the kernels keep them in another order, a copy."""
+        """The rounded numbers, int8 [out, in]; a copy if the kernels keep them in another order."""
         return bytes_in_rows(self.stored) if self.matrix.interleaved else self.stored
 
     @property
@@ -345,7 +345,7 @@ class NativeInt8Linear(NativeLinear):
         return next(self.float_pieces(self._out))
 
     def float_pieces(self, outputs: int) -> Iterator[Tensor]:
-        """The weight in float32, so many outputs at a time."""
+        """Yield the weight in float32, piece by piece. outputs: in each piece."""
         assert self._scale is not None
         parts = zip(self.numbers_in_rows.split(outputs), self._scale.split(outputs))
         return (part.float().mul_(scale.unsqueeze(1)) for part, scale in parts)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bench.commands.bench_options import DtypeOption, ModelOption, NewTokensOption, OutputOption, PromptTokensOption
+from bench.commands.bench_options import (
+    DtypeOption,
+    ModelOption,
+    NewTokensOption,
+    OutputOption,
+    PromptsArgument,
+    PromptTokensOption,
+)
 from bench.commands.preparation import progress, recording, show
 from bench.datasets import EncodedPrompt
 from bench.experiments.bounded_exits.bounded_rounds import Bounds, Played, play
 from bench.experiments.bounded_exits.exit_rows import ExitRows
 from bench.experiments.settings.arms import OURS, candidates
 from bench.experiments.settings.settings_command import count
-from bench.experiments.tuned_run import TunedRun
+from bench.experiments.tuned_run import EXIT_LAYERS, ScoredOption, TunedRun, TuningOption
 from bench.record import Line, RecordWriter
 from layerskip_models.training.evaluation import is_looping
 from selfspec.cli.notes import one_line_errors
@@ -24,7 +30,6 @@ from selfspec.cli.notes import one_line_errors
 ALPHAS = (0.0, 0.5, 1.0, 2.0)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 WIDTHS = (2, 4, 6, 8, 12)
-EXIT_LAYERS = (1, 2, 3)
 RIVALS = ("SPIDE", "LayerSkip")
 PLAIN = "no temperatures"
 RULE = "SpecBound"
@@ -44,13 +49,13 @@ class Text:
 
 
 def bounded_exits(
-    prompts: Annotated[list[Path], typer.Argument(help="Prompts, .jsonl[.gz] or shipped ones by name.")],
+    prompts: PromptsArgument,
     model: ModelOption = None,
     exit_layer: Annotated[
         list[int] | None, typer.Option(help="Exit layer to try for SPIDE and LayerSkip; repeatable. Default: 1, 2, 3.")
     ] = None,
-    tuning: Annotated[int, typer.Option(min=1, help="Prompts of each task that settings are chosen on.")] = 3,
-    num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each task that are scored, after these.")] = 20,
+    tuning: TuningOption = 3,
+    num_samples: ScoredOption = 20,
     prompt_tokens: PromptTokensOption = 320,
     max_new_tokens: NewTokensOption = 96,
     dtype: DtypeOption = "auto",

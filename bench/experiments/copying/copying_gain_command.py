@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +11,7 @@ from bench.commands.bench_options import (
     ModelOption,
     NewTokensOption,
     OutputOption,
+    PromptsArgument,
     PromptTokensOption,
     RepeatsOption,
     TaskSamplesOption,
@@ -41,7 +41,7 @@ POLICIES = ("auto:copy=off", "auto", "copy:10")
 
 
 def copying_gain(
-    prompts: Annotated[list[Path], typer.Argument(help="Prompts, .jsonl[.gz] or shipped ones by name.")],
+    prompts: PromptsArgument,
     model: ModelOption = None,
     policy: Annotated[
         list[str] | None,

@@ -16,7 +16,7 @@ from bench.experiments.ladder.earlier import measured_before
 from bench.experiments.ladder.rungs import Rung, find_rungs, held_out_figures
 from bench.experiments.settings.arms import OURS, candidates
 from bench.experiments.settings.settings_command import count
-from bench.experiments.tuned_run import TunedRun
+from bench.experiments.tuned_run import EXIT_LAYERS, ExitLayersOption, ScoredOption, TunedRun, TuningOption
 from bench.grid import ALL, LAYERS, grid_line, mean_agreement, tokens_per_cost
 from bench.provenance import weights_digest
 from bench.record import Line, RecordWriter, matching
@@ -27,7 +27,6 @@ from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import GRID_LENGTHS, trace_agreement
 from selfspec.cli.notes import one_line_errors
 
-EXIT_LAYERS = (1, 2, 3)
 REPLAYED = "LayerSkip"
 """The rule whose settings are replayed from plain runs, so that none of them has to be decoded."""
 UNTUNED: Mapping[str, str] = {
@@ -56,12 +55,9 @@ def ladder(
     ] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Names to leave out of folders of text.")] = None,
     max_text_tokens: Annotated[int, typer.Option(min=257, help="Held-out tokens, shared by the texts.")] = 16384,
-    exit_layer: Annotated[
-        list[int] | None,
-        typer.Option(help="Exit layer to try for the rules that need one; repeatable. Default: 1, 2, 3."),
-    ] = None,
-    tuning: Annotated[int, typer.Option(min=1, help="Prompts of each task that settings are chosen on.")] = 2,
-    num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each task that are scored, after these.")] = 20,
+    exit_layer: ExitLayersOption = None,
+    tuning: TuningOption = 2,
+    num_samples: ScoredOption = 20,
     prompt_tokens: PromptTokensOption = 128,
     max_new_tokens: NewTokensOption = 128,
     dtype: DtypeOption = "auto",

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bench.commands.bench_options import DtypeOption, ModelOption, NewTokensOption, OutputOption, PromptTokensOption
+from bench.commands.bench_options import (
+    DtypeOption,
+    ModelOption,
+    NewTokensOption,
+    OutputOption,
+    PromptsArgument,
+    PromptTokensOption,
+)
 from bench.commands.preparation import progress, recording, show
 from bench.datasets import EncodedPrompt
 from bench.experiments.settings.arms import OURS, PUBLISHED, candidates, choose
-from bench.experiments.tuned_run import TunedRun
+from bench.experiments.tuned_run import (
+    EXIT_LAYERS,
+    ExitLayersOption,
+    ScoredOption,
+    TunedRun,
+    TuningOption,
+)
 from bench.record import Line, RecordWriter
 from layerskip_models.training.evaluation import is_looping
 from selfspec import SelfSpecGenerator
 from selfspec.cli.notes import one_line_errors
 
-EXIT_LAYERS = (1, 2, 3)
-
 
 def settings(
-    prompts: Annotated[list[Path], typer.Argument(help="Prompts, .jsonl[.gz] or shipped ones by name.")],
+    prompts: PromptsArgument,
     model: ModelOption = None,
-    exit_layer: Annotated[
-        list[int] | None,
-        typer.Option(help="Exit layer to try for the rules that need one; repeatable. Default: 1, 2, 3."),
-    ] = None,
-    tuning: Annotated[int, typer.Option(min=1, help="Prompts of each task that settings are chosen on.")] = 5,
-    num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each task that are scored, after these.")] = 20,
+    exit_layer: ExitLayersOption = None,
+    tuning: TuningOption = 5,
+    num_samples: ScoredOption = 20,
     prompt_tokens: PromptTokensOption = 320,
     max_new_tokens: NewTokensOption = 96,
     temperature: Annotated[

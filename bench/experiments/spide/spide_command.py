@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bench.commands.bench_options import DtypeOption, ModelOption, NewTokensOption, OutputOption, PromptTokensOption
+from bench.commands.bench_options import (
+    DtypeOption,
+    ModelOption,
+    NewTokensOption,
+    OutputOption,
+    PromptsArgument,
+    PromptTokensOption,
+)
 from bench.commands.preparation import progress, recording, show
 from bench.experiments.spide.arms import WINDOW, choose, score
 from bench.experiments.spide.free_drafts import draft_along
-from bench.experiments.tuned_run import TunedRun
+from bench.experiments.tuned_run import ScoredOption, TunedRun, TuningOption
 from bench.record import RecordWriter
 from layerskip_models.training.evaluation import is_looping
 from selfspec.cli.notes import one_line_errors
@@ -20,13 +26,13 @@ EXIT_LAYERS = (2, 4)
 
 
 def spide(
-    prompts: Annotated[list[Path], typer.Argument(help="Prompts, .jsonl[.gz] or shipped ones by name.")],
+    prompts: PromptsArgument,
     model: ModelOption = None,
     exit_layer: Annotated[
         list[int] | None, typer.Option(help="Exit layer to draft from; repeatable. Default: 2 and 4.")
     ] = None,
-    tuning: Annotated[int, typer.Option(min=1, help="Prompts of each task that settings are chosen on.")] = 5,
-    num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each task that are scored, after these.")] = 20,
+    tuning: TuningOption = 5,
+    num_samples: ScoredOption = 20,
     prompt_tokens: PromptTokensOption = 320,
     max_new_tokens: NewTokensOption = 128,
     dtype: DtypeOption = "auto",

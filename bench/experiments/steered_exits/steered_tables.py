@@ -88,7 +88,7 @@ def _spread(lines: Sequence[Line], value: Callable[[Line], float]) -> str:
 
 
 def _over(lines: Sequence[Line], base: Sequence[Line], value: Callable[[Line], float]) -> str:
-    """Of the same seeds."""
+    """Divide by the base arm's value, seed by seed, for the seeds that both have."""
     by_seed = {line["seed"]: value(line) for line in base}
     return _text([value(line) / by_seed[line["seed"]] for line in lines if line["seed"] in by_seed])
 
