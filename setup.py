@@ -8,6 +8,8 @@ For work on the sources: `python setup.py build_ext --inplace` puts the library 
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -20,6 +22,7 @@ FOLDER = "layerskip_models/kernels"
 FLAGS = [
     "-std=gnu11",
     "-O3",
+    "-g0",  # Python's own flags may ask for debugging information, which takes time and space
     "-fno-fast-math",
     "-ffp-contract=off",
     "-fno-math-errno",
@@ -56,9 +59,12 @@ class BuildKernels(build_ext):
             )
 
         objects = compiled("processor.c", "any") + compiled("pool.c", "any")
-        for variant, flags in VARIANTS.get(machine, {"baseline": []}).items():
+        variants = VARIANTS.get(machine, {"baseline": []})
+        with ThreadPoolExecutor(os.cpu_count()) as compilers:
+            made = {name: compilers.submit(compiled, "kernels.c", name, *flags) for name, flags in variants.items()}
+        for variant, result in made.items():
             try:
-                objects += compiled("kernels.c", variant, *flags)
+                objects += result.result()
             except CompileError:
                 if variant in ("baseline", "neon"):
                     raise

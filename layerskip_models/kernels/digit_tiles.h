@@ -6,6 +6,7 @@
 #ifndef SELFSPEC_DIGIT_TILES_H
 #define SELFSPEC_DIGIT_TILES_H
 #include "interleaved.h"
+#include "pairs.h"
 #include "tiles.h"
 
 #if TILES
@@ -107,7 +108,7 @@ static void tile_dots(const Matrix *m, int64_t first, const char *x, int64_t row
 #endif
 #endif
 
-#if VNNI
+#if VNNI || PAIRS
 INLINE void grouped_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
 #if TILES
   if (by_tiles(m, rows)) {
@@ -137,7 +138,7 @@ static void grouped_outputs(const Matrix *m, int64_t first, const float *x, int6
 #if INTEGERS
 /* `outputs` for interleaved weights, before scale and bias. */
 static void integer_outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
-#if VNNI
+#if VNNI || PAIRS
   if (is_grouped(m)) {
     grouped_outputs(m, first, x, rows, fetch, y);
     return;

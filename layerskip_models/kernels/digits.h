@@ -11,7 +11,7 @@
 #define SELFSPEC_DIGITS_H
 #include "matrix.h"
 
-#define INTEGERS (VNNI || TILES)
+#define INTEGERS (VNNI || TILES || PAIRS)
 
 /* Whether this matrix multiplies rows as integers. */
 INLINE int as_integers(const Matrix *m) { return m->interleaved && m->kind != BFLOAT16; }
@@ -23,7 +23,7 @@ INLINE int as_integers(const Matrix *m) { return m->interleaved && m->kind != BF
 #define CHUNK_INPUTS 64  /* inputs whose digits are prepared together */
 #define QUADS 16         /* runs of four inputs in a chunk */
 #define BYTE_ROWS 8      /* rows multiplied at once by 8-bit weights on vectors, with an accumulator per digit */
-#define GROUPED_ROWS 5   /* and by weights in groups, with an accumulator per digit of two spans */
+#define GROUPED_ROWS (PAIRS ? 6 : 5) /* and by weights in groups, with an accumulator per digit of two spans, or for pairs one */
 #define FEW_ROWS 2       /* rows that vectors multiply faster by 8-bit weights than a matrix unit does, with the same bits */
 
 /* Whether this matrix multiplies this many rows as integers on the matrix unit. */

@@ -27,6 +27,24 @@ INTERLEAVE(interleave_1, uint8_t)
 INTERLEAVE(interleave_2, uint16_t)
 INTERLEAVE(interleave_4, uint32_t)
 
+/* Where 16 outputs' scales and offsets are. */
+typedef struct {
+  const char *scales, *offsets;
+  const uint16_t *blocks;
+} Factors;
+
+INLINE Factors factors_at(const Matrix *m, int64_t first) {
+  const int64_t groups = first * (m->in / m->group);
+  const int size = m->scales == FLOATS ? 4 : m->scales == HALVES ? 2 : 1, size_of_offset = m->blocks ? 1 : 4;
+  return (Factors){(const char *)m->groups + groups * size, (const char *)m->offsets + (m->offsets ? groups * size_of_offset : 0),
+                   m->blocks ? m->blocks + first * (m->in / BLOCK_INPUTS) * (m->offsets ? 2 : 1) : NULL};
+}
+
+/* By how many bits to shift a span's number for that of its group. */
+INLINE int spans_shift(const Matrix *m) { return m->group == 64 ? 1 : m->group == 128 ? 2 : 0; }
+
+typedef void Dots(const Matrix *, int64_t, const char *, Fetch, float *);
+
 #if VNNI
 /* Multiply four unsigned bytes in every lane by the same four signed ones, and add the products to the lane of `sums`. */
 INLINE __m512i add_quad(__m512i sums, __m512i weights, const char *digits) {
@@ -84,19 +102,6 @@ INLINE Pair quads_of(int kind, const uint8_t *w, int t) {
   return (Pair){_mm512_or_si512(first, _mm512_and_si512(above, bits)), _mm512_or_si512(second, _mm512_and_si512(others, bits))};
 }
 
-/* Where 16 outputs' scales and offsets are. */
-typedef struct {
-  const char *scales, *offsets;
-  const uint16_t *blocks;
-} Factors;
-
-INLINE Factors factors_at(const Matrix *m, int64_t first) {
-  const int64_t groups = first * (m->in / m->group);
-  const int size = m->scales == FLOATS ? 4 : m->scales == HALVES ? 2 : 1, size_of_offset = m->blocks ? 1 : 4;
-  return (Factors){(const char *)m->groups + groups * size, (const char *)m->offsets + (m->offsets ? groups * size_of_offset : 0),
-                   m->blocks ? m->blocks + first * (m->in / BLOCK_INPUTS) * (m->offsets ? 2 : 1) : NULL};
-}
-
 /* The outputs' scales of a block, or with `which` 1 those of its offsets. */
 INLINE __m512 of_block(const Matrix *m, Factors at, int64_t block, int which) {
   const int64_t each = m->offsets ? 2 : 1;
@@ -120,9 +125,6 @@ INLINE __m512 offsets_of(const Matrix *m, Factors at, int64_t group, int64_t blo
   const __m512i numbers = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(at.offsets + 16 * group)));
   return _mm512_setzero_ps() - _mm512_cvtepi32_ps(numbers) * of_block(m, at, block, 1);
 }
-
-/* By how many bits to shift a span's number for that of its group. */
-INLINE int spans_shift(const Matrix *m) { return m->group == 64 ? 1 : m->group == 128 ? 2 : 0; }
 
 /* Add a span's sums to the totals of a row: times their scales, and where there are offsets these times the sum of the row's inputs.
  * word: the span's, after the chunk's digits. */
@@ -196,7 +198,6 @@ INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *
   UNROLL for (int r = 0; r < rows; r++) store_totals(total[r], fixed[r].unit, y + r * BLOCK);
 }
 
-typedef void Dots(const Matrix *, int64_t, const char *, Fetch, float *);
 #define BYTE_DOTS(ROWS_) \
   static void bytes_##ROWS_(const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) { \
     byte_dots(ROWS_, m, first, x, fetch, y); \

@@ -51,7 +51,12 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #else
 #define TILES 0
 #endif
-#define BLOCK (TILES || VNNI ? 16 : 4)   /* outputs computed side by side, so that an input is loaded once for all of them */
+#if defined(__AVX2__) && !defined(__AVX512F__) && !TILES
+#define PAIRS 1 /* 16-bit integers are multiplied in pairs (`pairs.h`) */
+#else
+#define PAIRS 0
+#endif
+#define BLOCK (TILES || VNNI || PAIRS ? 16 : 4) /* outputs computed side by side, so that an input is loaded once for all of them */
 #define ROWS (TILES ? 16 : VNNI ? 8 : 6) /* most rows multiplied by a weight while it is loaded */
 
 #ifndef TILE_BYTES
@@ -66,7 +71,7 @@ INLINE int interleaves(int64_t kind, int64_t out, int64_t in) {
   if (out % 32 || in % 64) return 0;
   if (kind == INT8) return (VNNI || TILES) && in <= 1 << 16;
   if (kind == BFLOAT16) return TILES && bytes_of(kind, out * in) >= TILE_BYTES;
-  return VNNI && kind >= INT4;
+  return (VNNI || PAIRS) && kind >= INT4;
 }
 
 /* Whether rows are cut into parts for weights in bfloat16, which a matrix unit multiplies. */

@@ -40,9 +40,11 @@ typedef float v4_memory __attribute__((vector_size(16), aligned(4), may_alias));
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
 #define UNROLL16 _Pragma("unroll")
+#define ROLLED _Pragma("clang loop unroll(disable)")
 #else
 #define UNROLL _Pragma("GCC unroll 8")
 #define UNROLL16 _Pragma("GCC unroll 16")
+#define ROLLED _Pragma("GCC unroll 1")
 #endif
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -160,6 +162,10 @@ INLINE void store_halves(uint16_t *p, vu v) {
 INLINE int32_t sum_integers(vi v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32((__m512i)v);
+#elif defined(__AVX2__)
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 #else
   int32_t total = 0;
   for (int i = 0; i < LANES; i++) total += v[i];

@@ -1,4 +1,4 @@
-/* Cuts drawn rows into digits and into bfloat16 parts, number by number, and compares that with what the kernels' vectors make of
+/* Cuts drawn rows into digits, or for pairs whole numbers, and into bfloat16 parts, number by number, and compares that with what the kernels' vectors make of
  * them. Ends with status 1 at the first byte that differs. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -65,8 +65,10 @@ static void put_number(const Expected *to, const Matrix *m, int64_t r, int64_t i
   int8_t cut[DIGITS];
   int64_t q, at = i % 64;
   cut_number(number, 1, digits, cut, &q);
+  const int64_t whole_place = (at / 4 * to->rows + r) * 4 + (at % 4 == 1 ? 2 : at % 4 == 2 ? 1 : at % 4);
   char *chunk = to->digits + i / 64 * to->rows * chunk_bytes(m);
-  for (int d = 0; d < digits; d++) chunk[digit_place(m, to->rows, r, at, d)] = cut[d];
+  if (PAIRS) ((int16_t *)chunk)[whole_place] = (int16_t)q;
+  for (int d = 0; !PAIRS && d < digits; d++) chunk[digit_place(m, to->rows, r, at, d)] = cut[d];
   if (!is_grouped(m)) {
     to->fixed[r].sum += q;
     return;
@@ -149,13 +151,13 @@ int main(void) {
       if (rows > 2) x[2 * in] = -INFINITY;
       if (rows > 3) x[4 * in - 1] = NAN;
       float offset = 0;
-      Matrix bytes = {.kind = INT8, .in = in, .out = 64, .interleaved = INTEGERS}, nibbles = {.kind = INT4, .in = in, .out = 64, .group = 32, .zero = 8, .interleaved = 1};
+      Matrix bytes = {.kind = INT8, .in = in, .out = 64, .interleaved = VNNI || TILES}, nibbles = {.kind = INT4, .in = in, .out = 64, .group = 32, .zero = 8, .interleaved = 1};
       Matrix small = {.kind = BYTES, .in = in, .out = 64, .group = 16, .zero = 32, .interleaved = 1}, small_shifted = small;
       Matrix shifted = nibbles, halves = {.kind = BFLOAT16, .in = in, .out = 64, .interleaved = TILES};
       shifted.offsets = small_shifted.offsets = &offset;
-      if (INTEGERS && in % 64 == 0 && (TILES || rows <= BYTE_ROWS)) wrong |= compare_digits(x, rows, &bytes, &finer);
+      if ((VNNI || TILES) && in % 64 == 0 && (TILES || rows <= BYTE_ROWS)) wrong |= compare_digits(x, rows, &bytes, &finer);
       const Matrix *grouped[] = {&nibbles, &shifted, &small, &small_shifted};
-      for (int k = 0; VNNI && in % 64 == 0 && k < 4; k++)
+      for (int k = 0; (VNNI || PAIRS) && in % 64 == 0 && k < 4; k++)
         if (rows <= GROUPED_ROWS || TILES) wrong |= compare_digits(x, rows, grouped[k], &finer);
 #if TILES
       if (in % 64 == 0) wrong |= compare_parts(x, rows, &halves);
@@ -164,5 +166,5 @@ int main(void) {
 #endif
       free(x);
     }
-  return wrong | (VNNI && !finer);
+  return wrong | ((VNNI || PAIRS) && !finer);
 }

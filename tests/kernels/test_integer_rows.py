@@ -107,7 +107,7 @@ def test_four_bit_weights(variant: str, group: int, shifted: bool) -> None:
         for rows, threads in ((2, 1), (3, 2), (7, 1), (35, 2)):
             assert torch.equal(product(variant, matrix, x[:rows], out, threads), alone[:rows])
         expected = x.double() @ weight.T
-        bound = 2e-4 if variant in ("vnni", "amx") else 1e-5  # there rows are cut to 16 bits
+        bound = 2e-4 if variant in ("avx2", "vnni", "amx") else 1e-5  # there rows are cut to 16 bits
         assert (alone - expected).abs().max() < bound * expected.abs().max()
 
 

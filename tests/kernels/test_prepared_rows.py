@@ -57,7 +57,7 @@ def test_rows_in_several_batches_are_the_rows_alone(variant: str, kind: str) -> 
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-@pytest.mark.parametrize(("variant", "tiles"), [("baseline", True), ("vnni", False), ("vnni", True)])
+@pytest.mark.parametrize(("variant", "tiles"), [("baseline", True), ("avx2", False), ("vnni", False), ("vnni", True)])
 def test_vectors_cut_rows_as_one_number_after_another_would(variant: str, tiles: bool, tmp_path: Path) -> None:
     pytest.importorskip("setuptools.command.bdist_wheel")
     if variant not in library.runnable_variants():
