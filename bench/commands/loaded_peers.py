@@ -24,8 +24,9 @@ from selfspec import SelfSpecGenerator
 Engine = TypeVar("Engine")
 FIRST = torch.tensor([0])
 """A prompt of one token: what happens only at the first call is part of loading."""
-_WHOLE_NUMBERS = ("vnni", "amx")
-"""The kernels on which rows become whole numbers (docs/kernels.md)."""
+_ROUNDED = "rows to 16 bits, for the head to 24"
+_ROUNDED_ROWS = {"amx": _ROUNDED, "vnni": _ROUNDED, "avx2": "rows to 16 bits, but for the head"}
+"""What kernels round rows to that become whole numbers (docs/kernels.md), by variant."""
 
 
 def own_peer(path: Path, policy: str, kept: bool, dtype: str = "auto") -> Peer:
@@ -41,7 +42,7 @@ def own_peer(path: Path, policy: str, kept: bool, dtype: str = "auto") -> Peer:
 
 def own_rounding(variant: str | None, few_bits: bool = True) -> str:
     """What ours rounds beyond the weights. variant: of the kernels. few_bits: whether weights are in fewer than 16 bits."""
-    rows = "rows to 16 bits, for the head to 24" if few_bits and variant in _WHOLE_NUMBERS else "no rows"
+    rows = _ROUNDED_ROWS.get(variant or "", "no rows") if few_bits else "no rows"
     return f"{rows}; keys, values and all else in float32"
 
 

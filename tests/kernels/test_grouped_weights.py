@@ -66,6 +66,23 @@ def test_products(form: str, variant: str) -> None:
             assert torch.allclose(linear(x).double(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("byte", [0, 255])
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_0", "Q6_K"])
+def test_no_sum_is_too_large_for_its_integer(form: str, byte: int, variant: str) -> None:
+    """The largest numbers of weights and rows everywhere, of either sign, and with signs that alternate."""
+    data = weight_of(form, 32, 512)
+    weight = data.with_tensors((torch.full_like(data.packed, byte), *data.tensors[1:]))
+    with use(variant):
+        linear = NativeGroupedLinear(weight)
+    x = torch.ones(4, 512) * torch.tensor([[1.0], [-1.0], [1.99], [1.0]])
+    x[3, ::2] = -1
+    expected = x.double() @ weight.values().double().T
+    found = product(variant, linear.matrix, x, 32).double()
+    bound = 1e-4 * (x.abs().double() @ weight.values().abs().double().T)
+    assert bool(((found - expected).abs() < bound).all())
+
+
 @pytest.mark.skipif(not VARIANTS, reason="needs the native kernels")
 @pytest.mark.parametrize("form", [*GROUPED, *MIXTURES])
 def test_linears_with_and_without_kernels(form: str) -> None:
