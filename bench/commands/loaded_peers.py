@@ -25,7 +25,8 @@ Engine = TypeVar("Engine")
 FIRST = torch.tensor([0])
 """A prompt of one token: what happens only at the first call is part of loading."""
 _ROUNDED = "rows to 16 bits, for the head to 24"
-_ROUNDED_ROWS = {"amx": _ROUNDED, "vnni": _ROUNDED, "avx2": "rows to 16 bits, but for the head"}
+_ROUNDED_IN_GROUPS = "rows to 16 bits, but for the head"
+_ROUNDED_ROWS = {"amx": _ROUNDED, "vnni": _ROUNDED, "avx512": _ROUNDED_IN_GROUPS, "avx2": _ROUNDED_IN_GROUPS}
 """What kernels round rows to that become whole numbers (docs/kernels.md), by variant."""
 
 

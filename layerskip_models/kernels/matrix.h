@@ -51,7 +51,7 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #else
 #define TILES 0
 #endif
-#if defined(__AVX2__) && !defined(__AVX512F__) && !TILES
+#if defined(__AVX2__) && !VNNI && !TILES
 #define PAIRS 1 /* 16-bit integers are multiplied in pairs (`pairs.h`) */
 #else
 #define PAIRS 0

@@ -1,4 +1,5 @@
-/* Interleaved weights in groups, where the processor multiplies 16-bit integers in pairs (AVX2).
+/* Interleaved weights in groups, where the processor multiplies 16-bit integers in pairs (AVX2), and has no
+ * instruction for four bytes (VNNI).
  *
  * Bytes are multiplied in pairs as well, but their sums could exceed 16 bits. So a row's q are kept whole, [run of four inputs, row, 4], and
  * the first and third of four weights are multiplied by theirs, then the second and fourth: as 16-bit integers these are a mask and a shift

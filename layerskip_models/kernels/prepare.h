@@ -91,7 +91,7 @@ INLINE void put_grouped_chunk(const vi *q, const Matrix *m, int64_t rows, int64_
   const char numbers[16] = {0, 1, 8, 9, 4, 5, 12, 13}; /* the lower halves of a quad's first, third, second and fourth number */
   const __m256i pick = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)numbers));
   UNROLL for (int i = 0; i < QUADS / 2; i++) {
-    const __m256i two = _mm256_shuffle_epi8((__m256i)q[i], pick);
+    const __m256i two = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)q + i), pick);
     _mm_storel_epi64((void *)(chunk + (2 * i * rows + row) * 8), _mm256_castsi256_si128(two));
     _mm_storel_epi64((void *)(chunk + ((2 * i + 1) * rows + row) * 8), _mm256_extracti128_si256(two, 1));
   }

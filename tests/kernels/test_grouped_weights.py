@@ -16,7 +16,7 @@ from layerskip_models.kernels import library
 from layerskip_models.kernels.interleaving import in_rows, interleaved
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import operators_only
-from test_integer_rows import VARIANTS, product
+from test_integer_rows import CUT_ROWS, VARIANTS, product
 from test_native import use
 
 MIXTURES = ("Q4_K, Q6_K", "Q4_0, Q8_0")
@@ -53,7 +53,7 @@ def test_products(form: str, variant: str) -> None:
         weight = weight_of(form, out, columns)
         with use(variant):
             linear = NativeGroupedLinear(weight)
-        assert linear.matrix.interleaved == (variant in ("avx2", "vnni", "amx") and out % 32 == 0)
+        assert linear.matrix.interleaved == (variant in CUT_ROWS and out % 32 == 0)
         x = rows_of(35, columns)
         alone = torch.cat([product(variant, linear.matrix, row, out) for row in x.split(1)])
         for rows, threads in ((2, 1), (3, 2), (7, 1), (35, 2)):
