@@ -35,6 +35,7 @@ HEADINGS = {
     "rounds": "Rounds",
     "phases": "Where the time goes",
     "scores": "Scores",
+    "passes": "Answers that are right in any of several runs",
     "etpl": "Tokens per loaded layer",
     "intervals": "Intervals over prompts",
     "loops": "Texts that loop, and others",

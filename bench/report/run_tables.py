@@ -20,9 +20,12 @@ from bench.report.interval_tables import interval_tables
 from bench.report.source_tables import source_tables
 from bench.report.summary import Samples
 from bench.report.table import UNKNOWN, Table, cross_table, names, number, outputs_text, spread_text, times
+from bench.scoring import EXACT_MATCH
 from selfspec.engine.stats import mean
 
 TRANSFORMERS = "transformers:generate"
+Scores = dict[str, dict[str, dict[str, list[float]]]]
+"""By "task, metric", engine and prompt: a score in [0, 1] for each run."""
 
 
 def run_tables(lines: Sequence[Line]) -> list[Table]:
@@ -40,7 +43,8 @@ def run_tables(lines: Sequence[Line]) -> list[Table]:
         made.append(_by_task("speedups", "Speed-up over plain decoding by task, prefill included", samples, speedup))
     made.append(_by_task("tasks", "tokens/s by task", samples, speed))
     made += source_tables(samples)
-    made += _score_table(samples)
+    scores = scores_by_run(samples)
+    made += _score_table(samples, scores) + pass_tables(samples, scores)
     grid = grid_lines(lines)
     if grid:
         made.append(_etpl_table(lines, grid))
@@ -147,13 +151,18 @@ def _by_task(name: str, title: str, samples: Samples, cell: Callable[[str, Seque
     return cross_table(name, title, "engine", samples.engines, tasks, chosen)
 
 
-def _score_table(samples: Samples) -> list[Table]:
-    """Scores by task, for prompts with references; one row where all engines wrote the same."""
-    found: dict[str, dict[str, dict[str, list[float]]]] = {}  # column, engine, prompt -> a score for each run
+def scores_by_run(samples: Samples) -> Scores:
+    """The scores of a record's outputs."""
+    found: Scores = {}
     for line in samples.samples:
         for metric, value in (line.get("scores") or {}).items():
             column = found.setdefault(f"{line['task']}, {metric}", {})
             column.setdefault(line["engine"], {}).setdefault(line["prompt"], []).append(value)
+    return found
+
+
+def _score_table(samples: Samples, found: Scores) -> list[Table]:
+    """Scores by task, for prompts with references; one row where all engines wrote the same."""
     if not found:
         return []
 
@@ -167,6 +176,36 @@ def _score_table(samples: Samples) -> list[Table]:
     if len({row[1:] for row in table.rows}) == 1:
         table = replace(table, rows=(("all engines", *table.rows[0][1:]),))
     return [table]
+
+
+def pass_tables(samples: Samples, found: Scores) -> list[Table]:
+    """How many prompts are answered exactly in any of several sampled runs; a table if there are such runs.
+
+    With n runs of a prompt pass@n is the share of prompts with a right one among them (Chen et al. 2021, section 2.1, k = n).
+    """
+    exact = {column: engines for column, engines in found.items() if column.endswith(f", {EXACT_MATCH}")}
+    runs = [
+        len(of_prompt) for engines in exact.values() for prompts in engines.values() for of_prompt in prompts.values()
+    ]
+    if not runs or min(runs) < 2:
+        return []
+
+    def cell(engine: str, column: str) -> str:
+        task, _, at = column.rpartition(", ")
+        prompts = exact[f"{task}, {EXACT_MATCH}"].get(engine, {}).values()
+        solved = sum(any(of_prompt) for of_prompt in prompts)
+        return (
+            f"{solved} of {len(prompts)}"
+            if at == "any"
+            else f"{sum(map(sum, prompts)):.0f} of {sum(map(len, prompts))}"
+        )
+
+    columns: dict[str, str] = {}
+    for column in exact:
+        task = column.removesuffix(f", {EXACT_MATCH}")
+        columns |= {f"{task}, runs": f"{task}: right runs", f"{task}, any": f"{task}: prompts right in any run"}
+    title = f"Exact answers in {min(runs)} sampled runs of each prompt (the last column is pass@{min(runs)})"
+    return [cross_table("passes", title, "engine", samples.engines, columns, cell)]
 
 
 def _etpl_table(lines: Sequence[Line], grid: Sequence[Line]) -> Table:

@@ -22,6 +22,7 @@ _DEMO = "layerskip_models/demo"
 STAND_INS: Mapping[str, str | None] = {
     "FILES/humaneval.jsonl.gz": "code",
     "FILES/gsm8k.jsonl.gz": "math",
+    "FILES/aqua_rat.jsonl.gz": "translation",
     "FILES/summarization.jsonl.gz": "english",
     "FILES/translation.jsonl.gz": "translation",
     "FILES/mixed/prompts.jsonl": "copying",
@@ -216,6 +217,14 @@ RECORDS: tuple[RecordSource, ...] = (
     ),
     RecordSource(name="policies-sampled-0.6", command=f"{_SAMPLED} 0.6", minutes=4, quick=_ONE_COLD),
     RecordSource(name="policies-sampled-1", command=f"{_SAMPLED} 1", minutes=4, quick=_ONE_COLD),
+    RecordSource(
+        name="answers-sampled",
+        command="selfspec-bench run --model smollm2 --prompts FILES/gsm8k.jsonl.gz --prompts FILES/aqua_rat.jsonl.gz "
+        "--policy ar --policy del --num-samples 10 --max-new-tokens 96 --do-sample --temperature 0.6 --repeats 10 "
+        "--warmups 0 --no-peers --no-memory --no-grid",
+        minutes=25,
+        quick="--num-samples 1 --max-new-tokens 8 --repeats 2",
+    ),
     RecordSource(
         name="segments",
         command=f"selfspec-bench run{_TASKS} --policy auto --num-samples 20 --max-new-tokens 512 --repeats 1 --no-peers "
