@@ -60,6 +60,12 @@ class HalfLinear:
         self._dtype = weight.dtype
         self.num_bytes = 2 * weight.numel()
 
+    @property
+    def weight(self) -> Tensor:
+        """A copy of the weight, [out, in]."""
+        weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self._weight)[0]
+        return weight.float().mul_(self._factor).to(self._dtype)
+
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]. Returns [rows, out]."""
         product = self._run(x.float(), self._weight)

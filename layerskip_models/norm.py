@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +26,8 @@ class RMSNorm:
         self.eps = eps
         self._through_float32 = live or weight.dtype != torch.float32
         self._weight: Tensor | None = weight if self._through_float32 else weight * size**0.5
+        self.folded: Tensor | None = None
+        """The factors, once the next matrix has them."""
         self._root = torch.full((1, 1), (size * eps) ** 0.5, dtype=weight.dtype, device=weight.device)
 
     @property
@@ -46,8 +50,14 @@ class RMSNorm:
         """
         if self._through_float32:
             return None
-        factors, self._weight = self._weight, None
-        return factors
+        self.folded, self._weight = self._weight, None
+        return self.folded
+
+    def unfolded(self) -> RMSNorm:
+        """A norm that applies its factors itself, for a matrix that does not have them."""
+        other = copy.copy(self)
+        other._weight, other.folded = self._weight if self.folded is None else self.folded, None
+        return other
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [.., hidden]. Returns a new tensor of the same shape and dtype."""

@@ -67,6 +67,11 @@ def configuration(
     }
 
 
+def arithmetic_of(model: LayerSkipModel) -> dict[str, Any]:
+    """What a record says about a model whose rows are rounded; nothing about any other."""
+    return {} if model.arithmetic == "float32" else {"arithmetic": model.arithmetic}
+
+
 def model_name(checkpoint: str) -> str:
     """What a record calls a checkpoint: a local one by its folder alone."""
     if is_synthetic(checkpoint):
@@ -113,13 +118,14 @@ def open_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
     return load_tokenizer(str(DEMO_PATH) if is_synthetic(checkpoint) else checkpoint)
 
 
-def open_model(checkpoint: str, dtype: str, device: str) -> LayerSkipModel:
+def open_model(checkpoint: str, dtype: str, device: str, arithmetic: str = "float32") -> LayerSkipModel:
     """The model alone, so that its weights are in memory once."""
     if is_synthetic(checkpoint):
         if dtype in FEW_BITS:
-            return from_transformers(load_network(checkpoint, "float32", device), layout=dtype, release=True)
-        return from_transformers(load_network(checkpoint, dtype, device), release=True)
-    return load_model(checkpoint, dtype=dtype, device=device)
+            few = from_transformers(load_network(checkpoint, "float32", device), layout=dtype, release=True)
+            return few.with_arithmetic(arithmetic)
+        return from_transformers(load_network(checkpoint, dtype, device), release=True).with_arithmetic(arithmetic)
+    return load_model(checkpoint, dtype=dtype, device=device, arithmetic=arithmetic)
 
 
 def load_network(checkpoint: str, dtype: str, device: str) -> PreTrainedModel:

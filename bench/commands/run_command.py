@@ -14,6 +14,7 @@ import typer
 
 from bench.commands import bench_options as options
 from bench.commands.preparation import (
+    arithmetic_of,
     configuration,
     exit_if_outputs_differ,
     load_network,
@@ -84,6 +85,7 @@ def run(
     ] = None,
     memory: options.MemoryOption = True,
     dtype: options.DtypeOption = "auto",
+    arithmetic: options.ArithmeticOption = "float32",
     device: options.DeviceOption = "auto",
     runner: options.RunnerOption = "auto",
     output: options.OutputOption = None,
@@ -112,6 +114,7 @@ def run(
         network = load_network(checkpoint, dtype, on) if peers else None
         generator = SelfSpecGenerator(
             open_model(checkpoint, dtype, on) if network is None else from_transformers(network),
+            arithmetic=arithmetic,
             runner=resolve_runner(runner, workers.device),
             prefix_cache=0,
         )
@@ -133,6 +136,7 @@ def run(
             engines += transformers_engines(network, *fixed_setting(checkpoint, num_layers), sampling)
         about = {
             **configuration(checkpoint, samples, max_new_tokens, repeats, warmups, sampling),
+            **arithmetic_of(generator.model),
             "prompt_tokens": prompt_tokens,
             "runner": generator.runner,
             "num_layers": num_layers,

@@ -58,6 +58,7 @@ class Matrix(Structure):
         ("blocks", c_void_p),
         ("zero", c_int64),
         ("interleaved", c_int64),
+        ("rounded", c_int64),
     )
 
 

@@ -28,11 +28,13 @@ typedef union {
 static __thread TileConfig tile_config;
 static __thread Tile tiles[8];
 int64_t tile_products[2]; /* calls so far: of byte products, of bfloat16 products */
+int64_t tile_loads;       /* calls so far */
 
 INLINE void tiles_load_config(const TileConfig *config) { tile_config = *config; }
 INLINE void tiles_release(void) { memset(&tile_config, 0, sizeof tile_config); }
 INLINE void tile_zero(int t) { memset(tiles + t, 0, sizeof *tiles); }
 INLINE void tile_load(int t, const void *from, int64_t stride) {
+  __atomic_fetch_add(&tile_loads, 1, __ATOMIC_RELAXED);
   for (int r = 0; r < tile_config.rows[t]; r++) memcpy(tiles[t].bytes[r], (const char *)from + r * stride, tile_config.bytes[t]);
 }
 INLINE void tile_store(int t, void *to, int64_t stride) {
@@ -79,25 +81,37 @@ static void tile_dot_bfloat16(int sums, int a, int b) { /* TDPBF16PS */
 
 static __thread int64_t tiles_key; /* what this thread's tiles are configured for; 0: nothing */
 
-/* Configure tiles: 0 to 3 for sums of `rows` rows, 4 and 5 for weights, 6 and 7 for rows, of which `width` bytes meet weights at once. */
-INLINE void configure_tiles(int64_t rows, int width) {
-  const int64_t key = width * 32 + rows;
+/* Configure tiles: 0 to 3 for sums, 4 and 5 for weights, 6 and 7 for rows, of which `width` bytes meet weights at once. Sums 0 and 1
+ * and tile 6 have `rows` rows, the other sums and tile 7 `later` rows. */
+INLINE void configure_two_tiles(int64_t rows, int64_t later, int width) {
+  const int64_t key = (width * 32 + rows) * 32 + later;
   __asm__ volatile("" : : : "memory"); /* GCC 12's loads of tiles do not say that they read memory, such as rows just prepared */
   if (key == tiles_key) return;
   TileConfig config = {.palette = 1};
   for (int t = 0; t < 8; t++) {
-    config.rows[t] = (uint8_t)(t == 4 || t == 5 ? width / 4 : rows);
+    config.rows[t] = (uint8_t)(t == 4 || t == 5 ? width / 4 : t == 2 || t == 3 || t == 7 ? later : rows);
     config.bytes[t] = (uint16_t)(t < 6 ? 64 : width);
   }
   tiles_load_config(&config);
   tiles_key = key;
 }
 
+/* All of them for the same number of rows. */
+INLINE void configure_tiles(int64_t rows, int width) { configure_two_tiles(rows, rows, width); }
+
 /* Release the tiles at the end of a job: the system need not save them, and the core may clock higher. */
 INLINE void leave_tiles(void) {
   if (tiles_key) tiles_release();
   tiles_key = 0;
 }
+
+/* Fetch the share of what lies `ahead` of a run of 16 outputs. */
+#define FETCH_RUN(w) \
+  do { \
+    if (fetch.ahead) \
+      for (int line = 0; line < 16; line++) \
+        if ((64 * line & fetch.mask) == fetch.place) FETCH((w) + ahead + 64 * line); \
+  } while (0)
 
 /* Three sums over 64-byte runs of a row: of its digits with bytes, or of its parts with bfloat16 numbers. DOT multiplies.
  * sums: [3][16 rows][16 outputs] of 4 bytes. x: [run, 3, rows, 64]. */
@@ -108,9 +122,7 @@ INLINE void leave_tiles(void) {
     tile_zero(1); \
     tile_zero(2); \
     for (int64_t run = 0; run < runs; run++, w += 1024, x += 3 * 64 * rows) { \
-      if (fetch.ahead) \
-        for (int line = 0; line < 16; line++) \
-          if ((64 * line & fetch.mask) == fetch.place) FETCH(w + ahead + 64 * line); \
+      FETCH_RUN(w); \
       tile_load(4, w, 64); \
       tile_load(6, x, 64); \
       DOT(0, 6, 4); \

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from layerskip_models import load_model
+from layerskip_models import LayerSkipModel, load_model
 from layerskip_models.exits.adapter import LOW_RANK, STEERED
 from layerskip_models.families import FAMILIES
+from layerskip_models.kv_cache import KVCache
 from layerskip_models.parallel.shard_loading import load_shard
 from layerskip_models.parallel.shard_plan import Part, ShardPlan
 from rank_processes import RankFailed, on_ranks, results_of
@@ -145,9 +147,10 @@ def test_float32_takes_the_argmax_or_a_near_tie(folder: Path) -> None:
         assert float(behind.max()) < NEAR_TIE
 
 
-def _rounded_drafts(path: Path) -> list[tuple[list[int], int, int]]:
+def _rounded_drafts(path: Path, arithmetic: str) -> list[tuple[list[int], int, int]]:
     """Texts that draft in fewer bits, alone and in company; and how much was drafted and accepted."""
-    generator = SelfSpecGenerator(load_shard(path, dtype="float32", device="cpu"), prefix_cache=0)
+    model = load_shard(path, dtype=arithmetic, device="cpu", arithmetic=arithmetic)
+    generator = SelfSpecGenerator(model, prefix_cache=0)
     found = []
     for policy in ("ar", "bits:8-3", "bits:4-4", "bits:8-4,layer=2", "copy:3+bits:4-2"):
         alone = [generator.generate(prompt, max_new_tokens=NEW, policy=policy) for prompt in PROMPTS]
@@ -156,16 +159,38 @@ def _rounded_drafts(path: Path) -> list[tuple[list[int], int, int]]:
     return found
 
 
-def test_drafts_in_fewer_bits_change_nothing(folder: Path) -> None:
-    """Each process rounds its own part of the weights."""
-    found = results_of(2, _rounded_drafts, folder)
+def _logits(model: LayerSkipModel) -> Tensor:
+    """Of a prompt in which every token is."""
+    tokens = torch.arange(27)
+    with torch.inference_mode():
+        return model.logits(model.run_layers(model.embed(tokens), 0, model.num_layers, KVCache(model, 27)))
+
+
+def _with_either_arithmetic(path: Path) -> tuple[list[list[tuple[list[int], int, int]]], list[list[float]]]:
+    """`_rounded_drafts`, and logits where rows are rounded."""
+    model = load_shard(path, dtype="bfloat16", device="cpu", arithmetic="bfloat16")
+    return [_rounded_drafts(path, arithmetic) for arithmetic in ("float32", "bfloat16")], _logits(model).tolist()
+
+
+def test_drafts_in_fewer_bits_change_nothing_and_rows_may_be_rounded(folder: Path) -> None:
+    """Each process rounds its own part of the weights, and its own part of a row.
+
+    Its sums are in another order than those of one process, after which a row's number that lies between two of bfloat16 may
+    be rounded the other way.
+    """
+    found = results_of(2, _with_either_arithmetic, folder)
     assert found[0] == found[1]
     per_policy = 2 * len(PROMPTS)
-    plain = [text for text, *_ in found[0][:per_policy]]
-    for index, (text, *_) in enumerate(found[0]):
-        assert text == plain[index % per_policy]
-    drafted, accepted = (sum(one[at] for one in found[0]) for at in (1, 2))
-    assert 0.3 * drafted < accepted < drafted
+    for texts in found[0][0]:
+        plain = [text for text, *_ in texts[:per_policy]]
+        for index, (text, *_) in enumerate(texts):
+            assert text == plain[index % per_policy]
+        drafted, accepted = (sum(one[at] for one in texts) for at in (1, 2))
+        assert 0.3 * drafted < accepted < drafted
+    whole = load_model(folder, dtype="bfloat16", device="cpu", arithmetic="bfloat16")
+    expected, plainly = _logits(whole), _logits(whole.with_arithmetic("float32"))
+    error = (torch.tensor(found[0][1]) - expected).abs().mean()
+    assert error < 0.1 * (plainly - expected).abs().mean()
 
 
 def _captured(path: Path) -> list[tuple[list[int], str]]:
