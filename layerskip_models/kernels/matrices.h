@@ -5,7 +5,7 @@
 
 /* Rows are multiplied by a weight a few at a time, in turns of about equal size. `together`: how many from row `r` on. */
 INLINE int64_t turns_of(const Matrix *m, int64_t rows) {
-  int64_t most = in_pairs(m)                            ? TURN_ROWS
+  int64_t most = by_two_blocks(m)                       ? TURN_ROWS
                  : TILES && m->interleaved              ? ROWS
                  : as_integers(m)                       ? m->kind == INT8 ? BYTE_ROWS : GROUPED_ROWS
                  : MANY_REGISTERS || rows < PROMPT_ROWS ? FLOAT_ROWS
@@ -71,7 +71,7 @@ static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows
 static void two_outputs(const Matrix *m, int64_t first, const Matrix *other, int64_t other_first, const float *x, int64_t rows,
                         Fetch fetch, float *y, float *z) {
 #if TILES
-  if (in_pairs(m) && !parts_by_vectors(rows)) {
+  if (by_two_blocks(m) && !parts_by_vectors(rows)) {
     one_part_outputs(m, first, other, other_first, x, rows, fetch, y, z);
     finish_outputs(m, first, rows, y);
     finish_outputs(other, other_first, rows, z);

@@ -59,8 +59,8 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #endif
 #define BLOCK (TILES || VNNI || PAIRS ? 16 : 4) /* outputs computed side by side, so that an input is loaded once for all of them */
 #define ROWS (TILES ? 16 : VNNI ? 8 : 6) /* most rows multiplied by a weight while it is loaded */
-#define PAIRS TILES                      /* whether there are matrices of which two blocks meet rows at once (`in_pairs`) */
-#define TURN_ROWS (PAIRS ? 2 * ROWS : ROWS) /* most rows of a turn (`together`) */
+#define TWO_BLOCKS TILES /* whether there are matrices of which two blocks meet rows at once (`by_two_blocks`) */
+#define TURN_ROWS (TWO_BLOCKS ? 2 * ROWS : ROWS) /* most rows of a turn (`together`) */
 
 #ifndef TILE_BYTES
 /* Smallest bfloat16 matrix, in bytes, that uses tiles. With vectors, models whose matrices are all smaller decode 1.45 times as
@@ -81,7 +81,7 @@ INLINE int interleaves(int64_t kind, int64_t out, int64_t in) {
 INLINE int in_parts(const Matrix *m) { return TILES && m->interleaved && m->kind == BFLOAT16; }
 
 /* Whether two blocks of 16 outputs are multiplied at once, by up to 32 rows (`one_part_sums`). */
-INLINE int in_pairs(const Matrix *m) { return PAIRS && m->rounded && in_parts(m); }
+INLINE int by_two_blocks(const Matrix *m) { return TWO_BLOCKS && m->rounded && in_parts(m); }
 
 #define GROUP 32 /* outputs that all rows are multiplied by before the next: later rows find their weights in the cache */
 #define GROUP_BYTES (64 << 10) /* most bytes of a group's weights: these and the next group's stay in the L2 cache */

@@ -133,7 +133,7 @@ INLINE Matrix group_at(const Matrix *m, int64_t first, int64_t count, int64_t ro
  * output `first`. Prefetching runs on past `end`, where this member's next piece usually begins. */
 static void some_outputs(const Matrix *m, const float *x, int64_t rows, const float *residual, int64_t first, int64_t end,
                          float *y, int64_t stride, float *scratch) {
-  int64_t most = in_pairs(m) ? 2 * BLOCK : BLOCK, step = max(most, group_of(m, rows)), turns = fetching_turns(m, rows);
+  int64_t most = by_two_blocks(m) ? 2 * BLOCK : BLOCK, step = max(most, group_of(m, rows)), turns = fetching_turns(m, rows);
   int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step, most);
   for (int64_t begin = 0, batch_end; begin < rows; begin = batch_end) {
     batch_end = min(rows, begin + batch_of(m, rows));
@@ -144,10 +144,10 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
         int64_t count = together(m, r, rows);
         const Fetch share = fetch_of_turn(turn, turns, ahead);
         for (int64_t o = 0, width; o < size; o += width) {
-          float blocks[PAIRS ? 2 : 1][TURN_ROWS * BLOCK];
-          width = PAIRS && o + most <= size ? most : BLOCK;
+          float blocks[TWO_BLOCKS ? 2 : 1][TURN_ROWS * BLOCK];
+          width = TWO_BLOCKS && o + most <= size ? most : BLOCK;
           Fetch fetch = at + o + ahead + width <= m->out ? share : (Fetch){0};
-          if (PAIRS && width > BLOCK) two_outputs(&group, o, &group, o + BLOCK, x + r * row_size(m), count, fetch, blocks[0], blocks[PAIRS]);
+          if (TWO_BLOCKS && width > BLOCK) two_outputs(&group, o, &group, o + BLOCK, x + r * row_size(m), count, fetch, blocks[0], blocks[TWO_BLOCKS]);
           else outputs(&group, o, x + r * row_size(m), count, fetch, blocks[0]);
           for (int64_t b = 0, to = at + o; b * BLOCK < width; b++, to += BLOCK)
             for (int64_t i = 0; i < count; i++)
