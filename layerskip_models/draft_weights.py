@@ -60,7 +60,7 @@ def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
         check_layout(DRAFT_BITS[bits], torch.empty(0, dtype=model.dtype, device=model.device))
     except ValueError as error:
         return f"drafts in fewer bits do not run here: {error}"
-    linears = [linear for layer in model.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    linears = [linear for layer in model.layers for linear in layer.linears]
     held = min(map(_bits_of, linears))
     if held <= bits:
         return f"the model's own weights have {held} bits: there is nothing to gain from drafts in {bits}"
