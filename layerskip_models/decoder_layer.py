@@ -52,6 +52,11 @@ class DecoderLayer:
     sliding_window: int | None = None
     rotated: bool = True
 
+    @property
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        """Its matrices, in the order in which a row meets them."""
+        return self.qkv, self.output, self.gate_up, self.down
+
 
 def interleave_heads(weight: Tensor, num_heads: int, rotated: int | None = None) -> Tensor:
     """Reorder the rows of a query or key projection so that rotary pairs (i, i + r/2) become (2i, 2i + 1).

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from layerskip_models.compact_linear import GroupedLinear
+from layerskip_models.compact_linear import GroupedLinear, HalfLinear
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
 from layerskip_models.grouped_weight import GroupedWeight
@@ -34,6 +34,10 @@ from layerskip_models.row_rounding import without_rounding
 
 DRAFT_BITS: dict[int, Layout] = {8: "int8", 4: "int4"}
 """The numbers of bits that drafts can be made in, and the layout of each."""
+_UNREADABLE = (
+    "drafts in fewer bits need weights that can be read back: load the model with layout='plain', "
+    "or with layout='native' where the kernels are built"
+)
 _PIECE = 1 << 22  # numbers that are in float32 at a time
 _making = threading.Lock()
 
@@ -44,7 +48,7 @@ def draft_bytes(model: LayerSkipModel, bits: int) -> int:
     in_eight = EIGHT_BIT_LAYERS if bits == 4 else model.num_layers
     scales = 0.5 / 8  # of 4 bits: a scale of 16 bits for 32 weights
     layers = in_eight + (model.num_layers - in_eight) * (0.5 + scales)
-    return int(layers * model.layer_weights + (0 if _has_small_head(model) else head))
+    return int(layers * model.layer_weights + (0 if _keeps_head(model) else head))
 
 
 def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
@@ -57,12 +61,11 @@ def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
         check_layout(DRAFT_BITS[bits], torch.empty(0, dtype=model.dtype, device=model.device))
     except ValueError as error:
         return f"drafts in fewer bits do not run here: {error}"
-    held = min(
-        _bits_of(linear) for layer in model.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-    )
+    linears = [linear for layer in model.layers for linear in layer.linears]
+    held = min(map(_bits_of, linears))
     if held <= bits:
         return f"the model's own weights have {held} bits: there is nothing to gain from drafts in {bits}"
-    return None
+    return None if all(map(_can_be_read, linears)) else _UNREADABLE
 
 
 def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
@@ -77,7 +80,7 @@ def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
         raise ValueError(reason)
     with torch.inference_mode(False), torch.no_grad():
         layers = [_rounded(layer, DRAFT_BITS[bits], index) for index, layer in enumerate(model.layers)]
-        head = rounded_linear(model.draft_head, DRAFT_BITS[bits], None)
+        head = model.draft_head if _keeps_head(model) else rounded_linear(model.draft_head, DRAFT_BITS[bits], None)
     return model.with_layers(layers, head)
 
 
@@ -94,9 +97,9 @@ def drafter_of(model: LayerSkipModel, bits: int) -> LayerSkipModel:
     return found
 
 
-def _has_small_head(model: LayerSkipModel) -> bool:
-    """Whether the head that drafts are chosen with has 8 bits or fewer already."""
-    return _bits_of(model.draft_head) <= 8
+def _keeps_head(model: LayerSkipModel) -> bool:
+    """Whether rounded drafts are chosen with the head that the model has: one of 8 bits or fewer, or that cannot be read."""
+    return _bits_of(model.draft_head) <= 8 or not _can_be_read(model.draft_head)
 
 
 def _rounded(layer: DecoderLayer, layout: Layout, index: int) -> DecoderLayer:
@@ -132,9 +135,12 @@ def rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:
     if isinstance(linear, PlainLinear):
         full = linear.weight.float()
         return LAYOUTS[layout if in_four else eight_bit_layout(full)](full, linear.bias)
-    raise ValueError(
-        "drafts in fewer bits need weights that can be read back: load the model with layout='plain', or build the kernels"
-    )
+    raise ValueError(_UNREADABLE)
+
+
+def _can_be_read(linear: Linear) -> bool:
+    """FBGEMM's weights cannot be read back. There is no reader for weights in groups where our kernels are missing."""
+    return isinstance(linear, (NativeGroupedLinear, NativeInt8Linear, NativeLinear, PlainLinear))
 
 
 def _bits_of(linear: Linear) -> int:
@@ -150,4 +156,4 @@ def _bits_of(linear: Linear) -> int:
         return 8 * linear.stored.element_size()
     if isinstance(linear, PlainLinear):
         return 8 * linear.weight.element_size()
-    return 8  # FBGEMM's, which cannot be read back
+    return 16 if isinstance(linear, HalfLinear) else 8

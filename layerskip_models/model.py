@@ -12,12 +12,13 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip_models.adapter_protocol import Adapter, ExitSteering, SteeredRound
 from layerskip_models.attention import Attention
 from layerskip_models.backends.operators import OperatorLayers
 from layerskip_models.backends.protocol import Capture, LayerBackend, VocabularyBackend
@@ -25,7 +26,7 @@ from layerskip_models.backends.whole_vocabulary import WholeVocabulary
 from layerskip_models.choices import Choices, Detail
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.families import family_of, head_dim_of
-from layerskip_models.kernels.native_forward import Matrices, NativeForward
+from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kernels.threads import OneTeam
@@ -46,54 +47,6 @@ if TYPE_CHECKING:
 
 _NO_TEAM = nullcontext()
 _growing = threading.Lock()  # while any model's rotary table grows
-
-
-class SteeredRound(Protocol):
-    """What steers the exits in one round (`layerskip_models.exits.lean_steering`)."""
-
-    def bias(self, exit_layer: int) -> Tensor:
-        """[rank], or [rows, rank]."""
-        ...
-
-
-class ExitSteering(Protocol):
-    """What the steered exits of a model share. layers: after which the states that steer are taken, ascending."""
-
-    @property
-    def layers(self) -> tuple[int, ...]: ...
-
-    def of(self, states: Tensor) -> SteeredRound:
-        """states: [depths, hidden], of one row for all; or [rows, depths, hidden]."""
-        ...
-
-    def rows_before(self, states: Tensor, before: Tensor | None = None) -> SteeredRound:
-        """Each row steered by the one before it. states: [layers, rows, hidden]. before: [layers, hidden]."""
-        ...
-
-    def none(self) -> SteeredRound:
-        """As if nothing steered."""
-        ...
-
-
-class Adapter(Protocol):
-    """A small network between an early exit and the draft head (`layerskip_models.exits.lean`).
-
-    num_bytes: size of its weights. rank: its inner width. matrices: its weights, and where our kernels read them.
-    steering: of a steered adapter, else None.
-    """
-
-    num_bytes: int
-    rank: int
-
-    @property
-    def steering(self) -> ExitSteering | None: ...
-
-    @property
-    def matrices(self) -> Matrices: ...
-
-    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[rows, hidden], in and out. bias: of a steered adapter."""
-        ...
 
 
 def resolve_kv_dtype(kv_dtype: str | torch.dtype, dtype: torch.dtype) -> torch.dtype:
@@ -218,11 +171,7 @@ class LayerSkipModel:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's weights as stored, which a pass through the layer reads; the mean over layers."""
-        linears = sum(
-            linear.num_bytes
-            for layer in self._layers
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        )
+        linears = sum(linear.num_bytes for layer in self._layers for linear in layer.linears)
         return linears // self.num_layers + 2 * self.hidden_size * self.dtype.itemsize
 
     @property

@@ -91,3 +91,11 @@ def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     from known_costs import know_costs
 
     know_costs(monkeypatch)
+
+
+@pytest.fixture
+def forked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs in Python that the test starts are forked, and have nothing to import."""
+    from forked_programs import fork_programs
+
+    fork_programs(monkeypatch)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.model import SteeredRound
+from layerskip_models.adapter_protocol import SteeredRound
 from policies import Shadow, ShadowTokens
 from selfspec.engine.shadow import DeferredShadow
 

@@ -76,10 +76,6 @@ class RowRing:
         """So many rows at random, at most those that are held; a copy."""
         return self.at(draw.permutation(len(self))[:count])
 
-    def part(self, first: int, end: int) -> ExitRows:
-        """The rows in places [first, end) of memory, as far as they are held; a copy."""
-        return self.at(np.arange(first, min(end, len(self))))
-
     def tokens(self) -> np.ndarray:
         """The tokens that followed the rows that are held, each once, ascending."""
         with self._lock:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.adapter_protocol import SteeredRound
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.model import SteeredRound
 from layerskip_models.prefill import MOST_ROWS, PromptPiece, piece_end, prefill
 from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent
 from policies.bounds import check_draft_layer

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.adapter_protocol import SteeredRound
 from layerskip_models.choices import Choices
-from layerskip_models.model import SteeredRound
 from policies import RoundRecord, Shadow
 from policies.records import read_matches
 

@@ -38,8 +38,7 @@ def test_bytes_that_rounds_move() -> None:
     model = from_transformers(tiny_llama(num_layers=3, seed=1), layout="plain")
     weights = WeightBytes.of(model)
     layer = model._layers[0]
-    matrices = (layer.qkv, layer.output, layer.gate_up, layer.down)
-    assert weights.layer == 4 * (sum(matrix.weight.numel() for matrix in matrices) + 2 * model.hidden_size)  # type: ignore[attr-defined]
+    assert weights.layer == 4 * (sum(matrix.weight.numel() for matrix in layer.linears) + 2 * model.hidden_size)  # type: ignore[attr-defined]
     stats = {
         "num_prompt_tokens": 6,
         "num_new_tokens": 8,

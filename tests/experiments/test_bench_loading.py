@@ -23,6 +23,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(large_checkpoints, name, size)
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_a_record_of_both_files(tmp_path: Path) -> None:
     """Each is loaded from disk to memory, and nothing of the files is left."""
     record = tmp_path / "record.jsonl"

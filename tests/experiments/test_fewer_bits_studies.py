@@ -99,6 +99,7 @@ def test_products_with_weights_in_fewer_bits_are_timed_where_there_are_some(monk
 
 
 @needs_native
+@pytest.mark.usefixtures("forked_programs")
 def test_the_memory_of_copies_is_compared_with_what_is_announced(tmp_path: Path) -> None:
     record = tmp_path / "copies.jsonl"
     asked = ["draft-copies", "synthetic:small", "--dtype", "bfloat16", "--repeats", "1", "--output", str(record)]

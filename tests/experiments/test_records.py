@@ -277,6 +277,7 @@ def test_an_interrupted_command_says_what_there_is_and_how_to_go_on(
     assert result.stderr.endswith("interrupted: the same command goes on\n")
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_a_quick_record_is_made_once_and_documents_refuse_it(tmp_path: Path) -> None:
     arguments = ("--quick", "--allow-changes", "--only", "predictions", "--output-dir", tmp_path)
     result = invoke(*arguments)

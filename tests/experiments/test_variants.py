@@ -19,6 +19,7 @@ RUNS = kernels_of() is not None
 
 
 @pytest.mark.skipif(not RUNS, reason="needs our kernels")
+@pytest.mark.usefixtures("forked_programs")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants_command, "ROWS", (1, 3))
     monkeypatch.setattr(variants_command, "PROMPTS", (8,))

@@ -67,7 +67,7 @@ def test_shared_weights_are_the_model_s_own_and_once_in_memory(dtype: torch.dtyp
     torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=bound)
     assert sum(storages(llama).values()) == before
     for layer in model._layers:
-        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+        for linear in layer.linears:
             assert linear.weight.untyped_storage().data_ptr() in storages(llama)  # type: ignore[attr-defined]
     assert model._embedding.data_ptr() == llama.model.embed_tokens.weight.data_ptr()
     assert all(torch.equal(value, values[name]) for name, value in llama.state_dict().items())

@@ -36,7 +36,7 @@ def _allocated(path: Path, dtype: str) -> tuple[int, int]:
         count(*(part.tensors if hasattr(part, "tensors") else (part.weight, part.bias)))
 
     for layer in model._layers:
-        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+        for linear in layer.linears:
             count_linear(linear)
         count(layer.input_norm._weight, layer.post_attention_norm._weight)
     count_linear(model._head)

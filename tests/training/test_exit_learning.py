@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -286,7 +287,8 @@ def test_a_step_over_some_tokens_is_one_over_all_if_they_are_all(tmp_path: Path)
         (tmp_path / str(others)).mkdir()
         generator, learner = learning(tmp_path / str(others), other_tokens=others, batch_rows=10_000, passes=0.5)
         write(generator, 80)
-        rows = learner.online.learned.part(0, 10_000)
+        ring = learner.online.learned
+        rows = ring.at(np.arange(len(ring)))
         head, places = learner._head_for(rows.tokens)
         assert head.vocab_size == 24
         assert torch.equal(places, rows.tokens)
@@ -299,7 +301,8 @@ def test_a_step_over_some_tokens_is_one_over_all_if_they_are_all(tmp_path: Path)
 def test_a_step_looks_at_the_tokens_that_have_followed(tmp_path: Path) -> None:
     generator, learner = learning(tmp_path, other_tokens=3)
     write(generator, 30)
-    rows = learner.online.learned.part(0, 10_000)
+    ring = learner.online.learned
+    rows = ring.at(np.arange(len(ring)))
     for _ in range(5):
         head, places = learner._head_for(rows.tokens)
         assert head.vocab_size <= len({*rows.tokens.tolist()}) + 3

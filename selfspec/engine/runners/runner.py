@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.adapter_protocol import SteeredRound
 from layerskip_models.choices import Detail, HeadOutput
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.model import SteeredRound
 from policies import ObservationSpec, Policy
 from selfspec.engine.hidden_states import HiddenStates
 from selfspec.engine.sampling import Sampler
