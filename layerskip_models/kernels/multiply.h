@@ -147,7 +147,8 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
           float blocks[TWO_BLOCKS ? 2 : 1][TURN_ROWS * BLOCK];
           width = TWO_BLOCKS && o + most <= size ? most : BLOCK;
           Fetch fetch = at + o + ahead + width <= m->out ? share : (Fetch){0};
-          if (TWO_BLOCKS && width > BLOCK) two_outputs(&group, o, &group, o + BLOCK, x + r * row_size(m), count, fetch, blocks[0], blocks[TWO_BLOCKS]);
+          if (TWO_BLOCKS && width > BLOCK)
+            two_outputs(&group, o, &group, o + BLOCK, x + r * row_size(m), count, fetch, blocks[0], blocks[TWO_BLOCKS]);
           else outputs(&group, o, x + r * row_size(m), count, fetch, blocks[0]);
           for (int64_t b = 0, to = at + o; b * BLOCK < width; b++, to += BLOCK)
             for (int64_t i = 0; i < count; i++)

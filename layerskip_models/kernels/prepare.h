@@ -124,8 +124,9 @@ INLINE int wants_finer(const float *x, int64_t in, float largest) {
 
 /* Convert rows [rows, in] to digits for weights in groups. Layout: for each chunk of 64 inputs [run of four inputs, row, digit, 4],
  * or for tiles [span, digit, row, inputs of the span], highest digit first; then [span, row]: the sum of the span's q, as a float
- * where the weights have offsets, else as an integer times -`zero`. After all chunks come each row's `Fixed`; then `Finer`, and the same layout again with the remainders of the rows
- * that it lists. A row with NaN or infinity gives NaN. */
+ * where the weights have offsets, else as an integer times -`zero`. For pairs the four q of a run take the place of its digits: the first,
+ * third, second and fourth in 16 bits each. After all chunks come each row's `Fixed`; then `Finer`, and the same layout again with the
+ * remainders of the rows that it lists. A row with NaN or infinity gives NaN. */
 static void to_grouped_digits(const float *x, int64_t rows, const Matrix *m, float *scratch) {
   const int64_t in = m->in, chunks = in / CHUNK_INPUTS;
   Finer *finer = (Finer *)(scratch + rows * digits_size(m));
