@@ -31,7 +31,7 @@ class _Column:
         rows = {engine: policy_row(samples, engine, own) for engine, own in first_runs(lines).items()}
         return cls(rows=rows, draws=drawn([samples.tasks[prompt] for prompt in samples.prompts]))
 
-    def over_plain(self, measure: Callable[[PolicyRow, Floats], float], engine: str) -> str:
+    def over_plain(self, measure: Callable[[PolicyRow, Floats], Floats], engine: str) -> str:
         """A measure divided by plain decoding's, with its interval."""
         own, plain = self.rows[engine], self.rows[PLAIN]
         return interval(lambda weights: measure(own, weights) / measure(plain, weights), self.draws)
@@ -55,7 +55,7 @@ def decoding_tables(records: Sequence[Sequence[Line]]) -> list[Table]:
     first = next(iter(columns.values()))
     common = [engine for engine in first.rows if all(engine in column.rows for column in columns.values())]
     count = first.draws.shape[1]
-    common.sort(key=lambda engine: -rate(first.rows[engine], np.ones(count)))
+    common.sort(key=lambda engine: -float(rate(first.rows[engine], np.ones(count))))
     policies = {engine: f"`{engine.removeprefix('selfspec:')}`" for engine in common if engine != PLAIN}
     everyone = {**policies, PLAIN: "`ar`"}
     intervals = f"in brackets 95 % intervals over {count} prompts"
@@ -78,7 +78,7 @@ def decoding_tables(records: Sequence[Sequence[Line]]) -> list[Table]:
             "tokens/s, prefill included",
             everyone,
             lambda column, engine: interval(
-                lambda weights: speed(column.rows[engine], weights) / float(weights.sum()), column.draws, digits=0
+                lambda weights: speed(column.rows[engine], weights) / weights.sum(-1), column.draws, digits=0
             ),
         ),
         table(
@@ -98,4 +98,4 @@ def _acceptance(column: _Column, engine: str) -> str:
     if not known.any():
         return UNKNOWN
     found = rates[known]
-    return interval(lambda weights: float(weights[known] @ found / weights[known].sum()), column.draws)
+    return interval(lambda weights: weights[:, known] @ found / weights[:, known].sum(-1), column.draws)

@@ -65,22 +65,25 @@ def interval_tables(lines: Sequence[Line], runs: Mapping[str, Sequence[Line]]) -
     ]
 
 
-def interval(value: Callable[[Floats], float], draws: Floats, digits: int = 3) -> str:
-    """A figure of all prompts, and in brackets its interval. value: of the prompts' weights; draws: [draws, prompts]."""
-    found = [value(weights) for weights in draws]
-    low, high = np.percentile(found, _ENDS)
-    return f"{value(np.ones(draws.shape[1])):.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
+def interval(values: Callable[[Floats], Floats], draws: Floats, digits: int = 3) -> str:
+    """A figure of all prompts, and in brackets its interval.
+
+    values: of several weightings of the prompts, [weightings, prompts], of which `draws` are such; returns [weightings].
+    """
+    (whole,) = values(np.ones((1, draws.shape[1])))
+    low, high = np.percentile(values(draws), _ENDS)
+    return f"{whole:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
 
 
-def rate(row: PolicyRow, weights: Floats) -> float:
-    """Tokens per loaded layer, the prompts pooled. weights: [prompts]."""
-    return float(weights @ row.tokens / (weights @ row.layers))
+def rate(row: PolicyRow, weights: Floats) -> Floats:
+    """Tokens per loaded layer, the prompts pooled. weights: [.., prompts]; returns [..]."""
+    return np.asarray(weights @ row.tokens / (weights @ row.layers))
 
 
-def speed(row: PolicyRow, weights: Floats) -> float:
-    """The sum over prompts of tokens per second. weights: [prompts]."""
+def speed(row: PolicyRow, weights: Floats) -> Floats:
+    """The sum over prompts of tokens per second. weights: [.., prompts]; returns [..]."""
     assert row.speeds is not None
-    return float(weights @ row.speeds)
+    return np.asarray(weights @ row.speeds)
 
 
 def drawn(tasks: Sequence[str], draws: int = DRAWS) -> Floats:
@@ -98,7 +101,8 @@ def drawn(tasks: Sequence[str], draws: int = DRAWS) -> Floats:
 def policy_row(samples: Samples, engine: str, own: Sequence[Line]) -> PolicyRow:
     """What one engine's runs give. own: its first run on each prompt."""
     by_prompt = {line["prompt"]: line for line in own}
-    timed = [matching(samples.samples, "sample", engine=engine, prompt=prompt) for prompt in samples.prompts]
+    of_engine = matching(samples.samples, "sample", engine=engine)
+    timed = [matching(of_engine, "sample", prompt=prompt) for prompt in samples.prompts]
     stats = [by_prompt[prompt]["stats"] for prompt in samples.prompts]
     return PolicyRow(
         tokens=np.array([by_prompt[prompt]["num_new_tokens"] - 1.0 for prompt in samples.prompts]),

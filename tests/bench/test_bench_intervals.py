@@ -50,7 +50,7 @@ def test_draws_keep_the_number_of_prompts_of_each_task():
 def test_an_interval_covers_what_other_prompts_might_have_given():
     """Shares of prompts right: of 100, 30 were. The normal interval is .3 +- 1.96 * sqrt(.3 * .7 / 100) = .21 to .39."""
     right = np.array([1.0] * 30 + [0.0] * 70)
-    text = interval(lambda weights: float(weights @ right / weights.sum()), drawn(["a"] * 100))
+    text = interval(lambda weights: weights @ right / weights.sum(-1), drawn(["a"] * 100))
     low, high = (float(end) for end in text.partition("(")[2].rstrip(")").split("–"))
     assert text.startswith("0.300 (")
     assert low == pytest.approx(0.21, abs=0.015)

@@ -1,13 +1,14 @@
 import gzip
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from bench.record import RecordWriter, read_record, record_name
 from bench.report.glance import by_precision, engine_glance
-from bench.report.markdown import BESIDE, fill_markers, markdown, sections
+from bench.report.markdown import BESIDE, fill_markers, markdown, page_tables, sections
 from bench.report.prose_figures import FIGURE
 from bench.report.source_tables import source_tables
 from bench.report.summary import Samples, Spread
@@ -277,15 +278,31 @@ PAGES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def read_once():
+    """Reads a record by its name. Each is read once for all pages, and its tables are made once."""
+    made = {}
+    records = cache(lambda name: read_record(RECORDS[name]))
+
+    def page_tables_once(lines):
+        if id(lines) not in made:
+            made[id(lines)] = lines, page_tables(lines)  # no other list can get the identity of one that is held
+        return made[id(lines)][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bench.report.markdown.page_tables", page_tables_once)
+        yield records
+
+
 @pytest.mark.usefixtures("with_studies")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_published_tables_are_those_of_the_records(page):
+def test_published_tables_are_those_of_the_records(page, read_once):
     """A number typed by hand, or a record changed without `make results`, fails here."""
     text = page.read_text(encoding="utf-8")
     names = {name.partition(":")[0] for name in _MARKED.findall(text)}
     names |= {match["place"].partition(" > ")[0] for match in FIGURE.finditer(text)}
     names = {one for name in names for one in name.split(BESIDE)}
-    assert fill_markers(text, {name: read_record(RECORDS[name]) for name in names}) == text
+    assert fill_markers(text, {name: read_once(name) for name in names}) == text
 
 
 def test_every_table_of_the_results_is_made():
@@ -339,9 +356,9 @@ def test_a_page_says_of_each_record_whether_its_code_has_changed(page):
 
 @pytest.mark.usefixtures("with_studies")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tables_of_policies_have_intervals_beside_them(page):
+def test_tables_of_policies_have_intervals_beside_them(page, read_once):
     shown = {tuple(marker.partition(":")[::2]) for marker in _MARKED.findall(page.read_text(encoding="utf-8"))}
     for name in {name for name, part in shown if part in ("speed", "speedups", "etpl") and BESIDE not in name}:
-        parts = sections(read_record(RECORDS[name]))
+        parts = sections(read_once(name))
         for part in ("intervals", "loops"):
             assert part not in parts or (name, part) in shown, f"{page.name} shows {name} without its {part}"

@@ -211,9 +211,9 @@ def test_the_interval_holds_the_ratio_and_is_narrow_where_texts_agree() -> None:
     def rate(found: Sequence[dict[str, int]]) -> float:
         return sum(line["tokens"] for line in found) / sum(line["two_devices"] for line in found)
 
-    assert interval(twice, lines, rate) == pytest.approx((2.0, 2.0))
+    assert interval(twice, lines, "two_devices") == pytest.approx((2.0, 2.0))
     uneven = [{**line, "tokens": line["tokens"] * (1 + (i % 2))} for i, line in enumerate(lines)]
-    low, high = interval(uneven, lines, rate)
+    low, high = interval(uneven, lines, "two_devices")
     assert 1.0 <= low < rate(uneven) / rate(lines) < high <= 2.0
 
 

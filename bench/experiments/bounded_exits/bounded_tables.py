@@ -50,7 +50,7 @@ def _table(name: str, title: str, scores: Sequence[Line], about: Line) -> Table:
     base = found[_BASE]
     rows = []
     for rule, own in sorted(found.items(), key=lambda item: -layers(item[1])):
-        low, high = interval(own, base, layers)
+        low, high = interval(own, base, "layers")
         rows.append(
             {
                 "rule": rule,

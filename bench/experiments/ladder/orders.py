@@ -29,7 +29,7 @@ class Order:
     def rates(self, weights: Floats | None = None) -> dict[str, float]:
         """Tokens per loaded layer over plain decoding's, by rule. weights: [prompts], all equal if None."""
         weights = np.ones(len(self.prompts)) if weights is None else weights
-        return {rule: self.num_layers * rate(row, weights) for rule, row in self.rows.items()}
+        return {rule: float(self.num_layers * rate(row, weights)) for rule, row in self.rows.items()}
 
     def ratio(self, rule: str, other: str) -> str:
         """One rule's tokens per layer over another's, with its interval."""
@@ -70,7 +70,7 @@ def correlation(first: Order, second: Order) -> str:
         both = (torch.tensor(list(order.rates(weights).values())) for order in (first, second))
         return rank_correlation(*both)
 
-    return interval(of, first.draws, 2)
+    return interval(lambda several: np.array([of(weights) for weights in several]), first.draws, 2)
 
 
 def exchanged(first: Order, second: Order) -> tuple[int, int]:

@@ -47,7 +47,7 @@ def _table(name: str, title: str, scores: Sequence[Line], num_layers: int) -> Ta
     base = next(own for key, own in found.items() if key[2] == "del")
     rows = []
     for (rule, settings, policy), own in sorted(found.items(), key=lambda item: -_rate(item[1])):
-        low, high = interval(own, base, _rate)
+        low, high = interval(own, base, "layers")
         by_task = {task: _rate([line for line in own if line["task"] == task]) * num_layers for task in tasks}
         accepted = sum(line["accepted"] for line in own) / max(sum(line["drafted"] for line in own), 1)
         rows.append(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.record import Line, matching
 from bench.report.table import Table, counted, subject
@@ -22,8 +23,6 @@ LABELS = {
     "ours, serial": "without parallel verification, our bins, tau {tau}",
 }
 _RESAMPLES = 2000
-
-Totals = Callable[[Sequence[Line]], float]
 
 
 def spide_headline(lines: Sequence[Line]) -> str:
@@ -73,7 +72,7 @@ def _arms(lines: Sequence[Line], name: str, title: str) -> Table:
         fixed, plain = _arm(lines, chosen, "fixed"), _arm(lines, chosen, "plain")
         for arm, label in LABELS.items():
             found = _arm(lines, chosen, arm)
-            low, high = interval(found, fixed, _speed)
+            low, high = interval(found, fixed, "two_devices")
             spread = "" if arm in ("plain", "fixed") else f" ({low:.2f} to {high:.2f})"
             rows.append(
                 {
@@ -132,11 +131,18 @@ def _lengths(lines: Sequence[Line]) -> Table:
     return Table.of("spide_ahead", "Drafts ahead, s, by eq. 6 and by simulation", rows)
 
 
-def interval(found: Sequence[Line], base: Sequence[Line], of: Totals) -> tuple[float, float]:
-    """95 % of the ratio of two arms over texts drawn again, both arms with the same ones (paired bootstrap, fixed seed)."""
-    by_prompt: list[Mapping[str, Line]] = [{line["prompt"]: line for line in lines} for lines in (found, base)]
-    names = sorted(by_prompt[0])
+def interval(found: Sequence[Line], base: Sequence[Line], cost: str) -> tuple[float, float]:
+    """95 % of the ratio of two arms' tokens per cost over texts drawn again, both arms with the same ones.
+
+    A paired bootstrap with a fixed seed. cost: the field of a line that has it.
+    """
+    names = sorted({line["prompt"] for line in found})
     drawn = np.random.default_rng(0).integers(len(names), size=(_RESAMPLES, len(names)))
-    ratios = [of([by_prompt[0][names[i]] for i in row]) / of([by_prompt[1][names[i]] for i in row]) for row in drawn]
-    low, high = np.percentile(ratios, [2.5, 97.5])
+
+    def rates(lines: Sequence[Line]) -> NDArray[np.float64]:
+        by_prompt = {line["prompt"]: line for line in lines}
+        tokens, costs = (np.array([float(by_prompt[name][field]) for name in names]) for field in ("tokens", cost))
+        return np.asarray(tokens[drawn].sum(1) / costs[drawn].sum(1))
+
+    low, high = np.percentile(rates(found) / rates(base), [2.5, 97.5])
     return float(low), float(high)
