@@ -219,8 +219,9 @@ RECORDS: tuple[RecordSource, ...] = (
     RecordSource(name="policies-sampled-1", command=f"{_SAMPLED} 1", minutes=4, quick=_ONE_COLD),
     RecordSource(
         name="answers-sampled",
-        command="selfspec-bench run --prompts FILES/aqua_rat.jsonl.gz --policy ar --policy auto --policy del --num-samples 40 "
-        "--max-new-tokens 128 --do-sample --temperature 0.6 --repeats 10 --warmups 0 --no-peers --no-memory --no-grid",
+        command="selfspec-bench run --prompts FILES/aqua_rat.jsonl.gz --policy ar --policy auto --policy del "
+        "--num-samples 40 --max-new-tokens 128 --do-sample --temperature 0.6 --repeats 10 --warmups 0 --no-peers "
+        "--no-memory --no-grid",
         minutes=8,
         quick="--num-samples 1 --max-new-tokens 8 --repeats 2",
     ),
