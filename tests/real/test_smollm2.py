@@ -141,14 +141,14 @@ def test_a_second_turn_reads_only_what_is_new(smollm2: SelfSpecGenerator) -> Non
 
 @pytest.fixture(scope="module")
 def plain(smollm2: SelfSpecGenerator) -> list[int]:
-    """What plain decoding says to the prompt of every policy."""
-    return smollm2.generate(CODE[7], max_new_tokens=24, policy="ar").new_tokens
+    """What plain decoding says to the prompt of every policy. Longer texts are compared on tiny models."""
+    return smollm2.generate(CODE[7], max_new_tokens=12, policy="ar").new_tokens
 
 
 @pytest.mark.parametrize("name", EVERY_POLICY)
 def test_every_policy_gives_the_same_text(name: str, smollm2: SelfSpecGenerator, plain: list[int]) -> None:
     policy = named_policy(name, EXIT, smollm2.model)
-    assert smollm2.generate(CODE[7], max_new_tokens=24, policy=policy).new_tokens == plain
+    assert smollm2.generate(CODE[7], max_new_tokens=12, policy=policy).new_tokens == plain
 
 
 def test_inside_transformers_generate(reference: PreTrainedModel, exact: SelfSpecGenerator) -> None:
