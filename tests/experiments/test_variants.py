@@ -25,7 +25,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants_command, "PROMPTS", (8,))
     monkeypatch.setattr(variants_command, "TEXTS", 2)
     path = tmp_path / "variants.jsonl"
-    command = ["variants", "--repeats", "1", "--seconds", "0.001", "--weights", "int8", "--max-new-tokens", "8"]
+    command = ["variants", "--repeats", "1", "--seconds", "0.001", "--weights", "int8"]
+    command += ["--weights", "bfloat16-rows", "--max-new-tokens", "8"]
     command += ["--variant", runnable_variants()[-1]]
     result = CliRunner().invoke(app, [*command, "--model", str(DEMO_PATH), "-o", str(path)])
     assert result.exit_code == 0, result.output
@@ -34,7 +35,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0]["configuration"]["variants"] == asked
     for variant in asked:
         products = [line for line in lines if line["kind"] == "product" and line["variant"] == variant]
-        assert [line["rows"] for line in products] == [1, 3]
+        assert [(line["weights"], line["rows"]) for line in products] == [
+            (weights, rows) for weights in ("int8", "bfloat16-rows") for rows in (1, 3)
+        ]
         what = {line["what"] for line in lines if line["kind"] == "model" and line["variant"] == variant}
         assert {"prompt of 8", "one text, ar", "one text, auto", "texts together, with their prompts"} <= what
     assert {table.name for table in variants_tables(lines)} == {"variant_products", "variant_models"}
@@ -64,7 +67,7 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(variants_command, "runnable_variants", lambda: ("avx2", "baseline"))
     assert "this machine runs the variants avx2, baseline, not amx" in error_of("--variant", "amx")
-    assert "weights are bfloat16, int8, int4, got int3" in error_of("--weights", "int3")
+    assert "weights are bfloat16, bfloat16-rows, int8, int4, got int3" in error_of("--weights", "int3")
 
     def none() -> None:
         raise KernelsUnavailableError("no library")

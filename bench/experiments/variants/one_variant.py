@@ -22,14 +22,36 @@ from bench.machine.throughput import SelfSpecBatch
 from bench.record import Line
 from layerskip_models.kernels.library import kernels
 from layerskip_models.linear import LAYOUTS, Layout, Linear
+from layerskip_models.row_rounding import Arithmetic, with_rounding
 from selfspec import SelfSpecGenerator
 
 OUT, IN = 2816, 1024
 ROWS = (1, 2, 4, 8, 16, 32, 128)
-WEIGHTS: dict[str, tuple[Layout, torch.dtype]] = {
-    "bfloat16": ("native", torch.bfloat16),
-    "int8": ("int8", torch.float32),
-    "int4": ("int4", torch.float32),
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """How weights are kept and what they meet.
+
+    layout: of single matrices. drawn: what these are made of. dtype, arithmetic: a model is loaded in (`load_model`).
+    """
+
+    layout: Layout
+    drawn: torch.dtype = torch.float32
+    dtype: str
+    arithmetic: Arithmetic = "float32"
+
+    def matrix(self, weight: torch.Tensor) -> Linear:
+        """One that is kept so. weight: [out, in]."""
+        linear = LAYOUTS[self.layout](weight.to(self.drawn), None)
+        return with_rounding(linear, "the matrix") if self.arithmetic == "bfloat16" else linear
+
+
+WEIGHTS = {
+    "bfloat16": Weights(layout="native", drawn=torch.bfloat16, dtype="bfloat16"),
+    "bfloat16-rows": Weights(layout="native", drawn=torch.bfloat16, dtype="bfloat16", arithmetic="bfloat16"),
+    "int8": Weights(layout="int8", dtype="int8"),
+    "int4": Weights(layout="int4", dtype="int4"),
 }
 PROMPTS = (128, 512)
 TEXTS = 16
@@ -67,9 +89,8 @@ def timed(call: Callable[[], object], seconds: float) -> float:
 def products(job: Job) -> Iterator[Line]:
     """A product of rows with one matrix: seconds, and the bytes of its weights."""
     for name in job.weights:
-        layout, dtype = WEIGHTS[name]
         draw = torch.Generator().manual_seed(0)
-        matrices = [LAYOUTS[layout](torch.randn(OUT, IN, generator=draw).to(dtype), None) for _ in range(job.matrices)]
+        matrices = [WEIGHTS[name].matrix(torch.randn(OUT, IN, generator=draw)) for _ in range(job.matrices)]
         for rows in job.rows:
             x = torch.randn(rows, IN, generator=draw)
             seconds = timed(partial(_in_turn, matrices, x), job.seconds) / len(matrices)
@@ -86,7 +107,8 @@ def _in_turn(matrices: Sequence[Linear], x: torch.Tensor) -> None:
 def whole_model(job: Job, checkpoint: str) -> Iterator[Line]:
     """One text, prompts, and several texts at once; tokens per second."""
     for name in job.weights:
-        generator = SelfSpecGenerator(open_model(checkpoint, name, "cpu"), prefix_cache=0)
+        kept = WEIGHTS[name]
+        generator = SelfSpecGenerator(open_model(checkpoint, kept.dtype, "cpu", kept.arithmetic), prefix_cache=0)
         draw = torch.Generator().manual_seed(0)
         prompts = [
             torch.randint(5, generator.model.vocab_size, (max(*job.prompts, 170),), generator=draw)
