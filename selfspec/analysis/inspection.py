@@ -67,6 +67,7 @@ class Inspection:
     comparison: the best setting, run against plain decoding.
     rounded: drafts in fewer bits, where they are possible, each run against plain decoding.
     probe, adapted: a short fit of exit adapters, if one was asked for, and what these adapters would give.
+    arithmetic: whether rows were rounded to bfloat16 (`LayerSkipModel.arithmetic`).
     """
 
     num_layers: int
@@ -78,6 +79,7 @@ class Inspection:
     rounded: tuple[RoundedDrafts, ...] = ()
     probe: Probe | None = None
     adapted: Prediction | None = None
+    arithmetic: str = "float32"
 
     def verdict(self) -> str:
         measured, best = self.comparison.speedup, self.predicted.best.policy
@@ -156,6 +158,7 @@ def inspect_model(
         rounded=rounded,
         probe=probe,
         adapted=adapted,
+        arithmetic=model.arithmetic,
     )
 
 
@@ -267,7 +270,8 @@ def inspection_lines(inspection: Inspection) -> list[str]:
         f"measured: {comparison.speedup:.2f} ({comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}),"
         f" {comparison.repeats} alternated pairs of runs on one of the texts",
         *map(_line_of, inspection.rounded),
-        f"layers ran on {kernels_in_words(inspection.kernels)}",
+        f"layers ran on {kernels_in_words(inspection.kernels)}"
+        + (", rows rounded to bfloat16" if inspection.arithmetic == "bfloat16" else ""),
         *(() if inspection.plan is None else inspection.plan.lines()),
         inspection.verdict(),
     ]
