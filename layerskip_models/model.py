@@ -323,7 +323,7 @@ class LayerSkipModel:
         return other
 
     def with_arithmetic(self, arithmetic: str) -> LayerSkipModel:
-        """The same model, sharing its weights, whose matrices meet rows rounded to bfloat16, or rows as they are.
+        """A model with the same weights in memory that rounds every row to bfloat16 before a matrix product, or does not.
 
         arithmetic: "float32", the default; or "bfloat16", which rounds every row before it meets a matrix of the layers or
         the head, as transformers' bfloat16 does. Sums stay float32, and so does all else. Drafts and verification round

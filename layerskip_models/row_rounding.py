@@ -83,7 +83,10 @@ def without_rounding(linear: Linear) -> Linear:
 
 
 def with_rounding(linear: Linear, name: str) -> Linear:
-    """The same weights for rows that are rounded first. name: of the matrix. ValueError unless it is kept in bfloat16."""
+    """A linear with the same weights that rounds its rows first.
+
+    name: of the matrix, for the message. Raises ValueError unless its weights are kept in bfloat16.
+    """
     if isinstance(linear, NativeLinear):
         if linear.stored.dtype != torch.bfloat16:
             raise _other_weights(f"in {linear.stored.dtype} as {name}".replace("torch.", ""))

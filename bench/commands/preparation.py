@@ -121,10 +121,9 @@ def open_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
 def open_model(checkpoint: str, dtype: str, device: str, arithmetic: str = "float32") -> LayerSkipModel:
     """The model alone, so that its weights are in memory once."""
     if is_synthetic(checkpoint):
-        if dtype in FEW_BITS:
-            few = from_transformers(load_network(checkpoint, "float32", device), layout=dtype, release=True)
-            return few.with_arithmetic(arithmetic)
-        return from_transformers(load_network(checkpoint, dtype, device), release=True).with_arithmetic(arithmetic)
+        layout = dtype if dtype in FEW_BITS else None
+        network = load_network(checkpoint, dtype if layout is None else "float32", device)
+        return from_transformers(network, layout=layout, release=True).with_arithmetic(arithmetic)
     return load_model(checkpoint, dtype=dtype, device=device, arithmetic=arithmetic)
 
 

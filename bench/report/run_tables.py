@@ -183,27 +183,25 @@ def pass_tables(samples: Samples, found: Scores) -> list[Table]:
 
     With n runs of a prompt pass@n is the share of prompts with a right one among them (Chen et al. 2021, section 2.1, k = n).
     """
-    exact = {column: engines for column, engines in found.items() if column.endswith(f", {EXACT_MATCH}")}
+    ending = f", {EXACT_MATCH}"
+    exact = {column.removesuffix(ending): engines for column, engines in found.items() if column.endswith(ending)}
     runs = [
         len(of_prompt) for engines in exact.values() for prompts in engines.values() for of_prompt in prompts.values()
     ]
     if not runs or min(runs) < 2:
         return []
 
-    def cell(engine: str, column: str) -> str:
-        task, _, at = column.rpartition(", ")
-        prompts = exact[f"{task}, {EXACT_MATCH}"].get(engine, {}).values()
-        solved = sum(any(of_prompt) for of_prompt in prompts)
-        return (
-            f"{solved} of {len(prompts)}"
-            if at == "any"
-            else f"{sum(map(sum, prompts)):.0f} of {sum(map(len, prompts))}"
-        )
+    def cell(engine: str, column: tuple[str, bool]) -> str:
+        task, by_prompt = column
+        prompts = exact[task].get(engine, {}).values()
+        if by_prompt:
+            return f"{sum(map(any, prompts))} of {len(prompts)}"
+        return f"{sum(map(sum, prompts)):.0f} of {sum(map(len, prompts))}"
 
-    columns: dict[str, str] = {}
-    for column in exact:
-        task = column.removesuffix(f", {EXACT_MATCH}")
-        columns |= {f"{task}, runs": f"{task}: right runs", f"{task}, any": f"{task}: prompts right in any run"}
+    columns = {}
+    for task in exact:
+        columns[task, False] = f"{task}: right runs"
+        columns[task, True] = f"{task}: prompts right in any run"
     title = f"Exact answers in {min(runs)} sampled runs of each prompt (the last column is pass@{min(runs)})"
     return [cross_table("passes", title, "engine", samples.engines, columns, cell)]
 

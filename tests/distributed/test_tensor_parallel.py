@@ -160,7 +160,7 @@ def _rounded_drafts(path: Path, arithmetic: str) -> list[tuple[list[int], int, i
 
 
 def _logits(model: LayerSkipModel) -> Tensor:
-    """Of a prompt in which every token is."""
+    """The logits after each token of a prompt that has every token once."""
     tokens = torch.arange(27)
     with torch.inference_mode():
         return model.logits(model.run_layers(model.embed(tokens), 0, model.num_layers, KVCache(model, 27)))

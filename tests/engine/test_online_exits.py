@@ -21,7 +21,7 @@ from layerskip_models.linear import Layout
 from restless_exits import let_exits_change
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
-from selfspec.engine.online_exits import HELD_OUT, LEAST_ROWS, OnlineExits, RowRing
+from selfspec.engine.online_exits import HELD_OUT, LEAST_ROWS, ExitRows, OnlineExits, RowRing
 from tests.fuzz.random_adapters import adapted, random_adapters
 from tiny_llama import pool_model
 
@@ -35,6 +35,11 @@ def watched(model: LayerSkipModel, seed: int = 0, **options: Any) -> tuple[SelfS
     online = OnlineExits(generator.model, adapters, **{"num_bytes": 1 << 18, "rows_per_text": 100, **options})
     generator._models.learn_exits(generator.model, online)
     return generator, online
+
+
+def held_in(ring: RowRing) -> ExitRows:
+    """All rows that are in it, in their places."""
+    return ring.at(np.arange(len(ring)))
 
 
 def bare(model: LayerSkipModel, seed: int = 0) -> SelfSpecGenerator:
@@ -51,7 +56,7 @@ def test_rows_are_those_of_plain_decoding(layout: Layout) -> None:
         for prompt in PROMPTS:
             tokens = generator.generate(prompt, max_new_tokens=20, policy=policy).sequences[0].tolist()
             for ring in (online.learned, online.held_out):
-                rows = ring.at(np.arange(len(ring)))
+                rows = held_in(ring)
                 assert torch.equal(model.choices(rows.states[-1].contiguous()).tokens, rows.tokens)
             assert tokens[: len(prompt)] == prompt
     total = online.learned.seen + online.held_out.seen
@@ -61,7 +66,7 @@ def test_rows_are_those_of_plain_decoding(layout: Layout) -> None:
     fresh, kept = watched(shared_model(layout))
     text = fresh.generate([5, 1, 7], max_new_tokens=12, policy="ls:2-4").sequences[0]
     ring = kept.learned if kept.learned.seen else kept.held_out
-    found = ring.at(np.arange(len(ring))).states
+    found = held_in(ring).states
     seen: dict[int, torch.Tensor] = {}
     with torch.inference_mode():
         model.run_layers(
@@ -141,13 +146,13 @@ def test_the_ring_keeps_the_latest_rows_and_no_more_memory() -> None:
     for first in range(0, 40, 7):
         numbers = torch.arange(first, first + 7, dtype=torch.float32)
         ring.add([numbers[:, None].expand(7, 4), -numbers[:, None].expand(7, 4)], range(first, first + 7))
-        rows = ring.at(np.arange(len(ring)))
+        rows = held_in(ring)
         assert len(rows) == len(ring) == min(first + 7, 10)
         assert sorted(rows.tokens.tolist()) == [*range(max(first - 3, 0), first + 7)]
         assert torch.equal(rows.states[0, :, 0], rows.tokens.float())
         assert torch.equal(rows.states[1, :, 3], -rows.tokens.float())
     ring.add([torch.arange(25.0)[:, None].expand(25, 4)] * 2, range(25))  # longer than the ring
-    assert sorted(ring.at(np.arange(len(ring))).tokens.tolist()) == [*range(15, 25)]
+    assert sorted(held_in(ring).tokens.tolist()) == [*range(15, 25)]
     drawn = ring.drawn(4, np.random.default_rng(0))
     assert len(drawn) == 4 and len({*drawn.tokens.tolist()}) == 4
     assert torch.equal(drawn.states[0, :, 0], drawn.tokens.float())
@@ -161,9 +166,7 @@ def test_memory_is_bounded_and_too_little_is_refused() -> None:
         for prompt in PROMPTS:
             generator.generate(prompt, max_new_tokens=30, policy="ls:2-2")
     assert online.learned.seen > len(online.learned)
-    held = sum(
-        ring.at(np.arange(len(ring))).states.nbytes + 8 * len(ring) for ring in (online.learned, online.held_out)
-    )
+    held = sum(held_in(ring).states.nbytes + 8 * len(ring) for ring in (online.learned, online.held_out))
     assert held <= 30_000
     with pytest.raises(
         ValueError, match=f"must be at least {LEAST_ROWS * (3 * model.hidden_size * model.dtype.itemsize + 8):,} bytes"

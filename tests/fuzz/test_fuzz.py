@@ -58,9 +58,9 @@ def test_numbers_belong_to_models() -> None:
 
 
 def test_a_tie_within_transformers_own_rounding_is_none_of_our_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden states of two numbers: a norm divides by nearly nothing, and float32 moves the logits behind it by 6e-3.
+    """With a hidden size of 2 a norm may divide by almost 0, and float32 then changes the logits after it by 6e-3.
 
-    Another token is a near-tie there, and a fault one token earlier, where the logits are good to 1e-6.
+    At that position another token counts as a near-tie. One token earlier, where logits are exact to 1e-6, it is a fault.
     """
     number = 3738
     model = make_model(Random(f"7 model {number // CASES_PER_MODEL}"))

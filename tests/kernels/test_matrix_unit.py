@@ -159,7 +159,10 @@ def tile_counts() -> list[int]:
 
 @pytest.mark.parametrize(("out", "width"), [(32, 64), (96, 128), (64, 1088)])
 def test_one_part_has_the_same_bits_in_any_company(unit: str, out: int, width: int) -> None:
-    """Of rounded rows, in up to two tiles a turn: near float64 as float32 is, and equal to three parts of which two are 0."""
+    """Rounded rows, up to 32 at once. They are as close to float64 as float32 is.
+
+    Three parts of a row that is rounded already, two of which are 0, give the same bits.
+    """
     torch.manual_seed(out)
     plain = on_unit(torch.randn(out, width), torch.randn(out))
     linear, x = plain.rounding_rows(True), torch.randn(70, width)
