@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_sampling import remainder, takes
+
 
 def accept_greedy(drafts: Sequence[int], target: Sequence[int]) -> int:
     """Length of the longest prefix in which every draft is the target's own choice.
@@ -61,5 +64,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     Where rounding leaves nothing (p and q equal but for the last bit) the answer is p itself, which is then right to
     within that bit.
     """
+    if native_works(p.device, p.dtype) and takes(p) and takes(q):
+        return remainder(p, q)
     weights = (p - q).clamp_(min=0.0)
     return torch.where(weights.sum() > 0, weights, p)
