@@ -37,11 +37,13 @@ def takes(weights: Tensor) -> bool:
 def distribute(logits: Tensor, warp: Warp, out: Tensor) -> None:
     """Probabilities after the warpers, row by row. logits, out: [rows, vocab]; both as `takes` says, in different memory.
 
-    A row without a distribution (NaN, an infinite logit, or nothing but masked tokens) becomes NaN. Raises ValueError if `out`
+    A row without a distribution (NaN, an infinite logit, nothing but masked tokens) becomes NaN. Raises ValueError if `out`
     does not fit.
     """
     if out.shape != logits.shape or not (takes(logits) and takes(out)):
-        raise ValueError(f"cannot write the distributions of {list(logits.shape)} logits to {out.dtype} {list(out.shape)}")
+        raise ValueError(
+            f"cannot write the distributions of {list(logits.shape)} logits to {out.dtype} {list(out.shape)}"
+        )
     chosen = library.kernels()
     assert chosen is not None
     vocab = logits.shape[-1]

@@ -36,18 +36,14 @@ def accept_sampled(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tu
     num_drafts = drafts.shape[0]
     if num_drafts == 0:
         return 0, p[0]
-    num_accepted = int(_accepted(p, q, drafts, uniforms).sum())
-    if num_accepted == num_drafts:
-        return num_accepted, p[num_drafts]
-    return num_accepted, residual(p[num_accepted], q[num_accepted])
-
-
-def _accepted(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> Tensor:
-    """1 for every draft that is accepted with all before it, else 0; int64 [k]."""
     index = drafts.unsqueeze(-1)
-    p_draft = p[: drafts.shape[0]].gather(-1, index).squeeze(-1)
-    q_draft = q[: drafts.shape[0]].gather(-1, index).squeeze(-1)
-    return (uniforms * q_draft < p_draft).long().cumprod(0)
+    shares = [p[:num_drafts].gather(-1, index), q[:num_drafts].gather(-1, index), uniforms.unsqueeze(-1)]
+    num_accepted = 0
+    for p_draft, q_draft, uniform in torch.cat(shares, dim=-1).tolist():  # one copy from a device
+        if not uniform * q_draft < p_draft:
+            return num_accepted, residual(p[num_accepted], q[num_accepted])
+        num_accepted += 1
+    return num_accepted, p[num_drafts]
 
 
 def acceptance_probabilities(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:

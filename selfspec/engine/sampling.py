@@ -46,7 +46,11 @@ def warp_of(processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsProcessor
     from transformers.generation import logits_process as theirs
 
     first, known = list(processors), {}
-    kinds = (theirs.TopPLogitsWarper, "top_p"), (theirs.TopKLogitsWarper, "top_k"), (theirs.TemperatureLogitsWarper, "temperature")
+    kinds = (
+        (theirs.TopPLogitsWarper, "top_p"),
+        (theirs.TopKLogitsWarper, "top_k"),
+        (theirs.TemperatureLogitsWarper, "temperature"),
+    )
     for kind, name in kinds:
         last = first[-1] if first else None
         usual = getattr(last, "filter_value", -math.inf) == -math.inf and getattr(last, "min_tokens_to_keep", 1) == 1
@@ -109,9 +113,7 @@ class Sampler:
         """
         return self._processed(self.processors, logits, tokens, length)
 
-    def _processed(
-        self, processors: Sequence[LogitsProcessor], logits: Tensor, tokens: Tensor, length: int
-    ) -> Tensor:
+    def _processed(self, processors: Sequence[LogitsProcessor], logits: Tensor, tokens: Tensor, length: int) -> Tensor:
         if not processors:
             return logits
         if self.prefix_free:
@@ -156,7 +158,9 @@ class Sampler:
         Raises NonFiniteLogitsError (a RuntimeError) if the weights hold NaN or are all 0.
         """
         if native_works(weights.device, weights.dtype) and takes(weights):
-            token = draw(weights, float(torch.rand((), generator=self.generator, dtype=torch.float64, device=weights.device)))
+            token = draw(
+                weights, float(torch.rand((), generator=self.generator, dtype=torch.float64, device=weights.device))
+            )
             if token is None:
                 raise non_finite(where)
             return token
