@@ -24,6 +24,7 @@ from layerskip_models.kernels.interleaving import takes_interleaved
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.kernels.native_sampling import Warp, distribute, draw, remainder
 from layerskip_models.kernels.threads import OneTeam, num_threads, on_threads
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.norm import RMSNorm
@@ -35,6 +36,7 @@ MANY = 4  # times ROWS: enough rows for the kernels to take another code path
 EARLIER = library.SECTION - 4  # positions before the rows, chosen so that the rows lie in two sections
 TILED = (64, 128)  # outputs and inputs of a matrix that fills tiles; outputs of one in groups that is interleaved
 TILED_ROWS = 33  # two tiles' rows and one more
+VOCAB = 300  # tokens to draw from
 _Norms = tuple[RMSNorm | None, RMSNorm | None]
 _NO_NORMS: _Norms = (None, None)
 _BOUND = 1e-4  # largest error of numbers around 1
@@ -160,7 +162,7 @@ def fault() -> str | None:
         x = drawn(TILED_ROWS, TILED[1])
         for tiled in drawn.tiled():
             found = found or _fault_of_tiles(tiled, x)
-        return found
+        return found or _fault_of_sampling(drawn(2, VOCAB), drawn(2, VOCAB))
 
 
 def _teams() -> list[int]:
@@ -199,6 +201,35 @@ def _fault_of_tiles(linear: NativeLinear, x: Tensor, bound: float = _BOUND) -> s
                 return f"linear computes a row otherwise in company, in {linear.stored.dtype} on {threads} threads"
     expected = x.double() @ linear.weight.double().T + linear.tensors[-1].double()
     return None if _near(alone, expected, bound) else f"linear computes something else in {linear.stored.dtype}"
+
+
+def _fault_of_sampling(logits: Tensor, other: Tensor) -> str | None:
+    """logits, other: [2, vocab]."""
+    top_k, top_p, temperature = VOCAB // 2, 0.8, 0.5
+    p, narrow, q = torch.empty_like(logits), torch.empty_like(logits), torch.empty_like(logits)
+    distribute(logits, Warp(temperature, top_k), p)
+    distribute(logits, Warp(temperature, top_k, top_p), narrow)
+    distribute(other, Warp(), q)
+    scores = logits.double() / temperature
+    scores[scores < scores.topk(top_k).values[:, -1:]] = -torch.inf
+    exact = scores.softmax(-1)
+    order = exact.sort()
+    removed = torch.empty_like(exact, dtype=torch.bool).scatter_(1, order.indices, order.values.cumsum(-1) <= 1 - top_p)
+    cut = exact.masked_fill(removed, 0)
+    pairs = (p, exact), (narrow, cut / cut.sum(-1, keepdim=True)), (q, other.double().softmax(-1))
+    if not all(_near(found * VOCAB, expected * VOCAB) for found, expected in pairs):
+        return "distribute computes something else"
+    weights = remainder(p[0], q[0])
+    if not torch.equal(weights, (p[0] - q[0]).clamp(min=0)):
+        return "residual computes something else"
+    sums = weights.double().cumsum(0)
+    for share in (0.0, 0.1, 0.5, 0.9):
+        token = draw(weights, share)
+        if token is None or not float(sums[token] - weights[token]) <= share * float(sums[-1]) + _BOUND:
+            return "draw takes another token"
+        if weights[token] == 0 or float(sums[token]) < share * float(sums[-1]) - _BOUND:
+            return "draw takes another token"
+    return None
 
 
 def _fault_of_layers(described: list[DecoderLayer], x: Tensor, angles: Tensor, earlier: _Earlier) -> str | None:

@@ -21,6 +21,7 @@ CODE(VARIANT)
 #include "four_bit_rounding.h"
 #include "halves.h"
 #include "head.h"
+#include "sampling.h"
 
 #define JOINED(name, variant) name##_##variant
 #define JOIN(name, variant) JOINED(name, variant)
@@ -90,6 +91,16 @@ PUBLIC int EXPORT(four_bit_rows)(int kind, const uint8_t *from, int64_t rows, in
                                  float *factors) {
   return four_bit_rows(kind, from, rows, in, row_bytes, by, row, values, packed, groups, factors);
 }
+
+/* ---- Sampling -------------------------------------------------------------------------------------------------------- */
+
+/* See sampling.h. On the caller's thread. */
+PUBLIC void EXPORT(distribute)(const float *logits, int64_t n, float temperature, int64_t top_k, double top_p, float *p,
+                               void *candidates) {
+  distribute(logits, n, temperature, top_k, top_p, p, candidates);
+}
+PUBLIC void EXPORT(residual)(const float *p, const float *q, int64_t n, float *out) { residual(p, q, n, out); }
+PUBLIC int64_t EXPORT(draw)(const float *weights, int64_t n, double uniform) { return draw(weights, n, uniform); }
 
 /* ---- Exit adapters -------------------------------------------------------------------------------------------------- */
 

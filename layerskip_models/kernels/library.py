@@ -17,7 +17,7 @@ import os
 import struct
 import warnings
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -189,6 +189,9 @@ class Kernels:
     four_bit_rows: Callable[..., int]
     finite_numbers: Callable[..., int]
     interleave: Callable[..., None]
+    distribute: Callable[..., None]
+    residual: Callable[..., None]
+    draw: Callable[..., int]
 
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -207,6 +210,9 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "float_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
     "finite_numbers": (c_int, [c_int, c_void_p, c_int64]),
     "interleave": (None, [c_void_p, c_int64, c_int64, c_int, c_uint32, c_void_p]),
+    "distribute": (None, [c_void_p, c_int64, c_float, c_int64, c_double, c_void_p, c_void_p]),
+    "residual": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "draw": (c_int64, [c_void_p, c_int64, c_double]),
     "block_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(Blocks)]),
     "four_bit_rows": (
         c_int,

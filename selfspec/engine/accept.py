@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_sampling import remainder, takes
+
 
 def accept_greedy(drafts: Sequence[int], target: Sequence[int]) -> int:
     """Length of the longest prefix in which every draft is the target's own choice.
@@ -33,18 +36,14 @@ def accept_sampled(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tu
     num_drafts = drafts.shape[0]
     if num_drafts == 0:
         return 0, p[0]
-    num_accepted = int(_accepted(p, q, drafts, uniforms).sum())
-    if num_accepted == num_drafts:
-        return num_accepted, p[num_drafts]
-    return num_accepted, residual(p[num_accepted], q[num_accepted])
-
-
-def _accepted(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> Tensor:
-    """1 for every draft that is accepted with all before it, else 0; int64 [k]."""
     index = drafts.unsqueeze(-1)
-    p_draft = p[: drafts.shape[0]].gather(-1, index).squeeze(-1)
-    q_draft = q[: drafts.shape[0]].gather(-1, index).squeeze(-1)
-    return (uniforms * q_draft < p_draft).long().cumprod(0)
+    shares = [p[:num_drafts].gather(-1, index), q[:num_drafts].gather(-1, index), uniforms.unsqueeze(-1)]
+    num_accepted = 0
+    for p_draft, q_draft, uniform in torch.cat(shares, dim=-1).tolist():  # one copy from a device
+        if not uniform * q_draft < p_draft:
+            return num_accepted, residual(p[num_accepted], q[num_accepted])
+        num_accepted += 1
+    return num_accepted, p[num_drafts]
 
 
 def acceptance_probabilities(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
@@ -61,5 +60,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     Where rounding leaves nothing (p and q equal but for the last bit) the answer is p itself, which is then right to
     within that bit.
     """
+    if native_works(p.device, p.dtype) and takes(p) and takes(q):
+        return remainder(p, q)
     weights = (p - q).clamp_(min=0.0)
     return torch.where(weights.sum() > 0, weights, p)

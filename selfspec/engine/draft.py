@@ -14,7 +14,7 @@ from policies import CopiedRow, DraftRow, ObservationSpec
 from policies.records import StopCause
 from selfspec.engine.results import to_keep
 from selfspec.engine.runners.runner import RowBuffers, Runner, SequenceRound, SequenceRows
-from selfspec.engine.sampling import NonFiniteLogitsError, distribution
+from selfspec.engine.sampling import NonFiniteLogitsError
 
 NOTHING = HeadOutput(-1, math.nan)
 
@@ -209,16 +209,17 @@ class Draft:
         if logits is None:
             return output.token
         seq_round, index = self.seq_round, len(self.rows.tokens) - 1
+        sampler, before = seq_round.sampler, (seq_round.tokens, seq_round.length + index)
+        q = self.q[index : index + 1] if sampler.do_sample else None
         try:
-            processed = seq_round.sampler.process(logits, seq_round.tokens, seq_round.length + index)
+            if q is None:
+                # Of NaN, too: a greedy draft is a guess, which verification checks.
+                return int(sampler.process(logits, *before).argmax())
+            sampler.probabilities(logits, *before, out=q)
         except Exception:
             return None
-        if not seq_round.sampler.do_sample:
-            return int(processed.argmax())  # of NaN, too: a greedy draft is a guess, which verification checks
-        q = self.q[index]
-        q.copy_(distribution(processed[0]))
         try:
-            return seq_round.sampler.draw(q, f"draft position {seq_round.length + index}")
+            return sampler.draw(q[0], f"draft position {seq_round.length + index}")
         except NonFiniteLogitsError:
             return None
 

@@ -1,15 +1,23 @@
-"""From logits to distributions and tokens: transformers' processors, float32 softmax, draws from a torch.Generator."""
+"""From logits to distributions and tokens: transformers' processors, float32 softmax, draws from a torch.Generator.
+
+On a CPU our own kernels do the last part: temperature, top-k, top-p, softmax and the draw.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_sampling import Warp, distribute, draw, takes
+
 if TYPE_CHECKING:
-    from transformers import LogitsProcessorList
+    from transformers import LogitsProcessor, LogitsProcessorList
 
 
 @cache
@@ -31,6 +39,24 @@ def prefix_free() -> frozenset[type]:
             theirs.TypicalLogitsWarper,
         }
     )
+
+
+def warp_of(processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsProcessor], Warp]:
+    """The processors before the last ones that our kernels know, and those."""
+    from transformers.generation import logits_process as theirs
+
+    first, known = list(processors), {}
+    kinds = (
+        (theirs.TopPLogitsWarper, "top_p"),
+        (theirs.TopKLogitsWarper, "top_k"),
+        (theirs.TemperatureLogitsWarper, "temperature"),
+    )
+    for kind, name in kinds:
+        last = first[-1] if first else None
+        usual = getattr(last, "filter_value", -math.inf) == -math.inf and getattr(last, "min_tokens_to_keep", 1) == 1
+        if type(last) is kind and usual:
+            known[name] = getattr(first.pop(), name)
+    return first, Warp(**known)
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -63,6 +89,7 @@ class Sampler:
         self.generator = generator
         self._rewinds = rewinds
         self.prefix_free = all(type(p) in prefix_free() for p in processors)
+        self._before_warp, self._warp = warp_of(processors)
 
     @property
     def do_sample(self) -> bool:
@@ -84,22 +111,32 @@ class Sampler:
         logits: float32 [rows, vocab]. tokens: int64 [1, >= length + rows - 1], the text, drafts included. length: tokens
         before row 0's prediction. Returns [rows, vocab], in float32 unless a processor returns another type.
         """
-        if not self.processors:
+        return self._processed(self.processors, logits, tokens, length)
+
+    def _processed(self, processors: Sequence[LogitsProcessor], logits: Tensor, tokens: Tensor, length: int) -> Tensor:
+        if not processors:
             return logits
         if self.prefix_free:
-            return self._apply(tokens[:, :length], logits)
-        rows = [self._apply(tokens[:, : length + i], logits[i : i + 1].clone()) for i in range(logits.shape[0])]
-        return torch.cat(rows)
+            return _apply(processors, tokens[:, :length], logits)
+        rows = (_apply(processors, tokens[:, : length + i], logits[i : i + 1].clone()) for i in range(logits.shape[0]))
+        return torch.cat([*rows])
 
-    def _apply(self, prefix: Tensor, logits: Tensor) -> Tensor:
-        """What calling transformers' list does, without its inspecting every processor's signature at every token."""
-        for processor in self.processors:
-            logits = processor(prefix, logits)
-        return logits
+    def probabilities(self, logits: Tensor, tokens: Tensor, length: int, out: Tensor | None = None) -> Tensor:
+        """The float32 distribution after the processors, [rows, vocab]; other arguments as in `process`.
 
-    def probabilities(self, logits: Tensor, tokens: Tensor, length: int) -> Tensor:
-        """The float32 distribution after the processors, [rows, vocab]; arguments as in `process`."""
-        return distribution(self.process(logits, tokens, length))
+        out: float32 [rows, vocab], where to write it; a new tensor by default.
+        """
+        if native_works(logits.device, logits.dtype):
+            scores = self._processed(self._before_warp, logits, tokens, length)
+            if takes(scores):
+                out = torch.empty_like(scores) if out is None else out
+                distribute(scores, self._warp, out)
+                return out
+            # A processor made another type of it: the operators go on from there.
+            scores = self._processed(self.processors[len(self._before_warp) :], scores, tokens, length)
+        else:
+            scores = self.process(logits, tokens, length)
+        return distribution(scores) if out is None else out.copy_(distribution(scores))
 
     def next_token(self, logits: Tensor, tokens: Tensor, length: int) -> int:
         """The next token as plain decoding takes it: drawn, or the likeliest one.
@@ -120,14 +157,28 @@ class Sampler:
 
         Raises NonFiniteLogitsError (a RuntimeError) if the weights hold NaN or are all 0.
         """
+        if native_works(weights.device, weights.dtype) and takes(weights):
+            token = draw(
+                weights, float(torch.rand((), generator=self.generator, dtype=torch.float64, device=weights.device))
+            )
+            if token is None:
+                raise non_finite(where)
+            return token
         total = float(weights.sum())
-        if not 0 < total < float("inf"):
+        if not 0 < total < math.inf:
             raise non_finite(where)
         return int(torch.multinomial(weights, 1, generator=self.generator))
 
     def uniforms(self, count: int, device: torch.device) -> Tensor:
         """Float32 [count], uniform in [0, 1), fresh ones each time."""
         return torch.rand(count, generator=self.generator, dtype=torch.float32, device=device)
+
+
+def _apply(processors: Sequence[LogitsProcessor], prefix: Tensor, logits: Tensor) -> Tensor:
+    """What calling transformers' list does, without its inspecting every processor's signature at every token."""
+    for processor in processors:
+        logits = processor(prefix, logits)
+    return logits
 
 
 def distribution(processed: Tensor) -> Tensor:

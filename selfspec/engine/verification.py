@@ -150,7 +150,7 @@ def verify_sampled(
             token = sampler.draw(weights, f"position {length + accepted}")
         except NonFiniteLogitsError as error:
             failure = to_keep(error)
-    rates = acceptance_probabilities(p, q[:known], drafted[:known]).tolist()
+    rates = acceptance_probabilities(p, q[:known], drafted[:known]).tolist() if known else []
     return Verification(
         num_accepted=accepted,
         block=[*drafts[:accepted], token],

@@ -4,7 +4,7 @@ A pass takes rows of several sequences, each at its own position in a cache of i
 they differ in what they accept. Matrices see all rows at once, and their weights are read once.
 
 On our own kernels a row's numbers do not depend on the other rows of a pass, so a sequence in a batch gives the same bits as
-the sequence alone. There, a pass over few rows of greedy sequences is a single native call.
+the sequence alone. There, a pass over few rows is a single native call; where tokens are sampled, the head is a second one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,13 @@ class EagerRunner:
 
     def run(self, groups: Sequence[SequenceRows], start: int, stop: int, head: Head | None) -> None:
         native = self._native_for(groups)
-        if native is None or start == stop or (start and (stop < self.model.num_layers or head != "full")):
+        if native is not None and head is not None and start < stop and not all(rows.greedy for rows in groups):
+            if start:
+                self._run_layers(groups, start, stop, head)
+            else:  # the single call picks tokens itself, so it goes without the head where somebody needs logits
+                self.run(groups, start, stop, None)
+                self._run_head(groups, _gathered(groups), head)
+        elif native is None or start == stop or (start and (stop < self.model.num_layers or head != "full")):
             self._run_layers(groups, start, stop, head)
         elif head == "draft" and self.model.is_steered(
             stop
@@ -102,14 +108,10 @@ class EagerRunner:
                 _hand_out(groups, outputs)
 
     def _native_for(self, groups: Sequence[SequenceRows]) -> NativeForward | None:
-        """What runs this pass in a single call, if something does: few rows, and nobody needs logits."""
+        """What runs this pass in a single call, if something does: few rows."""
         if self._native is None or only_operators():
             return None
-        total = 0
-        for rows in groups:
-            total += rows.end - rows.first
-            if not rows.greedy:
-                return None
+        total = sum(rows.end - rows.first for rows in groups)
         return self._native if total <= STEP_ROWS else None
 
     def _run_layers(self, groups: Sequence[SequenceRows], start: int, stop: int, head: Head | None) -> None:

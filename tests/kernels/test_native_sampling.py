@@ -1,0 +1,222 @@
+"""A row's distribution and draws from it by the kernels: what transformers' warpers leave, each token with its share."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_sampling import Warp, distribute, draw, remainder, takes
+from selfspec.engine.accept import residual
+from selfspec.engine.sampling import Sampler, distribution, warp_of
+
+pytestmark = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
+ALMOST_ONE = 1 - 2**-53  # the largest float64 below 1
+SIZES = st.sampled_from([1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 100, 255, 256, 257, 700])
+
+
+def warpers(warp: Warp) -> LogitsProcessorList:
+    """transformers' own."""
+    found = LogitsProcessorList()
+    if warp.temperature != 1:
+        found.append(TemperatureLogitsWarper(warp.temperature))
+    if warp.top_k:
+        found.append(TopKLogitsWarper(warp.top_k))
+    if warp.top_p < 1:
+        found.append(TopPLogitsWarper(warp.top_p))
+    return found
+
+
+def distributed(logits: Tensor, warp: Warp) -> Tensor:
+    out = torch.full_like(logits, math.nan)
+    distribute(logits, warp, out)
+    return out
+
+
+def rows_of(size: int, seed: int, scale: float, kinds: int, masked: float) -> Tensor:
+    """Three rows of logits. kinds: how many different ones; 0 for no limit. masked: the share that is -inf."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, size, generator=generator)
+    if kinds:
+        logits = (logits * kinds).round() / kinds
+    logits *= scale
+    mask = torch.rand(3, size, generator=generator) < masked
+    mask[:, seed % size] = False
+    return logits.masked_fill(mask, -math.inf)
+
+
+WARPS = st.builds(
+    Warp,
+    temperature=st.sampled_from([1.0, 0.6, 1.7, 0.05]),
+    top_k=st.sampled_from([0, 1, 2, 5, 50, 10_000]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+)
+
+
+@given(
+    size=SIZES,
+    seed=st.integers(0, 1 << 30),
+    scale=st.sampled_from([0.0, 0.1, 3.0, 40.0]),
+    kinds=st.sampled_from([0, 0, 1, 2]),
+    masked=st.sampled_from([0.0, 0.5, 0.99]),
+    warp=WARPS,
+)
+@settings(max_examples=400)
+@example(size=1, seed=0, scale=1.0, kinds=0, masked=0.0, warp=Warp(top_k=1, top_p=0.01))
+@example(size=257, seed=1, scale=0.0, kinds=0, masked=0.0, warp=Warp(top_k=5))  # all are as likely as the fifth
+def test_it_is_what_transformers_warpers_leave(
+    size: int, seed: int, scale: float, kinds: int, masked: float, warp: Warp
+) -> None:
+    logits = rows_of(size, seed, scale, kinds, masked)
+    found = distributed(logits, warp)
+    exact = warpers(warp)(torch.zeros(3, 1, dtype=torch.long), logits.double()).softmax(-1)
+    assert (found.double().sum(-1) - 1).abs().max() < 1e-6
+    # transformers adds up its nucleus in its own order: where tokens are equally likely, or where the bound lies between two
+    # sums by rounding, it may keep another one. Then as much of the whole stays, up to one token.
+    if kinds or warp.top_p < 1:
+        nucleus = distributed(logits, Warp(warp.temperature, warp.top_k))
+        kept = torch.where(found > 0, nucleus, 0).double().sum(-1)
+        least = torch.where(found > 0, nucleus, math.inf).amin(-1).double()
+        assert (kept > warp.top_p - 1e-6).all()
+        assert ((found > 0).sum(-1) == 1).logical_or(kept - least < warp.top_p + 1e-6).all()
+        assert (nucleus[found == 0].numel() == 0) or all(
+            one[own == 0].max(initial=0) <= one[own > 0].min() for one, own in zip(nucleus.numpy(), found.numpy())
+        )
+        agree = (found > 0) == (exact > 1e-38)
+        torch.testing.assert_close(found[agree.all(-1)].double(), exact[agree.all(-1)], rtol=1e-5, atol=1e-7)
+        return
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("warp", [Warp(), Warp(0.6, 50), Warp(0.6, 0, 0.9), Warp(1.0, 50, 0.9)])
+def test_a_large_vocabulary(warp: Warp) -> None:
+    logits = rows_of(49_152, 3, 4.0, 0, 0.0)
+    found = distributed(logits, warp)
+    exact = warpers(warp)(torch.zeros(3, 1, dtype=torch.long), logits.double()).softmax(-1)
+    assert torch.equal(found > 0, exact > 0)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-30)
+
+
+@given(size=SIZES, seed=st.integers(0, 1000), warp=WARPS)
+def test_a_row_depends_on_nothing_but_itself(size: int, seed: int, warp: Warp) -> None:
+    logits = rows_of(size, seed, 3.0, 0, 0.2)
+    wide = torch.full((3, size + 5), 99.0)
+    wide[:, 2:-3] = logits  # rows that are not beside each other in memory
+    together = distributed(wide[:, 2:-3], warp)
+    assert all(torch.equal(distributed(logits[i : i + 1], warp)[0], together[i]) for i in range(3))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None])
+@pytest.mark.parametrize("warp", [Warp(), Warp(0.7, 3, 0.9)])
+@pytest.mark.parametrize("size", [5, 300])
+def test_a_row_without_a_distribution_is_nan(bad: float | None, warp: Warp, size: int) -> None:
+    logits = torch.zeros(2, size)
+    if bad is None:
+        logits[0] = -math.inf
+    else:
+        logits[0, size - 1] = bad
+    found = distributed(logits, warp)
+    assert found[0].isnan().all()
+    assert not found[1].isnan().any()
+    assert draw(found[0], 0.5) is None
+
+
+@given(size=SIZES, seed=st.integers(0, 1000), zeros=st.sampled_from([0.0, 0.5, 0.99]), u=st.floats(0, ALMOST_ONE))
+@example(size=700, seed=0, zeros=0.0, u=0.0)
+@example(size=700, seed=0, zeros=0.99, u=ALMOST_ONE)
+def test_a_draw_is_where_the_sum_passes_the_uniform_number(size: int, seed: int, zeros: float, u: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(size, generator=generator) * 10.0 ** float(torch.randint(-20, 20, (1,), generator=generator))
+    weights[torch.rand(size, generator=generator) < zeros] = 0
+    weights[seed % size] = max(weights.max(), 1e-30)
+    token = draw(weights, u)
+    assert token is not None
+    assert weights[token] > 0
+    sums = weights.double().cumsum(0)
+    whole = float(sums[-1])
+    before, after = float(sums[token] - weights[token].double()), float(sums[token])
+    assert before - 1e-13 * whole <= u * whole <= after + 1e-13 * whole
+
+
+def test_every_token_gets_its_share() -> None:
+    """Uniform numbers at equal distances hit each token as often as its weight says, to within one."""
+    weights = torch.tensor([0.0, 3.0, 0.0, 1.0] + [0.0] * 300 + [2.0, 2.0, 0.0])
+    hits = [draw(weights, i / 800) for i in range(800)]
+    counts = {token: hits.count(token) for token in set(hits)}
+    assert set(counts) == {1, 3, 304, 305}
+    assert all(abs(count - 100 * float(weights[token])) <= 1 for token, count in counts.items() if token is not None)
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0], [0.0] * 300 + [math.nan]])
+def test_nothing_is_drawn_from_what_is_no_distribution(weights: list[float]) -> None:
+    assert draw(torch.tensor(weights), 0.5) is None
+
+
+@given(size=SIZES, seed=st.integers(0, 1000), alike=st.booleans())
+def test_what_a_rejection_leaves(size: int, seed: int, alike: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    p, q = torch.rand(2, size, generator=generator)
+    q = p.clone() if alike else q
+    expected = p if alike or not (p > q).any() else (p - q).clamp(min=0)
+    assert torch.equal(remainder(p, q), expected)
+    assert torch.equal(residual(p, q), expected)  # the engine's function goes the same way
+    assert torch.equal(residual(p.double(), q.double()).float(), expected)  # and the operators'
+
+
+def test_nan_is_left_in_a_remainder() -> None:
+    for size in (3, 40):
+        p, q = torch.full((size,), 0.1), torch.full((size,), 0.1)
+        p[size - 1] = math.nan
+        assert draw(remainder(p, q), 0.5) is None
+
+
+def test_other_tensors_are_refused() -> None:
+    row = torch.rand(1, 8)
+    assert takes(row)
+    assert not any(map(takes, (row.double(), row.half(), row.expand(2, 8).T, row[:, ::2], row[:, :0])))
+    for out in (torch.empty(2, 8), torch.empty(1, 8, dtype=torch.float64), torch.empty(1, 16)[:, ::2]):
+        with pytest.raises(ValueError, match="cannot write the distributions"):
+            distribute(row, Warp(), out)
+    for weights in (row, row[0].double(), row[0, ::2]):
+        with pytest.raises(ValueError, match="cannot draw from"):
+            draw(weights, 0.5)
+    for other in (row[0, :4], row[0].double()):
+        with pytest.raises(ValueError, match="cannot subtract"):
+            remainder(row[0], other)
+
+
+def test_the_last_processors_that_the_kernels_know() -> None:
+    """In transformers' order, with its usual settings; what comes before them is left to it."""
+    temperature, top_k, top_p = TemperatureLogitsWarper(0.7), TopKLogitsWarper(3), TopPLogitsWarper(0.8)
+    assert warp_of([temperature, top_k, top_p]) == ([], Warp(0.7, 3, 0.8))
+    assert warp_of([]) == ([], Warp())
+    assert warp_of([top_k]) == ([], Warp(top_k=3))
+    assert warp_of([top_p, temperature]) == ([top_p], Warp(0.7))
+    assert warp_of([top_k, top_p, temperature]) == ([top_k, top_p], Warp(0.7))
+    for unusual in (TopPLogitsWarper(0.8, min_tokens_to_keep=2), TopKLogitsWarper(3, filter_value=-9.0)):
+        assert warp_of([temperature, unusual]) == ([temperature, unusual], Warp())
+
+    class Other(TopKLogitsWarper):
+        pass
+
+    other = Other(3)
+    assert warp_of([temperature, other, top_p]) == ([temperature, other], Warp(top_p=0.8))
+
+
+@given(warp=WARPS, seed=st.integers(0, 1000))
+def test_a_sampler_gives_the_same_as_operators(warp: Warp, seed: int) -> None:
+    """Up to rounding, into memory of the caller's too, and whatever comes before the known warpers."""
+    logits = rows_of(90, seed, 3.0, 0, 0.3)
+    tokens = torch.zeros(1, 9, dtype=torch.long)
+    sampler = Sampler(warpers(warp), torch.Generator().manual_seed(seed))
+    found = sampler.probabilities(logits, tokens, 4)
+    torch.testing.assert_close(found, distribution(sampler.process(logits, tokens, 4)), rtol=1e-5, atol=1e-30)
+    out = torch.full_like(logits, math.nan)
+    assert sampler.probabilities(logits, tokens, 4, out) is out
+    assert torch.equal(out, found)
