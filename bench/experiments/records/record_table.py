@@ -23,6 +23,11 @@ STAND_INS: Mapping[str, str | None] = {
     "FILES/humaneval.jsonl.gz": "code",
     "FILES/gsm8k.jsonl.gz": "math",
     "FILES/aqua_rat.jsonl.gz": "translation",
+    "FILES/mbpp.jsonl.gz": "code",
+    "FILES/mgsm.jsonl.gz": "math",
+    "FILES/qa.jsonl.gz": "english",
+    "FILES/rag.jsonl.gz": "copying",
+    "FILES/mt_bench.jsonl.gz": "english",
     "FILES/summarization.jsonl.gz": "english",
     "FILES/translation.jsonl.gz": "translation",
     "FILES/mixed/prompts.jsonl": "copying",
@@ -133,6 +138,9 @@ def _stand_ins(words: list[str]) -> Iterator[str]:
 
 _FOUR = ("humaneval", "gsm8k", "summarization", "translation")
 _TASKS = "".join(f" --prompts FILES/{name}.jsonl.gz" for name in _FOUR)
+_ALL_TASKS = _TASKS + "".join(
+    f" --prompts FILES/{name}.jsonl.gz" for name in ("mbpp", "aqua_rat", "mgsm", "qa", "rag", "mt_bench")
+)
 _PLAIN_TASKS = "".join(f" FILES/{name}.jsonl.gz" for name in _FOUR)
 _CORPUS = "".join(
     f" --data FILES/corpus/{name}"
@@ -453,6 +461,20 @@ RECORDS: tuple[RecordSource, ...] = (
         command=f"{_STUDY} attention --repeats 7",
         minutes=3,
         quick="--context 256 --repeats 1",
+    ),
+    RecordSource(
+        name="row-parts-demo",
+        command=f"{_STUDY} row-parts{_ALL_TASKS} --num-texts 500",
+        minutes=8,
+        quick="--num-texts 1 --max-new-tokens 4 --prompt-tokens 16",
+        folder="bench/experiments/row_parts",
+    ),
+    RecordSource(
+        name="row-parts-smollm2",
+        command=f"{_STUDY} row-parts smollm2{_ALL_TASKS} --num-texts 60",
+        minutes=12,
+        quick="--num-texts 1 --max-new-tokens 4 --prompt-tokens 16",
+        folder="bench/experiments/row_parts",
     ),
     # Studies.
     RecordSource(
