@@ -19,6 +19,7 @@ from bench.experiments.copy_index.copy_index_command import copy_index
 from bench.experiments.copying.copying_command import copying_accuracy, copying_texts
 from bench.experiments.copying.copying_gain_command import copying_gain
 from bench.experiments.cores.cores_command import cores
+from bench.experiments.draws.draws_command import draws
 from bench.experiments.exit_adapters.exit_adapters_command import exit_adapters
 from bench.experiments.exit_adapters.judge_command import judge_exits
 from bench.experiments.exit_losses.exit_losses_command import exit_losses
@@ -83,6 +84,7 @@ app.command()(attention)
 app.command()(bounded_exits)
 app.command()(busy)
 app.command()(cores)
+app.command()(draws)
 app.command()(predictions)
 app.command()(ranks)
 app.command()(records)

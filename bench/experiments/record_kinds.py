@@ -12,6 +12,7 @@ from bench.experiments.bounded_exits.bounded_tables import bounded_headline, bou
 from bench.experiments.busy.busy_tables import busy_headline, busy_tables
 from bench.experiments.copying.copying_tables import copying_headline, copying_tables
 from bench.experiments.cores.cores_tables import cores_headline, cores_tables
+from bench.experiments.draws.draws_tables import draws_headline, draws_tables
 from bench.experiments.exit_adapters.exit_tables import exit_tables, exits_headline
 from bench.experiments.exit_adapters.judge_tables import judged_headline, judged_tables
 from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, exit_loss_tables
@@ -118,6 +119,7 @@ STUDIES: dict[str, RecordKind] = {
         headline=variants_headline,
         headings={"variant_products": "Single products", "variant_models": "Whole models"},
     ),
+    "draws": RecordKind(tables=draws_tables, headline=draws_headline, headings={"draws": "Sampling"}),
     "row-parts": RecordKind(
         tables=row_parts_tables, headline=row_parts_headline, headings={"row_parts": "Rows in parts"}
     ),

@@ -38,6 +38,7 @@ WRITERS = [
     (bench.experiments.__main__.app, ["fine-tune", "none", "--text", "none.txt", "--chats", "none.jsonl", "-o"]),
     (bench.experiments.__main__.app, ["roundings", "none", "--prompts", "none.jsonl", "-o"]),
     (bench.experiments.__main__.app, ["draft-copies", "none", "-o"]),
+    (bench.experiments.__main__.app, ["draws", "-o"]),
     (bench.experiments.__main__.app, ["row-parts", "none", "-o"]),
     (bench.experiments.__main__.app, ["settings", "code", "-o"]),
     (bench.experiments.__main__.app, ["spide", "code", "-o"]),

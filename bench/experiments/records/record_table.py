@@ -226,6 +226,13 @@ RECORDS: tuple[RecordSource, ...] = (
     RecordSource(name="policies-sampled-0.6", command=f"{_SAMPLED} 0.6", minutes=4, quick=_ONE_COLD),
     RecordSource(name="policies-sampled-1", command=f"{_SAMPLED} 1", minutes=4, quick=_ONE_COLD),
     RecordSource(
+        name="sampled-smollm2",
+        command="selfspec-bench run --model smollm2 --policy auto --do-sample --temperature 0.7 --top-p 0.9 --task english "
+        "--task code --num-samples 2 --prompt-tokens 64 --max-new-tokens 48 --repeats 2 --no-grid --no-memory",
+        minutes=5,
+        quick=f"{_ONE_COLD} --no-peers",
+    ),
+    RecordSource(
         name="answers-sampled",
         command="selfspec-bench run --prompts FILES/aqua_rat.jsonl.gz --policy ar --policy auto --policy del "
         "--num-samples 40 --max-new-tokens 128 --do-sample --temperature 0.6 --repeats 10 --warmups 0 --no-peers "
@@ -461,6 +468,13 @@ RECORDS: tuple[RecordSource, ...] = (
         command=f"{_STUDY} attention --repeats 7",
         minutes=3,
         quick="--context 256 --repeats 1",
+    ),
+    RecordSource(
+        name="draws",
+        command=f"{_STUDY} draws",
+        minutes=1,
+        quick="--vocabulary 64 --repeats 1",
+        folder="bench/experiments/draws",
     ),
     RecordSource(
         name="row-parts-demo",

@@ -1,0 +1,1 @@
+"""What a sampled token costs besides its logits."""
