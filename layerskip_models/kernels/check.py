@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip_models.choices import choices_of
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.grouped_weight import BLOCK, GroupedWeight, pack_sixes
@@ -24,7 +25,7 @@ from layerskip_models.kernels.interleaving import takes_interleaved
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
-from layerskip_models.kernels.native_sampling import Warp, distribute, draw, remainder
+from layerskip_models.kernels.native_sampling import Warp, distribute, draw, look, remainder
 from layerskip_models.kernels.threads import OneTeam, num_threads, on_threads
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.norm import RMSNorm
@@ -210,6 +211,9 @@ def _fault_of_sampling(logits: Tensor, other: Tensor) -> str | None:
     distribute(logits, Warp(temperature, top_k), p)
     distribute(logits, Warp(temperature, top_k, top_p), narrow)
     distribute(other, Warp(), q)
+    found, expected_looks = look(logits, "all"), choices_of(logits.double(), "all")
+    if not torch.equal(found.tokens, expected_looks.tokens) or not _near(found.numbers, expected_looks.numbers):
+        return "look computes something else"
     scores = logits.double() / temperature
     scores[scores < scores.topk(top_k).values[:, -1:]] = -torch.inf
     exact = scores.softmax(-1)

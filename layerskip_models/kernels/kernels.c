@@ -192,19 +192,21 @@ static void picking(const void *arguments, Member *member) {
   leave_tiles();
 }
 
-/* Turn the chunks' summaries into `pick`'s results. */
+/* Turn the summaries of a row's chunks into its results: row r of `rows`. */
+static void conclude_row(const Summary *of_chunks, int64_t chunks, int spread, int64_t rows, int64_t r, int64_t *tokens,
+                         float *numbers) {
+  Summary s = combined(of_chunks, chunks, spread);
+  tokens[r] = s.token;
+  numbers[r] = s.best;
+  if (!spread) return;
+  numbers[rows + r] = 1.0f / s.sum;
+  numbers[2 * rows + r] = s.best - s.second;
+  numbers[3 * rows + r] = logf(s.sum) - s.moment / s.sum;
+}
+
 static void conclude(const Picking *a, int64_t *tokens, float *numbers) {
   int64_t rows = a->input.rows, chunks = chunk_count(a->matrix.out);
-  for (int64_t r = 0; r < rows; r++) {
-    Summary s = combined(a->summaries + r * chunks, chunks, a->spread);
-    tokens[r] = s.token;
-    numbers[r] = s.best;
-    if (a->spread) {
-      numbers[rows + r] = 1.0f / s.sum;
-      numbers[2 * rows + r] = s.best - s.second;
-      numbers[3 * rows + r] = logf(s.sum) - s.moment / s.sum;
-    }
-  }
+  for (int64_t r = 0; r < rows; r++) conclude_row(a->summaries + r * chunks, chunks, a->spread, rows, r, tokens, numbers);
 }
 
 /* For rows [rows, in], normalised first: tokens[r] is the argmax of row r's logits (the first if several are equal), numbers[r]
@@ -217,6 +219,20 @@ PUBLIC int64_t EXPORT(pick)(const Matrix *m, const float *norm, float eps, const
   int64_t job = pool_run(picking, &a, sizeof a, threads, bytes_read(m));
   if (job >= 0) conclude(&a, tokens, numbers);
   return job;
+}
+
+/* `pick`'s results from logits [rows, out] that are there already. room: scratch, of floats [out / CHUNKS + 2 * CHUNK]. */
+PUBLIC void EXPORT(look)(const float *logits, int64_t rows, int64_t out, float *room, int spread, int64_t *tokens, float *numbers) {
+  int64_t size = chunk_size(out), chunks = chunk_count(out);
+  Summary summaries[CHUNKS];
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t c = 0; c < chunks; c++) {
+      int64_t begin = c * size, count = min(size, out - begin);
+      memcpy(room, logits + r * out + begin, count * sizeof *room);
+      summaries[c] = summarise(room, count, begin, spread);
+    }
+    conclude_row(summaries, chunks, spread, rows, r, tokens, numbers);
+  }
 }
 
 /* A whole pass in one call: embed tokens (or take hidden states), run layers, and pick tokens. `Step` of library.py. */

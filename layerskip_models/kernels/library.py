@@ -189,6 +189,7 @@ class Kernels:
     four_bit_rows: Callable[..., int]
     finite_numbers: Callable[..., int]
     interleave: Callable[..., None]
+    look: Callable[..., None]
     distribute: Callable[..., None]
     residual: Callable[..., None]
     draw: Callable[..., int]
@@ -210,6 +211,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "float_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
     "finite_numbers": (c_int, [c_int, c_void_p, c_int64]),
     "interleave": (None, [c_void_p, c_int64, c_int64, c_int, c_uint32, c_void_p]),
+    "look": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int, c_void_p, c_void_p]),
     "distribute": (None, [c_void_p, c_int64, c_float, c_int64, c_double, c_void_p, c_void_p]),
     "residual": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "draw": (c_int64, [c_void_p, c_int64, c_double]),

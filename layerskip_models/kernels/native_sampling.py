@@ -1,4 +1,4 @@
-"""A row's distribution after temperature, top-k and top-p, and draws from such weights, by the native library.
+"""What is read from logits that are there: how sure a row is, its distribution after the warpers, and draws from it.
 
 PyTorch's operators take longer for this than a small model's layers do for the row: `multinomial` makes a random number for
 every token of the vocabulary, and top-p sorts them all.
@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerskip_models.choices import Choices, Detail, empty_choices
 from layerskip_models.kernels import library
+
+_CHUNK, _CHUNKS = 256, 256  # head.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,22 @@ def takes(weights: Tensor) -> bool:
         and weights.numel() > 0
         and library.kernels() is not None
     )
+
+
+def look(logits: Tensor, detail: Detail) -> Choices:
+    """`choices_of`, to the bits that a pass gives which does not store its logits. logits: [rows, vocab], as `takes` says.
+
+    Raises ValueError for other tensors.
+    """
+    chosen = library.kernels()
+    if chosen is None or logits.dim() != 2 or not (takes(logits) and logits.is_contiguous()):
+        raise ValueError(f"cannot look at {logits.dtype} {list(logits.shape)} on {logits.device}")
+    rows, vocab = logits.shape
+    choices = empty_choices(rows, detail)
+    room = torch.empty(vocab // _CHUNKS + 2 * _CHUNK, dtype=torch.float32, device="cpu")
+    results = choices.tokens.data_ptr(), choices.numbers.data_ptr()
+    chosen.look(logits.data_ptr(), rows, vocab, room.data_ptr(), detail != "token", *results)
+    return choices
 
 
 def distribute(logits: Tensor, warp: Warp, out: Tensor) -> None:

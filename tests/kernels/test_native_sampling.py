@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from layerskip_models import from_transformers
+from layerskip_models.choices import Detail, choices_of
 from layerskip_models.kernels.check import native_works
-from layerskip_models.kernels.native_sampling import Warp, distribute, draw, remainder, takes
+from layerskip_models.kernels.native_sampling import Warp, distribute, draw, look, remainder, takes
 from selfspec.engine.accept import residual
 from selfspec.engine.sampling import Sampler, distribution, warp_of
+from tiny_llama import tiny_llama
 
 pytestmark = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 ALMOST_ONE = 1 - 2**-53  # the largest float64 below 1
@@ -112,6 +115,39 @@ def test_a_row_depends_on_nothing_but_itself(size: int, seed: int, warp: Warp) -
     assert all(torch.equal(distributed(logits[i : i + 1], warp)[0], together[i]) for i in range(3))
 
 
+@given(size=SIZES | st.sampled_from([4096, 70_000]), seed=st.integers(0, 1000), kinds=st.sampled_from([0, 1]))
+@settings(max_examples=40)
+def test_a_look_is_what_operators_say(size: int, seed: int, kinds: int) -> None:
+    """Of equal logits the first, masked ones included."""
+    logits = rows_of(size, seed, 3.0, kinds, 0.3)
+    details: tuple[Detail, ...] = ("token", "confidence", "all")
+    for detail in details if size > 1 else details[:2]:
+        found, exact = look(logits, detail), choices_of(logits.double(), detail)
+        assert torch.equal(found.tokens, exact.tokens)
+        assert torch.equal(found.logits.double(), exact.logits)
+        if detail == "all":
+            torch.testing.assert_close(found.confidences.double(), exact.confidences, rtol=1e-5, atol=0)
+            torch.testing.assert_close(found.margins.double(), exact.margins, rtol=1e-5, atol=0)
+            torch.testing.assert_close(found.entropies.double(), exact.entropies, rtol=1e-4, atol=1e-5)
+
+
+def test_a_look_has_the_bits_of_a_pass_without_logits() -> None:
+    model = from_transformers(tiny_llama(vocab_size=700))
+    hidden = torch.randn(3, model.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        found, expected = look(model.draft_logits(hidden), "all"), model.draft_choices(hidden, "all")
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.numbers, expected.numbers)
+
+
+def test_nan_in_a_look() -> None:
+    logits = torch.zeros(2, 300)
+    logits[0, 299] = math.nan
+    found = look(logits, "confidence")
+    assert found.logits[0].isnan()
+    assert float(found.logits[1]) == 0
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None])
 @pytest.mark.parametrize("warp", [Warp(), Warp(0.7, 3, 0.9)])
 @pytest.mark.parametrize("size", [5, 300])
@@ -186,6 +222,9 @@ def test_other_tensors_are_refused() -> None:
     for weights in (row, row[0].double(), row[0, ::2]):
         with pytest.raises(ValueError, match="cannot draw from"):
             draw(weights, 0.5)
+    for logits in (row[0], row.double(), row[:, ::2], torch.rand(3, 8)[:, :4]):
+        with pytest.raises(ValueError, match="cannot look at"):
+            look(logits, "all")
     for other in (row[0, :4], row[0].double()):
         with pytest.raises(ValueError, match="cannot subtract"):
             remainder(row[0], other)
