@@ -6,6 +6,8 @@ import gzip
 import json
 import shlex
 import subprocess
+import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from bench.record import read_record, record_name
 from bench.report.markdown import fill_markers, headline
 from bench.sources import ROOT
 from layerskip_models import DEMO_PATH
+from layerskip_models.kernels.threads import Usable
 from policies import LayerCost, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app as selfspec_app
@@ -214,6 +217,38 @@ def test_records_are_made_in_turn_with_the_time_left(tmp_path: Path, monkeypatch
     monkeypatch.setattr(making, "git_commit", lambda folder: "abd")
     with pytest.raises(ValueError, match="no longer that of abc"):
         make_all(one, sources, {}, told.append)
+
+
+def test_quick_records_share_the_cores_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at a time; where one may not go on, the others are ended and the rest does not begin."""
+    sources = [BY_NAME[name] for name in ("run", "del", "sweep", "cores")]
+    monkeypatch.setattr(making, "git_commit", lambda folder: "abc")
+    monkeypatch.setattr(making, "usable", lambda: Usable(2, 2))
+    one = maker(tmp_path, quick=True)
+    together = threading.Barrier(2)
+
+    def make(self: Maker, source: RecordSource) -> Outcome:
+        together.wait(timeout=20)  # nobody comes through alone
+        return Outcome(what="made", seconds=6.0)
+
+    monkeypatch.setattr(Maker, "make", make)
+    outcomes: dict[str, Outcome] = {}
+    told: list[str] = []
+    make_all(one, sources, outcomes, told.append)
+    assert {outcome.what for outcome in outcomes.values()} == {"made"} and len(outcomes) == 4
+    assert len(told) == 8
+
+    def refuse_the_second(self: Maker, source: RecordSource) -> Outcome:
+        if source.name == "del":
+            raise ValueError("the second")
+        status, said = self._run(source, [sys.executable, "-c", "import time; time.sleep(60)"])
+        return Outcome(what=f"{status} {said}")
+
+    monkeypatch.setattr(Maker, "make", refuse_the_second)
+    outcomes = {}
+    with pytest.raises(ValueError, match="the second"):
+        make_all(one, sources, outcomes, told.append)
+    assert not outcomes and not one.running
 
 
 @pytest.mark.parametrize(("minutes", "text"), [(0.5, "30 s"), (12.4, "12 min"), (150, "2.5 h")])

@@ -1,4 +1,7 @@
-"""Makes records one after the other: what is complete stays, what broke off is taken up, what cannot be made is named."""
+"""Makes records one after the other: what is complete stays, what broke off is taken up, what cannot be made is named.
+
+Quick records, whose times nobody reads, share the cores.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,8 +35,10 @@ from bench.provenance import QUICK_VARIABLE, git_commit
 from bench.record import Line, read_parts, read_record
 from bench.sources import ROOT, sources
 from layerskip_models.checkpoints.named_models import NAMED_MODELS, named_file
+from layerskip_models.kernels.threads import usable
 from layerskip_models.training.documents import END_OF_TEXT
 
+_MOST_AT_ONCE = 4
 _COPIES = 50
 _SAID = 200  # characters of what a command says when it fails
 
@@ -80,6 +87,20 @@ class Maker:
     quick: bool
     files: Path | None
     code: Code
+    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def at_once(self) -> int:
+        """Commands that run side by side."""
+        return min(_MOST_AT_ONCE, usable().processors) if self.quick else 1
+
+    def stop(self) -> None:
+        """End the commands that run, and begin no other."""
+        self.stopped.set()
+        for process in list(self.running):
+            process.terminate()
+            process.wait()
 
     def path(self, source: RecordSource) -> Path:
         """Where the record is written."""
@@ -167,14 +188,18 @@ class Maker:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **({QUICK_VARIABLE: "1"} if self.quick else {})},
+                env={**os.environ, **({QUICK_VARIABLE: "1", "OMP_NUM_THREADS": "1"} if self.quick else {})},
             )
+            self.running.append(process)
             try:
+                if self.stopped.is_set():  # just before it was among those that run
+                    process.terminate()
                 status = process.wait()
             except BaseException:
-                process.terminate()
-                process.wait()
+                self.stop()
                 raise
+            finally:
+                self.running.remove(process)
         said = log.read_bytes()[began:].decode(errors="replace").strip().splitlines()
         return status, said[-1][:_SAID] if said else "it said nothing"
 
@@ -182,9 +207,9 @@ class Maker:
 def make_all(
     maker: Maker, chosen: Sequence[RecordSource], outcomes: dict[str, Outcome], tell: Callable[[str], None]
 ) -> None:
-    """Make the records that are not there yet, one at a time. outcomes: filled in as they come, by name.
+    """Make the records that are not there yet. outcomes: filled in as they come, by name.
 
-    tell: is given a line before each. Raises ValueError where the code becomes another one meanwhile.
+    tell: is given a line before and after each. Raises ValueError where the code becomes another one meanwhile.
     """
     left: list[RecordSource] = []
     for source in chosen:
@@ -196,21 +221,41 @@ def make_all(
         else:
             left.append(source)
     planned = spent = 0.0
-    for number, source in enumerate(left, start=1):
+    at_once = min(maker.at_once, len(left))
+
+    def make_one(number: int, source: RecordSource) -> None:
+        nonlocal planned, spent
+        if maker.stopped.is_set():
+            return
         if git_commit(ROOT) != maker.code.commit:
             raise ValueError(
                 f"the code is no longer that of {maker.code.commit}, of which the other records are: start again to make all "
                 "of them at one commit"
             )
         pace = spent / planned if planned else 1.0
-        rest = pace * sum(minutes_of(other, maker.quick) for other in left[number - 1 :])
+        rest = pace * sum(minutes_of(other, maker.quick) for other in left[number - 1 :]) / at_once
         own = pace * minutes_of(source, maker.quick)
         tell(f"[{number}/{len(left)}] {source.name}: about {duration(own)}; {duration(rest)} left for all")
         made = maker.make(source)
+        if maker.stopped.is_set():
+            return
         outcomes[source.name] = made
-        tell(f"    {made.what}, {duration(made.seconds / 60)}")
+        tell(f"    {source.name}: {made.what}, {duration(made.seconds / 60)}")
         planned += minutes_of(source, maker.quick)
         spent += made.seconds / 60
+
+    if at_once <= 1:
+        for number, source in enumerate(left, start=1):
+            make_one(number, source)
+        return
+    with ThreadPoolExecutor(at_once) as threads:
+        made = [threads.submit(make_one, number, source) for number, source in enumerate(left, start=1)]
+        try:
+            for one in as_completed(made):
+                one.result()
+        except BaseException:
+            maker.stop()
+            raise
 
 
 def keep(maker: Maker, source: RecordSource) -> Path:

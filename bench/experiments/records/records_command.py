@@ -49,7 +49,7 @@ def records(
         typer.Option("--keep", help="At the end, pack the complete records into their places in the repository."),
     ] = False,
 ) -> None:
-    """Make every record again, one at a time. The same command goes on where it was interrupted.
+    """Make every record again, one at a time, with --quick some at a time. The same command goes on where it stopped.
 
     A record that is complete at this commit stays as it is. The table of records is in
     bench/experiments/records/record_table.py. Ends with status 1 if a command failed, after the others.
