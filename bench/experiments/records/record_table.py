@@ -485,7 +485,7 @@ RECORDS: tuple[RecordSource, ...] = (
     ),
     RecordSource(
         name="row-parts-smollm2",
-        command=f"{_STUDY} row-parts smollm2{_ALL_TASKS} --num-texts 60",
+        command=f"{_STUDY} row-parts smollm2{_ALL_TASKS} --num-texts 24",
         minutes=12,
         quick="--num-texts 1 --max-new-tokens 4 --prompt-tokens 16",
         folder="bench/experiments/row_parts",
