@@ -6,13 +6,10 @@ logits processors. There is no epsilon anywhere, so the output law is p up to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-
-from layerskip_models.kernels.check import native_works
-from layerskip_models.kernels.native_sampling import remainder, takes
 
 
 def accept_greedy(drafts: Sequence[int], target: Sequence[int]) -> int:
@@ -26,11 +23,14 @@ def accept_greedy(drafts: Sequence[int], target: Sequence[int]) -> int:
     return len(drafts)
 
 
-def accept_sampled(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tuple[int, Tensor]:
+def accept_sampled(
+    p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor, left: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> tuple[int, Tensor]:
     """Speculative sampling: how many drafts are accepted, and the weights to draw the next token from.
 
     p: [k+1, vocab]; q: [k, vocab]; drafts: int64 [k], each drawn from its row of q; uniforms: [k] in [0, 1).
     Draft i is accepted when u_i * q_i(d_i) < p_i(d_i), that is with probability min(1, p/q); a draft with p = 0 never is.
+    left: computes what a rejection leaves; `residual` by default.
     Returns (m, weights [vocab]): `residual(p_m, q_m)` after a rejection, p_{k+1} if all were accepted.
     """
     num_drafts = drafts.shape[0]
@@ -41,7 +41,7 @@ def accept_sampled(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tu
     num_accepted = 0
     for p_draft, q_draft, uniform in torch.cat(shares, dim=-1).tolist():  # one copy from a device
         if not uniform * q_draft < p_draft:
-            return num_accepted, residual(p[num_accepted], q[num_accepted])
+            return num_accepted, (left or residual)(p[num_accepted], q[num_accepted])
         num_accepted += 1
     return num_accepted, p[num_drafts]
 
@@ -60,7 +60,5 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     Where rounding leaves nothing (p and q equal but for the last bit) the answer is p itself, which is then right to
     within that bit.
     """
-    if native_works(p.device, p.dtype) and takes(p) and takes(q):
-        return remainder(p, q)
     weights = (p - q).clamp_(min=0.0)
     return torch.where(weights.sum() > 0, weights, p)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.choices import Detail, HeadOutput, choices_of
-from layerskip_models.kernels.check import native_works
-from layerskip_models.kernels.native_sampling import look
+from layerskip_models.kernels.native_sampling import look, takes
 from layerskip_models.transfer import sent
 from policies import CopiedRow, DraftRow, ObservationSpec
 from policies.records import StopCause
@@ -176,7 +175,7 @@ class Draft:
         """What the policy wants to know of rows whose tokens are sampled or processed."""
         if self.rows.detail == "token" and logits.shape[0] == 1:
             return (NOTHING,)
-        if native_works(logits.device, logits.dtype) and logits.is_contiguous():
+        if self.seq_round.sampler.native and takes(logits) and logits.is_contiguous():
             return look(logits, self.rows.detail).outputs()
         return choices_of(logits, self.rows.detail).outputs()
 

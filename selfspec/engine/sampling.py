@@ -1,6 +1,6 @@
 """From logits to distributions and tokens: transformers' processors, float32 softmax, draws from a torch.Generator.
 
-On a CPU our own kernels do the last part: temperature, top-k, top-p, softmax and the draw.
+Where our kernels run the model, they also do the last part: temperature, top-k, top-p, softmax and the draw.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from layerskip_models.kernels.check import native_works
-from layerskip_models.kernels.native_sampling import Warp, distribute, draw, takes
+from layerskip_models.kernels.native_sampling import Warp, distribute, draw, remainder, takes
+from selfspec.engine.accept import residual
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, LogitsProcessorList
@@ -79,15 +79,23 @@ class Sampler:
         as a draft and as a verified position.
     generator: source of all randomness when sampling; None when greedy.
     rewinds: whether the generator may be set back to an earlier state, because nobody else draws from it.
+    native: whether our kernels compute on the tensors that are handed in. Else PyTorch's operators do, which also work where
+        numbers are not there yet, as in captured rounds.
     prefix_free: whether all rows can be processed in one call, because no processor looks at the text.
     """
 
     def __init__(
-        self, processors: LogitsProcessorList, generator: torch.Generator | None, *, rewinds: bool = False
+        self,
+        processors: LogitsProcessorList,
+        generator: torch.Generator | None,
+        *,
+        rewinds: bool = False,
+        native: bool = False,
     ) -> None:
         self.processors = processors
         self.generator = generator
         self._rewinds = rewinds
+        self.native = native
         self.prefix_free = all(type(p) in prefix_free() for p in processors)
         self._before_warp, self._warp = warp_of(processors)
 
@@ -126,7 +134,7 @@ class Sampler:
 
         out: float32 [rows, vocab], where to write it; a new tensor by default.
         """
-        if native_works(logits.device, logits.dtype):
+        if self.native:
             scores = self._processed(self._before_warp, logits, tokens, length)
             if takes(scores):
                 out = torch.empty_like(scores) if out is None else out
@@ -152,12 +160,16 @@ class Sampler:
             raise non_finite(f"position {length}")
         return int(token)
 
+    def residual(self, p: Tensor, q: Tensor) -> Tensor:
+        """`selfspec.engine.accept.residual`, [vocab]."""
+        return remainder(p, q) if self.native and takes(p) and takes(q) else residual(p, q)
+
     def draw(self, weights: Tensor, where: str) -> int:
         """One token from unnormalised probabilities [vocab]. A token of weight 0 is never drawn.
 
         Raises NonFiniteLogitsError (a RuntimeError) if the weights hold NaN or are all 0.
         """
-        if native_works(weights.device, weights.dtype) and takes(weights):
+        if self.native and takes(weights):
             token = draw(
                 weights, float(torch.rand((), generator=self.generator, dtype=torch.float64, device=weights.device))
             )

@@ -71,7 +71,12 @@ class Sequence:
         policy.begin_text()
         request.stops.start()
         self.observes = policy.observes
-        self.sampler = Sampler(request.processors, request.generator, rewinds=not request.shares_generator)
+        self.sampler = Sampler(
+            request.processors,
+            request.generator,
+            rewinds=not request.shares_generator,
+            native=model.kernels is not None,
+        )
         self._num_prompt = self.length = request.prompt.numel()  # committed tokens, n
         self.tokens = torch.empty(1, cache.max_length + 1, dtype=torch.long, device=model.device)
         self.tokens[0, : self.length] = request.prompt

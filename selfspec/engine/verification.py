@@ -143,7 +143,7 @@ def verify_sampled(
                 break
         p = torch.cat(rows)
     known = min(p.shape[0], num_drafts)
-    accepted, weights = accept_sampled(p, q[:known], drafted[:known], uniforms[:known])
+    accepted, weights = accept_sampled(p, q[:known], drafted[:known], uniforms[:known], sampler.residual)
     token = NO_TOKEN
     if failure is None:
         try:

@@ -387,12 +387,12 @@ def test_goodness_of_fit(name: str, draws: int, llama: LlamaForCausalLM, model_i
     assert p_value(counts, law) > FALSE_ALARMS
 
 
-def bonus_from_q(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tuple[int, Tensor]:
+def bonus_from_q(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor, left: object) -> tuple[int, Tensor]:
     accepted, weights = accept_sampled(p, q, drafts, uniforms)
     return accepted, q[accepted - 1] if accepted == drafts.shape[0] else weights
 
 
-def no_residual(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tuple[int, Tensor]:
+def no_residual(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor, left: object) -> tuple[int, Tensor]:
     accepted, _ = accept_sampled(p, q, drafts, uniforms)
     return accepted, p[accepted]
 
@@ -400,7 +400,7 @@ def no_residual(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tuple
 @pytest.mark.parametrize(("fault", "policy"), [(bonus_from_q, "ls:1-1"), (no_residual, "ls:1-3")])
 @pytest.mark.slow
 def test_goodness_of_fit_sees_a_planted_bias(
-    fault: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[int, Tensor]],
+    fault: Callable[[Tensor, Tensor, Tensor, Tensor, object], tuple[int, Tensor]],
     policy: str,
     llama: LlamaForCausalLM,
     model_in_use: LayerSkipModel,

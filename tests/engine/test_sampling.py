@@ -29,6 +29,7 @@ from transformers.generation.logits_process import (
 
 from layerskip_models import from_transformers
 from layerskip_models.choices import choices_of
+from layerskip_models.kernels.check import native_works
 from policies import ObservationSpec, Policy
 from scripted_policies import ScriptedExit
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
@@ -121,17 +122,22 @@ def test_processing_leaves_the_logits_alone_when_it_looks_at_the_text() -> None:
     assert [row.nonzero()[:, 0].tolist() for row in processed == 0.5] == [[1, 2], [1, 2, 3], [1, 2, 3, 4]]
 
 
-def test_draws_follow_the_weights_and_never_take_a_zero() -> None:
-    sampler = Sampler(LogitsProcessorList(), torch.Generator().manual_seed(0))
+NATIVE = [False, *([True] if native_works(torch.device("cpu"), torch.float32) else [])]
+
+
+@pytest.mark.parametrize("native", NATIVE)
+def test_draws_follow_the_weights_and_never_take_a_zero(native: bool) -> None:
+    sampler = Sampler(LogitsProcessorList(), torch.Generator().manual_seed(0), native=native)
     weights = torch.tensor([0.0, 3.0, 0.0, 1.0])  # unnormalised: 3/4 and 1/4
     drawn = [sampler.draw(weights, "here") for _ in range(2000)]
     assert set(drawn) == {1, 3}
     assert abs(drawn.count(1) - 1500) < 90  # 4.6 standard deviations of binomial(2000, 3/4)
 
 
+@pytest.mark.parametrize("native", NATIVE)
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [float("nan"), 1.0], [float("inf"), 1.0]])
-def test_a_row_without_a_distribution_is_an_error(weights: list[float]) -> None:
-    sampler = Sampler(LogitsProcessorList(), torch.Generator())
+def test_a_row_without_a_distribution_is_an_error(weights: list[float], native: bool) -> None:
+    sampler = Sampler(LogitsProcessorList(), torch.Generator(), native=native)
     with pytest.raises(NonFiniteLogitsError, match="at position 7"):
         sampler.draw(torch.tensor(weights), "position 7")
 

@@ -15,7 +15,6 @@ from layerskip_models import from_transformers
 from layerskip_models.choices import Detail, choices_of
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_sampling import Warp, distribute, draw, look, remainder, takes
-from selfspec.engine.accept import residual
 from selfspec.engine.sampling import Sampler, distribution, warp_of
 from tiny_llama import tiny_llama
 
@@ -201,8 +200,8 @@ def test_what_a_rejection_leaves(size: int, seed: int, alike: bool) -> None:
     q = p.clone() if alike else q
     expected = p if alike or not (p > q).any() else (p - q).clamp(min=0)
     assert torch.equal(remainder(p, q), expected)
-    assert torch.equal(residual(p, q), expected)  # the engine's function goes the same way
-    assert torch.equal(residual(p.double(), q.double()).float(), expected)  # and the operators'
+    for native in (False, True):
+        assert torch.equal(Sampler(LogitsProcessorList(), None, native=native).residual(p, q), expected)
 
 
 def test_nan_is_left_in_a_remainder() -> None:
@@ -253,7 +252,7 @@ def test_a_sampler_gives_the_same_as_operators(warp: Warp, seed: int) -> None:
     """Up to rounding, into memory of the caller's too, and whatever comes before the known warpers."""
     logits = rows_of(90, seed, 3.0, 0, 0.3)
     tokens = torch.zeros(1, 9, dtype=torch.long)
-    sampler = Sampler(warpers(warp), torch.Generator().manual_seed(seed))
+    sampler = Sampler(warpers(warp), torch.Generator().manual_seed(seed), native=True)
     found = sampler.probabilities(logits, tokens, 4)
     torch.testing.assert_close(found, distribution(sampler.process(logits, tokens, 4)), rtol=1e-5, atol=1e-30)
     out = torch.full_like(logits, math.nan)

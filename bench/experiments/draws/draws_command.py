@@ -67,7 +67,7 @@ def draws(
 @torch.inference_mode()
 def _in_turn(size: int, processors: LogitsProcessorList, repeats: int) -> dict[str, list[float]]:
     generator = torch.Generator().manual_seed(0)
-    sampler = Sampler(processors, generator)
+    sampler = Sampler(processors, generator, native=True)
     logits, text = torch.randn(1, size, generator=generator) * _SPREAD, torch.zeros(1, 1, dtype=torch.long)
     out = torch.empty_like(logits)
 
