@@ -4,6 +4,9 @@ VENV ?= .venv
 # Installed first and pinned, so that a CPU machine gets the build its package index offers for exactly this version.
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
+# The packages in $(VENV) are installed without bytecode. It must be kept when they are imported, or every command would compile
+# PyTorch and transformers anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo chat test test-operators lint results records docs sanitize sanitize-short wheel wheels release clean
 

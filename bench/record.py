@@ -33,6 +33,14 @@ def matching(lines: Iterable[Line], kind: str, **fields: Any) -> list[Line]:
     return [line for line in lines if line["kind"] == kind and all(line[name] == fields[name] for name in fields)]
 
 
+def by_value(lines: Iterable[Line], name: str) -> dict[Any, list[Line]]:
+    """Lines by the value of one of their fields, in their order."""
+    found: dict[Any, list[Line]] = {}
+    for line in lines:
+        found.setdefault(line[name], []).append(line)
+    return found
+
+
 class RecordWriter:
     """Collects a run's lines and, if there is a path, writes them as they come.
 

@@ -15,12 +15,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from frozen_objects import FROZEN
+from kept_bytecode import keep_bytecode
 from study_records import with_studies as with_studies
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
     from selfspec import SelfSpecGenerator
+
+keep_bytecode()
 
 # The same examples in every run, so that a red CI is a change in the code and near-ties are counted once and for all.
 settings.register_profile(

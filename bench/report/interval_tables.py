@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.grid import ALL, LAYERS, GridCell, fixed_in_hindsight, grid_lines
-from bench.record import PLAIN, Line, matching
+from bench.record import PLAIN, Line, by_value, matching
 from bench.report.summary import Samples
 from bench.report.table import UNKNOWN, Table
 
@@ -101,8 +101,8 @@ def drawn(tasks: Sequence[str], draws: int = DRAWS) -> Floats:
 def policy_row(samples: Samples, engine: str, own: Sequence[Line]) -> PolicyRow:
     """What one engine's runs give. own: its first run on each prompt."""
     by_prompt = {line["prompt"]: line for line in own}
-    of_engine = matching(samples.samples, "sample", engine=engine)
-    timed = [matching(of_engine, "sample", prompt=prompt) for prompt in samples.prompts]
+    timed_runs = by_value(samples.of_engine(engine), "prompt")
+    timed = [timed_runs[prompt] for prompt in samples.prompts]
     stats = [by_prompt[prompt]["stats"] for prompt in samples.prompts]
     return PolicyRow(
         tokens=np.array([by_prompt[prompt]["num_new_tokens"] - 1.0 for prompt in samples.prompts]),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bench.record import Line, matching
+from bench.record import Line, by_value, matching
 from selfspec.engine.stats import mean, ratio
 
 PHASES = ("prefill", "draft", "preverify", "verify", "accept", "learn", "other")
@@ -61,10 +61,14 @@ class Samples:
         run = lines[0]
         self.labels: dict[str, str] = dict(run.get("engines", {}))  # none where models are compared
         self.samples, self.outputs = matching(lines, "sample"), matching(lines, "output")
-        measured = {line["engine"] for line in self.samples}
-        self.engines = {name: label for name, label in self.labels.items() if name in measured}
+        self._by_engine = by_value(self.samples, "engine")
+        self.engines = {name: label for name, label in self.labels.items() if name in self._by_engine}
         self.prompts = list(dict.fromkeys(line["prompt"] for line in self.samples))
         self.tasks = {line["prompt"]: line["task"] for line in self.samples}
+
+    def of_engine(self, engine: str) -> Sequence[Line]:
+        """Its samples."""
+        return self._by_engine.get(engine, [])
 
     def speed(self, engine: str, tasks: Sequence[str] | None = None) -> Spread:
         """Macro tokens/s with prefill, over the prompts of some tasks or of all."""
@@ -80,9 +84,10 @@ class Samples:
 
     def summary(self, engine: str) -> EngineSummary:
         """The engine's row."""
-        lines = matching(self.samples, "sample", engine=engine)
+        lines = self.of_engine(engine)
         outputs = matching(self.outputs, "output", engine=engine)
-        by_prompt = [matching(lines, "sample", prompt=prompt) for prompt in self.prompts]
+        of_prompt = by_value(lines, "prompt")
+        by_prompt = [of_prompt[prompt] for prompt in self.prompts]
         seconds = sum(median(line["seconds"] for line in group) for group in by_prompt)
         tokens = sum(group[0]["num_new_tokens"] for group in by_prompt)
 
@@ -126,7 +131,7 @@ class Samples:
 
     def phase_shares(self, engine: str) -> dict[str, float] | None:
         """Share of each phase in the time of all runs, None if the engine does not tell its phases."""
-        stats = [line["stats"] for line in matching(self.samples, "sample", engine=engine)]
+        stats = [line["stats"] for line in self.of_engine(engine)]
         if not all(stats):
             return None
         total = sum(each["seconds"] for each in stats)
@@ -140,7 +145,7 @@ class Samples:
     def _speeds(self, engine: str, tasks: Sequence[str] | None) -> list[list[float]]:
         """Tokens per second of every sample, [prompts][repeats]."""
         found: dict[str, list[tuple[int, float]]] = {}
-        for line in matching(self.samples, "sample", engine=engine):
+        for line in self.of_engine(engine):
             if tasks is None or line["task"] in tasks:
                 found.setdefault(line["prompt"], []).append((line["repeat"], line["num_new_tokens"] / line["seconds"]))
         return [[speed for _, speed in sorted(repeats)] for repeats in found.values()]

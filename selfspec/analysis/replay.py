@@ -71,6 +71,18 @@ class AgreementTrace:
             value in (0.0, 1.0) for row in self.agrees.values() for value in row
         )
 
+    @cached_property  # every length is replayed from them
+    def runs(self) -> Mapping[int, tuple[int, ...]]:
+        """Per exit layer, from each of the positions on: at how many without a break it agrees."""
+        found = {}
+        for layer, row in self.agrees.items():
+            run, backwards = 0, []
+            for agrees in reversed(row):
+                run = run + 1 if agrees else 0
+                backwards.append(run)
+            found[layer] = tuple(reversed(backwards))
+        return found
+
 
 def agreement_trace(result: GenerationResult, num_layers: int) -> AgreementTrace:
     """What a run that kept its trace recorded. Tokens after a stop inside a round are left out."""
@@ -157,15 +169,14 @@ def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Rep
     """
     if not trace.is_complete:
         raise ValueError("the trace does not cover every position: use fixed_settings, which estimates then")
-    agrees = trace.agrees.get(exit_layer, ())  # empty if there was no round
+    runs = trace.runs.get(exit_layer, ())  # empty if there was no round
     total = len(trace.tokens)
     committed = 1  # the token from prefill
     drafted: list[int] = []
     accepted: list[int] = []
     while committed < total:
         cap = min(num_speculations, total - committed - 1)
-        flags = agrees[committed - 1 : committed - 1 + cap]
-        accepted.append(next((place for place, flag in enumerate(flags) if not flag), cap))
+        accepted.append(min(runs[committed - 1], cap))
         drafted.append(cap)
         committed += accepted[-1] + 1
     return Replay(exit_layer=exit_layer, num_layers=trace.num_layers, drafted=tuple(drafted), accepted=tuple(accepted))

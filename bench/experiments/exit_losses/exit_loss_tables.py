@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from bench.experiments.readings.readings import Traces, oracle_lengths, trace_of_bits
+from bench.experiments.readings.readings import Traces, best_length, oracle_lengths, trace_of_bits
 from bench.record import Line
 from bench.report.table import UNKNOWN, Table, counted
 from policies import LayerCost
@@ -82,7 +82,7 @@ def _replays(line: Line, num_layers: int, exits: Sequence[int]) -> dict[str, dic
     return {
         "fixed": {layer: oracle.fixed for layer, oracle in found.items()},
         "oracle": {layer: oracle.longest for layer, oracle in found.items()},
-        "free": {} if free_texts is None else {layer: oracle_lengths(free_texts, layer).fixed for layer in exits},
+        "free": {} if free_texts is None else {layer: best_length(free_texts, layer)[1] for layer in exits},
         "agreement": {layer: row.count("1") / len(row) for layer, row in bits.items()},
     }
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bench.experiments.exit_adapters.confidences import rank_correlation
-from bench.record import Line, matching
+from bench.record import Line, by_value, matching
 from bench.report.interval_tables import FEWEST, Floats, PolicyRow, drawn, interval, rate
 
 
@@ -26,9 +26,9 @@ class Order:
     rows: Mapping[str, PolicyRow]
     draws: Floats
 
-    def rates(self, weights: Floats | None = None) -> dict[str, float]:
-        """Tokens per loaded layer over plain decoding's, by rule. weights: [prompts], all equal if None."""
-        weights = np.ones(len(self.prompts)) if weights is None else weights
+    def rates(self) -> dict[str, float]:
+        """Tokens per loaded layer over plain decoding's, by rule."""
+        weights = np.ones(len(self.prompts))
         return {rule: float(self.num_layers * rate(row, weights)) for rule, row in self.rows.items()}
 
     def ratio(self, rule: str, other: str) -> str:
@@ -49,8 +49,8 @@ def order_of(lines: Sequence[Line], rung: str, without: Set[str] = frozenset()) 
     if len(tasks) < FEWEST:
         return None
     rows = {}
-    for rule in dict.fromkeys(line["rule"] for line in scores):
-        own = {line["prompt"]: line for line in matching(scores, "score", rule=rule)}
+    for rule, of_rule in by_value(scores, "rule").items():
+        own = {line["prompt"]: line for line in of_rule}
         rows[rule] = PolicyRow(
             tokens=np.array([float(own[prompt]["tokens"]) for prompt in tasks]),
             layers=np.array([float(own[prompt]["layers"]) for prompt in tasks]),
@@ -66,11 +66,11 @@ def correlation(first: Order, second: Order) -> str:
     """
     assert first.prompts == second.prompts and first.rows.keys() == second.rows.keys()
 
-    def of(weights: Floats) -> float:
-        both = (torch.tensor(list(order.rates(weights).values())) for order in (first, second))
-        return rank_correlation(*both)
+    def of(weights: Floats) -> Floats:
+        both = (np.stack([rate(row, weights) for row in order.rows.values()], axis=1) for order in (first, second))
+        return np.array([rank_correlation(one, other) for one, other in zip(*map(torch.from_numpy, both))])
 
-    return interval(lambda several: np.array([of(weights) for weights in several]), first.draws, 2)
+    return interval(of, first.draws, 2)
 
 
 def exchanged(first: Order, second: Order) -> tuple[int, int]:

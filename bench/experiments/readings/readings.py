@@ -13,8 +13,10 @@ Speeds are tokens per measured cost of decoding, prefill left out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from bench.grid import ALL, SECONDS, fixed_in_hindsight, grid_lines, with_setting
@@ -118,6 +120,8 @@ def segments(traces: Traces, length: int = SEGMENT) -> list[Segment]:
     if reason is not None:
         raise ValueError(reason)
     found = []
+    layers = next(iter(traces.by_prompt.values())).agrees
+    prices = {layer: _prices(traces.cost, layer, max(GRID_LENGTHS)) for layer in layers}
     for prompt, trace in traces.by_prompt.items():
         for number in range(len(trace.tokens) // length):
             # The token before a segment is the one that its first round starts from; prefill makes the very first token.
@@ -131,7 +135,7 @@ def segments(traces: Traces, length: int = SEGMENT) -> list[Segment]:
             for layer in part.agrees:
                 for drafts in GRID_LENGTHS:
                     rounds = replay(part, layer, drafts)
-                    cells[layer, drafts] = (rounds.num_tokens, rounds.cost(traces.cost))
+                    cells[layer, drafts] = (rounds.num_tokens, sum(prices[layer][count] for count in rounds.drafted))
             found.append(Segment(prompt=prompt, number=number, cells=cells))
     return found
 
@@ -182,18 +186,17 @@ def oracle_lengths(traces: Traces, exit_layer: int) -> OracleLengths:
     cost = traces.cost
     tokens = sum(len(text.tokens) - 1 for text in texts)
     plain = tokens * cost.autoregressive()
-    fixed = {length: sum(replay(text, exit_layer, length).cost(cost) for text in texts) for length in GRID_LENGTHS}
-    best = min(fixed, key=lambda length: fixed[length])
+    best, fixed = best_length(traces, exit_layer)
     rounds = [replay(text, exit_layer, best) for text in texts]
     runs = [accepted_ahead(text, exit_layer) for text in texts]
     lengths = tuple(tuple(longest_drafts(run)) for run in runs)
-    prices = {length: _cost(cost, exit_layer, length) for length in {length for text in lengths for length in text}}
+    prices = _prices(cost, exit_layer, max((length for text in lengths for length in text), default=0))
     longest = sum(prices[length] for text in lengths for length in text)
     drafted = sum(map(sum, lengths))
     return OracleLengths(
         exit_layer=exit_layer,
         fixed_length=best,
-        fixed=plain / fixed[best],
+        fixed=fixed,
         longest=plain / longest,
         cheapest=plain / sum(cheapest_cost(run, cost, exit_layer) for run in runs),
         lengths=lengths,
@@ -205,18 +208,25 @@ def oracle_lengths(traces: Traces, exit_layer: int) -> OracleLengths:
     )
 
 
+def best_length(traces: Traces, exit_layer: int) -> tuple[int, float]:
+    """The best one length at an exit layer, over all texts, and its speed over plain decoding's."""
+    texts, cost = traces.by_prompt.values(), traces.cost
+    prices = _prices(cost, exit_layer, max(GRID_LENGTHS))
+    costs = {
+        length: sum(prices[count] for text in texts for count in replay(text, exit_layer, length).drafted)
+        for length in GRID_LENGTHS
+    }
+    best = min(costs, key=lambda length: costs[length])
+    return best, sum(len(text.tokens) - 1 for text in texts) * cost.autoregressive() / costs[best]
+
+
 def accepted_ahead(trace: AgreementTrace, exit_layer: int) -> list[int]:
     """For each new token but the last: how many drafts behind it would be accepted, the target's own last token left out.
 
     Entry i counts from token i; at most the tokens that are left, less the one that verification adds.
     """
-    agrees = trace.agrees[exit_layer]
-    ahead = [0] * len(agrees)
-    run = 0
-    for place in reversed(range(len(agrees))):
-        run = run + 1 if agrees[place] else 0
-        ahead[place] = min(run, len(agrees) - place - 1)
-    return ahead
+    runs = trace.runs[exit_layer]
+    return [min(run, len(runs) - place - 1) for place, run in enumerate(runs)]
 
 
 def longest_drafts(ahead: Sequence[int]) -> Iterator[int]:
@@ -229,15 +239,17 @@ def longest_drafts(ahead: Sequence[int]) -> Iterator[int]:
 
 def cheapest_cost(ahead: Sequence[int], cost: CostModel, exit_layer: int) -> float:
     """The lowest cost of a text whose rounds draft any number of tokens that will be accepted: a shortest path."""
-    prices = [_cost(cost, exit_layer, length) for length in range(max(ahead, default=0) + 1)]
+    prices = _prices(cost, exit_layer, max(ahead, default=0))
     rest = [0.0] * (len(ahead) + 1)
     for place in reversed(range(len(ahead))):
         rest[place] = min(prices[length] + rest[place + length + 1] for length in range(ahead[place] + 1))
     return rest[0]
 
 
-def _cost(cost: CostModel, exit_layer: int, length: int) -> float:
-    return cost.round(exit_layer, length) if length else cost.autoregressive()
+@cache  # every text and every length asks for them
+def _prices(cost: CostModel, exit_layer: int, longest: int) -> tuple[float, ...]:
+    """What rounds of 0 to `longest` drafts cost."""
+    return (cost.autoregressive(), *(cost.round(exit_layer, length) for length in range(1, longest + 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,22 +270,20 @@ def acceptance_by_position(traces: Traces, exit_layer: int, num_positions: int) 
 
     Source: Pacer, section 3.1.3 and Fig. 6, with drafts from every position of the response, as its labels are made.
     """
-    starts = [0] * (
-        num_positions + 1
-    )  # by position: drafts that long, those right before it, and those right there, too
-    before = [0] * (num_positions + 1)
-    right = [0] * (num_positions + 1)
+    counts: Counter[tuple[int, int]] = (
+        Counter()
+    )  # of drafts by how long they can be and how many of their tokens are right
     for trace in traces.by_prompt.values():
-        agrees = trace.agrees[exit_layer]
-        run = 0
-        for place in reversed(range(len(agrees))):
-            run = run + 1 if agrees[place] else 0
-            for position in range(1, min(num_positions, len(agrees) - place) + 1):
-                starts[position] += 1
-                before[position] += run >= position - 1
-                right[position] += run >= position
+        runs = trace.runs[exit_layer]
+        longest = (min(num_positions, len(runs) - place) for place in range(len(runs)))
+        counts.update((length, min(run, length)) for length, run in zip(longest, runs))
+
+    def at(position: int, fewest_right: int) -> int:
+        return sum(count for (length, right), count in counts.items() if length >= position and right >= fewest_right)
+
+    positions = range(1, num_positions + 1)
     return Acceptance(
         exit_layer=exit_layer,
-        accepted=tuple(ratio(r, s) for r, s in zip(right[1:], starts[1:])),
-        conditional=tuple(ratio(r, b) for r, b in zip(right[1:], before[1:])),
+        accepted=tuple(ratio(at(position, position), at(position, 0)) for position in positions),
+        conditional=tuple(ratio(at(position, position), at(position, position - 1)) for position in positions),
     )
