@@ -478,7 +478,7 @@ RECORDS: tuple[RecordSource, ...] = (
     ),
     RecordSource(
         name="row-parts-demo",
-        command=f"{_STUDY} row-parts{_ALL_TASKS} --num-texts 500",
+        command=f"{_STUDY} row-parts{_ALL_TASKS} --num-texts 150",
         minutes=8,
         quick="--num-texts 1 --max-new-tokens 4 --prompt-tokens 16",
         folder="bench/experiments/row_parts",
