@@ -15,6 +15,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.analysis.server_check.checking import CheckSettings, check_server
 from selfspec.analysis.server_check.client import ServedModel
 from selfspec.analysis.server_check.findings import ServerFindings, WayFinding
+from selfspec.analysis.server_check.plan import EXAMPLE_PROMPTS
 from selfspec.analysis.server_check.screen import finding_lines
 from selfspec.cli.main import app
 
@@ -200,11 +201,17 @@ def test_our_server_is_exact() -> None:
         served = ServedModel(url=f"{server.base}/v1", model="demo")
         plain = ServedModel(url=served.url, model="demo", fields={"policy": "ar"})
         for endpoint in ("completions", "chat"):
-            settings = CheckSettings(max_tokens=24, companies=(2, 5), endpoint=endpoint, expect_seeds=True)  # type: ignore[arg-type]
+            settings = CheckSettings(
+                prompts=EXAMPLE_PROMPTS[:5],
+                max_tokens=24,
+                companies=(2, 5),
+                endpoint=endpoint,  # type: ignore[arg-type]
+                expect_seeds=True,
+            )
             found = check_server(served, plain, settings)
             assert found.verdict == "exact", finding_lines(found)
             assert (found.company_overlapped, found.seed_matters) == (True, True)
-            assert all(way.compared == 8 for way in found.ways if way.section != "stops")
+            assert all(way.compared == 5 for way in found.ways if way.section != "stops")
             assert all(score.tokens > 100 and score.largest_difference <= 1e-4 for score in found.logprobs)
 
 

@@ -41,12 +41,13 @@ def on_ranks(
         theirs.close()
         processes.append(process)
         ends.append(mine)
-    found = _collect(ends)
-    for process in processes:
-        process.join(timeout=5)
-        if process.is_alive():
-            process.kill()
-    return found
+    try:
+        return _collect(ends)
+    finally:  # also where one did not end: the others would wait for it, busily, until the tests are over
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
 
 
 def results_of(ranks: int, function: Callable[..., Any], *arguments: Any) -> list:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,31 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
-def test_learned_adapters_replace_worse_ones_and_are_saved(tmp_path: Path) -> None:
-    generator, learner = learning(tmp_path)
+@dataclass(frozen=True)
+class Taught:
+    """folder: of `learning`. before: the weights that learning began with."""
+
+    folder: Path
+    generator: SelfSpecGenerator
+    learner: ExitLearner
+    before: list[torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
+    """Four times texts, and learning from them. Tests must not go on with it."""
+    folder = tmp_path_factory.mktemp("taught")
+    generator, learner = learning(folder)
     before = weights(learner.current)
     for turn in range(4):
         write(generator, seed=40 * turn)
-        report = learner.learn()
+        learner.learn()
+    return Taught(folder, generator, learner, before)
+
+
+def test_learned_adapters_replace_worse_ones_and_are_saved(taught: Taught) -> None:
+    folder, generator, learner, before = taught.folder, taught.generator, taught.learner, taught.before
+    report = learner.report
     assert not learner.has_work
     assert report.steps == -(-6 * report.rows // 64)
     assert 20 <= report.judged <= report.steps // 8  # the first ones come before there are rows to judge with
@@ -79,15 +98,15 @@ def test_learned_adapters_replace_worse_ones_and_are_saved(tmp_path: Path) -> No
     assert all(found.now >= found.start for found in report.agreement.values())
     assert max(found.now - found.start for found in report.agreement.values()) > 0.01
     assert not same(before, weights(learner.current))
-    found = load_adapters(tmp_path / "learned")
+    found = load_adapters(folder / "learned")
     assert same(weights(found), weights(learner.current))
-    told = json.loads((tmp_path / "learned" / FIGURES_FILE).read_text())
+    told = json.loads((folder / "learned" / FIGURES_FILE).read_text())
     assert told["replaced"] >= 1 and set(told["agreement"]) == {"1", "2"}
-    assert {file.name for file in (tmp_path / "learned").iterdir()} == {CONFIG_FILE, WEIGHTS_FILE, FIGURES_FILE}
-    assert same(weights(load_adapters(tmp_path / "start")), before)  # not written to
+    assert {file.name for file in (folder / "learned").iterdir()} == {CONFIG_FILE, WEIGHTS_FILE, FIGURES_FILE}
+    assert same(weights(load_adapters(folder / "start")), before)  # not written to
     # What drafts are made with is what was saved.
     generator.generate([5, 1], max_new_tokens=3)
-    again = SelfSpecGenerator(shared_model("native"), exits=tmp_path / "learned")
+    again = SelfSpecGenerator(shared_model("native"), exits=folder / "learned")
     hidden = torch.randn(6, generator.model.hidden_size)
     for layer in (1, 2):
         assert torch.equal(generator.model.at_exit(hidden, layer), again.model.at_exit(hidden, layer))
@@ -162,15 +181,11 @@ def test_what_is_better_than_now_and_worse_than_the_first_ones_is_not_used(
     assert same(weights(learner.current), before)
 
 
-def test_a_later_run_goes_on_from_what_was_saved(tmp_path: Path) -> None:
-    generator, learner = learning(tmp_path)
-    for turn in range(4):
-        write(generator, seed=40 * turn)
-        learner.learn()
-    assert learner.report.replaced
-    _, second = learning(tmp_path)
-    assert same(weights(second.current), weights(learner.current))
-    assert same(weights(second._start), weights(load_adapters(tmp_path / "start")))
+def test_a_later_run_goes_on_from_what_was_saved(taught: Taught) -> None:
+    assert taught.learner.report.replaced
+    _, second = learning(taught.folder)
+    assert same(weights(second.current), weights(taught.learner.current))
+    assert same(weights(second._start), weights(load_adapters(taught.folder / "start")))
 
 
 def test_learning_is_a_function_of_the_texts(tmp_path: Path) -> None:
@@ -178,7 +193,7 @@ def test_learning_is_a_function_of_the_texts(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         generator, learner = learning(tmp_path / name)
-        write(generator, 80)
+        write(generator)
         learner.learn()
         found.append(weights(learner._learned))
     assert same(*found)
@@ -186,7 +201,7 @@ def test_learning_is_a_function_of_the_texts(tmp_path: Path) -> None:
 
 def test_learning_stops_when_it_is_told_to(tmp_path: Path) -> None:
     generator, learner = learning(tmp_path)
-    write(generator, 80)
+    write(generator)
     before = weights(learner._learned)
     assert learner.learn(go_on=lambda: False).steps == 0
     assert same(weights(learner._learned), before)
@@ -199,7 +214,7 @@ def test_learning_stops_when_it_is_told_to(tmp_path: Path) -> None:
 
 def test_rows_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     generator, learner = learning(tmp_path)
-    write(generator, 80)
+    write(generator)
     ring = learner.online.learned
     size = generator.model.hidden_size
     ring.add([torch.full((20, size), torch.nan)] * 3, [0] * 20)
@@ -209,7 +224,7 @@ def test_rows_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
 
 def test_texts_are_the_same_while_a_thread_learns(tmp_path: Path) -> None:
     model = shared_model("native")
-    prompts = [[number % 24, number // 24] for number in range(150)]
+    prompts = [[number % 24, number // 24] for number in range(90)]
     plain = SelfSpecGenerator(model, exits=None).generate_batch(prompts, max_new_tokens=24, policy="ar")
     generator, learner = learning(tmp_path, judge_every=2, sureness=0.0)
     ended = threading.Event()
@@ -286,7 +301,7 @@ def test_a_step_over_some_tokens_is_one_over_all_if_they_are_all(tmp_path: Path)
     for others in (0, 24):
         (tmp_path / str(others)).mkdir()
         generator, learner = learning(tmp_path / str(others), other_tokens=others, batch_rows=10_000, passes=0.5)
-        write(generator, 80)
+        write(generator)
         ring = learner.online.learned
         rows = ring.at(np.arange(len(ring)))
         head, places = learner._head_for(rows.tokens)
