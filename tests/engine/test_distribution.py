@@ -207,7 +207,7 @@ def enumerated_law(
         text = Sequence(model, cache, request, policy)
         if captured is not None:
             captured.begin()
-        oracle = Oracle(request.processors, request.generator)
+        oracle = Oracle(request.processors, request.generator, native=model.kernels is not None)
         oracle.start(script)
         text.sampler = oracle
         with torch.inference_mode():

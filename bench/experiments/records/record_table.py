@@ -477,13 +477,6 @@ RECORDS: tuple[RecordSource, ...] = (
         folder="bench/experiments/draws",
     ),
     RecordSource(
-        name="row-parts-demo",
-        command=f"{_STUDY} row-parts{_ALL_TASKS} --num-texts 150",
-        minutes=8,
-        quick="--num-texts 1 --max-new-tokens 4 --prompt-tokens 16",
-        folder="bench/experiments/row_parts",
-    ),
-    RecordSource(
         name="row-parts-smollm2",
         command=f"{_STUDY} row-parts smollm2{_ALL_TASKS} --num-texts 24",
         minutes=12,
