@@ -151,8 +151,11 @@ def test_nan_never_replaces(tmp_path: Path) -> None:
 def test_adapters_that_have_become_worse_than_the_first_ones_are_taken_back(tmp_path: Path) -> None:
     """The texts are of another kind than those that an earlier run learned from."""
     model = shared_model("native")
-    saved(random_adapters(model, [1, 2], seed=3), tmp_path / "learned")
+    worse = random_adapters(model, [1, 2], seed=3)
     with torch.no_grad():
+        for layer in (1, 2):
+            worse.at(layer).scale.mul_(8)  # so that what they add drowns what there was
+        saved(worse, tmp_path / "learned")
         generator, learner = learning(tmp_path)  # begins with the untrained ones, which are better than random ones
     write(generator, 60)
     hidden = torch.randn(6, model.hidden_size)
