@@ -39,7 +39,7 @@ results: $(VENV)/.installed
 	$(BIN)/python -m bench.experiments report docs/data/*.jsonl.gz $(wildcard bench/experiments/*/*.jsonl.gz) $(foreach page,$(PAGES),--into $(page))
 
 # Every record again, one at a time: hours. Interrupted, the same command goes on. QUICK=1 runs each command with little work, in
-# twenty minutes. FILES=FOLDER: prompts, texts and checkpoints that do not come with the package. ONLY="run policies": these.
+# a quarter of an hour. FILES=FOLDER: prompts, texts and checkpoints that do not come with the package. ONLY="run policies": these.
 records: $(VENV)/.installed
 	$(BIN)/python -m bench.experiments records $(if $(QUICK),--quick) $(if $(FILES),--files "$(FILES)") $(ONLY:%=--only %)
 
