@@ -101,6 +101,10 @@ PUBLIC void EXPORT(distribute)(const float *logits, int64_t n, float temperature
 }
 PUBLIC void EXPORT(residual)(const float *p, const float *q, int64_t n, float *out) { residual(p, q, n, out); }
 PUBLIC int64_t EXPORT(draw)(const float *weights, int64_t n, double uniform) { return draw(weights, n, uniform); }
+PUBLIC int64_t EXPORT(accept)(const float *logits, int64_t stride, int64_t n, float temperature, int64_t top_k, double top_p,
+                              const Drafts *drafts, double uniform, float *p, void *candidates, float *left, int64_t *accepted) {
+  return accept_drafts(logits, stride, n, temperature, top_k, top_p, drafts, uniform, p, candidates, left, accepted);
+}
 
 /* ---- Exit adapters -------------------------------------------------------------------------------------------------- */
 
@@ -150,6 +154,7 @@ typedef struct {
   Matrix matrix;
   Input input;
   Summary *summaries; /* [rows, chunks] */
+  float *logits;      /* [rows, out], or NULL where nobody asks for them */
   int spread;
 } Picking;
 
@@ -161,11 +166,12 @@ static int64_t chunk_pieces(int64_t team, const Matrix *m, int64_t rows) {
 /* One or two phases: compute logits chunk by chunk, and summarise each chunk. */
 static void summarise_all(Member *member, const Picking *a) {
   const Matrix *m = &a->matrix;
-  int64_t rows = a->input.rows, size = chunk_size(m->out), chunks = chunk_count(m->out), width = size + LANES;
-  int64_t pieces = chunk_pieces(pool_team(member), m, rows);
+  int64_t rows = a->input.rows, size = chunk_size(m->out), chunks = chunk_count(m->out);
+  int64_t pieces = chunk_pieces(pool_team(member), m, rows), most_chunks = (chunks + pieces - 1) / pieces;
+  /* A piece's logits stay until the piece is won: only then may they be written where others read. */
+  int64_t width = size * (a->logits ? most_chunks : 1) + LANES;
   const float *x = prepared_together(member, &a->input, m);
   int64_t before = x ? 0 : rows_scratch(m, rows), summaries = before + wide_scratch(m, rows) + (rows * width + 1) / 2 * 2; /* floats */
-  int64_t most_chunks = (chunks + pieces - 1) / pieces;
   float *scratch = pool_memory(member, summaries * sizeof(float) + rows * most_chunks * sizeof(Summary));
   if (!scratch) return;
   float *wide = scratch + before, *logits = wide + wide_scratch(m, rows);
@@ -176,13 +182,18 @@ static void summarise_all(Member *member, const Picking *a) {
     if (!x) x = prepared(&a->input, m, scratch);
     for (int64_t c = 0; c < count; c++) {
       int64_t begin = (first + c) * size, end = min(begin + size, m->out);
-      some_outputs(m, x, rows, NULL, begin, end, logits, width, wide);
+      float *chunk = logits + (a->logits ? c * size : 0);
+      some_outputs(m, x, rows, NULL, begin, end, chunk, width, wide);
       for (int64_t r = 0; r < rows; r++)
-        own[r * count + c] = summarise(logits + r * width, end - begin, begin, a->spread);
+        own[r * count + c] = summarise(chunk + r * width, end - begin, begin, a->spread);
     }
     if (!pool_win(&phase, piece)) continue;
-    for (int64_t r = 0; r < rows; r++)
+    for (int64_t r = 0; r < rows; r++) {
       memcpy(a->summaries + r * chunks + first, own + r * count, count * sizeof(Summary));
+      if (a->logits)
+        memcpy(a->logits + r * m->out + first * size, logits + r * width,
+               (min((first + count) * size, m->out) - first * size) * sizeof(float));
+    }
     pool_done(&phase, piece);
   }
 }
@@ -211,11 +222,11 @@ static void conclude(const Picking *a, int64_t *tokens, float *numbers) {
 
 /* For rows [rows, in], normalised first: tokens[r] is the argmax of row r's logits (the first if several are equal), numbers[r]
  * that logit, or NaN if any logit of the row is NaN. With `spread`, numbers continues with three arrays of [rows]: the token's
- * probability, its logit minus the second largest, and the entropy in nats. No logits are stored. scratch: aligned to 8 bytes.
+ * probability, its logit minus the second largest, and the entropy in nats. scratch: aligned to 8 bytes.
  * Returns what `pool_run` returns. */
 PUBLIC int64_t EXPORT(pick)(const Matrix *m, const float *norm, float eps, const float *x, int64_t rows, void *scratch,
                             int spread, int64_t *tokens, float *numbers, int threads) {
-  Picking a = {*m, {x, norm, eps, rows}, scratch, spread};
+  Picking a = {*m, {x, norm, eps, rows}, scratch, NULL, spread};
   int64_t job = pool_run(picking, &a, sizeof a, threads, bytes_read(m));
   if (job >= 0) conclude(&a, tokens, numbers);
   return job;
@@ -257,6 +268,7 @@ typedef struct {
   void *summaries;
   int64_t *tokens;
   float *numbers;
+  float *logits;          /* [rows, vocab], receives them; or NULL */
   const Adapter *adapter; /* applied before the head, or NULL */
   float *adapted;         /* [rows, rank + hidden], with an adapter */
   float *parts;           /* `parts_size` floats of scratch, or NULL: then no chunk's attention is divided among threads */
@@ -337,7 +349,7 @@ PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
   int64_t bytes = s->count * layer_bytes(s->layers);
   for (int64_t i = 0; i < s->num_spans; i++) bytes += s->count * cache_bytes(s->shape, s->spans + i);
   if (s->head) {
-    a.picking = (Picking){*s->head, {result, s->norm, s->eps, s->rows}, s->summaries, s->spread};
+    a.picking = (Picking){*s->head, {result, s->norm, s->eps, s->rows}, s->summaries, s->logits, s->spread};
     a.looks = 1;
     bytes += bytes_read(s->head);
     if (s->adapter) {

@@ -142,9 +142,23 @@ class Step(Structure):
         ("summaries", c_void_p),
         ("tokens", c_void_p),
         ("numbers", c_void_p),
+        ("logits", c_void_p),
         ("adapter", c_void_p),
         ("adapted", c_void_p),
         ("parts", c_void_p),
+    )
+
+
+class Drafts(Structure):
+    """`Drafts` of sampling.h."""
+
+    _fields_ = (
+        ("count", c_int64),
+        ("copied", c_int64),
+        ("tokens", c_void_p),
+        ("q", c_void_p),
+        ("uniforms", c_void_p),
+        ("rates", c_void_p),
     )
 
 
@@ -193,6 +207,7 @@ class Kernels:
     distribute: Callable[..., None]
     residual: Callable[..., None]
     draw: Callable[..., int]
+    accept: Callable[..., int]
 
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -215,6 +230,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "distribute": (None, [c_void_p, c_int64, c_float, c_int64, c_double, c_void_p, c_void_p]),
     "residual": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "draw": (c_int64, [c_void_p, c_int64, c_double]),
+    "accept": (
+        c_int64,
+        [c_void_p, c_int64, c_int64, c_float, c_int64, c_double, POINTER(Drafts), c_double, c_void_p, c_void_p, c_void_p,
+         c_void_p],
+    ),
     "block_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(Blocks)]),
     "four_bit_rows": (
         c_int,

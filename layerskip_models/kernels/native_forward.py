@@ -111,12 +111,13 @@ class NativeForward:
         head: str | None = None,
         detail: Detail = "token",
         record: tuple[Tensor, int] | None = None,
+        logits: Tensor | None = None,
     ) -> list[HeadOutput]:
         """Run at most `STEP_ROWS` tokens through layers [0, stop).
 
         last: float32 [tokens, hidden], contiguous; receives their hidden states. head: "full" or "draft", the head to apply;
         None returns an empty list. record: float32 [layers, rows, hidden] and a first row; receives the hidden states after
-        every layer.
+        every layer. logits: float32 [tokens, vocab], contiguous; receives the head's.
         """
         count = len(tokens)
         if count > STEP_ROWS or not 0 <= min(tokens) <= max(tokens) < self._vocab:
@@ -130,8 +131,8 @@ class NativeForward:
         self._embedded[:count] = [*tokens]
         rotary = self._rotary()
         positions = self._layers.check(count, 0, stop, rows, rotary)
-        self._describe(0, stop, count, last, last if record else None, head, detail, record)
-        self._space.run(rows, positions, 0, stop, rotary, self, last, record, self._held)
+        self._describe(0, stop, count, last, last if record else None, head, detail, record, logits)
+        self._space.run(rows, positions, 0, stop, rotary, self, last, record, self._held, logits)
         if head is None:
             return []
         if detail == "token":
@@ -143,11 +144,19 @@ class NativeForward:
         ]
 
     def rows(
-        self, x: Tensor, rows: CacheRows, start: int, stop: int, *, record: tuple[Tensor, int] | None = None
+        self,
+        x: Tensor,
+        rows: CacheRows,
+        start: int,
+        stop: int,
+        *,
+        record: tuple[Tensor, int] | None = None,
+        logits: Tensor | None = None,
     ) -> tuple[list[int], list[float]]:
         """Run rows through layers [start, stop) and the full head. Returns the best tokens and their logits (see `Choices`).
 
         x: float32 [rows, hidden], contiguous, at most `STEP_ROWS` rows; the output of the first `start` layers.
+        record, logits: as in `tokens`.
         """
         check_rows("x", x, self._hidden)
         count, step = x.shape[0], self._step
@@ -157,8 +166,8 @@ class NativeForward:
         outputs = torch.empty_like(x) if record is None else x
         rotary = self._rotary()
         positions = self._layers.check(count, start, stop, rows, rotary)
-        self._describe(start, stop, count, outputs, None, "full", "token", record)
-        self._space.run(rows, positions, start, stop, rotary, self, outputs, record)
+        self._describe(start, stop, count, outputs, None, "full", "token", record, logits)
+        self._space.run(rows, positions, start, stop, rotary, self, outputs, record, logits)
         return self._tokens[:count], self._numbers[:count]
 
     def _describe(
@@ -171,6 +180,7 @@ class NativeForward:
         head: str | None,
         detail: Detail,
         record: tuple[Tensor, int] | None,
+        logits: Tensor | None,
     ) -> None:
         """Fill in `step` for a pass, except for its layers and its rows' caches."""
         step = self._step
@@ -187,6 +197,8 @@ class NativeForward:
             step.stride = most * self._hidden
             step.last = None if last is None else last.data_ptr()
         step.head = None if head is None else self._pointers[head]
+        vocab = 0 if head is None else self._heads[head].shape[0]
+        step.logits = pointer("logits", logits, torch.float32, count, vocab)
         adapter = self._adapters.get(stop) if head == "draft" else None
         self._held = None if adapter is None else adapter.matrices
         step.adapter = None if self._held is None else self._held.address

@@ -6,6 +6,8 @@ every token of the vocabulary, and top-p sorts them all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ctypes import addressof, byref, c_float, c_int64
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from layerskip_models.choices import Choices, Detail, empty_choices
 from layerskip_models.kernels import library
+from layerskip_models.kernels.library import Drafts
 
 _CHUNK, _CHUNKS = 256, 256  # head.h
 
@@ -102,3 +105,84 @@ def draw(weights: Tensor, uniform: float) -> int | None:
         raise ValueError(f"cannot draw from {weights.dtype} {list(weights.shape)} on {weights.device}")
     token = chosen.draw(weights.data_ptr(), weights.shape[0], uniform)
     return None if token < 0 else token
+
+
+def sample(logits: Tensor, warp: Warp, uniform: float, out: Tensor) -> int | None:
+    """`distribute` and `draw` for one row, in one call. logits, out: [1, vocab], as `takes` says.
+
+    Raises ValueError for other tensors.
+    """
+    vocab = logits.shape[-1]
+    if logits.shape != (1, vocab) or out.shape != (1, vocab) or not (takes(logits) and takes(out)):
+        raise ValueError(f"cannot draw from {list(logits.shape)} logits, with {list(out.shape)} probabilities")
+    _, token = _accept(logits, warp, Drafts(), uniform, out, None)
+    return token
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Accepted:
+    """What speculative sampling says of a round's drafts.
+
+    token: drawn after the accepted ones; None where there is nothing to draw from. p: float32 [num_accepted + 1, vocab], the
+    target's distributions up to the token's. rates: min(1, p / q) of each draft whose fate is known.
+    """
+
+    num_accepted: int
+    token: int | None
+    p: Tensor
+    rates: list[float]
+
+
+def accept_drafts(
+    logits: Tensor,
+    warp: Warp,
+    drafts: Sequence[int],
+    q: Tensor,
+    uniforms: Sequence[float],
+    uniform: float,
+    *,
+    num_copied: int = 0,
+) -> Accepted:
+    """`selfspec.engine.accept.accept_sampled` and the draw after it, from the target's logits, in one call.
+
+    logits: [k + 1, vocab], and q: [k, vocab], contiguous, as `takes` says. drafts: k tokens, the first `num_copied` of which
+    were the only ones possible, whatever q says. uniforms: k numbers in [0, 1), and one for the draw.
+    Raises ValueError for other shapes, and for tokens that are not in the vocabulary.
+    """
+    vocab, count = logits.shape[-1], len(drafts)
+    fits = logits.shape == (count + 1, vocab) and takes(logits)
+    fits = fits and (not count or (q.shape == (count, vocab) and takes(q) and q.is_contiguous()))
+    fits = fits and len(uniforms) == count and 0 <= num_copied <= count and all(0 <= token < vocab for token in drafts)
+    if not fits:
+        raise ValueError(f"cannot judge {count} drafts, {list(q.shape)}, by logits {list(logits.shape)}")
+    p = torch.empty(count + 1, vocab, dtype=torch.float32, device="cpu")
+    left = torch.empty(vocab, dtype=torch.float32, device="cpu") if count else None
+    tokens, numbers, rates = (c_int64 * count)(*drafts), (c_float * count)(*uniforms), (c_float * count)()
+    described = Drafts(count, num_copied, addressof(tokens), q.data_ptr(), addressof(numbers), addressof(rates))
+    kept, token = _accept(logits, warp, described, uniform, p, left)
+    return Accepted(kept, token, p[: kept + 1], rates[: min(kept + 1, count)])
+
+
+def _accept(
+    logits: Tensor, warp: Warp, drafts: Drafts, uniform: float, p: Tensor, left: Tensor | None
+) -> tuple[int, int | None]:
+    """How many drafts are accepted, and the token that is drawn then. left: scratch, [vocab], if there are drafts."""
+    chosen, vocab = library.kernels(), logits.shape[-1]
+    assert chosen is not None
+    candidates = torch.empty(vocab if warp.top_p < 1 else 0, dtype=torch.int64, device="cpu")
+    accepted = c_int64()
+    token = chosen.accept(
+        logits.data_ptr(),
+        logits.stride(0),
+        vocab,
+        warp.temperature,
+        warp.top_k or vocab,
+        warp.top_p,
+        byref(drafts),
+        uniform,
+        p.data_ptr(),
+        candidates.data_ptr(),
+        None if left is None else left.data_ptr(),
+        addressof(accepted),
+    )
+    return accepted.value, None if token < 0 else token

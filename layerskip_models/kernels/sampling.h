@@ -199,4 +199,41 @@ static int64_t draw(const float *weights, int64_t n, double uniform) {
   }
   return -1;
 }
+
+/* What a round has drafted: `count` tokens, the first `copied` of which were the only ones possible, and others each drawn from its
+ * row of q. */
+typedef struct {
+  int64_t count, copied;
+  const int64_t *tokens;
+  const float *q; /* [count, n]; rows of copied tokens are not read */
+  const float *uniforms;
+  float *rates; /* [count]: receives min(1, p / q) of each draft whose fate is known */
+} Drafts;
+
+/* Speculative sampling (Leviathan et al. 2023): draft i is accepted where uniforms[i] * q_i < p_i of its token. Row i of `logits`,
+ * `stride` numbers apart, is the target's for draft i; there is one row more. p [count + 1, n]: receives the distributions up to
+ * the one that the returned token is drawn from, or from what a rejection leaves of it (`left`, scratch, [n]); that is row
+ * `accepted`. -1 as from `draw`. Other arguments as of `distribute` and `draw`. */
+static int64_t accept_drafts(const float *logits, int64_t stride, int64_t n, float temperature, int64_t top_k, double top_p,
+                             const Drafts *drafts, double uniform, float *p, Candidate *candidates, float *left,
+                             int64_t *accepted) {
+  for (int64_t i = 0;; i++) {
+    float *own = p + i * n;
+    distribute(logits + i * stride, n, temperature, top_k, top_p, own, candidates);
+    *accepted = i;
+    if (i == drafts->count) return draw(own, n, uniform);
+    const float *q = drafts->q + i * n;
+    int64_t token = drafts->tokens[i];
+    int only = i < drafts->copied;
+    float of_target = own[token], of_draft = only ? 1 : q[token], rate = of_target / of_draft;
+    drafts->rates[i] = rate > 1 ? 1 : rate;
+    if ((double)drafts->uniforms[i] * of_draft < of_target) continue;
+    if (only) {
+      memset(left, 0, n * sizeof *left);
+      left[token] = 1;
+    }
+    residual(own, only ? left : q, n, left);
+    return draw(left, n, uniform);
+  }
+}
 #endif

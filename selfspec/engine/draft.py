@@ -15,7 +15,6 @@ from policies import CopiedRow, DraftRow, ObservationSpec
 from policies.records import StopCause
 from selfspec.engine.results import to_keep
 from selfspec.engine.runners.runner import RowBuffers, Runner, SequenceRound, SequenceRows
-from selfspec.engine.sampling import NonFiniteLogitsError
 
 NOTHING = HeadOutput(-1, math.nan)
 
@@ -113,7 +112,7 @@ class Draft:
     def _grow(self) -> bool:
         seq_round, rows, observes = self.seq_round, self.rows, self.seq_round.observes
         logits = rows.logits
-        outputs = rows.outputs if logits is None else self._outputs_of(logits)
+        outputs = rows.outputs if logits is None or rows.outputs else self._outputs_of(logits)
         output = outputs[-1]
         if len(outputs) > 1:
             self._cut(outputs)
@@ -213,17 +212,13 @@ class Draft:
             return output.token
         seq_round, index = self.seq_round, len(self.rows.tokens) - 1
         sampler, before = seq_round.sampler, (seq_round.tokens, seq_round.length + index)
-        q = self.q[index : index + 1] if sampler.do_sample else None
         try:
-            if q is None:
+            if not sampler.do_sample:
                 # Of NaN, too: a greedy draft is a guess, which verification checks.
                 return int(sampler.process(logits, *before).argmax())
-            sampler.probabilities(logits, *before, out=q)
+            where = f"draft position {seq_round.length + index}"
+            return sampler.sample(logits, *before, self.q[index : index + 1], where)
         except Exception:
-            return None
-        try:
-            return sampler.draw(q[0], f"draft position {seq_round.length + index}")
-        except NonFiniteLogitsError:
             return None
 
 

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from layerskip_models.kernels.native_sampling import Warp, distribute, draw, remainder, takes
+from layerskip_models.kernels.native_sampling import (
+    Accepted,
+    Warp,
+    accept_drafts,
+    distribute,
+    draw,
+    remainder,
+    sample,
+    takes,
+)
 from selfspec.engine.accept import residual
 
 if TYPE_CHECKING:
@@ -152,13 +161,38 @@ class Sampler:
         logits: [1, vocab]; the other arguments as in `process`. Raises NonFiniteLogitsError, naming the position, for NaN
         logits, and when sampling for a row in which every token is masked.
         """
+        where = f"position {length}"
         if self.do_sample:
-            return self.draw(self.probabilities(logits, tokens, length)[0], f"position {length}")
+            return self.sample(logits, tokens, length, torch.empty_like(logits, dtype=torch.float32), where)
         # As in transformers, a row in which every token is masked gives token 0, and an infinite logit wins.
         value, token = self.process(logits, tokens, length)[0].max(dim=-1)
         if value != value:
-            raise non_finite(f"position {length}")
+            raise non_finite(where)
         return int(token)
+
+    def sample(self, logits: Tensor, tokens: Tensor, length: int, out: Tensor, where: str) -> int:
+        """`probabilities` of one row, [1, vocab], and a draw from it. Raises NonFiniteLogitsError as `draw`."""
+        if self.native and takes(out):
+            scores = self._processed(self._before_warp, logits, tokens, length)
+            if takes(scores):
+                return _found(sample(scores, self._warp, self._uniform(), out), where)
+        self.probabilities(logits, tokens, length, out)
+        return self.draw(out[0], where)
+
+    def accept(
+        self, logits: Tensor, tokens: Tensor, length: int, drafts: Sequence[int], q: Tensor, num_copied: int
+    ) -> Accepted | None:
+        """Judge drafts and draw the token after them in one call (`accept_drafts`); None where our kernels do not.
+
+        Draws the same random numbers in the same order as `uniforms` and then `draw`.
+        """
+        if not (self.native and self.prefix_free):
+            return None
+        scores = self._processed(self._before_warp, logits, tokens, length)
+        if not takes(scores):
+            return None
+        uniforms = self.uniforms(len(drafts), scores.device).tolist() if drafts else []
+        return accept_drafts(scores, self._warp, drafts, q, uniforms, self._uniform(), num_copied=num_copied)
 
     def residual(self, p: Tensor, q: Tensor) -> Tensor:
         """`selfspec.engine.accept.residual`, [vocab]."""
@@ -170,20 +204,26 @@ class Sampler:
         Raises NonFiniteLogitsError (a RuntimeError) if the weights hold NaN or are all 0.
         """
         if self.native and takes(weights):
-            token = draw(
-                weights, float(torch.rand((), generator=self.generator, dtype=torch.float64, device=weights.device))
-            )
-            if token is None:
-                raise non_finite(where)
-            return token
+            return _found(draw(weights, self._uniform()), where)
         total = float(weights.sum())
         if not 0 < total < math.inf:
             raise non_finite(where)
         return int(torch.multinomial(weights, 1, generator=self.generator))
 
+    def _uniform(self) -> float:
+        """A number in [0, 1) for a draw by our kernels."""
+        return float(torch.rand((), generator=self.generator, dtype=torch.float64, device="cpu"))
+
     def uniforms(self, count: int, device: torch.device) -> Tensor:
         """Float32 [count], uniform in [0, 1), fresh ones each time."""
         return torch.rand(count, generator=self.generator, dtype=torch.float32, device=device)
+
+
+def _found(token: int | None, where: str) -> int:
+    """What our kernels have drawn. Raises NonFiniteLogitsError if they found nothing to draw from."""
+    if token is None:
+        raise non_finite(where)
+    return token
 
 
 def _apply(processors: Sequence[LogitsProcessor], prefix: Tensor, logits: Tensor) -> Tensor:

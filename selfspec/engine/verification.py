@@ -120,9 +120,32 @@ def verify_outputs(
 
 
 def verify_sampled(
-    sampler: Sampler, logits: Tensor, tokens: Tensor, length: int, drafts: Sequence[int], q: Tensor
+    sampler: Sampler,
+    logits: Tensor,
+    tokens: Tensor,
+    length: int,
+    drafts: Sequence[int],
+    q: Tensor,
+    num_copied: int = 0,
 ) -> Verification:
-    """Speculative sampling of one round (`selfspec.engine.accept`); arguments as in `verify_greedy`, q: [k, vocab]."""
+    """Speculative sampling of one round (`selfspec.engine.accept`); arguments as in `verify_greedy`.
+
+    q: float32 [k, vocab], contiguous. num_copied: of the first drafts so many were copied. Nothing else was possible there,
+        whatever their rows of q hold; these may be overwritten.
+    """
+    found = sampler.accept(logits, tokens, length, drafts, q, num_copied)
+    if found is not None:
+        return Verification(
+            num_accepted=found.num_accepted,
+            block=[*drafts[: found.num_accepted], NO_TOKEN if found.token is None else found.token],
+            failure=non_finite(f"position {length + found.num_accepted}") if found.token is None else None,
+            target_tokens=[],
+            p=found.p,
+            acceptance=tuple(found.rates if found.token is not None else found.rates[: found.num_accepted]),
+        )
+    for row, copied in enumerate(drafts[:num_copied]):
+        q[row].zero_()
+        q[row, copied] = 1.0
     num_drafts = len(drafts)
     drafted = tokens[0, length : length + num_drafts]
     uniforms = sampler.uniforms(num_drafts, drafted.device)
@@ -170,10 +193,7 @@ def _verification(draft: Draft) -> Verification:
     if not sampler.do_sample:
         return verify_greedy(sampler, logits, seq_round.tokens, seq_round.length, drafts)
     q = draft.q[: len(drafts)] if drafts else logits[:0]
-    for row, token in enumerate(drafts[: draft.num_copied]):  # a copied token was the only one possible
-        q[row].zero_()
-        q[row, token] = 1.0
-    return verify_sampled(sampler, logits, seq_round.tokens, seq_round.length, drafts, q)
+    return verify_sampled(sampler, logits, seq_round.tokens, seq_round.length, drafts, q, draft.num_copied)
 
 
 def _spoilt(draft: Draft, verification: Verification) -> bool:

@@ -138,6 +138,7 @@ class Oracle(Sampler):
 
     A course is a list of choices. A draw chooses among the tokens with weight; the uniform numbers of a round choose
     which draft is the first rejected one, if any, whose probability `settle` works out when the round is known.
+    What our kernels do in one call is done in its parts (that it is the same: tests/kernels/test_native_sampling.py).
     """
 
     def start(self, script: list[int]) -> None:
@@ -157,6 +158,12 @@ class Oracle(Sampler):
         token = possible[self._choose(len(possible))]
         self.probability *= float(weights[token].double() / weights.double().sum())
         return token
+
+    def sample(self, logits: Tensor, tokens: Tensor, length: int, out: Tensor, where: str) -> int:
+        return self.draw(self.probabilities(logits, tokens, length, out)[0], where)
+
+    def accept(self, *arguments: object) -> None:
+        return None
 
     def uniforms(self, count: int, device: torch.device) -> Tensor:
         self.first_rejected = self._choose(count + 1)

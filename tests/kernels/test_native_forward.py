@@ -12,6 +12,7 @@ from layerskip_models import from_transformers
 from layerskip_models.choices import Detail
 from layerskip_models.kernels.library import kernels
 from layerskip_models.kernels.native_forward import STEP_ROWS, NativeForward
+from layerskip_models.kernels.threads import on_threads
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
 from policies import NeverStop, ObservationSpec, Policy
@@ -158,3 +159,39 @@ def test_the_states_of_a_text_are_kept_by_steps_as_well() -> None:
         model.run_layers(model.embed(ids), 0, 4, KVCache(model, 40), seen.__setitem__)
         for layer in (1, 3):
             assert torch.equal(text.states.rows(layer, 0, len(ids)), seen[layer])
+
+
+@pytest.mark.parametrize("layout", ["native", "int8"])
+@pytest.mark.parametrize("vocab_size", [29, 700, 66_000])  # one chunk, several, and chunks of another size
+def test_a_step_stores_the_logits_of_its_head(vocab_size: int, layout: str) -> None:
+    """Those of the head alone. The rest is what a step gives that does not store them, alone and on one thread as well."""
+    model = from_transformers(tiny_llama(num_layers=2, vocab_size=vocab_size, dtype=torch.bfloat16), layout=layout)
+    steps = model.steps()
+    assert steps is not None
+    tokens = [5, 0, 23]
+    with torch.inference_mode():
+        for head in ("draft", "full"):
+            states = [torch.zeros(3, model.hidden_size) for _ in range(2)]
+            rooms = torch.full((3, vocab_size), torch.nan), None
+            looks = [
+                steps.tokens(tokens, [(KVCache(model, 12), 3)], 2, own, head=head, detail="all", logits=room)
+                for own, room in zip(states, rooms)
+            ]
+            expected = model.logits(states[0]) if head == "full" else model.draft_logits(states[0])
+            assert torch.equal(states[0], states[1]) and looks[0] == looks[1]
+            assert torch.equal(rooms[0], expected)
+        room = torch.full((3, vocab_size), torch.nan)
+        caches = [KVCache(model, 12) for _ in range(2)]
+        for cache in caches:
+            steps.tokens(tokens, [(cache, 3)], 1, states[0])
+        found = steps.rows(states[0], [(caches[0], 3)], 1, 2, logits=room)
+        assert found == steps.rows(states[0], [(caches[1], 3)], 1, 2)
+        assert torch.equal(room.max(-1).values, torch.tensor(found[1]))
+        assert torch.equal(room.argmax(-1), torch.tensor(found[0]))
+        alone = torch.full((1, vocab_size), torch.nan)
+        with on_threads(1):
+            steps.tokens(tokens[:1], [(KVCache(model, 12), 1)], 2, states[1][:1], head="full", logits=alone)
+        assert torch.equal(alone, expected[:1])
+        for wrong in (torch.zeros(2, vocab_size), torch.zeros(3, vocab_size - 1), torch.zeros(3, vocab_size).double()):
+            with pytest.raises(ValueError, match="logits"):
+                steps.tokens(tokens, [(KVCache(model, 12), 3)], 2, states[0], head="full", logits=wrong)

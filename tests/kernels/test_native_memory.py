@@ -33,9 +33,10 @@ def test_generation_stays_in_its_memory(threads: int) -> None:
     generator = SelfSpecGenerator(from_transformers(wide(max_position_embeddings=256), layout="int4"))
     prompts = [[1, 2], [1, 2, 3], [5] * 40, [7] * 60, [2] * 96]
     with on_threads(threads), exact_rooms():
-        for policy in ("ar", "ls:1-3"):
-            alone = [generator.generate(prompt, max_new_tokens=3, policy=policy).sequences for prompt in prompts]
-            together = generator.generate_batch(prompts, max_new_tokens=3, policy=policy)
+        for policy, sampling in (("ar", {}), ("ls:1-3", {}), ("ls:1-3", {"do_sample": True, "top_p": 0.9, "seed": 3})):
+            options = {"max_new_tokens": 3, "policy": policy, **sampling}
+            alone = [generator.generate(prompt, **options).sequences for prompt in prompts]
+            together = generator.generate_batch(prompts, **options)
             assert all(torch.equal(result.sequences, text) for result, text in zip(together, alone))
 
 

@@ -14,8 +14,18 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from layerskip_models import from_transformers
 from layerskip_models.choices import Detail, choices_of
 from layerskip_models.kernels.check import native_works
-from layerskip_models.kernels.native_sampling import Warp, distribute, draw, look, remainder, takes
+from layerskip_models.kernels.native_sampling import (
+    Warp,
+    accept_drafts,
+    distribute,
+    draw,
+    look,
+    remainder,
+    sample,
+    takes,
+)
 from selfspec.engine.sampling import Sampler, distribution, warp_of
+from selfspec.engine.verification import verify_sampled
 from tiny_llama import tiny_llama
 
 pytestmark = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
@@ -258,3 +268,88 @@ def test_a_sampler_gives_the_same_as_operators(warp: Warp, seed: int) -> None:
     out = torch.full_like(logits, math.nan)
     assert sampler.probabilities(logits, tokens, 4, out) is out
     assert torch.equal(out, found)
+
+
+class InParts(Sampler):
+    """A sampler that judges drafts and draws in several calls."""
+
+    def sample(self, logits: Tensor, tokens: Tensor, length: int, out: Tensor, where: str) -> int:
+        return self.draw(self.probabilities(logits, tokens, length, out)[0], where)
+
+    def accept(self, *arguments: object) -> None:
+        return None
+
+
+def sampler_of(kind: type[Sampler], warp: Warp, seed: int) -> Sampler:
+    return kind(warpers(warp), torch.Generator().manual_seed(seed), native=True)
+
+
+@given(
+    size=SIZES,
+    seed=st.integers(0, 1 << 30),
+    count=st.integers(0, 4),
+    copied=st.integers(0, 4),
+    near=st.booleans(),
+    spoilt=st.sampled_from([None, None, None, math.nan, -math.inf, math.inf]),
+    warp=WARPS,
+)
+@settings(max_examples=300)
+def test_judging_drafts_in_one_call_is_judging_them_in_parts(
+    size: int, seed: int, count: int, copied: int, near: bool, spoilt: float | None, warp: Warp
+) -> None:
+    """Also where a row has no distribution, where a token was copied, and where drafter and model nearly agree."""
+    generator = torch.Generator().manual_seed(seed)
+    target = 3 * torch.randn(count + 1, size, generator=generator)
+    draft = target[:count] + (0.01 if near else 2) * torch.randn(count, size, generator=generator)
+    if spoilt is not None:
+        target[seed % (count + 1)] = spoilt
+    q = distributed(draft, warp) if count else draft
+    drafts = [int(torch.multinomial(row, 1, generator=generator)) for row in q]
+    copied = min(copied, count)
+    text = torch.tensor([[0, 0, 0, *drafts]])
+    found = [
+        verify_sampled(sampler_of(kind, warp, seed), target, text, 3, drafts, q.clone(), copied)
+        for kind in (Sampler, InParts)
+    ]
+    whole, parts = found
+    assert (whole.num_accepted, whole.block, whole.acceptance) == (parts.num_accepted, parts.block, parts.acceptance)
+    assert str(whole.failure) == str(parts.failure)
+    assert whole.p is not None
+    assert parts.p is not None
+    assert whole.p.shape[0] == whole.num_accepted + 1
+    torch.testing.assert_close(whole.p, parts.p[: whole.num_accepted + 1], rtol=0, atol=0, equal_nan=True)
+
+
+@given(size=SIZES, seed=st.integers(0, 1 << 30), warp=WARPS)
+def test_drawing_from_logits_in_one_call_is_drawing_in_parts(size: int, seed: int, warp: Warp) -> None:
+    logits, text = rows_of(size, seed, 3.0, 0, 0.3)[:1], torch.zeros(1, 3, dtype=torch.long)
+    outs = torch.full((2, 1, size), math.nan)
+    drawn = [
+        sampler_of(kind, warp, seed).sample(logits, text, 3, out, "a row")
+        for kind, out in zip((Sampler, InParts), outs)
+    ]
+    assert drawn[0] == drawn[1]
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_what_does_not_fit_is_not_judged() -> None:
+    logits, q = torch.zeros(2, 5), torch.ones(1, 5)
+    judged = accept_drafts(logits, Warp(), [3], q, [0.5], 0.5)
+    assert (judged.num_accepted, judged.token, judged.rates) == (0, 2, [pytest.approx(0.2)])
+    for changed in (
+        {"drafts": [5]},
+        {"drafts": [-1]},
+        {"drafts": [1, 2]},
+        {"q": torch.ones(2, 5)},
+        {"q": torch.ones(5, 1).t().double()},
+        {"q": torch.ones(1, 10)[:, ::2]},
+        {"uniforms": []},
+        {"num_copied": 2},
+        {"logits": torch.zeros(1, 5)},
+        {"logits": torch.zeros(5, 2).t()},
+    ):
+        given = {"logits": logits, "warp": Warp(), "drafts": [3], "q": q, "uniforms": [0.5], "uniform": 0.5} | changed
+        with pytest.raises(ValueError, match="cannot judge"):
+            accept_drafts(**given)
+    with pytest.raises(ValueError, match="cannot draw"):
+        sample(logits, Warp(), 0.5, torch.empty(2, 5))

@@ -4,7 +4,7 @@ A pass takes rows of several sequences, each at its own position in a cache of i
 they differ in what they accept. Matrices see all rows at once, and their weights are read once.
 
 On our own kernels a row's numbers do not depend on the other rows of a pass, so a sequence in a batch gives the same bits as
-the sequence alone. There, a pass over few rows is a single native call; where tokens are sampled, the head is a second one.
+the sequence alone. There, a pass over few rows is a single native call.
 """
 
 from __future__ import annotations
@@ -67,28 +67,23 @@ class EagerRunner:
 
     def run(self, groups: Sequence[SequenceRows], start: int, stop: int, head: Head | None) -> None:
         native = self._native_for(groups)
-        if native is not None and head is not None and start < stop and not all(rows.greedy for rows in groups):
-            if start:
-                self._run_layers(groups, start, stop, head)
-            else:  # the single call picks tokens itself, so it goes without the head where somebody needs logits
-                self.run(groups, start, stop, None)
-                self._run_head(groups, _gathered(groups), head)
-        elif native is None or start == stop or (start and (stop < self.model.num_layers or head != "full")):
+        if native is None or start == stop or (start and (stop < self.model.num_layers or head != "full")):
             self._run_layers(groups, start, stop, head)
-        elif head == "draft" and self.model.is_steered(
-            stop
-        ):  # a bias for each text, which the single call does not take
+            return
+        if head == "draft" and self.model.is_steered(stop):  # a bias for each text, which the single call does not take
             self.run(groups, start, stop, None)
             self._run_head(groups, _gathered(groups), head)
-        elif start:
+            return
+        logits = self._room_for_logits(groups) if head is not None else None
+        if start:
             x, where, record = _gathered(groups), _cache_rows(groups), self._record(groups)
-            tokens, logits = native.rows(x, where, start, stop, record=record)
-            _hand_out(groups, [HeadOutput(*output) for output in zip(tokens, logits)])
+            tokens, best = native.rows(x, where, start, stop, record=record, logits=logits)
+            _hand_out(groups, [HeadOutput(*output) for output in zip(tokens, best)], logits)
             self._hand_out_states(groups, start, stop)
         elif len(groups) == 1:  # the hidden states go where they belong at once
             (rows,) = groups
             first, end, states = rows.first, rows.end, rows.seq_round.states
-            rows.outputs = native.tokens(
+            outputs = native.tokens(
                 rows.tokens[first:end],
                 ((rows.seq_round.cache, end - first),),
                 stop,
@@ -96,16 +91,18 @@ class EagerRunner:
                 head=head,
                 detail=rows.detail if head == "draft" else "token",
                 record=None if states is None else (states.round, first),
+                logits=logits,
             )
+            rows.outputs, rows.logits = outputs, logits
         else:
             tokens = [token for rows in groups for token in rows.tokens[rows.first : rows.end]]
             x, where, record = self._together[: len(tokens)], _cache_rows(groups), self._record(groups)
             detail = _most_detail(groups) if head == "draft" else "token"
-            outputs = native.tokens(tokens, where, stop, x, head=head, detail=detail, record=record)
+            outputs = native.tokens(tokens, where, stop, x, head=head, detail=detail, record=record, logits=logits)
             _scatter(groups, x)
             self._hand_out_states(groups, 0, stop)
             if head is not None:
-                _hand_out(groups, outputs)
+                _hand_out(groups, outputs, logits)
 
     def _native_for(self, groups: Sequence[SequenceRows]) -> NativeForward | None:
         """What runs this pass in a single call, if something does: few rows."""
@@ -148,7 +145,14 @@ class EagerRunner:
             else:
                 logits = model.draft_logits(hidden) if drafts else model.logits(hidden)
                 for rows, own in zip(part_of, logits.split([rows.end - rows.first for rows in part_of])):
-                    rows.logits = own
+                    rows.outputs, rows.logits = (), own
+
+    def _room_for_logits(self, groups: Sequence[SequenceRows]) -> Tensor | None:
+        """Where a pass puts the logits of all rows, if tokens of some are sampled or processed: [rows, vocab]."""
+        if all(rows.greedy for rows in groups):
+            return None
+        count = sum(rows.end - rows.first for rows in groups)
+        return torch.empty(count, self.model.vocab_size, dtype=torch.float32, device="cpu")
 
     def _record(self, groups: Sequence[SequenceRows]) -> tuple[Tensor, int] | None:
         """Where a native pass puts every layer's output, if somebody observes: at its place, or to be handed out."""
@@ -193,9 +197,12 @@ def _scatter(groups: Sequence[SequenceRows], x: Tensor) -> None:
         rows.hidden[rows.first : rows.end] = x[begin:end]
 
 
-def _hand_out(groups: Sequence[SequenceRows], outputs: Sequence[HeadOutput]) -> None:
+def _hand_out(groups: Sequence[SequenceRows], outputs: Sequence[HeadOutput], logits: Tensor | None = None) -> None:
+    """Give each sequence what the head said of its rows, and their logits if it asks for them."""
     for rows, begin, end in _places(groups):
         rows.outputs = outputs[begin:end]
+        if logits is not None and not rows.greedy:
+            rows.logits = logits[begin:end]
 
 
 def _most_detail(groups: Sequence[SequenceRows]) -> Detail:

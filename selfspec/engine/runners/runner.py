@@ -81,8 +81,8 @@ class SequenceRows:
 
     tokens: of all rows so far. hidden: [rows, hidden], each row's output of the layers that it has passed.
     exit_layer: 0 without an exit. detail: what to compute of a row at the exit.
-    outputs: what the head said of rows [first, end). logits: float32 [end - first, vocab], instead of outputs, where tokens
-        are sampled or processed; the next run may overwrite them.
+    outputs: what the head said of rows [first, end). logits: float32 [end - first, vocab], where tokens are sampled or
+        processed; the next run may overwrite them. Then `outputs` may be empty.
     num_discarded: rows that a runner ran ahead of a decision that then dropped their token.
     """
 
