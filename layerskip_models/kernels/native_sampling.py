@@ -6,9 +6,11 @@ every token of the vocabulary, and top-p sorts them all.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_float, c_int64
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,6 +121,12 @@ def sample(logits: Tensor, warp: Warp, uniform: float, out: Tensor) -> int | Non
     return token
 
 
+@functools.cache
+def _array(kind: type, count: int) -> Any:
+    """The type of an array, made once: each leaves a circle of objects behind, for Python's collector to find."""
+    return kind * count  # type: ignore[operator]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Accepted:
     """What speculative sampling says of a round's drafts.
@@ -157,7 +165,7 @@ def accept_drafts(
         raise ValueError(f"cannot judge {count} drafts, {list(q.shape)}, by logits {list(logits.shape)}")
     p = torch.empty(count + 1, vocab, dtype=torch.float32, device="cpu")
     left = torch.empty(vocab, dtype=torch.float32, device="cpu") if count else None
-    tokens, numbers, rates = (c_int64 * count)(*drafts), (c_float * count)(*uniforms), (c_float * count)()
+    tokens, numbers, rates = _array(c_int64, count)(*drafts), _array(c_float, count)(*uniforms), _array(c_float, count)()
     described = Drafts(count, num_copied, addressof(tokens), q.data_ptr(), addressof(numbers), addressof(rates))
     kept, token = _accept(logits, warp, described, uniform, p, left)
     return Accepted(kept, token, p[: kept + 1], rates[: min(kept + 1, count)])

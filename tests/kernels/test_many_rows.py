@@ -231,9 +231,12 @@ def test_a_plain_round_of_several_texts_is_one_call(monkeypatch: pytest.MonkeyPa
 
 
 @needs_native
-def test_a_draft_step_is_one_call_and_so_is_a_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 1}], ids=["greedy", "sampled"])
+def test_a_draft_step_is_one_call_and_so_is_a_verification(
+    sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before it the last tokens' first layers, which no draft step ran: of all texts in one call, too."""
-    for round_calls in rounds_of(texts_of(5, "ls:{E}-4"), monkeypatch)[1:5]:
+    for round_calls in rounds_of(texts_of(5, "ls:{E}-4", **sampling), monkeypatch)[1:5]:
         assert round_calls == [*[(5, 5, 0, 2, True)] * 4, (5, 5, 0, 2, False), (5, 25, 2, 4, True)]
 
 
@@ -246,13 +249,6 @@ def test_more_rows_than_a_step_has_room_for_are_verified_in_one_call(monkeypatch
         drafted = [call for call in round_calls if call[3] == 2][:-1]
         assert drafted == [(20, 20, 0, 2, True)] * 4
         assert round_calls[4:] == last
-
-
-@needs_native
-def test_sampled_texts_share_their_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for round_calls in rounds_of(texts_of(5, "ls:{E}-4", do_sample=True, seed=1), monkeypatch)[1:5]:
-        layers = [(5, 5, 0, 2, False)] * 5 + [(5, 25, 2, 4, False)]
-        assert round_calls == [*layers, *[(0, 5, 4, 4, True)] * 4, (0, 25, 4, 4, True)]
 
 
 @needs_native
