@@ -250,7 +250,7 @@ SOME_POLICIES = EVERY_POLICY[::5]  # with options that one of the others has as 
         for name, options in zip(OPTION_NAMES, OPTIONS)
         for names, marks in (
             [(EVERY_POLICY, ())]
-            if name in ("greedy", "sampled with all")
+            if name in ("greedy", "eos", "sampled with all")
             else [(SOME_POLICIES, ()), (EVERY_POLICY, pytest.mark.slow)]
         )
     ],
