@@ -41,7 +41,7 @@ from selfspec.pacer.inference import PreVerification
 from tiny_llama import VOCAB_SIZE, WORDS, pool_model, reference_greedy, request_for, tiny_tokenizer
 
 COPYING = tuple(name for name in EVERY_POLICY if "copy" in name)
-EXAMPLES = 50
+EXAMPLES = 30
 
 
 class Copies(StatelessPolicy):

@@ -237,12 +237,29 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["greedy", "eos", "processors", "sampled", "sampled with all"])
-def test_rounds_are_those_of_the_eager_runner(options: dict[str, Any]) -> None:
+OPTION_NAMES = ["greedy", "eos", "processors", "sampled", "sampled with all"]
+SOME_POLICIES = EVERY_POLICY[::5]  # with options that one of the others has as well
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        pytest.param(
+            options, names, id=name if names == EVERY_POLICY else f"{name}, {len(names)} policies", marks=marks
+        )
+        for name, options in zip(OPTION_NAMES, OPTIONS)
+        for names, marks in (
+            [(EVERY_POLICY, ())]
+            if name in ("greedy", "eos", "sampled with all")
+            else [(SOME_POLICIES, ()), (EVERY_POLICY, pytest.mark.slow)]
+        )
+    ],
+)
+def test_rounds_are_those_of_the_eager_runner(options: dict[str, Any], names: tuple[str, ...]) -> None:
     """Draft by draft: counts, causes, confidences, shadow tokens, samples."""
     eager, captured = pair(tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3))
     causes: Counter[str] = Counter()
-    for name in EVERY_POLICY:
+    for name in names:
         # `auto` copies where the runner verifies copies, so with captures it does not.
         named = re.sub(r"auto:?", "auto:copy=off,", name).replace(",+", "+").removesuffix(",")
         results = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import LlamaForCausalLM, MistralConfig
 
 import selfspec.engine.runners.cuda_graph.runner
 from flash_reference import flash_attention_on_cpu
-from layerskip_models import from_transformers
+from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kv_cache import KVCache
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
@@ -102,14 +103,21 @@ def test_rows_are_aligned_at_the_end_of_the_text(heads: int, kv_heads: int, wind
 # The text
 
 
+@cache
+def model_and_text() -> tuple[LayerSkipModel, list[int]]:
+    """A model, and how it continues the prompt."""
+    llama = tiny()
+    return from_transformers(llama, layout="plain"), reference_greedy(llama, PROMPT, max_new_tokens=25)
+
+
 @pytest.mark.parametrize(
     "policy", [name for name in EVERY_POLICY if "pacer" not in name and not name.startswith("copy")]
 )
 def test_captured_texts_are_the_model_s_own(policy: str, paged: list[int]) -> None:
-    llama = tiny()
-    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), runner="captured")
+    model, expected = model_and_text()
+    engine = SelfSpecGenerator(model, runner="captured")
     result = engine.generate(PROMPT, max_new_tokens=25, policy=named_policy(policy, 2, engine.model))
-    assert result.new_tokens == reference_greedy(llama, PROMPT, max_new_tokens=25)
+    assert result.new_tokens == expected
     assert result.stats.runner == "captured"
     assert max(paged) > 1
 

@@ -137,7 +137,7 @@ def test_rounds_on_a_lazy_device_are_the_eager_runner_s(
     assert device.num_operations > 1000
 
 
-@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("seed", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_text_that_joins_a_batch_on_a_lazy_device(
     seed: int | None, llama: LlamaForCausalLM, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,8 +42,13 @@ class Acting(Recorder):
             self.action()
 
 
-@pytest.mark.parametrize("runner", ["eager", "captured"])
-@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("runner", "at"),
+    [
+        *(("eager", at) for at in (1, 2, 4)),
+        *(pytest.param("captured", at, marks=() if at == 2 else pytest.mark.slow) for at in (1, 2, 4)),
+    ],
+)
 @pytest.mark.parametrize("nested", [False, True], ids=["alone", "with a call between"])
 @pytest.mark.usefixtures("small_captures")
 def test_weights_updated_while_a_call_runs(at: int, nested: bool, runner: RunnerName) -> None:

@@ -118,8 +118,13 @@ def exact_law(llama: LlamaForCausalLM, num_tokens: int, top_k: int, prompt: tupl
     return law
 
 
+@cache
+def _bare() -> LayerSkipModel:
+    return from_transformers(_tiny(), layout="plain")
+
+
 def _named(name: str) -> Policy:
-    return named_policy(name, 2, from_transformers(_tiny(), layout="plain"))
+    return named_policy(name, 2, _bare())
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {

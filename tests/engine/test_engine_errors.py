@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from batched_runs import LAYOUTS, CacheCount, Wish, assert_same, generator_of, run_alone, run_together, shared_model
+from batched_runs import (
+    LAYOUTS,
+    CacheCount,
+    Wish,
+    assert_same,
+    generator_of,
+    needs_native,
+    run_alone,
+    run_together,
+    shared_model,
+)
 from layerskip_models import from_transformers
 from layerskip_models.linear import Layout
 from policies import DraftRow, NeverStop, ObservationSpec, Plan, Policy, RoundContext, RoundRecord, ShadowTokens
@@ -117,9 +127,18 @@ def with_fault(kind: str) -> dict[str, Any]:
 KINDS = (*EXIT_FAULTS, *STOP_FAULTS, "a criterion", "a processor", "at the first token", "NaN")
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "layout", "do_sample"),
+    [
+        *((kind, "plain", i % 2 == 0) for i, kind in enumerate(KINDS)),
+        *(pytest.param(kind, "native", i % 2 == 1, marks=needs_native) for i, kind in enumerate(KINDS)),
+        *(pytest.param(kind, "plain", i % 2 == 1, marks=pytest.mark.slow) for i, kind in enumerate(KINDS)),
+        *(
+            pytest.param(kind, "native", i % 2 == 0, marks=[needs_native, pytest.mark.slow])
+            for i, kind in enumerate(KINDS)
+        ),
+    ],
+)
 def test_an_error_of_one_text_is_that_text_s_alone(
     kind: str, layout: Layout, do_sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from batched_runs import (
     POLICIES,
     Wish,
     assert_same,
+    each_policy,
     generator_of,
     random_kv_dtype,
     random_wish,
@@ -114,8 +115,7 @@ def count_steps(count: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeForward, "rows", counted_rows)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in BATCH_SENSITIVE])
+@pytest.mark.parametrize(("layout", "name"), each_policy([name for name in POLICIES if name not in BATCH_SENSITIVE]))
 def test_one_policy_for_all_is_a_policy_for_each(name: str, layout: Layout) -> None:
     """One `Policy` that several texts are given: each decides by what it has seen itself, greedy or sampled."""
     model = shared_model(layout)

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from batched_runs import LAYOUTS, shared_model
+from batched_runs import LAYOUTS, each_policy, shared_model
 from layerskip_models import LayerSkipModel
 from layerskip_models.exits.adapter import ExitAdapters
 from layerskip_models.exits.folder import config_for
@@ -77,11 +78,17 @@ def test_rows_are_those_of_plain_decoding(layout: Layout) -> None:
         torch.testing.assert_close(found[depth], seen[layer][3:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("policy", EVERY_POLICY)
+@cache
+def plain_texts(layout: Layout) -> list[list[int]]:
+    """What the model says without drafts."""
+    results = bare(shared_model(layout)).generate_batch(PROMPTS, max_new_tokens=24, policy="ar")
+    return [result.new_tokens for result in results]
+
+
+@pytest.mark.parametrize(("layout", "policy"), each_policy(EVERY_POLICY))
 def test_greedy_texts_are_the_same_while_adapters_change(layout: Layout, policy: str) -> None:
     model = shared_model(layout)
-    expected = [result.new_tokens for result in bare(model).generate_batch(PROMPTS, max_new_tokens=24, policy="ar")]
+    expected = plain_texts(layout)
     generator, _ = watched(model)
     restless = let_exits_change(generator)
     chosen = named_policy(policy, 2, generator.model)

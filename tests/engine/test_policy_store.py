@@ -6,7 +6,9 @@ import threading
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
+from layerskip_models import from_transformers
 from policies import DraftRow, PacerStopping, Plan, Policy, parse_policy
 from preverifiers import random_preverification
 from scripted_policies import ScriptedExit, StopBelow
@@ -36,17 +38,21 @@ class OneText(StopBelow):
         return super().stop_before_draw(row)
 
 
+@pytest.fixture(scope="module")
+def model_s_own(llama64: LlamaForCausalLM) -> list[list[int]]:
+    return [reference_greedy(llama64, prompt, max_new_tokens=LENGTH) for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("name", ["custom", "pacer", "auto", "del", "ls:2-6+spide", "fs:2-3", "dv:2"])
-def test_threads_share_a_learning_policy(name: str) -> None:
+def test_threads_share_a_learning_policy(name: str, llama64: LlamaForCausalLM, model_s_own: list[list[int]]) -> None:
     """Every text is exact, and no policy sees two texts at once."""
-    llama = tiny_llama(dtype=torch.float64, seed=3)
-    engine = SelfSpecGenerator(llama)
+    engine = SelfSpecGenerator(from_transformers(llama64, layout="plain"))
     policy: str | Policy = name
     if name == "custom":
         policy = Policy(ScriptedExit([(2, 6)]), OneText())
     elif name == "pacer":
         policy = Policy(ScriptedExit([(2, 6)]), PacerStopping(random_preverification(engine.model), b=2, t=0.3))
-    expected = [reference_greedy(llama, prompt, max_new_tokens=LENGTH) for prompt in PROMPTS]
+    expected = model_s_own
     errors: list[BaseException] = []
 
     def work(index: int) -> None:

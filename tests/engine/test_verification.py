@@ -17,6 +17,13 @@ from tiny_llama import reference_greedy, tiny_llama
 
 PROMPT = [5, 1, 7]
 POLICIES = ("ar", "ls:3-20", "ls:1-4", "dv:3,start=0.0", "svip:3,threshold=9", "del", "spide:3,tau=0.01")
+PAIRS = [
+    pytest.param(policy, how, do_sample, marks=() if do_sample == (i + j) % 2 else pytest.mark.slow)
+    for i, policy in enumerate(POLICIES)
+    for j, how in enumerate(["masked", "nan", "raises", "infinite"])
+    for do_sample in (False, True)
+]
+"""Any two of a policy, a fault, and greedy or sampled meet in every run; all three of them in the slow one."""
 pytestmark = pytest.mark.usefixtures("small_captures")
 
 
@@ -62,6 +69,11 @@ def llama() -> LlamaForCausalLM:
     return tiny_llama(dtype=torch.float64, late_scale=0.3, seed=3)
 
 
+@pytest.fixture(scope="module")
+def expected(llama: LlamaForCausalLM) -> list[int]:
+    return reference_greedy(llama, PROMPT, max_new_tokens=12)
+
+
 @pytest.fixture(scope="module", params=["eager", "captured"])
 def engine(request: pytest.FixtureRequest, llama: LlamaForCausalLM) -> SelfSpecGenerator:
     runner: RunnerName = request.param
@@ -78,15 +90,12 @@ def settings(how: str, do_sample: bool, stop: int | None) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("how", ["masked", "nan", "raises", "infinite"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "how", "do_sample"), PAIRS)
 def test_what_lies_behind_a_stop_breaks_nothing(
-    engine: SelfSpecGenerator, llama: LlamaForCausalLM, policy: str, how: str, do_sample: bool
+    engine: SelfSpecGenerator, expected: list[int], policy: str, how: str, do_sample: bool
 ) -> None:
     result = engine.generate(PROMPT, policy=policy, **settings(how, do_sample, stop=9))
     assert (len(result.new_tokens), result.stop_reason) == (6, "stopping_criteria")
-    expected = reference_greedy(llama, PROMPT, max_new_tokens=12)
     if not do_sample:
         assert result.new_tokens == expected[:6]
     # The next text is right, and an EOS or the budget is a stop like any other.
@@ -95,9 +104,7 @@ def test_what_lies_behind_a_stop_breaks_nothing(
     assert len(engine.generate(PROMPT, policy=policy, **options).new_tokens) == 6
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("how", ["masked", "nan", "raises", "infinite"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "how", "do_sample"), PAIRS)
 def test_what_the_text_comes_to_is_judged_as_transformers_judges_it(
     engine: SelfSpecGenerator, llama: LlamaForCausalLM, policy: str, how: str, do_sample: bool
 ) -> None:

@@ -32,7 +32,8 @@ from tests.fuzz.random_adapters import adapted
 from tiny_llama import VOCAB_SIZE, WORDS, tiny_llama, tiny_tokenizer
 
 NUM_LAYERS = 4
-needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
+_NATIVE = native_works(torch.device("cpu"), torch.float32)
+needs_native = pytest.mark.skipif(not _NATIVE, reason="no native kernels here")
 LAYOUTS = ["plain", pytest.param("native", marks=needs_native)]
 BATCH_SENSITIVE = ("auto", "auto+spide", "del:cost=measured")
 """Policies that may draft otherwise in a batch, since a row costs less there: greedy text is the same all the same."""
@@ -43,6 +44,18 @@ SCRIPTED: dict[str, Callable[[], Policy]] = {
     "stop after a draw": lambda: Policy(ScriptedExit([(1, 6)]), StopAtTokens(range(0, 24, 3))),
 }
 POLICIES = ("ar", *SCRIPTED, *EVERY_POLICY)
+
+
+def each_policy(names: abc.Sequence[str]) -> list[Any]:
+    """Parameters (layout, policy): every policy on our kernels and every fourth on operators, or all there without kernels.
+
+    The rest of the product is slow: what a policy decides does not depend on the layout.
+    """
+    rest = (pytest.mark.slow,) if _NATIVE else ()
+    return [
+        *(pytest.param("native", name, marks=needs_native) for name in names),
+        *(pytest.param("plain", name, marks=rest if i % 4 else ()) for i, name in enumerate(names)),
+    ]
 
 
 def model_of(layout: Layout, num_layers: int = NUM_LAYERS) -> LayerSkipModel:
