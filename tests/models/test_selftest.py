@@ -192,7 +192,7 @@ def test_the_command(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_demo_model_passes() -> None:
-    result = command("--draws", "50", "--max-new-tokens", "8")
+    result = command("--draws", "20", "--max-new-tokens", "8")
     assert result.exit_code == 0, result.output
 
 
