@@ -152,7 +152,8 @@ def _rounded_drafts(path: Path, arithmetic: str) -> list[tuple[list[int], int, i
     model = load_shard(path, dtype=arithmetic, device="cpu", arithmetic=arithmetic)
     generator = SelfSpecGenerator(model, prefix_cache=0)
     found = []
-    for policy in ("ar", "bits:8-3", "bits:4-4", "bits:8-4,layer=2", "copy:3+bits:4-2"):
+    others = ("bits:8-3", "copy:3+bits:4-2") if arithmetic == "float32" else ()
+    for policy in ("ar", "bits:4-4", "bits:8-4,layer=2", *others):
         alone = [generator.generate(prompt, max_new_tokens=NEW, policy=policy) for prompt in PROMPTS]
         for result in [*alone, *generator.generate_batch(PROMPTS, max_new_tokens=NEW, policy=policy)]:
             found.append((result.new_tokens, result.stats.num_drafted, result.stats.num_accepted))

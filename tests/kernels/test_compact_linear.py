@@ -112,7 +112,7 @@ def test_int8_speculation_gives_the_int8_model_s_own_output(dtype: torch.dtype) 
     """Every policy, against the same weights decoding token by token; a difference must be a near-tie of its logits."""
     near_ties = tokens = 0
     bound = 1e-3 if dtype == torch.float32 else 0.2
-    for seed in range(4):
+    for seed in range(2):
         llama = tiny_llama(num_layers=4, dtype=dtype, seed=seed, hidden_size=16, intermediate_size=20)
         engine = SelfSpecGenerator(from_transformers(llama, layout="int8"))
         model = engine.model

@@ -253,7 +253,7 @@ def test_drafts_change_no_token_of_a_model_on_tiles(unit: str, layout: Layout | 
     generator = SelfSpecGenerator(from_transformers(hub, layout=layout).with_arithmetic(arithmetic))
     assert generator.model.kernels == unit
     prompts = [[1, 2, 3, 4, 5], [7, 8, 9]]
-    expected = [generator.generate(prompt, max_new_tokens=24, policy="ar").sequences for prompt in prompts]
+    expected = [generator.generate(prompt, max_new_tokens=12, policy="ar").sequences for prompt in prompts]
     for policy in ("ls:1-3", "auto"):
-        together = generator.generate_batch(prompts, max_new_tokens=24, policy=policy)
+        together = generator.generate_batch(prompts, max_new_tokens=12, policy=policy)
         assert all(torch.equal(result.sequences, text) for result, text in zip(together, expected))

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -179,15 +180,23 @@ def test_what_verification_computes_is_what_decoding_would_have(variant: str) ->
             assert torch.equal(cache.keys, one.keys) and torch.equal(cache.values, one.values)
 
 
+@cache
+def plain_text_of(layout: str) -> tuple[LayerSkipModel, Tensor]:
+    """A model and its text by plain decoding. Tests must not change them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "draft" in layout:
+            patch.setattr(conversion, "DRAFT_HEAD_BYTES", 0)
+        name: Any = layout.split()[0].strip(",")
+        model = from_transformers(tiny_llama(seed=8, late_scale=0.8), layout=name)
+    model = model.with_kv_dtype("bfloat16" if "small" in layout else "auto")
+    return model, SelfSpecGenerator(model, policy="ar").generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences
+
+
 @needs_native
 @pytest.mark.parametrize("name", EVERY_POLICY)
 @pytest.mark.parametrize("layout", ["native", "int8", "native with a draft head", "native, small keys and values"])
-def test_every_policy_is_exact_bit_for_bit(name: str, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "draft" in layout:
-        monkeypatch.setattr(conversion, "DRAFT_HEAD_BYTES", 0)
-    model = from_transformers(tiny_llama(seed=8, late_scale=0.8), layout=layout.split()[0].strip(","))
-    model = model.with_kv_dtype("bfloat16" if "small" in layout else "auto")
-    plain = SelfSpecGenerator(model, policy="ar").generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences
+def test_every_policy_is_exact_bit_for_bit(name: str, layout: str) -> None:
+    model, plain = plain_text_of(layout)
     speculative = SelfSpecGenerator(model, policy=named_policy(name, 2, model))
     assert torch.equal(speculative.generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences, plain)
 

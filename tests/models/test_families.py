@@ -51,6 +51,12 @@ def reference(kind: str, seed: int) -> PreTrainedModel:
     return random_model(config, late_scale=random.choice([0.2, 0.5]), sharpness=1.5, seed=seed)
 
 
+@cache
+def greedy_text(kind: str, seed: int) -> list[int]:
+    """Of transformers, behind `TEXT[seed : seed + 8]`."""
+    return reference_greedy(reference(kind, seed), TEXT[seed : seed + 8], max_new_tokens=16)
+
+
 def read(model: LayerSkipModel, tokens: list[int], cache: KVCache) -> Tensor:
     """Logits of tokens that follow what the cache holds, [tokens, vocab]."""
     with torch.inference_mode():
@@ -173,7 +179,7 @@ def test_greedy_text_is_transformers_own(kind: str, seed: int, runner: RunnerNam
     model = from_transformers(theirs, layout="plain")
     engine = SelfSpecGenerator(model, runner=runner)
     prompt = TEXT[seed : seed + 8]
-    expected = reference_greedy(theirs, prompt, max_new_tokens=16)
+    expected = greedy_text(kind, seed)
     for name in names:
         policy = named_policy(name, 1 + seed % (model.num_layers - 1), model)
         assert engine.generate(prompt, max_new_tokens=16, policy=policy).new_tokens == expected, name

@@ -27,6 +27,8 @@ from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.runners.runner import Head, SequenceRows
 from tiny_llama import ROPES, tiny_llama, tiny_tokenizer
 
+DRAWS = 20
+"""So few show that sampling runs and stays within the top-k. tests/engine/test_distribution.py counts many."""
 PROMPTS = [torch.tensor([5, 3, 7, 1]), torch.tensor([2, 9])]
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama 2: as many key-value heads": {"kv_heads": 2},
@@ -45,7 +47,7 @@ def failures(llama: LlamaForCausalLM, **options: Any) -> list[str]:
 
 
 def checks(llama: LlamaForCausalLM, **options: Any) -> list[Check]:
-    settings: dict[str, Any] = {"max_new_tokens": 12, "draws": 60, **options}
+    settings: dict[str, Any] = {"max_new_tokens": 12, "draws": DRAWS, **options}
     return list(verify_engine(llama, PROMPTS, **settings))
 
 
@@ -56,7 +58,7 @@ def test_every_supported_shape_passes(shape: str) -> None:
     num_layers = llama.config.num_hidden_layers
     found = checks(llama, advance=told.append)
     assert [check.name for check in found if not check.passed] == []
-    assert len(told) == num_steps(num_layers, len(PROMPTS), 60)
+    assert len(told) == num_steps(num_layers, len(PROMPTS), DRAWS)
     names = {check.name.removeprefix("greedy, ") for check in found if check.name.startswith("greedy")}
     left_out = {name for name in every_policy(num_layers) if name.startswith("bits:")}
     assert names | left_out == set(every_policy(num_layers))
@@ -144,20 +146,20 @@ def wrong_single_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "expected", "draws"),
+    ("fault", "expected"),
     [
-        (row_off_by_one, "greedy, ls:1-4", 60),
-        pytest.param(not_rolled_back, "greedy, ls:1-4", 60, marks=pytest.mark.slow),
-        pytest.param(accepts_any_greedy, "greedy, ls:1-4", 60, marks=pytest.mark.slow),
-        (accepts_too_much, "acceptance rule", 400),  # a rate that is a hundredth off is seen in many draws only
-        (wrong_single_row, "head on a single row", 60),
+        (row_off_by_one, "greedy, ls:1-4"),
+        pytest.param(not_rolled_back, "greedy, ls:1-4", marks=pytest.mark.slow),
+        pytest.param(accepts_any_greedy, "greedy, ls:1-4", marks=pytest.mark.slow),
+        (accepts_too_much, "acceptance rule"),
+        (wrong_single_row, "head on a single row"),
     ],
 )
 def test_planted_faults_are_found(
-    fault: Callable[[pytest.MonkeyPatch], None], expected: str, draws: int, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[pytest.MonkeyPatch], None], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)
-    found = failures(tiny_llama(seed=3, late_scale=0.6), draws=draws, policies=["ar", "ls:1-4"])
+    found = failures(tiny_llama(seed=3, late_scale=0.6), draws=0, policies=["ar", "ls:1-4"])
     assert expected in found
 
 
@@ -190,7 +192,7 @@ def test_the_command(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_demo_model_passes() -> None:
-    result = command("--draws", "50", "--max-new-tokens", "16")
+    result = command("--draws", "20", "--max-new-tokens", "8")
     assert result.exit_code == 0, result.output
 
 

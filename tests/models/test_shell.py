@@ -13,7 +13,7 @@ from layerskip_models.families import FAMILIES
 from tests.fuzz.fuzz_models import draw_config
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_names_shapes_ties_and_frequencies_are_transformers(kind: str, seed: int) -> None:
     config = draw_config(Random(f"{kind} {seed}"), kind, 24)

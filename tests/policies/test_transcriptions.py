@@ -82,7 +82,8 @@ class DelUpdate:
         return S(self.c[layer]) / divided_by  # 23
 
     def TPL(self, layer: int, d: int) -> float:
-        return sum(self.alpha_of(layer) ** i for i in range(d + 1)) / (d * layer + L)
+        alpha = self.alpha_of(layer)
+        return sum(alpha**i for i in range(d + 1)) / (d * layer + L)
 
     def best(self, layer: int) -> float:
         """Over d from 1 on: what d = 0 would mean the paper does not say."""

@@ -78,11 +78,11 @@ class Taught:
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
-    """Four times texts, and learning from them. Tests must not go on with it."""
+    """Three times texts, and learning from them. Tests must not go on with it."""
     folder = tmp_path_factory.mktemp("taught")
     generator, learner = learning(folder)
     before = weights(learner.current)
-    for turn in range(4):
+    for turn in range(3):
         write(generator, seed=40 * turn)
         learner.learn()
     return Taught(folder, generator, learner, before)
@@ -196,7 +196,7 @@ def test_learning_is_a_function_of_the_texts(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         generator, learner = learning(tmp_path / name)
-        write(generator)
+        write(generator, 20)
         learner.learn()
         found.append(weights(learner._learned))
     assert same(*found)
@@ -227,8 +227,8 @@ def test_rows_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
 
 def test_texts_are_the_same_while_a_thread_learns(tmp_path: Path) -> None:
     model = shared_model("native")
-    prompts = [[number % 24, number // 24] for number in range(90)]
-    plain = SelfSpecGenerator(model, exits=None).generate_batch(prompts, max_new_tokens=24, policy="ar")
+    prompts = [[number % 24, number // 24] for number in range(60)]
+    plain = SelfSpecGenerator(model, exits=None).generate_batch(prompts, max_new_tokens=16, policy="ar")
     generator, learner = learning(tmp_path, judge_every=2, sureness=0.0)
     ended = threading.Event()
 
@@ -240,7 +240,7 @@ def test_texts_are_the_same_while_a_thread_learns(tmp_path: Path) -> None:
     thread.start()
     try:
         for policy in ("ls:2-3", "del", "auto:cost=layers"):
-            results = generator.generate_batch(prompts, max_new_tokens=24, policy=policy)
+            results = generator.generate_batch(prompts, max_new_tokens=16, policy=policy)
             assert [one.new_tokens for one in results] == [one.new_tokens for one in plain]
     finally:
         ended.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -208,16 +209,24 @@ def _checkpointed(folder: Path, write: bool) -> list[Any]:
     return [(one.full_tensor() if isinstance(one, DTensor) else one).detach().tolist() for one in found]
 
 
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A folder that two processes wrote, and what is in it. Tests must not change it."""
+    folder = tmp_path_factory.mktemp("shards") / "step"
+    written, *_ = results_of(2, _checkpointed, folder, True)
+    return folder, written
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_shards_of_some_processes_are_read_by_others(tmp_path: Path, ranks: int) -> None:
+def test_shards_of_some_processes_are_read_by_others(of_two: tuple[Path, list[Any]], ranks: int) -> None:
     """Of two processes by one and by three, which do not divide 7 rows."""
-    written, *_ = results_of(2, _checkpointed, tmp_path / "step", True)
-    for read in results_of(ranks, _checkpointed, tmp_path / "step", False):
+    folder, written = of_two
+    for read in results_of(ranks, _checkpointed, folder, False):
         assert sorted(map(str, read)) == sorted(map(str, written))
 
 
-def test_a_missing_shard_is_said(tmp_path: Path) -> None:
-    results_of(2, _checkpointed, tmp_path / "step", True)
+def test_a_missing_shard_is_said(of_two: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    shutil.copytree(of_two[0], tmp_path / "step")
     next((tmp_path / "step").glob("__1*")).unlink()
     (failed,) = {str(one).split("\n")[0] for one in on_ranks(1, _checkpointed, tmp_path / "step", False)}
     assert "does not hold the shards of all processes" in failed
