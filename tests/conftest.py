@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from selfspec import SelfSpecGenerator
 
 keep_bytecode()
+# No test makes an encrypted connection, and every client of HTTP would read all certificates of the system, in .13 seconds.
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent / "helpers")
+os.environ.pop("SSL_CERT_FILE", None)
 
 # The same examples in every run, so that a red CI is a change in the code and near-ties are counted once and for all.
 settings.register_profile(
