@@ -92,6 +92,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def brief_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's costs are timed twice, not for 0.6 seconds: what a tiny model's really are is of no use to a test."""
+    monkeypatch.setattr("selfspec.engine.calibrate._SECONDS", 0.0)
+
+
+@pytest.fixture
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `selfspec-bench run` measures the same seconds."""
     from known_costs import know_costs
