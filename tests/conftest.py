@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from selfspec import SelfSpecGenerator
 
 keep_bytecode()
+# No test makes an encrypted connection, and every client of HTTP would read all certificates of the system, in .13 seconds.
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent / "helpers")
+os.environ.pop("SSL_CERT_FILE", None)
 
 # The same examples in every run, so that a red CI is a change in the code and near-ties are counted once and for all.
 settings.register_profile(
@@ -86,6 +89,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_llama(seed=3).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def brief_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's costs are timed twice, not for 0.6 seconds: what a tiny model's really are is of no use to a test."""
+    monkeypatch.setattr("selfspec.engine.calibrate._SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from bench.experiments.__main__ import app
 from bench.experiments.variants import variants_command
 from bench.experiments.variants.variants_tables import variants_tables
 from bench.record import Line, read_record
-from layerskip_models import DEMO_PATH
 from layerskip_models.kernels.library import KernelsUnavailableError, runnable_variants
 from layerskip_models.kernels.library import kernels as kernels_of
+from tiny_llama import tiny_llama, tiny_tokenizer
 
 RUNS = kernels_of() is not None
 
@@ -24,11 +24,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants_command, "ROWS", (1, 3))
     monkeypatch.setattr(variants_command, "PROMPTS", (8,))
     monkeypatch.setattr(variants_command, "TEXTS", 2)
-    path = tmp_path / "variants.jsonl"
+    checkpoint, path = tmp_path / "tiny", tmp_path / "variants.jsonl"
+    tiny_llama(seed=3, max_position_embeddings=256).save_pretrained(checkpoint)
+    tiny_tokenizer().save_pretrained(checkpoint)
     command = ["variants", "--repeats", "1", "--seconds", "0.001", "--weights", "int8"]
     command += ["--weights", "bfloat16-rows", "--max-new-tokens", "8"]
     command += ["--variant", runnable_variants()[-1]]
-    result = CliRunner().invoke(app, [*command, "--model", str(DEMO_PATH), "-o", str(path)])
+    result = CliRunner().invoke(app, [*command, "--model", str(checkpoint), "-o", str(path)])
     assert result.exit_code == 0, result.output
     lines = read_record(path)
     asked = [runnable_variants()[-1]]

@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
 from typing import Any
+from unittest.mock import patch
+
+from selfspec.analysis.server_check import checking
+from selfspec.analysis.server_check.company import ask_in_groups
 
 FAULTS = {
     "company": "another token at index 5, far less likely, while other requests are there",
@@ -39,7 +43,7 @@ FAULTS = {
 WORDS = ("sun", "moon", "river", "stone", "cloud", "tree", "bird", "light")
 CHANGED_TOKEN = 5
 _IN_COMPANY = {"company", "company tie", "company ends", "logprobs", "drifts", "busy"}
-_TOGETHER_SECONDS = 0.03  # within which requests that were sent at once arrive
+_TOGETHER_SECONDS = 2.0  # within which requests that were sent at once arrive; less if they come one by one
 
 
 @dataclass
@@ -52,16 +56,26 @@ class ErringServer:
 
 @contextmanager
 def erring_server(*faults: str) -> Iterator[ErringServer]:
-    """On 127.0.0.1, until the block ends. Its models are called "fast" and "plain"."""
+    """On 127.0.0.1, until the block ends. Its models are called "fast" and "plain".
+
+    The check tells it how many requests are about to come at once, so that it waits for those and for no others.
+    """
     assert set(faults) <= set(FAULTS), faults
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(set(faults)))
+    company = _Company()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(set(faults), company))
     server.daemon_threads = True
     running = ErringServer(f"http://127.0.0.1:{server.server_address[1]}/v1")
     server.bodies = running.bodies  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
+
+    def ask(send: Any, questions: Any, size: int, *rest: Any) -> Any:
+        company.expected = size
+        return ask_in_groups(send, questions, size, *rest)
+
     try:
-        yield running
+        with patch.object(checking, "ask_in_groups", ask):
+            yield running
     finally:
         server.shutdown()
         thread.join()
@@ -76,25 +90,39 @@ def scripted(prompt: str, seed: int | None, count: int) -> list[str]:
 
 @dataclass
 class _Company:
-    """Which requests are there at once."""
+    """Which requests are there at once. expected: how many are sent at once."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    expected: int = 1
     here: list[_Visit] = field(default_factory=list)
+    come: threading.Condition = field(default_factory=threading.Condition)
+
+    def visit(self, wait: bool) -> bool:
+        """Whether a request that has come has company. wait: it stays until all have come that were sent with it."""
+        visit = _Visit()
+        with self.come:
+            self.here.append(visit)
+            for each in self.here:
+                each.company = max(each.company, len(self.here))
+            self.come.notify_all()
+            if wait:
+                self.come.wait_for(lambda: visit.company >= self.expected, _TOGETHER_SECONDS)
+            self.here.remove(visit)  # before its answer is whole, after which a client may ask again at once
+        return visit.company > 1
 
 
 @dataclass(eq=False)
 class _Visit:
-    """A request that is there. has_company: whether another one was there at any time."""
+    """A request that is there. company: the most that were there with it at any time, itself included."""
 
-    has_company: bool = False
+    company: int = 0
 
 
-def _handler(faults: set[str]) -> type[BaseHTTPRequestHandler]:
-    company = _Company()
+def _handler(faults: set[str], company: _Company) -> type[BaseHTTPRequestHandler]:
     one_by_one = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # or an answer waits for the client's word that its headers have come
 
         def log_message(self, *arguments: Any) -> None:
             pass
@@ -106,17 +134,9 @@ def _handler(faults: set[str]) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self.server.bodies.append(body)  # type: ignore[attr-defined]
-            visit = _Visit()
-            with company.lock:
-                company.here.append(visit)
-                for each in company.here:
-                    each.has_company = len(company.here) > 1 or each.has_company
-            if _IN_COMPANY & faults:
-                time.sleep(_TOGETHER_SECONDS)
-            with company.lock:  # it leaves before its answer is whole, after which a client may ask again at once
-                company.here.remove(visit)
+            together = company.visit(wait=bool(_IN_COMPANY & faults))
             with one_by_one if "serial" in faults else nullcontext():
-                self._respond(body, visit.has_company)
+                self._respond(body, together)
 
         def _respond(self, body: dict[str, Any], together: bool) -> None:
             chat = self.path.endswith("/chat/completions")
@@ -157,7 +177,8 @@ def _handler(faults: set[str]) -> type[BaseHTTPRequestHandler]:
                     event = event[:-9]
                 self.wfile.write(f"data: {event}\n\n".encode())
                 self.wfile.flush()
-                time.sleep(0.01 if "serial" in faults else 0.002)
+                if company.expected > 1:  # so that streams overlap in time, or clearly do not
+                    time.sleep(0.01 if "serial" in faults else 0.002)
             self.wfile.write(b"data: [DONE]\n\n")
 
     return Handler

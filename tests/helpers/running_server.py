@@ -6,9 +6,10 @@ import http.client
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -20,6 +21,7 @@ from layerskip_models.parallel.rank_watch import RankWatch
 from selfspec import SelfSpecGenerator
 from selfspec.exits.learning import ExitLearner
 from selfspec.messages import PLAIN_TEMPLATE, ChatTemplate
+from selfspec.serve import app as serve_app
 from selfspec.serve.app import make_app
 from selfspec.serve.running import make_server, open_socket
 from selfspec.serve.server_settings import ServerSettings
@@ -48,8 +50,13 @@ def running_server(
     grace_seconds: int = 5,
     watch: RankWatch | None = None,
     learner: ExitLearner | None = None,
+    freezes: bool = False,
     **settings: Any,
 ) -> Iterator[RunningServer]:
+    """freezes: the collector leaves alone what exists now, and looks at everything afterwards, as with `selfspec serve`.
+
+    That is two full collections, and among the tests most of what exists is left alone already.
+    """
     template = settings.pop("chat_template", PLAIN_TEMPLATE.source)
     chat = {"chat_template": ChatTemplate(template, PLAIN_TEMPLATE.stops)}
     free = {
@@ -57,7 +64,8 @@ def running_server(
     }  # a test may name any policy; what a server allows by itself has its own tests
     app = make_app(generator, ServerSettings(**{"model_name": "demo", **chat, **free, **settings}), watch, learner)
     up = threading.Event()
-    with open_socket("127.0.0.1", 0) as listening:
+    frozen = nullcontext() if freezes else patch.object(serve_app, "lasting_objects", nullcontext)
+    with frozen, open_socket("127.0.0.1", 0) as listening:
         server = make_server(app, grace_seconds=grace_seconds, on_start=up.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
@@ -67,7 +75,8 @@ def running_server(
         finally:
             server.should_exit = True
             thread.join(30)
-            FROZEN.are_gone()
+            if freezes:
+                FROZEN.are_gone()
             assert not thread.is_alive()
 
 
