@@ -165,7 +165,11 @@ def accept_drafts(
         raise ValueError(f"cannot judge {count} drafts, {list(q.shape)}, by logits {list(logits.shape)}")
     p = torch.empty(count + 1, vocab, dtype=torch.float32, device="cpu")
     left = torch.empty(vocab, dtype=torch.float32, device="cpu") if count else None
-    tokens, numbers, rates = _array(c_int64, count)(*drafts), _array(c_float, count)(*uniforms), _array(c_float, count)()
+    tokens, numbers, rates = (
+        _array(c_int64, count)(*drafts),
+        _array(c_float, count)(*uniforms),
+        _array(c_float, count)(),
+    )
     described = Drafts(count, num_copied, addressof(tokens), q.data_ptr(), addressof(numbers), addressof(rates))
     kept, token = _accept(logits, warp, described, uniform, p, left)
     return Accepted(kept, token, p[: kept + 1], rates[: min(kept + 1, count)])

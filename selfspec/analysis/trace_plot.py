@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
 from policies import RoundRecord
 
 _FATES = {(False, True): "+", (False, False): "-", (True, True): "=", (True, False): "x"}
@@ -20,6 +17,9 @@ def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, pat
     Source: DEL (Entezari Zarch et al. 2025), Figure 4; length and the drafts' fate are added.
     Raises ValueError for a run without rounds, or an ending that matplotlib does not know.
     """
+    from matplotlib.figure import Figure  # a good part of a command's start, and few draw
+    from matplotlib.ticker import MaxNLocator
+
     if not records:
         raise ValueError("the run had no round to draw: ask for more tokens")
     figure = Figure(figsize=(9, 8), layout="constrained")

@@ -202,8 +202,8 @@ _BITS = (
 _SAMPLED = (
     f"selfspec-bench run{_TASKS} --policy auto --policy auto:cost=layers --policy del:on_stop=keep "
     "--policy del+spide:tau=0.3 --policy spide:1,tau=0.2 --policy dv:1,start=0.2 --policy fs:1-4 "
-    "--policy adaedl:1,start=0.2 --policy svip:1,threshold=1.4 --num-samples 20 --max-new-tokens 96 --repeats 1 --no-peers "
-    "--no-memory --do-sample --temperature"
+    "--policy adaedl:1,start=0.2 --policy svip:1,threshold=1.4 --kept auto --num-samples 20 --max-new-tokens 96 --repeats 1 "
+    "--no-peers --no-memory --do-sample --temperature"
 )
 _ONE = "--num-samples 1 --max-new-tokens 8 --repeats 1"
 _ONE_COLD = f"{_ONE} --warmups 0"
