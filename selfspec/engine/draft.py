@@ -212,12 +212,12 @@ class Draft:
             return output.token
         seq_round, index = self.seq_round, len(self.rows.tokens) - 1
         sampler, before = seq_round.sampler, (seq_round.tokens, seq_round.length + index)
+        q = self.q[index : index + 1] if sampler.do_sample else None
         try:
-            if not sampler.do_sample:
+            if q is None:
                 # Of NaN, too: a greedy draft is a guess, which verification checks.
                 return int(sampler.process(logits, *before).argmax())
-            where = f"draft position {seq_round.length + index}"
-            return sampler.sample(logits, *before, self.q[index : index + 1], where)
+            return sampler.sample(logits, *before, q, f"draft position {seq_round.length + index}")
         except Exception:
             return None
 

@@ -75,7 +75,7 @@ def _in_turn(size: int, processors: LogitsProcessorList, repeats: int) -> dict[s
         return int(torch.multinomial(distribution(sampler.process(logits, text, 1))[0], 1, generator=generator))
 
     def by_kernels() -> int:
-        return sampler.draw(sampler.probabilities(logits, text, 1, out)[0], "here")
+        return sampler.sample(logits, text, 1, out, "here")
 
     ways: dict[str, Callable[[], int]] = {"operators": by_operators, "kernels": by_kernels}
     seconds: dict[str, list[float]] = {way: [] for way in ways}

@@ -71,8 +71,8 @@ class RecordedOperations(TorchDispatchMode):
         if func._schema.is_mutable:
             self._steps.append((func, args, kwargs, []))
             return out
-        read = {_memory(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        read = {_memory(tensor) for tensor in _tensors((args, kwargs))}
+        results = _tensors(out)
         if any(_memory(result) not in read for result in results):
             self._steps.append((func, args, kwargs, results))
         return out
@@ -81,7 +81,7 @@ class RecordedOperations(TorchDispatchMode):
         """Run the noted operations; their results go where they went the first time, as a graph's do."""
         for func, args, kwargs, places in self._steps:
             out = func(*args, **kwargs)
-            for place, result in zip(places, (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))):
+            for place, result in zip(places, _tensors(out)):
                 place.copy_(result)
         self._spoil()
 
@@ -90,6 +90,13 @@ class RecordedOperations(TorchDispatchMode):
         for _, _, _, places in self._steps:
             for place in places:
                 place.fill_(torch.nan if place.is_floating_point() else 0)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in it."""
+    if isinstance(value, Tensor):  # usually, and at once
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _memory(tensor: Tensor) -> int:
