@@ -280,7 +280,7 @@ RECORDS: tuple[RecordSource, ...] = (
         quick=_ONE_COLD,
     ),
     RecordSource(
-        # Not with --write, with which the record here was made: it would change the demo's files under later records.
+        # Not with --write: it would change the demo's files under later records.
         name="sweep",
         command="selfspec-bench sweep --exit-layers 1-6 --num-speculations 1-8 --repeats 3 --warmups 1",
         minutes=2,
