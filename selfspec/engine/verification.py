@@ -130,8 +130,8 @@ def verify_sampled(
 ) -> Verification:
     """Speculative sampling of one round (`selfspec.engine.accept`); arguments as in `verify_greedy`.
 
-    q: float32 [k, vocab], contiguous. num_copied: of the first drafts so many were copied. Nothing else was possible there,
-        whatever their rows of q hold; these may be overwritten.
+    q: float32 [k, vocab], contiguous. num_copied: how many of the drafts were copied; they come first. A copied token counts
+        as the only one that could have been drafted, and its row of q may be overwritten.
     """
     found = sampler.accept(logits, tokens, length, drafts, q, num_copied)
     if found is not None:

@@ -202,17 +202,17 @@ def test_our_server_is_exact() -> None:
         plain = ServedModel(url=served.url, model="demo", fields={"policy": "ar"})
         for endpoint in ("completions", "chat"):
             settings = CheckSettings(
-                prompts=EXAMPLE_PROMPTS[:3],
-                max_tokens=16,
-                companies=(2, 3),
+                prompts=EXAMPLE_PROMPTS[:5],
+                max_tokens=24,
+                companies=(2, 5),
                 endpoint=endpoint,  # type: ignore[arg-type]
                 expect_seeds=True,
             )
             found = check_server(served, plain, settings)
             assert found.verdict == "exact", finding_lines(found)
             assert (found.company_overlapped, found.seed_matters) == (True, True)
-            assert all(way.compared == 3 for way in found.ways if way.section != "stops")
-            assert all(score.tokens > 40 and score.largest_difference <= 1e-4 for score in found.logprobs)
+            assert all(way.compared == 5 for way in found.ways if way.section != "stops")
+            assert all(score.tokens > 100 and score.largest_difference <= 1e-4 for score in found.logprobs)
 
 
 def verify(*arguments: str) -> Any:

@@ -42,7 +42,7 @@ def cuda() -> torch.device:
     return torch.device("cuda")
 
 
-@pytest.mark.parametrize("options", OPTIONS[:3], ids=["greedy", "eos", "processors"])
+@pytest.mark.parametrize("options", [*OPTIONS.values()][:3], ids=[*OPTIONS][:3])
 def test_graphs_give_the_model_s_own_text(options: dict[str, Any], cuda: torch.device) -> None:
     """Every policy in float64, where equality is exact, on one cache."""
     llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
@@ -119,7 +119,7 @@ def test_stop_strings_and_time_limits_never_wait_for_the_device(cuda: torch.devi
             )
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["greedy", "eos", "processors", "sampled", "sampled with all"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=[*OPTIONS])
 def test_what_is_learned_is_what_the_eager_runner_learns(options: dict[str, Any], cuda: torch.device) -> None:
     """Shadow tokens, their confidences and target tokens, as a policy reads them."""
     eager, captured = pair(tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3).to(cuda))

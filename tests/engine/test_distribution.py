@@ -19,15 +19,12 @@ from scipy.stats import chi2
 from torch import Tensor
 from transformers import (
     LlamaForCausalLM,
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
 )
 
 import selfspec.engine.round
 import selfspec.engine.verification
 from decoding import decode
+from exact_laws import PROMPT, RUN_LENGTH, Law, distance, enumerated_law, exact_law, sampled_run
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.exits.adapter import STEERED
 from layerskip_models.kernels.check import native_works
@@ -35,30 +32,21 @@ from layerskip_models.kv_cache import KVCache
 from policies import Policy, parse_policy
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, fixed, named_policy
 from selfspec.cache.answer_store import AnswerStore
-from selfspec.cache.copy_index import CopySource
 from selfspec.engine.accept import accept_sampled
 from selfspec.engine.draft import Draft, make_drafts
-from selfspec.engine.request import Request
 from selfspec.engine.runners.choice import RunnerName
-from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.runners.runner import Runner, SequenceRound
-from selfspec.engine.sampling import Sampler
 from selfspec.engine.sequence import Sequence
 from selfspec.engine.verification import Verification
 from tests.fuzz.random_adapters import adapted
-from tiny_llama import full_logits, request_for, tiny_llama
+from tiny_llama import tiny_llama
 
 VOCAB_SIZE = 6
 NUM_LAYERS = 3
-PROMPT = (4, 1)
 REPEATING = (4, 1, 2, 5, 4, 1)  # for policies that copy
-RUN_LENGTH = 8
-ENUMERATED_LENGTH = 5  # of the runs whose every course is taken: drafts of up to 4 tokens
 FALSE_ALARMS = 1e-4  # of each policy's goodness-of-fit test
 DRAWS = 20_000
-
-Law = dict[tuple[int, ...], float]
 
 
 @cache
@@ -83,41 +71,6 @@ def model_in_use(llama: LlamaForCausalLM) -> LayerSkipModel:
     return adapted(from_transformers(llama, layout="native" if native else "plain"), [1])
 
 
-def sampled_run(
-    model: LayerSkipModel, top_k: int, seed: int = 0, length: int = RUN_LENGTH, prompt: abc.Sequence[int] = PROMPT
-) -> Request:
-    """A sampled run with processors of both kinds: one that looks at the text, and two that do not."""
-    return request_for(
-        model,
-        [*prompt],
-        seed=seed,
-        max_new_tokens=length,
-        do_sample=True,
-        temperature=1.3,
-        top_k=top_k,
-        repetition_penalty=1.2,
-    )
-
-
-@cache  # one law for all policies
-def exact_law(llama: LlamaForCausalLM, num_tokens: int, top_k: int, prompt: tuple[int, ...] = PROMPT) -> Law:
-    """The joint distribution of the first tokens, by transformers' forward pass and its processors."""
-    processors = LogitsProcessorList(
-        [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(1.3), TopKLogitsWarper(top_k)]
-    )
-    law: Law = {(): 1.0}
-    for _ in range(num_tokens):
-        longer: Law = {}
-        for tokens, probability in law.items():
-            text = [*prompt, *tokens]
-            scores = processors(torch.tensor([text]), full_logits(llama, text)[-1:])
-            for token, p in enumerate(scores.double().softmax(dim=-1)[0].tolist()):
-                if p > 0:
-                    longer[(*tokens, token)] = probability * p
-        law = longer
-    return law
-
-
 @cache
 def _bare() -> LayerSkipModel:
     return from_transformers(_tiny(), layout="plain")
@@ -136,108 +89,6 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "changing plans": lambda: Policy(ScriptedExit([(1, 2), (None, 0), (2, 3)])),
     **{name: partial(_named, name) for name in EVERY_POLICY},
 }
-
-
-class Oracle(Sampler):
-    """A sampler that takes every possible course in turn, with its probability, instead of drawing one.
-
-    A course is a list of choices. A draw chooses among the tokens with weight; the uniform numbers of a round choose
-    which draft is the first rejected one, if any, whose probability `settle` works out when the round is known.
-    What our kernels do in one call is done in its parts (that it is the same: tests/kernels/test_native_sampling.py).
-    """
-
-    def start(self, script: list[int]) -> None:
-        self.script, self.chosen, self.options = script, [], []
-        self.probability = 1.0
-        self.first_rejected: int | None = None
-
-    def _choose(self, options: int) -> int:
-        step = len(self.chosen)
-        choice = self.script[step] if step < len(self.script) else 0
-        self.chosen.append(choice)
-        self.options.append(options)
-        return choice
-
-    def draw(self, weights: Tensor, where: str) -> int:
-        possible = weights.nonzero()[:, 0].tolist()
-        token = possible[self._choose(len(possible))]
-        self.probability *= float(weights[token].double() / weights.double().sum())
-        return token
-
-    def sample(self, logits: Tensor, tokens: Tensor, length: int, out: Tensor, where: str) -> int:
-        return self.draw(self.probabilities(logits, tokens, length, out)[0], where)
-
-    def accept(self, *arguments: object) -> None:
-        return None
-
-    def uniforms(self, count: int, device: torch.device) -> Tensor:
-        self.first_rejected = self._choose(count + 1)
-        numbers = torch.zeros(count)
-        numbers[self.first_rejected : self.first_rejected + 1] = 1 - 2**-24
-        return numbers
-
-    def settle(self, acceptance: tuple[float, ...] | None) -> None:
-        if acceptance is not None and self.first_rejected is not None:
-            for rate in acceptance[: self.first_rejected]:
-                self.probability *= rate
-            for rate in acceptance[self.first_rejected : self.first_rejected + 1]:
-                self.probability *= 1 - rate
-        self.first_rejected = None
-
-
-def next_script(chosen: list[int], options: list[int]) -> list[int] | None:
-    """The next course in depth-first order; None after the last."""
-    script = list(chosen)
-    while script and script[-1] == options[len(script) - 1] - 1:
-        script.pop()
-    if not script:
-        return None
-    script[-1] += 1
-    return script
-
-
-def enumerated_law(
-    model: LayerSkipModel,
-    policy: Policy,
-    num_tokens: int,
-    top_k: int,
-    runner: RunnerName = "eager",
-    prompt: abc.Sequence[int] = PROMPT,
-    copy_from: CopySource | None = None,
-) -> Law:
-    """The engine's output law: every course of its random events, with its probability."""
-    request = replace(sampled_run(model, top_k, length=ENUMERATED_LENGTH, prompt=prompt), copy_from=copy_from)
-    cache = KVCache(model, len(prompt) + RUN_LENGTH)
-    with torch.inference_mode():
-        captured = CudaGraphRunner(model, cache) if runner == "captured" else None
-    passes = captured or EagerRunner(model)
-    law: Counter[tuple[int, ...]] = Counter()
-    script: list[int] | None = []
-    while script is not None:
-        cache.declare(0)
-        policy.reset()  # the same course must meet the same policy
-        text = Sequence(model, cache, request, policy)
-        if captured is not None:
-            captured.begin()
-        oracle = Oracle(request.processors, request.generator, native=model.kernels is not None)
-        oracle.start(script)
-        text.sampler = oracle
-        with torch.inference_mode():
-            for committed in decode(text, passes):
-                if committed.record is not None:
-                    oracle.settle(committed.record.acceptance_probabilities)
-                if text.num_new >= num_tokens or oracle.probability == 0:
-                    break
-        if oracle.probability > 0:
-            first = len(prompt)
-            law[tuple(text.tokens[0, first : first + num_tokens].tolist())] += oracle.probability
-        script = next_script(oracle.chosen, oracle.options)
-    return dict(law)
-
-
-def distance(left: Law, right: Law) -> float:
-    """Total variation between two laws."""
-    return sum(abs(left.get(key, 0.0) - right.get(key, 0.0)) for key in {*left, *right}) / 2
 
 
 @pytest.mark.parametrize("name", ["ls:1-3", "changing plans", "stop before a draw"])

@@ -127,16 +127,14 @@ def with_fault(kind: str) -> dict[str, Any]:
 KINDS = (*EXIT_FAULTS, *STOP_FAULTS, "a criterion", "a processor", "at the first token", "NaN")
 
 
+# Any two of a fault, a layout, and greedy or sampled meet in every run; all three of them in the slow one.
 @pytest.mark.parametrize(
     ("kind", "layout", "do_sample"),
     [
-        *((kind, "plain", i % 2 == 0) for i, kind in enumerate(KINDS)),
-        *(pytest.param(kind, "native", i % 2 == 1, marks=needs_native) for i, kind in enumerate(KINDS)),
-        *(pytest.param(kind, "plain", i % 2 == 1, marks=pytest.mark.slow) for i, kind in enumerate(KINDS)),
-        *(
-            pytest.param(kind, "native", i % 2 == 0, marks=[needs_native, pytest.mark.slow])
-            for i, kind in enumerate(KINDS)
-        ),
+        pytest.param(kind, layout, do_sample, marks=[*marks, *([] if do_sample == (i + j) % 2 else [pytest.mark.slow])])
+        for i, kind in enumerate(KINDS)
+        for j, (layout, marks) in enumerate([("native", [needs_native]), ("plain", [])])
+        for do_sample in (False, True)
     ],
 )
 def test_an_error_of_one_text_is_that_text_s_alone(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -255,74 +253,6 @@ def test_without_the_library_nothing_is_missing(no_kernels: None) -> None:
     model = from_transformers(llama)
     hidden = model.run_layers(model.embed(torch.arange(5)), 0, 4, KVCache(model, 5))
     torch.testing.assert_close(model.logits(hidden), full_logits(llama, list(range(5))), rtol=1e-5, atol=1e-4)
-
-
-@needs_native
-@every_variant
-def test_the_check_at_load_passes(variant: str) -> None:
-    with use(variant):
-        assert check.fault() is None
-
-
-@needs_native
-@pytest.mark.parametrize(
-    ("function", "texts", "found"),
-    [
-        ("linear", 1, "linear computes a row otherwise in company, on 1 threads"),
-        ("normalised_linear", 1, "normalised_linear computes a row otherwise in company, on 1 threads"),
-        ("step", 1, "step computes a row otherwise in company, on 1 threads"),
-        ("step", 2, "step computes a row otherwise in company, on 1 threads"),
-    ],
-)
-def test_the_check_at_load_finds_a_row_that_depends_on_its_company(
-    function: str, texts: int, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One more rounding where there are several rows, or several texts, as a compiler might introduce it, is enough."""
-    chosen = library.load()
-    right = getattr(chosen, function)
-
-    def wrong(*arguments: Any) -> int:
-        job = right(*arguments)
-        if function == "step":
-            step = library.Step.from_address(arguments[0])
-            rows, result, several = step.rows, step.outputs, step.num_spans >= texts
-        else:
-            row_argument, result_argument = {"linear": (2, 4), "normalised_linear": (4, 5)}[function]
-            rows, result, several = arguments[row_argument], arguments[result_argument], True
-        if rows > 1 and several:
-            number = ctypes.c_int32.from_address(result)
-            number.value ^= 1  # the last bit of the first number
-        return job
-
-    broken = dataclasses.replace(chosen, **{function: wrong})
-    monkeypatch.setattr(library, "kernels", lambda: broken)
-    assert check.fault() == found
-    monkeypatch.setenv("SELFSPEC_NATIVE", "1")
-    check._passes.cache_clear()
-    try:
-        with pytest.warns(RuntimeWarning, match=f"no native kernels.* failed their check on this machine: {found}"):
-            assert not native_works(CPU, torch.float32)
-        assert not native_works(CPU, torch.float32)  # without another warning
-        monkeypatch.setenv("SELFSPEC_NATIVE", "require")
-        check._passes.cache_clear()
-        with pytest.raises(library.KernelsUnavailableError, match=found):
-            native_works(CPU, torch.float32)
-    finally:
-        check._passes.cache_clear()
-
-
-@needs_native
-def test_the_check_at_load_finds_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = library.load()
-
-    shape = library.Shape(43, 6, 2, 18, 1e-5, 1.0)
-
-    def unscaled(step: int, threads: int) -> int:
-        library.Step.from_address(step).shape = ctypes.addressof(shape)
-        return chosen.step(step, threads)
-
-    monkeypatch.setattr(library, "kernels", lambda: dataclasses.replace(chosen, step=unscaled))
-    assert check.fault() == "step computes something else"
 
 
 @needs_native

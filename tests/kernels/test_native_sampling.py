@@ -24,6 +24,7 @@ from layerskip_models.kernels.native_sampling import (
     sample,
     takes,
 )
+from sampling_in_parts import SamplerInParts
 from selfspec.engine.sampling import Sampler, distribution, warp_of
 from selfspec.engine.verification import verify_sampled
 from tiny_llama import tiny_llama
@@ -270,16 +271,6 @@ def test_a_sampler_gives_the_same_as_operators(warp: Warp, seed: int) -> None:
     assert torch.equal(out, found)
 
 
-class InParts(Sampler):
-    """A sampler that judges drafts and draws in several calls."""
-
-    def sample(self, logits: Tensor, tokens: Tensor, length: int, out: Tensor, where: str) -> int:
-        return self.draw(self.probabilities(logits, tokens, length, out)[0], where)
-
-    def accept(self, *arguments: object) -> None:
-        return None
-
-
 def sampler_of(kind: type[Sampler], warp: Warp, seed: int) -> Sampler:
     return kind(warpers(warp), torch.Generator().manual_seed(seed), native=True)
 
@@ -309,7 +300,7 @@ def test_judging_drafts_in_one_call_is_judging_them_in_parts(
     text = torch.tensor([[0, 0, 0, *drafts]])
     found = [
         verify_sampled(sampler_of(kind, warp, seed), target, text, 3, drafts, q.clone(), copied)
-        for kind in (Sampler, InParts)
+        for kind in (Sampler, SamplerInParts)
     ]
     whole, parts = found
     assert (whole.num_accepted, whole.block, whole.acceptance) == (parts.num_accepted, parts.block, parts.acceptance)
@@ -326,7 +317,7 @@ def test_drawing_from_logits_in_one_call_is_drawing_in_parts(size: int, seed: in
     outs = torch.full((2, 1, size), math.nan)
     drawn = [
         sampler_of(kind, warp, seed).sample(logits, text, 3, out, "a row")
-        for kind, out in zip((Sampler, InParts), outs)
+        for kind, out in zip((Sampler, SamplerInParts), outs)
     ]
     assert drawn[0] == drawn[1]
     assert torch.equal(outs[0], outs[1])

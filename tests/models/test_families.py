@@ -53,7 +53,7 @@ def reference(kind: str, seed: int) -> PreTrainedModel:
 
 @cache
 def greedy_text(kind: str, seed: int) -> list[int]:
-    """Of transformers, behind `TEXT[seed : seed + 8]`."""
+    """How transformers continues the eight tokens of TEXT that begin at `seed`."""
     return reference_greedy(reference(kind, seed), TEXT[seed : seed + 8], max_new_tokens=16)
 
 
