@@ -61,10 +61,14 @@ class BuildKernels(build_ext):
         objects = compiled("processor.c", "any") + compiled("pool.c", "any")
         variants = VARIANTS.get(machine, {"baseline": []})
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
-            made = {name: compilers.submit(compiled, "kernels.c", name, *flags) for name, flags in variants.items()}
-        for variant, result in made.items():
+            # The last ones take longest, and begin first.
+            made = {
+                name: compilers.submit(compiled, "kernels.c", name, *flags)
+                for name, flags in reversed(variants.items())
+            }
+        for variant in variants:
             try:
-                objects += result.result()
+                objects += made[variant].result()
             except CompileError:
                 if variant in ("baseline", "neon"):
                     raise
