@@ -3,12 +3,16 @@
 kernels.c is compiled once for each variant in `VARIANTS`, all into one library, which chooses none of them: library.py does
 that when it is loaded. The library is optional. Without a C compiler the installation goes on, and decoding is slower.
 
-For work on the sources: `python setup.py build_ext --inplace` puts the library where the package looks for it.
+For work on the sources: `python setup.py build_ext --inplace` puts the library where the package looks for it. In place, as
+in an editable installation, it has only the variants that run on this processor, each of which takes up to half a minute. A
+wheel has all of them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,8 +42,19 @@ VARIANTS = {"x86_64": X86, "amd64": X86, "aarch64": {"neon": []}, "arm64": {"neo
 """Flags of each variant by the last part of the platform's name; other processors get the baseline."""
 
 
+def runnable(variants: Mapping[str, list[str]], library: str) -> dict[str, list[str]]:
+    """Those of the variants that run here. library: any that has processor.c in it."""
+    asked = ctypes.CDLL(library)
+    return {name: flags for name, flags in variants.items() if getattr(asked, f"runs_{name}", int)()}
+
+
 class BuildKernels(build_ext):
     """Compiles the kernels once per variant. A variant that the compiler cannot make is left out."""
+
+    def finalize_options(self) -> None:
+        """Remember `inplace`, which setuptools unsets while it builds."""
+        super().finalize_options()
+        self.only_here = bool(self.inplace)
 
     def get_ext_filename(self, fullname: str) -> str:
         """A plain library: it uses nothing of Python, so any version of Python can load it."""
@@ -58,8 +73,13 @@ class BuildKernels(build_ext):
                 extra_postargs=[*FLAGS, *flags],
             )
 
-        objects = compiled("processor.c", "any") + compiled("pool.c", "any")
+        processor = compiled("processor.c", "any")
+        objects = processor + compiled("pool.c", "any")
         variants = VARIANTS.get(machine, {"baseline": []})
+        if self.only_here:
+            asked = str(Path(self.build_temp, "processor.so").resolve())
+            self.compiler.link_shared_object(processor, asked)
+            variants = runnable(variants, asked)
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
             # The last ones take longest, and begin first.
             made = {

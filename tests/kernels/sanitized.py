@@ -9,7 +9,6 @@ the size that it asks for. It lies in a copy of this folder below build, where t
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import platform
 import runpy
@@ -56,21 +55,15 @@ def missing() -> str | None:
 
 def variants(short: bool) -> dict[str, list[str]]:
     """Flags of the variants to build, by their names; the best one that runs here where one is enough."""
-    every: dict[str, dict[str, list[str]]] = runpy.run_path(str(ROOT / "setup.py"))["VARIANTS"]
-    found = every.get(platform.machine(), {"baseline": []})
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    found: dict[str, list[str]] = setup["VARIANTS"].get(platform.machine(), {"baseline": []})
     if not short:
         return found
-    # Real tiles are left out: what their instructions read and write is hidden from the sanitizers.
-    runs = [name for name in found if name != "amx" and _runs(name)]
-    return {runs[-1]: found[runs[-1]]}
-
-
-def _runs(variant: str) -> bool:
-    """As the library that was built before says."""
     library = ROOT / FOLDER / "libkernels.so"
-    return variant in ("baseline", "neon") or (
-        library.is_file() and bool(getattr(ctypes.CDLL(str(library)), f"runs_{variant}", int)())
-    )
+    runs = setup["runnable"](found, str(library)) if library.is_file() else list(found)[:1]
+    # Real tiles are left out: what their instructions read and write is hidden from the sanitizers.
+    *_, best = (name for name in runs if name != "amx")
+    return {best: found[best]}
 
 
 def build(copy: Path, short: bool) -> None:

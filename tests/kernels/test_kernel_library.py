@@ -53,6 +53,14 @@ def test_where_there_is_a_compiler_there_are_kernels() -> None:
 
 
 @needs_library
+def test_what_is_compiled_in_place_is_what_runs_here() -> None:
+    pytest.importorskip("setuptools.command.bdist_wheel")
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    compiled = setup["runnable"](setup["VARIANTS"].get(platform.machine(), {"baseline": []}), str(library.LIBRARY))
+    assert list(compiled)[::-1] == list(runnable_variants())
+
+
+@needs_library
 def test_the_best_variant_is_chosen_and_any_other_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SELFSPEC_NATIVE", raising=False)
     names = runnable_variants()
