@@ -123,7 +123,7 @@ def test_a_trace_with_gaps_ranks_the_settings(which):
         gaps = Policy(TraceEveryLayer(num_layers, learn_every=3), name="trace")
         for into, watched in ((full, policy), (thin, gaps)):
             result = generator.generate(
-                prompt, policy=watched, max_new_tokens=60, do_sample=False, eos_token_id=[], trace=True
+                prompt, policy=watched, max_new_tokens=40, do_sample=False, eos_token_id=[], trace=True
             )
             into.append(agreement_trace(result, num_layers))
     assert all(trace.coverage < 0.4 and not trace.is_complete for trace in thin)

@@ -418,8 +418,11 @@ def run_as_a_person(*arguments, **options):
     )
 
 
-def test_the_demo_as_a_person_runs_it():
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_demo_as_a_person_runs_it(forked, request):
     """`make demo`, shorter: no prompt, no terminal, a comparison on the checkpoint that ships."""
+    if forked:
+        request.getfixturevalue("forked_programs")
     result = run_as_a_person("generate", "--compare", "--max-new-tokens", "24", stdin=subprocess.DEVNULL)
     errors = result.stderr.decode()
     assert result.returncode == 0, errors

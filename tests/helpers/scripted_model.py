@@ -35,8 +35,7 @@ def scripted_generator(
     for key, text in scripts.items():
         used = {one for said in pieces.values() for one in said} | {*scripts, *words}
         pieces[key] = _pieces(text, used)
-    tokenizer = _tokenizer([*scripts, *words, *(one for said in pieces.values() for one in said)])
-    tokenizer.chat_template = template
+    tokenizer = scripted_tokenizer(template, [*scripts, *words, *(one for said in pieces.values() for one in said)])
     if response_template is not None:
         tokenizer.response_template = response_template  # type: ignore[attr-defined]
     ids = {text: tokenizer.convert_tokens_to_ids(text) for text in tokenizer.get_vocab()}
@@ -77,7 +76,7 @@ def _pieces(text: str, used: set[str]) -> list[str]:
     return pieces
 
 
-def _tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
+def scripted_tokenizer(template: str, words: Sequence[str]) -> PreTrainedTokenizerFast:
     """Bytes, and a token for each of these texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
@@ -85,4 +84,5 @@ def _tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     made.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, clean_up_tokenization_spaces=False)
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    tokenizer.chat_template = template
     return tokenizer

@@ -11,7 +11,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from running_server import RunningServer, ask, refusal, running_server
-from scripted_model import END, scripted_generator
+from scripted_model import END, scripted_generator, scripted_tokenizer
 from selfspec.messages import OWN_TEMPLATE, encode_messages
 from selfspec.serve.structured_output import Vocabulary
 from selfspec.serve.tools.tool_formats import BEGIN, format_of
@@ -219,8 +219,7 @@ def test_a_forced_call_of_a_model_that_writes_bare_json(bare: RunningServer) -> 
 @pytest.mark.parametrize("template", [TAGS, REVERSED, BARE])
 def test_the_grammar_takes_calls_as_the_template_writes_them(template: str, words: tuple[str, ...]) -> None:
     """White space and order included, so that a model need not leave what it knows; with and without tokens for the tags."""
-    tokenizer = scripted_generator({"key: x": "hello"}, template, words).tokenizer
-    assert tokenizer is not None
+    tokenizer = scripted_tokenizer(template, words)
     vocabulary = Vocabulary(tokenizer, len(tokenizer), [int(tokenizer.convert_tokens_to_ids(END))])
     written, tools = format_of(tokenizer, OWN_TEMPLATE), [Tool.model_validate(tool) for tool in TOOLS]
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
@@ -251,8 +250,7 @@ def test_a_call_or_an_answer_that_follows_a_schema(client: OpenAI, bare: Running
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "r", "schema": schema}}
     answer = json.dumps({"r": 1}, separators=(",", ":"))
     assert answered(client, "key: json", response_format=wanted) == (answer, [], "stop")
-    tokenizer = scripted_generator({"key: x": "hello"}, TAGS).tokenizer
-    assert tokenizer is not None
+    tokenizer = scripted_tokenizer(TAGS, ())
     vocabulary = Vocabulary(tokenizer, len(tokenizer), [int(tokenizer.convert_tokens_to_ids(END))])
     grammar = call_grammar(
         format_of(tokenizer, OWN_TEMPLATE), [Tool.model_validate(TOOLS[2])], several=True, special_id=vocabulary.special_id,

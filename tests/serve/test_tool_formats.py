@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripted_model import scripted_generator
+from scripted_model import scripted_tokenizer
 from selfspec.messages import OWN_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate
 from selfspec.serve.tools.call_readers import BareReader, CallReader, TagReader, Written
 from selfspec.serve.tools.tool_formats import NoToolsError, ToolFormat, format_of
@@ -18,8 +18,7 @@ from tool_templates import BARE, HIDDEN, OTHER, REVERSED, TAGS, tagged
 
 class TestFormats:
     def test_the_template_says_how_calls_are_written(self) -> None:
-        tokenizer = scripted_generator({"key: x": "hello"}, TAGS).tokenizer
-        assert tokenizer is not None
+        tokenizer = scripted_tokenizer(TAGS, ())
 
         def found(template: str) -> ToolFormat:
             tokenizer.chat_template = template

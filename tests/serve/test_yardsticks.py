@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -31,9 +32,24 @@ def server(offline: SelfSpecGenerator) -> Iterator[RunningServer]:
         yield running
 
 
+@dataclass(frozen=True)
+class Scored:
+    """A continuation of a context, its log-likelihood by transformers' model, and whether that decodes it greedily."""
+
+    context: list[int]
+    continuation: list[int]
+    score: float
+    is_greedy: bool
+
+
 @pytest.fixture(scope="module")
-def reference() -> PreTrainedModel:
-    return load_transformers(DEMO_PATH, dtype="float32", device="cpu")
+def scored(offline: SelfSpecGenerator) -> list[Scored]:
+    assert offline.tokenizer is not None
+    reference = load_transformers(DEMO_PATH, dtype="float32", device="cpu")
+    contexts = [offline.tokenizer(text)["input_ids"] for text in CONTEXTS]
+    continuations = [offline.tokenizer(text)["input_ids"] for text in CONTINUATIONS]
+    continuations[1] = offline.generate(torch.tensor(contexts[1]), max_new_tokens=4, eos_token_id=[]).new_tokens
+    return [Scored(*pair, *directly(reference, *pair)) for pair in zip(contexts, continuations)]
 
 
 def answered(server: RunningServer, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
@@ -62,14 +78,10 @@ def directly(model: PreTrainedModel, context: Sequence[int], continuation: Seque
 @pytest.mark.parametrize("extra", [{}, {"cache_salt": "one"}, {"policy": "ls:3-4"}], ids=["", "cached", "exit"])
 @pytest.mark.parametrize("together", [1, 5])
 def test_log_likelihoods_are_the_models_own(
-    server: RunningServer, offline: SelfSpecGenerator, reference: PreTrainedModel, together: int, extra: dict[str, Any]
+    server: RunningServer, scored: list[Scored], together: int, extra: dict[str, Any]
 ) -> None:
     """As lm-eval's `local-completions` asks for them, alone and in batches; also where a prompt was read before."""
-    assert offline.tokenizer is not None
-    contexts = [offline.tokenizer(text)["input_ids"] for text in CONTEXTS]
-    continuations = [offline.tokenizer(text)["input_ids"] for text in CONTINUATIONS]
-    continuations[1] = offline.generate(torch.tensor(contexts[1]), max_new_tokens=4, eos_token_id=[]).new_tokens
-    prompts = [context + continuation for context, continuation in zip(contexts, continuations)]
+    prompts = [one.context + one.continuation for one in scored]
     greedy = []
     for first in range(0, len(prompts), together):
         asked = {
@@ -81,11 +93,10 @@ def test_log_likelihoods_are_the_models_own(
         }
         answer = answered(server, {"model": "demo", "echo": True, **asked, **extra})
         for choice in answer["choices"]:
-            at = first + choice["index"]
-            expected = directly(reference, contexts[at], continuations[at])
-            score, is_greedy = as_lm_eval_reads(choice, len(contexts[at]))
-            assert score == pytest.approx(expected[0], abs=1e-4)
-            assert is_greedy == expected[1]
+            expected = scored[first + choice["index"]]
+            score, is_greedy = as_lm_eval_reads(choice, len(expected.context))
+            assert score == pytest.approx(expected.score, abs=1e-4)
+            assert is_greedy == expected.is_greedy
             greedy.append(is_greedy)
     assert greedy == [False, True, False, False, False]
 

@@ -53,7 +53,7 @@ def test_calls_of_all_kinds_stay_exact(seconds: int) -> None:
 
 
 def test_expected_texts_are_transformers_own() -> None:
-    soaking = Soak(threads=1, seed=0)
+    soaking = Soak(threads=1, seed=0, captured=0)
     assert soaking._expected[0, 0, 32, "ar", None] == reference_greedy(
         soak._llama(1), soak.PROMPTS[0], max_new_tokens=32
     )
