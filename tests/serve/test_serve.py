@@ -524,13 +524,13 @@ def test_the_command_serves_and_ends_at_sigterm(offline: SelfSpecGenerator) -> N
         assert b'"demo"' in answer
         with OpenAI(base_url=said[1], api_key="none", max_retries=0, timeout=60) as client:
             stream = client.completions.create(
-                model="demo", prompt=CODE, max_tokens=150, temperature=0, stream=True, logit_bias={"0": -100}
+                model="demo", prompt=CODE, max_tokens=300, temperature=0, stream=True, logit_bias={"0": -100}
             )
             text = next(iter(stream)).choices[0].text
             started.send_signal(signal.SIGTERM)
             text += "".join(chunk.choices[0].text for chunk in stream)
         unending = GenerationConfig(suppress_tokens=[0])
-        assert text == offline.generate(CODE, max_new_tokens=150, generation_config=unending).text
+        assert text == offline.generate(CODE, max_new_tokens=300, generation_config=unending).text
         assert started.wait(30) in (0, -signal.SIGTERM)
         assert started.stderr.read() == ""
     finally:
