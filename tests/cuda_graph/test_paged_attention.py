@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import LlamaForCausalLM, MistralConfig
 
 import selfspec.engine.runners.cuda_graph.runner
 from flash_reference import flash_attention_on_cpu
-from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models import from_transformers
 from layerskip_models.kv_cache import KVCache
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
@@ -103,23 +102,17 @@ def test_rows_are_aligned_at_the_end_of_the_text(heads: int, kv_heads: int, wind
 # The text
 
 
-@cache
-def model_and_text() -> tuple[LayerSkipModel, list[int]]:
-    """A model, and how it continues the prompt."""
+def test_captured_texts_are_the_model_s_own(paged: list[int]) -> None:
+    """By every policy, on the same captures."""
     llama = tiny()
-    return from_transformers(llama, layout="plain"), reference_greedy(llama, PROMPT, max_new_tokens=25)
-
-
-@pytest.mark.parametrize(
-    "policy", [name for name in EVERY_POLICY if "pacer" not in name and not name.startswith("copy")]
-)
-def test_captured_texts_are_the_model_s_own(policy: str, paged: list[int]) -> None:
-    model, expected = model_and_text()
-    engine = SelfSpecGenerator(model, runner="captured")
-    result = engine.generate(PROMPT, max_new_tokens=25, policy=named_policy(policy, 2, engine.model))
-    assert result.new_tokens == expected
-    assert result.stats.runner == "captured"
-    assert max(paged) > 1
+    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), runner="captured")
+    expected = reference_greedy(llama, PROMPT, max_new_tokens=25)
+    for policy in (name for name in EVERY_POLICY if "pacer" not in name and not name.startswith("copy")):
+        paged.clear()
+        result = engine.generate(PROMPT, max_new_tokens=25, policy=named_policy(policy, 2, engine.model))
+        assert result.new_tokens == expected, policy
+        assert result.stats.runner == "captured"
+        assert max(paged) > 1
 
 
 @pytest.mark.parametrize("make", [lambda: tiny(heads=4, kv_heads=2), windowed], ids=["grouped heads", "windows"])
@@ -234,10 +227,11 @@ def test_a_trial_that_fails_costs_one_warning(fault: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(Pages, "attend", faulty)
     llama = tiny()
     engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), runner="captured")
+    expected = reference_greedy(llama, PROMPT, max_new_tokens=15)
     with pytest.warns(RuntimeWarning, match=r"masks instead of flash attention: (NotImpl|1 rows of 3)") as seen:
         for policy in ("ar", "ls:2-3"):
             result = engine.generate(PROMPT, max_new_tokens=15, policy=policy)
-            assert result.new_tokens == reference_greedy(llama, PROMPT, max_new_tokens=15)
+            assert result.new_tokens == expected
             assert result.stats.runner == "captured"
     assert len(seen) == 1
 

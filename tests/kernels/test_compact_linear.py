@@ -109,7 +109,10 @@ def test_int8_is_close_and_passes_nan_on() -> None:
 @needs_int8
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_speculation_gives_the_int8_model_s_own_output(dtype: torch.dtype) -> None:
-    """Every policy, against the same weights decoding token by token; a difference must be a near-tie of its logits."""
+    """Every policy, against the same weights decoding token by token; a difference must be a near-tie of its logits.
+
+    Half of the policies for each of two models.
+    """
     near_ties = tokens = 0
     bound = 1e-3 if dtype == torch.float32 else 0.2
     for seed in range(2):
@@ -117,7 +120,7 @@ def test_int8_speculation_gives_the_int8_model_s_own_output(dtype: torch.dtype) 
         engine = SelfSpecGenerator(from_transformers(llama, layout="int8"))
         model = engine.model
         prompt = [seed, 3, 20 - seed]
-        for name in EVERY_POLICY:
+        for name in EVERY_POLICY[seed::2]:
             new = engine.generate(prompt, max_new_tokens=20, policy=named_policy(name, 2, model)).new_tokens
             text = torch.tensor(prompt + new)
             logits = model.logits(model.run_layers(model.embed(text), 0, 4, KVCache(model, len(text))))

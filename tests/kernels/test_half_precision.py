@@ -54,17 +54,15 @@ def test_the_text_is_that_of_the_float32_model_with_these_weights(dtype: torch.d
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", HALVES)
-def test_a_text_depends_on_nothing_but_the_model_and_the_prompt(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "seed"), [*zip(HALVES, range(2))])
+def test_a_text_depends_on_nothing_but_the_model_and_the_prompt(dtype: torch.dtype, seed: int) -> None:
     """Whatever drafts, however often, and with other prompts in between for `auto` to learn from."""
-    for seed in range(2):
-        llama = near_tied(dtype, seed)
-        engine = SelfSpecGenerator(llama)
-        expected = [engine.generate(prompt, max_new_tokens=30, policy="ar").new_tokens for prompt in PROMPTS]
-        for policy in ("ls:1-6", "ls:3-2", "ls:4-9", "del", "dv:2", "spide:1", "auto:cost=layers"):
-            for _ in range(3 if "auto" in policy else 1):
-                for prompt, text in zip(PROMPTS, expected):
-                    assert engine.generate(prompt, max_new_tokens=30, policy=policy).new_tokens == text, policy
+    engine = SelfSpecGenerator(near_tied(dtype, seed))
+    expected = [engine.generate(prompt, max_new_tokens=30, policy="ar").new_tokens for prompt in PROMPTS]
+    for policy in ("ls:1-6", "ls:3-2", "ls:4-9", "del", "dv:2", "spide:1", "auto:cost=layers"):
+        for _ in range(3 if "auto" in policy else 1):
+            for prompt, text in zip(PROMPTS, expected):
+                assert engine.generate(prompt, max_new_tokens=30, policy=policy).new_tokens == text, policy
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -70,7 +70,7 @@ def test_every_road_to_it(runner: str) -> None:
     """A transformers model, one that is loaded, one that has it: half the bytes, kept texts too, and the same text."""
     llama = tiny_llama(heads=4, kv_heads=2, late_scale=0.5, seed=21)
     rounded = from_transformers(llama, layout="plain").with_kv_dtype("bfloat16")
-    full = SelfSpecGenerator(llama, runner=runner, prefix_cache="1MB")
+    full = SelfSpecGenerator(llama, policy="ls:2-3", runner=runner, prefix_cache="1MB")
     for given in (llama, rounded, from_transformers(llama, layout="plain")):
         generator = SelfSpecGenerator(
             given, runner=runner, prefix_cache="1MB", kv_dtype="auto" if given is rounded else "bfloat16"

@@ -139,7 +139,7 @@ def test_weights_made_in_inference_mode_cannot_be_shared() -> None:
         llama = tiny_llama(dtype=torch.float64, seed=3)
     with pytest.raises(ValueError, match="inference mode"):
         from_transformers(llama, share=True, layout="plain")
-    assert SelfSpecGenerator(llama).generate(PROMPT, max_new_tokens=3).stats.num_new_tokens == 3
+    assert SelfSpecGenerator(llama, policy="ls:2-3").generate(PROMPT, max_new_tokens=3).stats.num_new_tokens == 3
 
 
 @pytest.mark.usefixtures("shares")
@@ -147,7 +147,7 @@ def test_weights_made_in_inference_mode_cannot_be_shared() -> None:
 def test_the_next_call_runs_on_updated_weights(name: str) -> None:
     """In place they are there already, and what was captured stays; else they are taken anew. What was read is forgotten."""
     llama = tiny_llama(dtype=torch.float64, seed=3)
-    engine = SelfSpecGenerator(llama, prefix_cache="1MB")
+    engine = SelfSpecGenerator(llama, policy="ls:2-3", prefix_cache="1MB")
     assert engine.generate(PROMPT, max_new_tokens=12).new_tokens == reference_greedy(llama, PROMPT, max_new_tokens=12)
     assert engine.generate(PROMPT, max_new_tokens=12).stats.num_reused_tokens > 0
     model = engine.model
@@ -178,7 +178,7 @@ def test_a_training_loop_generates_with_what_it_has_learned() -> None:
 @pytest.mark.usefixtures("shares")
 def test_two_generators_over_one_model_leave_each_other_s_weights_where_they_are() -> None:
     llama = tiny_llama(dtype=torch.float64, seed=3)
-    engines = [SelfSpecGenerator(llama) for _ in range(2)]
+    engines = [SelfSpecGenerator(llama, policy="ls:2-3") for _ in range(2)]
     models = [engine.model for engine in engines]
     expected = reference_greedy(llama, PROMPT, max_new_tokens=12)
     for _ in range(2):

@@ -291,8 +291,8 @@ def test_costs_are_measured_with_adapters(runner: str) -> None:
     cost = measured_cost(model.with_adapters(model.adapters), runner)  # type: ignore[arg-type]
     assert [layer for layer, _ in cost.adapter_seconds] == [1, 3]
     assert all(seconds >= 0 for _, seconds in cost.adapter_seconds)
-    assert measured_cost(model.with_adapters({})).adapter_seconds == ()
     if runner == "eager":
+        assert measured_cost(model.with_adapters({})).adapter_seconds == ()
         steered = adapted(model, [1, 3], form=STEERED)
         assert [layer for layer, _ in measured_cost(steered).adapter_seconds] == [1, 3]
 

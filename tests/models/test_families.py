@@ -33,7 +33,14 @@ TEXT = [(7 * i * i + 3) % VOCAB_SIZE for i in range(40)]
 SEEDS = 3
 OTHERS = [kind for kind in FAMILIES if kind != "llama"]  # of which the other tests are
 every_family = pytest.mark.parametrize("kind", OTHERS)
-every_model = pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for kind in FAMILIES for seed in range(SEEDS)])
+every_model = pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        pytest.param(kind, seed, marks=pytest.mark.slow if seed == SEEDS - 1 else ())
+        for kind in FAMILIES
+        for seed in range(SEEDS)
+    ],
+)
 some_models = pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for kind in OTHERS for seed in range(2)])
 needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 

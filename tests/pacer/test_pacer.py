@@ -226,7 +226,7 @@ def test_every_answer_is_the_modules(scope: str, estimates: str) -> None:
     for exit_policy in (FixedExit(1, 20, num_layers=5), FixedExit(3, 20, num_layers=5)):
         policy = Policy(exit_policy, PacerStopping(checked, b=2, t=0.2, scope=scope))
         for prompt in ([1, 2, 3], [9] * 12, [5, 1, 7, 7]):
-            stats = engine.generate(prompt, max_new_tokens=30, policy=policy).stats
+            stats = engine.generate(prompt, max_new_tokens=20, policy=policy).stats
             assert stats.preverifier_layers > 0
             assert stats.etpl_charged == pytest.approx(
                 (stats.num_new_tokens - 1) / (stats.loaded_layers + stats.preverifier_layers)

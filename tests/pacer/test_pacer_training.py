@@ -207,8 +207,8 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 def test_data_is_taken_up_where_it_broke_off(tmp_path: Path) -> None:
     """After the second shard; the finished shards are not made again, and all are what one run would have made."""
-    engine = generator()
-    make_data(engine, PROMPTS, PLAN, tmp_path / "whole")
+    engine, plan = generator(), replace(PLAN, response_tokens=10)
+    make_data(engine, PROMPTS, plan, tmp_path / "whole")
 
     class Killed(Exception):
         pass
@@ -218,16 +218,16 @@ def test_data_is_taken_up_where_it_broke_off(tmp_path: Path) -> None:
             raise Killed
 
     with pytest.raises(Killed):
-        make_data(engine, PROMPTS, PLAN, tmp_path / "parts", kill)
+        make_data(engine, PROMPTS, plan, tmp_path / "parts", kill)
     assert len(shards(tmp_path / "parts")) == 2
     times = [path.stat().st_mtime_ns for path in sorted((tmp_path / "parts").glob("shard-*"))]
-    make_data(engine, PROMPTS, PLAN, tmp_path / "parts")
+    make_data(engine, PROMPTS, plan, tmp_path / "parts")
     assert [path.stat().st_mtime_ns for path in sorted((tmp_path / "parts").glob("shard-*"))][:2] == times
     assert shards(tmp_path / "parts") == shards(tmp_path / "whole")
     traces = list(read_traces(tmp_path / "whole"))
     assert [made.exit_layer for made in traces] == [1, 3] * 5
     with pytest.raises(ValueError, match="other options"):
-        make_data(engine, PROMPTS[:4], PLAN, tmp_path / "whole")
+        make_data(engine, PROMPTS[:4], plan, tmp_path / "whole")
 
 
 @pytest.fixture(scope="module")

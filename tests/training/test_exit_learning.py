@@ -227,7 +227,7 @@ def test_rows_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
 
 def test_texts_are_the_same_while_a_thread_learns(tmp_path: Path) -> None:
     model = shared_model("native")
-    prompts = [[number % 24, number // 24] for number in range(60)]
+    prompts = [[number, 3] for number in range(24)]
     plain = SelfSpecGenerator(model, exits=None).generate_batch(prompts, max_new_tokens=16, policy="ar")
     generator, learner = learning(tmp_path, judge_every=2, sureness=0.0)
     ended = threading.Event()
