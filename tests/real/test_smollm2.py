@@ -27,7 +27,7 @@ from layerskip_models.training.resumable_run import ResumableRun
 from layerskip_models.training.start import whole_model
 from layerskip_models.training.training_config import TrainingConfig
 from running_server import RunningServer, running_server
-from scripted_policies import EVERY_POLICY, named_policy
+from scripted_policies import EVERY_POLICY, named_policy, others_slow
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 
@@ -60,15 +60,6 @@ REPEATING = tuple(
     ("the cat sat on the mat", "3, 1, 4, 1, 5, 9", "alpha beta gamma delta", "https://example.org/a/b", "key = value",
      "Öl, Käse, Brot", "日本語の文章", "def f(x): return x", "A-1, A-2, A-3", "to be or not to be")
 )  # fmt: skip
-
-
-def _first_of_each(names: tuple[str, ...]) -> Iterator[Any]:
-    """Policies, of which those that differ from an earlier one in options alone are slow: tiny models run them all."""
-    seen = set()
-    for name in names:
-        parts = tuple(part.split(":")[0] for part in name.split("+"))
-        yield pytest.param(name, marks=[pytest.mark.slow] if parts in seen else [])
-        seen.add(parts)
 
 
 def chat(question: str) -> list[dict[str, str]]:
@@ -157,7 +148,7 @@ def plain(smollm2: SelfSpecGenerator) -> list[int]:
     return smollm2.generate(CODE[7], max_new_tokens=9, policy="ar").new_tokens
 
 
-@pytest.mark.parametrize("name", [*_first_of_each(EVERY_POLICY)])
+@pytest.mark.parametrize("name", others_slow(EVERY_POLICY))
 def test_every_policy_gives_the_same_text(name: str, smollm2: SelfSpecGenerator, plain: list[int]) -> None:
     policy = named_policy(name, EXIT, smollm2.model)
     assert smollm2.generate(CODE[7], max_new_tokens=9, policy=policy).new_tokens == plain
