@@ -138,27 +138,31 @@ def test_new_weights_between_two_texts_of_an_engine() -> None:
     Copies that nobody decodes on are let go. (Their passes were found by an address once, which a later copy came to have.)
     """
     llama = tiny_llama(dtype=torch.float64, seed=3)
-    weights = [tiny_llama(dtype=torch.float64, seed=seed).state_dict() for seed in (4, 5, 6, 7)]
+    others = [tiny_llama(dtype=torch.float64, seed=seed) for seed in (4, 5, 6, 7)]
+    texts = [reference_greedy(model, PROMPT, max_new_tokens=14) for model in (*others, llama)]
+    current = -1
     generator = SelfSpecGenerator(llama, policy="ls:2-4")
     models: list[weakref.ref[LayerSkipModel]] = []
     with generator.engine() as engine:
         for number in range(14):
             for_batch_size = number % 3 == 0
-            expected = [reference_greedy(llama, PROMPT, max_new_tokens=14)]
+            expected = [texts[current]]
             got = {engine.add(PROMPT, max_new_tokens=14): list[int]()}
             models.append(weakref.ref(generator.model))
             if for_batch_size:
                 for progress in engine.step():
                     got[progress.ticket] += progress.tokens
-                llama.load_state_dict(weights[number % 4])
-                expected.append(reference_greedy(llama, PROMPT, max_new_tokens=14))
+                current = (number + 2) % 4
+                llama.load_state_dict(others[current].state_dict())
+                expected.append(texts[current])
                 got[engine.add(PROMPT, max_new_tokens=14)] = []
                 models.append(weakref.ref(generator.model))
             while len(engine):
                 for progress in engine.step():
                     got[progress.ticket] += progress.tokens
             assert [*got.values()] == expected
-            llama.load_state_dict(weights[(number + 1) % 4])
+            current = (number + 1) % 4
+            llama.load_state_dict(others[current].state_dict())
             gc.collect()
             assert sum(model() is not None for model in models) <= 2
 

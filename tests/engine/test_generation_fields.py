@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import (
     GenerationConfig,
+    LlamaForCausalLM,
     LogitsProcessorList,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
@@ -76,10 +77,15 @@ followed = pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in 
 refused = pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in REFUSED.items() for v in values])
 
 
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    return tiny_llama(dtype=torch.float64, seed=4)
+
+
 @pytest.mark.filterwarnings("ignore")
 @followed
-def test_followed_as_transformers_does(field: str, value: Any) -> None:
-    llama, tokenizer = tiny_llama(dtype=torch.float64, seed=4), tiny_tokenizer()
+def test_followed_as_transformers_does(field: str, value: Any, llama: LlamaForCausalLM) -> None:
+    tokenizer = tiny_tokenizer()
     llama.generation_config.eos_token_id = 2 if field in ("min_length", "min_new_tokens") else None
     fields: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, field: value}
     if "max_length" not in fields:
@@ -99,8 +105,8 @@ def test_followed_as_transformers_does(field: str, value: Any) -> None:
 
 
 @refused
-def test_refused_by_name(field: str, value: Any) -> None:
-    engine = SelfSpecGenerator(tiny_llama())
+def test_refused_by_name(field: str, value: Any, llama: LlamaForCausalLM) -> None:
+    engine = SelfSpecGenerator(llama)
     with pytest.raises(ValueError, match=rf"{field}=.* does not apply"):
         engine.generate(PROMPT, generation_config=GenerationConfig(do_sample=True, **{field: value}), max_new_tokens=3)
 

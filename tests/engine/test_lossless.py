@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given, seed, settings
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
@@ -20,7 +21,7 @@ from tiny_llama import full_logits, pool_model, reference_greedy, tiny_llama, ti
 
 NEAR_TIE = 1e-4
 """In float32, two orders of summation move a logit by up to about this; only then may the outputs part."""
-EXAMPLES = {"eager": 80, "captured": 60}
+EXAMPLES = 45
 MOST_NEAR_TIES = 4
 
 
@@ -39,12 +40,25 @@ def reference_gap(llama: LlamaForCausalLM, prompt: list[int], options: dict[str,
     return float(best[0] - best[1])
 
 
+@cache
+def _references() -> dict[str, list[int]]:
+    return {}
+
+
+def expected_text(case: GreedyCase, llama: LlamaForCausalLM, options: dict[str, Any]) -> list[int]:
+    """Asked of transformers once for both runners, whose models are of the same weights."""
+    known, key = _references(), repr((case.model, llama.dtype, case.prompt, options))
+    if key not in known:
+        known[key] = reference_greedy(llama, case.prompt, **options)
+    return known[key]
+
+
 def options_of(case: GreedyCase, llama: LlamaForCausalLM) -> dict[str, Any]:
     """The case's GenerationConfig fields, its stop taken from what the model says without one."""
     options = {**case.options, "max_new_tokens": case.max_new_tokens}
     if case.stop_at is not None:
         kind, position = case.stop_at
-        text = reference_greedy(llama, case.prompt, **options)
+        text = expected_text(case, llama, options)
         at = min(position, len(text) - 1)
         options[kind] = (
             [text[at], 23] if kind == "eos_token_id" else [tiny_tokenizer().decode(text[max(0, at - 1) : at + 1])]
@@ -67,12 +81,13 @@ def test_greedy_output_equals_transformers(dtype: torch.dtype, runner: RunnerNam
     """Every generated prompt and setting, at every exit layer of its model, against one reference run."""
     count: Counter[str] = Counter()
 
+    @seed(58)  # well mixed, whatever is edited below: see the counts
     @given(case=greedy_cases)
-    @settings(max_examples=EXAMPLES[runner], phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
+    @settings(max_examples=EXAMPLES, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
     def check(case: GreedyCase) -> None:
         llama, engine = pool_model(case.model, dtype, runner)
         options = options_of(case, llama)
-        expected = reference_greedy(llama, case.prompt, **options)
+        expected = expected_text(case, llama, options)
         for exit_layer in range(1, case.num_layers):
             config = GenerationConfig(do_sample=False, **options)
             policy = case.policy(exit_layer)
@@ -99,7 +114,7 @@ def test_greedy_output_equals_transformers(dtype: torch.dtype, runner: RunnerNam
 
     check()
     print(dict(count))
-    share = EXAMPLES[runner] / 100
+    share = EXAMPLES / 100
     assert count["cases"] >= 300 * share
     assert count["near-ties"] <= MOST_NEAR_TIES
     # Were these rare, the equality above would say little.
@@ -123,7 +138,7 @@ def expected64(llama64: LlamaForCausalLM) -> list[int]:
 @pytest.mark.parametrize(
     ("num_speculations", "runner"),
     [
-        *((d, "eager") for d in range(10)),
+        *(pytest.param(d, "eager", marks=pytest.mark.slow if d in (5, 7, 8) else ()) for d in range(10)),
         *((d, "captured") for d in (0, 3, 9)),
         pytest.param(1, "captured", marks=pytest.mark.slow),
     ],
@@ -150,10 +165,10 @@ def test_plans_that_change_every_round(runner: RunnerName, llama64: LlamaForCaus
     engine = SelfSpecGenerator(from_transformers(llama64, layout="plain"), runner=runner)
     plans = [(1, 3), (None, 0), (3, 1), (2, 5), (2, 0), (3, 9), (1, 1)]
     for first, prompt in enumerate(([2], [5, 1, 7], [9, 9, 3, 0, 23])):
-        expected = reference_greedy(llama64, prompt, max_new_tokens=40)
+        expected = reference_greedy(llama64, prompt, max_new_tokens=24)
         for shift in range(first, len(plans), 3):
             policy = Policy(ScriptedExit(plans[shift:] + plans[:shift]))
-            result = engine.generate(prompt, max_new_tokens=40, policy=policy)
+            result = engine.generate(prompt, max_new_tokens=24, policy=policy)
             assert result.new_tokens == expected
 
 
@@ -176,10 +191,10 @@ def test_half_precision_takes_the_argmax_or_a_near_tie(dtype: torch.dtype, bound
     bound: of a logit; logits here reach 8, where bfloat16 steps by 1/32 and float16 by 1/256, a few layers deep.
     """
     count: Counter[str] = Counter()
-    for seed in range(8 if runner == "eager" else 4):
-        llama = tiny_llama(num_layers=4, dtype=dtype, seed=seed)
+    for number in range(4 if runner == "eager" else 2):
+        llama = tiny_llama(num_layers=4, dtype=dtype, seed=number)
         engine = SelfSpecGenerator(from_transformers(llama), runner=runner)
-        prompt = [seed, 3, 20 - seed]
+        prompt = [number, 3, 20 - number]
         for policy in ("ar", "ls:1-4", "ls:2-3"):
             new = engine.generate(prompt, max_new_tokens=24, policy=policy).new_tokens
             logits = full_logits(llama, prompt + new)[len(prompt) - 1 : -1]

@@ -55,7 +55,7 @@ def test_rounds_allocate_nothing_that_grows_with_the_context(policy: str, do_sam
     cache = KVCache(model, 8192)
     one_layer_keys = cache.num_bytes // model.num_layers // 2
     assert one_layer_keys == 8192 * 8 * 4
-    request = request_for(model, prompt, seed=1, max_new_tokens=60, do_sample=do_sample, eos_token_id=[])
+    request = request_for(model, prompt, seed=1, max_new_tokens=30, do_sample=do_sample, eos_token_id=[])
     text = Sequence(model, cache, request, chosen)
     with torch.inference_mode():
         rounds = decode(text, EagerRunner(model))
@@ -63,8 +63,8 @@ def test_rounds_allocate_nothing_that_grows_with_the_context(policy: str, do_sam
         with LargestAllocation() as largest:
             for _ in rounds:
                 pass
-    assert text.num_new == 60
-    # The largest are one layer's attention scores, rows x heads x context, or the mask of more rows: 7 x 2,060 floats.
+    assert text.num_new == 30
+    # The largest are one layer's attention scores, rows x heads x context, or the mask of more rows: 7 x 2,030 floats.
     assert 0 < largest.num_bytes < one_layer_keys // 2, largest.operator
     assert cache.num_bytes == 2 * model.num_layers * one_layer_keys
 

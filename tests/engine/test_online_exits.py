@@ -92,9 +92,9 @@ def test_greedy_texts_are_the_same_while_adapters_change(layout: Layout, policy:
     generator, _ = watched(model)
     restless = let_exits_change(generator)
     chosen = named_policy(policy, 2, generator.model)
-    for batch_size in (1, 4):
-        results = generator.generate_batch(PROMPTS, max_new_tokens=24, policy=chosen, batch_size=batch_size)
-        assert [result.new_tokens for result in results] == expected
+    for batch_size, prompts in ((1, PROMPTS[:3]), (4, PROMPTS)):
+        results = generator.generate_batch(prompts, max_new_tokens=24, policy=chosen, batch_size=batch_size)
+        assert [result.new_tokens for result in results] == expected[: len(prompts)]
     assert restless.rounds > 20
     assert restless.learned.seen + restless.held_out.seen > 200
 

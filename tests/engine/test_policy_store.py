@@ -18,6 +18,7 @@ from tiny_llama import reference_greedy, tiny_llama
 
 PROMPTS = [[5, 1, 7], [9, 2], [3, 3, 8, 1], [11]]
 LENGTH = 24
+SHORT = 16
 
 
 class OneText(StopBelow):
@@ -40,7 +41,7 @@ class OneText(StopBelow):
 
 @pytest.fixture(scope="module")
 def model_s_own(llama64: LlamaForCausalLM) -> list[list[int]]:
-    return [reference_greedy(llama64, prompt, max_new_tokens=LENGTH) for prompt in PROMPTS]
+    return [reference_greedy(llama64, prompt, max_new_tokens=SHORT) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("name", ["custom", "pacer", "auto", "del", "ls:2-6+spide", "fs:2-3", "dv:2"])
@@ -58,7 +59,7 @@ def test_threads_share_a_learning_policy(name: str, llama64: LlamaForCausalLM, m
     def work(index: int) -> None:
         try:
             for _ in range(2):
-                text = engine.generate(PROMPTS[index], max_new_tokens=LENGTH, policy=policy).new_tokens
+                text = engine.generate(PROMPTS[index], max_new_tokens=SHORT, policy=policy).new_tokens
                 assert text == expected[index]
         except BaseException as error:
             errors.append(error)

@@ -212,9 +212,9 @@ def test_processors_may_return_any_floating_type(dtype: torch.dtype, runner: Run
     generator = SelfSpecGenerator(from_transformers(tiny_llama(late_scale=0.9)), runner=runner)
     for policy in ("ar", "ls:2-4"):
         for options in ({}, {"do_sample": True, "seed": 3}):
-            common = {"max_new_tokens": 20, "policy": policy, **options}
+            common = {"max_new_tokens": 10, "policy": policy, **options}
             found = generator.generate([5, 1, 7], logits_processor=LogitsProcessorList([InDtype(dtype)]), **common)
-            assert len(found.new_tokens) == 20
+            assert len(found.new_tokens) == 10
             if dtype is torch.float64:
                 same = LogitsProcessorList([InDtype(torch.float32)])
                 assert found.new_tokens == generator.generate([5, 1, 7], logits_processor=same, **common).new_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,10 +23,18 @@ def llama() -> LlamaForCausalLM:
     return tiny_llama(num_layers=5, dtype=torch.float64, late_scale=0.6, seed=3)
 
 
+@lru_cache(1)  # every layer of a text is asked for in turn
+def hidden_states(llama: LlamaForCausalLM, text: tuple[int, ...]) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        found = llama.model(torch.tensor([text]), output_hidden_states=True, use_cache=False).hidden_states
+    assert found is not None
+    return tuple(found)
+
+
 def layer_logits(llama: LlamaForCausalLM, text: list[int], layer: int) -> Tensor:
     """Float32 logits of an early exit over a whole text, by transformers, [n, vocab]."""
     with torch.no_grad():
-        hidden = llama.model(torch.tensor([text]), output_hidden_states=True, use_cache=False).hidden_states[layer]
+        hidden = hidden_states(llama, tuple(text))[layer]
         if layer < llama.config.num_hidden_layers:  # the last one has been through the norm
             hidden = llama.model.norm(hidden)
         return llama.lm_head(hidden)[0].float()

@@ -18,9 +18,9 @@ from test_generator import Recorder
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 PROMPT = [5, 1, 7]
-GREEDY: dict[str, Any] = {"max_new_tokens": 16}
+GREEDY: dict[str, Any] = {"max_new_tokens": 12}
 SAMPLING: dict[str, Any] = {
-    "max_new_tokens": 16, "do_sample": True, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8, "seed": 4,
+    "max_new_tokens": 12, "do_sample": True, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8, "seed": 4,
     "repetition_penalty": 1.1,
 }  # fmt: skip
 
@@ -47,17 +47,18 @@ STATES: dict[str, Any] = {
 }
 
 
-ADAPTIVE = ("ls:2-4", "del", "auto:cost=layers", "ls:1-6+spide", "ls:2-5+svip")
-"""Policies that decide alike in every run."""
+Calls = tuple[tuple[str, bool], ...]
+PLAIN_AND_AUTO: Calls = (("ls:2-4", False), ("ls:2-4", True), ("auto:cost=layers", False), ("auto:cost=layers", True))
+CALLS: Calls = (*PLAIN_AND_AUTO, ("del", True), ("ls:1-6+spide", True), ("ls:2-5+svip", False))
+"""Policies that decide alike in every run, and whether they sample."""
 
 
-def texts(engine: SelfSpecGenerator, names: tuple[str, ...] = ADAPTIVE) -> list[list[int]]:
-    """A greedy and a sampled text by each policy, which has learned nothing before."""
+def texts(engine: SelfSpecGenerator, calls: Calls = CALLS) -> list[list[int]]:
+    """Each by a policy that has learned nothing before."""
     found = []
-    for name in names:
-        for options in (GREEDY, SAMPLING):
-            engine.resolve_policy(name).reset()
-            found.append(engine.generate(PROMPT, policy=name, **options).new_tokens)
+    for name, sampled in calls:
+        engine.resolve_policy(name).reset()
+        found.append(engine.generate(PROMPT, policy=name, **(SAMPLING if sampled else GREEDY)).new_tokens)
     return found
 
 
@@ -67,9 +68,9 @@ def engine_for(runner: RunnerName = "eager") -> SelfSpecGenerator:
 
 
 @cache
-def expected_texts(runner: RunnerName = "eager", names: tuple[str, ...] = ADAPTIVE) -> list[list[int]]:
+def expected_texts(runner: RunnerName = "eager", calls: Calls = CALLS) -> list[list[int]]:
     """In the state that PyTorch begins in, by a generator that no other state has seen."""
-    return texts(engine_for(runner), names)
+    return texts(engine_for(runner), calls)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +80,13 @@ def expected_texts(runner: RunnerName = "eager", names: tuple[str, ...] = ADAPTI
 @pytest.mark.usefixtures("small_captures")
 def test_the_callers_state_changes_no_text(state: str, runner: RunnerName) -> None:
     """The generator is made outside of that state; all that a call allocates is made inside."""
-    names = ADAPTIVE if runner == "eager" else ("ls:2-4", "auto:cost=layers")
-    expected = expected_texts(runner, names)
+    calls = CALLS if runner == "eager" else PLAIN_AND_AUTO
+    expected = expected_texts(runner, calls)
     engine = engine_for(runner)
     with STATES[state]():
-        found = texts(engine, names)
+        found = texts(engine, calls)
     assert found == expected
-    assert texts(engine, names) == expected  # what the call keeps for later calls serves these, too
+    assert texts(engine, calls) == expected  # what the call keeps for later calls serves these, too
 
 
 @pytest.mark.parametrize("state", ["bfloat16", "autocast", "inference_mode"])

@@ -17,13 +17,16 @@ from tiny_llama import reference_greedy, tiny_llama
 
 PROMPT = [5, 1, 7]
 POLICIES = ("ar", "ls:3-20", "ls:1-4", "dv:3,start=0.0", "svip:3,threshold=9", "del", "spide:3,tau=0.01")
+RUNNERS: tuple[RunnerName, ...] = ("eager", "captured")
 PAIRS = [
-    pytest.param(policy, how, do_sample, marks=() if do_sample == (i + j) % 2 else pytest.mark.slow)
+    pytest.param(policy, how, do_sample, runner, marks=() if (do_sample, k) == in_every_run else pytest.mark.slow)
     for i, policy in enumerate(POLICIES)
     for j, how in enumerate(["masked", "nan", "raises", "infinite"])
+    for in_every_run in [((i + j) % 2, (i + j // 2) % 2)]
+    for k, runner in enumerate(RUNNERS)
     for do_sample in (False, True)
 ]
-"""Any two of a policy, a fault, and greedy or sampled meet in every run; all three of them in the slow one."""
+"""Any two of a policy, a fault, greedy or sampled, and a runner meet in every run; all four of them in the slow one."""
 pytestmark = pytest.mark.usefixtures("small_captures")
 
 
@@ -74,7 +77,7 @@ def expected(llama: LlamaForCausalLM) -> list[int]:
     return reference_greedy(llama, PROMPT, max_new_tokens=12)
 
 
-@pytest.fixture(scope="module", params=["eager", "captured"])
+@pytest.fixture(scope="module", params=RUNNERS)
 def engine(request: pytest.FixtureRequest, llama: LlamaForCausalLM) -> SelfSpecGenerator:
     runner: RunnerName = request.param
     return SelfSpecGenerator(from_transformers(llama, layout="plain"), runner=runner)
@@ -90,7 +93,7 @@ def settings(how: str, do_sample: bool, stop: int | None) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("policy", "how", "do_sample"), PAIRS)
+@pytest.mark.parametrize(("policy", "how", "do_sample", "engine"), PAIRS, indirect=["engine"])
 def test_what_lies_behind_a_stop_breaks_nothing(
     engine: SelfSpecGenerator, expected: list[int], policy: str, how: str, do_sample: bool
 ) -> None:
@@ -104,7 +107,7 @@ def test_what_lies_behind_a_stop_breaks_nothing(
     assert len(engine.generate(PROMPT, policy=policy, **options).new_tokens) == 6
 
 
-@pytest.mark.parametrize(("policy", "how", "do_sample"), PAIRS)
+@pytest.mark.parametrize(("policy", "how", "do_sample", "engine"), PAIRS, indirect=["engine"])
 def test_what_the_text_comes_to_is_judged_as_transformers_judges_it(
     engine: SelfSpecGenerator, llama: LlamaForCausalLM, policy: str, how: str, do_sample: bool
 ) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from typing import Any
+
+import pytest
 
 from layerskip_models import LayerSkipModel
 from policies import (
@@ -97,6 +100,24 @@ EVERY_POLICY = (
     "copy:2+ls:{E}-9+pacer:random,b=2,t=0.3",
 )  # fmt: skip
 """Every policy by name, {E} standing for an exit layer: what the equality and distribution tests go through."""
+
+
+def first_of_each(names: Iterable[str]) -> list[str]:
+    """Without those that differ from an earlier one in options alone."""
+    found: dict[tuple[str, ...], str] = {}
+    for name in names:
+        found.setdefault(tuple(part.split(":")[0] for part in name.split("+")), name)
+    return [*found.values()]
+
+
+def others_slow(names: Iterable[str]) -> list[Any]:
+    """Parameters, of which those that differ from an earlier one in options alone are slow.
+
+    `test_lossless` and `test_many_texts` run every one of EVERY_POLICY in every run.
+    """
+    names = [*names]
+    first = first_of_each(names)
+    return [pytest.param(name, marks=[] if name in first else [pytest.mark.slow]) for name in names]
 
 
 def named_policy(name: str, exit_layer: int, model: LayerSkipModel) -> Policy:
