@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from statistics import median
 
@@ -87,7 +88,12 @@ def speed(row: PolicyRow, weights: Floats) -> Floats:
 
 
 def drawn(tasks: Sequence[str], draws: int = DRAWS) -> Floats:
-    """How often each prompt is drawn, [draws, prompts]: as many of each task as there are."""
+    """How often each prompt is drawn, [draws, prompts], read only: as many of each task as there are."""
+    return _drawn(tuple(tasks), draws)
+
+
+@cache  # many records have the same prompts
+def _drawn(tasks: tuple[str, ...], draws: int) -> Floats:
     random = Random(_SEED)
     places = [[place for place, task in enumerate(tasks) if task == one] for one in dict.fromkeys(tasks)]
     counts = np.zeros((draws, len(tasks)))
@@ -95,6 +101,7 @@ def drawn(tasks: Sequence[str], draws: int = DRAWS) -> Floats:
         for own in places:
             for place in random.choices(own, k=len(own)):
                 row[place] += 1
+    counts.flags.writeable = False
     return counts
 
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 import pytest
 
 import bench.machine.bandwidth
+from bench.sources import sources
+
+
+@pytest.fixture(autouse=True, scope="session")
+def known_sources() -> None:
+    """Every record has digests of the sources: made once here, and not in each process that is forked."""
+    sources()
 
 
 @pytest.fixture(autouse=True)

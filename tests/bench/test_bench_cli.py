@@ -9,6 +9,7 @@ from bench.commands.bench_app import app, main
 from bench.record import read_record
 from layerskip_models.kernels.library import kernels
 from selfspec.defaults import fixed_policy
+from tiny_llama import tiny_llama, tiny_tokenizer
 
 RUN = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--warmups", "1", "--num-samples", "2"]
 
@@ -72,9 +73,12 @@ def test_peers_with_int8_weights_judges_these_among_themselves(checkpoint, tmp_p
 def test_peers_on_a_gguf_file_judges_these_among_themselves(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    record = tmp_path / "peers.jsonl"
+    model, record = tmp_path / "tiny", tmp_path / "peers.jsonl"
+    shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192}
+    tiny_llama(**shape, seed=4).save_pretrained(model)  # these types hold its rows
+    tiny_tokenizer().save_pretrained(model)
     asked = ["--gguf", "Q8_0", "--gguf", "IQ4_NL", "--no-transformers"]
-    result = invoke("peers", *asked, "--output", record, *RUN)  # the demo, whose rows these types hold
+    result = invoke("peers", "--model", model, *asked, "--output", record, *RUN)
     assert result.exit_code == 0, result.output
     assert "llama.cpp is left out" in result.stderr
     lines = read_record(record)

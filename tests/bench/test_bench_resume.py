@@ -20,6 +20,7 @@ from tiny_training import begin_as_rank
 
 pytestmark = pytest.mark.usefixtures("known_costs")
 POLICIES = ["--policy", "auto", "--policy", "del"]
+TWO_PROMPTS = ["--task", "code", "--task", "english", "--num-samples", 1]
 
 
 def kill_after(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
@@ -41,13 +42,13 @@ def kill_after(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "number"), [("costs", 1), ("grid", 3), ("sample", 1), ("sample", 19), ("done", 2), ("memory", 2)]
+    ("kind", "number"), [("costs", 1), ("grid", 2), ("sample", 1), ("sample", 11), ("done", 2), ("memory", 2)]
 )
 def test_killed_anywhere_and_resumed_it_is_the_same(
     kind: str, number: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: list[Line]
 ) -> None:
     record = tmp_path / "run.jsonl"
-    arguments = [*POLICIES, "--num-samples", 1, "--output", record]
+    arguments = [*POLICIES, *TWO_PROMPTS, "--output", record]
     with monkeypatch.context() as patch:
         kill_after(patch, kind, number)
         patch.setattr(sys, "argv", ["selfspec-bench", "run", "--output", "run.jsonl"])
@@ -70,7 +71,7 @@ def test_killed_anywhere_and_resumed_it_is_the_same(
     assert result.exit_code == 0, result.output
     lines = read_record(record)
     assert counts(lines) == counts(whole)
-    assert runs.count("del") == 2 * (4 - done) + 1  # the repeats of what was left, and its memory
+    assert runs.count("del") == 2 * (2 - done) + 1  # the repeats of what was left, and its memory
     assert not list(tmp_path.glob("*.part*"))
 
 
@@ -80,7 +81,7 @@ def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Li
     record = tmp_path_factory.mktemp("whole") / "run.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         know_costs(patch)
-        assert run(checkpoint, *POLICIES, "--num-samples", 1, "--output", record).exit_code == 0
+        assert run(checkpoint, *POLICIES, *TWO_PROMPTS, "--output", record).exit_code == 0
     return read_record(record)
 
 
@@ -109,7 +110,7 @@ def test_a_resumed_run_keeps_the_first_ones_costs(
 ) -> None:
     """What reckons with seconds decides as before the run was killed, though the machine may measure others by now."""
     record = tmp_path / "run.jsonl"
-    arguments = [*POLICIES, "--num-samples", 1, "--output", record]
+    arguments = [*POLICIES, *TWO_PROMPTS, "--output", record]
     with monkeypatch.context() as patch:
         kill_after(patch, "memory", 1)  # all was measured
         run(checkpoint, *arguments)
@@ -154,9 +155,9 @@ def test_a_left_over_part_is_never_merged_twice(
 ) -> None:
     """Two processes broke off; one goes on alone (or starts anew) and is killed, too; the next takes each line once."""
     record = tmp_path / "run.jsonl"
-    arguments = [*POLICIES, "--num-samples", 1, "--output", record]
+    arguments = [*POLICIES, *TWO_PROMPTS, "--output", record]
     with monkeypatch.context() as patch:
-        kill_after(patch, "done", 4)
+        kill_after(patch, "done", 2)
         assert run(checkpoint, *arguments).exit_code != 0
     lines = read_parts(record)
     attempt = json.loads((tmp_path / "run.jsonl.part").read_text().splitlines()[0])["attempt"]
@@ -201,12 +202,12 @@ def _as_rank(checkpoint: Path, arguments: list[object], lost_with: int | None = 
 
 
 @pytest.mark.slow
-def test_when_a_process_is_lost_the_others_prompts_are_not_measured_again(
-    checkpoint: Path, tmp_path: Path, whole: list[Line]
-) -> None:
+def test_when_a_process_is_lost_the_others_prompts_are_not_measured_again(checkpoint: Path, tmp_path: Path) -> None:
     """Prompts 0 to 3, of which the second process had done 1 and begun with 3; then three processes do that one."""
-    record = tmp_path / "run.jsonl"
-    arguments = [*POLICIES, "--num-samples", 1, "--device", "cpu", "--output", record]
+    record, whole = tmp_path / "run.jsonl", tmp_path / "whole.jsonl"
+    four = [*POLICIES, *TWO_PROMPTS, "--num-samples", 2]
+    assert run(checkpoint, *four, "--output", whole).exit_code == 0
+    arguments = [*four, "--device", "cpu", "--output", record]
     first, second = on_ranks(2, _as_rank, checkpoint, arguments, 2)
     assert second is None
     assert first[0] != 0
@@ -218,7 +219,7 @@ def test_when_a_process_is_lost_the_others_prompts_are_not_measured_again(
     assert len([prompt for _, measured in found for prompt in measured]) == 1
     assert not {*done} & {prompt for _, measured in found for prompt in measured}
     lines = read_record(record)
-    assert counts(lines) == counts(whole)  # in the order of one process
+    assert counts(lines) == counts(read_record(whole))  # in the order of one process
     assert lines[0]["provenance"]["processes"] == 2  # of the run that was begun
     assert not list(tmp_path.glob("*.part*"))
 
@@ -227,9 +228,9 @@ def test_another_run_cannot_be_resumed(checkpoint: Path, tmp_path: Path, monkeyp
     record = tmp_path / "run.jsonl"
     with monkeypatch.context() as patch:
         kill_after(patch, "done", 1)
-        run(checkpoint, *POLICIES, "--num-samples", 1, "--output", record)
+        run(checkpoint, *POLICIES, *TWO_PROMPTS, "--output", record)
     before = read_parts(record)
-    result = run(checkpoint, "--policy", "del", "--num-samples", 1, "--repeats", 3, "--output", record, "--resume")
+    result = run(checkpoint, "--policy", "del", *TWO_PROMPTS, "--repeats", 3, "--output", record, "--resume")
     assert result.exit_code == 2
     assert "cannot resume: the run that broke off had another repeats" in result.stderr
     assert read_parts(record) == before  # nothing is lost

@@ -42,6 +42,7 @@ def test_what_heads_take() -> None:
 @pytest.mark.usefixtures("with_studies")
 def test_the_command_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.experiments.attention.attention_time, "_BYTES", 1)
+    monkeypatch.setattr(bench.experiments.attention.attention_time, "_PRODUCTS", 2)
     monkeypatch.setattr(bench.experiments.attention.attention_time, "measure_bandwidth", lambda device: 1e9)
     record = tmp_path / "attention.jsonl"
     arguments = ["attention", "--shape", "small", "--context", "600", "--rows", "1,5", "--repeats", "2"]

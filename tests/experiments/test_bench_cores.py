@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from bench.experiments.__main__ import app
+from bench.experiments.cores import cores_command
 from bench.experiments.cores.pool_model import Machine, Pass
 from bench.experiments.cores.pool_parts import PARTS, measure_parts
 from bench.record import matching, read_record
@@ -29,7 +30,8 @@ needs_team = pytest.mark.skipif(
 
 @needs_team
 @pytest.mark.usefixtures("with_studies")
-def test_the_command_and_its_tables(tmp_path: Path) -> None:
+def test_the_command_and_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores_command, "measure_bandwidth", lambda device: 1e9)
     checkpoint, path = tmp_path / "tiny", tmp_path / "cores.jsonl"
     tiny_llama(seed=3, max_position_embeddings=256).save_pretrained(checkpoint)
     tiny_tokenizer().save_pretrained(checkpoint)

@@ -21,6 +21,7 @@ from bench.experiments.readings.readings import (
     accepted_ahead,
     best_of,
     cheapest_cost,
+    fixed_costs,
     longest_drafts,
     oracle_lengths,
     segments,
@@ -159,6 +160,7 @@ def test_a_record_gives_its_traces_back(record: list[dict[str, Any]]) -> None:
         for name, (tokens, layers, seconds) in line["cells"].items():
             exit_layer, length = map(int, name.removeprefix("ls:").split("-"))
             rounds = replay(text, exit_layer, length)
+            assert fixed_costs([text], exit_layer, COST)[0, length - 1] == pytest.approx(rounds.cost(COST))
             assert (rounds.num_tokens, rounds.loaded_layers) == (tokens, layers)
             assert rounds.cost(COST) == pytest.approx(seconds)
     assert Traces.of([record[0], record[1]]) is None

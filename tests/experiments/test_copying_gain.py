@@ -16,7 +16,7 @@ from bench.experiments.copy_index.index_cost import COMMITTED, texts
 from bench.experiments.copying.gain import PeerTimes, borrowed_cost, own_gain, peer_gain
 from bench.record import read_record
 from bench.report.markdown import markdown
-from layerskip_models import DEMO_PATH, from_transformers
+from layerskip_models import from_transformers
 from policies import LayerCost, cost_of_round
 from scripted_policies import made_up_cost
 from selfspec import SelfSpecGenerator
@@ -92,14 +92,14 @@ def test_rounds_cost_their_rows() -> None:
     assert tried
 
 
-def measured(path: Path) -> Result:
-    arguments = ["copying-gain", "copying", "--costs-of", str(DEMO_PATH), "--num-samples", "1", "--prompt-tokens", "40"]
+def measured(shape: Path, path: Path) -> Result:
+    arguments = ["copying-gain", "copying", "--costs-of", str(shape), "--num-samples", "1", "--prompt-tokens", "40"]
     return CliRunner().invoke(app, [*arguments, "--max-new-tokens", "6", "--output", str(path)])
 
 
-def test_the_command_says_what_each_engine_gains(tmp_path: Path) -> None:
+def test_the_command_says_what_each_engine_gains(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "gain.jsonl"
-    result = measured(path)
+    result = measured(checkpoint, path)
     assert result.exit_code == 0, result.output
     lines = read_record(path)
     gains = [line for line in lines if line["kind"] == "gain"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -9,7 +11,7 @@ from typer.testing import CliRunner
 from bench.datasets import EncodedPrompt
 from bench.experiments.__main__ import app
 from bench.experiments.leaves.second_choices import LeafRound, leaf_gain, leaf_rounds
-from layerskip_models import DEMO_PATH, from_transformers
+from layerskip_models import from_transformers
 from layerskip_models.kv_cache import KVCache
 from scripted_policies import made_up_cost
 from selfspec import SelfSpecGenerator
@@ -55,8 +57,8 @@ def test_gain_by_hand() -> None:
     assert leaf_gain(elsewhere, 0.9, cost).gain < 0  # the leaf stood beside another draft
 
 
-def test_the_command() -> None:
-    arguments = ["leaves", "--costs-of", str(DEMO_PATH), "--num-samples", "1", "--prompt-tokens", "20"]
+def test_the_command(checkpoint: Path) -> None:
+    arguments = ["leaves", "--costs-of", str(checkpoint), "--num-samples", "1", "--prompt-tokens", "20"]
     result = CliRunner().invoke(app, [*arguments, "--max-new-tokens", "8"])
     assert result.exit_code == 0, result.output
     assert "below 0.5" in result.output

@@ -31,11 +31,13 @@ def test_the_best_of_each_rule_is_chosen_and_every_published_tau() -> None:
     assert [one.policy for one in chosen if one.rule == "DEL"] == list(DEL)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "settings.jsonl"
     arguments = [
         "settings",
         "code",
+        "--model",
+        str(checkpoint),
         "--tuning",
         "1",
         "--num-samples",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,11 @@ def generator() -> SelfSpecGenerator:
     return SelfSpecGenerator(model, prefix_cache=0)
 
 
-def texts_of(generator: SelfSpecGenerator, exit_layer: int, window: int = 24, tokens: int = 40) -> list[DraftedText]:
-    return [draft_along(generator, torch.tensor(ids), tokens, [exit_layer], window)[0] for ids in PROMPTS]
+@pytest.fixture(scope="module")
+def texts(generator: SelfSpecGenerator) -> dict[int, list[DraftedText]]:
+    """By exit layer, of each prompt."""
+    found = [draft_along(generator, torch.tensor(ids), 40, [1, 2, 3], 24) for ids in PROMPTS]
+    return dict(zip((1, 2, 3), map(list, zip(*found))))
 
 
 @pytest.mark.parametrize(
@@ -48,14 +52,16 @@ def texts_of(generator: SelfSpecGenerator, exit_layer: int, window: int = 24, to
         "ls:1-4",
     ],
 )
-def test_serial_rounds_are_the_engines(generator: SelfSpecGenerator, name: str) -> None:
+def test_serial_rounds_are_the_engines(
+    generator: SelfSpecGenerator, texts: dict[int, list[DraftedText]], name: str
+) -> None:
     """Drafted and accepted, round by round, over two texts with what was learned between them."""
     policy = parse_policy(name, num_layers=4)
     stopping = parse_policy(name, num_layers=4).stopping or NeverStop()
     exit_layer = int(name.partition(":")[2][0])
     most = 4 if name.startswith("ls") else getattr(stopping, "max_length", 18)
     rounds: set[tuple[int, int]] = set()
-    for ids, text in zip(PROMPTS, texts_of(generator, exit_layer)):
+    for ids, text in zip(PROMPTS, texts[exit_layer]):
         result = generator.generate(ids, max_new_tokens=40, policy=policy, do_sample=False, eos_token_id=[], trace=True)
         assert result.trace is not None
         expected = [(record.num_drafted, record.num_accepted, len(record.tokens)) for record in result.trace]
@@ -131,28 +137,30 @@ def interval_of(confidence: float) -> int:
     return int(confidence * 10) if confidence < 0.9 else 9 + int((confidence - 0.9) * 100 + 1e-9)
 
 
+@cache
 def first_choices(model: LayerSkipModel, layers: int) -> Callable[[list[int]], tuple[int, float]]:
-    """The token and confidence that the first layers give after a text, computed afresh."""
+    """The token and confidence that the first layers give after a text, computed afresh, once."""
 
+    @cache
     @torch.inference_mode()
-    def choose(text: list[int]) -> tuple[int, float]:
+    def choose(text: tuple[int, ...]) -> tuple[int, float]:
         ids = torch.tensor(text)
         hidden = model.run_layers(model.embed(ids), 0, layers, KVCache(model, len(text)))
         logits = (model.logits if layers == model.num_layers else model.draft_logits)(hidden[-1:])[0]
         return int(logits.argmax()), float(logits.double().softmax(-1).max())
 
-    return choose
+    return lambda text: choose(tuple(text))
 
 
 @pytest.mark.parametrize(("exit_layer", "s", "tau"), [(1, 4, 0.3), (1, 2, 0.7), (2, 1, 0.5), (3, 6, 0.1)])
 def test_calls_are_those_of_the_printed_algorithm(
-    generator: SelfSpecGenerator, exit_layer: int, s: int, tau: float
+    generator: SelfSpecGenerator, texts: dict[int, list[DraftedText]], exit_layer: int, s: int, tau: float
 ) -> None:
     table: Table = {bin: [2 * midpoint, 2.0] for bin, midpoint in enumerate(PAPER_BINS.midpoints)}
     stopping = SpideStopping((exit_layer,), num_layers=4, tau=tau, bins="paper")
     draft, target = first_choices(generator.model, exit_layer), first_choices(generator.model, 4)
     modes: set[str] = set()
-    for ids, text in zip(PROMPTS, texts_of(generator, exit_layer)):
+    for ids, text in zip(PROMPTS, texts[exit_layer]):
         begin = [*ids, text.tokens[0]]
         whole, calls = printed_algorithm(
             draft, lambda x: target(x)[0], begin, len(ids) + 40, s, tau, table, stopping.max_length

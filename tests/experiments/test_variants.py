@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from bench.experiments.__main__ import app
 from bench.experiments.variants import variants_command
+from bench.experiments.variants.one_variant import Job
 from bench.experiments.variants.variants_tables import variants_tables
 from bench.record import Line, read_record
 from layerskip_models.kernels.library import KernelsUnavailableError, runnable_variants
@@ -21,6 +23,7 @@ RUNS = kernels_of() is not None
 @pytest.mark.skipif(not RUNS, reason="needs our kernels")
 @pytest.mark.usefixtures("forked_programs")
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants_command, "Job", partial(Job, matrices=2))  # which may stay in a cache
     monkeypatch.setattr(variants_command, "ROWS", (1, 3))
     monkeypatch.setattr(variants_command, "PROMPTS", (8,))
     monkeypatch.setattr(variants_command, "TEXTS", 2)

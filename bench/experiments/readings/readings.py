@@ -17,7 +17,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import add
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bench.grid import ALL, SECONDS, fixed_in_hindsight, grid_lines, with_setting
 from bench.record import Line
@@ -119,9 +123,7 @@ def segments(traces: Traces, length: int = SEGMENT) -> list[Segment]:
     reason = too_short(traces, length)
     if reason is not None:
         raise ValueError(reason)
-    found = []
-    layers = next(iter(traces.by_prompt.values())).agrees
-    prices = {layer: _prices(traces.cost, layer, max(GRID_LENGTHS)) for layer in layers}
+    parts = []
     for prompt, trace in traces.by_prompt.items():
         for number in range(len(trace.tokens) // length):
             # The token before a segment is the one that its first round starts from; prefill makes the very first token.
@@ -131,12 +133,18 @@ def segments(traces: Traces, length: int = SEGMENT) -> list[Segment]:
                 agrees={layer: row[first:last] for layer, row in trace.agrees.items()},
                 num_layers=trace.num_layers,
             )
-            cells = {}
-            for layer in part.agrees:
-                for drafts in GRID_LENGTHS:
-                    rounds = replay(part, layer, drafts)
-                    cells[layer, drafts] = (rounds.num_tokens, sum(prices[layer][count] for count in rounds.drafted))
-            found.append(Segment(prompt=prompt, number=number, cells=cells))
+            parts.append((prompt, number, part))
+    layers = next(iter(traces.by_prompt.values())).agrees
+    costs = {layer: fixed_costs([part for *_, part in parts], layer, traces.cost).tolist() for layer in layers}
+    found = []
+    for place, (prompt, number, part) in enumerate(parts):
+        tokens = len(part.tokens) - 1
+        cells = {
+            (layer, drafts): (tokens, cost)
+            for layer in layers
+            for drafts, cost in zip(GRID_LENGTHS, costs[layer][place])
+        }
+        found.append(Segment(prompt=prompt, number=number, cells=cells))
     return found
 
 
@@ -210,14 +218,26 @@ def oracle_lengths(traces: Traces, exit_layer: int) -> OracleLengths:
 
 def best_length(traces: Traces, exit_layer: int) -> tuple[int, float]:
     """The best one length at an exit layer, over all texts, and its speed over plain decoding's."""
-    texts, cost = traces.by_prompt.values(), traces.cost
-    prices = _prices(cost, exit_layer, max(GRID_LENGTHS))
-    costs = {
-        length: sum(prices[count] for text in texts for count in replay(text, exit_layer, length).drafted)
-        for length in GRID_LENGTHS
-    }
+    texts = list(traces.by_prompt.values())
+    costs = dict(zip(GRID_LENGTHS, fixed_costs(texts, exit_layer, traces.cost).sum(0).tolist()))
     best = min(costs, key=lambda length: costs[length])
-    return best, sum(len(text.tokens) - 1 for text in texts) * cost.autoregressive() / costs[best]
+    return best, sum(len(text.tokens) - 1 for text in texts) * traces.cost.autoregressive() / costs[best]
+
+
+def fixed_costs(texts: Sequence[AgreementTrace], exit_layer: int, cost: CostModel) -> NDArray[np.float64]:
+    """What each text costs with each of GRID_LENGTHS, [texts, lengths]: as `replay` of complete traces, all side by side."""
+    prices = np.array(_prices(cost, exit_layer, max(GRID_LENGTHS)))
+    sizes = np.array([[len(text.tokens) - 1] for text in texts])
+    runs = np.zeros((len(texts), sizes.max() + 1), np.int64)
+    for row, text in zip(runs, texts):
+        row[: len(text.tokens) - 1] = text.runs[exit_layer]
+    places, spent = np.zeros((len(texts), len(GRID_LENGTHS)), np.int64), np.zeros((len(texts), len(GRID_LENGTHS)))
+    while (going := places < sizes).any():
+        drafted = np.minimum(GRID_LENGTHS, sizes - places - 1).clip(0)
+        spent += np.where(going, prices[drafted], 0.0)
+        accepted = np.minimum(np.take_along_axis(runs, places, 1), drafted)
+        places = np.where(going, places + accepted + 1, places)
+    return spent
 
 
 def accepted_ahead(trace: AgreementTrace, exit_layer: int) -> list[int]:
@@ -242,7 +262,7 @@ def cheapest_cost(ahead: Sequence[int], cost: CostModel, exit_layer: int) -> flo
     prices = _prices(cost, exit_layer, max(ahead, default=0))
     rest = [0.0] * (len(ahead) + 1)
     for place in reversed(range(len(ahead))):
-        rest[place] = min(prices[length] + rest[place + length + 1] for length in range(ahead[place] + 1))
+        rest[place] = min(map(add, prices, rest[place + 1 : place + ahead[place] + 2]))
     return rest[0]
 
 
