@@ -42,7 +42,7 @@ from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
 from tiny_llama import reference_greedy, tiny_tokenizer
 
-EXAMPLES = 20
+EXAMPLES = 26
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

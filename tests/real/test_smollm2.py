@@ -157,7 +157,7 @@ def plain(smollm2: SelfSpecGenerator) -> list[int]:
     return smollm2.generate(CODE[7], max_new_tokens=9, policy="ar").new_tokens
 
 
-@pytest.mark.parametrize("name", _first_of_each(EVERY_POLICY))
+@pytest.mark.parametrize("name", [*_first_of_each(EVERY_POLICY)])
 def test_every_policy_gives_the_same_text(name: str, smollm2: SelfSpecGenerator, plain: list[int]) -> None:
     policy = named_policy(name, EXIT, smollm2.model)
     assert smollm2.generate(CODE[7], max_new_tokens=9, policy=policy).new_tokens == plain
