@@ -17,9 +17,9 @@ chat: $(VENV)/.installed
 	$(BIN)/selfspec get smollm2 >/dev/null
 	$(BIN)/selfspec chat smollm2 --show-drafts
 
-# The first three are side by side: each has work for one core, and starting is most of it.
+# The first three are side by side: each has work for one core, and they end at different times.
 test: $(VENV)/.installed
-	$(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) lint test-operators sanitize-short
+	$(MAKE) --no-print-directory -j 3 $(if $(filter output-sync,$(.FEATURES)),--output-sync) lint test-operators sanitize-short
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What our kernels compute is computed once more by PyTorch's operators, as on a machine where they cannot be built.
