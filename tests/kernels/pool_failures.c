@@ -85,7 +85,7 @@ static int late_helpers(void) {
 /* The caller's thread gets no memory, while helpers are in the middle of the job. */
 static int without_memory(void) {
   is_owner = 1;
-  for (int turn = 0; turn < 50; turn++) {
+  for (int turn = 0; turn < 100; turn++) {
     returned = refuse = 0;
     if (run(0) < 0) return 1;
     pause_for(200);
@@ -142,7 +142,7 @@ static void *jobs(void *unused) {
 static int fork_beside_jobs(void) {
   pthread_t other;
   pthread_create(&other, NULL, jobs, NULL);
-  int wrong = in_children(80, run_some);
+  int wrong = in_children(200, run_some);
   over = 1;
   pthread_join(other, NULL);
   return wrong;
@@ -152,7 +152,7 @@ int main(int count, char **arguments) {
   alarm(60);
   if (count == 2 && !strcmp(arguments[1], "late")) return late_helpers();
   if (count == 2 && !strcmp(arguments[1], "memory")) return without_memory();
-  if (count == 2 && !strcmp(arguments[1], "stop")) return in_children(200, stop);
+  if (count == 2 && !strcmp(arguments[1], "stop")) return in_children(400, stop);
   if (count == 2 && !strcmp(arguments[1], "fork")) return fork_beside_jobs();
   return 2;
 }
