@@ -97,6 +97,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def known_sources() -> None:
+    """Every record has digests of the sources: made once here, and not in each process that is forked."""
+    from bench.sources import sources
+
+    sources()
+
+
 @pytest.fixture
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `selfspec-bench run` measures the same seconds."""

@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 
 import bench.machine.bandwidth
-from bench.sources import sources
-
-
-@pytest.fixture(autouse=True, scope="session")
-def known_sources() -> None:
-    """Every record has digests of the sources: made once here, and not in each process that is forked."""
-    sources()
 
 
 @pytest.fixture(autouse=True)
-def brief_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+def brief_bandwidth(monkeypatch: pytest.MonkeyPatch, known_sources: None) -> None:
     """Every command measures the memory's bandwidth: here of few bytes and once, not of 256 MiB for a second."""
     monkeypatch.setattr(bench.machine.bandwidth, "_CPU_BYTES", 1 << 20)
     monkeypatch.setattr(bench.machine.bandwidth, "_SECONDS", 0.0)

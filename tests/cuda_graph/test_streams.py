@@ -90,7 +90,7 @@ def policies() -> list[tuple[Reading, Policy]]:
 
 
 ALL, SOME = slice(0, 4), slice(1, 3)
-"""Of these policies; those between learn in every round and in some, with drops and without."""
+"""All of these policies, or two: one learns in every round and drops drafts, the other in every third and drops none."""
 
 
 def run(engine: SelfSpecGenerator, which: slice, **options: Any) -> list[tuple[list[int], list[tuple[Any, ...]]]]:

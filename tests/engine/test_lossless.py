@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 from typing import Any
 
 import pytest
@@ -40,17 +39,15 @@ def reference_gap(llama: LlamaForCausalLM, prompt: list[int], options: dict[str,
     return float(best[0] - best[1])
 
 
-@cache
-def _references() -> dict[str, list[int]]:
-    return {}
+_REFERENCES: dict[str, list[int]] = {}
 
 
 def expected_text(case: GreedyCase, llama: LlamaForCausalLM, options: dict[str, Any]) -> list[int]:
     """Asked of transformers once for both runners, whose models are of the same weights."""
-    known, key = _references(), repr((case.model, llama.dtype, case.prompt, options))
-    if key not in known:
-        known[key] = reference_greedy(llama, case.prompt, **options)
-    return known[key]
+    key = repr((case.model, llama.dtype, case.prompt, options))
+    if key not in _REFERENCES:
+        _REFERENCES[key] = reference_greedy(llama, case.prompt, **options)
+    return _REFERENCES[key]
 
 
 def options_of(case: GreedyCase, llama: LlamaForCausalLM) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from bench.experiments.fewer_bits import weight_only_command
 from bench.experiments.fewer_bits.fine_tuning import FineTuning
 from bench.experiments.fewer_bits.roundings import Inputs, roundings, to_four_bits, with_feedback, with_scaled_inputs
 from bench.record import matching, read_record
-from bench.sources import sources
 from selfspec import SelfSpecGenerator
 from tiny_llama import tiny_llama, tiny_tokenizer
 
@@ -100,11 +99,10 @@ def test_products_with_weights_in_fewer_bits_are_timed_where_there_are_some(monk
 
 
 @needs_native
-@pytest.mark.usefixtures("forked_programs")
+@pytest.mark.usefixtures("forked_programs", "known_sources")
 def test_the_memory_of_copies_is_compared_with_what_is_announced(tmp_path: Path) -> None:
     record = tmp_path / "copies.jsonl"
     asked = ["draft-copies", "synthetic:small", "--dtype", "bfloat16", "--repeats", "1", "--output", str(record)]
-    sources()  # once here, and not in the process that is forked
     command = [sys.executable, "-m", "bench.experiments", *asked]  # a process whose memory nothing else changes
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     found = matching(read_record(record), "copy")

@@ -25,7 +25,7 @@ from bench.experiments.records.record_table import FILES, PACKAGES, RECORDS, Rec
 from bench.provenance import QUICK_VARIABLE
 from bench.record import read_record, record_name
 from bench.report.markdown import fill_markers, headline
-from bench.sources import ROOT, sources
+from bench.sources import ROOT
 from layerskip_models import DEMO_PATH
 from layerskip_models.kernels.threads import Usable
 from policies import LayerCost, parse_policy
@@ -312,9 +312,8 @@ def test_an_interrupted_command_says_what_there_is_and_how_to_go_on(
     assert result.stderr.endswith("interrupted: the same command goes on\n")
 
 
-@pytest.mark.usefixtures("forked_programs")
+@pytest.mark.usefixtures("forked_programs", "known_sources")
 def test_a_quick_record_is_made_once_and_documents_refuse_it(tmp_path: Path) -> None:
-    sources()  # once here, and not in the process that is forked
     arguments = ("--quick", "--allow-changes", "--only", "predictions", "--output-dir", tmp_path)
     result = invoke(*arguments)
     assert result.exit_code == 0, result.output + (tmp_path / "quick" / "logs" / "predictions.log").read_text()

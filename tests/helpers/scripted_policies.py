@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -102,21 +102,26 @@ EVERY_POLICY = (
 """Every policy by name, {E} standing for an exit layer: what the equality and distribution tests go through."""
 
 
-def first_of_each(names: Iterable[str]) -> list[str]:
-    """Without those that differ from an earlier one in options alone."""
-    found: dict[tuple[str, ...], str] = {}
+def parts_of(name: str) -> tuple[str, ...]:
+    """The names in a combination, without their options."""
+    return tuple(part.split(":")[0] for part in name.split("+"))
+
+
+def first_of_each(names: Iterable[str], kind_of: Callable[[str], Hashable] = parts_of) -> list[str]:
+    """The first policy of each kind; without a `kind_of`, two that differ in options alone are of one kind."""
+    found: dict[Hashable, str] = {}
     for name in names:
-        found.setdefault(tuple(part.split(":")[0] for part in name.split("+")), name)
+        found.setdefault(kind_of(name), name)
     return [*found.values()]
 
 
-def others_slow(names: Iterable[str]) -> list[Any]:
-    """Parameters, of which those that differ from an earlier one in options alone are slow.
+def others_slow(names: Iterable[str], kind_of: Callable[[str], Hashable] = parts_of) -> list[Any]:
+    """Parameters, of which all but the first policy of each kind are slow (`first_of_each`).
 
     `test_lossless` and `test_many_texts` run every one of EVERY_POLICY in every run.
     """
     names = [*names]
-    first = first_of_each(names)
+    first = first_of_each(names, kind_of)
     return [pytest.param(name, marks=[] if name in first else [pytest.mark.slow]) for name in names]
 
 

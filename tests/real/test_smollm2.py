@@ -27,7 +27,7 @@ from layerskip_models.training.resumable_run import ResumableRun
 from layerskip_models.training.start import whole_model
 from layerskip_models.training.training_config import TrainingConfig
 from running_server import RunningServer, running_server
-from scripted_policies import EVERY_POLICY, named_policy
+from scripted_policies import EVERY_POLICY, named_policy, others_slow, parts_of
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 
@@ -62,13 +62,10 @@ REPEATING = tuple(
 )  # fmt: skip
 
 
-def _first_of_each(names: tuple[str, ...]) -> Iterator[Any]:
-    """Policies, of which those are slow that begin as an earlier one of as many parts does: tiny models run them all."""
-    seen = set()
-    for name in names:
-        first, *more = (part.split(":")[0] for part in name.split("+"))
-        yield pytest.param(name, marks=[pytest.mark.slow] if (first, len(more)) in seen else [])
-        seen.add((first, len(more)))
+def beginning_of(name: str) -> tuple[str, int]:
+    """A policy's first part and how many there are. Of those alike in this only one is tried: tiny models run them all."""
+    parts = parts_of(name)
+    return parts[0], len(parts)
 
 
 def chat(question: str) -> list[dict[str, str]]:
@@ -157,7 +154,7 @@ def plain(smollm2: SelfSpecGenerator) -> list[int]:
     return smollm2.generate(CODE[7], max_new_tokens=9, policy="ar").new_tokens
 
 
-@pytest.mark.parametrize("name", [*_first_of_each(EVERY_POLICY)])
+@pytest.mark.parametrize("name", others_slow(EVERY_POLICY, beginning_of))
 def test_every_policy_gives_the_same_text(name: str, smollm2: SelfSpecGenerator, plain: list[int]) -> None:
     policy = named_policy(name, EXIT, smollm2.model)
     assert smollm2.generate(CODE[7], max_new_tokens=9, policy=policy).new_tokens == plain
