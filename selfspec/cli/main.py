@@ -13,6 +13,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from selfspec.cli.garbage import collecting_later
+from selfspec.cli.notes import one_line_errors
+from selfspec.removed import refuse_removed
 
 COMMANDS = {
     "generate": (
@@ -80,6 +82,8 @@ class _Commands(TyperGroup):
         return [*COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        with one_line_errors():
+            refuse_removed(cmd_name)
         return _Command(cmd_name) if cmd_name in COMMANDS else None
 
 
@@ -91,6 +95,8 @@ class _Command(TyperCommand):
         super().__init__(name, help=summary)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with one_line_errors():
+            refuse_removed(str(info_name), args)
         return self.imported().make_context(info_name, args, parent, **extra)
 
     def imported(self) -> Any:
