@@ -98,6 +98,7 @@ def test_a_capture_that_fails_is_over(cuda: PretendedCuda) -> None:
     with pytest.raises(CaptureError, match=r"failed due to a previous error.*\(operation not permitted when stream"):
         held.run(2, body)
     assert cuda.underway == []
+    assert not cuda.generator.capturing
     assert work.is_right(held, 1)
     spoilt = held._space
     assert spoilt is not None

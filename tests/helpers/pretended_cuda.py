@@ -59,6 +59,7 @@ class PretendedCuda:
         self.uses: Counter[Pool] = Counter()
         self.underway: list[Pool] = []
         self.workspaces: dict[int, Block] = {}
+        self.generator = PretendedGenerator()
         self._blocks: list[Block] = []
         for name, value in {
             "Stream": self.new_stream,
@@ -68,6 +69,7 @@ class PretendedCuda:
             "graph_pool_handle": self.new_pool,
             "CUDAGraph": lambda: PretendedGraph(self),
             "graph": self.capture,
+            "default_generators": (self.generator,),
         }.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocation, raising=False)
@@ -96,6 +98,7 @@ class PretendedCuda:
             self.capturing, graph.pool, graph.stream = graph, pool, stream
             self.uses[pool] += 1
             self.underway.append(pool)
+            self.generator.capturing = True
             try:
                 yield
             finally:
@@ -103,6 +106,7 @@ class PretendedCuda:
                 if graph.is_spoilt:
                     raise RuntimeError("operation failed due to a previous error during capture")
                 self.underway.remove(pool)
+                self.generator.capturing = False
                 graph.ended = True
 
     def product(self, out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -145,6 +149,19 @@ class PretendedCuda:
             for block in self._blocks:
                 if block.pool == pool and id(block) not in held:
                     block.is_there = False
+
+
+class PretendedGenerator:
+    """The default generator of PyTorch 2.11: a capture that fails leaves it as if it still were captured."""
+
+    def __init__(self) -> None:
+        self.capturing = False
+
+    def clone_state(self) -> PretendedGenerator:
+        return PretendedGenerator()
+
+    def graphsafe_set_state(self, state: PretendedGenerator) -> None:
+        self.capturing = state.capturing
 
 
 class PretendedGraph:

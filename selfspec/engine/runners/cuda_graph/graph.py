@@ -37,6 +37,10 @@ class GraphSpace:
         with suppress(RuntimeError):  # the pool is closed if the capture came to its end
             torch._C._cuda_endAllocateToPool(self.stream.device_index, self.memory)
             torch._C._cuda_releasePool(self.stream.device_index, self.memory)
+        # PyTorch 2.11 leaves the default generator in the state of a capture as well, and every later draw without a
+        # generator would raise. A copy of its state is not in that state.
+        generator = torch.cuda.default_generators[self.stream.device_index]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 class CudaGraph:
