@@ -24,7 +24,6 @@ from selfspec.cache.copy_sources import make_store, store_for
 from selfspec.cache.pool import KeptTexts
 from selfspec.cache.prefix_cache import PrefixCache
 from selfspec.defaults import DEFAULT_POLICY
-from selfspec.distributed.launch import TensorParallel, divides
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.call import run_calls
 from selfspec.engine.draft_choice import DraftWeights
@@ -125,30 +124,22 @@ class SelfSpecGenerator:
         exits: ExitsChoice = "auto",
         kv_dtype: str | torch.dtype = "auto",
         arithmetic: str = "float32",
-        tensor_parallel: TensorParallel = None,
         device_map: Literal["auto"] | None = None,
         draft_weights: DraftWeights = "auto",
     ) -> SelfSpecGenerator:
         """Load a checkpoint and its tokenizer; arguments as in `layerskip_models.load_model`.
 
-        tensor_parallel: "auto" divides the model over the processes that torchrun launched; a number checks that there are as
-            many. Each process loads its part and must make the same calls (docs/many-devices.md). None: this process holds
-            the whole model.
         device_map: "auto" spreads the layers over all GPUs of this machine, for a model that does not fit into one. One GPU
             works at a time, and rounds are not captured.
         """
         options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
         if device_map is not None:
-            if device_map != "auto" or device != "auto" or divides(tensor_parallel):
-                raise ValueError("device_map must be 'auto' or None, and goes without device and tensor_parallel")
-            from layerskip_models.parallel.spread_loading import load_spread
+            if device_map != "auto" or device != "auto":
+                raise ValueError("device_map must be 'auto' or None, and goes without device")
+            from layerskip_models.checkpoints.spread_loading import load_spread
 
             check_arithmetic(arithmetic, dtype, torch.device("cuda"))
             model: LayerSkipModel = load_spread(name_or_path, dtype=dtype, exits=exits, **options)
-        elif divides(tensor_parallel):
-            from layerskip_models.parallel.shard_loading import load_shard
-
-            model = load_shard(name_or_path, dtype=dtype, device=device, exits=exits, arithmetic=arithmetic, **options)
         else:
             model = load_model(name_or_path, dtype=dtype, device=device, exits=exits, arithmetic=arithmetic, **options)
         if kv_dtype != "auto":
@@ -412,12 +403,8 @@ class SelfSpecGenerator:
         return self.bound.pool.kept_texts
 
     def free_idle_memory(self) -> None:
-        """Free the KV cache that waits for the next text, except the rows of kept texts.
-
-        Does nothing for a model that is divided over processes, since these must agree on what is kept.
-        """
-        if self.model.num_ranks == 1:
-            self.bound.pool.give_back()
+        """Free the KV cache that waits for the next text, except the rows of kept texts."""
+        self.bound.pool.give_back()
 
     @property
     def runner(self) -> RunnerName:

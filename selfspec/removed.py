@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 COMMANDS: dict[str, str] = {}
 """What to do instead, by the name of the command."""
-OPTIONS: dict[str, str] = {}
+OPTIONS: dict[str, str] = {
+    "--data-parallel": "split the file of prompts, and decode each part in a process of its own",
+}
 """What to do instead, by the option on the command line, dashes included."""
 
 

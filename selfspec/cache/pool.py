@@ -253,15 +253,10 @@ class KVCachePool:
 
     def _make(self, num_tokens: int, captured: bool) -> CacheSlot:
         if captured:
-            slot: CacheSlot | None = None
             paged = attends_by_pages(self._model)
-            failure = RuntimeError("another process of the model has no room for them")
             try:
                 cache = KVCache(self._model, captured_length(num_tokens, self._model.max_positions, paged))
-                slot = CacheSlot(cache, CudaGraphRunner(self._model, cache))
+                return CacheSlot(cache, CudaGraphRunner(self._model, cache))
             except RuntimeError as error:  # no memory for its buffers, say
-                failure = error
-            if self._model.all_agree(slot is not None) and slot is not None:
-                return slot
-            self.give_up_graphs(failure)
+                self.give_up_graphs(error)
         return CacheSlot(KVCache(self._model, num_tokens))

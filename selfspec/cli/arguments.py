@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,12 +19,10 @@ from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.checkpoints.progress import telling
 from layerskip_models.checkpoints.quantised import has_few_bits
 from layerskip_models.output_paths import output_file, output_folder
-from layerskip_models.parallel.launched import launched_ranks
 from selfspec import SelfSpecGenerator
 from selfspec.cli.garbage import collecting_later
 from selfspec.cli.notes import one_line_errors
 from selfspec.cli.option_groups import LoadOptions
-from selfspec.distributed.launch import TensorParallel, be_silent_unless_first, divides
 from selfspec.engine.request import check_ids
 from selfspec.options import SamplingOptions
 
@@ -37,26 +36,21 @@ def load_generator(
     notes: Console,
     *,
     prefix_cache: int | str | None = None,
-    tensor_parallel: TensorParallel = 1,
+    several_processes: bool = False,
     device_map: Literal["auto"] | None = None,
 ) -> SelfSpecGenerator:
-    """The checkpoint with its tokenizer; the demo if none is named. The last arguments are those of `SelfSpecGenerator`.
+    """The checkpoint with its tokenizer; the demo if none is named. prefix_cache, device_map: as of `SelfSpecGenerator`.
 
-    tensor_parallel: also 1, for a command that runs in one process; None for one whose processes each hold the whole model.
+    several_processes: the command may be launched as several, which each hold the whole model.
     Raises ValueError if several processes were launched for a command that runs in one.
     """
-    if tensor_parallel == 1 and launched_ranks() > 1:
-        raise ValueError("this command runs in one process: start it without torchrun")
-    if divides(tensor_parallel if launched_ranks() > 1 else None):
-        be_silent_unless_first()
-    with loading(model, notes) as name:
-        return load.generator(
-            name,
-            local_files_only=model is None,
-            prefix_cache=prefix_cache,
-            tensor_parallel=tensor_parallel,
-            device_map=device_map,
+    if not several_processes and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "this command runs in one process: start it without torchrun (more than one GPU: device_map='auto' from Python; "
+            "more than one machine: the server's replicas, docs/serving.md)"
         )
+    with loading(model, notes) as name:
+        return load.generator(name, local_files_only=model is None, prefix_cache=prefix_cache, device_map=device_map)
 
 
 def load_full_weights(model: str | None, dtype: str, device: str, notes: Console) -> LayerSkipModel:

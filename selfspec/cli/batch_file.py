@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from selfspec.batch import completed
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cli.text_input import store_of_files
-from selfspec.distributed.launch import from_first, speaks
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.messages import Messages, are_messages
 from selfspec.options import SpeculationOptions, WrittenOptions, described
@@ -146,22 +144,20 @@ def generate_file(
     batch_size: int,
     notes: Console,
     store: CopyStore | None = None,
-    only: Collection[str | int] | None = None,
 ) -> int:
     """Decode the prompts without a result, `batch_size` at a time, and write each result at once. Returns how many failed.
 
-    store: texts to copy from, for lines without their own whose policy copies. only: ids of this process's prompts, None for
-    all. A prompt that fails (because it is too long, for example) gets a line with its error, and the others go on.
+    store: texts to copy from, for lines without their own whose policy copies. A prompt that fails (because it is too long,
+    for example) gets a line with its error, and the others go on.
     """
-    done = from_first(generator.model, lambda: _results_so_far(output, prompts))
-    left = [line for line in prompts if line.id not in done and (only is None or line.id in only)]
+    done = _results_so_far(output, prompts)
+    left = [line for line in prompts if line.id not in done]
     if done:
         notes.print(f"{len(done)} of {len(prompts)} results are in {output} already")
     failed = tokens = 0
-    writes = speaks() or generator.model.num_ranks == 1  # one of the processes that decode the same texts
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with (
-        (output if writes else Path(os.devnull)).open("a", encoding="utf-8") as file,
+        output.open("a", encoding="utf-8") as file,
         Progress(*columns, TimeRemainingColumn(), console=notes, disable=notes.quiet) as bar,
     ):
         task = bar.add_task("Decoding", total=len(prompts), completed=len(done))

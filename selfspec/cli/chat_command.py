@@ -33,7 +33,6 @@ from selfspec.cli.option_groups import (
 from selfspec.cli.preparation import Preparation
 from selfspec.cli.text_input import read_copy_files, store_of_files
 from selfspec.defaults import DEFAULT_POLICY
-from selfspec.distributed.launch import from_first, speaks
 from selfspec.messages import has_template, template_of
 from selfspec.options import SamplingOptions
 
@@ -76,7 +75,7 @@ def chat_command(
     with one_line_errors():
         template, copy_texts = template_of(model, chat.chat_template), read_copy_files(copy_from)
         # Keep the last text on every device, so that only the new message has to be read.
-        generator = load_generator(model, load, notes, prefix_cache=1, tensor_parallel="auto")
+        generator = load_generator(model, load, notes, prefix_cache=1)
         if not has_template(generator.tokenizer, template):
             raise ValueError(
                 f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain "
@@ -119,7 +118,7 @@ def chat_command(
         if preparation is not None:
             preparation.start()
         try:
-            session.run(lambda prompt: from_first(generator.model, lambda: read_line(prompt)))
+            session.run(read_line)
         finally:
             if preparation is not None:
                 preparation.stop()
@@ -181,8 +180,7 @@ class Chat:
         elif name == "/save":
             if not text:
                 raise ValueError("say where: /save FILE")
-            if speaks():
-                conversation.save(Path(text).expanduser())
+            conversation.save(Path(text).expanduser())
             self._notes.print(f"saved to {text}")
         elif name == "/clear":
             conversation.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from transformers import StoppingCriteriaList
 
-from layerskip_models.parallel.launched import launched_ranks
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.analysis.comparison import Comparison, compare, warm_up
 from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
@@ -32,9 +31,7 @@ from selfspec.cli.display import (
 from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import CopyFromOption, LoadOptions, ModelOption, option, with_groups
-from selfspec.cli.shared_prompts import generate_shared
 from selfspec.cli.text_input import PromptArgument, read_copy_files, read_prompt, store_of_files
-from selfspec.distributed.launch import from_first, own_device, speaks
 from selfspec.engine.calibrate import measured_cost
 from selfspec.options import WrittenOptions
 from selfspec.streaming import DraftStreamer, Fate, TextStreamer
@@ -58,13 +55,6 @@ class FileOptions:
         callback=checked_output_file,
     )
     batch_size: int = option(DEFAULT_BATCH_SIZE, "With --prompts: number of texts decoded together.", _MANY, min=1)
-    data_parallel: bool = option(
-        False,
-        "With --prompts, under accelerate launch or torchrun: each process holds the whole model and takes a share of the "
-        "prompts. Without it the model is divided over torchrun's processes.",
-        _MANY,
-        "--data-parallel",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +111,6 @@ def generate_command(
             raise ValueError("give --ignore-eos or --eos-token-id, not both")
         if (many.prompts is None) != (many.output is None):
             raise ValueError("--prompts and --output go together: a file of prompts, and one for the results")
-        if many.data_parallel and many.prompts is None:
-            raise ValueError("--data-parallel shares out the prompts of a file: add --prompts and --output")
         if many.prompts is not None and any((prompt, run.file, *astuple(shown))):
             raise ValueError("--prompts takes no single prompt, and --compare, --json and the like are for one text")
         if run.ignore_eos:
@@ -131,10 +119,9 @@ def generate_command(
         if many.prompts is not None:
             _generate_many(many, options, copy_texts, model, load, notes)
         else:
-            text = read_prompt(prompt, run.file) if speaks() else ""
+            text = read_prompt(prompt, run.file)
             # Every run reads the prompt, because runs of one prompt are timed against each other.
-            generator = load_generator(model, load, notes, prefix_cache=0, tensor_parallel="auto")
-            text = from_first(generator.model, lambda: text)
+            generator = load_generator(model, load, notes, prefix_cache=0)
             greedy = check_sampling(generator.model.generation_config, options)
             session = _Session(generator, text, options, copy_texts, notes)
             _generate_one(session, shown, run.repeats, greedy)
@@ -152,14 +139,11 @@ def _generate_many(
     asked = read_prompts(
         many.prompts, {name: value for name, value in options.items() if value is not None}, copy_texts
     )
-    if many.data_parallel:
-        load = replace(load, device=own_device(load.device))
-    generator = load_generator(model, load, notes, tensor_parallel=None if many.data_parallel else "auto")
+    generator = load_generator(model, load, notes)
     check_sampling(generator.model.generation_config, options)
     store = store_for_lines(generator, asked, copy_texts)
-    decode = generate_shared if many.data_parallel and launched_ranks() > 1 else generate_file
     try:
-        failed = decode(generator, asked, many.output, batch_size=many.batch_size, notes=notes, store=store)
+        failed = generate_file(generator, asked, many.output, batch_size=many.batch_size, notes=notes, store=store)
     except KeyboardInterrupt:
         notes.print(f"interrupted: what is complete is in {many.output}; run the same command again to go on")
         raise typer.Exit(130) from None
@@ -174,7 +158,7 @@ def _generate_one(session: _Session, shown: OutputOptions, repeats: int, greedy:
         if shown.compare:
             session.warm_up()
         result = session.run(shown)
-        if shown.svg is not None and speaks():
+        if shown.svg is not None:
             save_drafts(
                 shown.svg, f"selfspec generate --policy {result.policy} --show-drafts", session.prompt, session.drafts
             )
@@ -260,7 +244,7 @@ class _Session:
             raise
         if not shown.as_json:
             writer.write("\n")
-        if shown.trace is not None and speaks():
+        if shown.trace is not None:
             write_trace(shown.trace, result.trace or ())
         return result
 

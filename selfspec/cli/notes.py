@@ -10,7 +10,6 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from selfspec.distributed.launch import speaks
 from selfspec.visible_text import visible
 
 
@@ -26,7 +25,7 @@ class NotesConsole(Console):
 
 def notes_console(quiet: bool = False) -> Console:
     """Standard error, for everything but the generated text."""
-    return NotesConsole(quiet=quiet or not speaks())
+    return NotesConsole(quiet=quiet)
 
 
 @contextmanager
@@ -43,8 +42,7 @@ def one_line_errors() -> Iterator[None]:
         status = _status(error)
         if status is None:
             raise
-        if speaks():
-            typer.echo(f"error: {visible(' '.join(str(error).split()))}", err=True)
+        typer.echo(f"error: {visible(' '.join(str(error).split()))}", err=True)
         raise typer.Exit(status) from None
 
 
@@ -55,7 +53,6 @@ def _status(error: Exception) -> int | None:
         return None
     from torch import OutOfMemoryError
 
-    from layerskip_models.parallel.ranks import RankError
     from selfspec import NonFiniteLogitsError
 
-    return 1 if isinstance(error, (NonFiniteLogitsError, OutOfMemoryError, RankError)) else None
+    return 1 if isinstance(error, (NonFiniteLogitsError, OutOfMemoryError)) else None

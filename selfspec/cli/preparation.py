@@ -12,7 +12,7 @@ from selfspec.engine.calibrate import measured_cost
 
 
 class Preparation(threading.Thread):
-    """For a model on a processor, held by this process alone. An error is left to the answer, which meets it again."""
+    """For a model on a processor. An error is left to the answer, which meets it again."""
 
     def __init__(self, generator: SelfSpecGenerator) -> None:
         super().__init__(name="selfspec-preparation", daemon=True)
@@ -22,7 +22,7 @@ class Preparation(threading.Thread):
     def helps(generator: SelfSpecGenerator) -> bool:
         """Whether the default policy times the model, and may do so in a thread of its own."""
         model = generator.model
-        return model.num_layers > 1 and model.ranks is None and model.device.type == "cpu"
+        return model.num_layers > 1 and model.device.type == "cpu"
 
     def run(self) -> None:
         import selfspec.engine.generation_host  # noqa: F401 (what `generate` imports when it is first called)

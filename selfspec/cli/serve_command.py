@@ -6,14 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerskip_models.output_paths import output_folder
-from layerskip_models.parallel.launched import launched_ranks
-from layerskip_models.parallel.ranks import RankError
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import LoadOptions, ModelArgument, option, with_groups
-from selfspec.distributed.launch import end_at_once, speaks
-from selfspec.distributed.rank0_engine import watch_workers
 from selfspec.serve.serve_options import ServeOptions
 
 
@@ -47,45 +43,34 @@ def serve_command(
     notes = notes_console()
     with one_line_errors():
         try:
-            from selfspec.serve.app import make_app, run_server_worker
+            from selfspec.serve.app import make_app
             from selfspec.serve.running import open_socket, run
         except ModuleNotFoundError as error:
             raise ValueError(f"the server needs {error.name}: pip install 'selfspec[serve]'") from None
         settings = replace(serve.settings(model, listen.host), learn_share=learn.learn_share)
         if learn.learn_exits is not None:
-            if launched_ranks() > 1:  # before the processes connect: all of them say it
-                raise ValueError(
-                    "--learn-exits works in one process: start the server without torchrun, or leave it out"
-                )
             output_folder(learn.learn_exits)
         elif learn.learn_share:
             raise ValueError("--learn-share says how much exits may learn: add --learn-exits, or leave it out")
         if load.draft_weights == "auto":  # nobody must wait while they are made
             load = replace(load, draft_weights="none")
-        listening = open_socket(listen.host, listen.port) if speaks() else None
+        listening = open_socket(listen.host, listen.port)
         try:
-            generator = load_generator(model, load, notes, prefix_cache=serve.prefix_cache, tensor_parallel="auto")
+            generator = load_generator(model, load, notes, prefix_cache=serve.prefix_cache)
             learner = None
             if learn.learn_exits is not None:
                 learner = generator.learn_exits(learn.learn_exits, start=None if load.exits == "none" else load.exits)
         except BaseException:
-            if listening is not None:
-                listening.close()
+            listening.close()
             raise
-        if listening is None:
-            run_server_worker(generator, settings)
-            return
         with notes.status("Calibrating ..."):
             import selfspec.engine.generation_host  # noqa: F401 (else the first request waits for this import)
 
-            app = make_app(generator, settings, watch_workers(generator), learner)
+            app = make_app(generator, settings, learner)
         own = generator.resolve_policy(serve.policy)
         if settings.copy_from and not copies_drafts(own.observes, generator.runner):
             notes.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")
         host = f"[{listen.host}]" if ":" in listen.host else listen.host
         address = f"http://{host}:{listening.getsockname()[1]}"
         started = f"ready: serving {settings.model_name} at {address}/v1 (Ctrl-C ends it)"
-        try:
-            run(app, listening, grace_seconds=listen.grace_seconds, on_start=lambda: notes.print(started))
-        except RankError as error:
-            end_at_once(error)
+        run(app, listening, grace_seconds=listen.grace_seconds, on_start=lambda: notes.print(started))

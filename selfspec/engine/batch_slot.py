@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from policies import Policy, RoundRecord
-from selfspec.engine.agreement import agree_on_call
 from selfspec.engine.draft_choice import make_for
 from selfspec.engine.model_source import BoundModel
 from selfspec.engine.policy_loans import BatchPolicies
@@ -66,7 +65,6 @@ class BatchSlot:
                     alone=batch_size == 1,
                 )
             )
-            agree_on_call(bound.model, request, call.policy)
             policy, self.policy_lock = self._held.enter_context(policies.lend(call.policy))
             with engine_mode(bound.model.device), self.policy_lock:
                 policy.expect_batch_size(batch_size)

@@ -15,7 +15,6 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kernels.threads import num_threads
 from layerskip_models.kv_cache import KVCache
 from policies import FixedExit, MeasuredCost, NeverStop, ObservationSpec, Policy
-from selfspec.engine.agreement import agree_on_seconds
 from selfspec.engine.draft import make_drafts
 from selfspec.engine.hidden_states import HiddenStates
 from selfspec.engine.runners.choice import RunnerName
@@ -219,10 +218,7 @@ def learning_seconds(model: LayerSkipModel, layers: tuple[int, ...], rows: tuple
 def _timed(
     calls: list[Callable[[], object]], model: LayerSkipModel, stopped: Callable[[], bool] = lambda: False
 ) -> list[float]:
-    """Seconds of each call: the lower quartile, since a busy machine only ever adds. The calls take turns.
-
-    Where several processes hold the model, each makes the same calls and uses rank 0's times.
-    """
+    """Seconds of each call: the lower quartile, since a busy machine only ever adds. The calls take turns."""
     device = model.device
     for call in calls:
         _go_on(stopped)
@@ -230,7 +226,7 @@ def _timed(
     seconds: list[list[float]] = [[] for _ in calls]
     started = perf_counter()
     for repeat in range(_REPEATS):
-        if repeat >= 2 and agree_on_seconds(model, perf_counter() - started) > _SECONDS:
+        if repeat >= 2 and perf_counter() - started > _SECONDS:
             break
         for call, times in zip(calls, seconds):
             _go_on(stopped)
@@ -239,7 +235,7 @@ def _timed(
             call()
             synchronize(device)
             times.append(perf_counter() - start)
-    return model.agree([sorted(times)[len(times) // 4] for times in seconds])
+    return [sorted(times)[len(times) // 4] for times in seconds]
 
 
 def _go_on(stopped: Callable[[], bool]) -> None:

@@ -57,8 +57,8 @@ def make_for(
 
 def bits_on_offer(model: LayerSkipModel, choice: DraftWeights, runner: RunnerName) -> tuple[int, ...]:
     """In which bits weights to draft with may be made for a policy that has not asked for any yet."""
-    if choice != "auto" or runner == "captured" or model.drafters or model.num_ranks > 1:
-        return ()  # processes that hold the model together would have to agree on each one's free memory
+    if choice != "auto" or runner == "captured" or model.drafters:
+        return ()
     size = draft_bytes(model, _AUTO_BITS)
     if size < _last_cache() or why_no_drafter(model, _AUTO_BITS) is not None or not _is_room_for(size):
         return ()

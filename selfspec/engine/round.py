@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from layerskip_models.prefill import MOST_ROWS, PromptPiece, read_pieces
-from selfspec.engine.agreement import agree_on_round
 from selfspec.engine.draft import make_drafts
 from selfspec.engine.results import StepOutput, to_keep
 from selfspec.engine.runners.runner import Runner
@@ -46,8 +45,7 @@ def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Found | 
         verify(runner, drafts)  # 3. Verify: the other layers look at all of them at once.
         verified = perf_counter()
         results = [accept(runner, draft) for draft in drafts]  # 4. Accept those that the model itself would have said.
-        seconds = (drafted - started) / len(going), (verified - drafted) / len(going)
-        shares = agree_on_round(going[0][0].model, seconds, seq_rounds, results)
+        shares = (drafted - started) / len(going), (verified - drafted) / len(going)
         accept_seconds = (perf_counter() - verified) / len(going)
         for (sequence, planned), result in zip(going, results):
             sequence.stats.accept_seconds += accept_seconds

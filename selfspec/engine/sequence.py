@@ -6,7 +6,7 @@ state and statistics are its own. So sequences that share a pass need no padding
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
@@ -21,7 +21,6 @@ from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent
 from policies.bounds import check_draft_layer
 from selfspec.cache.copy_index import CopyIndex
 from selfspec.cache.copy_sources import copies_drafts
-from selfspec.engine.agreement import agree_on_seconds, agree_on_stop
 from selfspec.engine.draft_choice import make_offered
 from selfspec.engine.hidden_states import HiddenStates, PrefixHiddenStates
 from selfspec.engine.online_exits import TextRows
@@ -299,8 +298,6 @@ class Sequence:
         speculative = seq_round.exit_layer is not None
         drafting = speculative or bool(seq_round.copied)
         spent = self.policy.stopping.spent() if speculative and self.policy.stopping is not None else Spent()
-        if spent.layers:
-            spent = replace(spent, seconds=agree_on_seconds(self.model, spent.seconds))
         num_layers = self.model.num_layers
         record = RoundRecord(
             index=planned.context.round_index,
@@ -365,8 +362,6 @@ class Sequence:
             self.tokens[0, self.length : end].copy_(found, non_blocking=True)
         sound = block[:-1] if failed else block
         count, reason = self.request.stops.first_stop(sound, self._on_host, self.length, self.num_new)
-        if self._on_host is not None:
-            count, reason = agree_on_stop(self.model, count, reason)
         if failed and reason is None:
             return None
         committed = block[:count]

@@ -25,8 +25,6 @@ def learn_exits(
         raise ValueError(
             "exits learn for a model that load_model returns: the weights of a transformers model may change"
         )
-    if model.num_ranks > 1:
-        raise ValueError("exits learn in one process, and this model is divided over several")
     if source.current.pool.kind == "captured":
         raise ValueError("exits do not learn from captured rounds: use runner='eager'")
     began, current = _adapters(model, output_folder(folder), start)

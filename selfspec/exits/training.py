@@ -7,6 +7,7 @@ part of every batch. docs/exit-adapters.md explains the options.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -23,7 +24,6 @@ from layerskip_models.exits.adapter import STEERED, ExitAdapters
 from layerskip_models.exits.folder import FOLDER, config_for, save_adapters
 from layerskip_models.exits.steering import make_adapters
 from layerskip_models.output_paths import output_folder
-from layerskip_models.parallel.launched import launched_ranks
 from layerskip_models.text_files import write_text
 from layerskip_models.training.resumable_run import (
     ResumableRun,
@@ -58,7 +58,7 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
     """
     console = console or quiet_console()
     spread = config.device_map is not None
-    if spread and launched_ranks() > 1:  # before the processes connect: all of them say it
+    if spread and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # before the processes connect: all of them say it
         raise ValueError(
             "device_map spreads the model over the GPUs from one process: start this without accelerate launch or torchrun"
         )
@@ -73,7 +73,7 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
             config.model,
             LoadOptions(dtype=config.dtype, device=device, exits="none"),
             console,
-            tensor_parallel=None,
+            several_processes=True,
             device_map="auto" if spread else None,
         )
         model = generator.model

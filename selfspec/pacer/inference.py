@@ -16,7 +16,6 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from policies import ContextStates
 from policies.bounds import MOST_DRAFTS, check_number
-from selfspec.engine.agreement import agree_on_seconds
 from selfspec.engine.torch_mode import engine_mode
 from selfspec.pacer.network import (
     CONFIG_FILE,
@@ -40,14 +39,8 @@ class PreVerification:
     the cache is rolled back by setting its length, as the main one is.
     """
 
-    def __init__(
-        self,
-        network: LeanPreVerifier,
-        model: LayerSkipModel | None = None,
-        known_seconds: dict[int, float] | None = None,
-    ) -> None:
+    def __init__(self, network: LeanPreVerifier, known_seconds: dict[int, float] | None = None) -> None:
         self.network = network
-        self._model = model  # the drafting model, whose processes agree on one time
         self._known_seconds = {} if known_seconds is None else known_seconds  # of a pass, by the number of drafts
         self._caches: dict[int, KVCache] = {}
         self._committed: dict[int, int] = {}  # exit layer -> committed rows in its cache
@@ -56,7 +49,7 @@ class PreVerification:
 
     def __deepcopy__(self, memo: dict[int, object]) -> PreVerification:
         """For another sequence at the same time: the same network, with caches of its own."""
-        return PreVerification(self.network, self._model, self._known_seconds)
+        return PreVerification(self.network, self._known_seconds)
 
     @property
     def exit_layers(self) -> tuple[int, ...]:
@@ -131,8 +124,7 @@ class PreVerification:
                 start = perf_counter()
                 asked.estimate(text, layer, position, 1, hidden, features, None)
                 times.append(perf_counter() - start)
-        seconds = sorted(times[1:])[len(times) // 4]  # the first had all the text before it
-        return seconds if self._model is None else agree_on_seconds(self._model, seconds)
+        return sorted(times[1:])[len(times) // 4]  # the first had all the text before it
 
     def _context(self, context: ContextStates, exit_layer: int, start: int, stop: int) -> Tensor:
         return self.network.context_inputs(context.rows(exit_layer, start, stop), exit_layer)
@@ -160,14 +152,11 @@ class _Zeros:
 
 
 class PreVerifiers:
-    """Loads pre-verifiers for one model, each once; `parse_policy` takes it.
-
-    pass_seconds: for the checkpoint's own pre-verifier, the time of a pass by the number of drafts in its block.
-    """
+    """Loads pre-verifiers for one model, each once; `parse_policy` takes it."""
 
     def __init__(self, model: LayerSkipModel) -> None:
         self._model = model
-        self.pass_seconds: dict[int, float] = {}
+        self._own_seconds: dict[int, float] = {}  # of a pass of the checkpoint's own, by the drafts in its block
         self._loaded: dict[str, LeanPreVerifier] = {}
 
     def __call__(self, folder: str | None = None) -> PreVerification:
@@ -178,19 +167,9 @@ class PreVerifiers:
         path = self.beside() if folder is None else folder
         if path not in self._loaded:
             module = load_preverifier(path)
-            check_fits(module.config, self._model, path)  # which all processes of the model do together
+            check_fits(module.config, self._model, path)
             self._loaded[path] = LeanPreVerifier(module, self._model.dtype, self._model.device)
-        return PreVerification(self._loaded[path], self._model, self.pass_seconds if folder is None else None)
-
-    def on_this_process(self) -> PreVerification:
-        """The checkpoint's own, once it is loaded. Its passes are timed in this process alone, which tells the others.
-
-        Raises ValueError if it is not loaded.
-        """
-        network = self._loaded.get(self.beside())
-        if network is None:
-            raise ValueError("the pre-verifier beside this model does not fit it")
-        return PreVerification(network, None, self.pass_seconds)
+        return PreVerification(self._loaded[path], self._own_seconds if folder is None else None)
 
     def beside(self) -> str:
         """The folder of the checkpoint's own pre-verifier. ValueError if there is none."""

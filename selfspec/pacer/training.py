@@ -70,7 +70,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         output_dir = claim_output_dir(config)
         device = str(accelerator.device) if config.device == "auto" else config.device
         generator = load_generator(
-            config.model, LoadOptions(dtype=config.dtype, device=device), console, tensor_parallel=None
+            config.model, LoadOptions(dtype=config.dtype, device=device), console, several_processes=True
         )
         model = generator.model
         layers = check_layers(config.exit_layers, model.num_layers) or (max(model.num_layers // 4, 1),)

@@ -49,11 +49,6 @@ def shutting_down() -> ApiError:
     return ApiError("the server is shutting down", status=503, code="shutting_down")
 
 
-def rank_lost(why: object) -> ApiError:
-    """Another process of the model is lost."""
-    return ApiError(str(why), status=503, code="rank_lost")
-
-
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

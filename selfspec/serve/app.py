@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from time import time
 from typing import Any
@@ -16,14 +15,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from openai.types import Model
 from starlette.types import Message, Receive, Scope, Send
 
-from layerskip_models.parallel.rank_watch import RankWatch, show_life
-from layerskip_models.parallel.ranks import RankError
 from selfspec import SelfSpecGenerator
-from selfspec.distributed.rank0_engine import end_workers, rank0_engines, run_worker
 from selfspec.exits.learning import ExitLearner
 from selfspec.serve import api_errors
 from selfspec.serve.answering import Texts
-from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, rank_lost, shutting_down
+from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, shutting_down
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer
 from selfspec.serve.bodies import read_body
@@ -45,17 +41,15 @@ PING_SECONDS = 10.0
 def make_app(
     generator: SelfSpecGenerator,
     settings: ServerSettings,
-    watch: RankWatch | None = None,
     learner: ExitLearner | None = None,
 ) -> FastAPI:
     """The app of one model. Its scheduler runs from the app's start to its shutdown.
 
-    generator: has a tokenizer. watch: over the workers of a model that is split across processes. learner: the generator's,
-    whose exits learn in idle time. Raises ValueError for a policy that does not fit the model.
+    generator: has a tokenizer. learner: the generator's, whose exits learn in idle time.
+    Raises ValueError for a policy that does not fit the model.
     """
     metrics = ServerMetrics()
     translator = Translator(generator, settings)
-    make_engine = rank0_engines(generator, settings.policy, [translator.vocabulary])
     created = int(time())
     served = Model(
         id=settings.model_name,
@@ -67,30 +61,23 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.scheduler = Scheduler(generator, settings, metrics, make_engine, watch, translator.answers)
+        app.state.scheduler = Scheduler(generator, settings, metrics, translator.answers)
         app.state.lanes = Lanes()
         memory = MemoryReturn()
         learning = None
         if learner is not None:
             learning = ExitLearning(learner, metrics, app.state.scheduler.idle_seconds, settings.learn_share)
         app.state.learning = learning
-        if watch is not None:
-            watch.start(app.state.scheduler.fail)
         try:
             with lasting_objects():
                 yield
         finally:
-            if watch is not None:
-                watch.stop()
             app.state.lanes.close()
             memory.close()
             if learning is not None:
                 await asyncio.to_thread(learning.close)
             await asyncio.to_thread(app.state.scheduler.close)
             await asyncio.to_thread(translator.close)
-            if app.state.scheduler.failure is None:
-                with suppress(RankError):  # they have ended already
-                    end_workers(generator)  # here, because the signal that ended the server then ends the process
 
     app = FastAPI(title="selfspec", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.metrics, app.state.translator = metrics, translator
@@ -125,9 +112,6 @@ def make_app(
 
     @app.get("/health")
     async def health(request: Request) -> JSONResponse:
-        failure = request.app.state.scheduler.failure or (watch and watch.warning)
-        if failure is not None:
-            raise rank_lost(failure)
         if not request.app.state.scheduler.alive:
             raise shutting_down()
         return JSONResponse({"status": "ok"})
@@ -141,16 +125,6 @@ def make_app(
     known = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     app.add_middleware(Guard, settings=settings, metrics=metrics, routes=known)
     return app
-
-
-def run_server_worker(generator: SelfSpecGenerator, settings: ServerSettings) -> None:
-    """Run a worker while rank 0 serves the model. Returns when the server has ended."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # running requests may finish: rank 0 decides when to end
-    assert generator.model.ranks is not None
-    end_signs = show_life(generator.model.ranks)
-    translator = Translator(generator, settings)
-    run_worker(generator, settings.policy, translator.copies, [translator.vocabulary])
-    end_signs()
 
 
 async def _translated(

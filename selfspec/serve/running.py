@@ -18,14 +18,8 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def run(app: FastAPI, listening: socket.socket, *, grace_seconds: int, on_start: Callable[[], object]) -> None:
-    """Serve until SIGTERM or Ctrl-C. Then no new requests are accepted, and running ones have the grace time to finish.
-
-    Raises RankError if another process of the model was lost, after the running requests have got their error.
-    """
+    """Serve until SIGTERM or Ctrl-C. Then no new requests are accepted, and running ones have the grace time to finish."""
     make_server(app, grace_seconds=grace_seconds, on_start=on_start).run(sockets=[listening])
-    failure = app.state.scheduler.failure
-    if failure is not None:
-        raise failure
 
 
 def make_server(app: FastAPI, *, grace_seconds: int, on_start: Callable[[], object] = lambda: None) -> uvicorn.Server:
@@ -38,18 +32,15 @@ def make_server(app: FastAPI, *, grace_seconds: int, on_start: Callable[[], obje
         timeout_graceful_shutdown=grace_seconds,
         server_header=False,
     )
-    return _Server(config, app, on_start)
+    return _Server(config, on_start)
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, app: FastAPI, on_start: Callable[[], object]) -> None:
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], object]) -> None:
         super().__init__(config)
-        self._app, self._on_start = app, on_start
+        self._on_start = on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_start()
-
-    async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._app.state.scheduler.failure is not None

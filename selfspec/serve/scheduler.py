@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from layerskip_models.parallel.rank_watch import RankWatch
-from layerskip_models.parallel.ranks import RankError
 from selfspec import SelfSpecGenerator
 from selfspec.cache.answer_store import AnswerStore, AnswerStores
 from selfspec.cache.copy_index import LONGEST
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
-from selfspec.serve.api_errors import ApiError, queue_full, rank_lost, shutting_down
+from selfspec.serve.api_errors import ApiError, queue_full, shutting_down
 from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
@@ -60,9 +58,8 @@ class Choice:
 class Scheduler:
     """Runs texts, `batch_size` at a time, first come first served. All methods may be called from any thread.
 
-    make_engine: for the texts of one busy time. watch: knows more about the loss of another process. When there was no text
-    for `IDLE_SECONDS`, the generator frees memory. answers: where complete answers of some texts are kept. failure: set when
-    another process of the model was lost; the server must then end.
+    When there was no text for `IDLE_SECONDS`, the generator frees memory. answers: where complete answers of some texts are
+    kept.
     """
 
     def __init__(
@@ -70,18 +67,14 @@ class Scheduler:
         generator: SelfSpecGenerator,
         settings: ServerSettings,
         metrics: ServerMetrics,
-        make_engine: Callable[[], Engine],
-        watch: RankWatch | None = None,
         answers: AnswerStores | None = None,
     ) -> None:
-        self._generator, self._metrics, self._make_engine, self._watch = generator, metrics, make_engine, watch
-        self._answers = answers
+        self._generator, self._metrics, self._answers = generator, metrics, answers
         self._batch_size, self._max_waiting = settings.batch_size, settings.max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[Choice] = deque()
         self._left: set[Choice] = set()  # cancelled, perhaps in the engine
         self._closing = False
-        self.failure: RankError | None = None
         self._joined: dict[int, Choice] = {}  # those in the engine, by ticket; used by the thread only
         self._last_text = perf_counter()  # when there was none any more
         self._choice_seconds = 1.0  # moving average from joining to the end
@@ -107,7 +100,7 @@ class Scheduler:
             raise ApiError(message, param="n")
         with self._changed:
             if self._closing:
-                raise self._closed()
+                raise shutting_down()
             free = max(0, self._batch_size - len(self._joined))
             if len(self._waiting) + len(choices) > self._max_waiting + free:
                 rounds = (len(self._waiting) + len(choices)) / self._batch_size
@@ -126,27 +119,11 @@ class Scheduler:
             self._changed.notify()
 
     def close(self) -> None:
-        """Cancel what is left and end the thread, unless it may be waiting for a lost process."""
+        """Cancel what is left and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self.failure is None:
-            self._thread.join()
-
-    def fail(self, failure: RankError) -> None:
-        """End all texts with an error, now and in future. The engine's thread may be stuck in a round."""
-        with self._changed:
-            if self.failure is not None:
-                return
-            failure = failure if self._watch is None else self._watch.explain(failure)
-            self.failure, self._closing = failure, True
-            self._changed.notify()
-            choices = [*self._joined.values(), *self._waiting]
-            self._waiting.clear()
-        self._refuse(choices, self._closed())
-
-    def _closed(self) -> ApiError:
-        return shutting_down() if self.failure is None else rank_lost(self.failure)
+        self._thread.join()
 
     def _run(self) -> None:
         patience: float | None = IDLE_SECONDS
@@ -154,7 +131,7 @@ class Scheduler:
             with self._changed:
                 has_work = self._changed.wait_for(lambda: self._waiting or self._left or self._closing, patience)
                 if self._closing:
-                    self._refuse([*self._waiting], self._closed())
+                    self._refuse([*self._waiting], shutting_down())
                     self._waiting.clear()
                     return
                 self._drop_waiting()
@@ -164,8 +141,6 @@ class Scheduler:
                 continue
             try:
                 self._run_until_idle()
-            except RankError as error:
-                self.fail(error)
             except Exception as error:  # the engine as a whole failed, for example without memory
                 log.exception("the engine failed")
                 self._refuse([*self._joined.values()], error)
@@ -187,7 +162,7 @@ class Scheduler:
 
     def _run_until_idle(self) -> None:
         """Run one engine until no text is left, then free everything that it holds."""
-        with self._make_engine() as engine:
+        with Engine() as engine:
             while self._admit(engine):
                 self._metrics.round_texts.observe(len(self._joined))
                 self._metrics.cache_bytes.set(engine.cache_bytes)
@@ -205,7 +180,7 @@ class Scheduler:
             choice = self._joined.pop(ticket)
             self._metrics.cancelled.inc()
             if closing:
-                self._refuse([choice], self._closed())
+                self._refuse([choice], shutting_down())
         while not closing and len(self._joined) < self._batch_size:
             with self._changed:
                 if not self._waiting:
@@ -216,10 +191,6 @@ class Scheduler:
             try:
                 choice.joined = perf_counter()
                 self._joined[engine.join(choice.checked, following)] = choice
-            except RankError as error:
-                self.fail(error)
-                self._refuse([choice], self._closed())
-                raise
             except Exception as error:
                 log.exception("a text could not join")
                 self._refuse([choice], error)
@@ -236,9 +207,7 @@ class Scheduler:
             self._metrics.waiting.set(len(kept))
 
     def _deliver(self, progress: StepOutput) -> threading.Event | None:
-        """Returns an event if it is worth waiting for. Raises an error that concerns all texts."""
-        if isinstance(progress.error, RankError):
-            raise progress.error
+        """Returns an event if it is worth waiting for."""
         choice = self._joined[progress.ticket]
         now = perf_counter()
         self._keep_answer(choice, progress)  # before the client hears of it and asks again

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 from policies import CostModel, Policy, PreVerifier
@@ -34,9 +33,6 @@ class ServedPolicies:
         self._allowed = None if ANY_POLICY in allowed else {REPEATING, self._default_name, *allowed}
         if generator.model.num_layers > 1:  # now, and not while texts decode, for the first request that names "auto"
             measured_cost(generator.model, generator.runner)
-        if generator.model.num_ranks > 1:  # together with the other processes, whose model it is checked against
-            with suppress(ValueError, FileNotFoundError):  # none, or one that requests then cannot name
-                generator.load_preverifier(None)
         self._named = PolicyStore(most=_KEPT)
 
     def choose(self, name: str | None, *, repeats: bool) -> Policy:
@@ -72,9 +68,7 @@ class ServedPolicies:
     def _beside_the_model(self, path: str | None) -> PreVerifier:
         if path is not None:
             raise ValueError("a request may not name a folder of the server")
-        if self._generator.model.num_ranks == 1:
-            return self._generator.load_preverifier(None)
-        return self._generator.load_preverifier.on_this_process()  # the other processes do not wait for this thread
+        return self._generator.load_preverifier(None)
 
 
 def _refuse_measuring() -> CostModel:

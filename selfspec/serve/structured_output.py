@@ -100,10 +100,6 @@ class GrammarProcessor(LogitsProcessor):
         self._mask = torch.zeros((vocabulary.size + 31) // 32, dtype=torch.int32, device="cpu")
         self._bits = torch.arange(32, dtype=torch.int32, device="cpu")
 
-    def __reduce__(self) -> tuple[type[GrammarProcessor], tuple[Vocabulary, Grammar, int]]:
-        """In another process it starts over with that process's vocabulary (see `distributed.rank0_engine`)."""
-        return GrammarProcessor, self._made_of
-
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """input_ids: int64 [1, n]. scores: [1, vocab]. Returns the scores with -inf for forbidden tokens."""
         self._go_to(input_ids[0, self._prompt_length :].tolist())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,10 +53,6 @@ class LogprobRecorder(LogitsProcessor):
         self._rows[input_ids.shape[1]] = scores[0].clone()
         return scores
 
-    def __reduce__(self) -> tuple[Callable[[], LogitsProcessor], tuple[()]]:
-        """Workers that decode the same text keep nothing, because nobody reads it there."""
-        return _Unchanged, ()
-
     def committed(self, tokens: Sequence[int]) -> list[TokenLogprob]:
         """The log-probabilities of newly committed tokens, at least one. Call it once for each block, in order."""
         first, self._next = self._next, self._next + len(tokens)
@@ -80,10 +76,3 @@ class PromptLogprobs:
         targets = self._prompt[first + 1 : first + 1 + hidden.shape[0]].to(hidden.device)
         for rows, following in zip(hidden[: targets.numel()].split(_ROWS), targets.split(_ROWS)):
             self.tokens += _token_logprobs(self._model.logits(rows), following, self._num_top)
-
-
-class _Unchanged(LogitsProcessor):
-    """A worker's counterpart of a recorder on rank 0."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores

@@ -57,8 +57,6 @@ class Translator:
         self.copies = generator.copy_store(settings.copy_from) if settings.copy_from else None
         self.answers: AnswerStores | None = None
         if settings.answer_bytes is not None:
-            if generator.model.num_ranks > 1:
-                raise ValueError("--answer-store needs a model in one process: leave it out, or start one process")
             self.answers = AnswerStores(settings.answer_bytes, generator.model.vocab_size, self.copies)
         self._template = settings.chat_template
         config = generator.model.generation_config
@@ -181,12 +179,6 @@ class Translator:
         self.check_name(body.model)
         if len(body.prompts) * body.n > MOST_CHOICES:
             raise ApiError(f"{len(body.prompts)} prompts with n={body.n}: at most {MOST_CHOICES} texts", param="n")
-        if body.scores_prompts and self._generator.model.num_ranks > 1:
-            raise ApiError(
-                "echo with logprobs needs a server with the model in one process: leave out echo or logprobs",
-                param="logprobs",
-                code="unsupported_parameter",
-            )
         self._check_schema(body)
         wanted = body.max_tokens
         if wanted is None:

@@ -6,7 +6,6 @@ import http.client
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count, repeat
 from random import Random
 from types import SimpleNamespace
@@ -24,8 +23,6 @@ from selfspec.cache import slots
 from selfspec.cache.pool import SMALL_LOSS, KVCachePool
 from selfspec.cache.prefix_cache import Owner, PrefixCache, num_common
 from selfspec.cache.slots import CacheSlot, IdleSlots
-from selfspec.distributed import rank0_engine
-from selfspec.engine.policy_store import PolicyStore
 from test_serve import post, wait_until
 from tiny_llama import VOCAB_SIZE, tiny_llama
 
@@ -120,21 +117,6 @@ def test_an_operator_may_share_all() -> None:
     with running_server(generator, share_prefixes=True) as server:
         assert cached(server, SECRET) == 0
         assert cached(server, SECRET) > 0
-
-
-def test_the_other_processes_of_a_model_hear_whose_a_text_is() -> None:
-    """Each process has a pool of its own, and they must use the same rows."""
-    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH)
-    for owner in (Owner("a"), Owner("b", lasts=False)):
-        checked = generator.check(SECRET, max_new_tokens=3, do_sample=False, policy="ar")
-        checked = replace(checked, request=replace(checked.request, owner=owner))
-        heard: list[Any] = []
-        ranks: Any = SimpleNamespace(from_first=lambda tell, heard=heard: heard.extend(tell().events))
-        policies: Any = SimpleNamespace(pass_seconds={})
-        with rank0_engine.Rank0Engine(ranks, checked.policy, PolicyStore(), policies, []) as engine:
-            engine.cancel(engine.join(checked))
-        request = rank0_engine._Unpacker(heard[0].request, [], None, generator.model.device).load()
-        assert request.owner == owner
 
 
 def pool_of(num_bytes: int) -> KVCachePool:

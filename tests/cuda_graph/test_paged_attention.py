@@ -234,14 +234,3 @@ def test_a_trial_that_fails_costs_one_warning(fault: str, monkeypatch: pytest.Mo
             assert result.new_tokens == expected
             assert result.stats.runner == "captured"
     assert len(seen) == 1
-
-
-@pytest.mark.usefixtures("paged")
-def test_processes_of_a_model_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = from_transformers(tiny(), layout="plain")
-    said: list[bool] = []
-    monkeypatch.setattr(type(model), "all_agree", lambda self, ok: said.append(ok))
-    with pytest.warns(RuntimeWarning, match="failed in another process"):
-        assert not attends_by_pages(model)
-    assert not attends_by_pages(model)
-    assert said == [True]  # asked once, though this process had succeeded

@@ -100,6 +100,6 @@ def test_a_device_that_works_behind_the_hosts_back(monkeypatch) -> None:  # type
     from selfspec.engine import calibrate as module
 
     monkeypatch.setattr(module, "_SECONDS", 60.0)  # for every repetition
-    model = SimpleNamespace(device=SimpleNamespace(type="cuda"), num_ranks=1, agree=lambda numbers: numbers)
+    model = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     module._timed([lambda: None], model)  # type: ignore[arg-type]
     assert len(waits) == 2 * module._REPEATS

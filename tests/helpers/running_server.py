@@ -17,7 +17,6 @@ from fastapi import FastAPI
 from openai import OpenAI
 
 from frozen_objects import FROZEN
-from layerskip_models.parallel.rank_watch import RankWatch
 from selfspec import SelfSpecGenerator
 from selfspec.exits.learning import ExitLearner
 from selfspec.messages import PLAIN_TEMPLATE, ChatTemplate
@@ -48,7 +47,6 @@ def running_server(
     generator: SelfSpecGenerator,
     *,
     grace_seconds: int = 5,
-    watch: RankWatch | None = None,
     learner: ExitLearner | None = None,
     freezes: bool = False,
     **settings: Any,
@@ -62,7 +60,7 @@ def running_server(
     free = {
         "allowed_policies": ("any",)
     }  # a test may name any policy; what a server allows by itself has its own tests
-    app = make_app(generator, ServerSettings(**{"model_name": "demo", **chat, **free, **settings}), watch, learner)
+    app = make_app(generator, ServerSettings(**{"model_name": "demo", **chat, **free, **settings}), learner)
     up = threading.Event()
     frozen = nullcontext() if freezes else patch.object(serve_app, "lasting_objects", nullcontext)
     with frozen, open_socket("127.0.0.1", 0) as listening:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from test_tensor_parallel import _divisible
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -20,7 +21,6 @@ from layerskip_models.parallel.shard_plan import ShardPlan
 from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
 from test_families import reference
-from test_tensor_parallel import _divisible
 from test_tensor_parallel_layers import needs_native
 from tests.fuzz.quantised_files import quantise_checkpoint
 from tiny_llama import tiny_llama

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from layerskip_models import DEMO_PATH, LayerSkipModel
+from layerskip_models import DEMO_PATH
 from running_server import RunningServer, ask, running_server
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 from selfspec.serve.serve_options import ServeOptions
-from selfspec.serve.server_settings import ServerSettings
-from selfspec.serve.translation import Translator
 
 CODE = "def fibonacci(n):\n"
 
@@ -141,10 +139,3 @@ def test_a_chat_copies_from_conversations_before() -> None:
     assert copied[0] > copied[1]
     wrong = CliRunner().invoke(app, [*arguments, "--answer-store", "x"], input=typed)
     assert wrong.exit_code == 2 and "answer_store must be" in wrong.stderr
-
-
-def test_a_model_in_several_processes_has_no_answers(demo: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process has its own copy index, and they must propose the same."""
-    monkeypatch.setattr(LayerSkipModel, "num_ranks", property(lambda model: 2))
-    with pytest.raises(ValueError, match="--answer-store needs a model in one process"):
-        Translator(demo, ServerSettings(model_name="demo", answer_bytes=1 << 20))

@@ -47,9 +47,7 @@ class StaticPass:
         self.logits = torch.zeros(max_rows, model.vocab_size, dtype=torch.float32, device=device)
         self.outputs = torch.zeros(NUMBERS["all"], max_rows, dtype=torch.float64, device=device)
         self._index = torch.arange(max_rows, dtype=torch.long, device=device)
-        self.captures = Captures(
-            device, (self._state, self.hidden), streams, num_ranks=model.num_ranks, all_agree=model.all_agree
-        )
+        self.captures = Captures(device, (self._state, self.hidden), streams)
 
     @property
     def paged(self) -> bool:

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from layerskip_models.kernels.native_linear import operators_only
-from layerskip_models.parallel.ranks import RankError
 from selfspec.engine.runners.choice import CaptureError
 from selfspec.engine.runners.cuda_graph.graph import CudaGraph, GraphSpace
 from selfspec.engine.runners.cuda_graph.streams import Streams
@@ -114,8 +113,7 @@ def _reason(error: RuntimeError) -> str:
 class Captures:
     """Captured work by key: captured when first asked for, or ahead of that.
 
-    protect: what capturing disturbs and must be put back, since a body runs for warming up. num_ranks, all_agree: of the
-    processes that hold the model together, see `LayerSkipModel`; work that one cannot capture is captured by none.
+    protect: what capturing disturbs and must be put back, since a body runs for warming up.
     max_captures: how many of those captured when first asked for are held; beyond that the least recently used is given up.
     Those made ahead are all kept, and do not count. Memory is not counted: temporary tensors are in one pool that all
     captures share, as large as the largest of them needs, and what a graph itself takes of the device no allocator knows.
@@ -128,15 +126,12 @@ class Captures:
         protect: Sequence[Tensor],
         streams: Streams,
         *,
-        num_ranks: int = 1,
-        all_agree: Callable[[bool], bool] = bool,
         max_captures: int = MAX_CAPTURES,
     ) -> None:
         self.num_captures = 0
         self.seconds = 0.0
         self._protect = protect
         self._streams = streams
-        self._num_ranks, self._all_agree = num_ranks, all_agree
         self._max_captures = max_captures
         self._made_ahead: dict[Hashable, Captured] = {}
         self._on_demand: OrderedDict[Hashable, Captured] = OrderedDict()
@@ -149,8 +144,7 @@ class Captures:
     def run(self, key: Hashable, body: Body) -> None:
         """Do the work of a key: replay it, after capturing `body` if it is not held. Equal keys must mean equal work.
 
-        Raises CaptureError with the reason if the work can be neither captured nor replayed; RankError if a replay fails that
-        other processes take part in.
+        Raises CaptureError with the reason if the work can be neither captured nor replayed.
         """
         captured = self._made_ahead.get(key)
         if captured is None:
@@ -163,13 +157,8 @@ class Captures:
                 self._on_demand.move_to_end(key)
         try:
             captured.replay()
-        except RankError:
-            raise
         except RuntimeError as error:
-            failed = f"replaying {key} failed: {error}"
-            if self._num_ranks > 1:  # nobody asks the others after each replay, and they wait for this one's part of it
-                raise RankError(f"{failed}. The other processes of the model cannot go on without this one") from error
-            raise CaptureError(failed) from error
+            raise CaptureError(f"replaying {key} failed: {error}") from error
 
     def ensure(self, key: Hashable, body: Body) -> None:
         """Capture a key's work if it is not held, without doing it, and keep it from now on. Raises CaptureError as `run`."""
@@ -183,13 +172,8 @@ class Captures:
             saved = [tensor.clone() for tensor in self._protect]
             try:
                 captured = self._make(body)
-            except RankError:
-                raise  # the others are gone
             except RuntimeError as error:
-                self._all_agree(False)
                 raise CaptureError(f"capturing {key} failed: {_reason(error)}") from error
-            if not self._all_agree(True):
-                raise CaptureError(f"capturing {key} failed in another process")
             for tensor, value in zip(self._protect, saved):
                 tensor.copy_(value)
             self.num_captures += 1

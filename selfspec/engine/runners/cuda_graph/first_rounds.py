@@ -68,12 +68,11 @@ def check(
         taken = rows.gather(-1, torch.tensor(chosen, dtype=torch.long, device="cpu").to(rows.device).unsqueeze(-1))
         differences["the tokens chosen"] = _difference(taken, best.unsqueeze(-1), rows)
     worst = max(differences, key=lambda name: differences[name])
-    is_right = differences[worst] <= bound
-    if not model.all_agree(is_right):
-        where = f"in a {kind} at position {position}"
-        if is_right:
-            raise CaptureError(f"{where}, another process found a difference from the eager round")
-        raise CaptureError(f"{where}, {worst} differ from the eager ones by {differences[worst]:.2g} of their size")
+    if not differences[worst] <= bound:  # NaN included
+        raise CaptureError(
+            f"in a {kind} at position {position}, {worst} differ from the eager ones by {differences[worst]:.2g} of their "
+            "size"
+        )
     with _lock:
         _checked.setdefault(model, Counter())[kind] += 1
 

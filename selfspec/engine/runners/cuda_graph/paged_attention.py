@@ -133,12 +133,12 @@ def attends_by_pages(model: LayerSkipModel) -> bool:
     """Whether captured passes of this model use the operator: where PyTorch has it in the form known here, for this device,
     dtype and size of heads, and where a trial on the device gives right numbers. Decided once for a model.
 
-    A trial that fails costs a warning. Processes that hold the model together agree, so all of them have to ask.
+    A trial that fails costs a warning.
     """
     with _lock:
         decided = _decided.get(model)
         if decided is None:
-            decided = _decided[model] = _takes(model) and _all_succeed(model)
+            decided = _decided[model] = _takes(model) and _succeeds(model)
     return decided
 
 
@@ -148,25 +148,21 @@ def whole_pages(length: int) -> int:
 
 
 def _takes(model: LayerSkipModel) -> bool:
-    """Whether the operator takes a model of this dtype and head size. All processes that hold the model agree."""
+    """Whether the operator takes a model of this dtype and head size."""
     takes_dtype = model.dtype in _DTYPES.get(model.device.type, ()) and model.kv_dtype == model.dtype
     return takes_dtype and model.head_dim % 8 == 0 and model.head_dim <= _LARGEST_HEAD
 
 
-def _all_succeed(model: LayerSkipModel) -> bool:
-    failure = None
-    known = _has_expected_schema()
-    if known:
-        try:
-            failure = _trial(model)
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-    if not model.all_agree(known and failure is None):
-        if known:
-            why = failure or "it failed in another process"
-            warnings.warn(f"captured passes use masks instead of flash attention: {why}", RuntimeWarning, stacklevel=2)
+def _succeeds(model: LayerSkipModel) -> bool:
+    if not _has_expected_schema():
         return False
-    return True
+    try:
+        failure = _trial(model)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    if failure is not None:
+        warnings.warn(f"captured passes use masks instead of flash attention: {failure}", RuntimeWarning, stacklevel=2)
+    return failure is None
 
 
 def _has_expected_schema() -> bool:
