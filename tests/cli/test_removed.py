@@ -32,3 +32,12 @@ def test_a_text_after_two_dashes_is_no_option(monkeypatch: pytest.MonkeyPatch) -
 
 def test_nothing_that_exists_is_called_removed() -> None:
     assert not removed.COMMANDS.keys() & COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", [["generate", "Hello"], ["chat"], ["serve"]])
+def test_a_command_of_one_process_says_what_to_use_for_more(command: list[str]) -> None:
+    result = CliRunner().invoke(app, command, env={"WORLD_SIZE": "2"})
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: this command runs in one process: start it without torchrun")
+    assert "device_map='auto'" in line and "replicas" in line
