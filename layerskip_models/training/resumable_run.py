@@ -49,7 +49,8 @@ def claim_output_dir(settings: RunSettings) -> Path:
 
     A run with other settings that failed before it had any of `settings.results` is replaced, and what it prepared is
     deleted, since other settings would prepare something else. A setting that is younger than the recorded run had its
-    default there. Raises ValueError when the folder holds a run with other settings, or something else.
+    default there. One that exists no more is left to the run's checkpoint, which fits only if it had its default.
+    Raises ValueError when the folder holds a run with other settings, or something else.
     """
     output_dir = Path(settings.output_dir)
     recorded_path = output_dir / "config.json"
@@ -57,11 +58,7 @@ def claim_output_dir(settings: RunSettings) -> Path:
     if recorded_path.exists():
         defaults = {item.name: item.default for item in fields(settings) if item.default is not MISSING}
         recorded = json.loads(json.dumps(defaults)) | json.loads(recorded_path.read_text(encoding="utf-8"))
-        changed = sorted(
-            name
-            for name in mine.keys() | recorded.keys()
-            if name not in settings.operational and mine.get(name) != recorded.get(name)
-        )
+        changed = sorted(name for name in mine if name not in settings.operational and mine[name] != recorded.get(name))
         if not changed:
             return output_dir
         if any((output_dir / name).exists() for name in settings.results):
