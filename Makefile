@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 # PyTorch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo chat test test-operators lint results records docs sanitize sanitize-short wheel wheels release clean
+.PHONY: demo chat test test-operators lint docs sanitize sanitize-short wheel wheels release clean
 
 demo: $(VENV)/.installed
 	$(BIN)/selfspec generate --compare --ignore-eos --max-new-tokens 200 </dev/null
@@ -32,16 +32,6 @@ test-operators: $(VENV)/.installed
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-
-# Every table with numbers in README and docs, from the records in docs/data and of the experiments. A test fails when they differ.
-PAGES = $(shell grep -lE "<!-- (report:[^N]|figure: )" README.md docs/*.md docs/results/*.md)
-results: $(VENV)/.installed
-	$(BIN)/python -m bench.experiments report docs/data/*.jsonl.gz $(wildcard bench/experiments/*/*.jsonl.gz) $(foreach page,$(PAGES),--into $(page))
-
-# Every record again, one at a time: hours. Interrupted, the same command goes on. QUICK=1 runs each command with little work, in
-# a quarter of an hour. FILES=FOLDER: prompts, texts and checkpoints that do not come with the package. ONLY="run policies": these.
-records: $(VENV)/.installed
-	$(BIN)/python -m bench.experiments records $(if $(QUICK),--quick) $(if $(FILES),--files "$(FILES)") $(ONLY:%=--only %)
 
 # The documentation as a site in build/site.
 docs: $(VENV)/.installed

@@ -7,18 +7,21 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from bench.datasets import EncodedPrompt
-from bench.engines.own import EngineLostError, Generation, HasLabel, TimedEngine
+from bench.engines.own import EngineLostError, HasLabel, TimedEngine
+from bench.record import Line, RecordWriter
 from layerskip_models.training.evaluation import is_looping
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Score = Callable[[EncodedPrompt, Sequence[int]], Mapping[str, float] | None]
+"""What tokens that continue a prompt score, by metric; None where they cannot be scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,7 @@ def measure(
     repeats: int,
     warmups: int,
     dtype: torch.dtype,
-    write: Callable[[Mapping[str, Any]], None],
+    record: RecordWriter,
     advance: Callable[[str], None] = lambda label: None,
 ) -> dict[str, str]:
     """Warm every engine up on the first prompt, then `measure_prompt` each.
@@ -59,7 +62,7 @@ def measure(
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             dtype=dtype,
-            write=write,
+            record=record,
             advance=advance,
             turn=number * repeats,
             lost=lost,
@@ -121,12 +124,12 @@ def measure_prompt(
     max_new_tokens: int,
     repeats: int,
     dtype: torch.dtype,
-    write: Callable[[Mapping[str, Any]], None],
+    record: RecordWriter,
     advance: Callable[[str], None],
     turn: int,
     lost: dict[str, str],
     sampled: bool = False,
-    score: Callable[[EncodedPrompt, Sequence[int]], Mapping[str, float] | None] | None = None,
+    score: Score | None = None,
 ) -> None:
     """Time every engine on one prompt, `repeats` times, and compare their outputs (`reference_of` says with which).
 
@@ -134,7 +137,7 @@ def measure_prompt(
     lost: engines to leave out, with the reason; those that are lost here are added. turn: number of the first repeat, which
     says with which engine it begins.
 
-    write: called with a "sample" for each timed run and an "output" for each engine.
+    record: gets a "sample" for each timed run and an "output" for each engine. What it began with is not measured again.
     Raises RuntimeError if an engine does not return exactly as many tokens as it was asked for: `max_new_tokens`, or fewer
     where the prompt's answer is shorter.
     """
@@ -143,18 +146,17 @@ def measure_prompt(
     changed: dict[str, int] = {engine.name: 0 for engine in engines}
     for repeat in range(repeats):
         for engine in in_turn(engines, turn + repeat):
-            generation = tried(engine, engines, lost, partial(engine.generate, prompt.ids, max_new_tokens, repeat))
-            if generation is not None:
-                tokens = list(generation.tokens)
-                if len(tokens) != max_new_tokens:
-                    raise RuntimeError(
-                        f"{engine.label} returned {len(tokens)} tokens for {prompt.id}, not {max_new_tokens}"
-                    )
-                changed[engine.name] += tokens != outputs.setdefault(engine.name, tokens)
-                scores = None if score is None else score(prompt, tokens)
-                write(_sample(engine, prompt, repeat, generation, scores))
+            line = record.earlier("sample", engine=engine.name, prompt=prompt.id, repeat=repeat)
+            if line is None:
+                line = tried(engine, engines, lost, partial(_sample, engine, prompt, repeat, max_new_tokens, score))
+                if line is not None:
+                    record.write(line)
+            if line is not None:
+                changed[engine.name] += line["token_ids"] != outputs.setdefault(engine.name, line["token_ids"])
             advance(engine.label)
     for engine in engines:
+        if record.earlier("output", engine=engine.name, prompt=prompt.id) is not None:
+            continue
         counted = tried(engine, engines, lost, partial(engine.count, prompt.ids, max_new_tokens))
         if engine.name in lost:
             continue
@@ -167,7 +169,7 @@ def measure_prompt(
             difference = tried(reference, engines, lost, comparing)
             if reference.name in lost:  # just now: another one is asked
                 reference = None
-        write(
+        record.write(
             {
                 "kind": "output",
                 "engine": engine.name,
@@ -212,9 +214,13 @@ def compare_outputs(
     return Difference(position=position, gap=gap, near_tie=None if dtype is None else gap <= NEAR_TIE_LOGIT_GAPS[dtype])
 
 
-def _sample(
-    engine: TimedEngine, prompt: EncodedPrompt, repeat: int, generation: Generation, scores: Mapping[str, float] | None
-) -> dict[str, Any]:
+def _sample(engine: TimedEngine, prompt: EncodedPrompt, repeat: int, max_new_tokens: int, score: Score | None) -> Line:
+    """Time one run. Returns its line."""
+    generation = engine.generate(prompt.ids, max_new_tokens, repeat)
+    tokens = list(generation.tokens)
+    if len(tokens) != max_new_tokens:
+        raise RuntimeError(f"{engine.label} returned {len(tokens)} tokens for {prompt.id}, not {max_new_tokens}")
+    scores = None if score is None else score(prompt, tokens)
     return {
         "kind": "sample",
         "engine": engine.name,
@@ -222,16 +228,16 @@ def _sample(
         "task": prompt.task,
         "repeat": repeat,
         "num_prompt_tokens": prompt.ids.numel(),
-        "num_new_tokens": len(generation.tokens),
+        "num_new_tokens": len(tokens),
         "seconds": generation.seconds,
         "time_to_first_token": generation.time_to_first_token,
         "decode_seconds": generation.decode_seconds,
         "scores": None if scores is None else dict(scores),
-        "output": _digest(generation.tokens),
+        "token_ids": tokens,
         "stats": None if generation.stats is None else dict(generation.stats),
     }
 
 
 def _digest(tokens: Sequence[int]) -> str:
     """What tells one output from another in a record."""
-    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -19,11 +18,8 @@ import torch
 import transformers
 
 import selfspec
-from bench.sources import sources
 from layerskip_models.kernels.check import native_variant
 
-QUICK_VARIABLE = "SELFSPEC_BENCH_QUICK"
-"""Environment variable that marks records as quick: little work, to show that a command runs. Documents refuse them."""
 _AMD, _INTEL = "AuthenticAMD", "GenuineIntel"
 _GENERATIONS = (
     (_AMD, 0x17, 0x00, 0x07, "Zen"), (_AMD, 0x17, 0x08, 0x08, "Zen+"), (_AMD, 0x17, 0x30, 0x7F, "Zen 2"),
@@ -41,13 +37,12 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Everything that another person needs to judge or repeat a measurement; None for what cannot be found out."""
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": f"{program(sys.argv[0])} {shlex.join(map(public_argument, sys.argv[1:]))}".strip(),
+        "command": f"selfspec-bench {shlex.join(map(public_argument, sys.argv[1:]))}".strip(),
         "commit": git_commit(Path(__file__).resolve().parent.parent),
         "selfspec": selfspec.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "llama_cpp": llama_cpp_version(),
         "os": platform.platform(),
         **processor(cpu_fields()),
         "cores": available_cores(),
@@ -58,31 +53,12 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "load_average": round(psutil.getloadavg()[0], 2),  # well above 1: the machine was busy with other things
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(dtype).removeprefix("torch."),
-        "sources": sources(),
-        **({"quick": True} if os.environ.get(QUICK_VARIABLE) else {}),
     }
 
 
 def computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The dtype that weights of this one are multiplied in: on a CPU our layers widen those of 16 bits to float32."""
     return torch.float32 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def program(started: str) -> str:
-    """The command that runs a file: selfspec-bench, or `python -m` for a package inside `bench`."""
-    here, path = Path(__file__).parent, Path(started)
-    if path.name != "__main__.py" or not path.is_relative_to(here) or path.parent == here:
-        return "selfspec-bench"
-    return f"python -m {'.'.join(('bench', *path.parent.relative_to(here).parts))}"
-
-
-def llama_cpp_version() -> str | None:
-    """Version and processor features of llama.cpp; None where it is not measured, for then it is not loaded."""
-    loaded = sys.modules.get("llama_cpp")
-    if loaded is None:
-        return None
-    features = re.findall(r"(\w+) = 1", loaded.llama_print_system_info().decode())
-    return f"{loaded.__version__} ({' '.join(features)})"
 
 
 def public_argument(argument: str) -> str:

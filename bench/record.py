@@ -26,6 +26,7 @@ PLAIN = "selfspec:ar"
 BEST_FIXED = "selfspec:best-fixed"
 """The engine that runs, for each task, the fixed setting that replay with measured costs finds best on its prompts."""
 BEST_FIXED_LABEL = "selfspec, oracle per task"
+_PART = ".part"
 
 
 def matching(lines: Iterable[Line], kind: str, **fields: Any) -> list[Line]:
@@ -45,30 +46,19 @@ class RecordWriter:
     """Collects a run's lines and, if there is a path, writes them as they come.
 
     Used with `with`: lines go to PATH.part, which becomes PATH when the block ends without an error, so that a run that
-    broke off never replaces a complete record, and can be resumed. Of several processes that share a run, each writes a part
-    of its own (PATH.part, PATH.part1, ..); the first one's becomes the record, so it is given everything by `complete` before
-    it ends. The first process must enter the block before the others do: then, whenever they are killed, its part and those
-    of the same attempt hold each line once.
+    broke off never replaces a complete record, and can be resumed.
 
-    worker: number of this process. previous: lines of an earlier part to begin with. attempt: what tells the parts of this
-    run from those that an earlier one left; the same in all its processes, needed where there are several or to resume.
+    previous: lines to begin with, such as a run left that broke off. `earlier` finds what they have measured.
     """
 
-    def __init__(
-        self, path: Path | None, *, worker: int = 0, previous: Sequence[Line] = (), attempt: str | None = None
-    ) -> None:
+    def __init__(self, path: Path | None, *, previous: Sequence[Line] = ()) -> None:
         self.lines: list[Line] = [dict(line) for line in previous]
         self.path = path
-        self._worker = worker
-        self._attempt = attempt
+        self._earlier = list(self.lines)
         self._stream: TextIO | None = None
 
     def __enter__(self) -> RecordWriter:
-        self._rewrite(self.lines, self._attempt)
-        if self.path is not None and self._worker == 0:
-            for part in _parts(self.path):
-                if part != self._part:
-                    part.unlink()  # left by an earlier run: what was wanted of it is in `previous`
+        self.complete(self.lines)
         return self
 
     def __exit__(
@@ -78,36 +68,29 @@ class RecordWriter:
             if kind is None:
                 os.fsync(self._stream.fileno())
             self._stream.close()
-            if kind is None and self._worker == 0:
-                self._part.replace(self.path)
-            elif kind is None:
-                self._part.unlink()
+            if kind is None:
+                part_of(self.path).replace(self.path)
 
-    @property
-    def _part(self) -> Path:
-        assert self.path is not None
-        return self.path.with_name(f"{self.path.name}.part{self._worker or ''}")
+    def earlier(self, kind: str, **fields: Any) -> Line | None:
+        """A line with these values that this run began with; None for what is still to be measured."""
+        return next(iter(matching(self._earlier, kind, **fields)), None)
 
     def complete(self, lines: Sequence[Line]) -> None:
         """All lines of the record, in place of those written so far."""
-        self._rewrite(lines, None)
-
-    def _rewrite(self, lines: Sequence[Line], attempt: str | None) -> None:
         self.lines = []
-        if self.path is not None:
-            if self._stream is not None:
-                self._stream.close()
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = self.path.with_name(f"{self._part.name}.new")
-            self._stream = fresh.open("w", encoding="utf-8")
-            if attempt is not None:
-                self._stream.write(json.dumps({"kind": "part", "attempt": attempt}) + "\n")
-            for line in lines:
-                self.write(line)
-            os.fsync(self._stream.fileno())
-            fresh.replace(self._part)  # at once: a kill in between loses nothing
-        else:
+        if self.path is None:
             self.lines = [dict(line) for line in lines]
+            return
+        if self._stream is not None:
+            self._stream.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = part_of(self.path)
+        fresh = part.with_name(f"{part.name}.new")
+        self._stream = fresh.open("w", encoding="utf-8")
+        for line in lines:
+            self.write(line)
+        os.fsync(self._stream.fileno())
+        fresh.replace(part)  # at once: a kill in between loses nothing
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Add a line; on disk at once."""
@@ -117,38 +100,15 @@ class RecordWriter:
             self._stream.flush()
 
 
-def read_parts(path: Path) -> list[Line]:
-    """The lines of all parts that the last run to this path left when it broke off; a last line that is not whole is dropped.
-
-    What an earlier run left is not taken: the first process's part says which attempt was the last.
-    """
-    lines: list[Line] = []
-    last: str | None = None
-    for number, part in enumerate(_parts(path)):
-        found = _whole_lines(part)
-        attempt = found.pop(0)["attempt"] if found and found[0]["kind"] == "part" else None
-        if number == 0:
-            last = attempt
-            if part.name != f"{path.name}.part":
-                return []
-        if number == 0 or (attempt is not None and attempt == last):
-            lines += found
-    return lines
+def part_of(path: Path) -> Path:
+    """Where the lines of a record are while it is measured."""
+    return path.with_name(f"{path.name}{_PART}")
 
 
-def _parts(path: Path) -> list[Path]:
-    """The parts next to a record, by number."""
-    beside = path.parent.glob(f"{path.name}.part*") if path.parent.is_dir() else ()
-    numbers = {part: part.name.removeprefix(f"{path.name}.part") for part in beside}
-    return sorted(
-        (part for part, number in numbers.items() if number.isdecimal() or not number),
-        key=lambda part: int(numbers[part] or 0),
-    )
-
-
-def _whole_lines(part: Path) -> list[Line]:
-    lines: list[Line] = []
-    for text in read_lines(part):
+def read_part(path: Path) -> list[Line]:
+    """The lines that a run to this path left when it broke off; a last line that is not whole is dropped."""
+    part, lines = part_of(path), []
+    for text in read_lines(part) if part.exists() else ():
         try:
             lines.append(json.loads(text))
         except json.JSONDecodeError:
@@ -161,6 +121,8 @@ def read_record(path: Path) -> list[Line]:
 
     Raises ValueError, with the remedy, for a file that is not a record or cannot be read.
     """
+    if path.name.endswith(_PART):
+        raise ValueError(f"{path} is what a run left when it broke off: finish it with --resume first")
     if not path.exists():
         raise ValueError(f"there is no record at {path}: measure one with selfspec-bench run --output {path}")
     try:
@@ -183,16 +145,9 @@ def read_record(path: Path) -> list[Line]:
             if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
                 raise ValueError(f'{path} is not a record of selfspec-bench: line {number} is no object with a "kind"')
             lines.append(line)
-    if lines and lines[0]["kind"] == "part":
-        raise ValueError(f"{path} is what a run left when it broke off: finish it with --resume first")
     if not lines or lines[0]["kind"] != "run":
         raise ValueError(f'{path} is not a record of selfspec-bench: its first line is not of kind "run"')
     return lines
-
-
-def is_quick(lines: Sequence[Line]) -> bool:
-    """Whether a record was made with little work, to show that its command runs."""
-    return bool(lines[0].get("provenance", {}).get("quick"))
 
 
 def record_name(path: Path) -> str:

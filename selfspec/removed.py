@@ -10,15 +10,25 @@ OPTIONS: dict[str, str] = {
     "--data-parallel": "split the file of prompts, and decode each part in a process of its own",
 }
 """What to do instead, by the option on the command line, dashes included."""
+BENCH_COMMANDS = {
+    "convert": "`selfspec-bench peers` writes GGUF files itself, and `optimum-cli export openvino` folders for --openvino",
+    "shapes": "run `selfspec-bench run --model synthetic:SHAPE` for each shape",
+}
+"""Those of `selfspec-bench`."""
+BENCH_OPTIONS = {
+    "--converted": "name the engines with --llama-cpp, --ik-llama-cpp and --openvino",
+    "--into": "`selfspec-bench report RECORD` prints the tables to paste",
+}
 
 
-def refuse_removed(command: str, arguments: Sequence[str] = ()) -> None:
-    """Raise ValueError if the command or one of its options existed once."""
-    if command in COMMANDS:
-        raise ValueError(f"`selfspec {command}` was removed: {COMMANDS[command]}")
+def refuse_removed(command: str, arguments: Sequence[str] = (), *, program: str = "selfspec") -> None:
+    """Raise ValueError if the command of a program, `selfspec` or `selfspec-bench`, or one of its options existed once."""
+    commands, options = (COMMANDS, OPTIONS) if program == "selfspec" else (BENCH_COMMANDS, BENCH_OPTIONS)
+    if command in commands:
+        raise ValueError(f"`{program} {command}` was removed: {commands[command]}")
     for argument in arguments:
         name = argument.partition("=")[0]
         if name == "--":
             return
-        if name in OPTIONS:
-            raise ValueError(f"{name} was removed: {OPTIONS[name]}")
+        if name in options:
+            raise ValueError(f"{name} was removed: {options[name]}")

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 
 from frozen_objects import FROZEN
 from kept_bytecode import keep_bytecode
-from study_records import with_studies as with_studies
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -95,14 +94,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_llama(seed=3).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
-
-
-@pytest.fixture(scope="session")
-def known_sources() -> None:
-    """Every record has digests of the sources: made once here, and not in each process that is forked."""
-    from bench.sources import sources
-
-    sources()
 
 
 @pytest.fixture

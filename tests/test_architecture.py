@@ -46,14 +46,6 @@ def test_no_arrow_points_up(path: Path) -> None:
     assert own <= MAY_IMPORT[package]
 
 
-PRODUCT = [path for path in FILES if path.relative_to(ROOT).parts[:2] != ("bench", "experiments")]
-
-
-@pytest.mark.parametrize("path", PRODUCT, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_product_knows_no_study(path: Path) -> None:
-    assert not re.search(r"^\s*(from|import) bench\.experiments\b", path.read_text(encoding="utf-8"), re.MULTILINE)
-
-
 CORE = sorted((ROOT / "selfspec" / "engine").rglob("*.py")) + sorted((ROOT / "selfspec" / "cache").rglob("*.py"))
 
 
@@ -78,8 +70,6 @@ def test_a_class_name_stands_for_one_thing() -> None:
     found: defaultdict[str, set[str]] = defaultdict(set)
     for path in FILES:
         name = str(path.relative_to(ROOT))
-        if name.startswith("bench/experiments/"):  # not in the wheel
-            continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].add(name)

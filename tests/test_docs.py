@@ -9,7 +9,6 @@ import pytest
 import typer
 
 from bench.commands import bench_app
-from bench.experiments.__main__ import app as experiments
 from selfspec.cli.main import app as selfspec_app
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +47,6 @@ def commands_of(app: typer.Typer) -> set[str]:
 COMMANDS = {
     "selfspec": commands_of(selfspec_app),
     "selfspec-bench": commands_of(bench_app.app),
-    "python -m bench.experiments": commands_of(experiments),
 }
 HISTORY = ROOT / "docs" / "log.md"
 """What was tried keeps the names that it had."""

@@ -12,10 +12,19 @@ import typer
 from torch import Tensor
 
 from bench.commands import bench_options as options
+from bench.commands.peer_makers import (
+    IK_LLAMA_CPP,
+    LLAMA_CPP,
+    OPENVINO,
+    gguf_kinds,
+    installed,
+    llama_peer,
+    openvino_peer,
+    transformers_peer,
+)
 from bench.commands.preparation import (
     configuration,
     encoded,
-    llama_cpp_kinds,
     load_network,
     open_tokenizer,
     progress,
@@ -23,17 +32,10 @@ from bench.commands.preparation import (
     run_line,
     show,
 )
-from bench.commands.started_peers import (
-    PeerTimeoutOption,
-    llama_cpp_version_of,
-    start_all,
-    tell_lost,
-    without_lost,
-)
-from bench.engines.peer_process import Peer
-from bench.machine.throughput import BatchEngine, SelfSpecBatch, TransformersBatch, measure_batch, measure_joining
+from bench.commands.started_peers import start_all, tell_lost, versions_of, without_lost
+from bench.machine.throughput import BatchEngine, SelfSpecBatch, measure_batch, measure_joining
 from bench.measure import in_turn, tried
-from bench.provenance import llama_cpp_version, provenance
+from bench.provenance import provenance
 from bench.record import Line, RecordWriter
 from bench.sweep import parse_range
 from layerskip_models import DEMO_PATH, from_transformers
@@ -57,21 +59,25 @@ def batch(
     ] = True,
     int8: Annotated[bool, typer.Option("--int8", help="Also run selfspec with weights in 8 bits.")] = False,
     llama_cpp: options.LlamaCppOption = None,
-    peer_timeout: PeerTimeoutOption = 600,
+    ik_llama_cpp: options.IkLlamaCppOption = None,
+    openvino: options.OpenVinoOption = None,
+    peer_timeout: options.PeerTimeoutOption = 600,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = "auto",
     output: options.OutputOption = None,
 ) -> None:
     """Throughput over the number of texts that share the passes, greedy; engines in turn.
 
-    transformers and llama.cpp run in processes of their own and hold the weights themselves. One that crashes or hangs is
-    left out with a message, and the others go on.
+    Other engines run in processes of their own and hold the weights themselves. One that crashes or hangs is left out with a
+    message, and the others go on. For OpenVINO GenAI all texts are cut to the length of the shortest.
     """
     with one_line_errors(), ExitStack() as running:
         checkpoint = str(model or DEMO_PATH)
         sizes = parse_range(texts, "--texts")
         samples = encoded(prompts, max(*sizes, 4), open_tokenizer(checkpoint), prompt_tokens)
-        kinds = llama_cpp_kinds(llama_cpp or [], device)
+        llamas = [(LLAMA_CPP, kind) for kind in gguf_kinds(LLAMA_CPP, llama_cpp or [], device)]
+        llamas += [(IK_LLAMA_CPP, kind) for kind in gguf_kinds(IK_LLAMA_CPP, ik_llama_cpp or [], device)]
+        exported = openvino if openvino and installed(OPENVINO) else []
         network = load_network(checkpoint, dtype, device)
         found = provenance(network.device, network.dtype)
         generator = SelfSpecGenerator(from_transformers(network), prefix_cache=0)
@@ -85,16 +91,20 @@ def batch(
         del network
         weights = (checkpoint, dtype, device)
         longest = max(len(sample.ids) for sample in samples) + max_new_tokens
-        others = {f"llama.cpp {kind}": partial(llama_cpp_batch_peer, *weights, kind, longest) for kind in kinds}
+        others = {
+            f"{program} {kind}": partial(llama_peer, program, *weights, kind, longest) for program, kind in llamas
+        }
+        others |= {f"{OPENVINO} {folder.name}": partial(openvino_peer, folder, longest) for folder in exported}
         if peers:
-            others["transformers"] = partial(transformers_batch_peer, *weights)
+            others["transformers"] = partial(transformers_peer, *weights)
         started, missing = start_all(others, peer_timeout, running)
         engines += [engine for peer in started for engine in peer.batches]
-        ids = [sample.ids for sample in samples]
-        while len(ids) < max(sizes):  # the same prompts once more, a little shorter
-            ids.append(ids[len(ids) - len(samples)][1:])
+        shortest = min(len(sample.ids) for sample in samples)
+        ids = [sample.ids[-shortest if exported else 0 :] for sample in samples]
+        while len(ids) < max(sizes):  # the same prompts once more, each with its last token in front
+            ids.append(ids[len(ids) - len(samples)].roll(1))
         about = {**configuration(checkpoint, samples, max_new_tokens, repeats, warmups=1), "texts": sizes}
-        where = {**found, "llama_cpp": llama_cpp_version_of(started, found["llama_cpp"])}
+        where = {**found, **versions_of(started)}
         joins = joining_tokens > 0
         with recording(RecordWriter(output)) as record:
             record.write(run_line("batch", about, engines, where))
@@ -134,16 +144,3 @@ def _measure(
                     equal = run.tokens == expected.setdefault((engine.weights, size), run.tokens)
                     write({**line, "repeat": repeat, "outputs_equal": equal})
     return lost
-
-
-def llama_cpp_batch_peer(checkpoint: str, dtype: str, device: str, kind: str, max_tokens: int) -> Peer:
-    """llama.cpp with many texts in one pass, on the weights as this kind. max_tokens: of a prompt and its continuation."""
-    from bench.engines.llama_cpp_batch import LlamaCppBatch  # its packages are optional
-
-    batch = LlamaCppBatch(load_network(checkpoint, dtype, device), kind, max_tokens)
-    return Peer(batches=[batch], about={"llama_cpp": llama_cpp_version()})
-
-
-def transformers_batch_peer(checkpoint: str, dtype: str, device: str) -> Peer:
-    """transformers' batched `generate`."""
-    return Peer(batches=[TransformersBatch(load_network(checkpoint, dtype, device))])

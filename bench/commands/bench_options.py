@@ -79,6 +79,18 @@ LlamaCppOption = Annotated[
         "removed once it is loaded."
     ),
 ]
+IkLlamaCppOption = Annotated[
+    list[str] | None, typer.Option(help="The same for ik_llama.cpp. Needs ik-llama-cpp-python and gguf.")
+]
+OpenVinoOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Folder with the model as OpenVINO stores it, for OpenVINO GenAI, too; repeatable. Needs openvino-genai.",
+    ),
+]
+PeerTimeoutOption = Annotated[
+    float, typer.Option(min=1, help="Seconds that a peer may take to load, or for one text, before it is left out.")
+]
 KvDtypeOption = Annotated[
     str, typer.Option(help="What our engine keeps keys and values in: auto (the arithmetic's own) or bfloat16.")
 ]

@@ -1,11 +1,10 @@
-"""`selfspec-bench chat`: one model in selfspec, llama.cpp and OpenVINO GenAI, on chat prompts of several kinds."""
+"""`selfspec-bench chat`: one file in selfspec, llama.cpp, ik_llama.cpp and OpenVINO GenAI, on chat prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -13,20 +12,21 @@ import typer
 
 from bench.commands import bench_options as options
 from bench.commands.loaded_peers import (
-    llama_cpp_peer,
+    GGML_ROUNDING,
     load_once,
     loading_line,
-    openvino_peer,
     openvino_rounding_of,
-    own_peer,
+    other_file_peer,
+    own_file_peer,
 )
+from bench.commands.peer_makers import IK_LLAMA_CPP, LLAMA_CPP, OPENVINO, installed
 from bench.commands.preparation import (
     configuration,
     exit_if_outputs_differ,
     run_line,
     show,
 )
-from bench.commands.started_peers import PeerTimeoutOption, measure_peers, start, start_all, tell_lost
+from bench.commands.started_peers import measure_peers, start, start_all, tell_lost, versions_of
 from bench.datasets import chat_prompts, load_prompts
 from bench.engines.peer_process import Peer
 from bench.measure import until_end
@@ -63,10 +63,10 @@ def chat(
     llama_cpp: Annotated[
         bool, typer.Option("--llama-cpp/--no-llama-cpp", help="Give the file to llama.cpp, too.")
     ] = True,
-    openvino: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder with the model as OpenVINO stores it, for OpenVINO GenAI, too; repeatable."),
-    ] = None,
+    ik_llama_cpp: Annotated[
+        bool, typer.Option("--ik-llama-cpp/--no-ik-llama-cpp", help="Give the file to ik_llama.cpp, too.")
+    ] = False,
+    openvino: options.OpenVinoOption = None,
     openvino_file: Annotated[
         bool, typer.Option("--openvino-file/--no-openvino-file", help="Give the file to OpenVINO GenAI, too.")
     ] = True,
@@ -74,7 +74,7 @@ def chat(
     dtype: Annotated[
         str, typer.Option(help="What selfspec loads the weights in, such as bfloat16; auto: as in ordinary use.")
     ] = "auto",
-    peer_timeout: PeerTimeoutOption = 600,
+    peer_timeout: options.PeerTimeoutOption = 600,
     output: options.OutputOption = None,
 ) -> None:
     """Answers to chat prompts from one model: loading, prompts, decoding and memory; engines in turn, greedy, on a CPU.
@@ -85,7 +85,7 @@ def chat(
     """
     with one_line_errors(), ExitStack() as running:
         path = gguf_file(resolve_checkpoint(model))
-        if path is None and (llama_cpp or openvino_file):
+        if path is None and (llama_cpp or ik_llama_cpp or openvino_file):
             raise ValueError(
                 f"--model must be a GGUF file, which the other engines read as well, got {model!r}; without them "
                 "(--no-llama-cpp --no-openvino-file) any checkpoint will do"
@@ -95,20 +95,20 @@ def chat(
         samples = chat_prompts(load_prompts(prompts), tokenizer, prompt_tokens, num_samples)
         longest = max(sample.ids.numel() for sample in samples) + max_new_tokens
         makers: dict[str, Callable[[], Peer]] = {
-            f"selfspec {name}": partial(own_peer, path, name, False, dtype)
+            f"selfspec {name}": partial(own_file_peer, path, name, False, dtype)
             for name in ("ar", *(policy or [DEFAULT_POLICY]))
         }
         makers |= {
-            f"selfspec {name}, kept": partial(own_peer, path, name, True, dtype) for name in kept or [DEFAULT_POLICY]
+            f"selfspec {name}, kept": partial(own_file_peer, path, name, True, dtype)
+            for name in kept or [DEFAULT_POLICY]
         }
-        if llama_cpp and _installed("llama.cpp", "llama_cpp", "llama-cpp-python"):
-            makers["llama.cpp"] = partial(llama_cpp_peer, path, longest)
+        for program, wanted in ((LLAMA_CPP, llama_cpp), (IK_LLAMA_CPP, ik_llama_cpp)):
+            if wanted and installed(program):
+                makers[program] = partial(other_file_peer, program, path, longest, GGML_ROUNDING)
         exported = [*([path] if openvino_file else []), *(openvino or [])]
-        if exported and _installed("OpenVINO GenAI", "openvino_genai", "openvino-genai"):
-            makers |= {
-                f"OpenVINO GenAI {place.name}": partial(openvino_peer, place, openvino_rounding_of(place))
-                for place in exported
-            }
+        for place in exported if exported and installed(OPENVINO) else ():
+            rounding = openvino_rounding_of(place)
+            makers[f"{OPENVINO} {place.name}"] = partial(other_file_peer, OPENVINO, place, longest, rounding)
         earlier = [load_once(name, make, peer_timeout) for _ in range(loads - 1) for name, make in makers.items()]
         (own_name, own), *others = makers.items()
         ours = start(own_name, own, peer_timeout, running)
@@ -121,10 +121,8 @@ def chat(
             "eos": "where plain decoding ends",
             "weights": dtype,
         }
-        versions = [peer.about["versions"] for peer in processes]
-        where = {name: version for known in versions for name, version in known.items()}
         lines, lost = measure_peers(
-            run_line("chat", about, engines, where),
+            run_line("chat", about, engines, versions_of(processes)),
             engines,
             samples,
             max_new_tokens=max_new_tokens,
@@ -138,11 +136,3 @@ def chat(
     show(lines)
     tell_lost(missing, lost)
     exit_if_outputs_differ(lines)
-
-
-def _installed(engine: str, module: str, package: str) -> bool:
-    """Whether a peer's package is there; if not, a line on stderr says so."""
-    if find_spec(module) is not None:
-        return True
-    typer.echo(f"{engine} is left out: it needs {package}; pip install {package}", err=True)
-    return False

@@ -6,23 +6,26 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from bench.commands.peer_makers import PACKAGES, engine_on_file
 from bench.commands.started_peers import start
 from bench.engines.own import EngineLostError, SelfSpecEngine, TimedEngine
 from bench.engines.peer_process import Peer, PeerProcess
 from bench.machine.process_memory import forget_peak, peak_bytes_of, resident_bytes
-from bench.provenance import llama_cpp_version, provenance
+from bench.provenance import provenance
 from bench.record import Line
 from layerskip_models import load_model
 from selfspec import SelfSpecGenerator
 
-Engine = TypeVar("Engine")
-FIRST = torch.tensor([0])
+GGML_ROUNDING = "rows to 8 bits, 32 inputs sharing a scale; keys and values to float16"
+"""What llama.cpp and its forks round beyond the weights, where these are in fewer than 16 bits."""
+_FIRST = torch.tensor([0])
 """A prompt of one token: what happens only at the first call is part of loading."""
 _ROUNDED = "rows to 16 bits, for the head to 24"
 _ROUNDED_IN_GROUPS = "rows to 16 bits, but for the head"
@@ -30,47 +33,23 @@ _ROUNDED_ROWS = {"amx": _ROUNDED, "vnni": _ROUNDED, "avx512": _ROUNDED_IN_GROUPS
 """What kernels round rows to that become whole numbers (docs/kernels.md), by variant."""
 
 
-def own_peer(path: Path, policy: str, kept: bool, dtype: str = "auto") -> Peer:
+def own_file_peer(path: Path, policy: str, kept: bool, dtype: str = "auto") -> Peer:
     """selfspec with one policy. kept: it goes on learning from prompt to prompt. dtype: that the weights are loaded in."""
+    found = provenance(torch.device("cpu"), torch.float32)
+    rows = _ROUNDED_ROWS.get(found["kernels"], "no rows")
 
     def make() -> tuple[TimedEngine, Mapping[str, Any]]:
         model = load_model(path, dtype=dtype, device="cpu")
-        return SelfSpecEngine(SelfSpecGenerator(model, prefix_cache=0), policy, kept=kept), {"dtype": model.dtype}
+        engine = SelfSpecEngine(SelfSpecGenerator(model, prefix_cache=0), policy, kept=kept)
+        return engine, {"dtype": model.dtype, "versions": found}
 
-    found = provenance(torch.device("cpu"), torch.float32)
-    return loaded(make, "from selfspec import SelfSpecGenerator", own_rounding(found["kernels"]), found)
-
-
-def own_rounding(variant: str | None, few_bits: bool = True) -> str:
-    """What ours rounds beyond the weights. variant: of the kernels. few_bits: whether weights are in fewer than 16 bits."""
-    rows = _ROUNDED_ROWS.get(variant or "", "no rows") if few_bits else "no rows"
-    return f"{rows}; keys, values and all else in float32"
+    importing = "from selfspec import SelfSpecGenerator"
+    return _loaded(make, importing, f"{rows}; keys, values and all else in float32")
 
 
-def llama_cpp_peer(path: Path, max_tokens: int) -> Peer:
-    """llama.cpp. max_tokens: of a prompt and its continuation."""
-    from bench.engines.llama_cpp import LlamaCppFile  # its package is optional
-
-    def make() -> tuple[TimedEngine, Mapping[str, Any]]:
-        return LlamaCppFile(path, max_tokens), {}
-
-    return loaded(make, "import llama_cpp", ggml_rounding(), {"llama_cpp": llama_cpp_version()})
-
-
-def ggml_rounding(few_bits: bool = True) -> str:
-    """What llama.cpp and its forks round beyond the weights. few_bits: whether these are in fewer than 16 bits."""
-    rows = "rows to 8 bits, 32 inputs sharing a scale" if few_bits else "rows to bfloat16"
-    return f"{rows}; keys and values to float16"
-
-
-def openvino_peer(path: Path, rounding: str) -> Peer:
-    """OpenVINO GenAI on a GGUF file or an exported folder. rounding: see `openvino_rounding_of`."""
-    from bench.engines.openvino_genai import OpenVinoEngine, openvino_version  # its package is optional
-
-    def make() -> tuple[TimedEngine, Mapping[str, Any]]:
-        return OpenVinoEngine(path), {}
-
-    return loaded(make, "import openvino_genai", rounding, {"openvino": openvino_version()})
+def other_file_peer(program: str, path: Path, max_tokens: int, rounding: str) -> Peer:
+    """Another engine. max_tokens: of a prompt and its continuation. rounding: beyond the weights, what it rounds."""
+    return _loaded(partial(engine_on_file, program, path, max_tokens), f"import {PACKAGES[program][0]}", rounding)
 
 
 def openvino_rounding_of(path: Path) -> str:
@@ -85,8 +64,12 @@ def openvino_rounding_of(path: Path) -> str:
 
 def loading_line(peer: PeerProcess) -> Line:
     """What a record says about an engine's process: of loading, and the most memory it had since then."""
-    engine = (*peer.engines, *peer.batches)[0].name
-    return {"kind": "loading", "engine": engine, **peer.about["loading"], "peak_bytes": peak_bytes_of(peer.pid)}
+    return {
+        "kind": "loading",
+        "engine": peer.engines[0].name,
+        **peer.about["loading"],
+        "peak_bytes": peak_bytes_of(peer.pid),
+    }
 
 
 def load_once(name: str, make: Callable[[], Peer], timeout: float) -> Line | None:
@@ -98,25 +81,8 @@ def load_once(name: str, make: Callable[[], Peer], timeout: float) -> Line | Non
             return None
 
 
-def loaded(
-    make: Callable[[], tuple[TimedEngine, Mapping[str, Any]]],
-    importing: str,
-    rounding: str,
-    versions: Mapping[str, Any],
-) -> Peer:
-    """The engine that `make` gives, once it has said a first token. Other arguments as in `loading_measured`."""
-
-    def say(engine: TimedEngine) -> None:
-        engine.generate(FIRST, 1)
-
-    engine, loading, about = loading_measured(make, say, importing, rounding)
-    return Peer(engines=[engine], about={"loading": loading, "versions": versions, **about})
-
-
-def loading_measured(
-    make: Callable[[], tuple[Engine, Mapping[str, Any]]], say: Callable[[Engine], None], importing: str, rounding: str
-) -> tuple[Engine, Mapping[str, Any], Mapping[str, Any]]:
-    """What `make` gives, and between the two what a record says of its loading, until it has said a first token.
+def _loaded(make: Callable[[], tuple[TimedEngine, Mapping[str, Any]]], importing: str, rounding: str) -> Peer:
+    """The engine that `make` gives with what the parent is to know of it, once it has said a first token.
 
     importing: the line with which a program imports it. rounding: beyond the weights, what it rounds.
     """
@@ -126,7 +92,7 @@ def loading_measured(
     before = resident_bytes()
     began = perf_counter()
     engine, about = make()
-    say(engine)
+    engine.generate(_FIRST, 1)
     loading = {
         "load_seconds": perf_counter() - began,
         "import_seconds": imported,
@@ -135,4 +101,4 @@ def loading_measured(
         "rounding": rounding,
     }
     forget_peak()
-    return engine, loading, about
+    return Peer(engines=[engine], about={"loading": loading, **about})

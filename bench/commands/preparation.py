@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.commands.bench_options import LLAMA_CPP_KINDS
 from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
 from bench.engines.own import HasLabel, Sampling
 from bench.engines.peers import (
@@ -25,9 +23,8 @@ from bench.engines.peers import (
     transformers_static,
 )
 from bench.provenance import weights_digest
-from bench.record import Line, RecordWriter
-from bench.report.markdown import headline
-from bench.report.record_kinds import kind_of
+from bench.record import Line, RecordWriter, part_of
+from bench.report.markdown import headline, tables
 from bench.report.table import counted, print_tables
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model, load_tokenizer
 from layerskip_models.checkpoints.loading import (
@@ -40,7 +37,6 @@ from layerskip_models.checkpoints.loading import (
 from layerskip_models.checkpoints.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
 from selfspec.cli.notes import one_line_errors
 
-_LLAMA_CPP_PACKAGES = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
 _errors = Console(stderr=True)
 
 
@@ -149,27 +145,8 @@ def transformers_engines(
     ]
 
 
-def llama_cpp_kinds(asked: Sequence[str], device: str, more: Sequence[str] = ()) -> list[str]:
-    """What llama.cpp is to run of `LLAMA_CPP_KINDS`, "all" meaning all, and more. Where its packages are missing, a line on
-    stderr says so, and that is nothing.
-
-    Raises ValueError for another kind, and for a device that is not the CPU.
-    """
-    unknown = sorted(set(asked) - {"all", *LLAMA_CPP_KINDS})
-    if unknown:
-        raise ValueError(f"--llama-cpp must be {', '.join(LLAMA_CPP_KINDS)} or all, got {', '.join(unknown)}")
-    if (asked or more) and resolve_device(device).type != "cpu":
-        raise ValueError("llama.cpp is measured on a CPU: add --device cpu, or leave it out")
-    missing = [package for module, package in _LLAMA_CPP_PACKAGES.items() if find_spec(module) is None]
-    if (asked or more) and missing:
-        which = " and ".join(missing)
-        typer.echo(f"llama.cpp is left out: it needs {which}; pip install 'selfspec[llama]'", err=True)
-        return []
-    return list(dict.fromkeys([*(LLAMA_CPP_KINDS if "all" in asked else asked), *more]))
-
-
 @contextmanager
-def progress(total: int, *, visible: bool = True) -> Iterator[Callable[[str], None]]:
+def progress(total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar on stderr; yields a function that advances it by one. Hidden where stderr is not a terminal."""
     columns = (
         TextColumn("{task.description}"),
@@ -179,8 +156,7 @@ def progress(total: int, *, visible: bool = True) -> Iterator[Callable[[str], No
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    shown = visible and _errors.is_terminal
-    with Progress(*columns, console=_errors, disable=not shown, transient=True) as bar:
+    with Progress(*columns, console=_errors, disable=not _errors.is_terminal, transient=True) as bar:
         task = bar.add_task("measuring", total=total)
 
         def advance(label: str) -> None:
@@ -207,16 +183,17 @@ def recording(writer: RecordWriter, *, resume: str | None = None) -> Iterator[Re
 def _after_interrupt(writer: RecordWriter, resume: str | None) -> str:
     if writer.path is None:
         return "interrupted: nothing was kept, since there was no --output"
-    done = sum(line["kind"] == "done" for line in writer.lines)
+    part = part_of(writer.path)
     if resume is None:
-        return f"interrupted: what was measured so far is in {writer.path}.part; the command has to be run again"
-    return f"interrupted: {counted(done, 'prompt')} done and kept in {writer.path}.part; to go on: {resume}"
+        return f"interrupted: what was measured so far is in {part}; the command has to be run again"
+    done = sum(line["kind"] == "sample" for line in writer.lines)
+    return f"interrupted: {counted(done, 'measurement')} done and kept in {part}; to go on: {resume}"
 
 
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
     """The record's tables and its headline, on standard output."""
     records: list[Line] = [dict(line) for line in lines]
-    print_tables(kind_of(records).tables(records))
+    print_tables(tables(records))
     typer.echo(headline(records))
 
 

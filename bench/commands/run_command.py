@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
-from uuid import uuid4
 
 import typer
 
@@ -30,10 +29,9 @@ from bench.datasets import COPYING, Prompt, encode_prompts, group_by_task, load_
 from bench.engines.own import LocalEngine, Sampling, SelfSpecEngine
 from bench.hub_tasks import HUB_TASKS, load_hub_task
 from bench.provenance import provenance
-from bench.record import BEST_FIXED, BEST_FIXED_LABEL, RecordWriter, read_parts
+from bench.record import BEST_FIXED, BEST_FIXED_LABEL, RecordWriter, read_part
 from bench.run import Run, resumable
 from bench.scoring import Scorer
-from bench.workers import Workers
 from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.checkpoints.loading import resolve_device
 from policies import LayerCost, Policy, kept_between_texts, parse_policy
@@ -93,7 +91,7 @@ def run(
 ) -> None:
     """Measure policies and engines over tasks: speed, rounds and memory, with plain decoding in the same run.
 
-    Under `accelerate launch` the prompts are shared out. Ends with status 1 if an output differs by more than a near-tie.
+    Ends with status 1 if an output differs by more than a near-tie.
     """
     with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
@@ -106,16 +104,15 @@ def run(
             raise ValueError("--grid replays greedy texts: leave it out with --do-sample")
         grid = sampling is None if grid is None else grid
         names = ["ar", *(policy or DEFAULT_POLICIES)]
-        workers = Workers(resolve_device(device))
+        target = resolve_device(device)
         chosen = choose_prompts(prompts or [], task or [], num_samples)
         tokenizer = open_tokenizer(checkpoint)
         samples = encode_prompts(chosen, tokenizer, prompt_tokens)
-        on = str(workers.device)
-        network = load_network(checkpoint, dtype, on) if peers else None
+        network = load_network(checkpoint, dtype, device) if peers else None
         generator = SelfSpecGenerator(
-            open_model(checkpoint, dtype, on) if network is None else from_transformers(network),
+            open_model(checkpoint, dtype, device) if network is None else from_transformers(network),
             arithmetic=arithmetic,
-            runner=resolve_runner(runner, workers.device),
+            runner=resolve_runner(runner, target),
             prefix_cache=0,
         )
         num_layers = generator.model.num_layers
@@ -142,25 +139,17 @@ def run(
             "num_layers": num_layers,
             "grid": grid,
         }
-        where = {**provenance(generator.model.device, generator.model.dtype), "processes": workers.count}
+        where = provenance(generator.model.device, generator.model.dtype)
         description = run_line("run", about, engines, where)
         if grid:
             description["engines"][BEST_FIXED] = BEST_FIXED_LABEL
-        before = workers.from_main(read_parts(output) if resume and output is not None else [])
-        previous = resumable(before, description)
-    begin = (previous or [description]) if workers.is_main else []
-    writer = RecordWriter(output, worker=workers.index, previous=begin, attempt=workers.from_main(uuid4().hex))
-    if not workers.is_main:
-        workers.wait()  # until the first process has written what all parts of before held
-    with recording(writer, resume=None if kept else _resuming()) as record:
-        if workers.is_main:
-            workers.wait()
+        previous = resumable(read_part(output) if resume and output is not None else [], description)
+    with recording(RecordWriter(output, previous=previous), resume=None if kept else _resuming()) as record:
         measuring = Run(
             generator=generator,
             engines=engines,
             prompts=samples,
             record=record,
-            workers=workers,
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             warmups=warmups,
@@ -171,14 +160,12 @@ def run(
         )
         cost = measuring.costs()
         measuring.limits()
-        with progress(measuring.num_steps, visible=workers.is_main) as measuring.advance:
+        with progress(measuring.num_steps) as measuring.advance:
             measuring.replay(cost)
             measuring.measure()
         measuring.measure_memory()
-        lines = measuring.finish()
-    if workers.is_main:
-        show(lines)
-        exit_if_outputs_differ(lines)
+    show(record.lines)
+    exit_if_outputs_differ(record.lines)
 
 
 def sampling_of(do_sample: bool, asked: Mapping[str, Any]) -> Sampling | None:

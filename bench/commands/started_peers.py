@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import torch
 import typer
@@ -18,9 +18,6 @@ from bench.measure import measure, num_runs
 from bench.record import Line, RecordWriter
 
 START_METHOD: StartMethod = "spawn"
-PeerTimeoutOption = Annotated[
-    float, typer.Option(min=1, help="Seconds that a peer may take to load, or for one text, before it is left out.")
-]
 
 
 def start(name: str, make: Callable[[], Peer], timeout: float, running: ExitStack) -> PeerProcess:
@@ -41,9 +38,9 @@ def start_all(
     return started, missing
 
 
-def llama_cpp_version_of(started: Sequence[PeerProcess], own: str | None) -> str | None:
-    """The version that the peers loaded, else this process's own."""
-    return next((peer.about["llama_cpp"] for peer in started if "llama_cpp" in peer.about), own)
+def versions_of(started: Sequence[PeerProcess]) -> dict[str, Any]:
+    """The versions of other engines that the peers loaded, as a record's provenance names them."""
+    return {name: version for peer in started for name, version in peer.about.get("versions", {}).items()}
 
 
 def without_lost(lines: Sequence[Line], missing: Mapping[str, str], lost: Mapping[str, str]) -> list[Line]:
@@ -95,7 +92,7 @@ def measure_peers(
                 repeats=repeats,
                 warmups=warmups,
                 dtype=dtype,
-                write=record.write,
+                record=record,
                 advance=advance,
             )
         for line in told():

@@ -135,7 +135,7 @@ def sweep(
                 repeats=repeats,
                 warmups=warmups,
                 dtype=network.dtype,
-                write=record.write,
+                record=record,
                 advance=advance,
             )
         record.write(replay_line(record.lines, cells[:num_timed], samples))

@@ -5,8 +5,11 @@ The file has no tokenizer, only the size of the vocabulary: llama.cpp is given t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -56,6 +59,15 @@ def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
         own = kinds[name].name in QUANTISERS
         writer.write_tensor_data(in_blocks(floats, kinds[name].name) if own else quantize(floats, kinds[name]))
     writer.close()
+
+
+@contextmanager
+def written_gguf(model: LlamaForCausalLM, kind: str) -> Iterator[Path]:
+    """Within it, the model's weights in the temporary folder (TMPDIR), as `write_gguf` writes them."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_gguf(model, path, kind)
+        yield path
 
 
 def _kind_of(name: str, tensor: Tensor, kind: str, num_layers: int) -> str:

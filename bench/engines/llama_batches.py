@@ -1,9 +1,25 @@
-"""The batches of llama.cpp and its forks, which have the same C structure."""
+"""What llama.cpp and its forks have in common: their batches, and what an engine on a GGUF file of our weights is called."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+import torch
+
+# What a matrix's inputs are rounded to, as outputs are judged by; None: another model than the full weights.
+_ARITHMETIC = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def names_of(program: str, kind: str) -> dict[str, Any]:
+    """name, label, weights and arithmetic (see `TimedEngine`) of a program on our weights written as `kind`."""
+    arithmetic = _ARITHMETIC.get(kind)
+    return {
+        "name": f"{program}:{kind}",
+        "label": f"{program} {kind}",
+        "weights": f"{program} {kind}" if arithmetic is None else None,  # which rounds rows as well
+        "arithmetic": arithmetic,
+    }
 
 
 def fill_batch(batch: Any, rows: Sequence[tuple[int, list[int], int]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""llama.cpp as an engine to compare with, through the package llama-cpp-python: a GGUF file, or weights written as one.
+"""llama.cpp as an engine to compare with, through the package llama-cpp-python: a GGUF file.
 
 Its C functions are called directly, so that no Python of that package is timed, and with llama.cpp's own defaults (a KV cache
 in float16 among them) but for the number of threads.
@@ -7,30 +7,27 @@ in float16 among them) but for the number of threads.
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 import llama_cpp
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
-from bench.engines.gguf_file import write_gguf
+from bench.engines.llama_batches import fill_batch
 from bench.engines.own import Generation
+from bench.machine.throughput import BatchRun, after_prompts
 from layerskip_models.kernels.threads import num_threads
-
-# What llama.cpp rounds a matrix's inputs to, as its outputs are judged by; None: another model than the full weights.
-_ARITHMETIC = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # else it prints how it loads
 
 
 class LlamaCppFile:
-    """Greedy decoding of a GGUF file by llama.cpp, on as many threads as our kernels use.
+    """Greedy decoding of a GGUF file by llama.cpp, one text or many, on as many threads as our kernels use.
 
     name, label, weights, arithmetic: see `TimedEngine`. max_tokens: of prompt and continuation together.
     Raises RuntimeError if llama.cpp cannot load it.
@@ -105,26 +102,43 @@ class LlamaCppFile:
         self._begin(ids.tolist())
         return torch.tensor(llama_cpp.llama_get_logits_ith(self._context, -1)[: self._vocab_size])
 
+    def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
+        """See `BatchEngine`. The context is made before the clock starts."""
+        count = len(prompts)
+        context = self._new_context(sequences=count)
+        batch = llama_cpp.llama_batch_init(sum(len(prompt) for prompt in prompts), 0, 1)
+        try:
+            start = perf_counter()
+            places = self._decode(context, batch, [(text, prompt.tolist(), 0) for text, prompt in enumerate(prompts)])
+            tokens = [[self._choice(context, place)] for place in places]
+            began = perf_counter()
+            for length in range(max_new_tokens - 1):
+                rows = [(text, own[-1:], len(prompts[text]) + length) for text, own in enumerate(tokens)]
+                for own, place in zip(tokens, self._decode(context, batch, rows)):
+                    own.append(self._choice(context, place))
+            ended = perf_counter()
+        finally:
+            llama_cpp.llama_batch_free(batch)
+            llama_cpp.llama_free(context)
+        return after_prompts(tokens, ended - start, began - start)
 
-class LlamaCppEngine(LlamaCppFile):
-    """llama.cpp on a transformers model's weights.
+    def _choice(self, context: Any, place: int) -> int:
+        token: int = llama_cpp.llama_sampler_sample(self._greedy, context, place)
+        return token
 
-    kind: as in `write_gguf`. The GGUF file is written to the temporary folder (TMPDIR) and removed once it is loaded.
-    """
+    def _decode(self, context: Any, batch: Any, rows: Sequence[tuple[int, list[int], int]]) -> list[int]:
+        """One pass over (text, tokens, position of the first) of each text. Returns where each text's last row is."""
+        places = fill_batch(batch, rows)
+        status = llama_cpp.llama_decode(context, batch)
+        if status:
+            raise RuntimeError(f"{self.label} failed to decode {len(rows)} texts: status {status}")
+        return places
 
-    def __init__(self, network: LlamaForCausalLM, kind: str, max_tokens: int) -> None:
-        arithmetic = _ARITHMETIC.get(kind)
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "model.gguf"
-            write_gguf(network, path, kind)
-            super().__init__(
-                path,
-                max_tokens,
-                name=f"llama.cpp:{kind}",
-                label=f"llama.cpp {kind}",
-                weights=kind if arithmetic is None else None,
-                arithmetic=arithmetic,
-            )
+
+def llama_cpp_version() -> str:
+    """Version and processor features."""
+    features = re.findall(r"(\w+) = 1", llama_cpp.llama_print_system_info().decode())
+    return f"{llama_cpp.__version__} ({' '.join(features)})"
 
 
 def _free(sampler: Any, context: Any, model: Any) -> None:

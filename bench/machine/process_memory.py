@@ -12,6 +12,11 @@ def resident_bytes(pid: int | None = None) -> int | None:
     return _field(pid, "VmRSS")
 
 
+def private_bytes() -> int | None:
+    """Of this process, in memory now, without files that it maps."""
+    return _field(None, "RssAnon")
+
+
 def peak_bytes_of(pid: int | None = None) -> int | None:
     """The most that has been in memory since the process began, or since `forget_peak`."""
     return _field(pid, "VmHWM")

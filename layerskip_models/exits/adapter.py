@@ -8,8 +8,7 @@ never see it, and the output of the model is its own whatever an adapter does.
 x: the hidden state at the exit, h^E; y replaces it before the model's norm and head.
 
 Source: the gated low-rank residual of SD2 (appendix A.4), with silu in place of the sigmoid, so that our kernels run it as
-they run an MLP. The steered form adds a bias to U n (`layerskip_models.exits.steering`). A form that the engine does not
-draft with is in `bench/experiments/exit_adapters`.
+they run an MLP. The steered form adds a bias to U n (`layerskip_models.exits.steering`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import subprocess
 import sys
@@ -15,10 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from bench.commands.bench_app import app
-from bench.datasets import EncodedPrompt, Prompt, chat_prompts, load_prompts
+from bench.datasets import EncodedPrompt, Prompt, chat_prompts
 from bench.engines.own import Generation
-from bench.experiments.__main__ import app as experiments
-from bench.experiments.chat_prompts.kinds import CODE, COPYING, DOCUMENT, FREE, SETS
 from bench.machine.process_memory import forget_peak, peak_bytes_of, resident_bytes
 from bench.measure import until_end
 from bench.record import Line, read_record
@@ -156,7 +153,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = ({"id": f"{i}", "task": "tr"[i % 2], "prompt": "abc" * i + "ab"} for i in range(3))
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr("bench.commands.started_peers.START_METHOD", "fork")
-    monkeypatch.setattr("bench.commands.chat_command.find_spec", lambda name: None)
+    monkeypatch.setattr("bench.commands.peer_makers.find_spec", lambda name: None)
 
     def imported(command: list[str], **_: Any) -> None:
         """In no time; tests/test_start_up.py runs this line in a process of its own."""
@@ -180,25 +177,3 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(tmp_path) not in json.dumps(lines)
     folder = CliRunner().invoke(app, ["chat", "--model", "synthetic", "--prompts", str(prompts)])
     assert folder.exit_code == 2 and "--model must be a GGUF file, which the other engines read" in folder.stderr
-
-
-def test_prompts_of_every_kind(tmp_path: Path) -> None:
-    rows = {
-        "mt_bench": "Write a poem.", "qa": "Question: Who?\nAnswer:",
-        "summarization": "Article: Then the man met Robert Smith in town. He left. " + "More words. " * 80 + "\nSummary:",
-        "humaneval": "def f(x):\n    pass\n", "rag": "A text.\n\nQuestion: What?\nAnswer:",
-    }  # fmt: skip
-    assert set(rows) == set(SETS)
-    for name, text in rows.items():
-        with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt", encoding="utf-8") as stream:
-            stream.writelines(json.dumps({"id": f"{name}/{i}", "task": name, "prompt": text}) + "\n" for i in range(2))
-    result = CliRunner().invoke(experiments, ["chat-prompts", str(tmp_path), "-o", str(tmp_path / "out.jsonl")])
-    assert result.exit_code == 0, result.output
-    found = load_prompts(tmp_path / "out.jsonl")
-    assert {prompt.task for prompt in found} == {FREE, COPYING, CODE, DOCUMENT}
-    by_id = {prompt.id: prompt for prompt in found}
-    assert by_id["qa/0"].prompt == "Who?"
-    assert 'changing only "Robert" to "Morgan"' in by_id["summarization/1/name"].prompt
-    assert len(by_id["summarization/1/repeat"].prompt.split()) < 120
-    assert by_id["rag/1"].prompt == "A text.\n\nAnswer this question with the text above: What?"
-    assert by_id["humaneval/0"].task == CODE and by_id["humaneval/1/function"].task == COPYING

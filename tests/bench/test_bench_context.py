@@ -11,7 +11,8 @@ from bench.commands.bench_app import app
 from bench.machine.context import usable_contexts
 from bench.record import Line, read_record
 from bench.report.context_tables import context_headline, time_beside_reading
-from bench.report.markdown import sections
+from bench.report.markdown import headline, tables
+from bench.report.plots import figures
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 
@@ -77,23 +78,21 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     seq_rounds = [line for line in found if line["kind"] == "turn"]
     assert [(line["repeat"], line["context"]) for line in seq_rounds] == [(0, 16), (1, 16)]  # 32 + 12 + 32 are too many
     assert all((line["prompt_tokens"], line["reused_tokens"]) == (16 + 12 + 16, 16 + 11) for line in seq_rounds)
-    parts = sections(found)
-    assert set(parts) == {"headline", "age", "glance", "contexts", "turns", "memory", "machine"}
-    assert [row.split(" | ")[0] for row in parts["contexts"].splitlines()[4:]] == ["| 16", "| 32"]
-    page = record.with_suffix(".html")
-    assert CliRunner().invoke(app, ["report", str(record), "-o", str(page)]).exit_code == 0
-    assert page.read_text(encoding="utf-8").count("<svg") == 1
-    assert "Keys and values" not in parts["headline"]
+    made = {table.name: table for table in tables(found)}
+    assert list(made) == ["contexts", "turns", "memory"]
+    assert [row[0] for row in made["contexts"].rows] == ["16", "32"]
+    assert list(figures(found)) == ["Speed over the length of the context"]
+    assert "Keys and values" not in headline(found)
     unread = ["--no-prefill", "--no-peers", "--no-memory", "--kv-dtype", "bfloat16", "--output", str(record)]
     result = CliRunner().invoke(app, ["context", "--model", str(checkpoint), *arguments[:-2], *unread])
     assert result.exit_code == 0, result.output
-    parts = sections(read_record(record))
-    assert set(parts) == {"headline", "age", "glance", "contexts", "machine"}
-    assert parts["headline"].startswith("Keys and values in bfloat16. ")
+    (contexts,) = tables(read_record(record))
+    told = headline(read_record(record))
+    assert told.startswith("Keys and values in bfloat16. ")
     limits = next(line for line in read_record(record) if line["kind"] == "limits")
     assert limits["kv_bytes"] == 2 * 8 * 2  # keys and values, head_dim, bytes
-    assert "was not read): runs whose text is not plain decoding's: 0." in parts["headline"]
-    assert all(row.endswith("| – | – |") for row in parts["contexts"].splitlines()[4:])  # neither's first token
+    assert "was not read): runs whose text is not plain decoding's: 0." in told
+    assert all(row[-2:] == ("–", "–") for row in contexts.rows)  # neither's first token
     both = CliRunner().invoke(app, ["context", "--model", str(checkpoint), "--no-prefill"])
     assert "--no-prefill needs --no-peers and --no-memory" in both.stderr
     none = CliRunner().invoke(app, ["context", "--model", str(checkpoint), "--contexts", "64"])

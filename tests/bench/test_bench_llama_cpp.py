@@ -14,6 +14,8 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from bench.commands.bench_app import app
+from bench.commands.peer_makers import LLAMA_CPP, AnyEngine, engine_on_file
+from bench.engines.llama_batches import names_of
 from bench.engines.peers import transformers_generate
 from bench.measure import compare_outputs
 from bench.record import read_record
@@ -128,14 +130,20 @@ def test_rows_that_q8_cannot_hold_are_refused(tmp_path: Path) -> None:
         read(tiny_llama(), tmp_path / "model.gguf", "Q8_0")
 
 
+def written(model: LlamaForCausalLM, kind: str, program: str = LLAMA_CPP) -> AnyEngine:
+    """An engine on the model's weights as this kind."""
+    from bench.engines.gguf_file import written_gguf
+
+    with written_gguf(model, kind) as path:
+        return engine_on_file(program, path, 64, **names_of(program, kind))[0]
+
+
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_llama_cpp_computes_what_transformers_does(rope: str, tied: bool) -> None:
     pytest.importorskip("llama_cpp")
-    from bench.engines.llama_cpp import LlamaCppEngine
-
     model = llama(rope=rope, tie_word_embeddings=tied)
-    reference, engine = transformers_generate(model), LlamaCppEngine(model, "F16", 64)
+    reference, engine = transformers_generate(model), written(model, "F16")
     expected = reference.next_logits(PROMPT)
     assert float((engine.next_logits(PROMPT) - expected).abs().max()) < 0.01 * float(expected.abs().max())
     theirs, ours = reference.generate(PROMPT, 20), engine.generate(PROMPT, 20)
@@ -145,9 +153,7 @@ def test_llama_cpp_computes_what_transformers_does(rope: str, tied: bool) -> Non
 
 def test_a_run_does_not_depend_on_the_one_before() -> None:
     pytest.importorskip("llama_cpp")
-    from bench.engines.llama_cpp import LlamaCppEngine
-
-    engine = LlamaCppEngine(llama(), "BF16", 64)
+    engine = written(llama(), "BF16")
     first = engine.generate(PROMPT, 12)
     engine.generate(PROMPT[:5], 3)
     engine.generate(PROMPT[:7], 9)
@@ -162,11 +168,11 @@ def test_a_file_as_it_is(tmp_path: Path) -> None:
     """Its text is that of the same weights written by the engine, and its vocabulary is the file's."""
     pytest.importorskip("llama_cpp")
     from bench.engines.gguf_file import write_gguf
-    from bench.engines.llama_cpp import LlamaCppEngine, LlamaCppFile
+    from bench.engines.llama_cpp import LlamaCppFile
 
     write_gguf(llama(), tmp_path / "model.gguf", "F16")
     engine = LlamaCppFile(tmp_path / "model.gguf", 64)
-    assert engine.generate(PROMPT, 12).tokens == LlamaCppEngine(llama(), "F16", 64).generate(PROMPT, 12).tokens
+    assert engine.generate(PROMPT, 12).tokens == written(llama(), "F16").generate(PROMPT, 12).tokens
     assert engine.next_logits(PROMPT).shape == (24,)
     with pytest.raises(RuntimeError, match=r"llama.cpp did not load none.gguf"):
         LlamaCppFile(tmp_path / "none.gguf", 64)
@@ -174,9 +180,7 @@ def test_a_file_as_it_is(tmp_path: Path) -> None:
 
 def test_texts_in_one_pass_are_the_texts_alone() -> None:
     pytest.importorskip("llama_cpp")
-    from bench.engines.llama_cpp_batch import LlamaCppBatch
-
-    engine = LlamaCppBatch(llama(), "F16", 64)
+    engine = written(llama(), "F16")
     prompts = [PROMPT, PROMPT[:5], PROMPT[3:]]
     run = engine.run(prompts, 9)
     alone = [list(engine.generate(prompt, 9).tokens) for prompt in prompts]

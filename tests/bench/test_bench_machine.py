@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import bench.machine.bandwidth
 from bench.machine.bandwidth import WeightBytes, measure_bandwidth
 from bench.machine.memory import peak_bytes
-from bench.provenance import program
+from bench.provenance import computed_in, cpu_fields, host_kind, provenance
 from layerskip_models import from_transformers
 from tiny_llama import tiny_llama
 
@@ -56,7 +54,17 @@ def test_bandwidth_is_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e8 < measure_bandwidth(torch.device("cpu")) < 1e13
 
 
-def test_a_record_names_the_program_that_made_it() -> None:
-    folder = Path(bench.__file__).parent
-    assert program(str(folder / "experiments" / "__main__.py")) == "python -m bench.experiments"
-    assert program(str(folder / "__main__.py")) == program("/usr/bin/selfspec-bench") == "selfspec-bench"
+def test_a_new_record_says_where_it_ran() -> None:
+    where = provenance(torch.device("cpu"), torch.float32)
+    assert where["host"] == host_kind(cpu_fields())
+    assert host_kind({"flags": "fpu hypervisor"}, containers=()) == "virtual machine"
+    assert host_kind({"flags": "fpu"}, containers=(__file__,)) == "physical machine, in a container"
+    assert host_kind({}) is None
+
+
+def test_weights_in_16_bits_run_on_the_kernels_that_a_record_names() -> None:
+    cpu = torch.device("cpu")
+    assert computed_in(cpu, torch.bfloat16) == torch.float32
+    assert computed_in(cpu, torch.float64) == torch.float64
+    assert computed_in(torch.device("cuda"), torch.bfloat16) == torch.bfloat16
+    assert provenance(cpu, torch.bfloat16)["kernels"] == provenance(cpu, torch.float32)["kernels"]

@@ -4,6 +4,7 @@ import torch
 from bench.datasets import EncodedPrompt
 from bench.engines.own import Generation, SelfSpecEngine
 from bench.measure import compare_outputs, measure, num_runs, reference_of
+from bench.record import RecordWriter
 
 PROMPTS = [EncodedPrompt(id=name, task="t", ids=torch.tensor([1, 2])) for name in ("one", "two")]
 
@@ -33,8 +34,8 @@ class ScriptedEngine:
         return self.logits
 
 
-def run(engines, **options):
-    lines, steps = [], []
+def run(engines, previous=()):
+    record, steps = RecordWriter(None, previous=previous), []
     measure(
         engines,
         PROMPTS,
@@ -42,11 +43,10 @@ def run(engines, **options):
         repeats=2,
         warmups=1,
         dtype=torch.float32,
-        write=lines.append,
+        record=record,
         advance=steps.append,
-        **options,
     )
-    return lines, steps
+    return record.lines, steps
 
 
 def test_engines_alternate_and_take_turns_at_going_first():
@@ -60,6 +60,18 @@ def test_engines_alternate_and_take_turns_at_going_first():
     assert {(s["engine"], s["prompt"], s["repeat"]) for s in samples} == {
         (engine, prompt, repeat) for engine in "abc" for prompt in ("one", "two") for repeat in (0, 1)
     }
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5, 9, 13, 18])
+def test_what_a_record_began_with_is_not_measured_again(kept):
+    """Whatever of (engine, prompt, repeat) is there, the others are measured once, and the record is that of a whole run."""
+    whole, _ = run([ScriptedEngine(name, [], [1, 2, 3 + (name == "b")]) for name in "abc"])
+    calls = []
+    lines, steps = run([ScriptedEngine(name, calls, [1, 2, 3 + (name == "b")]) for name in "abc"], whole[:kept])
+    assert lines == whole
+    assert len(steps) == 15
+    samples = sum(line["kind"] == "sample" for line in whole[:kept])
+    assert len(calls) == 3 + 12 - samples  # the warm-up, and what was left
 
 
 def test_outputs_are_compared_with_the_first_engines():

@@ -1,19 +1,18 @@
 import gzip
 import json
-import re
-from functools import cache
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from bench.commands.bench_app import app
 from bench.record import RecordWriter, read_record, record_name
-from bench.report.glance import by_precision, engine_glance
-from bench.report.markdown import BESIDE, fill_markers, markdown, page_tables, sections
-from bench.report.prose_figures import FIGURE
+from bench.report.compare_records import compare_records
+from bench.report.markdown import markdown, tables
+from bench.report.plots import figures
 from bench.report.source_tables import source_tables
 from bench.report.summary import Samples, Spread
 
-ROOT = Path(__file__).parents[2]
 LABELS = {"transformers:generate": "generate", "selfspec:ar": "plain", "selfspec:ls:1-2": "drafting"}
 
 
@@ -62,6 +61,8 @@ def record():
                 "os": "Linux",
                 "commit": None,
                 "load_average": 0.1,
+                "kernels": "avx2",
+                "host": None,
                 "time": "now",
                 "command": "selfspec-bench peers",
             },
@@ -89,6 +90,11 @@ def record():
                 }
             )
     return lines
+
+
+def table_of(lines, name):
+    """A table of a record by its name, as Markdown."""
+    return next(table.markdown() for table in tables(lines) if table.name == name)
 
 
 def test_speeds_by_hand():
@@ -167,7 +173,7 @@ def test_phases_are_shares_of_all_time():
             stats = {f"{name}_seconds": seconds for name, seconds in phases.items()}
             line["stats"] = {**stats, "draft_seconds": drafting, "seconds": line["seconds"]}
     assert Samples(lines).phase_shares("selfspec:ar")["draft"] == 27 / 45
-    assert sections(lines)["phases"].endswith("| plain | 0.0 % | 60.0 % | 0.0 % | 0.0 % | 0.0 % | 0.0 % |")
+    assert table_of(lines, "phases").endswith("| plain | 0.0 % | 60.0 % | 0.0 % | 0.0 % | 0.0 % | 0.0 % |")
 
 
 def test_mismatches_are_shown_near_ties_apart():
@@ -175,9 +181,9 @@ def test_mismatches_are_shown_near_ties_apart():
     outputs = [line for line in lines if line["kind"] == "output" and line["engine"] == "selfspec:ar"]
     outputs[0].update(first_difference=4, reference_logit_gap=1e-5, near_tie=True)
     # 4 of one prompt's 100 tokens are before the difference, and all of the other's: 52 %.
-    assert "| plain | – | – | – | – | – | – | near-ties: 1 (52 % equal) |" in sections(lines)["rounds"]
+    assert "| plain | – | – | – | – | – | – | near-ties: 1 (52 % equal) |" in table_of(lines, "rounds")
     outputs[1].update(first_difference=4, reference_logit_gap=0.5, near_tie=False)
-    assert "| plain | – | – | – | – | – | – | near-ties: 1, DIFFERENT: 1 (4 % equal) |" in sections(lines)["rounds"]
+    assert "| plain | – | – | – | – | – | – | near-ties: 1, DIFFERENT: 1 (4 % equal) |" in table_of(lines, "rounds")
 
 
 def test_outputs_of_other_weights_are_told_apart_from_faults():
@@ -187,7 +193,7 @@ def test_outputs_of_other_weights_are_told_apart_from_faults():
     for line in lines:
         if line["kind"] == "output" and line["engine"] == "selfspec:ls:1-2":
             line["reference"] = "selfspec:ar"
-    rounds = sections(lines)["rounds"]
+    rounds = table_of(lines, "rounds")
     assert "| plain | – | – | – | – | – | – | other weights (75 % equal) |" in rounds
     assert "| drafting | – | – | – | – | – | – | equal to plain |" in rounds
 
@@ -199,29 +205,8 @@ def test_markdown_holds_every_part_and_the_right_numbers():
     assert "| drafting | 37.5 (30.0–75.0) | 2.50× (2.00–5.00) | 5.00× (5.00–10.00) |" in page
     assert page.startswith("The demo model on A CPU, 2 threads, float32, greedy: 3 engines on 2 prompts of 2 tasks")
     assert "| command | `selfspec-bench peers` |\n| machine | A CPU, 2 cores, 2 threads, 4.0 GiB |" in page
-    headings = [line for line in page.splitlines() if line.startswith("## ")]
-    assert headings[0] == "## At a glance"
-    assert headings[-1] == "## Where the numbers come from"
-
-
-def test_markers_are_filled_and_the_rest_is_kept():
-    document = (
-        "# Title\n<!-- report:peers:headline -->\nold\n<!-- /report:peers:headline -->\nkept\n"
-        "<!-- report:peers:speed -->\n<!-- /report:peers:speed -->\n<!-- report:sweep -->\nx\n<!-- /report:sweep -->\n"
-    )
-    lines = record()
-    parts = sections(lines)
-    filled = fill_markers(document, {"peers": lines})
-    assert filled == (
-        f"# Title\n<!-- report:peers:headline -->\n{parts['headline']}\n<!-- /report:peers:headline -->\nkept\n"
-        f"<!-- report:peers:speed -->\n{parts['speed']}\n<!-- /report:peers:speed -->\n"
-        "<!-- report:sweep -->\nx\n<!-- /report:sweep -->\n"
-    )
-    assert fill_markers(filled, {"peers": lines}) == filled
-    with pytest.raises(ValueError, match="no marker for any of report:other"):
-        fill_markers(document, {"other": lines})
-    with pytest.raises(ValueError, match="the parts of peers are headline, age, glance, speed"):
-        fill_markers("<!-- report:peers:sped -->\n<!-- /report:peers:sped -->", {"peers": lines})
+    for title in ("Speed on the demo model", "Rounds, means over prompts", "Speed-up over plain decoding by task"):
+        assert f"\n\n**{title}" in page
 
 
 def test_a_run_that_breaks_off_leaves_the_old_record(tmp_path):
@@ -243,92 +228,6 @@ def test_other_files_are_no_records(tmp_path, text):
         read_record(path)
 
 
-def test_a_glance_tells_kernels_from_speculation():
-    rows = engine_glance(record())[0].rows
-    # Plain over transformers: (100/5 + 100/10) / 2 = 15 over 7.5. Drafting over plain: 37.5 / 15.
-    assert rows == (
-        ("generate", "7.5", "1.00×", "–"),
-        ("plain", "15.0", "2.00×", "1.00×"),
-        ("drafting", "37.5", "5.00×", "2.50×"),
-    )
-
-
-def test_a_glance_at_many_engines_keeps_those_that_matter():
-    lines = record()
-    lines[0]["command"] = "run"
-    labels = {"transformers:early-exit:1-2": "slow exit", "transformers:early-exit:1": "exit", "llama.cpp:q8": "other"}
-    labels |= {"selfspec:auto": "auto", "selfspec:del": "del", "selfspec:best-fixed": "oracle"}
-    labels |= {"selfspec:int8:ar": "plain8", "selfspec:int8:auto": "auto8"}
-    lines[0]["engines"] = {**LABELS, **labels}
-    seconds = {"slow exit": 9, "exit": 8, "other": 3, "auto": 2, "del": 6, "oracle": 1, "plain8": 2, "auto8": 1}
-    lines += [sample(name, prompt, 0, seconds[label]) for name, label in labels.items() for prompt in ("a1", "b1")]
-    rows = {row[0]: row for row in engine_glance(lines)[0].rows}
-    assert list(rows) == ["generate", "other", "exit", "plain", "auto", "plain8", "auto8", "drafting", "oracle"]
-    assert rows["auto8"][3] == "2.00×"  # over plain decoding on its own weights
-
-
-RECORDS = {
-    record_name(path): path for folder in ("docs", "bench") for path in sorted((ROOT / folder).rglob("*.jsonl.gz"))
-}
-_MARKED = re.compile(r"<!-- report:([^ ]+) -->\n.*?<!-- /report:\1 -->\n", re.S)
-PAGES = [
-    path
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if _MARKED.search(path.read_text(encoding="utf-8")) or FIGURE.search(path.read_text(encoding="utf-8"))
-]
-
-
-@pytest.fixture(scope="module")
-def read_once():
-    """Reads a record by its name. Each is read once for all pages, and its tables are made once."""
-    made = {}
-    records = cache(lambda name: read_record(RECORDS[name]))
-
-    def page_tables_once(lines):
-        if id(lines) not in made:
-            made[id(lines)] = lines, page_tables(lines)  # no other list can get the identity of one that is held
-        return made[id(lines)][1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bench.report.markdown.page_tables", page_tables_once)
-        yield records
-
-
-@pytest.mark.usefixtures("with_studies")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_published_tables_are_those_of_the_records(page, read_once):
-    """A number typed by hand, or a record changed without `make results`, fails here."""
-    text = page.read_text(encoding="utf-8")
-    names = {name.partition(":")[0] for name in _MARKED.findall(text)}
-    names |= {match["place"].partition(" > ")[0] for match in FIGURE.finditer(text)}
-    names = {one for name in names for one in name.split(BESIDE)}
-    assert fill_markers(text, {name: read_once(name) for name in names}) == text
-
-
-def test_every_table_of_the_results_is_made():
-    for page in (ROOT / "docs" / "results").glob("*.md"):
-        typed = _MARKED.sub("", page.read_text(encoding="utf-8"))
-        assert not re.search(r"^\|", typed, re.M), f"{page.name} has a table that no record made"
-
-
-def test_every_record_is_shown_and_says_where_it_comes_from():
-    shown = {
-        marker for page in (ROOT / "docs" / "results").glob("*.md") for marker in _MARKED.findall(page.read_text())
-    }
-    for path in (ROOT / "docs" / "data").iterdir():
-        parts = {part for name, _, part in (marker.partition(":") for marker in shown) if name == record_name(path)}
-        assert "machine" in parts and len(parts) > 1, f"{path.name} is not on a page of results"
-
-
-def test_speeds_by_precision_keep_the_fastest_peer():
-    lines = read_record(RECORDS["peers-medium"])
-    (table,) = by_precision(lines)
-    peers = [name for name in lines[0]["engines"] if name.startswith(("llama.cpp", "transformers"))]
-    fastest = max(Samples(lines).speed(name).value for name in peers)
-    assert any(f"{fastest:.1f}" in row for row in table.rows)
-    assert by_precision(record()) == []
-
-
 def test_a_packed_record_is_read_and_a_damaged_one_named(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"kind": "run"}\n' + b'{"kind": "sample"}\n' * 50)
     path = tmp_path / "record.jsonl.gz"
@@ -343,22 +242,66 @@ def test_a_packed_record_is_read_and_a_damaged_one_named(tmp_path: Path) -> None
         read_record(path)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_says_of_each_record_whether_its_code_has_changed(page):
-    shown: dict[str, set[str]] = {}
-    for marker in _MARKED.findall(page.read_text(encoding="utf-8")):
-        names, _, part = marker.partition(":")
-        for name in names.split(BESIDE):
-            shown.setdefault(name, set()).add(part)
-    for name, parts in shown.items():
-        assert parts & {"machine", "age"}, f"{page.name} shows {name} and does not say how old it is"
+def test_compare_says_what_changed(tmp_path):
+    before = record()
+    after = json.loads(json.dumps(before))
+    after[0]["provenance"]["threads"] = 64
+    for line in after:
+        if line["kind"] == "sample" and line["engine"] == "selfspec:ar":
+            line["seconds"] /= 2
+        if line["kind"] == "output" and line["engine"] == "transformers:generate":
+            line["output"] = "another"
+    notes, table = compare_records(before, after)
+    assert notes == ["threads: 2 -> 64"]
+    rows = {row[0]: row for row in table.rows}
+    assert rows["plain"][3] == "2.00×"
+    assert rows["plain"][-1] == "equal"
+    assert rows["generate"][3] == "1.00×"
+    assert rows["generate"][-1] == "2 of 2 differ"
+    paths = [write(tmp_path / f"{name}.jsonl", lines) for name, lines in (("a", before), ("b", after))]
+    result = CliRunner().invoke(app, ["compare", *map(str, paths)])
+    assert result.exit_code == 0
+    assert "threads:" in result.output
+    assert "2.00×" in result.output
+    with pytest.raises(ValueError, match="no engine in common"):
+        compare_records(before, [{**before[0], "engines": {"x": "x"}}])
 
 
-@pytest.mark.usefixtures("with_studies")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tables_of_policies_have_intervals_beside_them(page, read_once):
-    shown = {tuple(marker.partition(":")[::2]) for marker in _MARKED.findall(page.read_text(encoding="utf-8"))}
-    for name in {name for name, part in shown if part in ("speed", "speedups", "etpl") and BESIDE not in name}:
-        parts = sections(read_once(name))
-        for part in ("intervals", "loops"):
-            assert part not in parts or (name, part) in shown, f"{page.name} shows {name} without its {part}"
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_plots_are_beside_the_markdown(tmp_path):
+    path, target = write(tmp_path / "peers.jsonl", record()), tmp_path / "new" / "peers.md"
+    result = CliRunner().invoke(app, ["report", str(path), "--plots", "-o", str(target)])
+    assert result.exit_code == 0, result.output
+    assert list(figures(record())) == ["Speed-up over plain decoding"]
+    plot = tmp_path / "new" / "plots" / "peers-speed-up-over-plain-decoding.svg"
+    assert f"![Speed-up over plain decoding](plots/{plot.name})" in target.read_text(encoding="utf-8")
+    drawn = plot.read_text(encoding="utf-8")
+    assert ">drafting<" in drawn and ">2.50<" in drawn
+    assert CliRunner().invoke(app, ["report", str(path), "--plots", "-o", str(target)]).exit_code == 0
+    assert plot.read_text(encoding="utf-8") == drawn  # nothing random or dated
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "--plots needs --output"), (["-o", "x.md"], "--plots needs matplotlib: pip install 'selfspec[plots]'")],
+)
+def test_plots_that_cannot_be_drawn_are_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bench.commands.report_command.find_spec", lambda name: None)
+    write(tmp_path / "peers.jsonl", record())
+    result = CliRunner().invoke(app, ["report", "peers.jsonl", "--plots", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_record_of_another_version_is_one_line(tmp_path):
+    lines = record()
+    lines[0]["command"] = "spide"
+    result = CliRunner().invoke(app, ["report", str(write(tmp_path / "x.jsonl", lines))])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "this version makes no tables of records of 'spide'" in result.stderr

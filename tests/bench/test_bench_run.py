@@ -1,19 +1,19 @@
-"""`selfspec-bench run`: the whole record, sampled runs, several processes, mistakes."""
+"""`selfspec-bench run`: the whole record, sampled runs, synthetic weights, mistakes."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import bench.commands.preparation
+import layerskip_models.checkpoints.synthetic
 from bench.commands.bench_app import app
 from bench.commands.run_command import kept_policies
 from bench.record import BEST_FIXED, Line, read_record
-from bench_runs import SMALL, counts, run
+from bench_runs import run
 from policies import LayerCost, Policy, kept_between_texts, parse_policy
 
 pytestmark = pytest.mark.usefixtures("known_costs")
@@ -71,7 +71,7 @@ def test_a_run_that_copies_says_where_each_source_pays(checkpoint: Path, tmp_pat
     assert found["selfspec:copy:4"]["num_copied"] >= found["selfspec:copy:4"]["num_copied_accepted"]
     assert found["selfspec:copy:4"]["num_copied"] > 0 == found["selfspec:ar"]["num_copied"]
     page = CliRunner().invoke(app, ["report", str(record)]).output
-    assert "## Where each source of drafts pays" in page
+    assert "**New tokens by source, task by task" in page
     assert "| **edit** |" in page and "| **list** |" in page
 
 
@@ -92,9 +92,9 @@ def test_a_sampled_run(checkpoint: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert BEST_FIXED not in lines[0]["engines"]
 
-    def drawn(lines: list[Line], repeat: int) -> dict[tuple[str, str], str]:
+    def drawn(lines: list[Line], repeat: int) -> dict[tuple[str, str], tuple[int, ...]]:
         samples = [line for line in lines if line["kind"] == "sample" and line["repeat"] == repeat]
-        return {(line["engine"], line["prompt"]): line["output"] for line in samples}
+        return {(line["engine"], line["prompt"]): tuple(line["token_ids"]) for line in samples}
 
     first, second = drawn(lines, 0), drawn(lines, 1)
     assert (first, second) == (drawn(again, 0), drawn(again, 1))
@@ -127,24 +127,27 @@ def test_wrong_sampling_options(arguments: list[object], message: str, checkpoin
     assert message in result.stderr
 
 
-@pytest.mark.slow
-def test_two_processes_make_the_same_record(checkpoint: Path, tmp_path: Path) -> None:
-    """Policies that do not reckon with measured seconds; without --multi_gpu a CPU gets one process only."""
-    arguments = ["--policy", "auto:cost=layers", "--policy", "del", "--num-samples", "2", "--no-memory"]
-    records = [tmp_path / f"{count}.jsonl" for count in (1, 2)]
-    assert run(checkpoint, *arguments, "--device", "cpu", "--output", records[0]).exit_code == 0
-    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    command = [sys.executable, *launch, "-m", "bench", "run", "--device", "cpu", "--model", str(checkpoint), *SMALL]
-    result = subprocess.run(
-        [*command, *arguments, "--output", str(records[1])], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("Speed-up over plain decoding") == 1
-    one, two = map(read_record, records)
-    assert two[0]["provenance"]["processes"] == 2
-    differing = {a[0] for a, b in zip(counts(one), counts(two), strict=True) if a != b}
-    assert differing <= {BEST_FIXED}  # each run measured its costs
-    assert not list(tmp_path.glob("*.part*"))
+@pytest.mark.parametrize("runner", ["eager", pytest.param("captured", marks=pytest.mark.slow)])
+def test_synthetic_weights_are_called_so(runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With captures, which are made on the stand-in before anything is timed."""
+    tiny = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    tiny |= {"intermediate_size": 48, "vocab_size": 4096, "max_position_embeddings": 64}
+    monkeypatch.setattr(layerskip_models.checkpoints.synthetic, "SHAPES", {"tiny": tiny})
+    monkeypatch.setattr(bench.commands.preparation, "SHAPES", {"tiny": tiny})
+    record = tmp_path / "run.jsonl"
+    options = ["--policy", "auto:cost=layers", "--runner", runner, "--num-samples", "1", "--output", record]
+    result = run("synthetic:tiny,eps=0.05", *options)
+    assert result.exit_code == 0, result.output
+    lines = read_record(record)
+    assert lines[0]["configuration"]["model"] == "synthetic weights (tiny,eps=0.05)"
+    assert lines[0]["configuration"]["runner"] == runner
+    ours = [line for line in lines if line["kind"] == "sample" and line["engine"].startswith("selfspec:a")]
+    assert {line["stats"]["runner"] for line in ours} == {runner}
+    assert {line["stats"]["num_captures"] for line in ours} == {0}
+    assert "Synthetic weights (tiny,eps=0.05) on" in CliRunner().invoke(app, ["report", str(record)]).output
+    unknown = run("synthetic:huge")
+    assert unknown.exit_code == 2
+    assert "unknown shape 'huge'" in unknown.stderr
 
 
 @pytest.mark.parametrize(

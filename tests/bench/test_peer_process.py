@@ -18,14 +18,14 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from bench.commands.bench_app import app
-from bench.commands.peers_command import transformers_peer
+from bench.commands.peer_makers import transformers_peer
 from bench.datasets import EncodedPrompt
 from bench.engines.own import EngineLostError, Generation
 from bench.engines.peer_process import Peer, PeerProcess
 from bench.machine.throughput import TransformersBatch
 from bench.measure import measure
 from bench.provenance import cpu_fields, microarchitecture, processor
-from bench.record import read_record
+from bench.record import RecordWriter, read_record
 
 PROMPT = torch.tensor([3, 1, 2])
 
@@ -137,7 +137,7 @@ def test_a_peer_that_cannot_be_made(end: Callable[[], Any], tmp_path: Path, monk
 
 
 def _measured(*others: PeerProcess) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    lines: list[dict[str, Any]] = []
+    record = RecordWriter(None)
     prompts = [EncodedPrompt(id=name, task="a", ids=PROMPT + number) for number, name in enumerate("pq")]
     engines = [Fake("ours"), *(engine for other in others for engine in other.engines)]
     lost = measure(
@@ -147,9 +147,9 @@ def _measured(*others: PeerProcess) -> tuple[list[dict[str, Any]], dict[str, str
         repeats=2,
         warmups=1,
         dtype=torch.float32,
-        write=lambda line: lines.append(dict(line)),
+        record=record,
     )
-    return lines, lost
+    return record.lines, lost
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 4])
@@ -177,7 +177,7 @@ def test_without_the_one_that_all_are_compared_with_nothing_goes_on() -> None:
             repeats=2,
             warmups=1,
             dtype=torch.float32,
-            write=lambda line: None,
+            record=RecordWriter(None),
         )
 
 

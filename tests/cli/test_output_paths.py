@@ -10,7 +10,6 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import bench.commands.bench_app
-import bench.experiments.__main__
 import selfspec.cli.main
 from layerskip_models.output_paths import output_file, output_folder
 
@@ -23,36 +22,6 @@ WRITERS = [
     (bench.commands.bench_app.app, ["context", "-o"]),
     (bench.commands.bench_app.app, ["batch", "-o"]),
     (bench.commands.bench_app.app, ["serving", "-o"]),
-    (bench.experiments.__main__.app, ["answers", "-o"]),
-    (bench.experiments.__main__.app, ["attention", "-o"]),
-    (bench.experiments.__main__.app, ["busy", "-o"]),
-    (bench.experiments.__main__.app, ["cores", "-o"]),
-    (bench.experiments.__main__.app, ["chat-prompts", "none", "-o"]),
-    (bench.experiments.__main__.app, ["copying-texts"]),
-    (bench.experiments.__main__.app, ["copying-gain", "copying", "-o"]),
-    (bench.experiments.__main__.app, ["exit-losses", "--data", "text.txt", "-o"]),
-    (bench.experiments.__main__.app, ["exit-adapters", "--data", "text.txt", "--work", "runs", "-o"]),
-    (bench.experiments.__main__.app, ["ladder", "none", "-o"]),
-    (bench.experiments.__main__.app, ["steered-exits", "--data", "text.txt", "--work", "runs", "-o"]),
-    (bench.experiments.__main__.app, ["loading", "-o"]),
-    (bench.experiments.__main__.app, ["fine-tune", "none", "--text", "none.txt", "--chats", "none.jsonl", "-o"]),
-    (bench.experiments.__main__.app, ["roundings", "none", "--prompts", "none.jsonl", "-o"]),
-    (bench.experiments.__main__.app, ["draft-copies", "none", "-o"]),
-    (bench.experiments.__main__.app, ["draws", "-o"]),
-    (bench.experiments.__main__.app, ["row-parts", "none", "-o"]),
-    (bench.experiments.__main__.app, ["settings", "code", "-o"]),
-    (bench.experiments.__main__.app, ["spide", "code", "-o"]),
-    (bench.experiments.__main__.app, ["bounded-exits", "code", "-o"]),
-    (bench.experiments.__main__.app, ["predictions", "-o"]),
-    (bench.experiments.__main__.app, ["variants", "-o"]),
-    (bench.experiments.__main__.app, ["judge-exits", "none", "--chats", "none.jsonl", "-o"]),
-    (bench.experiments.__main__.app, ["records", "--output-dir"]),
-    (
-        bench.experiments.__main__.app,
-        ["online-exits", "none", "--chats", "none.jsonl", "--exits", "none", "--work", "w", "-o"],
-    ),
-    (bench.commands.bench_app.app, ["shapes", "--output-dir"]),
-    (bench.commands.bench_app.app, ["convert", "--output-dir"]),
     (bench.commands.bench_app.app, ["report", "none.jsonl", "-o"]),
     (selfspec.cli.main.app, ["generate", "text", "--trace"]),
     (selfspec.cli.main.app, ["generate", "--prompts", "none.jsonl", "-o"]),
@@ -64,7 +33,7 @@ WRITERS = [
 def test_every_output_option_is_checked_before_the_command_starts() -> None:
     """A command that gets such an option without the check fails here."""
     found = set()
-    for app in (bench.commands.bench_app.app, bench.experiments.__main__.app, selfspec.cli.main.app):
+    for app in (bench.commands.bench_app.app, selfspec.cli.main.app):
         group: Any = get_command(app)
         for name in group.list_commands(None):
             command = group.get_command(None, name)
@@ -125,7 +94,6 @@ RUN = '{"kind": "run", "command": "run", "engines": {}, "configuration": {"model
     [
         (None, "there is no record at"),
         ("", "is not a record of selfspec-bench"),
-        ('{"kind": "part", "attempt": "a"}\n', "finish it with --resume first"),
         (RUN + '{"kind": "sam', "line 2 is not JSON"),
         (RUN + "[1]\n", 'line 2 is no object with a "kind"'),
         (RUN, "lacks lines or fields that its tables need"),
@@ -136,22 +104,26 @@ def test_a_missing_or_damaged_record_is_one_line(text: str | None, message: str,
     record = tmp_path / "record.jsonl"
     if text is not None:
         record.write_text(text, encoding="utf-8")
-    for arguments in (["report", str(record)], ["report", str(record), "-o", str(tmp_path / "page.html")]):
+    for arguments in (["report", str(record)], ["report", str(record), "-o", str(tmp_path / "page.md")]):
         result = CliRunner().invoke(bench.commands.bench_app.app, arguments)
         assert result.exit_code == 2, result.output
         assert message in result.stderr
         assert result.stderr.count("\n") == 1
 
 
-def test_documents_to_fill_must_exist(tmp_path: Path) -> None:
-    record = Path(__file__).parents[2] / "docs" / "data" / "peers-medium.jsonl.gz"
-    result = CliRunner().invoke(
-        bench.commands.bench_app.app, ["report", str(record), "--into", str(tmp_path / "none.md")]
-    )
+def test_what_a_run_left_is_no_record(tmp_path: Path) -> None:
+    part = tmp_path / "record.jsonl.part"
+    part.write_text(RUN, encoding="utf-8")
+    result = CliRunner().invoke(bench.commands.bench_app.app, ["report", str(part)])
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "there is no document at" in result.stderr
-    copy = tmp_path / "peers-medium.jsonl.gz"
-    copy.write_bytes(record.read_bytes())
-    result = CliRunner().invoke(bench.commands.bench_app.app, ["report", str(record), str(copy)])
-    assert result.exit_code == 2
+    assert "finish it with --resume first" in result.stderr
+
+
+def test_two_records_of_one_name_are_told_apart_by_nobody(tmp_path: Path) -> None:
+    records = [tmp_path / folder / "record.jsonl" for folder in "ab"]
+    for record in records:
+        record.parent.mkdir()
+        record.write_text(RUN, encoding="utf-8")
+    result = CliRunner().invoke(bench.commands.bench_app.app, ["report", *map(str, records)])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "the same file name" in result.stderr

@@ -14,7 +14,7 @@ from bench.record import Line
 SMALL = ["--prompt-tokens", "10", "--max-new-tokens", "8", "--repeats", "2", "--warmups", "0", "--no-peers"]
 
 
-def run(checkpoint: Path, *arguments: object) -> Result:
+def run(checkpoint: Path | str, *arguments: object) -> Result:
     return CliRunner().invoke(app, ["run", "--model", str(checkpoint), *SMALL, *map(str, arguments)])
 
 
@@ -25,7 +25,7 @@ def counts(lines: list[Line]) -> list[Any]:
         if line["kind"] == "sample":
             clock = [name for name in line["stats"] if "second" in name or name == "time_to_first_token"]
             stats = {name: value for name, value in line["stats"].items() if name not in clock}
-            found.append((line["engine"], line["prompt"], line["repeat"], line["output"], stats))
+            found.append((line["engine"], line["prompt"], line["repeat"], line["token_ids"], stats))
         elif line["kind"] == "output":
             found.append((line["engine"], *(line[name] for name in ("prompt", "output", "first_difference"))))
         elif line["kind"] == "grid":

@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from bench.experiments.row_parts.row_parts import digits, parts
+from cut_rows import digits, parts
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import Matrix
 from layerskip_models.kernels.native_linear import NativeInt8Linear

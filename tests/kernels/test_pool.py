@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.experiments.busy.busy import busy_processes
+from busy_processes import busy_processes
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels import threads
 from layerskip_models.kernels.check import native_works

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from batched_runs import LAYOUTS, needs_native
 from bench.commands.preparation import arithmetic_of, open_model
-from bench.experiments.row_parts.row_parts import CutRows, parts
+from cut_rows import CutRows, parts
 from layerskip_models import LayerSkipModel, from_transformers, load_model
 from layerskip_models.checkpoints.loading import DEMO_PATH
 from layerskip_models.kernels.native_linear import NativeLinear, operators_only

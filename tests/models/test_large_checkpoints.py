@@ -14,14 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.experiments.loading.large_checkpoints import (
-    LAYERS,
-    forget,
-    loaded,
-    read_speed,
-    write_gguf,
-    write_safetensors,
-)
+from bench.machine.loading import forget, loaded, read_speed
+from large_checkpoints import LAYERS, write_gguf, write_safetensors
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,8 +45,8 @@ def test_loading_takes_the_memory_of_the_model(
     layers = num_layers(folder, layer_bytes)
     path = write(folder, layers)
     size = path.stat().st_size
-    reading = read_speed(path)
-    forget(path)
+    reading = read_speed([path])
+    forget([path])
     found = loaded(path if path.suffix == ".gguf" else folder)
     speed = size / found["seconds"]
     with capsys.disabled():

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.datasets import load_prompts
-from bench.record import RecordWriter, read_parts, read_record
+from bench.record import RecordWriter, read_part, read_record
 from layerskip_models.text_files import cut_last_line, read_lines, split_lines, write_text
 from layerskip_models.training.examples import read_examples
 from layerskip_models.training.saving import rewind_log
@@ -110,7 +110,7 @@ def test_so_do_records(tmp_path: Path) -> None:
         part_bytes = part.read_bytes()
     assert read_record(path) == lines
     part.write_bytes(part_bytes.rstrip(b'"}\n')[:-1])  # cut within é
-    assert read_parts(path) == lines[:1]
+    assert read_part(path) == lines[:1]
 
 
 # Replaced whole or not at all

@@ -1,7 +1,4 @@
-"""Algorithm 1 of DEL and of Pacer, as plain as they are printed, decide what our policies decided on recorded rounds.
-
-SPIDE's is beside the study that plays it: tests/experiments/test_spide_study.py.
-"""
+"""Algorithm 1 of DEL and of Pacer, as plain as they are printed, decide what our policies decided on recorded rounds."""
 
 from __future__ import annotations
 

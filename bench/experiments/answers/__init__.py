@@ -1,1 +1,0 @@
-"""What earlier answers to copy from gain: a session of edits of one file."""

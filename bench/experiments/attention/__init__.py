@@ -1,1 +1,0 @@
-"""Attention over a long context, beside what memory and arithmetic allow."""

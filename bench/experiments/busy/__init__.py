@@ -1,1 +1,0 @@
-"""Speed on a machine that others use, too."""

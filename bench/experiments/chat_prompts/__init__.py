@@ -1,1 +1,0 @@
-"""Chat prompts of four kinds, made from public prompt sets."""

@@ -1,1 +1,0 @@
-"""What the index of copied drafts costs."""

@@ -1,1 +1,0 @@
-"""Does a small model copy, and what do copied drafts gain?"""

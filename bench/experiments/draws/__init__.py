@@ -1,1 +1,0 @@
-"""What a sampled token costs besides its logits."""

@@ -1,1 +1,0 @@
-"""What adapters after the exits of a frozen model are worth."""

@@ -1,1 +1,0 @@
-"""Which loss for the exits: uniform, or weighted by accepted length."""

@@ -1,1 +1,0 @@
-"""Would second choices of an exit be worth verifying?"""

@@ -1,1 +1,0 @@
-"""How fast checkpoints of a real size load, and in how much memory."""

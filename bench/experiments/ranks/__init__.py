@@ -1,1 +1,0 @@
-"""One model over several processes of a CPU, compared with one process."""

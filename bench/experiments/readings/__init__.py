@@ -1,1 +1,0 @@
-"""What recorded rounds say about settings that were not run."""

@@ -1,1 +1,0 @@
-"""How many parts a row needs in the kernels."""

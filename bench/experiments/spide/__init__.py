@@ -1,1 +1,0 @@
-"""SPIDE to the letter: serial drafting and parallel verification by turns, played over recorded drafts."""

@@ -1,1 +1,0 @@
-"""How long commands take until they do something."""

@@ -1,0 +1,243 @@
+"""The plots of a report, as matplotlib figures: speed-ups, phases, agreement per layer, a sweep's heat map.
+
+Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from bench.grid import grid_lines, mean_agreement
+from bench.record import PLAIN, Line
+from bench.report.context_tables import ROLES, seconds_per_token
+from bench.report.summary import Samples, Spread
+from bench.report.sweep_tables import Sweep
+
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+_OURS, _PEERS, _REFERENCE = _COLOURS[0], _COLOURS[7], "#000000"
+_WIDTH = 5.2  # inches: so narrow that its text can be read on a phone
+_ROW = 0.28  # inches per bar
+_FONT = 9  # points
+
+
+def figures(lines: Sequence[Line]) -> dict[str, Figure]:
+    """The figures of a record, by title. None for a command that has none."""
+    with rc_context({"font.size": _FONT}):
+        command, agreement = lines[0]["command"], _agreement(lines)
+        made: dict[str, Figure] = {}
+        if command in ("run", "peers"):
+            made |= _engine_figures(Samples(lines))
+        if command == "sweep":
+            sweep = Sweep.of(lines)
+            if 0 < len(sweep.axes) < 3:
+                draw = heat_map if len(sweep.axes) == 2 else sweep_line
+                made["Speed-up over plain decoding of every setting"] = draw(sweep)
+        if command == "roofline":
+            made["Share of the memory's bandwidth"] = roofline_bars(lines)
+        if command == "context":
+            made["Speed over the length of the context"] = context_curves(lines)
+        if agreement:
+            made["Agreement of early layers with the last"] = agreement_curve(agreement)
+        return made
+
+
+def _engine_figures(samples: Samples) -> dict[str, Figure]:
+    made: dict[str, Figure] = {}
+    if PLAIN in samples.engines:
+        made["Speed-up over plain decoding"] = speedup_bars(samples)
+    timed = [name for name in samples.engines if samples.phase_shares(name) is not None]
+    if timed:
+        made["Where the time goes"] = phase_bars(samples, timed)
+    return made
+
+
+def write_plots(lines: Sequence[Line], name: str, folder: Path) -> dict[str, str]:
+    """Write a record's figures as SVG to folder/plots; returns their paths from the folder, by title."""
+    (folder / "plots").mkdir(parents=True, exist_ok=True)
+    paths: dict[str, str] = {}
+    # Text as text, so that it scales and can be searched; nothing random or dated.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "selfspec", "font.family": "sans-serif"}):
+        for title, figure in figures(lines).items():
+            paths[title] = f"plots/{name}-{title.lower().replace(' ', '-').replace(chr(39), '')}.svg"
+            about = {"Date": None, "Creator": None}
+            figure.savefig(folder / paths[title], format="svg", bbox_inches="tight", metadata=about)
+    return paths
+
+
+def speedup_bars(samples: Samples) -> Figure:
+    """A bar per engine, fastest first, with a line from the lowest to the highest repeat."""
+    spreads = {name: samples.speedup(name, PLAIN) for name in samples.engines}
+    names = sorted(spreads, key=lambda name: spreads[name].value)
+    values = [spreads[name].value for name in names]
+    whiskers = _whiskers([spreads[name] for name in names])
+    figure, axes = _bars(len(names))
+    colours = [_OURS if name.startswith("selfspec") else _PEERS for name in names]
+    axes.barh([samples.labels[name] for name in names], values, color=colours, height=0.7)
+    axes.errorbar(values, range(len(names)), xerr=whiskers, fmt="none", ecolor="#444444", capsize=2, linewidth=1)
+    for row, name in enumerate(names):
+        _beside(axes, spreads[name].high, row, f"{values[row]:.2f}")
+    axes.axvline(1, color=_REFERENCE, linewidth=0.8)
+    axes.set_xlim(0, 1.12 * max(spread.high for spread in spreads.values()))
+    axes.set_xlabel("tokens/s relative to plain decoding; thin lines: range of the repeats", fontsize=9)
+    return figure
+
+
+def phase_bars(samples: Samples, engines: Sequence[str]) -> Figure:
+    """Each engine's time by phase, in shares of its own."""
+    figure, axes = _bars(len(engines), extra=0.5)
+    left = np.zeros(len(engines))
+    labels = [samples.labels[name] for name in engines][::-1]
+    shares = [samples.phase_shares(name) or {} for name in engines][::-1]
+    for colour, phase in zip(_COLOURS, samples.phases()):
+        widths = np.array([100 * share[phase] for share in shares])
+        axes.barh(labels, widths, left=left, color=colour, height=0.7, label=phase)
+        left += widths
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("% of the time of all runs")
+    axes.legend(
+        ncols=len(samples.phases()),
+        loc="lower center",
+        bbox_to_anchor=(0.35, 1.0),
+        frameon=False,
+        fontsize=8,
+        columnspacing=0.8,
+        handlelength=1,
+    )
+    return figure
+
+
+def agreement_curve(agreement: Sequence[float | None]) -> Figure:
+    """Share of positions where a layer's argmax is the last layer's, over layers."""
+    figure, axes = _curves("exit layer", "agrees with the last layer")
+    layers = range(1, len(agreement) + 1)
+    axes.plot(layers, [np.nan if value is None else value for value in agreement], marker="o", color=_OURS)
+    axes.set_xlim(0.5, len(agreement) + 0.5)
+    axes.set_ylim(0, 1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", alpha=0.3)
+    return figure
+
+
+def heat_map(sweep: Sweep) -> Figure:
+    """A sweep's speed-ups over two axes; bold what was measured, the rest predicted."""
+    (down, rows), (across, columns) = sweep.axes.items()
+    values = np.array([[sweep.speedup((row, column)) for column in columns] for row in rows])
+    figure = Figure(figsize=(_WIDTH, 0.42 * len(rows) + 1.1))
+    axes = figure.add_subplot()
+    for row, first in enumerate(rows):
+        for column, second in enumerate(columns):
+            weight = "bold" if (first, second) in sweep.measured else "normal"
+            axes.text(column, row, f"{values[row, column]:.2f}", ha="center", va="center", fontsize=8, weight=weight)
+    image = axes.imshow(values, cmap="YlGn", aspect="auto")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xlabel(f"{across} (bold: measured, the rest predicted)")
+    axes.set_ylabel(down)
+    figure.colorbar(image, ax=axes)
+    return figure
+
+
+def sweep_line(sweep: Sweep) -> Figure:
+    """A sweep's speed-ups over one axis: predicted as a line, measured as points with the lowest and highest repeat."""
+    ((name, values),) = sweep.axes.items()
+    figure, axes = _curves(name, "× plain decoding")
+    predicted = [sweep.cells[(value,)]["predicted_speedup"] for value in values]
+    axes.plot(range(len(values)), predicted, color=_PEERS, marker=".", label="predicted")
+    timed = [(place, sweep.measured[(value,)]) for place, value in enumerate(values) if (value,) in sweep.measured]
+    spreads = [spread for _, spread in timed]
+    axes.errorbar(
+        [place for place, _ in timed],
+        [spread.value for spread in spreads],
+        yerr=_whiskers(spreads),
+        fmt="o",
+        color=_OURS,
+        ecolor="#444444",
+        capsize=2,
+        linewidth=1,
+        label="measured",
+    )
+    axes.axhline(1, color=_REFERENCE, linewidth=0.8)
+    axes.set_xticks(range(len(values)), values)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def roofline_bars(lines: Sequence[Line]) -> Figure:
+    """A bar per call: bytes that it must read per second, over the device's bandwidth."""
+    bandwidth = next(line["bytes_per_second"] for line in lines if line["kind"] == "limits")
+    shares = {
+        line["name"]: 100 * line["bytes"] / line["seconds"] / bandwidth for line in lines if line["kind"] == "call"
+    }
+    figure, axes = _bars(len(shares))
+    axes.barh(list(shares)[::-1], list(shares.values())[::-1], color=_OURS, height=0.7)
+    for row, share in enumerate(reversed(shares.values())):
+        _beside(axes, share, row, f"{share:.0f}")
+    axes.axvline(100, color=_REFERENCE, linewidth=0.8)
+    axes.set_xlim(0, 1.12 * max(100, *shares.values()))
+    axes.set_xlabel("% of bandwidth, timed alone", fontsize=9)
+    return figure
+
+
+def context_curves(lines: Sequence[Line]) -> Figure:
+    """tokens/s after the first token over the context, a line per way of decoding."""
+    figure, axes = _curves("tokens of context", "tokens/s")
+    contexts = list(dict.fromkeys(line["context"] for line in lines if line["kind"] == "prefill"))
+    for colour, role in zip(_COLOURS, ROLES):
+        speeds = [1 / seconds_per_token(lines, context, role) for context in contexts]
+        axes.plot(contexts, speeds, marker="o", color=colour, label=role)
+    theirs = [line for line in lines if line["kind"] == "transformers"]
+    if theirs:
+        speeds = [line["tokens"] / line["seconds"] for line in theirs]
+        axes.plot([line["context"] for line in theirs], speeds, marker="o", color=_PEERS, label="transformers")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [str(context) for context in contexts])
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _curves(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    """An empty picture for lines over an axis."""
+    figure = Figure(figsize=(_WIDTH, 2.8))
+    axes = figure.add_subplot()
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    _bare(axes)
+    return figure, axes
+
+
+def _bars(count: int, extra: float = 0.0) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(_WIDTH, _ROW * count + 0.8 + extra))
+    axes = figure.add_subplot()
+    axes.tick_params(axis="y", length=0, labelsize=9)
+    _bare(axes)
+    return figure, axes
+
+
+def _whiskers(spreads: Sequence[Spread]) -> np.ndarray:
+    """[2, values]: how far the lowest and the highest repeat are from each value."""
+    return np.array([[max(s.value - s.low, 0), max(s.high - s.value, 0)] for s in spreads]).T
+
+
+def _beside(axes: Axes, value: float, row: int, text: str) -> None:
+    """Text to the right of a bar's end. Spaces would not do: a browser drops them."""
+    axes.annotate(text, (value, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+
+
+def _bare(axes: Axes) -> None:
+    """Without a frame above and to the right."""
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _agreement(lines: Sequence[Line]) -> list[float | None]:
+    grid = grid_lines(lines)
+    if grid:
+        return mean_agreement(grid)
+    return next((line["by_layer"] for line in lines if line["kind"] == "agreement"), [])

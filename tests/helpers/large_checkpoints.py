@@ -1,0 +1,101 @@
+"""Checkpoints of the size of a real model, written as fast as the disk takes them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LAYERS = 32
+"""Of a Llama 2 7B, whose other sizes are these."""
+HIDDEN, INNER, HEADS, VOCAB = 4096, 11008, 32, 32000
+_BLOCK = 1 << 26  # bytes of random numbers, which are written again and again
+
+
+def tensors(num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """transformers' names and shapes."""
+    yield "model.embed_tokens.weight", (VOCAB, HIDDEN)
+    for layer in range(num_layers):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            yield f"model.layers.{layer}.self_attn.{name}.weight", (HIDDEN, HIDDEN)
+        yield f"model.layers.{layer}.mlp.gate_proj.weight", (INNER, HIDDEN)
+        yield f"model.layers.{layer}.mlp.up_proj.weight", (INNER, HIDDEN)
+        yield f"model.layers.{layer}.mlp.down_proj.weight", (HIDDEN, INNER)
+        yield f"model.layers.{layer}.input_layernorm.weight", (HIDDEN,)
+        yield f"model.layers.{layer}.post_attention_layernorm.weight", (HIDDEN,)
+    yield "model.norm.weight", (HIDDEN,)
+    yield "lm_head.weight", (VOCAB, HIDDEN)
+
+
+def write_safetensors(folder: Path, num_layers: int) -> Path:
+    """A Llama in bfloat16; returns the file of its weights. Every number is in [0.5, 2): finite, and with all mantissas."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        num_hidden_layers=num_layers,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    ).save_pretrained(folder)
+    header: dict[str, Any] = {}
+    at = 0
+    for name, shape in tensors(num_layers):
+        size = 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    said = json.dumps(header).encode()
+    said += b" " * (-len(said) % 8)
+    numbers = np.random.default_rng(0).integers(0x3F00, 0x4000, _BLOCK // 2, np.uint16)
+    path = folder / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(said)) + said)
+        _fill(file, numbers, at)
+    return path
+
+
+def write_gguf(folder: Path, num_layers: int) -> Path:
+    """The same in Q8_0, norms in F32."""
+    from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+    from gguf.constants import MODEL_ARCH
+
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, num_layers)
+    path = folder / "model.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(num_layers)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCAB)
+    rows = np.random.default_rng(0).integers(0, 256, (_BLOCK // 34 // 128 * 128, 34), np.uint8)
+    rows[:, :2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)  # the scale of each block
+    blocks = rows.reshape(-1)
+    for name, shape in tensors(num_layers):
+        stored = str(names.get_name(name, (".weight",)))
+        if len(shape) == 1:
+            writer.add_tensor(stored, np.ones(shape, np.float32))
+        else:
+            size = shape[0] * shape[1] // 32 * 34
+            data = np.resize(blocks, size).reshape(shape[0], -1)
+            writer.add_tensor(stored, data, raw_dtype=GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _fill(file: Any, numbers: np.ndarray, size: int) -> None:
+    block = numbers.view(np.uint8).data
+    while size:
+        size -= file.write(block[: min(len(block), size)])
