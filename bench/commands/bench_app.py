@@ -13,6 +13,8 @@ from typer.core import TyperGroup
 from bench.commands.batch_command import batch
 from bench.commands.chat_command import chat
 from bench.commands.context_command import context
+from bench.commands.kernels_command import kernels
+from bench.commands.load_command import load
 from bench.commands.peers_command import peers
 from bench.commands.report_command import compare, report
 from bench.commands.roofline_command import roofline
@@ -45,6 +47,8 @@ app.command()(roofline)
 app.command()(context)
 app.command()(batch)
 app.command()(serving)
+app.command()(load)
+app.command()(kernels)
 app.command()(report)
 app.command()(compare)
 

@@ -10,6 +10,7 @@ from bench.report.at_exit_layer import exit_layer_tables
 from bench.report.batch_tables import batch_headline, batch_tables
 from bench.report.chat_tables import chat_headline, chat_tables
 from bench.report.context_tables import context_headline, context_tables
+from bench.report.machine_tables import kernels_headline, kernels_tables, load_headline, load_tables
 from bench.report.roofline_tables import roofline_headline, roofline_tables
 from bench.report.run_tables import decoding_text, run_tables
 from bench.report.serving_tables import serving_headline, serving_tables
@@ -117,6 +118,8 @@ _SHOWN: dict[str, tuple[Callable[[Sequence[Line]], str], Callable[[Sequence[Line
     "context": (context_headline, context_tables),
     "batch": (batch_headline, batch_tables),
     "serving": (serving_headline, serving_tables),
+    "load": (load_headline, load_tables),
+    "kernels": (kernels_headline, kernels_tables),
 }
 """What makes the headline and the tables of a record, by the command that wrote it."""
 

@@ -22,6 +22,8 @@ WRITERS = [
     (bench.commands.bench_app.app, ["context", "-o"]),
     (bench.commands.bench_app.app, ["batch", "-o"]),
     (bench.commands.bench_app.app, ["serving", "-o"]),
+    (bench.commands.bench_app.app, ["load", "-o"]),
+    (bench.commands.bench_app.app, ["kernels", "-o"]),
     (bench.commands.bench_app.app, ["report", "none.jsonl", "-o"]),
     (selfspec.cli.main.app, ["generate", "text", "--trace"]),
     (selfspec.cli.main.app, ["generate", "--prompts", "none.jsonl", "-o"]),
