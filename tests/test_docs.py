@@ -28,15 +28,29 @@ def test_example_runs(code, tmp_path, monkeypatch, capsys):
     assert "Error" not in capsys.readouterr().err
 
 
+def anchors(text: str) -> set[str]:
+    """Return the addresses of a page's headings, as Python-Markdown makes them."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.M):
+        words = re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", heading)).strip().lower()
+        found.add(re.sub(r"[-\s]+", "-", words))
+    return found
+
+
 def test_there_are_examples():
     assert len(EXAMPLES) >= 3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_local_links_exist(page):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor and linked.suffix == ".md":
+            assert anchor in anchors(linked.read_text(encoding="utf-8")), f"{page.name} links to {target}#{anchor}"
 
 
 def commands_of(app: typer.Typer) -> set[str]:
@@ -54,7 +68,7 @@ HISTORY = ROOT / "docs" / "log.md"
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY], ids=lambda page: page.name)
 def test_files_and_commands_exist(page):
-    text = re.sub(r"<!-- report:(\S+) -->.*?<!-- /report:\1 -->", "", page.read_text(encoding="utf-8"), flags=re.S)
+    text = page.read_text(encoding="utf-8")
     for path in re.findall(r"\b(?:bench|layerskip_models|policies|selfspec|tests)/[\w/]+\.(?:py|h|c|json)\b", text):
         assert "NAME" in path or (ROOT / path).exists(), f"{page.name} names {path}"
     for module in re.findall(r"python -m ((?:bench|layerskip_models|selfspec|tests)[\w.]*)", text):
@@ -82,3 +96,25 @@ def test_drawings_are_small_and_stand_alone():
         text = drawing.read_text(encoding="utf-8")
         assert len(text) < 60_000
         assert not re.search(r"(href|url\()\W*https?:", text), drawing.name
+
+
+VERDICT = re.compile(r"reproduced|refuted here|not shown|not testable here|not measured", re.I)
+
+
+def test_every_claim_of_the_papers_is_decided():
+    """A table of claims has four columns, the last of which has a verdict."""
+    text = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| claim \| .*\n\|[-|]+\|\n((?:\| .*\n)+)", text, re.M)
+    rows = [re.split(r"(?<!\\) \| ", line[2:-2]) for table in tables for line in table.splitlines()]
+    assert len(rows) > 45
+    for row in rows:
+        assert len(row) == 4, row
+        assert VERDICT.search(row[3]), f"no verdict on {row[0]!r}: {row[3]!r}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / "docs" / "results").glob("*.md")], ids=lambda p: p.name)
+def test_each_table_of_measurements_says_where_it_comes_from(page):
+    """Find a line with commit, date and processor below each table that has a bold title."""
+    text = page.read_text(encoding="utf-8")
+    for title, after in re.findall(r"^\*\*(.+)\*\*\n\n(?:\|.*\n)+\n(.*)$", text, re.M):
+        assert re.match(r"Commit [0-9a-f]{7}, \d{4}-\d\d-\d\d, AMD EPYC", after), f"{page.name}: {title}"
