@@ -72,7 +72,7 @@ def test_arguments_are_those_of_serve() -> None:
     options = set(inspect.signature(serve_command).parameters)
     fields = ReplicaOptions.model_fields
     assert options - set(fields) == {"host", "port", "grace_seconds", "learn_exits", "learn_share"}
-    page = (Path(__file__).parents[2] / "docs" / "replicas.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     assert {name for name in set(fields) - options if f"`{name}`" not in page} == set()
     own = inspect.signature(serve_command).parameters
     differing = {

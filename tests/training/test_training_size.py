@@ -22,7 +22,6 @@ from layerskip_models.training.sharding import ShardedTraining
 from layerskip_models.training.training_config import TrainingConfig
 from layerskip_models.training.training_size import layer_activations, training_size
 from rank_processes import results_of
-from selfspec.analysis.shape_report import shape_config
 from selfspec.cli.main import app
 from tiny_llama import tiny_llama
 from tiny_training import begin_as_rank, bytes_held, tiny, write_numbers
@@ -146,24 +145,6 @@ def test_the_command_counts_by_arithmetic() -> None:
     head = 4 * (128256 * 4096 + 4096) / 2**30
     assert f"the head {head:.2f} and its gradients {head:.2f}" in result.output
     assert f"for each step {2 * 4 * 6_979_321_856 * 7 / 8 / 2**30:.2f}" in result.output
-
-
-def test_the_documentations_table_is_computed() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    config = shape_config("llama3-8B")
-    sizes = [training_size(config, ranks) for ranks in (2, 4, 8, 16)]
-    rows = {
-        "weights, its share in float32": [size.weights for size in sizes],
-        "gradients": [size.gradients for size in sizes],
-        "optimiser state": [size.optimizer_state for size in sizes],
-        "gathered at the most: the head with its gradients, then layers": [size.gathered for size in sizes],
-        "activations": [size.activations for size in sizes],
-        "logits of a chunk, with their gradients": [size.logits for size in sizes],
-        "sent for each micro batch": [size.sent(size.gathered_per_pass + size.reduced_per_pass) for size in sizes],
-    }
-    for name, values in rows.items():
-        assert f"| {name} | " + " | ".join(f"{value / 2**30:.1f}" for value in values) + " |" in page
-    assert "| **together** | " + " | ".join(f"**{size.together / 2**30:.1f}**" for size in sizes) + " |" in page
 
 
 def test_what_is_not_trained_is_refused() -> None:
