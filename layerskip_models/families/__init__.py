@@ -1,7 +1,7 @@
 """Supported model families: one file each, which says how the family's layers differ from Llama's.
 
 To add a family whose layers have the same parts, write a new file and add it to the list below. tests/models/test_families.py
-then compares small random models of it with transformers. `draw_config` in tests/fuzz/fuzz_models.py makes their
+then compares small random models of it with transformers. `draw_config` in tests/helpers/fuzz_models.py makes their
 configurations.
 """
 

@@ -6,6 +6,7 @@ from scipy.stats import spearmanr
 
 from layerskip_models import load_demo
 from policies import LayerCost, MeasuredCost, ObservationSpec, Policy, parse_policy
+from random_adapters import adapted
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import (
     AgreementTrace,
@@ -16,7 +17,6 @@ from selfspec.analysis.replay import (
     replay,
     trace_agreement,
 )
-from tests.fuzz.random_adapters import adapted
 from tiny_llama import pool_model, tiny_tokenizer
 
 T, F = True, False

@@ -19,7 +19,7 @@ from bench.engines.llama_batches import names_of
 from bench.engines.peers import transformers_generate
 from bench.measure import compare_outputs
 from bench.record import read_record
-from tests.fuzz.fuzz_models import ROPES
+from fuzz_models import ROPES
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf")

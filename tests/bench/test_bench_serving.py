@@ -15,7 +15,6 @@ from bench.report.serving_tables import serving_tables
 from layerskip_models import load_tokenizer
 from running_server import running_server
 from selfspec import SelfSpecGenerator
-from tests.soak.serving_soak import ServingSoak
 
 
 def test_clients_get_the_texts_of_generate_batch(checkpoint: Path) -> None:
@@ -77,11 +76,3 @@ def test_a_folder_without_a_tokenizer_gets_one(checkpoint: Path, tmp_path: Path)
     with served_folder(checkpoint, None) as folder:
         assert load_tokenizer(folder)("ab")["input_ids"] == load_tokenizer(checkpoint)("ab")["input_ids"]
     assert words_tokenizer(5).decode([4, 2]) == "w4 w2"
-
-
-@pytest.mark.slow
-def test_a_short_soak() -> None:
-    report = ServingSoak(clients=6, seed=1).run(8, lambda label: None)
-    assert not [failure for failure in report.failures if "grew" not in failure]
-    assert report.counts["exact"] > 5
-    assert report.counts["hung up"] and report.counts["malformed"]

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM, MistralConfig
 
 import selfspec.engine.runners.cuda_graph.runner
 from flash_reference import flash_attention_on_cpu
+from fuzz_models import random_model
 from layerskip_models import from_transformers
 from layerskip_models.kv_cache import KVCache
 from scripted_policies import EVERY_POLICY, named_policy
@@ -24,7 +25,6 @@ from selfspec.engine.runners.cuda_graph.paged_attention import EXPECTED_SCHEMA, 
 from selfspec.engine.runners.cuda_graph.runner import captured_length
 from selfspec.engine.runners.cuda_graph.streams import NoStreams
 from test_cuda_paths import SHAPES
-from tests.fuzz.fuzz_models import random_model
 from tiny_llama import VOCAB_SIZE, reference_greedy, tiny_llama
 
 PROMPT = [5, 1, 7]

@@ -30,6 +30,7 @@ from layerskip_models.exits.adapter import STEERED
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from policies import Policy, parse_policy
+from random_adapters import adapted
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, fixed, named_policy, others_slow
 from selfspec.cache.answer_store import AnswerStore
 from selfspec.engine.accept import accept_sampled
@@ -39,7 +40,6 @@ from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.runners.runner import Runner, SequenceRound
 from selfspec.engine.sequence import Sequence
 from selfspec.engine.verification import Verification
-from tests.fuzz.random_adapters import adapted
 from tiny_llama import tiny_llama
 
 VOCAB_SIZE = 6

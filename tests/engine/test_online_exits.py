@@ -19,11 +19,11 @@ from layerskip_models.exits.folder import config_for
 from layerskip_models.exits.lean import LeanAdapter, lean_adapters
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
+from random_adapters import adapted, random_adapters
 from restless_exits import let_exits_change
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine.online_exits import HELD_OUT, LEAST_ROWS, ExitRows, OnlineExits, RowRing
-from tests.fuzz.random_adapters import adapted, random_adapters
 from tiny_llama import pool_model
 
 PROMPTS = [[5, 1, 7], [2], [9, 9, 3, 0, 23], [4, 4], [8, 1], [11, 3, 2], [1], [20, 6, 6, 2]]

@@ -26,12 +26,12 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from layerskip_models.prefill import prefill
 from policies import Policy, RoundRecord, parse_policy
+from random_adapters import adapted, random_adapters
 from scripted_policies import EVERY_POLICY, ScriptedExit, named_policy
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.inspection import text_agreement
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.sequence import Sequence as SequenceState
-from tests.fuzz.random_adapters import adapted, random_adapters
 from tiny_llama import request_for, tiny_llama, tiny_tokenizer
 
 PROMPTS = [[5, 1, 7], [2], [9, 9, 3, 0, 23], [4, 4], [8, 1, 8, 1, 8, 1]]

@@ -29,14 +29,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+import gguf_models
 from layerskip_models import load_model
 from layerskip_models.checkpoints.quantised import unquantised
 from layerskip_models.families import family_of, find_family
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
-from tests.fuzz import gguf_models
+from small_checkpoints import FORMATS, VOCAB_SIZE, Built
 from tests.fuzz.file_mutations import bytes_of, mutate, other_values
-from tests.fuzz.small_checkpoints import FORMATS, VOCAB_SIZE, Built
 
 TEXT = [(7 * i * i + 3) % VOCAB_SIZE for i in range(24)]
 PATIENCE_SECONDS = 60

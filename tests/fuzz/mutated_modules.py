@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from fuzz_models import draw_config, random_model
 from layerskip_models import from_transformers
 from layerskip_models.families import FAMILIES
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
-from tests.fuzz.fuzz_models import draw_config, random_model
 
 VOCAB_SIZE = 24
 TEXT = [(7 * i * i + 3) % VOCAB_SIZE for i in range(24)]

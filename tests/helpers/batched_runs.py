@@ -23,12 +23,12 @@ from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from policies import Policy, RoundRecord
+from random_adapters import adapted
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, first_of_each, named_policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.engine.sequence import Sequence
-from tests.fuzz.random_adapters import adapted
 from tiny_llama import VOCAB_SIZE, WORDS, tiny_llama, tiny_tokenizer
 
 NUM_LAYERS = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import count
 
 from layerskip_models.exits.lean import LeanAdapter
+from random_adapters import random_adapters
 from selfspec import SelfSpecGenerator
 from selfspec.engine.online_exits import OnlineExits
-from tests.fuzz.random_adapters import random_adapters
 
 ROWS_BYTES = 1 << 16
 

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from fuzz_models import ROPES, random_model, word_tokenizer
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.compact_linear import half_works
 from layerskip_models.exits.adapter import LOW_RANK, STEERED
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout
+from random_adapters import adapted
 from restless_exits import let_exits_change
 from selfspec import SelfSpecGenerator
 from selfspec.engine.generation_host import GenerationHost
 from selfspec.engine.request import Request, make_request
 from selfspec.engine.runners.choice import RunnerName
-from tests.fuzz.fuzz_models import ROPES, random_model, word_tokenizer
-from tests.fuzz.random_adapters import adapted
 
 VOCAB_SIZE = 24
 CONTEXT = 64

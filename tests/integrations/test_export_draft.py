@@ -23,20 +23,20 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from gguf_models import metadata, tensors, write
 from layerskip_models import from_transformers, load_model
 from layerskip_models.checkpoints.fingerprint import fingerprint
 from layerskip_models.checkpoints.four_bit_writing import write_in_four_bits
 from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.exits.adapter import STEERED, AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import save_adapters
+from random_adapters import random_adapters
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.draft_agreement import draft_agreement, own_texts
 from selfspec.analysis.draft_cost import best_drafts, best_exit, head_in_layers
 from selfspec.analysis.replay import AgreementTrace, trace_agreement
 from selfspec.cli.main import app
 from selfspec.integrations.draft_checkpoint import draft_model
-from tests.fuzz.gguf_models import metadata, tensors, write
-from tests.fuzz.random_adapters import random_adapters
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]

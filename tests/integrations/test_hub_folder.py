@@ -25,11 +25,11 @@ from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH, load_model
 from layerskip_models.exits.folder import FOLDER, save_adapters
+from random_adapters import random_adapters
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 from selfspec.integrations.custom_generate import SelfSpecOutput
 from selfspec.integrations.hub_folder import export_hub
-from tests.fuzz.random_adapters import random_adapters
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 
 

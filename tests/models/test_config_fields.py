@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fuzz_models import random_model
 from layerskip_models import load_model
 from layerskip_models.families import FAMILIES
 from layerskip_models.kv_cache import KVCache
-from tests.fuzz.fuzz_models import random_model
 
 TEXT = torch.tensor([(7 * i * i + 3) % 24 for i in range(40)])
 ALL = tuple(FAMILIES)

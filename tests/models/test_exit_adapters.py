@@ -20,10 +20,10 @@ from layerskip_models.kernels.native_linear import operators_only
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from policies import FixedExit, LayerCost, MeasuredCost, NeverStop, Policy
+from random_adapters import adapted, random_adapters
 from selfspec import SelfSpecGenerator
 from selfspec.engine.calibrate import measured_cost
 from selfspec.exits.settings import default_rank
-from tests.fuzz.random_adapters import adapted, random_adapters
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 
 

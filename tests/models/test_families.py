@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Phi3Config, PreTrainedModel
 
 import layerskip_models.checkpoints.conversion
+from fuzz_models import draw_config, random_model
 from layerskip_models import LayerSkipModel, from_transformers, load_model
 from layerskip_models.checkpoints.supported import check_config
 from layerskip_models.families import FAMILIES, family_of
@@ -26,7 +27,6 @@ from scripted_policies import named_policy
 from selfspec import SelfSpecGenerator, custom_generate
 from selfspec.engine.runners.choice import RunnerName
 from selfspec.pacer.network import LeanPreVerifier, PreVerifierConfig, PreVerifierModule, describe_layer
-from tests.fuzz.fuzz_models import draw_config, random_model
 from tiny_llama import VOCAB_SIZE, full_logits, reference_greedy
 
 TEXT = [(7 * i * i + 3) % VOCAB_SIZE for i in range(40)]

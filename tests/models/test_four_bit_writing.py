@@ -17,8 +17,8 @@ from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.checkpoints.packed_weights import in_four_bits, modules_of
 from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.grouped_weight import unpack_nibbles
+from quantised_files import pack_rows
 from selfspec import SelfSpecGenerator
-from tests.fuzz.quantised_files import pack_rows
 from tiny_llama import reference_greedy, tiny_llama
 
 

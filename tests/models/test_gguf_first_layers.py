@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from gguf_models import metadata, tensors, write
 from layerskip_models.checkpoints.gguf_first_layers import write_first_layers
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.loading import load_transformers
-from tests.fuzz.gguf_models import metadata, tensors, write
 from tiny_llama import full_logits, tiny_llama
 
 TEXT = [(7 * i + 3) % 24 for i in range(30)]

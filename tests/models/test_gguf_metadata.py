@@ -23,8 +23,8 @@ from layerskip_models.kv_cache import KVCache
 pytest.importorskip("gguf")
 import gguf
 
-from tests.fuzz import gguf_models
-from tests.fuzz.fuzz_models import random_model
+import gguf_models
+from fuzz_models import random_model
 
 TEXT = torch.tensor([(7 * i * i + 3) % 24 for i in range(40)])
 Change = dict[str, Any]

@@ -33,7 +33,7 @@ from layerskip_models.checkpoints.supported import check_config
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import PlainLinear, default_layout
 from selfspec import SelfSpecGenerator
-from tests.fuzz.small_checkpoints import FORMATS
+from small_checkpoints import FORMATS
 from tiny_llama import CONTEXT, full_logits, reference_greedy, tiny_llama, tiny_tokenizer
 
 TEXT = [(7 * i + 3) % 24 for i in range(30)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerskip_models.checkpoints.packed_weights import dequantise, in_four_bits
 from layerskip_models.checkpoints.schemes import NOTHING_SAID, Scheme, schemes_of
-from tests.fuzz.quantised_files import compressed_tensors_settings, pack_rows
+from quantised_files import compressed_tensors_settings, pack_rows
 
 ROWS, COLUMNS, GROUPS = 16, 64, 2
 Parts = dict[str, Any]

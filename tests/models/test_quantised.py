@@ -20,10 +20,10 @@ from layerskip_models.compact_linear import int8_works
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import LAYOUTS
+from quantised_files import compressed_tensors_settings, quantise_checkpoint
 from selfspec import SelfSpecGenerator
 from selfspec.integrations.hub_folder import export_hub
 from test_integer_rows import CUT_ROWS
-from tests.fuzz.quantised_files import compressed_tensors_settings, quantise_checkpoint
 from tiny_llama import reference_greedy, tiny_llama
 
 CPU = torch.device("cpu")

@@ -18,11 +18,11 @@ from layerskip_models import LayerSkipModel, load_model
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.parallel.shard_loading import load_shard
 from layerskip_models.parallel.shard_plan import ShardPlan
+from quantised_files import quantise_checkpoint
 from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
 from test_families import reference
 from test_tensor_parallel_layers import needs_native
-from tests.fuzz.quantised_files import quantise_checkpoint
 from tiny_llama import tiny_llama
 
 KINDS = ("qkv", "output", "gate_up", "down")

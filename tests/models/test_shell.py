@@ -7,10 +7,10 @@ from random import Random
 import pytest
 import torch
 
+from fuzz_models import draw_config
 from layerskip_models.checkpoints.config_checks import built_on_meta, shell_of
 from layerskip_models.checkpoints.shell import RotaryFrequencies
 from layerskip_models.families import FAMILIES
-from tests.fuzz.fuzz_models import draw_config
 
 
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))])

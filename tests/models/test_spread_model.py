@@ -14,9 +14,9 @@ from layerskip_models.backends.spread import spread
 from layerskip_models.checkpoints.spread_loading import load_spread, places
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.parallel import spread_loading
+from random_adapters import adapted
 from scripted_policies import named_policy
 from selfspec import SelfSpecGenerator
-from tests.fuzz.random_adapters import adapted
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 
 NEW = 20

@@ -20,7 +20,7 @@ from layerskip_models.checkpoints.loading import find_source, load_transformers
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from layerskip_models.parallel.shard_plan import ShardPlan
-from tests.fuzz.quantised_files import quantise_checkpoint
+from quantised_files import quantise_checkpoint
 from tiny_llama import tiny_llama
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +106,3 @@ def test_arguments_as_texts_become_settings(tmp_path: Path) -> None:
     assert ReplicaOptions(allow_policy=["del", "ar"]).settings().allowed_policies == ("del", "ar")
     with pytest.raises(ValueError, match="nonsense"):
         ReplicaOptions.model_validate({"nonsense": "1"})
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs selfspec[ray]")
-def test_a_killed_replica_loses_no_request_that_can_be_sent_again() -> None:
-    command = [sys.executable, "-m", "tests.soak.killed_replica"]
-    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ", 0 lost" in ran.stdout

@@ -16,9 +16,9 @@ from batched_runs import shared_model
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.exits.adapter import ExitAdapters
 from layerskip_models.exits.folder import CONFIG_FILE, WEIGHTS_FILE, config_for, load_adapters, save_adapters
+from random_adapters import random_adapters
 from selfspec import SelfSpecGenerator
 from selfspec.exits.learning import FIGURES_FILE, ExitLearner, LearnSettings, clearly_better
-from tests.fuzz.random_adapters import random_adapters
 from tiny_llama import tiny_llama
 
 QUICK = LearnSettings(

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from layerskip_models import from_transformers
+from random_adapters import adapted
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.inspection import inspect_model, inspection_lines
 from selfspec.exits.probe import probe_exits
-from tests.fuzz.random_adapters import adapted
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 TEXTS = [torch.arange(12) % 24, torch.arange(5)]

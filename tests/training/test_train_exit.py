@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from typer.testing import CliRunner
 
+from fuzz_models import draw_config, random_model
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints.conversion import from_transformers as convert
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
@@ -41,7 +42,6 @@ from selfspec.exits.sequences import ExitSequence, join
 from selfspec.exits.settings import ExitTraining, FitSettings, default_exit_layers, default_rank
 from selfspec.exits.training import train_exit
 from selfspec.exits.training_texts import TrainingText
-from tests.fuzz.fuzz_models import draw_config, random_model
 from tiny_llama import full_logits, reference_greedy, tiny_llama, tiny_tokenizer
 from tiny_training import begin_as_rank
 

@@ -20,7 +20,7 @@ from policies.names import parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.sequence import Sequence
-from tests.fuzz.broken_rounds import Fault, trial
+from tests.adverse.broken_rounds import Fault, trial
 
 GREEDY = {"max_new_tokens": 14}
 ROUNDED = ("bits:8-5", "copy:3+bits:4-2")

@@ -8,14 +8,13 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+import hostile_clients
 from bench.engines.servers import Server
+from hostile_clients import PROMPTS, Asked, HostileTrial
+from hostile_requests import guesser
 from layerskip_models import DEMO_PATH
 from running_server import RunningServer, running_server
 from selfspec import SelfSpecGenerator
-from tests.soak import hostile_clients
-from tests.soak.hostile_clients import HostileTrial
-from tests.soak.hostile_requests import guesser
-from tests.soak.serving_soak import PROMPTS, Asked
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,7 @@ def generator() -> SelfSpecGenerator:
 def asked(generator: SelfSpecGenerator, prompt: str) -> Asked:
     result = generator.generate(prompt, max_new_tokens=6, do_sample=False, policy="ar")
     assert result.text is not None
-    return Asked({"prompt": prompt, "max_tokens": 6, "temperature": 0}, result.text, 6)
+    return Asked({"prompt": prompt, "max_tokens": 6, "temperature": 0}, result.text)
 
 
 def as_a_process(server: RunningServer) -> Server:
@@ -49,7 +48,7 @@ def test_a_server_stands_some_seconds_of_it(generator: SelfSpecGenerator) -> Non
 def test_each_limit_can_be_broken(generator: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another text than alone, a prompt that can be guessed, a wait, memory, and a server's own error."""
     right = asked(generator, PROMPTS[0])
-    wrong = Asked(right.body, right.text + "?", right.tokens)
+    wrong = Asked(right.body, right.text + "?")
     monkeypatch.setattr(hostile_clients, "ATTACKS", (guesser(PROMPTS[:1]),))
     trial = HostileTrial(clients=3, seed=1, asked=[right, wrong])
     with running_server(generator, share_prefixes=True) as server:

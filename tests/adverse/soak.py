@@ -1,19 +1,22 @@
-"""Many calls of all kinds from several threads: every text must be exact, and memory must end where it was.
+"""Many calls from several threads, then a server under hostile clients: texts stay exact, and memory ends where it was.
 
-A small random model in float64 with two sets of weights, A and B. What it says with either is computed before, by plain
-decoding on a generator that does nothing else. Then every thread makes random calls: greedy or sampled, by several policies,
-through `generate` or `stream`, on a generator that all share (over a transformers model whose weights other calls exchange
-meanwhile), on one of its own, or now and then on captured passes. Some are refused, broken off, interrupted, or make calls
-within calls. No call begins while the weights are being written, so each is known to run on A or on B alone.
+    python -m tests.adverse.soak --minutes 30 --seed 0
+
+Half of the time is for calls. A small random model in float64 has two sets of weights, A and B. What it says with either is
+computed before, by plain decoding on a generator that does nothing else. Then every thread makes random calls: greedy or
+sampled, by several policies, on a generator that all share (over a transformers model whose weights other calls exchange
+meanwhile) or on one of its own. Some are refused, broken off, interrupted, or make calls within calls. No call begins while
+the weights are being written, so each is known to run on A or on B alone. The other half is the trial of `hostile_clients`.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from time import perf_counter
@@ -24,15 +27,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList
 
-from layerskip_models import from_transformers
+from bench.engines.servers import selfspec_server
+from hostile_clients import OPTIONS, HostileTrial, expected_answers
+from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.checkpoints.synthetic import Recipe, synthetic_llama
 from selfspec import SelfSpecGenerator
 
 FIXED = ("ar", "ls:2-6", "svip:1")
 """Policies without a memory: a seed decides what they draw."""
 LEARNING = ("auto", "del", "spide:2", "fs:2-3", "dv:1")
-CAPTURED = ("ar", "ls:2-6")
-"""Those that run on captured passes: with the same captures in every call, all of them made before the soak begins."""
 PROMPTS = ([5, 1, 7], [9], list(range(40)))
 LENGTHS = (2, 32)
 SEED = 5
@@ -111,12 +114,11 @@ def _llama(seed: int) -> LlamaForCausalLM:
 
 
 class Soak:
-    """seed: random seed of all choices. threads: how many make calls at the same time. captured: one call in this many runs
-    on captured passes; 0 for none."""
+    """seed: random seed of all choices. threads: how many make calls at the same time."""
 
-    def __init__(self, *, threads: int, seed: int, captured: int = 40) -> None:
+    def __init__(self, *, threads: int, seed: int) -> None:
         self.report = SoakReport()
-        self._num_threads, self._seed, self._captured_every = threads, seed, captured
+        self._num_threads, self._seed = threads, seed
         self._weights = [{name: p.detach().clone() for name, p in _llama(s).named_parameters()} for s in (1, 2)]
         self._source = _llama(1)
         models = [from_transformers(_llama(s), layout="plain") for s in (1, 2)]
@@ -125,18 +127,13 @@ class Soak:
         self._version = 0
         self._writing = threading.Lock()  # the source's weights, or the start of a call that reads them
         self._own = [SelfSpecGenerator(models[0], prefix_cache=KEPT_BYTES) for _ in range(threads)]
-        self._captured = SelfSpecGenerator(models[1], runner="captured")
-        for name in CAPTURED if captured else ():
-            for prompt in PROMPTS:
-                for length in LENGTHS:
-                    self._captured.generate(prompt, max_new_tokens=length, policy=name)
         self._count = threading.Lock()
 
-    def run(self, seconds: float, advance: Callable[[str], object]) -> SoakReport:
-        """Warm up for a quarter of the time, then the rest; advance: called about once a second with the counts."""
-        self._phase(seconds / 4, advance, 0)
+    def run(self, seconds: float) -> SoakReport:
+        """Warm up for a quarter of the time, then the rest."""
+        self._phase(seconds / 4, 0)
         self.report.warm = Memory.now()
-        self._phase(seconds * 3 / 4, advance, 1)
+        self._phase(seconds * 3 / 4, 1)
         self.report.end = Memory.now()
         self.report.check_memory()
         return self.report
@@ -155,7 +152,7 @@ class Soak:
                         texts[Key(version, number, length, name, SEED)] = result.new_tokens
         return texts
 
-    def _phase(self, seconds: float, advance: Callable[[str], object], phase: int) -> None:
+    def _phase(self, seconds: float, phase: int) -> None:
         end = perf_counter() + seconds
         threads = [
             threading.Thread(target=self._work, args=(index, Random(f"{self._seed} {phase} {index}"), end))
@@ -163,13 +160,8 @@ class Soak:
         ]
         for thread in threads:
             thread.start()
-        while any(thread.is_alive() for thread in threads):
-            threads[0].join(1.0)
-            calls, failures = sum(self.report.counts.values()), len(self.report.failures)
-            advance(f"{calls} calls, {failures} failures")
-            if threads[0].is_alive() is False:
-                for thread in threads:
-                    thread.join()
+        for thread in threads:
+            thread.join()
 
     def _work(self, index: int, random: Random, end: float) -> None:
         while perf_counter() < end and len(self.report.failures) < 20:
@@ -189,13 +181,6 @@ class Soak:
         options: dict[str, Any] = {"max_new_tokens": length, "policy": name}
         if seed is not None:
             options.update(_sampling(seed))
-        if self._captured_every and random.randrange(self._captured_every) == 0 and name in CAPTURED:
-            options.pop("generator", None)
-            if seed is not None:
-                return "skipped"  # captured passes draw in another order
-            text = self._captured.generate(PROMPTS[number], **options).new_tokens
-            assert text == self._expected[Key(1, number, length, name, None)], ("captured", name, number, length)
-            return "captured"
         trouble = random.choice((None, None, None, "refused", "streamer", "criterion", "processor", "interrupt"))
         generator = random.choice((self._shared, self._own[index]))
         actor = _Actor(self, generator, random, trouble, length)
@@ -211,7 +196,6 @@ class Soak:
             raise AssertionError(f"not refused: {wrong}")
         if trouble in ("criterion", "processor"):
             actor.attach(options, trouble)
-        begun = perf_counter()
         with actor.binding():
             stream = generator.stream(PROMPTS[number], **options)
             version = self._version if generator is self._shared else 0
@@ -233,16 +217,7 @@ class Soak:
             kind = "interrupted"
         if seed is not None and kind == "exact" and actor.raised:
             return "drafts cut short"  # a draft whose processor raises is none: the rest is drawn in another order
-        assert read == expected[: len(read)], (
-            name,
-            number,
-            length,
-            seed,
-            version,
-            read,
-            expected,
-            perf_counter() - begun,
-        )
+        assert read == expected[: len(read)], (name, number, length, seed, version, read, expected)
         assert kind != "exact" or len(read) == length
         return kind
 
@@ -295,3 +270,32 @@ class _Actor:
 
 def _sampling(seed: int) -> dict[str, Any]:
     return {"do_sample": True, "temperature": 1.1, "top_p": 0.95, "seed": seed}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; its exit status is 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.adverse.soak", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long in all (default 30)")
+    parser.add_argument("--threads", type=int, default=4, help="threads that make calls at the same time (default 4)")
+    parser.add_argument("--clients", type=int, default=12, help="clients of the server, a third hostile (default 12)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--most-wait", type=float, default=2.0, help="seconds to a first token (default 2)")
+    parser.add_argument("--most-growth", type=float, default=5.0, help="of the server's memory, in percent (default 5)")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # threads with a team each would wait for each other
+    seconds = 30 * given.minutes
+    calls = Soak(threads=given.threads, seed=given.seed).run(seconds)
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in calls.counts.most_common())
+    print(f"{calls.counts.total():,} calls from {given.threads} threads: {kinds}")
+    print(f"after warm-up {calls.warm}\nat the end    {calls.end}", *calls.failures, sep="\n", flush=True)
+    trial = HostileTrial(clients=given.clients, seed=given.seed, asked=expected_answers())
+    with selfspec_server(DEMO_PATH, OPTIONS) as server:
+        served = trial.run(server, seconds, most_wait=given.most_wait, most_growth=given.most_growth / 100)
+    print("\n".join(served.lines()))
+    return int(bool(calls.failures or served.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Errors raised at random places inside the engine's steps: do all texts come out as if nothing had happened?
 
-    python -m tests.fuzz.broken_rounds --minutes 5 --seed 0
-    python -m tests.fuzz.broken_rounds --seed 0 --case 17           # one of them again, in full
+    python -m tests.adverse.broken_rounds --minutes 5 --seed 0
+    python -m tests.adverse.broken_rounds --seed 0 --case 17           # one of them again, in full
 
 A company of one to four texts is decoded undisturbed. Then the same company is decoded again, and up to three of its steps
 are broken off: KeyboardInterrupt, MemoryError or RuntimeError is raised where a function of ours is called or returns, or
@@ -34,11 +34,11 @@ from torch import Tensor
 import layerskip_models
 import policies
 import selfspec
+from fuzz_models import CONTEXT, FuzzModel, make_model
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.sequence import Sequence
-from tests.fuzz.fuzz_cases import Case, make_case, make_policy, quiet
-from tests.fuzz.fuzz_models import CONTEXT, FuzzModel, make_model
+from tests.adverse.fuzz_cases import Case, make_case, make_policy, quiet
 
 CASES_PER_MODEL = 12
 _ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, KeyboardInterrupt, MemoryError, RuntimeError)
@@ -280,7 +280,7 @@ def trial(seed: int, cases: int, *, first: int = 0, minutes: float | None = None
             outcome = RoundsReport(number=number, places=[], problem=f"{type(error).__name__}: {error}")
         outcomes.append(outcome)
         if outcome.problem is not None:
-            again = f"python -m tests.fuzz.broken_rounds --seed {seed} --case {number}"
+            again = f"python -m tests.adverse.broken_rounds --seed {seed} --case {number}"
             print(f"FAILED: {outcome.problem}; {outcome.places}; {model.about}\n    {again}", flush=True)
         if minutes is not None and time.monotonic() - started > 60 * minutes:
             break
@@ -290,7 +290,7 @@ def trial(seed: int, cases: int, *, first: int = 0, minutes: float | None = None
 def main(arguments: list[str] | None = None) -> int:
     """The command; its exit status is 1 if a case failed."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.fuzz.broken_rounds", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m tests.adverse.broken_rounds", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--cases", type=int, default=1_000_000, help="How many (default: until the time ends).")
     parser.add_argument("--minutes", type=float, default=1.0, help="Stop after this time (default 1).")

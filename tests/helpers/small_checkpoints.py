@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+import gguf_models
+from fuzz_models import random_model
 from layerskip_models import from_transformers
 from layerskip_models.checkpoints.fingerprint import fingerprint
 from layerskip_models.exits.folder import save_adapters
 from layerskip_models.families import FAMILIES
+from quantised_files import quantise_checkpoint
+from random_adapters import random_adapters
 from selfspec.pacer.network import PreVerifierConfig, PreVerifierModule, describe_layer, save_preverifier
-from tests.fuzz import gguf_models
-from tests.fuzz.fuzz_models import random_model
-from tests.fuzz.quantised_files import quantise_checkpoint
-from tests.fuzz.random_adapters import random_adapters
 
 VOCAB_SIZE = 24
 

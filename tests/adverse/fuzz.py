@@ -1,7 +1,7 @@
 """Generated calls against transformers: does the engine do exactly what the model's own `generate` does?
 
-    python -m tests.fuzz.fuzz --cases 10000 --seed 0 --processes 2     # minutes
-    python -m tests.fuzz.fuzz --seed 0 --case 4711                     # one of them again, in full
+    python -m tests.adverse.fuzz --cases 10000 --seed 0 --processes 2     # minutes
+    python -m tests.adverse.fuzz --seed 0 --case 4711                     # one of them again, in full
 
 Greedy texts must be equal in float64. In float32 they may part where transformers' own two best logits are closer than
 `NEAR_TIE_LOGIT_GAPS` (`selfspec.analysis.comparison`), or closer than their own rounding moves them, which is more in a
@@ -29,10 +29,10 @@ from transformers import PreTrainedModel
 
 import selfspec.engine.runners.cuda_graph.buffers
 import selfspec.engine.runners.cuda_graph.runner
+from fuzz_models import FuzzModel, make_model
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 from selfspec.engine.sampling import NonFiniteLogitsError
-from tests.fuzz.fuzz_cases import Case, make_case, make_policy, quiet
-from tests.fuzz.fuzz_models import FuzzModel, make_model
+from tests.adverse.fuzz_cases import Case, make_case, make_policy, quiet
 
 CASES_PER_MODEL = 20
 _PROGRESS_SECONDS = 5
@@ -201,7 +201,7 @@ def fuzz(
             outcomes += part
             for outcome in part:
                 if outcome.failed:
-                    again = f"python -m tests.fuzz.fuzz --seed {seed} --case {outcome.number}"
+                    again = f"python -m tests.adverse.fuzz --seed {seed} --case {outcome.number}"
                     print(f"{outcome.kind}: {outcome.detail}\n    {again}")
             now = time.monotonic()
             if now - shown > _PROGRESS_SECONDS:
@@ -241,7 +241,9 @@ def describe(seed: int, number: int) -> CaseResult:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; its exit status is 1 if a case failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.fuzz", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.adverse.fuzz", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--cases", type=int, default=1000, help="How many (default 1000).")
     parser.add_argument("--first", type=int, default=0, help="Number of the first case (default 0).")
     parser.add_argument("--seed", type=int, default=0, help="Random seed (default 0).")

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("gguf")
+from small_checkpoints import FORMATS
 from tests.fuzz import file_mutations
 from tests.fuzz.mutated_files import same_logits, try_one
-from tests.fuzz.small_checkpoints import FORMATS
 
 ALWAYS = ("safetensors, sharded", "gptq", "packed, zero points", "gguf Q4_0", "adapters")
 

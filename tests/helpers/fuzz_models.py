@@ -18,9 +18,9 @@ from layerskip_models.draft_weights import DRAFT_BITS, why_no_drafter
 from layerskip_models.exits.adapter import FORMS, LOW_RANK
 from layerskip_models.families import FAMILIES, family_of
 from layerskip_models.linear import Layout, possible_layouts
+from random_adapters import adapted
 from selfspec import SelfSpecGenerator
 from selfspec.engine.runners.choice import RunnerName
-from tests.fuzz.random_adapters import adapted
 
 CONTEXT = 64
 ROPES: dict[str, dict[str, Any]] = {

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import selfspec.engine.verification
-import tests.fuzz.fuzz as fuzzing
+import tests.adverse.fuzz as fuzzing
+from fuzz_models import make_model
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS
-from tests.fuzz.fuzz import CASES_PER_MODEL, fuzz, main, summary
-from tests.fuzz.fuzz_cases import make_case
-from tests.fuzz.fuzz_models import make_model
+from tests.adverse.fuzz import CASES_PER_MODEL, fuzz, main, summary
+from tests.adverse.fuzz_cases import make_case
 
 CASES = 30
 
@@ -45,7 +45,7 @@ def test_a_fault_is_found_and_can_be_repeated(
         faulty.setattr(selfspec.engine.verification, "accept_greedy", generous)
         failed = [outcome.number for outcome in fuzz(1, CASES // 5) if outcome.failed]
         assert failed
-        assert f"python -m tests.fuzz.fuzz --seed 1 --case {failed[0]}" in capsys.readouterr().out
+        assert f"python -m tests.adverse.fuzz --seed 1 --case {failed[0]}" in capsys.readouterr().out
         assert main(["--seed", "1", "--case", str(failed[0])]) == 1
         assert "FAILED" in capsys.readouterr().out
     assert main(["--seed", "1", "--case", str(failed[0])]) == 0

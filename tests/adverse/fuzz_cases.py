@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from fuzz_models import CONTEXT, FuzzModel
 from policies import MeasuredCost, Policy, parse_policy
-from tests.fuzz.fuzz_models import CONTEXT, FuzzModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

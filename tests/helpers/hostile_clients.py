@@ -1,10 +1,8 @@
 """A server of which a third of the clients are hostile. The others must get their texts, in time.
 
-    python -m tests.soak hostile --minutes 30
-
-It starts a server of the demo model on 127.0.0.1 and ends with status 1 if a text of the others is not the one that the same
-request gives alone, if one of them waits longer for its first token than allowed, if a hostile request is answered with an
-error of the server's own or with another's secret, if the server's memory grows after a minute, or if the server ends.
+A failure is a text of the others that is not the one that the same request gives alone, a first token that takes longer than
+allowed, a hostile request that is answered with an error of the server's own or with another's secret, memory that grows, a
+server that ends, and one that is not idle when all clients have left.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from bench.engines.servers import Server
-from tests.soak.hostile_requests import (
+from hostile_requests import (
     guesser,
     half_a_request,
     hang_up,
@@ -35,8 +33,13 @@ from tests.soak.hostile_requests import (
     too_many,
     wrong_types,
 )
-from tests.soak.serving_soak import PROMPTS, Asked
+from layerskip_models import DEMO_PATH
+from selfspec import SelfSpecGenerator
+from selfspec.stop_text import before_stop
 
+PROMPTS = ("def fibonacci(n):\n", "Question: Tom has 3 apples and buys 4.\nAnswer:", "Once upon a time " * 40)
+LENGTHS = (1, 12, 60, 150)
+SEEDED = "auto:cost=layers"
 ATTACKS: tuple[Callable[[Server, Random], None], ...] = (
     malformed_body, wrong_types, schema_bomb, policy_bomb, half_a_request, hang_up, slow_reader, too_many, other_page,
     many_salts, guesser(PROMPTS),
@@ -47,6 +50,43 @@ OPTIONS = (
 _MOST_FAILURES = 20
 _PAUSE_SECONDS = 0.3  # between requests of a client, at most: the machine is not to be full of honest work alone
 _REQUEST_SECONDS = 120.0
+_IDLE_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and the text that must come of it."""
+
+    body: dict[str, Any]
+    text: str
+
+
+def expected_answers() -> list[Asked]:
+    """Requests, each run alone: greedy by several policies, sampled with seeds, with stop strings."""
+    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH, local_files_only=True)
+
+    def text_of(generator: SelfSpecGenerator, prompt: str, length: int, **options: Any) -> str:
+        text = generator.generate(prompt, max_new_tokens=length, **options).text
+        assert text is not None
+        return text
+
+    asked = []
+    for prompt in PROMPTS:
+        for length in LENGTHS:
+            body = {"prompt": prompt, "max_tokens": length}
+            greedy = text_of(generator, prompt, length, do_sample=False, policy="ar")
+            for policy in (None, "ls:3-4", "del", "ar"):
+                asked.append(Asked({**body, "temperature": 0, "policy": policy}, greedy))
+            if length > 12:
+                stops = ["e", "\n\n"]
+                stopped = text_of(generator, prompt, length, do_sample=False, policy="ar", stop_strings=stops)
+                asked.append(Asked({**body, "temperature": 0, "stop": stops}, before_stop(stopped, stops)))
+            for seed in (1, 2):
+                sampling: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": seed}
+                fresh = SelfSpecGenerator(generator.model, generator.tokenizer)  # whose policy has learned nothing
+                drawn = text_of(fresh, prompt, length, do_sample=True, policy=SEEDED, **sampling)
+                asked.append(Asked({**body, **sampling}, drawn))
+    return asked
 
 
 @dataclass(slots=True)
@@ -109,14 +149,10 @@ class HostileTrial:
         *,
         most_wait: float,
         most_growth: float,
-        advance: Callable[[str], object] = lambda text: None,
     ) -> HostileReport:
-        """All clients at once, for so long. most_wait: seconds to a first token. most_growth: of memory, as a share.
-
-        advance: called about once a second.
-        """
+        """All clients at once, for so long. most_wait: seconds to a first token. most_growth: of memory, as a share."""
         report, started = self.report, time.monotonic()
-        looks = self._serve_all(server, seconds, advance)
+        looks = self._serve_all(server, seconds)
         if not server.process.is_running() or server.get("/health")[0] != 200:
             report.failures.append("the server has ended")
             return report
@@ -125,6 +161,7 @@ class HostileTrial:
         counts = re.findall(
             r'^selfspec_requests_total\{.*status="(\d+)"\} (\S+)$', server.get("/metrics")[1], re.MULTILINE
         )
+        report.failures += _busy(server)
         report.statuses = dict(sum((Counter({status: int(float(count))}) for status, count in counts), Counter()))
         if any(status >= "500" for status in report.statuses):
             report.failures.append("requests were answered with an error of the server's own")
@@ -136,7 +173,7 @@ class HostileTrial:
             report.failures.append(f"a first token took {report.slowest:.2f} s, at most {most_wait:g} are allowed")
         return report
 
-    def _serve_all(self, server: Server, seconds: float, advance: Callable[[str], object]) -> list[int]:
+    def _serve_all(self, server: Server, seconds: float) -> list[int]:
         """The server's resident memory, about each second."""
         looks: list[int] = []
         end = time.monotonic() + seconds
@@ -150,10 +187,7 @@ class HostileTrial:
         for thread in threads:
             while thread.is_alive():
                 thread.join(min(1.0, seconds / 20))
-                report, rss = self.report, server.process.memory_info().rss if server.process.is_running() else 0
-                looks.append(rss)
-                attacks = report.attacks.total()
-                advance(f"{report.exact} texts, slowest {report.slowest:.2f} s, {attacks} attacks, {rss >> 20} MiB")
+                looks.append(server.process.memory_info().rss if server.process.is_running() else 0)
         return looks
 
     def _failed(self, text: str) -> None:
@@ -212,6 +246,26 @@ def _streamed(server: Server, asked: Asked, salt: str) -> float:
         return first
     finally:
         connection.close()
+
+
+def _busy(server: Server) -> list[str]:
+    """What keeps a server that nobody asks from being idle."""
+    deadline = time.monotonic() + _IDLE_SECONDS
+    while True:
+        metrics = dict(re.findall(r"^(selfspec_\w+) (\S+)$", server.get("/metrics")[1], re.MULTILINE))
+        names = ("selfspec_decoding_texts", "selfspec_waiting_texts", "selfspec_kv_cache_bytes")
+        busy = [f"{name} is {metrics[name]} at the end" for name in names if float(metrics[name])]
+        if not busy or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    if float(metrics["selfspec_failed_texts_total"]):
+        busy.append("texts failed in the server")
+    before = sum(server.process.cpu_times()[:2])
+    time.sleep(1.0)
+    used = sum(server.process.cpu_times()[:2]) - before
+    if used > 0.2:
+        busy.append(f"the idle server used {used:.2f} s of processor time in a second")
+    return busy
 
 
 def _around(looks: Sequence[int], first: float, last: float) -> int:
