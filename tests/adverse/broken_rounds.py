@@ -1,8 +1,5 @@
 """Errors raised at random places inside the engine's steps: do all texts come out as if nothing had happened?
 
-    python -m tests.adverse.broken_rounds --minutes 5 --seed 0
-    python -m tests.adverse.broken_rounds --seed 0 --case 17           # one of them again, in full
-
 A company of one to four texts is decoded undisturbed. Then the same company is decoded again, and up to three of its steps
 are broken off: KeyboardInterrupt, MemoryError or RuntimeError is raised where a function of ours is called or returns, or
 where it calls a built-in one or comes back from it. Where the error ends a step, the same engine goes on, at times after a
@@ -15,11 +12,8 @@ tokens of one that broke off, whose rows it may take over, and must be what a ge
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -264,12 +258,12 @@ def _model(seed: int, group: int) -> FuzzModel:
             return model
 
 
-def trial(seed: int, cases: int, *, first: int = 0, minutes: float | None = None) -> list[RoundsReport]:
-    """Run cases first .. first + cases - 1, fewer if the time ends before; prints failures as they come."""
+def trial(seed: int, cases: int, *, first: int = 0) -> list[RoundsReport]:
+    """Run cases first .. first + cases - 1; prints failures as they come."""
     torch.set_num_threads(1)
     quiet()
     outcomes: list[RoundsReport] = []
-    started, model, group = time.monotonic(), None, -1
+    model, group = None, -1
     for number in range(first, first + cases):
         if model is None or number // CASES_PER_MODEL != group:
             group = number // CASES_PER_MODEL
@@ -280,34 +274,5 @@ def trial(seed: int, cases: int, *, first: int = 0, minutes: float | None = None
             outcome = RoundsReport(number=number, places=[], problem=f"{type(error).__name__}: {error}")
         outcomes.append(outcome)
         if outcome.problem is not None:
-            again = f"python -m tests.adverse.broken_rounds --seed {seed} --case {number}"
-            print(f"FAILED: {outcome.problem}; {outcome.places}; {model.about}\n    {again}", flush=True)
-        if minutes is not None and time.monotonic() - started > 60 * minutes:
-            break
+            print(f"FAILED: {outcome.problem}; {outcome.places}; {model.about}\n    trial({seed}, 1, first={number})")
     return outcomes
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command; its exit status is 1 if a case failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.adverse.broken_rounds", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--cases", type=int, default=1_000_000, help="How many (default: until the time ends).")
-    parser.add_argument("--minutes", type=float, default=1.0, help="Stop after this time (default 1).")
-    parser.add_argument("--seed", type=int, default=0, help="Random seed (default 0).")
-    parser.add_argument("--first", type=int, default=0, help="Number of the first case (default 0).")
-    parser.add_argument("--case", type=int, help="Repeat one case.")
-    given = parser.parse_args(arguments)
-    if given.case is not None:
-        outcomes = trial(given.seed, 1, first=given.case)
-    else:
-        outcomes = trial(given.seed, given.cases, first=given.first, minutes=given.minutes)
-    broken = Counter(place.split(" in ")[1].split(":")[0] for one in outcomes for place in one.places)
-    failed = sum(one.problem is not None for one in outcomes)
-    places = ", ".join(f"{place} {count}" for place, count in broken.most_common())
-    print(f"{len(outcomes)} cases, {sum(broken.values())} faults ({places}), {failed} failed, seed {given.seed}")
-    return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Generated calls against transformers: does the engine do exactly what the model's own `generate` does?
 
-    python -m tests.adverse.fuzz --cases 10000 --seed 0 --processes 2     # minutes
-    python -m tests.adverse.fuzz --seed 0 --case 4711                     # one of them again, in full
+    python -m tests.adverse.fuzz --cases 10000 --seed 0   # minutes
+    python -m tests.adverse.fuzz --seed 0 --case 4711     # one of them again, in full
 
 Greedy texts must be equal in float64. In float32 they may part where transformers' own two best logits are closer than
 `NEAR_TIE_LOGIT_GAPS` (`selfspec.analysis.comparison`), or closer than their own rounding moves them, which is more in a
@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -35,7 +34,6 @@ from selfspec.engine.sampling import NonFiniteLogitsError
 from tests.adverse.fuzz_cases import Case, make_case, make_policy, quiet
 
 CASES_PER_MODEL = 20
-_PROGRESS_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,17 +158,8 @@ def run_model(seed: int, group: int, numbers: Iterable[int]) -> list[CaseResult]
     return outcomes
 
 
-def _groups(cases: int, first: int) -> Iterator[tuple[int, list[int]]]:
-    number = first
-    while number < first + cases:
-        group = number // CASES_PER_MODEL
-        stop = min((group + 1) * CASES_PER_MODEL, first + cases)
-        yield group, list(range(number, stop))
-        number = stop
-
-
 def _prepare() -> None:
-    """Of a process: one thread, since the matrices are tiny, and captures at which tiny models have several."""
+    """One thread, since the matrices are tiny, and captures at which tiny models have several."""
     torch.set_num_threads(1)
     quiet()
     selfspec.engine.runners.cuda_graph.buffers.BLOCK = 2
@@ -178,43 +167,15 @@ def _prepare() -> None:
     selfspec.engine.runners.cuda_graph.runner.SMALLEST_CACHE = 64
 
 
-def _run_group(job: tuple[int, int, list[int]]) -> list[CaseResult]:
-    return run_model(*job)
-
-
-def fuzz(
-    seed: int, cases: int, *, first: int = 0, processes: int = 1, minutes: float | None = None
-) -> list[CaseResult]:
-    """Run cases first .. first + cases - 1, fewer if the time ends before; prints failures as they come, and progress."""
-    jobs = [(seed, group, numbers) for group, numbers in _groups(cases, first)]
+def fuzz(seed: int, cases: int) -> list[CaseResult]:
+    """Run so many cases; prints failures as they come."""
     outcomes: list[CaseResult] = []
-    started = shown = time.monotonic()
-    if processes == 1:
-        _prepare()
-        results: Iterator[list[CaseResult]] = map(_run_group, jobs)
-        pool = None
-    else:
-        pool = multiprocessing.get_context("spawn").Pool(processes, _prepare)
-        results = pool.imap_unordered(_run_group, jobs)
-    try:
-        for part in results:
-            outcomes += part
-            for outcome in part:
-                if outcome.failed:
-                    again = f"python -m tests.adverse.fuzz --seed {seed} --case {outcome.number}"
-                    print(f"{outcome.kind}: {outcome.detail}\n    {again}")
-            now = time.monotonic()
-            if now - shown > _PROGRESS_SECONDS:
-                shown = now
-                failures = sum(outcome.failed for outcome in outcomes)
-                rate = len(outcomes) / (now - started)
-                print(f"{len(outcomes)} of {cases} cases, {failures} failed, {rate:.0f} a second", file=sys.stderr)
-            if minutes is not None and now - started > 60 * minutes:
-                break
-    finally:
-        if pool is not None:
-            pool.terminate()
-            pool.join()
+    for first in range(0, cases, CASES_PER_MODEL):
+        for outcome in run_model(seed, first // CASES_PER_MODEL, range(first, min(first + CASES_PER_MODEL, cases))):
+            outcomes.append(outcome)
+            if outcome.failed:
+                again = f"python -m tests.adverse.fuzz --seed {seed} --case {outcome.number}"
+                print(f"{outcome.kind}: {outcome.detail}\n    {again}", flush=True)
     return outcomes
 
 
@@ -227,7 +188,6 @@ def summary(outcomes: list[CaseResult]) -> str:
 
 def describe(seed: int, number: int) -> CaseResult:
     """Run one case and print all that it is made of."""
-    _prepare()
     group = number // CASES_PER_MODEL
     model = make_model(Random(f"{seed} model {group}"))
     case = _with_stop(model, make_case(Random(f"{seed} case {number}"), model))
@@ -245,16 +205,14 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tests.adverse.fuzz", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--cases", type=int, default=1000, help="How many (default 1000).")
-    parser.add_argument("--first", type=int, default=0, help="Number of the first case (default 0).")
     parser.add_argument("--seed", type=int, default=0, help="Random seed (default 0).")
-    parser.add_argument("--minutes", type=float, help="Stop after this time.")
-    parser.add_argument("--processes", type=int, default=1, help="Processes, of one thread each (default 1).")
     parser.add_argument("--case", type=int, help="Repeat one case and describe it.")
     given = parser.parse_args(arguments)
+    _prepare()
     if given.case is not None:
         return int(describe(given.seed, given.case).failed)
     started = time.monotonic()
-    outcomes = fuzz(given.seed, given.cases, first=given.first, processes=given.processes, minutes=given.minutes)
+    outcomes = fuzz(given.seed, given.cases)
     print(f"{summary(outcomes)}, seed {given.seed}, {time.monotonic() - started:.0f} s")
     return int(any(outcome.failed for outcome in outcomes))
 

@@ -1,8 +1,4 @@
-"""Changed files and modules.
-
-python -m tests.fuzz.mutated_files --minutes 10   # changed files of checkpoints
-python -m tests.fuzz.mutated_modules --minutes 10 # changed modules; --live: between two calls
-"""
+"""Changed modules: `python -m tests.fuzz.mutated_modules --minutes 10`; with `--live` between two calls."""
 
 import sys
 from pathlib import Path
