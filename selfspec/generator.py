@@ -67,7 +67,7 @@ class SelfSpecGenerator:
         engine's tensors (once in memory, same values). Generators may share either. When its weights change, the next call
         uses the new ones: after an optimiser's step, `load_state_dict`, a merged adapter, a replaced parameter, whether or
         not through `.data`. **One exception:** a write through `.data` that changes only a few numbers of a tensor (a row,
-        a single weight) may be noticed only some calls later. Call `refresh` after such an edit.
+        a single weight) is not noticed. Call `refresh` after such an edit.
     tokenizer: needed for text prompts, `text` in the result and stop strings.
     policy: its name ("del", "ls:3-6", ...), a `Policy`, or None for "auto".
     prefix_cache: memory for the keys and values of complete texts. A prompt that begins like a kept text is read only from
@@ -342,7 +342,7 @@ class SelfSpecGenerator:
         resolving = perf_counter()
         chosen = self._policies.resolve(bound, **speculation)
         # Calibration takes time the first time only.
-        return _Binding(bound, chosen, started, perf_counter() - resolving, self._models.called)
+        return _Binding(bound, chosen, started, perf_counter() - resolving)
 
     def warm_up(
         self,
@@ -442,7 +442,6 @@ class _Binding:
     policy: Policy
     started: float
     calibration_seconds: float
-    ended: Callable[[float], None]
 
     def __call__(
         self, request: Request, tokenizer: PreTrainedTokenizerBase | None = None, keep_trace: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
@@ -29,7 +28,7 @@ class BoundRequest:
     """A checked call of `generate`, bound to the model as it was then.
 
     started: `perf_counter` when the user called. calibration_seconds: spent since then on the policy. tokenizer: for the
-    result's text; None for no text. ended: told how long the call took in all.
+    result's text; None for no text.
     """
 
     bound: BoundModel
@@ -39,7 +38,6 @@ class BoundRequest:
     started: float
     calibration_seconds: float
     keep_trace: bool
-    ended: Callable[[float], None]
 
 
 class BatchSlot:
@@ -144,7 +142,6 @@ class BatchSlot:
             self.leaves_text = False  # the cache slot may be another's when an interrupted close is repeated
             self._held.close()
             self._closed = True
-        self.call.ended(perf_counter() - self.call.started)
 
     def _result(self) -> GenerationResult:
         call, sequence = self.call, self.sequence

@@ -83,13 +83,6 @@ class ModelSource:
                 self._renew(self._source)
             return self.current
 
-    def called(self, seconds: float) -> None:
-        """Report how long a call took: looking for changed weights may take a small share of that."""
-        if self._source is not None:
-            with self._lock:
-                if self._watch is not None:
-                    self._watch.called(seconds)
-
     def refresh(self) -> None:
         """Take the weights as they are now, and drop KV caches of the old ones."""
         if self._source is None:

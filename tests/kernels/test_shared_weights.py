@@ -157,7 +157,7 @@ def test_the_next_call_runs_on_updated_weights(name: str) -> None:
     assert result.new_tokens == expected
     assert result.stats.num_reused_tokens == 0
     assert (engine.model is model) == (name in IN_PLACE)
-    assert set(UPDATES) - set(IN_PLACE) == {"new storage", "new module"}
+    assert set(IN_PLACE) < set(UPDATES)
 
 
 @pytest.mark.usefixtures("shares")
