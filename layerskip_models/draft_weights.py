@@ -30,7 +30,6 @@ from layerskip_models.linear import (
     keeps_eight_bits,
 )
 from layerskip_models.model import LayerSkipModel
-from layerskip_models.row_rounding import without_rounding
 
 DRAFT_BITS: dict[int, Layout] = {8: "int8", 4: "int4"}
 """The numbers of bits that drafts can be made in, and the layout of each."""
@@ -117,7 +116,6 @@ def rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:
 
     Raises ValueError if its weight cannot be read back.
     """
-    linear = without_rounding(linear)
     in_four = layout == "int4" and not keeps_eight_bits(layer)
     if _bits_of(linear) <= (4 if in_four else 8):
         return linear
@@ -145,7 +143,6 @@ def _can_be_read(linear: Linear) -> bool:
 
 def _bits_of(linear: Linear) -> int:
     """Of a weight as it is stored."""
-    linear = without_rounding(linear)
     if isinstance(linear, NativeGroupedLinear):
         return linear.bits
     if isinstance(linear, GroupedLinear):

@@ -33,14 +33,6 @@ from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.norm import RMSNorm
 from layerskip_models.parallel.ranks import Ranks
-from layerskip_models.row_rounding import (
-    Arithmetic,
-    check_arithmetic,
-    layer_with_rounding,
-    layer_without_rounding,
-    with_rounding,
-    without_rounding,
-)
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
@@ -73,7 +65,6 @@ class LayerSkipModel:
     num_layers, hidden_size, vocab_size, num_heads, num_kv_heads, head_dim: sizes; the heads are those of this process.
     max_positions: context length in tokens. sliding_windows: of each layer, as in `DecoderLayer`.
     dtype: of the arithmetic and the hidden states. kv_dtype: of keys and values (`with_kv_dtype`).
-    arithmetic: "bfloat16" if rows are rounded before they meet a matrix (`with_arithmetic`), else "float32".
     weights_dtype: of the weights as they were loaded. On a CPU, bfloat16 weights are computed with in float32. For weights
         rounded to 8 or 4 bits it is `dtype`.
     device: of the embedding, and of hidden states. layer_devices: of each layer's weights and its part of a KV cache.
@@ -111,7 +102,6 @@ class LayerSkipModel:
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = head_dim_of(config)
         self.dtype = self.kv_dtype = dtype
-        self.arithmetic: Arithmetic = "float32"
         self.weights_dtype = dtype if weights_dtype is None else weights_dtype
         self.device = embedding.device
         self._embedding = embedding  # [vocab, hidden]; perhaps in 16 bits, if that loses nothing
@@ -320,30 +310,6 @@ class LayerSkipModel:
         """
         other = copy.copy(self)
         other.kv_dtype = resolve_kv_dtype(kv_dtype, self.dtype)
-        return other
-
-    def with_arithmetic(self, arithmetic: str) -> LayerSkipModel:
-        """A model with the same weights in memory that rounds every row to bfloat16 before a matrix product, or does not.
-
-        arithmetic: "float32", the default; or "bfloat16", which rounds every row before it meets a matrix of the layers or
-        the head, as transformers' bfloat16 does. Sums stay float32, and so does all else. Drafts and verification round
-        alike, so a text is the model's own whatever drafts. But the model is another one, a little, than with "float32".
-        Adapters, and a head or weights in fewer bits to draft with, take rows as they are.
-        Raises ValueError for another name, on other devices than CPUs, and unless all these weights are kept in bfloat16.
-        """
-        asked = check_arithmetic(arithmetic, self.dtype)
-        if asked == self.arithmetic:
-            return self
-        for device in self.layer_devices:
-            check_arithmetic(arithmetic, device=device)
-        if asked == "bfloat16":
-            layers = [layer_with_rounding(layer, index) for index, layer in enumerate(self._layers)]
-            head = with_rounding(self._head, "the head")
-        else:
-            layers, head = [layer_without_rounding(layer) for layer in self._layers], without_rounding(self._head)
-        other = self.with_layers(layers, head).with_adapters(self.adapters)
-        other._draft_head = head if self._draft_head is self._head else self._draft_head
-        other.arithmetic = asked
         return other
 
     def is_steered(self, exit_layer: int) -> bool:

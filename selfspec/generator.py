@@ -15,7 +15,6 @@ from typing_extensions import Unpack
 
 from layerskip_models import LayerSkipModel, load_model, load_tokenizer
 from layerskip_models.exits.lean import ExitsChoice
-from layerskip_models.row_rounding import check_arithmetic
 from policies import Policy, RoundRecord
 from policies.bounds import check_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
@@ -79,8 +78,6 @@ class SelfSpecGenerator:
         transformers model's checkpoint; a path: those in that folder; None: no adapters.
     kv_dtype: data type of the KV cache. "auto": as the model was loaded, usually the dtype of its arithmetic; "bfloat16":
         half the memory of float32, with slightly different results (docs/kernels.md).
-    arithmetic: "bfloat16": rows are rounded to bfloat16 before they meet weights kept in bfloat16, as in transformers'
-        bfloat16 (docs/kernels.md). "float32": they are not. None: as the model was loaded.
     draft_weights: a copy of the weights in fewer bits, to draft with (docs/fewer-bits.md). "auto": in 8 bits, once the
         default policy sees that exits promise less, if the weights are read from memory and three times the copy's size is
         free; "int8", "int4": from the start; "none": never. They change no text.
@@ -99,11 +96,10 @@ class SelfSpecGenerator:
         prefix_cache: int | str | None = None,
         exits: ExitsChoice = "auto",
         kv_dtype: str | torch.dtype = "auto",
-        arithmetic: str | None = None,
         draft_weights: DraftWeights = "auto",
     ) -> None:
         prefixes = PrefixCache.of(prefix_cache)
-        self._models = ModelSource(model, runner, prefixes, exits, kv_dtype, draft_weights, arithmetic)
+        self._models = ModelSource(model, runner, prefixes, exits, kv_dtype, draft_weights)
         self.tokenizer = tokenizer
         self._policies = PolicyStore(policy)
         if policy is not None:
@@ -123,7 +119,6 @@ class SelfSpecGenerator:
         prefix_cache: int | str | None = None,
         exits: ExitsChoice = "auto",
         kv_dtype: str | torch.dtype = "auto",
-        arithmetic: str = "float32",
         device_map: Literal["auto"] | None = None,
         draft_weights: DraftWeights = "auto",
     ) -> SelfSpecGenerator:
@@ -138,10 +133,9 @@ class SelfSpecGenerator:
                 raise ValueError("device_map must be 'auto' or None, and goes without device")
             from layerskip_models.checkpoints.spread_loading import load_spread
 
-            check_arithmetic(arithmetic, dtype, torch.device("cuda"))
             model: LayerSkipModel = load_spread(name_or_path, dtype=dtype, exits=exits, **options)
         else:
-            model = load_model(name_or_path, dtype=dtype, device=device, exits=exits, arithmetic=arithmetic, **options)
+            model = load_model(name_or_path, dtype=dtype, device=device, exits=exits, **options)
         if kv_dtype != "auto":
             model = model.with_kv_dtype(kv_dtype)
         tokenizer = load_tokenizer(name_or_path, **options)

@@ -8,6 +8,7 @@ COMMANDS: dict[str, str] = {}
 """What to do instead, by the name of the command."""
 OPTIONS: dict[str, str] = {
     "--data-parallel": "split the file of prompts, and decode each part in a process of its own",
+    "--arithmetic": "sums are float32, over weights kept in bfloat16 with --dtype bfloat16",
 }
 """What to do instead, by the option on the command line, dashes included."""
 BENCH_COMMANDS = {

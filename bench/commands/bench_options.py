@@ -94,9 +94,6 @@ PeerTimeoutOption = Annotated[
 KvDtypeOption = Annotated[
     str, typer.Option(help="What our engine keeps keys and values in: auto (the arithmetic's own) or bfloat16.")
 ]
-ArithmeticOption = Annotated[
-    str, typer.Option(help="float32, or bfloat16: our engine rounds rows before they meet weights kept in bfloat16.")
-]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 RunnerOption = Annotated[
     str, typer.Option(help="eager, captured (slow on a CPU, for tests), or auto: captured on CUDA, else eager.")

@@ -8,7 +8,6 @@ import typer
 
 from bench.commands import bench_options as options
 from bench.commands.preparation import (
-    arithmetic_of,
     configuration,
     load_network,
     open_model,
@@ -49,7 +48,6 @@ def context(
     ] = True,
     dtype: options.DtypeOption = "auto",
     kv_dtype: options.KvDtypeOption = "auto",
-    arithmetic: options.ArithmeticOption = "float32",
     device: options.DeviceOption = "auto",
     output: options.OutputOption = None,
 ) -> None:
@@ -67,7 +65,7 @@ def context(
         tokenizer = open_tokenizer(checkpoint)
         network = load_network(checkpoint, dtype, device) if peers else None
         skip = open_model(checkpoint, dtype, device) if network is None else from_transformers(network)
-        skip = skip.with_kv_dtype(kv_dtype).with_arithmetic(arithmetic)
+        skip = skip.with_kv_dtype(kv_dtype)
         lengths = usable_contexts(wanted, max_new_tokens, skip.max_positions)
     for left_out in sorted(set(wanted) - set(lengths)):
         typer.echo(f"{left_out} tokens of context: beyond the model's {skip.max_positions} positions", err=True)
@@ -81,7 +79,6 @@ def context(
         "num_layers": skip.num_layers,
         "prefill": prefill,
         "kv_dtype": str(skip.kv_dtype).removeprefix("torch."),
-        **arithmetic_of(skip),
         "weight_bytes": skip.num_layers * weights.layer + heads + embedding,
     }
     steps = len(lengths) * (peers + memory + 1 + 3 * repeats)

@@ -63,11 +63,6 @@ def configuration(
     }
 
 
-def arithmetic_of(model: LayerSkipModel) -> dict[str, Any]:
-    """What a record says about a model whose rows are rounded; nothing about any other."""
-    return {} if model.arithmetic == "float32" else {"arithmetic": model.arithmetic}
-
-
 def model_name(checkpoint: str) -> str:
     """What a record calls a checkpoint: a local one by its folder alone."""
     if is_synthetic(checkpoint):
@@ -114,13 +109,13 @@ def open_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
     return load_tokenizer(str(DEMO_PATH) if is_synthetic(checkpoint) else checkpoint)
 
 
-def open_model(checkpoint: str, dtype: str, device: str, arithmetic: str = "float32") -> LayerSkipModel:
+def open_model(checkpoint: str, dtype: str, device: str) -> LayerSkipModel:
     """The model alone, so that its weights are in memory once."""
     if is_synthetic(checkpoint):
         layout = dtype if dtype in FEW_BITS else None
         network = load_network(checkpoint, dtype if layout is None else "float32", device)
-        return from_transformers(network, layout=layout, release=True).with_arithmetic(arithmetic)
-    return load_model(checkpoint, dtype=dtype, device=device, arithmetic=arithmetic)
+        return from_transformers(network, layout=layout, release=True)
+    return load_model(checkpoint, dtype=dtype, device=device)
 
 
 def load_network(checkpoint: str, dtype: str, device: str) -> PreTrainedModel:

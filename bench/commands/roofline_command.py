@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bench.commands import bench_options as options
 from bench.commands.preparation import (
-    arithmetic_of,
     configuration,
     encoded,
     open_model,
@@ -36,7 +35,6 @@ def roofline(
     max_new_tokens: options.NewTokensOption = 128,
     repeats: options.RepeatsOption = 3,
     dtype: options.DtypeOption = "auto",
-    arithmetic: options.ArithmeticOption = "float32",
     device: options.DeviceOption = "auto",
     output: options.OutputOption = None,
 ) -> None:
@@ -47,7 +45,7 @@ def roofline(
     with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
-        generator = SelfSpecGenerator(open_model(checkpoint, dtype, device, arithmetic), prefix_cache=0)
+        generator = SelfSpecGenerator(open_model(checkpoint, dtype, device), prefix_cache=0)
     network = generator.model
     cost = measured_cost(network, generator.runner)
     weights = WeightBytes.of(network)
@@ -62,7 +60,6 @@ def roofline(
         **configuration(checkpoint, samples, max_new_tokens, repeats, warmups=1),
         "num_layers": network.num_layers,
         "timed_context": timed,
-        **arithmetic_of(network),
     }
     with recording(RecordWriter(output)) as record:
         record.write(run_line("roofline", about, [], provenance(network.device, network.dtype)))

@@ -13,7 +13,6 @@ import typer
 
 from bench.commands import bench_options as options
 from bench.commands.preparation import (
-    arithmetic_of,
     configuration,
     exit_if_outputs_differ,
     load_network,
@@ -83,7 +82,6 @@ def run(
     ] = None,
     memory: options.MemoryOption = True,
     dtype: options.DtypeOption = "auto",
-    arithmetic: options.ArithmeticOption = "float32",
     device: options.DeviceOption = "auto",
     runner: options.RunnerOption = "auto",
     output: options.OutputOption = None,
@@ -111,7 +109,6 @@ def run(
         network = load_network(checkpoint, dtype, device) if peers else None
         generator = SelfSpecGenerator(
             open_model(checkpoint, dtype, device) if network is None else from_transformers(network),
-            arithmetic=arithmetic,
             runner=resolve_runner(runner, target),
             prefix_cache=0,
         )
@@ -133,7 +130,6 @@ def run(
             engines += transformers_engines(network, *fixed_setting(checkpoint, num_layers), sampling)
         about = {
             **configuration(checkpoint, samples, max_new_tokens, repeats, warmups, sampling),
-            **arithmetic_of(generator.model),
             "prompt_tokens": prompt_tokens,
             "runner": generator.runner,
             "num_layers": num_layers,

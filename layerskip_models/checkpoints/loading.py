@@ -19,7 +19,6 @@ from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
 from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
-from layerskip_models.row_rounding import check_arithmetic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -71,7 +70,6 @@ def load_model(
     local_files_only: bool = False,
     exits: ExitsChoice = "auto",
     kv_dtype: str | torch.dtype = "auto",
-    arithmetic: str = "float32",
 ) -> LayerSkipModel:
     """Load a checkpoint of a supported family (`layerskip_models.families`) by hub name, local folder or GGUF file.
 
@@ -85,13 +83,10 @@ def load_model(
     exits: adapters to draft with: "auto" takes those in the folder `exits` beside a local checkpoint, if there is one; a path
         another folder's; None has bare exits. They change what is drafted and nothing else.
     kv_dtype: that keys and values are kept in, "auto" or "bfloat16" (`LayerSkipModel.with_kv_dtype`).
-    arithmetic: "float32", or "bfloat16" to round rows before they meet a matrix (`LayerSkipModel.with_arithmetic`). The
-        weights must be kept in bfloat16, as dtype="bfloat16" keeps any.
     Only safetensors and GGUF files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
     name_or_path: the output folder of `selfspec train` works as well as the `model/` folder in it.
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
     """
-    check_arithmetic(arithmetic, dtype, resolve_device(device))
     source = find_source(name_or_path, revision, local_files_only)
     dtype, layout, keep_bits = resolve_layout(source.config, dtype, layout, device)
     if source.has_every_weight():
@@ -99,7 +94,7 @@ def load_model(
         loaded = source.read_model(chosen, layout, lambda module: target, keep_bits=keep_bits)
     else:  # transformers knows older names, and says what is missing
         loaded = from_transformers(_load_transformers(source, dtype, device), layout=layout, release=True)
-    return with_exits(loaded.with_arithmetic(arithmetic), exits).with_kv_dtype(kv_dtype)
+    return with_exits(loaded, exits).with_kv_dtype(kv_dtype)
 
 
 def find_source(name_or_path: str | Path, revision: str | None, local_files_only: bool) -> Source:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,7 +97,7 @@ def check_rows(name: str, x: Tensor, width: int) -> None:
 class NativeLinear:
     """x W^T + b in float32. W is stored in 16 bits where that is exact, as for most checkpoints (`without_loss`).
 
-    A row's result does not depend on other rows, nor on the number of threads. Rows are rounded first if `rounds_rows`.
+    A row's result does not depend on other rows, nor on the number of threads.
     Raises RuntimeError if there are no kernels (`native_works`); ValueError if the weight is not a matrix, the bias does not
     fit it, or one of them is not on the CPU.
     """
@@ -116,20 +115,6 @@ class NativeLinear:
         """Put 16 outputs side by side, as a matrix unit takes weights in bfloat16, in memory of their own."""
         self.stored = interleaved_floats(self.stored)
         self.matrix.weight, self.matrix.interleaved = self.stored.data_ptr(), 1
-
-    @property
-    def rounds_rows(self) -> bool:
-        """Whether rows are rounded to bfloat16 before the product."""
-        return bool(self.matrix.rounded)
-
-    def rounding_rows(self, rounds: bool) -> NativeLinear:
-        """A linear of the same memory that rounds rows to bfloat16 first, or does not. Only for weights in bfloat16."""
-        assert self.stored.dtype == torch.bfloat16
-        other = copy.copy(self)
-        other.matrix = Matrix.from_buffer_copy(self.matrix)
-        other.matrix.rounded = rounds
-        other._address, other._scratch = addressof(other.matrix), threading.local()
-        return other
 
     def _set(self, stored: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         chosen = library.kernels()
@@ -215,8 +200,6 @@ class NativeLinear:
         return y
 
     def _by_operators(self, x: Tensor) -> Tensor:
-        if self.matrix.rounded:
-            x = x.bfloat16().float()
         if self.stored.dtype == torch.float32:
             return F.linear(x, self.stored, self._bias)
         y = self._products(x, self.numbers_in_rows)

@@ -18,7 +18,6 @@ from layerskip_models.parallel.cores import share_cores
 from layerskip_models.parallel.launched import local_rank
 from layerskip_models.parallel.ranks import Ranks
 from layerskip_models.parallel.shard_plan import ShardPlan
-from layerskip_models.row_rounding import check_arithmetic
 
 
 def load_shard(
@@ -30,7 +29,6 @@ def load_shard(
     revision: str | None = None,
     local_files_only: bool = False,
     exits: ExitsChoice = "auto",
-    arithmetic: str = "float32",
 ) -> LayerSkipModel:
     """This process's part of a checkpoint whose other parts the processes launched with it load; arguments as `load_model`'s.
 
@@ -40,7 +38,6 @@ def load_shard(
     processes do not find each other.
     """
     target = _own_device(resolve_device(device))
-    check_arithmetic(arithmetic, dtype, target)
     source = find_source(name_or_path, revision, local_files_only)
     dtype, layout, keep_bits = resolve_layout(source.config, dtype, layout, target)
     config = source.float_config()
@@ -52,7 +49,7 @@ def load_shard(
     part = source.read_model(
         chosen, layout, lambda module: target, keep_bits=keep_bits, plan=plan, whole_of=partial(_whole, plan, ranks)
     )
-    model = tensor_parallel(part, plan, ranks).with_arithmetic(arithmetic)
+    model = tensor_parallel(part, plan, ranks)
     ranks.collect(None)  # nobody begins before all have read theirs, which may take longer than an answer
     return with_exits(model, exits)
 

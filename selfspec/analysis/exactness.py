@@ -136,17 +136,15 @@ def verify_engine(
     draws: int = 400,
     policies: abc.Sequence[str] | None = None,
     besides: abc.Sequence[str] = (),
-    arithmetic: str = "float32",
     advance: Callable[[str], None] = lambda label: None,
 ) -> Iterator[Check]:
     """Yield one check after the other. Takes over the weights of the model, which cannot be used afterwards.
 
     prompts: int64 [n] each. draws: samples per sampled policy; 0 leaves sampling out. policies: None for those of
-        `every_policy` that the model can run, and `besides`. arithmetic: as in `load_model`; "bfloat16" needs a model in
-        bfloat16, whose rounding is then allowed for. advance: called `num_steps` times.
+        `every_policy` that the model can run, and `besides`. advance: called `num_steps` times.
     """
     reference = ask_reference(llama, prompts, max_new_tokens, advance)
-    ours = from_transformers(llama, release=True).with_arithmetic(arithmetic)
+    ours = from_transformers(llama, release=True)
     generator = SelfSpecGenerator(ours, runner="eager", prefix_cache=0)
     model = generator.model
     names = list(policies or [*every_policy(model.num_layers), *besides])

@@ -67,7 +67,6 @@ class Inspection:
     comparison: the best setting, run against plain decoding.
     rounded: drafts in fewer bits, where they are possible, each run against plain decoding.
     probe, adapted: a short fit of exit adapters, if one was asked for, and what these adapters would give.
-    arithmetic: whether rows were rounded to bfloat16 (`LayerSkipModel.arithmetic`).
     """
 
     num_layers: int
@@ -79,7 +78,6 @@ class Inspection:
     rounded: tuple[RoundedDrafts, ...] = ()
     probe: Probe | None = None
     adapted: Prediction | None = None
-    arithmetic: str = "float32"
 
     def verdict(self) -> str:
         measured, best = self.comparison.speedup, self.predicted.best.policy
@@ -158,7 +156,6 @@ def inspect_model(
         rounded=rounded,
         probe=probe,
         adapted=adapted,
-        arithmetic=model.arithmetic,
     )
 
 
@@ -270,8 +267,7 @@ def inspection_lines(inspection: Inspection) -> list[str]:
         f"measured: {comparison.speedup:.2f} ({comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}),"
         f" {comparison.repeats} alternated pairs of runs on one of the texts",
         *map(_line_of, inspection.rounded),
-        f"layers ran on {kernels_in_words(inspection.kernels)}"
-        + (", rows rounded to bfloat16" if inspection.arithmetic == "bfloat16" else ""),
+        f"layers ran on {kernels_in_words(inspection.kernels)}",
         *(() if inspection.plan is None else inspection.plan.lines()),
         inspection.verdict(),
     ]

@@ -8,7 +8,6 @@ from pathlib import Path
 import typer
 
 from layerskip_models.checkpoints.synthetic import SHAPES
-from layerskip_models.row_rounding import check_arithmetic
 from policies import LayerCost, parse_policy
 from selfspec.analysis.exactness import every_policy, num_steps, verify_engine
 from selfspec.analysis.inspection import inspect_model, inspection_lines
@@ -185,8 +184,8 @@ def verify_command(
         if server.server is not None:
             if model is not None or asked.policy or asked.draws is not None or load != DeviceOptions():
                 raise ValueError(
-                    "--server checks a running server: leave out the checkpoint, --policy, --draws, --dtype, --device and "
-                    "--arithmetic (--model names the server's model)"
+                    "--server checks a running server: leave out the checkpoint, --policy, --draws, --dtype and "
+                    "--device (--model names the server's model)"
                 )
             status = check_named_server(server, given, asked.max_new_tokens, notes)
             if status:
@@ -195,8 +194,6 @@ def verify_command(
         server.refuse_without_server()
         draws = DEFAULT_DRAWS if asked.draws is None else asked.draws
         texts = given or [EXAMPLE_PROMPT, CODE_PROMPT]
-        if check_arithmetic(load.arithmetic, load.dtype) == "bfloat16" and load.dtype != "bfloat16":
-            raise ValueError("--arithmetic bfloat16 is compared with transformers' bfloat16: add --dtype bfloat16")
         llama, prompts = load_reference(model, texts, load.dtype, load.device, notes)
         num_layers = llama.config.num_hidden_layers
         for name in asked.policy or []:
@@ -214,7 +211,6 @@ def verify_command(
                 draws=draws,
                 policies=asked.policy,
                 besides=own,
-                arithmetic=load.arithmetic,
                 advance=advance,
             ):
                 failed += not check.passed

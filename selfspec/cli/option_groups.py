@@ -51,12 +51,6 @@ class DeviceOptions:
         "Model",
     )
     device: DeviceOption = "auto"
-    arithmetic: str = option(
-        "float32",
-        "float32, or bfloat16: rows are rounded to bfloat16 before they meet weights kept in bfloat16, as in transformers' "
-        "bfloat16. Sums stay float32.",
-        "Model",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,11 +55,10 @@ class ModelSource:
         exits: ExitsChoice = "auto",
         kv_dtype: str | torch.dtype = "auto",
         draft_weights: DraftWeights = "auto",
-        arithmetic: str | None = None,
     ) -> None:
         self._draft_weights = check_draft_weights(draft_weights)
         self._runner: RunnerChoice = runner
-        self._kv_dtype, self._arithmetic = kv_dtype, arithmetic
+        self._kv_dtype = kv_dtype
         self._exits: ExitsChoice = exits
         self._prefixes = PrefixCache() if prefixes is None else prefixes
         self._lock = threading.RLock()  # the garbage collector may finalise a stream while it is held
@@ -153,8 +152,6 @@ class ModelSource:
             runner = "eager"
         if self._kv_dtype != "auto":
             model = model.with_kv_dtype(self._kv_dtype)
-        if self._arithmetic is not None:
-            model = model.with_arithmetic(self._arithmetic)
         make_draft_weights(model, self._draft_weights)
         pool = KVCachePool(model, resolve_runner(runner, model.device), self._prefixes, self._give_up_graphs)
         return BoundModel(model, pool, PreVerifiers(model), self._draft_weights)

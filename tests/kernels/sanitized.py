@@ -27,7 +27,7 @@ FILES = (
     "families", "fewer_bits", "four_bits", "gguf_checkpoint", "grouped_weights",
     "half_precision", "integer_rows", "kernel_library", "kv_dtype", "large_sizes", "many_rows", "many_texts", "matrix_unit",
     "native", "native_attention", "native_four_bits", "tensor_parallel_layers", "native_memory", "native_forward",
-    "native_sampling", "no_rerun", "pool", "pool_failures", "prepared_rows", "quantised", "quantised_parts", "row_rounding",
+    "native_sampling", "no_rerun", "pool", "pool_failures", "prepared_rows", "quantised", "quantised_parts",
     "shared_weights", "stored_tensor", "topology",
 )  # fmt: skip
 """Tests that call the library, by the names of their files."""

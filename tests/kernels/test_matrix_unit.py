@@ -148,55 +148,6 @@ def test_three_bfloat16_parts_are_as_good_as_float32(unit: str, out: int, width:
     assert error < 2 * of_float32
 
 
-def tile_counts() -> list[int]:
-    """How many products of bfloat16 numbers, and how many loads, the emulation has counted so far."""
-    counted = ctypes.CDLL(str(library.LIBRARY))
-    return [
-        (ctypes.c_int64 * 2).in_dll(counted, "tile_products")[1],
-        ctypes.c_int64.in_dll(counted, "tile_loads").value,
-    ]
-
-
-@pytest.mark.parametrize(("out", "width"), [(32, 64), (96, 128), (64, 1088)])
-def test_one_part_has_the_same_bits_in_any_company(unit: str, out: int, width: int) -> None:
-    """Rounded rows, up to 32 at once. They are as close to float64 as float32 is.
-
-    Three parts of a row that is rounded already, two of which are 0, give the same bits.
-    """
-    torch.manual_seed(out)
-    plain = on_unit(torch.randn(out, width), torch.randn(out))
-    linear, x = plain.rounding_rows(True), torch.randn(70, width)
-    found = alone(linear, x)
-    for threads in (1, 2):
-        with on_threads(threads):
-            assert all(torch.equal(linear(x[:rows]), found[:rows]) for rows in (*counts_of(out), 48, 65, 70))
-    rounded = x.bfloat16().float()
-    assert torch.equal(plain(rounded[:37]), found[:37])
-    expected = rounded.double() @ linear.weight.double().T + linear.tensors[1].double()
-    by_operators = torch.nn.functional.linear(rounded, linear.weight, linear.tensors[1])
-    error, of_float32 = ((result - expected).abs().max() for result in (found, by_operators))
-    assert error < 2 * of_float32
-
-
-@pytest.mark.parametrize(
-    ("rows", "rounds", "products", "loads"),
-    [(32, True, 4, 4), (16, True, 2, 3), (17, True, 4, 4), (32, False, 12, 16), (16, False, 6, 8)],
-)
-def test_tiles_that_are_loaded_serve_two_products(
-    emulated: str, rows: int, rounds: bool, products: int, loads: int
-) -> None:
-    """Per two blocks of 16 outputs and run of 32 inputs. Without rounding each block loads its weights and three parts."""
-    linear = on_unit(torch.randn(96, 128)).rounding_rows(rounds)
-    before = tile_counts()
-    with on_threads(1):
-        linear(torch.randn(rows, 128))
-    runs, pairs = 128 // 32, 96 // 32
-    assert [now - earlier for now, earlier in zip(tile_counts(), before)] == [
-        products * runs * pairs,
-        loads * runs * pairs,
-    ]
-
-
 def test_a_small_matrix_in_bfloat16_is_multiplied_by_vectors_for_any_number_of_rows(emulated: str) -> None:
     """Its weights stay in a cache, where vectors are faster. The same numbers as those of the variant without tiles."""
     x = torch.randn(37, 64)
@@ -218,16 +169,15 @@ def test_few_rows_meet_vectors_with_the_sums_of_tiles(unit: str) -> None:
     sizes = torch.logspace(-37, 3, 128)
     x = torch.randn(16, 128) * sizes[torch.randperm(128)] * torch.logspace(-6, 3, 16).unsqueeze(1)
     x[:, ::7] = 1e-40
-    cut = on_unit(torch.randn(96, 128) * sizes[torch.randperm(128)])
-    for linear in (cut, cut.rounding_rows(True)):
-        together = linear(x)  # more rows than vectors multiply
-        assert together.isfinite().all() and together.count_nonzero() > together.numel() / 2
-        for rows in (1, 2, 3, 4):
-            assert all(torch.equal(linear(x[at : at + rows]), together[at : at + rows]) for at in range(12))
+    linear = on_unit(torch.randn(96, 128) * sizes[torch.randperm(128)])
+    together = linear(x)  # more rows than vectors multiply
+    assert together.isfinite().all() and together.count_nonzero() > together.numel() / 2
+    for rows in (1, 2, 3, 4):
+        assert all(torch.equal(linear(x[at : at + rows]), together[at : at + rows]) for at in range(12))
 
 
 def test_the_check_before_the_first_use_reaches_the_unit(emulated: str) -> None:
-    """Products of bytes, and of bfloat16 numbers in both of their arrangements."""
+    """Products of bytes, and of bfloat16 numbers."""
     products = (ctypes.c_int64 * 2).in_dll(ctypes.CDLL(str(library.LIBRARY)), "tile_products")
     before = list(products)
     assert check.fault() is None
@@ -235,8 +185,7 @@ def test_the_check_before_the_first_use_reaches_the_unit(emulated: str) -> None:
 
 
 def test_a_row_that_is_no_number_spoils_no_other(unit: str) -> None:
-    half = on_unit(torch.randn(32, 64))
-    for linear in (NativeInt8Linear(torch.randn(32, 64)), half, half.rounding_rows(True)):
+    for linear in (NativeInt8Linear(torch.randn(32, 64)), on_unit(torch.randn(32, 64))):
         x = torch.randn(5, 64)
         whole = linear(x)
         x[1, 63], x[3, 0] = torch.nan, -torch.inf
@@ -245,12 +194,10 @@ def test_a_row_that_is_no_number_spoils_no_other(unit: str) -> None:
         assert torch.equal(spoilt[[0, 2, 4]], whole[[0, 2, 4]])
 
 
-@pytest.mark.parametrize(
-    ("layout", "arithmetic"), [(None, "float32"), (None, "bfloat16"), ("int8", "float32"), ("int4", "float32")]
-)
-def test_drafts_change_no_token_of_a_model_on_tiles(unit: str, layout: Layout | None, arithmetic: str) -> None:
+@pytest.mark.parametrize("layout", [None, "int8", "int4"])
+def test_drafts_change_no_token_of_a_model_on_tiles(unit: str, layout: Layout | None) -> None:
     hub = tiny_llama(hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=64, dtype=torch.bfloat16)
-    generator = SelfSpecGenerator(from_transformers(hub, layout=layout).with_arithmetic(arithmetic))
+    generator = SelfSpecGenerator(from_transformers(hub, layout=layout))
     assert generator.model.kernels == unit
     prompts = [[1, 2, 3, 4, 5], [7, 8, 9]]
     expected = [generator.generate(prompt, max_new_tokens=12, policy="ar").sequences for prompt in prompts]
