@@ -11,9 +11,9 @@ import torch
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.backends import spread as spread_backend
 from layerskip_models.backends.spread import spread
+from layerskip_models.checkpoints import spread_loading
 from layerskip_models.checkpoints.spread_loading import load_spread, places
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.parallel import spread_loading
 from random_adapters import adapted
 from scripted_policies import named_policy
 from selfspec import SelfSpecGenerator

@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 
 from fuzz_models import draw_config, random_model
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.checkpoints import spread_loading
 from layerskip_models.checkpoints.conversion import from_transformers as convert
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import load_adapters
 from layerskip_models.exits.steering import SteeredAdapters
 from layerskip_models.families import FAMILIES
-from layerskip_models.parallel import spread_loading
 from layerskip_models.training.accepted_length import accepted_length_weights
 from layerskip_models.training.saving import latest_checkpoint
 from rank_processes import RankFailed, on_ranks, results_of
