@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from layerskip_models.compact_linear import GroupedLinear, HalfLinear
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
+from layerskip_models.grouped_linear import GroupedLinear
 from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
@@ -25,7 +25,6 @@ from layerskip_models.linear import (
     Layout,
     PlainLinear,
     check_layout,
-    eight_bit_layout,
     grouped_linear,
     keeps_eight_bits,
 )
@@ -33,10 +32,6 @@ from layerskip_models.model import LayerSkipModel
 
 DRAFT_BITS: dict[int, Layout] = {8: "int8", 4: "int4"}
 """The numbers of bits that drafts can be made in, and the layout of each."""
-_UNREADABLE = (
-    "drafts in fewer bits need weights that can be read back: load the model with layout='plain', "
-    "or with layout='native' where the kernels are built"
-)
 _PIECE = 1 << 22  # numbers that are in float32 at a time
 _making = threading.Lock()
 
@@ -60,11 +55,10 @@ def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
         check_layout(DRAFT_BITS[bits], torch.empty(0, dtype=model.dtype, device=model.device))
     except ValueError as error:
         return f"drafts in fewer bits do not run here: {error}"
-    linears = [linear for layer in model.layers for linear in layer.linears]
-    held = min(map(_bits_of, linears))
+    held = min(_bits_of(linear) for layer in model.layers for linear in layer.linears)
     if held <= bits:
         return f"the model's own weights have {held} bits: there is nothing to gain from drafts in {bits}"
-    return None if all(map(_can_be_read, linears)) else _UNREADABLE
+    return None
 
 
 def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
@@ -97,8 +91,8 @@ def drafter_of(model: LayerSkipModel, bits: int) -> LayerSkipModel:
 
 
 def _keeps_head(model: LayerSkipModel) -> bool:
-    """Whether rounded drafts are chosen with the head that the model has: one of 8 bits or fewer, or that cannot be read."""
-    return _bits_of(model.draft_head) <= 8 or not _can_be_read(model.draft_head)
+    """Whether rounded drafts are chosen with the head that the model has: one of 8 bits or fewer."""
+    return _bits_of(model.draft_head) <= 8
 
 
 def _rounded(layer: DecoderLayer, layout: Layout, index: int) -> DecoderLayer:
@@ -112,16 +106,12 @@ def _rounded(layer: DecoderLayer, layout: Layout, index: int) -> DecoderLayer:
 
 
 def rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:
-    """A linear rounded to the layout's bits; itself if it has no more. layer: that it belongs to, or None for the head.
-
-    Raises ValueError if its weight cannot be read back.
-    """
+    """A linear rounded to the layout's bits; itself if it has no more. layer: that it belongs to, or None for the head."""
     in_four = layout == "int4" and not keeps_eight_bits(layer)
     if _bits_of(linear) <= (4 if in_four else 8):
         return linear
-    if isinstance(
-        linear, (NativeGroupedLinear, NativeInt8Linear)
-    ):  # of 6 or 8 bits; some outputs at a time are in float32
+    if isinstance(linear, (GroupedLinear, NativeGroupedLinear, NativeInt8Linear)):
+        # Of 6 or 8 bits; some outputs at a time are in float32.
         pieces = linear.float_pieces(max(_PIECE // linear.shape[1], 1))
         rounded = [round_to_four_bits(piece, group=GROUP, symmetric=True) for piece in pieces]
         return grouped_linear(GroupedWeight.cat(rounded), linear.bias, own=True)
@@ -130,27 +120,13 @@ def rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:
         if in_four and fits_four_bits(weight.shape[1]):
             return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), linear.bias, own=True)
         return NativeInt8Linear(weight, linear.bias)
-    if isinstance(linear, PlainLinear):
-        full = linear.weight.float()
-        return LAYOUTS[layout if in_four else eight_bit_layout(full)](full, linear.bias)
-    raise ValueError(_UNREADABLE)
-
-
-def _can_be_read(linear: Linear) -> bool:
-    """FBGEMM's weights cannot be read back. There is no reader for weights in groups where our kernels are missing."""
-    return isinstance(linear, (NativeGroupedLinear, NativeInt8Linear, NativeLinear, PlainLinear))
+    assert isinstance(linear, PlainLinear)
+    return LAYOUTS["int4" if in_four else "int8"](linear.weight.float(), linear.bias)
 
 
 def _bits_of(linear: Linear) -> int:
     """Of a weight as it is stored."""
-    if isinstance(linear, NativeGroupedLinear):
+    if isinstance(linear, (GroupedLinear, NativeGroupedLinear)):
         return linear.bits
-    if isinstance(linear, GroupedLinear):
-        return linear.numbers.bits
-    if isinstance(linear, NativeInt8Linear):
-        return 8
-    if isinstance(linear, NativeLinear):
-        return 8 * linear.stored.element_size()
-    if isinstance(linear, PlainLinear):
-        return 8 * linear.weight.element_size()
-    return 16 if isinstance(linear, HalfLinear) else 8
+    assert isinstance(linear, (NativeLinear, PlainLinear))
+    return 8 * (linear.stored if isinstance(linear, NativeLinear) else linear.weight).element_size()

@@ -1,8 +1,4 @@
-"""How a weight matrix is stored, and the linear that computes with it.
-
-Our own kernels where they run. Elsewhere on a CPU a large weight is kept in float16 where that loses nothing, which FBGEMM
-multiplies with (half the bytes to read, and a few rows cost about as much as one). Any other weight is kept as it is.
-"""
+"""How a weight matrix is stored, and the linear that computes with it: our kernels where they run, else operators."""
 
 from __future__ import annotations
 
@@ -13,24 +9,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from layerskip_models.compact_linear import GroupedLinear, HalfLinear, Int8Linear, fits_half, half_works, int8_works
 from layerskip_models.decoder_layer import Linear
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
-from layerskip_models.grouped_weight import GroupedWeight
+from layerskip_models.grouped_linear import GroupedLinear
+from layerskip_models.grouped_weight import CHUNK, GroupedWeight, group_size
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear, round_to_eight_bits
 
-Layout = Literal["plain", "half", "int8", "int4", "native"]
-"""How a weight is stored: row major as in the checkpoint, in float16 without loss, in 8 or 4 bits, which changes the model
-and is never a default, or for our own kernels, without loss, too."""
-COMPACT: frozenset[Layout] = frozenset({"half", "int8", "int4", "native"})
+Layout = Literal["plain", "int8", "int4", "native"]
+"""How a weight is stored: row major as in the checkpoint, in 8 or 4 bits, which changes the model and is never a default, or
+for our own kernels, without loss."""
+COMPACT: frozenset[Layout] = frozenset({"int8", "int4", "native"})
 """Layouts that need the weight as the checkpoint has it, without a norm's factors in it."""
 GROUP = 32
 """Inputs that share a scale where weights are rounded to 4 bits here; docs/quantised.md has what other sizes give."""
 EIGHT_BIT_LAYERS = 1
 """How many of the first layers get 8 bits, like the head, in a model rounded to 4: they lose most (docs/quantised.md)."""
-_HALF_BYTES = 1 << 20  # of a weight as it comes: below it FBGEMM's call costs more than reading half the bytes saves
+_SIGNED = 128  # what a byte holds for 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,13 +62,22 @@ class PlainLinear:
 
 
 def int8_linear(weight: Tensor, bias: Tensor | None = None, whole: Whole | None = None) -> Linear:
-    """A weight in 8 bits: on our own kernels, or where there are none on FBGEMM's, which round inputs to 8 bits, too.
+    """A weight rounded to 8 bits, with a scale for each output: on our own kernels, or where there are none on operators.
 
     whole: of the matrix that this is some columns of.
     """
-    native = native_works(weight.device, weight.dtype)
     peaks = None if whole is None else whole.peaks
-    return NativeInt8Linear(weight, bias, peaks) if native else Int8Linear(weight, bias, peaks)
+    if native_works(weight.device, weight.dtype):
+        return NativeInt8Linear(weight, bias, peaks)
+    rounded, scale = round_to_eight_bits(weight, peaks)
+    columns = weight.shape[1]
+    if columns % CHUNK:  # no whole groups: the same numbers, as float32
+        return PlainLinear(rounded.float().mul_(scale.unsqueeze(1)), bias)
+    size = group_size(columns, 1)
+    assert size is not None
+    ones = torch.ones(len(weight), columns // size, dtype=torch.float16, device="cpu")
+    numbers = rounded.view(torch.uint8).bitwise_xor_(_SIGNED)
+    return GroupedLinear(GroupedWeight(numbers, ones, factors=scale, bits=8, zero=_SIGNED), bias)
 
 
 def int4_linear(weight: Tensor, bias: Tensor | None = None, whole: Whole | None = None) -> Linear:
@@ -81,7 +86,7 @@ def int4_linear(weight: Tensor, bias: Tensor | None = None, whole: Whole | None 
     whole: as in `int8_linear`; where the whole matrix is in 4 bits, this part must have a multiple of 64 inputs.
     """
     if not fits_four_bits(weight.shape[1] if whole is None else whole.columns):
-        return linear_of(eight_bit_layout(weight), weight, bias, whole)
+        return int8_linear(weight, bias, whole)
     peaks = None if whole is None else whole.peaks
     return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True, peaks=peaks), bias, own=True)
 
@@ -100,18 +105,8 @@ def keeps_eight_bits(layer: int | None) -> bool:
     return layer is None or layer < EIGHT_BIT_LAYERS
 
 
-def eight_bit_layout(weight: Tensor) -> Layout:
-    """Of what a 4-bit model keeps in more bits: 8, or the default layout where nothing here computes with these."""
-    return "int8" if _eight_bits_work(weight) else default_layout(weight)
-
-
-def _eight_bits_work(weight: Tensor) -> bool:
-    return native_works(weight.device, weight.dtype) or int8_works(weight.device, weight.dtype)
-
-
 LAYOUTS: dict[Layout, Callable[..., Linear]] = {
     "plain": PlainLinear,
-    "half": HalfLinear,
     "int8": int8_linear,
     "int4": int4_linear,
     "native": NativeLinear,
@@ -125,32 +120,18 @@ def linear_of(layout: Layout, weight: Tensor, bias: Tensor | None, whole: Whole 
     return LAYOUTS[layout](weight, bias, whole) if layout in ROUNDED else LAYOUTS[layout](weight, bias)
 
 
-def possible_layouts(weight: Tensor) -> tuple[Layout, ...]:
-    """The layouts that give this weight's results here."""
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-        return ("plain",)
-    layouts: list[Layout] = ["plain"]
-    if half_works(weight.device, weight.dtype) and fits_half(weight):
-        layouts.append("half")
-    if native_works(weight.device, weight.dtype):
-        layouts.append("native")
-    return tuple(layouts)
-
-
 def check_layout(layout: Layout, weight: Tensor) -> Layout:
-    """Return a layout asked for by name. Raises ValueError if this device or build has no kernels for it in this dtype."""
-    native = native_works(weight.device, weight.dtype)
-    works = {"native": native}
-    if layout in COMPACT:
-        works["half"] = half_works(weight.device, weight.dtype)
-        works["int8"] = _eight_bits_work(weight)
-        works["int4"] = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if not works.get(layout, True):
-        observes = {"native": "the native kernels, a CPU and float32", "int4": "a CPU and float32"}.get(
-            layout, "an x86 CPU, a PyTorch build with its kernels, and float32 or bfloat16"
-        )
+    """Return a layout asked for by name. Raises ValueError for another name, and where it does not run in this dtype."""
+    if layout not in LAYOUTS:
         raise ValueError(
-            f"layout {layout!r} needs {observes}; "
+            f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}: leave it out for the fastest lossless one here"
+        )
+    runs = native_works(weight.device, weight.dtype) or layout == "plain"
+    if layout in ROUNDED:
+        runs = weight.device.type == "cpu" and weight.dtype == torch.float32
+    if not runs:
+        raise ValueError(
+            f"layout {layout!r} needs {'the native kernels, ' if layout == 'native' else ''}a CPU and float32; "
             f"this is {weight.device.type} and {str(weight.dtype).removeprefix('torch.')}"
         )
     return layout
@@ -161,7 +142,4 @@ def default_layout(weight: Tensor) -> Layout:
 
     Our own kernels wherever they run: they are the fastest, and a row's result does not depend on the other rows.
     """
-    if native_works(weight.device, weight.dtype):
-        return "native"
-    is_large = weight.numel() * weight.element_size() >= _HALF_BYTES
-    return "half" if is_large and "half" in possible_layouts(weight) else "plain"
+    return "native" if native_works(weight.device, weight.dtype) else "plain"

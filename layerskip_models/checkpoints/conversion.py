@@ -41,7 +41,6 @@ from layerskip_models.linear import (
     Whole,
     check_layout,
     default_layout,
-    eight_bit_layout,
     grouped_linear,
     keeps_eight_bits,
     linear_of,
@@ -134,7 +133,7 @@ def convert(
 
     def layout_of(weight: Tensor, layer: int | None = None) -> Layout:
         if layout == "int4" and keeps_eight_bits(layer):
-            return eight_bit_layout(weight)
+            return "int8"
         return default_layout(weight) if layout is None else layout
 
     inv_freq = _inv_freq(decoder.rotary_emb, config)

@@ -119,7 +119,7 @@ def resolve_layout(
     if dtype in FEW_BITS:
         dtype, layout = _half_or_full(config), cast(Layout, dtype)
         check_layout(layout, torch.empty(0, dtype=torch.float32, device=resolve_device(device)))
-    elif dtype == "auto" and layout is None and has_few_bits(config) and _int8_runs(device):
+    elif dtype == "auto" and layout is None and has_few_bits(config) and resolve_device(device).type == "cpu":
         dtype, layout, keep_bits = torch.float32, "int8", 8
     return dtype, layout, keep_bits
 
@@ -129,14 +129,6 @@ def _half_or_full(config: PreTrainedConfig) -> torch.dtype:
     own = getattr(config, "dtype", None)
     is_half = own in (torch.bfloat16, torch.float16) and quantisation_of(config) is None
     return own if is_half and own is not None else torch.float32
-
-
-def _int8_runs(device: str | torch.device) -> bool:
-    try:
-        check_layout("int8", torch.empty(0, dtype=torch.float32, device=resolve_device(device)))
-    except ValueError:
-        return False
-    return True
 
 
 def load_transformers(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from layerskip_models.compact_linear import grouped_product
+from layerskip_models.grouped_linear import grouped_product
 from layerskip_models.grouped_weight import BLOCK, GroupedWeight
 from layerskip_models.kernels.interleaving import in_rows, interleaved, takes_interleaved
 from layerskip_models.kernels.library import GROUPED_KINDS, SCALES

@@ -14,7 +14,6 @@ import torch
 from transformers import LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.compact_linear import half_works
 from layerskip_models.decoder_layer import Linear
 from layerskip_models.draft_weights import draft_bytes, drafter, drafter_of, rounded_linear, why_no_drafter
 from layerskip_models.families import FAMILIES
@@ -201,24 +200,6 @@ def test_models_that_cannot_draft_in_fewer_bits_say_why() -> None:
         SelfSpecGenerator(from_transformers(llama()), runner="captured").generate([1], policy="bits:8-3")
     with pytest.raises(ValueError, match="one of auto, none, int8, int4"):
         SelfSpecGenerator(from_transformers(llama()), draft_weights="int2")  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(not half_works(torch.device("cpu"), torch.float32), reason="this build multiplies nothing in half")
-def test_weights_that_cannot_be_read_back_are_refused_before_any_text() -> None:
-    """The layout `half` holds them in a form of its own. A head in it does not matter: drafts are chosen with it."""
-    weights = deepcopy(llama())
-    for parameter in weights.parameters():
-        parameter.data = parameter.data.bfloat16().float()
-    model = from_transformers(weights, layout="half")
-    for bits in (8, 4):
-        assert "weights that can be read back: load the model with layout='plain'" in str(why_no_drafter(model, bits))
-        with pytest.raises(ValueError, match="can be read back"):
-            SelfSpecGenerator(model, policy=f"bits:{bits}-3")
-    assert SelfSpecGenerator(model, policy="auto").policy.observes.bits == ()
-    plain = from_transformers(weights, layout="plain")
-    with_half_head = plain.with_layers(list(plain.layers), model.draft_head)
-    assert why_no_drafter(with_half_head, 8) is None
-    assert drafter(with_half_head, 8).draft_head is model.draft_head
 
 
 @pytest.mark.parametrize("bits", [8, 4])

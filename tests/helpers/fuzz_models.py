@@ -17,7 +17,7 @@ from layerskip_models import from_transformers
 from layerskip_models.draft_weights import DRAFT_BITS, why_no_drafter
 from layerskip_models.exits.adapter import FORMS, LOW_RANK
 from layerskip_models.families import FAMILIES, family_of
-from layerskip_models.linear import Layout, possible_layouts
+from layerskip_models.linear import Layout, default_layout
 from random_adapters import adapted
 from selfspec import SelfSpecGenerator
 from selfspec.engine.runners.choice import RunnerName
@@ -138,10 +138,7 @@ def make_model(random: Random) -> FuzzModel:
         if dtype == torch.float32 and random.random() < 0.3:  # as a checkpoint in bfloat16 that is run in float32
             for parameter in reference.parameters():
                 parameter.data = parameter.data.bfloat16().to(dtype)
-        possible = possible_layouts(reference.lm_head.weight.detach())
-        layout = random.choice([*possible, *(["native"] * 2 if "native" in possible else [])])  # type: ignore[list-item]
-        if layout == "half" and not _all_fit(reference):
-            layout = "plain"
+        layout = random.choice(["plain", default_layout(reference.lm_head.weight.detach())])
     runner: RunnerName = "captured" if random.random() < 0.1 else "eager"
     model = from_transformers(source, layout=layout)
     exits = [layer for layer in range(1, model.num_layers) if random.random() < 0.25]
@@ -163,10 +160,6 @@ def make_model(random: Random) -> FuzzModel:
             bits for bits in DRAFT_BITS if runner == "eager" and why_no_drafter(engine.model, bits) is None
         ),
     )
-
-
-def _all_fit(model: PreTrainedModel) -> bool:
-    return all(torch.equal(p.bfloat16().to(p.dtype), p) for p in model.parameters())
 
 
 def random_model(config: PreTrainedConfig, *, late_scale: float, sharpness: float, seed: int) -> PreTrainedModel:

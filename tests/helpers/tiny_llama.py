@@ -12,7 +12,6 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from fuzz_models import ROPES, random_model, word_tokenizer
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.compact_linear import half_works
 from layerskip_models.exits.adapter import LOW_RANK, STEERED
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout
@@ -93,10 +92,6 @@ def pool_model(
     layout: Layout = "plain"
     if index % 4 == 2 and native_works(llama.device, dtype):
         layout = "native"
-    if index % 4 == 3 and half_works(llama.device, dtype):
-        layout = "half"
-        for parameter in llama.parameters():
-            parameter.data = parameter.data.bfloat16().to(dtype)
     model = from_transformers(llama, layout=layout)
     exits = [layer for layer in range(1, model.num_layers) if (index + layer) % 3 == 0]
     learns = runner != "eager" or index % 4 in (1, 2)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path("layerskip_models") / "kernels"
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-DEXACT_ROOMS=1"]
 FILES = (
-    "bench_attention", "bench_cores", "call_depth", "check_at_load", "choices", "compact_linear", "exit_adapters",
+    "bench_attention", "bench_cores", "call_depth", "check_at_load", "choices", "exit_adapters",
     "families", "fewer_bits", "four_bits", "gguf_checkpoint", "grouped_weights",
     "half_precision", "integer_rows", "kernel_library", "kv_dtype", "large_sizes", "many_rows", "many_texts", "matrix_unit",
     "native", "native_attention", "native_four_bits", "tensor_parallel_layers", "native_memory", "native_forward",

@@ -15,8 +15,8 @@ from torch import Tensor
 from bench.commands.preparation import open_model
 from layerskip_models import DEMO_PATH, from_transformers, load_model
 from layerskip_models.checkpoints import loading
-from layerskip_models.compact_linear import GroupedLinear, grouped_product
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
+from layerskip_models.grouped_linear import GroupedLinear, grouped_product
 from layerskip_models.grouped_weight import GroupedWeight, exact, pack_nibbles, unpack_nibbles
 from layerskip_models.kernels import library, native_rounding
 from layerskip_models.kernels.check import native_works
@@ -217,7 +217,7 @@ def test_the_product_by_operators(seed: int, rows: int, outputs: int, symmetric:
 def test_pieces_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = round_to_four_bits(drawn(50, 64), group=32, symmetric=True), drawn(3, 64, seed=1)
     whole = grouped_product(x, weight, None)
-    monkeypatch.setattr("layerskip_models.compact_linear._CONVERTED", 64 * 7)
+    monkeypatch.setattr("layerskip_models.grouped_linear._CONVERTED", 64 * 7)
     torch.testing.assert_close(grouped_product(x, weight, None), whole)
 
 

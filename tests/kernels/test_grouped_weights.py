@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.checkpoints.gguf_blocks import GROUPED, numbers_of_blocks
-from layerskip_models.compact_linear import GroupedLinear
+from layerskip_models.grouped_linear import GroupedLinear
 from layerskip_models.grouped_weight import GroupedWeight, pack_sixes
 from layerskip_models.kernels import library
 from layerskip_models.kernels.interleaving import in_rows, interleaved

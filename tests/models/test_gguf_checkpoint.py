@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH, from_transformers, load_model, load_tokenizer
 from layerskip_models.checkpoints.loading import load_config, load_transformers
-from layerskip_models.compact_linear import int8_works
 from layerskip_models.kernels.check import native_works
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
@@ -80,8 +79,10 @@ def test_a_gguf_file_of_8_bits_is_int8_and_of_floats_is_not(tmp_path: Path) -> N
     for kind in ("Q8_0", "F16"):
         write_gguf(small(), tmp_path / f"{kind}.gguf", kind)
     eight, full = (load_model(tmp_path / f"{kind}.gguf", device="cpu") for kind in ("Q8_0", "F16"))
-    same = load_model(tmp_path / "F16.gguf", dtype="int8", device="cpu") if int8_works(CPU, torch.float32) else eight
-    assert eight.layer_bytes == same.layer_bytes <= full.layer_bytes
+    same = load_model(tmp_path / "F16.gguf", dtype="int8", device="cpu")
+    assert eight.layer_bytes <= same.layer_bytes <= full.layer_bytes
+    if native_works(CPU, torch.float32):  # operators need a few bytes more for weights that were rounded here
+        assert eight.layer_bytes == same.layer_bytes
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -16,7 +16,6 @@ from layerskip_models import from_transformers, load_model
 from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.checkpoints.packed_weights import dequantise, unpack
 from layerskip_models.checkpoints.schemes import Scheme
-from layerskip_models.compact_linear import int8_works
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import LAYOUTS
@@ -28,7 +27,6 @@ from tiny_llama import reference_greedy, tiny_llama
 
 CPU = torch.device("cpu")
 NATIVE = native_works(CPU, torch.float32)
-needs_int8 = pytest.mark.skipif(not NATIVE and not int8_works(CPU, torch.float32), reason="no int8 here")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 VARIANTS: dict[str, dict[str, Any]] = {
     "packed, groups": {"method": "pack-quantized"},
@@ -100,7 +98,6 @@ def wide(**options: Any) -> LlamaForCausalLM:
     return tiny_llama(**{**shape, "num_layers": 3, "seed": 4, "late_scale": 0.6, **options})
 
 
-@needs_int8
 @pytest.mark.parametrize("name", IN_FOUR_BITS)
 def test_4_bit_weights_keep_their_numbers(name: str, tmp_path: Path) -> None:
     """Every one, in fused matrices with interleaved rows; so hidden states are transformers' and speculation is exact."""
@@ -122,7 +119,6 @@ def test_4_bit_weights_keep_their_numbers(name: str, tmp_path: Path) -> None:
     assert SelfSpecGenerator(model, policy="ls:1-3").generate(PROMPT, max_new_tokens=20).new_tokens == plain
 
 
-@needs_int8
 @pytest.mark.parametrize("name", NOT_IN_FOUR_BITS)
 def test_4_bit_weights_that_do_not_fit_are_rounded(name: str, tmp_path: Path) -> None:
     """To 8 bits; to 4 if these are asked for."""
@@ -135,7 +131,6 @@ def test_4_bit_weights_that_do_not_fit_are_rounded(name: str, tmp_path: Path) ->
     assert load_model(tmp_path, dtype="int4", device="cpu").layer_bytes < eight.layer_bytes
 
 
-@needs_int8
 def test_a_matrix_that_the_file_left_as_it_is(tmp_path: Path) -> None:
     """Among the parts of a fused one: all of it is rounded to 8 bits, with the numbers that the 4-bit parts stand for."""
     quantise_checkpoint(wide(num_layers=2), tmp_path, "gptq", group_size=32)
@@ -151,7 +146,6 @@ def test_a_matrix_that_the_file_left_as_it_is(tmp_path: Path) -> None:
     assert torch.equal(model._layers[1].qkv(x), eight._layers[1].qkv(x))
 
 
-@needs_int8
 def test_broken_scales_are_found(tmp_path: Path) -> None:
     quantise_checkpoint(wide(num_layers=2), tmp_path, "gptq", group_size=32)
     tensors: dict[str, Tensor] = load_file(tmp_path / "model.safetensors")
@@ -212,7 +206,6 @@ def test_compressed_tensors_reads_the_same(name: str, tmp_path: Path) -> None:
     assert torch.equal(dequantise(parts), theirs)
 
 
-@needs_int8
 def test_int8_is_the_default_and_other_dtypes_are_kept(tmp_path: Path) -> None:
     quantise_checkpoint(small(), tmp_path, "pack-quantized")
     ours, floats = load_model(tmp_path, device="cpu"), load_model(tmp_path, dtype="float32", device="cpu")

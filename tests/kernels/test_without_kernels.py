@@ -1,0 +1,75 @@
+"""Weights of few bits where our kernels do not run: the same numbers, multiplied by PyTorch's operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from layerskip_models import from_transformers
+from layerskip_models.grouped_linear import GroupedLinear
+from layerskip_models.kernels import library
+from layerskip_models.kernels.native_linear import NativeInt8Linear
+from layerskip_models.linear import Layout, PlainLinear, default_layout, int8_linear
+from scripted_policies import EVERY_POLICY, named_policy
+from selfspec import SelfSpecGenerator
+from test_native import drawn, needs_native
+from tiny_llama import tiny_llama
+
+PROMPT = [5, 1, 7, 3]
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "kernels", lambda: None)
+
+
+@pytest.mark.parametrize(("columns", "kind"), [(64, GroupedLinear), (384, GroupedLinear), (30, PlainLinear)])
+def test_8_bits(columns: int, kind: type, no_kernels: None) -> None:
+    """Rounded to the nearest of 255 multiples of each output's scale; inputs are not rounded."""
+    weight, bias, x = drawn(9, columns), drawn(9, seed=1), drawn(5, columns, seed=2)
+    weight[3] = 0
+    linear = int8_linear(weight, bias)
+    assert isinstance(linear, kind) and isinstance(linear, (GroupedLinear, PlainLinear))
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    assert ((linear.weight - weight).abs() <= scale * 0.500001).all()
+    assert (linear.weight / scale.clamp_min(1e-30)).sub_((weight / scale.clamp_min(1e-30)).round()).abs().max() < 1e-4
+    exact = F.linear(x.double(), linear.weight.double(), bias.double())
+    torch.testing.assert_close(linear(x).double(), exact, rtol=0, atol=2e-5)
+    torch.testing.assert_close(linear.add_to(drawn(5, 9), x).double(), exact + drawn(5, 9), rtol=0, atol=2e-5)
+    if kind is GroupedLinear:
+        assert linear.num_bytes < 1.2 * weight.numel() + 4 * len(weight)
+
+
+@needs_native
+@pytest.mark.parametrize("columns", [64, 30])
+def test_8_bits_have_the_numbers_that_the_kernels_have(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = drawn(12, columns)
+    found = NativeInt8Linear(weight).weight
+    monkeypatch.setattr(library, "kernels", lambda: None)
+    linear = int8_linear(weight)
+    assert isinstance(linear, (GroupedLinear, PlainLinear)) and torch.equal(linear.weight, found)
+
+
+@pytest.mark.parametrize("layout", ["int8", "int4"])
+def test_drafts_change_no_token(layout: Layout, no_kernels: None) -> None:
+    """Nor do drafts in 4 bits of a model in 8."""
+    shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192, "late_scale": 0.6}
+    model = from_transformers(tiny_llama(**shape, num_layers=4, seed=4, attention_bias=True), layout=layout)
+    assert model.kernels is None and isinstance(model.layers[1].down, GroupedLinear)
+    generator = SelfSpecGenerator(model)
+    expected = generator.generate(PROMPT, max_new_tokens=20, policy="ar").new_tokens
+    policies = [named_policy(name, 2, model) for name in EVERY_POLICY]
+    for policy in [*policies, *(["bits:4-3"] if layout == "int8" else [])]:
+        assert generator.generate(PROMPT, max_new_tokens=20, policy=policy).new_tokens == expected, policy
+
+
+def test_other_weights_are_kept_as_they_are(no_kernels: None) -> None:
+    assert default_layout(drawn(512, 512)) == "plain"
+
+
+def test_a_layout_that_does_not_exist_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"one of plain, int8, int4, native, got 'half': leave it out"):
+        from_transformers(tiny_llama(), layout="half")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="layout 'int8' needs a CPU and float32; this is cpu and float64"):
+        from_transformers(tiny_llama(dtype=torch.float64), layout="int8")
