@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,8 +24,6 @@ class RMSNorm:
         self.eps = eps
         self._through_float32 = live or weight.dtype != torch.float32
         self._weight: Tensor | None = weight if self._through_float32 else weight * size**0.5
-        self.folded: Tensor | None = None
-        """The factors, once the next matrix has them."""
         self._root = torch.full((1, 1), (size * eps) ** 0.5, dtype=weight.dtype, device=weight.device)
 
     @property
@@ -50,14 +46,8 @@ class RMSNorm:
         """
         if self._through_float32:
             return None
-        self.folded, self._weight = self._weight, None
-        return self.folded
-
-    def unfolded(self) -> RMSNorm:
-        """A norm that applies its factors itself, for a matrix that does not have them."""
-        other = copy.copy(self)
-        other._weight, other.folded = self._weight if self.folded is None else self.folded, None
-        return other
+        factors, self._weight = self._weight, None
+        return factors
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [.., hidden]. Returns a new tensor of the same shape and dtype."""
