@@ -6,11 +6,11 @@ import dataclasses
 import gzip
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,9 +61,6 @@ class EncodedPrompt:
     def new_tokens(self, most: int) -> int:
         """How many tokens to continue it by in a run that asks for `most`."""
         return most if self.answer_tokens is None else min(self.answer_tokens, most)
-
-
-AnyPrompt = TypeVar("AnyPrompt", Prompt, EncodedPrompt)
 
 
 def shipped_names() -> list[str]:
@@ -123,29 +120,13 @@ def select_prompts(prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:
     """
     if num_samples < 1:
         raise ValueError(f"num_samples must be >= 1, got {num_samples}")
-    return _in_turns(group_by_task(prompts).values())[:num_samples]
+    turns = zip_longest(*group_by_task(prompts).values())
+    return [prompt for turn in turns for prompt in turn if prompt is not None][:num_samples]
 
 
-def split_for_tuning(samples: Sequence[AnyPrompt], tuning: int) -> tuple[list[AnyPrompt], list[AnyPrompt]]:
-    """The first `tuning` prompts of each task, and the others, tasks taking turns. ValueError if a task has no others."""
-    groups = group_by_task(samples)
-    for task, found in groups.items():
-        if len(found) <= tuning:
-            raise ValueError(f"task {task} has {len(found)} prompts: more than --tuning {tuning} are needed")
-    return _in_turns(found[:tuning] for found in groups.values()), _in_turns(
-        found[tuning:] for found in groups.values()
-    )
-
-
-def _in_turns(groups: Iterable[Sequence[AnyPrompt]]) -> list[AnyPrompt]:
-    """One of each group in turn, as long as one has any."""
-    turns = zip_longest(*groups)
-    return [prompt for turn in turns for prompt in turn if prompt is not None]
-
-
-def group_by_task(prompts: Sequence[AnyPrompt]) -> dict[str, list[AnyPrompt]]:
+def group_by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
     """Each task's prompts, tasks and prompts in the order in which they come."""
-    groups: dict[str, list[AnyPrompt]] = {}
+    groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.task, []).append(prompt)
     return groups

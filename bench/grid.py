@@ -32,10 +32,7 @@ class GridCell(NamedTuple):
 
 
 def grid_line(prompt: EncodedPrompt, trace: AgreementTrace, lengths: Sequence[int], cost: CostModel) -> Line:
-    """One prompt's line: a `GridCell` of every setting, and where each exit layer agrees.
-
-    agreement: each layer's share of positions. agrees: by layer, "1" or "0" for every position, for the readings.
-    """
+    """One prompt's line: a `GridCell` of every setting, and the share of positions at which each exit layer agrees."""
     cells = {}
     for layer in trace.agrees:
         for length in lengths:
@@ -50,7 +47,6 @@ def grid_line(prompt: EncodedPrompt, trace: AgreementTrace, lengths: Sequence[in
         "task": prompt.task,
         "cells": cells,
         "agreement": agreement,
-        "agrees": {str(layer): "".join("1" if value else "0" for value in row) for layer, row in trace.agrees.items()},
     }
 
 

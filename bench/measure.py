@@ -15,7 +15,6 @@ from torch import Tensor
 from bench.datasets import EncodedPrompt
 from bench.engines.own import EngineLostError, HasLabel, TimedEngine
 from bench.record import Line, RecordWriter
-from layerskip_models.training.evaluation import is_looping
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 
 Item = TypeVar("Item")
@@ -175,7 +174,6 @@ def measure_prompt(
                 "engine": engine.name,
                 "prompt": prompt.id,
                 "output": _digest(outputs[engine.name]),
-                "looping": is_looping(outputs[engine.name]),
                 "repeats_that_differ": None if sampled else changed[engine.name],
                 "reference": None if reference is None else reference.name,
                 "first_difference": None if difference is None else difference.position,

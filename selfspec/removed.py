@@ -19,6 +19,7 @@ BENCH_COMMANDS = {
 BENCH_OPTIONS = {
     "--converted": "name the engines with --llama-cpp, --ik-llama-cpp and --openvino",
     "--into": "`selfspec-bench report RECORD` prints the tables to paste",
+    "--joining-tokens": "`selfspec-bench serving` measures how long clients wait",
 }
 
 

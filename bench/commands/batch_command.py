@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Annotated
 
-import torch
 import typer
 from torch import Tensor
 
@@ -33,7 +32,7 @@ from bench.commands.preparation import (
     show,
 )
 from bench.commands.started_peers import start_all, tell_lost, versions_of, without_lost
-from bench.machine.throughput import BatchEngine, SelfSpecBatch, measure_batch, measure_joining
+from bench.machine.throughput import BatchEngine, SelfSpecBatch, measure_batch
 from bench.measure import in_turn, tried
 from bench.provenance import provenance
 from bench.record import Line, RecordWriter
@@ -50,9 +49,6 @@ def batch(
     max_new_tokens: options.NewTokensOption = 64,
     texts: Annotated[str, typer.Option(help="Texts decoded together, as in 1,2,4.")] = "1,2,4,8,16",
     policy: Annotated[list[str] | None, typer.Option(help="Policies, repeatable. Default: ar and auto.")] = None,
-    joining_tokens: Annotated[
-        int, typer.Option(min=0, help="Length of a prompt that joins four decoding texts; 0 for none.")
-    ] = 4096,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each engine at each number of texts.")] = 3,
     peers: Annotated[
         bool, typer.Option("--peers/--no-peers", help="Measure transformers' batched generate in the same run.")
@@ -74,7 +70,7 @@ def batch(
     with one_line_errors(), ExitStack() as running:
         checkpoint = str(model or DEMO_PATH)
         sizes = parse_range(texts, "--texts")
-        samples = encoded(prompts, max(*sizes, 4), open_tokenizer(checkpoint), prompt_tokens)
+        samples = encoded(prompts, max(sizes), open_tokenizer(checkpoint), prompt_tokens)
         llamas = [(LLAMA_CPP, kind) for kind in gguf_kinds(LLAMA_CPP, llama_cpp or [], device)]
         llamas += [(IK_LLAMA_CPP, kind) for kind in gguf_kinds(IK_LLAMA_CPP, ik_llama_cpp or [], device)]
         exported = openvino if openvino and installed(OPENVINO) else []
@@ -98,22 +94,17 @@ def batch(
         if peers:
             others["transformers"] = partial(transformers_peer, *weights)
         started, missing = start_all(others, peer_timeout, running)
-        engines += [engine for peer in started for engine in peer.batches]
+        engines += [engine for peer in started for engine in peer.engines]
         shortest = min(len(sample.ids) for sample in samples)
         ids = [sample.ids[-shortest if exported else 0 :] for sample in samples]
         while len(ids) < max(sizes):  # the same prompts once more, each with its last token in front
             ids.append(ids[len(ids) - len(samples)].roll(1))
         about = {**configuration(checkpoint, samples, max_new_tokens, repeats, warmups=1), "texts": sizes}
         where = {**found, **versions_of(started)}
-        joins = joining_tokens > 0
         with recording(RecordWriter(output)) as record:
             record.write(run_line("batch", about, engines, where))
-            with progress(len(engines) * len(sizes) * repeats + joins) as advance:
+            with progress(len(engines) * len(sizes) * repeats) as advance:
                 lost = _measure(engines, ids, sizes, max_new_tokens, repeats, record.write, advance)
-                if joins:
-                    read = torch.cat(ids).repeat(-(-joining_tokens // int(torch.cat(ids).numel())))[:joining_tokens]
-                    record.write(measure_joining(generator, ids[:4], read, "ar", max_new_tokens=joining_tokens))
-                    advance("a prompt that joins")
             if missing or lost:
                 record.complete(without_lost(record.lines, missing, lost))
     show(record.lines)

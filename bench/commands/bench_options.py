@@ -18,7 +18,6 @@ def _record_path(path: Path | None) -> Path | None:
         return None if path is None else output_file(path, replaced=True)
 
 
-PromptsArgument = Annotated[list[Path], typer.Argument(help="Prompts, .jsonl[.gz] or shipped ones by name.")]
 ModelOption = Annotated[
     str | None,
     typer.Option(

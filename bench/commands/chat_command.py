@@ -12,10 +12,8 @@ import typer
 
 from bench.commands import bench_options as options
 from bench.commands.loaded_peers import (
-    GGML_ROUNDING,
     load_once,
     loading_line,
-    openvino_rounding_of,
     other_file_peer,
     own_file_peer,
 )
@@ -104,11 +102,10 @@ def chat(
         }
         for program, wanted in ((LLAMA_CPP, llama_cpp), (IK_LLAMA_CPP, ik_llama_cpp)):
             if wanted and installed(program):
-                makers[program] = partial(other_file_peer, program, path, longest, GGML_ROUNDING)
+                makers[program] = partial(other_file_peer, program, path, longest)
         exported = [*([path] if openvino_file else []), *(openvino or [])]
         for place in exported if exported and installed(OPENVINO) else ():
-            rounding = openvino_rounding_of(place)
-            makers[f"{OPENVINO} {place.name}"] = partial(other_file_peer, OPENVINO, place, longest, rounding)
+            makers[f"{OPENVINO} {place.name}"] = partial(other_file_peer, OPENVINO, place, longest)
         earlier = [load_once(name, make, peer_timeout) for _ in range(loads - 1) for name, make in makers.items()]
         (own_name, own), *others = makers.items()
         ours = start(own_name, own, peer_timeout, running)

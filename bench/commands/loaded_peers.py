@@ -23,43 +23,25 @@ from bench.record import Line
 from layerskip_models import load_model
 from selfspec import SelfSpecGenerator
 
-GGML_ROUNDING = "rows to 8 bits, 32 inputs sharing a scale; keys and values to float16"
-"""What llama.cpp and its forks round beyond the weights, where these are in fewer than 16 bits."""
 _FIRST = torch.tensor([0])
 """A prompt of one token: what happens only at the first call is part of loading."""
-_ROUNDED = "rows to 16 bits, for the head to 24"
-_ROUNDED_IN_GROUPS = "rows to 16 bits, but for the head"
-_ROUNDED_ROWS = {"amx": _ROUNDED, "vnni": _ROUNDED, "avx512": _ROUNDED_IN_GROUPS, "avx2": _ROUNDED_IN_GROUPS}
-"""What kernels round rows to that become whole numbers (docs/kernels.md), by variant."""
 
 
 def own_file_peer(path: Path, policy: str, kept: bool, dtype: str = "auto") -> Peer:
     """selfspec with one policy. kept: it goes on learning from prompt to prompt. dtype: that the weights are loaded in."""
     found = provenance(torch.device("cpu"), torch.float32)
-    rows = _ROUNDED_ROWS.get(found["kernels"], "no rows")
 
     def make() -> tuple[TimedEngine, Mapping[str, Any]]:
         model = load_model(path, dtype=dtype, device="cpu")
         engine = SelfSpecEngine(SelfSpecGenerator(model, prefix_cache=0), policy, kept=kept)
         return engine, {"dtype": model.dtype, "versions": found}
 
-    importing = "from selfspec import SelfSpecGenerator"
-    return _loaded(make, importing, f"{rows}; keys, values and all else in float32")
+    return _loaded(make, "from selfspec import SelfSpecGenerator")
 
 
-def other_file_peer(program: str, path: Path, max_tokens: int, rounding: str) -> Peer:
-    """Another engine. max_tokens: of a prompt and its continuation. rounding: beyond the weights, what it rounds."""
-    return _loaded(partial(engine_on_file, program, path, max_tokens), f"import {PACKAGES[program][0]}", rounding)
-
-
-def openvino_rounding_of(path: Path) -> str:
-    """What OpenVINO rounds, asked in a process of its own, whose memory does not count; "unknown" if it fails there."""
-    asked = (
-        "import sys, pathlib; from bench.engines.openvino_genai import openvino_rounding; "
-        "print(openvino_rounding(pathlib.Path(sys.argv[1])))"
-    )
-    answer = subprocess.run([sys.executable, "-c", asked, str(path)], capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or "unknown"
+def other_file_peer(program: str, path: Path, max_tokens: int) -> Peer:
+    """Another engine. max_tokens: of a prompt and its continuation."""
+    return _loaded(partial(engine_on_file, program, path, max_tokens), f"import {PACKAGES[program][0]}")
 
 
 def loading_line(peer: PeerProcess) -> Line:
@@ -81,10 +63,10 @@ def load_once(name: str, make: Callable[[], Peer], timeout: float) -> Line | Non
             return None
 
 
-def _loaded(make: Callable[[], tuple[TimedEngine, Mapping[str, Any]]], importing: str, rounding: str) -> Peer:
+def _loaded(make: Callable[[], tuple[TimedEngine, Mapping[str, Any]]], importing: str) -> Peer:
     """The engine that `make` gives with what the parent is to know of it, once it has said a first token.
 
-    importing: the line with which a program imports it. rounding: beyond the weights, what it rounds.
+    importing: the line with which a program imports it.
     """
     began = perf_counter()
     subprocess.run([sys.executable, "-c", importing], check=True, capture_output=True)
@@ -98,7 +80,6 @@ def _loaded(make: Callable[[], tuple[TimedEngine, Mapping[str, Any]]], importing
         "import_seconds": imported,
         "bytes_before": before,
         "peak_loading_bytes": peak_bytes_of(),
-        "rounding": rounding,
     }
     forget_peak()
     return Peer(engines=[engine], about={"loading": loading, **about})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import typer
 
@@ -14,7 +14,7 @@ from bench.commands.preparation import load_network, transformers_engines
 from bench.engines.llama_batches import names_of
 from bench.engines.own import SelfSpecEngine, TimedEngine
 from bench.engines.peer_process import Peer
-from bench.machine.throughput import BatchEngine, TransformersBatch
+from bench.engines.peers import transformers_generate
 from bench.provenance import provenance
 from layerskip_models import from_transformers, load_model
 from layerskip_models.checkpoints.loading import resolve_device
@@ -28,10 +28,6 @@ PACKAGES = {
     OPENVINO: ("openvino_genai", "openvino-genai"),
 }
 """Another engine's module, and the package that has it."""
-
-
-class AnyEngine(TimedEngine, BatchEngine, Protocol):
-    """One that takes one text or many."""
 
 
 def installed(program: str, *others: str) -> bool:
@@ -93,10 +89,10 @@ def llama_peer(program: str, checkpoint: str, dtype: str, device: str, kind: str
 
     with written_gguf(load_network(checkpoint, dtype, device), kind) as path:
         engine, about = engine_on_file(program, path, max_tokens, **names_of(program, kind))
-    return Peer(engines=[engine], batches=[engine], about=about)
+    return Peer(engines=[engine], about=about)
 
 
-def engine_on_file(program: str, path: Path, max_tokens: int, **names: Any) -> tuple[AnyEngine, Mapping[str, Any]]:
+def engine_on_file(program: str, path: Path, max_tokens: int, **names: Any) -> tuple[TimedEngine, Mapping[str, Any]]:
     """llama.cpp, its fork or OpenVINO on a file (OpenVINO: or a folder), and its version as `Peer.about` tells it."""
     if program == LLAMA_CPP:
         from bench.engines.llama_cpp import (  # its package is optional, as are the others
@@ -117,11 +113,12 @@ def engine_on_file(program: str, path: Path, max_tokens: int, **names: Any) -> t
 def openvino_peer(path: Path, max_tokens: int) -> Peer:
     """OpenVINO GenAI on an exported folder."""
     engine, about = engine_on_file(OPENVINO, path, max_tokens)
-    return Peer(engines=[engine], batches=[engine], about=about)
+    return Peer(engines=[engine], about=about)
 
 
-def transformers_peer(checkpoint: str, dtype: str, device: str, exit_layer: int = 1, num_speculations: int = 1) -> Peer:
-    """transformers' own decoding. exit_layer, num_speculations: of its early exit, which is for one text alone."""
+def transformers_peer(checkpoint: str, dtype: str, device: str, setting: tuple[int, int] | None = None) -> Peer:
+    """transformers' own decoding. setting: exit layer and length of its early exit; None for plain decoding alone."""
     network = load_network(checkpoint, dtype, device)
-    engines = transformers_engines(network, exit_layer, num_speculations)
-    return Peer(engines=engines, batches=[TransformersBatch(network)])
+    return Peer(
+        engines=[transformers_generate(network)] if setting is None else transformers_engines(network, *setting)
+    )

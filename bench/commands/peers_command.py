@@ -82,7 +82,7 @@ def peers(
         checkpoint = str(model or DEMO_PATH)
         num_layers = num_layers_of(checkpoint)
         policy_name = policy or fixed_policy(checkpoint, num_layers)
-        exit_layer, num_speculations = _fixed_setting(policy_name, num_layers)
+        setting = _fixed_setting(policy_name, num_layers)
         tokenizer = open_tokenizer(checkpoint)
         if chat:
             samples = chat_prompts(load_prompts(prompts), tokenizer, prompt_tokens, num_samples)
@@ -109,7 +109,7 @@ def peers(
         for folder in exported:
             others[f"{OPENVINO} {folder.name}"] = partial(openvino_peer, folder, longest)
         if transformers:
-            others["transformers"] = partial(transformers_peer, *weights, exit_layer, num_speculations)
+            others["transformers"] = partial(transformers_peer, *weights, setting)
         started, missing = start_all(others, peer_timeout, running)
         engines = [engine for peer in (ours, *started) for engine in peer.engines]
         about = {

@@ -25,7 +25,7 @@ from bench.engines.peers import (
 from bench.provenance import weights_digest
 from bench.record import Line, RecordWriter, part_of
 from bench.report.markdown import headline, tables
-from bench.report.table import counted, print_tables
+from bench.report.table import counted
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model, load_tokenizer
 from layerskip_models.checkpoints.loading import (
     FEW_BITS,
@@ -188,8 +188,7 @@ def _after_interrupt(writer: RecordWriter, resume: str | None) -> str:
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
     """The record's tables and its headline, on standard output."""
     records: list[Line] = [dict(line) for line in lines]
-    print_tables(tables(records))
-    typer.echo(headline(records))
+    typer.echo("\n\n".join([*(table.markdown(aligned=True) for table in tables(records)), headline(records)]))
 
 
 def exit_if_outputs_differ(lines: Sequence[Mapping[str, Any]]) -> None:

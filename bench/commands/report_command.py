@@ -11,7 +11,6 @@ import typer
 from bench.record import read_record, record_name, showing
 from bench.report.compare_records import compare_records
 from bench.report.markdown import markdown
-from bench.report.table import print_tables
 from selfspec.cli.arguments import checked_output_file
 from selfspec.cli.notes import one_line_errors
 
@@ -66,4 +65,4 @@ def compare(
             notes, table = compare_records(left, right)
     for note in notes:
         typer.echo(note)
-    print_tables([table])
+    typer.echo(table.markdown(aligned=True))

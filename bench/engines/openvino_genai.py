@@ -6,10 +6,8 @@ its own clock tells the time of the first token, so that no Python is called bac
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -25,8 +23,6 @@ from bench.machine.throughput import BatchRun, after_prompts
 from layerskip_models.kernels.threads import num_threads
 
 MODEL = "openvino_model.xml"
-SETTINGS = ("INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE", "KV_CACHE_PRECISION")
-"""What tells how it computes: its arithmetic, the inputs that share a scale where rows are rounded to 8 bits, its cache."""
 
 
 class OpenVinoEngine:
@@ -94,33 +90,3 @@ def openvino_version() -> str:
 def openvino_name(path: Path) -> str:
     """What a record calls the engine on this file or folder."""
     return f"openvino:{'the file' if path.suffix == '.gguf' else path.name.removeprefix('openvino-')}"
-
-
-def openvino_rounding(path: Path) -> str:
-    """What a model's weights are stored as, and how this processor computes with them by default."""
-    with TemporaryDirectory() as made:
-        folder = path if path.is_dir() else Path(made)
-        if folder is not path:  # it converts the file when it loads it, and can keep the result
-            copied = Path(shutil.copy(path, folder))
-            openvino_genai.LLMPipeline(str(copied), "CPU", enable_save_ov_model=True)
-        core = openvino.Core()
-        model = core.read_model(folder / MODEL)
-        stored = {op.get_element_type().get_type_name() for op in model.get_ops() if _is_matrix(op)}
-        compiled = core.compile_model(model, "CPU")
-        arithmetic, group, cache = (compiled.get_property(name) for name in SETTINGS)
-    few = sorted(
-        kind for kind in stored if kind.startswith(("u", "i"))
-    )  # beside them floats are scales, or the embedding
-    names = [kind.get_type_name() if hasattr(kind, "get_type_name") else str(kind) for kind in (arithmetic, cache)]
-    rows = f"rows to 8 bits, {group} inputs sharing a scale" if few and group else f"rows to {names[0]}"
-    kept = f"{' and '.join(few)} with whole zero points" if few else " and ".join(sorted(stored))
-    return f"weights kept as {kept}; {rows}; arithmetic in {names[0]}; keys and values to {names[1]}"
-
-
-def _is_matrix(op: openvino.Node) -> bool:
-    """Whether it is a constant as large as a matrix of weights."""
-    return (
-        op.get_type_name() == "Constant"
-        and op.get_output_size() == 1
-        and int(np.prod(op.get_output_shape(0))) > 1 << 16
-    )

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from bench.engines.own import EngineLostError, Generation, TimedEngine
-from bench.machine.throughput import BatchEngine, BatchRun
+from bench.machine.throughput import BatchRun
 
 StartMethod = Literal["spawn", "fork"]
 _ENDING_SECONDS = 5.0
@@ -33,13 +33,9 @@ _SHOWN = 300  # characters of a last line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What a child makes: engines that share one copy of the weights. about: what the parent is to know of them.
+    """What a child makes: engines that share one copy of the weights. about: what the parent is to know of them."""
 
-    batches: those that continue many texts together.
-    """
-
-    engines: Sequence[TimedEngine] = ()
-    batches: Sequence[BatchEngine] = ()
+    engines: Sequence[TimedEngine]
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -66,13 +62,11 @@ class PeerProcess:
         self._process.start()
         theirs.close()
         try:
-            described, count, self.about = self._answer()
+            described, self.about = self._answer()
         except EngineLostError:
             self.close()
             raise
-        engines = [_Remote(self, number, *one) for number, one in enumerate(described)]
-        self.engines: Sequence[TimedEngine] = engines[:count]
-        self.batches: Sequence[BatchEngine] = engines[count:]
+        self.engines = [RemoteEngine(self, number, *one) for number, one in enumerate(described)]
 
     def __enter__(self) -> PeerProcess:
         return self
@@ -131,8 +125,8 @@ class PeerProcess:
         return next((line.strip()[-_SHOWN:] for line in reversed(lines) if line.strip()), "")
 
 
-class _Remote:
-    """An engine as the parent sees it, of one text at a time or of many."""
+class RemoteEngine:
+    """An engine as the parent sees it, of one text at a time or, if it is a `BatchEngine`, of many."""
 
     def __init__(
         self,
@@ -184,12 +178,11 @@ def _serve(pipe: Connection, parents: Connection, path: str, make: Callable[[], 
     logging.disable_progress_bar()
     try:
         peer = make()
-        engines: list[TimedEngine | BatchEngine] = [*peer.engines, *peer.batches]
-        described = [(one.name, one.label, one.weights, getattr(one, "arithmetic", None)) for one in engines]
-        pipe.send((True, (described, len(peer.engines), dict(peer.about))))
+        described = [(one.name, one.label, one.weights, one.arithmetic) for one in peer.engines]
+        pipe.send((True, (described, dict(peer.about))))
         while True:
             number, method, (first, *others) = pipe.recv()
-            value = getattr(engines[number], method)(_ids(first), *others)
+            value = getattr(peer.engines[number], method)(_ids(first), *others)
             pipe.send((True, value.tolist() if isinstance(value, Tensor) else value))
     except (EOFError, BrokenPipeError):
         return

@@ -7,7 +7,7 @@ model's is put back afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from types import MappingProxyType
@@ -16,11 +16,13 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
 from bench.engines.own import Generation, Sampling
+from bench.machine.throughput import BatchRun
 from selfspec.engine.calibrate import synchronize
 from selfspec.engine.stats import ratio
 
@@ -131,6 +133,19 @@ class TransformersEngine:
         """See `LocalEngine`: every call of transformers allocates anew."""
         self._call(prompt, max_new_tokens)
 
+    def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
+        """See `BatchEngine`: greedily, the shorter prompts padded on the left."""
+        device = self._model.device
+        start = perf_counter()
+        ids = pad_sequence([*prompts], batch_first=True, padding_side="left").to(device)
+        mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
+        settings = {**self._settings, "pad_token_id": 0}
+        sequences = transformers_sequences(
+            self._model, ids, max_new_tokens, settings, attention_mask=mask.to(device), **self._arguments
+        )
+        synchronize(device)
+        return BatchRun(tokens=sequences[:, ids.shape[1] :].tolist(), seconds=perf_counter() - start)
+
     def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
         """Rounds, drafted and accepted tokens of assisted generation, which transformers does not return."""
         if "assistant_early_exit" not in self._arguments:
@@ -172,12 +187,6 @@ def transformers_static(model: PreTrainedModel, sampling: Sampling | None = None
     """`generate` with a static cache; on CUDA transformers compiles it by itself."""
     arguments, label = {"cache_implementation": "static"}, "transformers generate, static cache"
     return TransformersEngine(model, "transformers:static", label, arguments, sampling=sampling)
-
-
-def transformers_prompt_lookup(model: PreTrainedModel, num_tokens: int = 10) -> TransformersEngine:
-    """Prompt lookup decoding: up to `num_tokens` copied from where the last one or two tokens occurred before."""
-    name, label = f"transformers:prompt-lookup:{num_tokens}", f"transformers prompt lookup {num_tokens}"
-    return TransformersEngine(model, name, label, {"prompt_lookup_num_tokens": num_tokens})
 
 
 def transformers_early_exit(

@@ -7,10 +7,10 @@ from statistics import median, quantiles
 
 from bench.grid import ALL
 from bench.record import PLAIN, Line, matching
+from bench.report.run_tables import round_table
 from bench.report.source_tables import source_tables
 from bench.report.summary import Samples
-from bench.report.table import UNKNOWN, Table, counted, cross_table, names, number, subject
-from selfspec.engine.stats import mean
+from bench.report.table import Table, cross_table, names, number
 
 LLAMA_CPP = "llama.cpp"
 Figure = Callable[[Line], float]
@@ -34,18 +34,6 @@ def answer_speed(line: Line) -> float:
 FIGURES: dict[str, Figure] = {"prompt": prompt_speed, "decoding": decode_speed, "whole answer": answer_speed}
 
 
-def chat_headline(lines: Sequence[Line]) -> str:
-    """What was measured."""
-    configuration = lines[0]["configuration"]
-    samples = Samples(lines)
-    lengths = [matching(samples.samples, "sample", prompt=prompt)[0] for prompt in samples.prompts]
-    prompt, new = (median(line[name] for line in lengths) for name in ("num_prompt_tokens", "num_new_tokens"))
-    return (
-        f"{subject(lines)}, greedy: {counted(len(samples.prompts), 'prompt')}, medians {prompt:.0f} tokens and {new:.0f} "
-        f"new ones (at most {configuration['max_new_tokens']}), {counted(configuration['repeats'], 'run')} of each on each."
-    )
-
-
 def chat_tables(lines: Sequence[Line]) -> list[Table]:
     """All that the record has lines for."""
     samples = Samples(lines)
@@ -56,7 +44,7 @@ def chat_tables(lines: Sequence[Line]) -> list[Table]:
         _speed_table("prompts", "Prompts, tokens/s: median over prompts", samples, kinds, prompt_speed),
         _ratio_table(samples, kinds),
         *source_tables(samples),
-        _rounding_table(lines, samples),
+        round_table(samples),
     ]
 
 
@@ -141,26 +129,3 @@ def _median(runs: Sequence[Line], figure: Figure) -> float:
     for line in runs:
         found.setdefault(line["prompt"], []).append(figure(line))
     return median(median(values) for values in found.values())
-
-
-def _rounding_table(lines: Sequence[Line], samples: Samples) -> Table:
-    """Why texts differ: what each engine rounds, and how much of its text is plain decoding's."""
-    rows = []
-    for name, label in samples.engines.items():
-        outputs = matching(samples.outputs, "output", engine=name)
-        lengths = {line["prompt"]: line["num_new_tokens"] for line in samples.samples}
-        shares = [
-            1.0 if line["first_difference"] is None else line["first_difference"] / lengths[line["prompt"]]
-            for line in outputs
-            if line["reference"] is not None
-        ]
-        same = sum(line["first_difference"] is None for line in outputs)
-        rows.append(
-            {
-                "engine": label,
-                "rounds": matching(lines, "loading", engine=name)[-1]["rounding"],
-                "same answers": f"{same} of {len(outputs)}",
-                "tokens before the first difference": number(mean(shares), "{:.0f} %", 100) if shares else UNKNOWN,
-            }
-        )
-    return Table.of("rounding", "What each engine rounds beyond its weights, and answers beside plain decoding's", rows)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench.record import Line, matching
-from bench.report.table import UNKNOWN, Table, number, subject
+from bench.report.table import UNKNOWN, Table, number
 
 ROLES = ("plain", "best fixed", "auto")
 
@@ -23,25 +23,6 @@ def time_beside_reading(lines: Sequence[Line], context: int) -> float:
     positions = context + configuration["max_new_tokens"] / 2
     read = configuration["num_layers"] * limits["kv_bytes"] * positions
     return float(seconds_per_token(lines, context, "plain") - read / limits["bytes_per_second"])
-
-
-def context_headline(lines: Sequence[Line]) -> str:
-    """What a long context costs."""
-    configuration, where = lines[0]["configuration"], lines[0]["provenance"]
-    contexts = _contexts(lines)
-    differing = sum(not line["outputs_equal"] for line in matching(lines, "decode"))
-    unread = "" if configuration["prefill"] else " (keys and values random: the prompt was not read)"
-    text = (
-        f"{subject(lines)}, greedy, {configuration['max_new_tokens']} new tokens after "
-        f"{', '.join(map(str, contexts))}{unread}: runs whose text is not plain decoding's: {differing}."
-    )
-    if configuration.get("kv_dtype", where["dtype"]) != where["dtype"]:
-        text = f"Keys and values in {configuration['kv_dtype']}. {text}"
-    if len(contexts) > 1:
-        short, long = contexts[0], contexts[-1]
-        ratio = time_beside_reading(lines, short) / time_beside_reading(lines, long)
-        text += f" Time per token less keys and values read at bandwidth: t'({short}) / t'({long}) = {ratio:.2f}."
-    return text
 
 
 def context_tables(lines: Sequence[Line]) -> list[Table]:
@@ -68,6 +49,7 @@ def _speed_table(lines: Sequence[Line]) -> Table:
         plain = seconds.pop("plain")
         prefill = matching(lines, "prefill", context=context)[0]
         peers = matching(lines, "transformers", context=context)
+        decoded = matching(lines, "decode", context=context)
         rows.append(
             {
                 "context": str(context),
@@ -78,12 +60,15 @@ def _speed_table(lines: Sequence[Line]) -> Table:
                 "plain, ms": f"{1000 * plain:.2f}",
                 "t', ms": f"{1000 * time_beside_reading(lines, context):.2f}",
                 "TTFT, s": number(prefill["time_to_first_token"], "{:.2f}"),
+                "other texts than plain's": str(sum(not line["outputs_equal"] for line in decoded)),
                 "transformers' TTFT, s": f"{peers[0]['time_to_first_token']:.2f}" if peers else UNKNOWN,
             }
         )
+    configuration = lines[0]["configuration"]
+    unread = "" if configuration["prefill"] else ", and random: the prompt was not read"
     title = (
         "tokens/s after the first token (× plain decoding), plain decoding's time per token and t' (less keys and values "
-        "read at the measured bandwidth), time to the first token"
+        f"read at the measured bandwidth), time to the first token; keys and values in {configuration['kv_dtype']}{unread}"
     )
     return Table.of("contexts", title, rows)
 

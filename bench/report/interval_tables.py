@@ -1,4 +1,4 @@
-"""How sure a table of policies is: 95 % intervals over prompts, and texts that loop apart from the others.
+"""How sure a table of policies is: 95 % intervals over prompts.
 
 A paired bootstrap: prompts are drawn again with replacement, within each task, 2,000 times; every row sees the same draws.
 So an interval of a ratio says what other prompts of these tasks might have given, and nothing of other models or machines.
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.grid import ALL, LAYERS, GridCell, fixed_in_hindsight, grid_lines
-from bench.record import PLAIN, Line, by_value, matching
+from bench.record import PLAIN, Line, by_value
 from bench.report.summary import Samples
-from bench.report.table import UNKNOWN, Table
+from bench.report.table import Table
 
 DRAWS = 2000
 FEWEST = 6
@@ -30,18 +30,17 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRow:
-    """One policy's prompts: tokens committed in rounds, layers loaded in them, tokens per second, acceptance rate (NaN where
-    nothing was drafted). [prompts] each; a replayed setting has the first two.
+    """One policy's prompts: tokens committed in rounds, layers loaded in them, tokens per second. [prompts] each; a replayed
+    setting has the first two.
     """
 
     tokens: Floats
     layers: Floats
     speeds: Floats | None = None
-    acceptance: Floats | None = None
 
 
 def interval_tables(lines: Sequence[Line], runs: Mapping[str, Sequence[Line]]) -> list[Table]:
-    """Intervals of each policy, and texts that loop apart, where the record tells which do. runs: by engine, a prompt each.
+    """Intervals of each policy. runs: by engine, a prompt each.
 
     No table for a record of fewer than `FEWEST` prompts, without plain decoding, or without layers counted.
     """
@@ -60,20 +59,17 @@ def interval_tables(lines: Sequence[Line], runs: Mapping[str, Sequence[Line]]) -
     rows = dict(sorted(rows.items(), key=lambda item: -item[1].tokens.sum() / item[1].layers.sum()))
     fixed = _best_fixed(grid_lines(lines), samples.prompts)
     plain = policy_row(samples, PLAIN, runs[PLAIN])
-    return [
-        *_intervals(samples, rows, plain, fixed),
-        *_loops(lines, samples, rows, plain),
-    ]
+    return _intervals(samples, rows, plain, fixed)
 
 
-def interval(values: Callable[[Floats], Floats], draws: Floats, digits: int = 3) -> str:
+def interval(values: Callable[[Floats], Floats], draws: Floats) -> str:
     """A figure of all prompts, and in brackets its interval.
 
     values: of several weightings of the prompts, [weightings, prompts], of which `draws` are such; returns [weightings].
     """
     (whole,) = values(np.ones((1, draws.shape[1])))
     low, high = np.percentile(values(draws), _ENDS)
-    return f"{whole:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
+    return f"{whole:.3f} ({low:.3f}–{high:.3f})"
 
 
 def rate(row: PolicyRow, weights: Floats) -> Floats:
@@ -115,7 +111,6 @@ def policy_row(samples: Samples, engine: str, own: Sequence[Line]) -> PolicyRow:
         tokens=np.array([by_prompt[prompt]["num_new_tokens"] - 1.0 for prompt in samples.prompts]),
         layers=np.array([float(each["loaded_layers"] + each["preverifier_layers"]) for each in stats]),
         speeds=np.array([median(line["num_new_tokens"] / line["seconds"] for line in group) for group in timed]),
-        acceptance=np.array([np.nan if (share := each.get("acceptance_rate")) is None else share for each in stats]),
     )
 
 
@@ -151,26 +146,3 @@ def _intervals(
         f"95 % intervals over {count} prompts, paired: each policy divided by plain decoding, and by one fixed setting"
     )
     return [Table.of("intervals", title, made)] if made else []
-
-
-def _loops(lines: Sequence[Line], samples: Samples, rows: Mapping[str, PolicyRow], plain: PolicyRow) -> list[Table]:
-    looping = {
-        line["prompt"]: line["looping"]
-        for line in matching(lines, "output", engine=PLAIN)
-        if line.get("looping") is not None
-    }
-    if len(looping) < len(samples.prompts):
-        return []
-    loops = np.array([float(looping[prompt]) for prompt in samples.prompts])
-    parts = {f"texts that loop ({int(loops.sum())})": loops, f"other texts ({int((1 - loops).sum())})": 1 - loops}
-
-    def cell(row: PolicyRow, weights: Floats) -> str:
-        if not weights.any():
-            return UNKNOWN
-        rates = [float(weights @ each.tokens / (weights @ each.layers)) for each in (row, plain)]
-        return f"{rates[0] / rates[1]:.3f}"
-
-    made = [
-        {"policy": name, **{part: cell(row, weights) for part, weights in parts.items()}} for name, row in rows.items()
-    ]
-    return [Table.of("loops", "eTPL over plain decoding's, of texts that loop and of the others", made)] if made else []

@@ -9,13 +9,6 @@ from bench.record import Line, by_value, matching
 from bench.report.table import Table, cross_table, number
 
 
-def load_headline(lines: Sequence[Line]) -> str:
-    """The share of a plain read's speed at which each checkpoint loads."""
-    found = [f"{name} at {median(map(_share, own)):.2f}" for name, own in _by_model(lines).items()]
-    where = "memory" if lines[0]["configuration"]["cached"] else "the disk"
-    return f"Loading from {where}, as a share of the speed of a plain read: {', '.join(found)}."
-
-
 def load_tables(lines: Sequence[Line]) -> list[Table]:
     """Medians of the repeats; the share is the median of their shares."""
     rows = []
@@ -65,14 +58,6 @@ def _by_model(lines: Sequence[Line]) -> dict[str, list[Line]]:
 
 def _share(line: Line) -> float:
     return float(line["bytes"] / line["seconds"] / line["read_by_1"])
-
-
-def kernels_headline(lines: Sequence[Line]) -> str:
-    """Which variants, and on what."""
-    about = lines[0]["configuration"]
-    return (
-        f"Products with {about['model']} on {lines[0]['provenance']['cpu']}, variants {', '.join(about['variants'])}."
-    )
 
 
 def kernels_tables(lines: Sequence[Line]) -> list[Table]:

@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.record import KEPT, Line
-from bench.report.at_exit_layer import exit_layer_tables
-from bench.report.batch_tables import batch_headline, batch_tables
-from bench.report.chat_tables import chat_headline, chat_tables
-from bench.report.context_tables import context_headline, context_tables
-from bench.report.machine_tables import kernels_headline, kernels_tables, load_headline, load_tables
-from bench.report.roofline_tables import roofline_headline, roofline_tables
+from bench.report.batch_tables import batch_tables
+from bench.report.chat_tables import chat_tables
+from bench.report.context_tables import context_tables
+from bench.report.machine_tables import kernels_tables, load_tables
+from bench.report.roofline_tables import roofline_tables
 from bench.report.run_tables import decoding_text, run_tables
-from bench.report.serving_tables import serving_headline, serving_tables
+from bench.report.serving_tables import serving_tables
 from bench.report.summary import Samples
 from bench.report.sweep_tables import sweep_headline, sweep_tables
-from bench.report.table import Table, counted
+from bench.report.table import Table, counted, subject
 
 _PEERS = {"llama_cpp": "llama-cpp-python", "ik_llama_cpp": "ik-llama-cpp-python", "openvino": "OpenVINO"}
 """Versions of other engines in a record, by what they are of."""
@@ -37,7 +36,7 @@ def headline(lines: Sequence[Line]) -> str:
 def markdown(lines: Sequence[Line], plots: Mapping[str, str] | None = None) -> str:
     """The whole record: tables, plots (paths by title), and where the numbers come from."""
     pictures = [f"![{title}]({path})" for title, path in (plots or {}).items()]
-    made = [*tables(lines), *(exit_layer_tables(lines) if lines[0]["command"] == "run" else ()), machine_table(lines)]
+    made = [*tables(lines), machine_table(lines)]
     return "\n\n".join([headline(lines), *pictures, *(table.markdown() for table in made)]) + "\n"
 
 
@@ -112,14 +111,14 @@ def run_headline(lines: Sequence[Line]) -> str:
 _SHOWN: dict[str, tuple[Callable[[Sequence[Line]], str], Callable[[Sequence[Line]], list[Table]]]] = {
     "run": (run_headline, run_tables),
     "peers": (run_headline, run_tables),
-    "chat": (chat_headline, chat_tables),
+    "chat": (subject, chat_tables),
     "sweep": (sweep_headline, sweep_tables),
-    "roofline": (roofline_headline, roofline_tables),
-    "context": (context_headline, context_tables),
-    "batch": (batch_headline, batch_tables),
-    "serving": (serving_headline, serving_tables),
-    "load": (load_headline, load_tables),
-    "kernels": (kernels_headline, kernels_tables),
+    "roofline": (subject, roofline_tables),
+    "context": (subject, context_tables),
+    "batch": (subject, batch_tables),
+    "serving": (subject, serving_tables),
+    "load": (subject, load_tables),
+    "kernels": (subject, kernels_tables),
 }
 """What makes the headline and the tables of a record, by the command that wrote it."""
 

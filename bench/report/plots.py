@@ -1,4 +1,4 @@
-"""The plots of a report, as matplotlib figures: speed-ups, phases, agreement per layer, a sweep's heat map.
+"""The plots of a report, as matplotlib figures: speed-ups, a sweep's heat map, speed over the context.
 
 Colours are Okabe and Ito's, which colour-blind readers can tell apart.
 """
@@ -12,9 +12,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from bench.grid import grid_lines, mean_agreement
 from bench.record import PLAIN, Line
 from bench.report.context_tables import ROLES, seconds_per_token
 from bench.report.summary import Samples, Spread
@@ -30,32 +28,14 @@ _FONT = 9  # points
 def figures(lines: Sequence[Line]) -> dict[str, Figure]:
     """The figures of a record, by title. None for a command that has none."""
     with rc_context({"font.size": _FONT}):
-        command, agreement = lines[0]["command"], _agreement(lines)
-        made: dict[str, Figure] = {}
-        if command in ("run", "peers"):
-            made |= _engine_figures(Samples(lines))
-        if command == "sweep":
+        if lines[0]["command"] == "context":
+            return {"Speed over the length of the context": context_curves(lines)}
+        if lines[0]["command"] == "sweep":
             sweep = Sweep.of(lines)
-            if 0 < len(sweep.axes) < 3:
-                draw = heat_map if len(sweep.axes) == 2 else sweep_line
-                made["Speed-up over plain decoding of every setting"] = draw(sweep)
-        if command == "roofline":
-            made["Share of the memory's bandwidth"] = roofline_bars(lines)
-        if command == "context":
-            made["Speed over the length of the context"] = context_curves(lines)
-        if agreement:
-            made["Agreement of early layers with the last"] = agreement_curve(agreement)
-        return made
-
-
-def _engine_figures(samples: Samples) -> dict[str, Figure]:
-    made: dict[str, Figure] = {}
-    if PLAIN in samples.engines:
-        made["Speed-up over plain decoding"] = speedup_bars(samples)
-    timed = [name for name in samples.engines if samples.phase_shares(name) is not None]
-    if timed:
-        made["Where the time goes"] = phase_bars(samples, timed)
-    return made
+            draw = {1: sweep_line, 2: heat_map}.get(len(sweep.axes))
+            return {} if draw is None else {"Speed-up over plain decoding of every setting": draw(sweep)}
+        samples = Samples(lines)
+        return {"Speed-up over plain decoding": speedup_bars(samples)} if PLAIN in samples.engines else {}
 
 
 def write_plots(lines: Sequence[Line], name: str, folder: Path) -> dict[str, str]:
@@ -86,42 +66,6 @@ def speedup_bars(samples: Samples) -> Figure:
     axes.axvline(1, color=_REFERENCE, linewidth=0.8)
     axes.set_xlim(0, 1.12 * max(spread.high for spread in spreads.values()))
     axes.set_xlabel("tokens/s relative to plain decoding; thin lines: range of the repeats", fontsize=9)
-    return figure
-
-
-def phase_bars(samples: Samples, engines: Sequence[str]) -> Figure:
-    """Each engine's time by phase, in shares of its own."""
-    figure, axes = _bars(len(engines), extra=0.5)
-    left = np.zeros(len(engines))
-    labels = [samples.labels[name] for name in engines][::-1]
-    shares = [samples.phase_shares(name) or {} for name in engines][::-1]
-    for colour, phase in zip(_COLOURS, samples.phases()):
-        widths = np.array([100 * share[phase] for share in shares])
-        axes.barh(labels, widths, left=left, color=colour, height=0.7, label=phase)
-        left += widths
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("% of the time of all runs")
-    axes.legend(
-        ncols=len(samples.phases()),
-        loc="lower center",
-        bbox_to_anchor=(0.35, 1.0),
-        frameon=False,
-        fontsize=8,
-        columnspacing=0.8,
-        handlelength=1,
-    )
-    return figure
-
-
-def agreement_curve(agreement: Sequence[float | None]) -> Figure:
-    """Share of positions where a layer's argmax is the last layer's, over layers."""
-    figure, axes = _curves("exit layer", "agrees with the last layer")
-    layers = range(1, len(agreement) + 1)
-    axes.plot(layers, [np.nan if value is None else value for value in agreement], marker="o", color=_OURS)
-    axes.set_xlim(0.5, len(agreement) + 0.5)
-    axes.set_ylim(0, 1)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(axis="y", alpha=0.3)
     return figure
 
 
@@ -166,22 +110,6 @@ def sweep_line(sweep: Sweep) -> Figure:
     axes.axhline(1, color=_REFERENCE, linewidth=0.8)
     axes.set_xticks(range(len(values)), values)
     axes.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def roofline_bars(lines: Sequence[Line]) -> Figure:
-    """A bar per call: bytes that it must read per second, over the device's bandwidth."""
-    bandwidth = next(line["bytes_per_second"] for line in lines if line["kind"] == "limits")
-    shares = {
-        line["name"]: 100 * line["bytes"] / line["seconds"] / bandwidth for line in lines if line["kind"] == "call"
-    }
-    figure, axes = _bars(len(shares))
-    axes.barh(list(shares)[::-1], list(shares.values())[::-1], color=_OURS, height=0.7)
-    for row, share in enumerate(reversed(shares.values())):
-        _beside(axes, share, row, f"{share:.0f}")
-    axes.axvline(100, color=_REFERENCE, linewidth=0.8)
-    axes.set_xlim(0, 1.12 * max(100, *shares.values()))
-    axes.set_xlabel("% of bandwidth, timed alone", fontsize=9)
     return figure
 
 
@@ -234,10 +162,3 @@ def _beside(axes: Axes, value: float, row: int, text: str) -> None:
 def _bare(axes: Axes) -> None:
     """Without a frame above and to the right."""
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _agreement(lines: Sequence[Line]) -> list[float | None]:
-    grid = grid_lines(lines)
-    if grid:
-        return mean_agreement(grid)
-    return next((line["by_layer"] for line in lines if line["kind"] == "agreement"), [])

@@ -6,20 +6,7 @@ from collections.abc import Sequence
 
 from bench.machine.roofline import PHASES
 from bench.record import Line, matching
-from bench.report.table import UNKNOWN, Table, subject
-
-
-def roofline_headline(lines: Sequence[Line]) -> str:
-    """The limit, and how close plain decoding comes."""
-    bandwidth = _bandwidth(lines)
-    step = matching(lines, "call")[0]
-    plain = _of_policy(lines, "ar")
-    return (
-        f"{subject(lines)}: memory gives {bandwidth / 1e9:.1f} GB/s (one large tensor, read) and a plain step must read "
-        f"{step['bytes'] / 1e6:.1f} MB, so at most {bandwidth / step['bytes']:.1f} tokens/s; it does "
-        f"{1 / step['seconds']:.1f} by itself ({_share(step['bytes'], step['seconds'], bandwidth)}) and "
-        f"{_speed(plain):.1f} within `generate` ({_share(_bytes(plain), _seconds(plain), bandwidth)})."
-    )
+from bench.report.table import UNKNOWN, Table
 
 
 def roofline_tables(lines: Sequence[Line]) -> list[Table]:
@@ -40,7 +27,7 @@ def roofline_tables(lines: Sequence[Line]) -> list[Table]:
     return [
         Table.of(
             "calls",
-            f"Calls, timed alone with {positions} positions in the cache: what measured costs are made of",
+            f"Calls, timed alone with {positions} positions in the cache; memory gives {bandwidth / 1e9:.1f} GB/s",
             calls,
         ),
         Table.of(

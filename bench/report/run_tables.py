@@ -20,7 +20,6 @@ from bench.report.interval_tables import interval_tables
 from bench.report.source_tables import source_tables
 from bench.report.summary import Samples
 from bench.report.table import UNKNOWN, Table, cross_table, names, number, outputs_text, spread_text, times
-from bench.scoring import EXACT_MATCH
 from selfspec.engine.stats import mean
 
 TRANSFORMERS = "transformers:generate"
@@ -38,13 +37,13 @@ def run_tables(lines: Sequence[Line]) -> list[Table]:
     def speedup(engine: str, tasks: Sequence[str] | None) -> str:
         return f"{samples.speedup(engine, PLAIN, tasks).value:.2f}"
 
-    made = [_speed_table(lines, samples), _round_table(samples), _phase_table(samples)]
+    made = [_speed_table(lines, samples), round_table(samples), _phase_table(samples)]
     if PLAIN in samples.engines:
         made.append(_by_task("speedups", "Speed-up over plain decoding by task, prefill included", samples, speedup))
     made.append(_by_task("tasks", "tokens/s by task", samples, speed))
     made += source_tables(samples)
     scores = scores_by_run(samples)
-    made += _score_table(samples, scores) + pass_tables(samples, scores)
+    made += _score_table(samples, scores)
     grid = grid_lines(lines)
     if grid:
         made.append(_etpl_table(lines, grid))
@@ -105,7 +104,8 @@ def _bandwidth_share(lines: Sequence[Line], samples: Samples, engine: str) -> fl
     return float(moved / sum(line["decode_seconds"] for line in runs) / limits[0]["bytes_per_second"])
 
 
-def _round_table(samples: Samples) -> Table:
+def round_table(samples: Samples) -> Table:
+    """Drafts and passes of each engine, and how much of its texts is as in the first one's."""
     references = {line["engine"]: line["reference"] for line in samples.outputs}
     first = samples.outputs[0]["reference"]
     compared = first is not None  # sampled outputs are not
@@ -176,34 +176,6 @@ def _score_table(samples: Samples, found: Scores) -> list[Table]:
     if len({row[1:] for row in table.rows}) == 1:
         table = replace(table, rows=(("all engines", *table.rows[0][1:]),))
     return [table]
-
-
-def pass_tables(samples: Samples, found: Scores) -> list[Table]:
-    """How many prompts are answered exactly in any of several sampled runs; a table if there are such runs.
-
-    With n runs of a prompt pass@n is the share of prompts with a right one among them (Chen et al. 2021, section 2.1, k = n).
-    """
-    ending = f", {EXACT_MATCH}"
-    exact = {column.removesuffix(ending): engines for column, engines in found.items() if column.endswith(ending)}
-    runs = [
-        len(of_prompt) for engines in exact.values() for prompts in engines.values() for of_prompt in prompts.values()
-    ]
-    if not runs or min(runs) < 2:
-        return []
-
-    def cell(engine: str, column: tuple[str, bool]) -> str:
-        task, by_prompt = column
-        prompts = exact[task].get(engine, {}).values()
-        if by_prompt:
-            return f"{sum(map(any, prompts))} of {len(prompts)}"
-        return f"{sum(map(sum, prompts)):.0f} of {sum(map(len, prompts))}"
-
-    columns = {}
-    for task in exact:
-        columns[task, False] = f"{task}: right runs"
-        columns[task, True] = f"{task}: prompts right in any run"
-    title = f"Exact answers in {min(runs)} sampled runs of each prompt (the last column is pass@{min(runs)})"
-    return [cross_table("passes", title, "engine", samples.engines, columns, cell)]
 
 
 def _etpl_table(lines: Sequence[Line], grid: Sequence[Line]) -> Table:

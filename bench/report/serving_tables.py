@@ -7,24 +7,7 @@ from statistics import median, quantiles
 
 from bench.machine.serving_load import overhead
 from bench.record import Line, matching
-from bench.report.table import UNKNOWN, Table, counted, cross_table, number, subject
-
-
-def serving_headline(lines: Sequence[Line]) -> str:
-    """What the server adds, and its throughput with the most clients."""
-    parts = []
-    single = matching(lines, "overhead")
-    if single:
-        parts.append(
-            f"for one client the server adds {1e3 * overhead(single, 'first_seconds'):.1f} ms to the first token and "
-            f"{1e3 * overhead(single, 'seconds'):.1f} ms to the whole answer"
-        )
-    for name, label in lines[0]["engines"].items():
-        speed = _speed(lines, name, max(_clients(lines), default=0))
-        if speed:
-            parts.append(f"{label} {speed:.1f} tokens/s")
-    most = f", {max(_clients(lines))} clients" if _clients(lines) else ""
-    return f"{subject(lines)}{most}: {', '.join(parts)}."
+from bench.report.table import UNKNOWN, Table, counted, cross_table, number
 
 
 def serving_tables(lines: Sequence[Line]) -> list[Table]:

@@ -105,7 +105,7 @@ class Samples:
 
         def equal_share(output: Line) -> float:
             position = output["first_difference"]
-            return 1.0 if position is None else position / lines[0]["num_new_tokens"]
+            return 1.0 if position is None else position / of_prompt[output["prompt"]][0]["num_new_tokens"]
 
         def decode_speed(line: Line) -> float | None:
             return ratio(line["num_new_tokens"] - 1, line["decode_seconds"]) if line["decode_seconds"] else None

@@ -1,13 +1,13 @@
-"""The tables of a sweep: eTPL, speed-ups predicted and measured, agreement of the layers; a heat map where two axes vary."""
+"""The tables of a sweep: eTPL, speed-ups predicted and measured, agreement of the layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.record import Line, matching
 from bench.report.summary import Samples, Spread
-from bench.report.table import UNKNOWN, Table, heat_table, number, times
+from bench.report.table import UNKNOWN, Table, cross_table, names, number, times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,37 +61,30 @@ def sweep_tables(lines: Sequence[Line]) -> list[Table]:
     return [*grids, *_agreement_tables(lines)]
 
 
-def _axes_text(sweep: Sweep) -> str:
-    down, across = sweep.axes
-    return f"rows: {down}, columns: {across}"
-
-
 def _how(lines: Sequence[Line]) -> str:
     return "by replay" if all(line["replayed"] for line in matching(lines, "cell")) else "of one run"
 
 
 def _etpl_table(lines: Sequence[Line], sweep: Sweep) -> Table:
-    num_layers = lines[0]["configuration"]["num_layers"]
-    values = {place: line["etpl"] for place, line in sweep.cells.items()}
-    return heat_table(
-        "etpl",
-        f"eTPL {_how(lines)} (autoregressive: {1 / num_layers:.4f}); {_axes_text(sweep)}",
-        sweep.axes,
-        {place: f"{value:.3f}" for place, value in values.items()},
-        values,
-    )
+    title = f"eTPL {_how(lines)} (autoregressive: {1 / lines[0]['configuration']['num_layers']:.4f})"
+    return _grid("etpl", title, sweep, lambda *place: f"{sweep.cells[place]['etpl']:.3f}")
 
 
 def _speedup_table(sweep: Sweep) -> Table:
-    values = {place: sweep.speedup(place) for place in sweep.cells}
-    return heat_table(
-        "speedup",
-        f"Speed-up over autoregressive; {_axes_text(sweep)}; bold is measured (prefill included), the rest predicted "
-        "(decoding only) from rounds and timed layers",
-        sweep.axes,
-        {place: f"**{value:.2f}**" if place in sweep.measured else f"{value:.2f}" for place, value in values.items()},
-        values,
+    def cell(*place: str) -> str:
+        value = f"{sweep.speedup(place):.2f}"
+        return f"**{value}**" if place in sweep.measured else value
+
+    title = (
+        "Speed-up over autoregressive; bold is measured (prefill included), the rest predicted (decoding only) from rounds "
+        "and timed layers"
     )
+    return _grid("speedup", title, sweep, cell)
+
+
+def _grid(name: str, title: str, sweep: Sweep, cell: Callable[[str, str], str]) -> Table:
+    (down, rows), (across, columns) = sweep.axes.items()
+    return cross_table(name, f"{title}; rows: {down}, columns: {across}", down, names(rows), names(columns), cell)
 
 
 def _cell_table(lines: Sequence[Line], sweep: Sweep) -> Table:

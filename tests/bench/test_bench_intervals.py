@@ -1,4 +1,4 @@
-"""Intervals over prompts by hand, and texts that loop apart from the others."""
+"""Intervals over prompts by hand."""
 
 import numpy as np
 import pytest
@@ -10,15 +10,13 @@ from tests.bench.test_bench_report import record
 ENGINES = ("selfspec:ar", "selfspec:ls:1-2")
 
 
-def counted_record(looping=None):
+def counted_record():
     """Two prompts of two tasks. Plain: 99 tokens in 990 layers each; drafting: in 495 and 330 layers."""
     lines = record()
     layers = {"selfspec:ar": {"a1": 990, "b1": 990}, "selfspec:ls:1-2": {"a1": 495, "b1": 330}}
     for line in lines:
         if line.get("engine") in layers and line["kind"] == "sample":
             line["stats"] = {"loaded_layers": layers[line["engine"]][line["prompt"]], "preverifier_layers": 0}
-        if line["kind"] == "output" and looping is not None:
-            line["looping"] = looping[line["prompt"]]
     runs = {
         engine: [
             line for line in lines if line["kind"] == "sample" and line["engine"] == engine and line["repeat"] == 0
@@ -72,14 +70,6 @@ def test_the_best_fixed_setting_is_a_second_yardstick():
     (table,) = interval_tables(lines, runs)
     assert table.columns[2] == "over the best fixed setting's, `ls:1-1`"
     assert table.rows[0][2] == "1.600 (1.600–1.600)"  # 198 / 825 over 198 / 1320
-
-
-def test_texts_that_loop_are_counted_and_shown_apart():
-    _, loops = interval_tables(*counted_record({"a1": True, "b1": False}))
-    assert loops.columns == ("policy", "texts that loop (1)", "other texts (1)")
-    assert loops.rows == (("`ls:1-2`", "2.000", "3.000"),)
-    _, loops = interval_tables(*counted_record({"a1": True, "b1": True}))
-    assert loops.rows == (("`ls:1-2`", "2.400", "–"),)
 
 
 def test_no_intervals_without_plain_decoding_or_prompts():

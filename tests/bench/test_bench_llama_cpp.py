@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from bench.commands.bench_app import app
-from bench.commands.peer_makers import LLAMA_CPP, AnyEngine, engine_on_file
+from bench.commands.peer_makers import LLAMA_CPP, engine_on_file
 from bench.engines.llama_batches import names_of
 from bench.engines.peers import transformers_generate
 from bench.measure import compare_outputs
@@ -130,7 +130,7 @@ def test_rows_that_q8_cannot_hold_are_refused(tmp_path: Path) -> None:
         read(tiny_llama(), tmp_path / "model.gguf", "Q8_0")
 
 
-def written(model: LlamaForCausalLM, kind: str, program: str = LLAMA_CPP) -> AnyEngine:
+def written(model: LlamaForCausalLM, kind: str, program: str = LLAMA_CPP) -> Any:
     """An engine on the model's weights as this kind."""
     from bench.engines.gguf_file import written_gguf
 

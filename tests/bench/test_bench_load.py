@@ -14,7 +14,7 @@ from bench.commands.bench_app import app
 from bench.machine import loading
 from bench.machine.loading import read_speed
 from bench.record import Line, read_record
-from bench.report.machine_tables import load_headline, load_tables
+from bench.report.machine_tables import load_tables
 
 pytest.importorskip("gguf")
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads its memory from Linux")
@@ -76,7 +76,6 @@ def made(**load: Any) -> list[Line]:
 def test_the_table_takes_the_median_of_shares() -> None:
     (table,) = load_tables(made())
     assert table.rows == (("m", "4.00", "2.00", "2.00", "4.00", "5.00", "0.50", "1.25", "1.10"),)
-    assert load_headline(made()).endswith("as a share of the speed of a plain read: m at 0.50.")
     (table,) = load_tables(made(peak=None, held=None))  # where the system does not tell
     assert table.rows[0][-2:] == ("–", "–")
 

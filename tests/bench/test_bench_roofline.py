@@ -12,7 +12,7 @@ from bench.commands.bench_app import app
 from bench.machine.bandwidth import WeightBytes
 from bench.machine.roofline import calls, phase_bytes
 from bench.record import read_record
-from bench.report.markdown import headline, tables
+from bench.report.markdown import tables
 from bench.report.plots import figures
 from policies import MeasuredCost
 from records import finished, shadow
@@ -100,6 +100,8 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     context = lines[0]["configuration"]["timed_context"]
     expected = 4 * (limits["layer_bytes"] + context * limits["kv_bytes"]) + limits["head_bytes"]
     assert step["bytes"] == expected
-    assert f"so at most {limits['bytes_per_second'] / expected:.1f} tokens/s" in headline(lines)
-    assert [table.name for table in tables(lines)] == ["calls", "phases"]
-    assert list(figures(lines)) == ["Share of the memory's bandwidth"]
+    made = {table.name: table for table in tables(lines)}
+    assert f"memory gives {limits['bytes_per_second'] / 1e9:.1f} GB/s" in made["calls"].title
+    assert made["calls"].rows[0][2] == f"{1000 * expected / limits['bytes_per_second']:.3f}"
+    assert [row[0] for row in made["phases"].rows][::2] == ["`ar`", "`auto`"]
+    assert figures(lines) == {}

@@ -22,7 +22,7 @@ from bench.commands.peer_makers import transformers_peer
 from bench.datasets import EncodedPrompt
 from bench.engines.own import EngineLostError, Generation
 from bench.engines.peer_process import Peer, PeerProcess
-from bench.machine.throughput import TransformersBatch
+from bench.engines.peers import TransformersEngine
 from bench.measure import measure
 from bench.provenance import cpu_fields, microarchitecture, processor
 from bench.record import RecordWriter, read_record
@@ -232,7 +232,7 @@ def test_batches_of_a_peer(dies: bool, checkpoint: Path, tmp_path: Path, monkeyp
     """`selfspec-bench batch` goes on without one that is lost, and shows the others' texts."""
     monkeypatch.setattr("bench.commands.started_peers.START_METHOD", "fork")
     if dies:
-        monkeypatch.setattr(TransformersBatch, "run", lambda *arguments: crash())
+        monkeypatch.setattr(TransformersEngine, "run", lambda *arguments: crash())
     record = tmp_path / "batch.jsonl"
     options = [
         "--dtype",
@@ -245,8 +245,6 @@ def test_batches_of_a_peer(dies: bool, checkpoint: Path, tmp_path: Path, monkeyp
         "1,3",
         "--repeats",
         "2",
-        "--joining-tokens",
-        "0",
     ]
     command = ["batch", "--model", str(checkpoint), "--policy", "ls:2-3", "--output", str(record), *options]
     result = CliRunner().invoke(app, command)
@@ -266,7 +264,7 @@ def test_batches_of_a_peer(dies: bool, checkpoint: Path, tmp_path: Path, monkeyp
 @pytest.mark.slow
 def test_a_spawned_peer(checkpoint: Path) -> None:
     """As the command starts them."""
-    make = partial(transformers_peer, str(checkpoint), "float32", "cpu", 2, 3)
+    make = partial(transformers_peer, str(checkpoint), "float32", "cpu", (2, 3))
     with PeerProcess("transformers", make, timeout=120) as peer:
         assert len(peer.engines[0].generate(PROMPT, 3).tokens) == 3
 
