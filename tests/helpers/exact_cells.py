@@ -1,0 +1,261 @@
+"""The cells of the exactness matrix, and the one check that each of them is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import selfspec.engine.engine
+from batched_runs import BATCH_SENSITIVE, SCRIPTED, Course, Wish, assert_same, run_alone, run_together
+from layerskip_models.families import FAMILIES
+from matrix_models import (
+    DRAFT_HEAD,
+    FLOATS,
+    NONE,
+    NUM_LAYERS,
+    VARIANTS,
+    WEIGHTS,
+    exists,
+    kernels_of,
+    model_of,
+    source_of,
+)
+from pairwise import all_cells, pairwise
+from scripted_policies import EVERY_POLICY, first_of_each
+from selfspec import SelfSpecGenerator
+from selfspec.serve.trimmed_text import TrimmedText
+from tiny_llama import VOCAB_SIZE, reference_greedy, tiny_tokenizer
+
+SEED = 52
+NEW_TOKENS = 18
+NEAR_TIE = 1e-3
+"""Of a float32 model on operators: logits that two orders of summation may swap."""
+EIGHT_BITS = ("int8", "Q8_0", "Q5_K", "Q6_K", "integers")
+"""Weights that can draft in 4 bits, though not in 8."""
+BITS = (
+    "bits:8-3", "bits:4-4", "bits:4-3,layer=2", "bits:8-3,layer=1", "bits:4-6+dv", "bits:8-6+svip", "bits:4-6+adaedl",
+    "bits:8-6+spide", "bits:4-6+fs",
+)  # fmt: skip
+"""Drafts with the weights rounded to fewer bits."""
+POLICIES = ("ar", *SCRIPTED, *EVERY_POLICY, *BITS)
+FIRST_POLICIES = first_of_each(POLICIES)
+FIRST_WEIGHTS = ("float64", "float32", "bfloat16", DRAFT_HEAD, "int8", "int4", "Q8_0", "Q4_K_M", "gptq")
+MODES = ("greedy", "seeded", "one choice")
+"""Greedy, sampled, and sampled where processors leave one token: then the text is the greedy one."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "length": {},
+    "eos": {},
+    "stop string": {},
+    "penalty": {"repetition_penalty": 1.3},
+    "lists": {"no_repeat_ngram_size": 3, "suppress_tokens": [2, 5]},
+    "bias": {"sequence_bias": [[[3], 2.0], [[7], -3.0]], "min_new_tokens": 6, "eos_token_id": [3, 9]},
+}
+COMPANY = (
+    Wish(prompt=[5, 1, 7], policy="ls:{E}-4", exit_layer=1, options={"max_new_tokens": 14}),
+    Wish(prompt=[2, 9] * 7, policy="dv:{E}", exit_layer=3, options={"max_new_tokens": 9, "do_sample": True, "seed": 3}),
+    Wish(prompt=[11], policy="copy:4", exit_layer=2, options={"max_new_tokens": 14}, joins=4),
+)  # fmt: skip
+
+
+class Cell(NamedTuple):
+    """One combination. kv_dtype: of keys and values. exit_layer: what {E} in the policy stands for."""
+
+    family: str
+    weights: str
+    variant: str
+    kv_dtype: str
+    policy: str
+    exit_layer: int
+    mode: str
+    company: str
+    settings: str
+
+    @property
+    def name(self) -> str:
+        """As part of a test's id."""
+        small = [] if self.kv_dtype == "auto" else ["small keys"]
+        return " ".join(
+            [self.family, self.weights, self.variant, *small, self.policy.format(E=self.exit_layer), self.mode,
+             self.company, self.settings]
+        )  # fmt: skip
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether a row has the same bits in any company: on our own kernels."""
+        return self.variant != NONE
+
+
+COLUMNS: dict[str, Sequence[Any]] = {
+    "family": [*FAMILIES],
+    "weights": WEIGHTS,
+    "variant": VARIANTS,
+    "kv_dtype": ("auto", "bfloat16"),
+    "policy": POLICIES,
+    "exit_layer": range(1, NUM_LAYERS),
+    "mode": MODES,
+    "company": ("alone", "in company"),
+    "settings": [*SETTINGS],
+}
+
+
+def loses_its_rows_in_company(cell: Cell) -> bool:
+    """A known fault: drafts by all layers in fewer bits are other ones in company than alone.
+
+    Greedy text is right all the same, so only what is compared of the rounds, and sampled text, is left out.
+    """
+    return "bits:" in cell.policy and "layer=" not in cell.policy and cell.company != "alone"
+
+
+def possible(cell: Sequence[Any]) -> bool:
+    """Whether there is such a cell."""
+    cell = Cell(*cell)
+    if not exists(cell.family, cell.weights, cell.variant):
+        return False
+    if cell.kv_dtype != "auto" and not cell.bitwise:
+        return False  # on operators company changes last digits, and rounding makes more of them
+    if "bits:" in cell.policy and not (
+        cell.bitwise and (cell.weights in FLOATS or ("bits:4" in cell.policy and cell.weights in EIGHT_BITS))
+    ):
+        return False  # nothing multiplies with them, or there is nothing to gain
+    if cell.policy in BATCH_SENSITIVE and cell.mode == "seeded" and cell.company != "alone":
+        return False  # drafts otherwise in a batch, where a row costs less: sampled text is then drawn otherwise
+    if not cell.bitwise and cell.weights != "float64" and SETTINGS[cell.settings]:
+        return False  # processors move logits, and with them near-ties
+    return not (cell.mode == "seeded" and loses_its_rows_in_company(cell))
+
+
+def drawn_cells() -> list[Cell]:
+    """Those of every run: any two values meet. Of policies and formats that differ little there is one of each kind."""
+    columns = {**COLUMNS, "policy": FIRST_POLICIES, "weights": FIRST_WEIGHTS}
+    return [Cell(*cell) for cell in pairwise(columns, possible, SEED)]
+
+
+def cells_of(family: str, weights: str, variant: str) -> list[Cell]:
+    """All cells of one model."""
+    columns = {**COLUMNS, "family": [family], "weights": [weights], "variant": [variant]}
+    return [Cell(*cell) for cell in all_cells(columns, possible)]
+
+
+@cache
+def prompt_of(family: str, weights: str) -> list[int]:
+    """Something to copy, with a token of the model's own, so that texts of several models differ."""
+    index = [*FAMILIES].index(family) + WEIGHTS.index(weights)
+    return [3, 1, 4, 1, 5, 3, 1, 4, index % VOCAB_SIZE]
+
+
+@cache
+def plain_text(family: str, weights: str, variant: str, kv_dtype: str, settings: str) -> list[int]:
+    """The greedy text of plain decoding."""
+    cell = Cell(family, weights, variant, kv_dtype, "ar", 1, "greedy", "alone", settings)
+    with kernels_of(variant):
+        model = model_of(family, weights, variant).with_kv_dtype(kv_dtype)
+        return run_alone(model, wish_of(cell)).tokens
+
+
+@cache
+def said_by(family: str, weights: str) -> list[int]:
+    """What the model says without any stop."""
+    variant = next(one for one in VARIANTS if exists(family, weights, one))
+    return plain_text(family, weights, variant, "auto", "length")
+
+
+def options_of(family: str, weights: str, settings: str) -> dict[str, Any]:
+    """Fields of a GenerationConfig. A stop is taken from what the model says without one, so that it is met."""
+    if settings not in ("eos", "stop string"):
+        return SETTINGS[settings]
+    said = said_by(family, weights)
+    if settings == "eos":  # the token that comes for the first time as late as any
+        return {"eos_token_id": [max({*said}, key=said.index)]}
+    at = next((at for at in range(7, len(said) - 1) if said[at] != said[at - 1]), 7)
+    return {"stop_strings": [tiny_tokenizer().decode(said[at : at + 2])]}
+
+
+@cache
+def transformers_text(family: str, weights: str, settings: str) -> list[int]:
+    """transformers' own greedy text, of the numbers that the weights stand for, in float64."""
+    model: Any = source_of(family, weights).reference
+    options = options_of(family, weights, settings)
+    return reference_greedy(model, prompt_of(family, weights), max_new_tokens=NEW_TOKENS, **options)
+
+
+def wish_of(cell: Cell) -> Wish:
+    """The cell's text."""
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS}
+    config = dict(options_of(cell.family, cell.weights, cell.settings))
+    if cell.mode != "greedy":
+        options |= {"do_sample": True, "seed": 11}
+        options |= {"top_k": 1} if cell.mode == "one choice" else {"temperature": 1.2, "top_k": 9}
+    if config:
+        options["generation_config"] = GenerationConfig(**config)
+    return Wish(
+        prompt=prompt_of(cell.family, cell.weights), policy=cell.policy, exit_layer=cell.exit_layer, options=options
+    )
+
+
+def check_cell(cell: Cell) -> Course:
+    """The one check. Returns what came of the text.
+
+    Greedy text, and text in which there is one choice, is that of plain decoding, which in float64 is transformers' own token
+    for token, and in other formats is compared with transformers by `check_plain`. On operators in float32 the two may part
+    at a near-tie. In company the text, its rounds and its rows of the cache are those that it has alone, sampled or not.
+    """
+    with kernels_of(cell.variant):
+        model = model_of(cell.family, cell.weights, cell.variant).with_kv_dtype(cell.kv_dtype)
+        wish = wish_of(cell)
+        course = alone = run_alone(model, wish)
+        if cell.company != "alone":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(selfspec.engine.engine, "PIECE_ROWS", 5)  # prompts in pieces while others decode
+                generator = SelfSpecGenerator(model, tiny_tokenizer(), prefix_cache=0)
+                course = run_together(generator, [COMPANY[0], replace(wish, joins=2), *COMPANY[1:]])[1]
+            rounds = cell.policy not in BATCH_SENSITIVE and not loses_its_rows_in_company(cell)
+            assert_same(course, alone, rounds=rounds, exact=cell.bitwise and rounds)
+        assert course.error is None and course.result is not None
+        assert course.result.new_tokens == course.tokens
+        if cell.settings == "stop string":
+            assert_cut(course, options_of(cell.family, cell.weights, cell.settings)["stop_strings"])
+        if cell.mode == "seeded":
+            if cell.company == "alone":
+                assert_same(course, run_alone(model, wish), exact=cell.bitwise)
+        elif cell.weights == "float64":
+            assert course.tokens == transformers_text(cell.family, cell.weights, cell.settings)
+        else:
+            plain = plain_text(cell.family, cell.weights, cell.variant, cell.kv_dtype, cell.settings)
+            assert course.tokens == plain or (not cell.bitwise and part_at_a_near_tie(cell, course.tokens, plain))
+    return course
+
+
+def assert_cut(course: Course, stops: list[str]) -> None:
+    """A server's text, which comes piece by piece, ends before the stop string."""
+    text, whole = TrimmedText(tiny_tokenizer(), stops), tiny_tokenizer().decode(course.tokens)
+    found = "".join(text.push([token]) for token in course.tokens) + text.finish()
+    assert found == min((whole.split(stop)[0] for stop in stops), key=len)
+    assert course.result is not None
+    assert found == whole or course.result.stop_reason == "stop_string"  # which may have begun in the prompt
+
+
+def gaps(family: str, weights: str, new: list[int]) -> list[float]:
+    """How far each token's logit is behind the best one, by transformers' forward in float64."""
+    prompt, reference = prompt_of(family, weights), source_of(family, weights).reference
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*prompt, *new]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return (logits.amax(-1) - logits.gather(-1, torch.tensor(new).unsqueeze(-1))[:, 0]).tolist()
+
+
+def part_at_a_near_tie(cell: Cell, left: list[int], right: list[int]) -> bool:
+    """Whether the first token in which two texts differ is as good in one as in the other."""
+    at = next((i for i, (one, other) in enumerate(zip(left, right)) if one != other), None)
+    return at is not None and all(gaps(cell.family, cell.weights, text)[at] < NEAR_TIE for text in (left, right))
+
+
+def check_plain(family: str, weights: str, variant: str) -> None:
+    """Plain decoding takes transformers' best token at every position, or one that is as good."""
+    tokens = plain_text(family, weights, variant, "auto", "length")
+    assert len(tokens) == NEW_TOKENS
+    assert max(gaps(family, weights, tokens)) < NEAR_TIE
