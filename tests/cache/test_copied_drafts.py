@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
-from transformers import GenerationConfig
 
-from batched_runs import LAYOUTS, Wish, assert_same, generator_of, run_alone, run_together, shared_model
+from batched_runs import LAYOUTS, shared_model
 from decoding import decode
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
@@ -32,13 +28,12 @@ from policies import (
 )
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
-from selfspec.cache.answer_store import AnswerStore
 from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.hidden_states import HiddenStates
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.sequence import Sequence
 from selfspec.pacer.inference import PreVerification
-from tiny_llama import VOCAB_SIZE, WORDS, pool_model, reference_greedy, request_for, tiny_tokenizer
+from tiny_llama import VOCAB_SIZE, WORDS, pool_model, request_for, tiny_tokenizer
 
 COPYING = tuple(name for name in EVERY_POLICY if "copy" in name)
 EXAMPLES = 30
@@ -82,78 +77,6 @@ def repeating(random: Random) -> list[int]:
     """A prompt in which pieces come again."""
     pieces = [[random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, 7))] for _ in range(3)]
     return [token for _ in range(random.randint(2, 6)) for token in random.choice(pieces)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64])
-def test_greedy_output_is_the_models_own(dtype: torch.dtype) -> None:
-    """Prompts that repeat, stores beside them, stops inside copied runs, processors that see the copied tokens."""
-    count: Counter[str] = Counter()
-
-    @given(seed=st.integers(0, 2**32))
-    @settings(max_examples=EXAMPLES, phases=[Phase.explicit, Phase.generate])
-    def check(seed: int) -> None:
-        random = Random(seed)
-        number = random.randrange(48)
-        llama, engine = pool_model(number, dtype, "eager")
-        prompt = repeating(random)
-        options: dict[str, Any] = {"max_new_tokens": random.randint(1, 24)}
-        if random.random() < 0.3:
-            options["repetition_penalty"] = random.choice([0.7, 1.3])
-        said = reference_greedy(llama, prompt, **options)
-        if random.random() < 0.3:
-            options["eos_token_id"] = [random.choice(said)]
-        elif random.random() < 0.3:
-            options["stop_strings"] = [tiny_tokenizer().decode([random.choice(said)])]
-        expected = reference_greedy(llama, prompt, **options)
-        # What the model is going to say, with some of it wrong: most copies from here are right.
-        likely = [token if random.random() < 0.8 else random.randrange(VOCAB_SIZE) for token in prompt + said]
-        store: CopyStore | AnswerStore | None = None
-        if random.random() < 0.6:
-            texts = [likely, repeating(random)]
-            store = CopyStore(texts) if seed % 2 else AnswerStore(VOCAB_SIZE - 1, CopyStore(texts[1:]))
-            if isinstance(store, AnswerStore):
-                store.add(likely)
-        name = random.choice(COPYING)
-        policy = named_policy(name, random.randint(1, engine.model.num_layers - 1), engine.model)
-        config = GenerationConfig(do_sample=False, **options)
-        result = engine.generate(prompt, generation_config=config, policy=policy, copy_from=store, trace=True)
-        assert result.new_tokens == expected
-        assert result.trace is not None
-        for record in result.trace:
-            kept, accepted = record.num_copied, min(record.num_accepted, record.num_copied)
-            assert 0 <= kept <= record.num_tried
-            count["accepted"] += accepted
-            count["rejected"] += kept - accepted
-            count["cut"] += record.num_tried - kept
-            count["drafted behind a copy"] += 0 < kept < record.num_drafted
-        last = result.trace[-1:]
-        count["stopped inside a copy"] += any(len(r.tokens) <= min(r.num_accepted, r.num_copied) for r in last)
-
-    check()
-    print(dict(count))
-    assert min(count["accepted"], count["rejected"], count["cut"]) >= EXAMPLES // 3
-    assert count["drafted behind a copy"] >= EXAMPLES // 10
-    assert count["stopped inside a copy"] >= 1
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_text_that_copies_is_the_same_in_a_batch(layout: Layout) -> None:
-    """Also beside texts that copy otherwise, or nothing: rows of a copy share the pass with single rows."""
-    random = Random(4)
-    names = [*COPYING, "ar", "ls:{E}-4", "copy:32"] * 2
-    wishes = [
-        Wish(
-            prompt=repeating(random),
-            policy=name,
-            exit_layer=1 + index % 3,
-            options={"max_new_tokens": random.randint(8, 24), **({"do_sample": True, "seed": 3} if index % 4 == 3 else {})},
-            joins=index // 5,
-        )
-        for index, name in enumerate(names)
-    ]  # fmt: skip
-    for texts in (wishes, [replace(w, options={"max_new_tokens": 20}) for w in wishes[:6]]):
-        for wish, course in zip(texts, run_together(generator_of(layout), texts)):
-            assert_same(course, run_alone(shared_model(layout), wish), exact=layout == "native")
 
 
 def decoded(policy: Policy, prompt: list[int], new: int = 24, store: CopyStore | None = None) -> Sequence:

@@ -16,7 +16,6 @@ from transformers import LlamaForCausalLM
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.decoder_layer import Linear
 from layerskip_models.draft_weights import draft_bytes, drafter, drafter_of, rounded_linear, why_no_drafter
-from layerskip_models.families import FAMILIES
 from layerskip_models.grouped_weight import GroupedWeight, pack_sixes
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
@@ -28,15 +27,10 @@ from selfspec.analysis.inspection import inspect_model, inspection_lines
 from selfspec.engine import draft_choice, policy_store
 from selfspec.engine.draft import make_drafts
 from selfspec.engine.runners.runner import Runner, SequenceRound
-from test_families import reference
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 LAYERS = 4
-NAMES = (
-    "bits:8-1", "bits:8-5", "bits:4-3", "bits:4-4,layer=2", "bits:8-3,layer=1", "bits:4-12+dv", "bits:8-6+svip",
-    "bits:4-6+adaedl", "bits:8-6+spide", "bits:4-6+fs", "copy:3+bits:8-2",
-)  # fmt: skip
 PROMPTS = ([3, 5, 7, 3, 5], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7])
 LENGTH = 24
 
@@ -61,11 +55,6 @@ def texts(generator: SelfSpecGenerator, policy: str, **options: Any) -> list[lis
     ]
 
 
-@pytest.mark.parametrize("policy", NAMES)
-def test_texts_are_the_models_own(generator: SelfSpecGenerator, policy: str) -> None:
-    assert texts(generator, policy) == texts(generator, "ar")
-
-
 def test_rounded_drafts_are_accepted_and_rejected(generator: SelfSpecGenerator) -> None:
     """Or the tests here would prove nothing. The fewer bits, the more is rejected."""
     rates = []
@@ -75,15 +64,6 @@ def test_rounded_drafts_are_accepted_and_rejected(generator: SelfSpecGenerator) 
         assert 0 < accepted < drafted
         rates.append(accepted / drafted)
     assert rates[0] > rates[1]
-
-
-def test_texts_in_company_are_those_alone(generator: SelfSpecGenerator) -> None:
-    """Texts that draft in other bits, at exits, or not at all, in the same passes."""
-    policies = ["bits:8-3", "bits:4-4", "ls:2-3", "ar", "bits:4-3,layer=2", "copy:3"]
-    prompts = [list(PROMPTS[index % 3]) for index in range(len(policies))]
-    together = generator.generate_batch(prompts, max_new_tokens=LENGTH, policy=policies, batch_size=len(policies))
-    for prompt, result in zip(prompts, together):
-        assert result.new_tokens == generator.generate(prompt, max_new_tokens=LENGTH, policy="ar").new_tokens
 
 
 def test_what_was_kept_of_a_text_is_of_the_full_model() -> None:
@@ -346,16 +326,3 @@ def test_a_verdict_counts_them() -> None:
     slow = replace(inspection, comparison=replace(inspection.comparison, speedup=0.9))
     assert "bits:8-4 runs 1.70 times" in replace(slow, rounded=(fast,)).verdict()
     assert "bits" not in replace(slow, rounded=()).verdict()
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_every_family_with_its_windows(kind: str) -> None:
-    generator = SelfSpecGenerator(
-        from_transformers(deepcopy(reference(kind, 0)).float(), layout="native"), prefix_cache=0
-    )
-    prompt = [3, 5, 7, 3, 5, 1, 2, 4, 6]
-    plain = generator.generate(prompt, max_new_tokens=LENGTH, policy="ar", eos_token_id=[]).new_tokens
-    for policy in ("bits:8-3", "bits:4-3,layer=1", "copy:2+bits:8-2"):
-        result = generator.generate(prompt, max_new_tokens=LENGTH, policy=policy, eos_token_id=[])
-        assert result.new_tokens == plain
-        assert result.stats.num_drafted > 0

@@ -2,145 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from random import Random
-from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import selfspec.engine.engine
 import selfspec.engine.round
 from batched_runs import (
-    BATCH_SENSITIVE,
     LAYOUTS,
     NUM_LAYERS,
-    POLICIES,
     Wish,
     assert_same,
-    each_policy,
     generator_of,
-    random_kv_dtype,
-    random_wish,
     run_alone,
     run_together,
     shared_model,
 )
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.kernels.native_forward import NativeForward
-from layerskip_models.kv_cache import CacheRows
 from layerskip_models.linear import Layout
 from layerskip_models.prefill import PromptPiece
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
-from tiny_llama import reference_greedy, tiny_tokenizer
+from tiny_llama import tiny_tokenizer
 
 EXAMPLES = 26
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_text_in_a_batch_is_the_text_alone(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any policies, exit layers, settings and stops beside each other; texts join and leave when they like.
-
-    Prompts are read a few rows at a time while others decode. On our kernels a third of the batches have weights of 4 bits.
-    On operators, numbers may differ in their last digits, which no text here shows.
-    """
-    monkeypatch.setattr(selfspec.engine.engine, "PIECE_ROWS", 7)
-    count: Counter[str] = Counter()
-    names = itertools.cycle(POLICIES)
-    count_steps(count, monkeypatch)
-
-    @given(seed=st.integers(0, 2**32))
-    @settings(max_examples=EXAMPLES, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
-    def check(seed: int) -> None:
-        random = Random(seed)
-        texts = [random_wish(random, next(names)) for _ in range(random.randint(2, 7))]
-        if random.random() < 0.3:  # whole passes are single calls where all are greedy, and have no processors
-            kept = ("max_new_tokens", "eos_token_id", "stop_strings")
-            texts = [replace(t, options={k: v for k, v in t.options.items() if k in kept}) for t in texts]
-        own: Layout = "int4" if seed % 3 == 0 and layout == "native" else layout
-        kv_dtype = random_kv_dtype(random, layout)
-        count[kv_dtype] += 1
-        courses = run_together(generator_of(own, kv_dtype), texts)
-        for text, course in zip(texts, courses):
-            expected = run_alone(shared_model(own, kv_dtype), text)
-            if course.result is None:
-                assert text.leaves is not None
-                assert course.tokens == expected.tokens[: len(course.tokens)]
-                count["cancelled"] += 1
-                continue
-            rounds = text.policy not in BATCH_SENSITIVE
-            assert_same(course, expected, rounds=rounds, exact=layout == "native" and rounds)
-            assert course.result.trace is not None
-            count.update(["texts", text.policy, course.result.stop_reason, own])
-            count["sampled"] += bool(text.options.get("do_sample"))
-            count["in a batch"] += any(record.batch_size > 1 for record in course.result.trace)
-            count["with drafts accepted and rejected"] += (
-                0 < course.result.stats.num_accepted < course.result.stats.num_drafted
-            )
-
-    check()
-    print(dict(count))
-    # Were these rare, the equality above would say little.
-    assert min(count[name] for name in POLICIES) >= 2
-    assert count["cancelled"] >= EXAMPLES // 6
-    assert count["in a batch"] >= count["texts"] // 2
-    assert count["with drafts accepted and rejected"] >= count["texts"] // 3
-    assert min(count["sampled"], count["eos"], count["stop_string"]) >= EXAMPLES // 4
-    if layout == "native":
-        assert min(count["tokens"], count["rows"], count["int4"]) >= EXAMPLES // 2
-        assert min(count["auto"], count["bfloat16"]) >= EXAMPLES // 6
-
-
-def count_steps(count: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """How often several texts went through layers in a single call."""
-    tokens, rows = NativeForward.tokens, NativeForward.rows
-
-    def counted_tokens(self: NativeForward, given: list[int], *rest: Any, **options: Any) -> Any:
-        count["tokens"] += len(given) > 1
-        return tokens(self, given, *rest, **options)
-
-    def counted_rows(self: NativeForward, x: Tensor, where: CacheRows, *rest: Any, **options: Any) -> Any:
-        count["rows"] += len(where) > 1
-        return rows(self, x, where, *rest, **options)
-
-    monkeypatch.setattr(NativeForward, "tokens", counted_tokens)
-    monkeypatch.setattr(NativeForward, "rows", counted_rows)
-
-
-@pytest.mark.parametrize(("layout", "name"), each_policy([name for name in POLICIES if name not in BATCH_SENSITIVE]))
-def test_one_policy_for_all_is_a_policy_for_each(name: str, layout: Layout) -> None:
-    """One `Policy` that several texts are given: each decides by what it has seen itself, greedy or sampled."""
-    model = shared_model(layout)
-    one = Wish(prompt=[], policy=name).arguments(model)["policy"]
-    prompts = [[5, 1, 7], [3] * 9, [20, 4], [11, 2, 2, 8]]
-    options: list[dict[str, Any]] = [
-        {},
-        {"do_sample": True, "seed": 3},
-        {"eos_token_id": [9]},
-        {"repetition_penalty": 1.2},
-    ]
-    texts = [Wish(prompt=p, policy=name, options={"max_new_tokens": 15, **o}) for p, o in zip(prompts, options)]
-    given = [replace(text, options={**text.options, "policy": one}) for text in texts]
-    for text, course in zip(texts, run_together(generator_of(layout), given)):
-        assert_same(course, run_alone(model, text), exact=layout == "native")
-
-
-def test_greedy_texts_in_a_batch_are_transformers_own(llama64: LlamaForCausalLM) -> None:
-    generator = SelfSpecGenerator(from_transformers(llama64, layout="plain"), tiny_tokenizer())
-    prompts = [[5, 1, 7], [2], [9, 9, 3, 0, 23, 4, 4, 1], list(range(20))]
-    options: list[dict[str, Any]] = [{}, {"eos_token_id": [4]}, {"repetition_penalty": 1.3}, {"stop_strings": ["a"]}]
-    for name in ("ar", "ls:2-4", "dv:1", "auto:cost=layers"):
-        texts = [Wish(prompt=p, policy=name, options={"max_new_tokens": 25, **o}) for p, o in zip(prompts, options)]
-        for text, course in zip(texts, run_together(generator, texts)):
-            assert course.tokens == reference_greedy(llama64, text.prompt, **text.options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from bench.provenance import provenance
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.checkpoints import conversion
 from layerskip_models.kernels import check, library
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import (
@@ -29,7 +27,6 @@ from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import default_layout
 from layerskip_models.norm import RMSNorm
-from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.exactness import check_kernels
 from selfspec.engine.runners.cuda_graph.capture import RecordedOperations
@@ -176,37 +173,6 @@ def test_what_verification_computes_is_what_decoding_would_have(variant: str) ->
             assert torch.equal(torch.cat(together), alone)
             assert torch.equal(model.logits(torch.cat(together)), model.logits(alone))
             assert torch.equal(cache.keys, one.keys) and torch.equal(cache.values, one.values)
-
-
-@cache
-def plain_text_of(layout: str) -> tuple[LayerSkipModel, Tensor]:
-    """A model and its text by plain decoding. Tests must not change them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if "draft" in layout:
-            patch.setattr(conversion, "DRAFT_HEAD_BYTES", 0)
-        name: Any = layout.split()[0].strip(",")
-        model = from_transformers(tiny_llama(seed=8, late_scale=0.8), layout=name)
-    model = model.with_kv_dtype("bfloat16" if "small" in layout else "auto")
-    return model, SelfSpecGenerator(model, policy="ar").generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences
-
-
-@needs_native
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
-        *(("native", name) for name in EVERY_POLICY),
-        *(
-            pytest.param(layout, name, marks=pytest.mark.slow if index % 4 else ())
-            for layout in ("int8", "native with a draft head", "native, small keys and values")
-            for index, name in enumerate(EVERY_POLICY)
-        ),
-    ],
-)
-def test_every_policy_is_exact_bit_for_bit(layout: str, name: str) -> None:
-    """Every fourth of them on the other layouts: what a policy decides does not depend on these. The rest is slow."""
-    model, plain = plain_text_of(layout)
-    speculative = SelfSpecGenerator(model, policy=named_policy(name, 2, model))
-    assert torch.equal(speculative.generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences, plain)
 
 
 @needs_native

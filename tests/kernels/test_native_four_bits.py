@@ -17,8 +17,6 @@ from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import MOST_ROWS, operators_only
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.norm import RMSNorm
-from scripted_policies import EVERY_POLICY, named_policy
-from selfspec import SelfSpecGenerator
 from test_four_bits import drawn, wide
 from test_integer_rows import CUT_ROWS
 from test_native import every_variant, needs_native, use
@@ -98,16 +96,6 @@ def test_a_row_is_the_same_in_any_company_and_on_any_threads(
         assert torch.equal(linear(many), alone.repeat(len(many) // len(x), 1))
     finally:
         torch.set_num_threads(before)
-
-
-@needs_native
-@pytest.mark.parametrize("name", EVERY_POLICY[::4])
-def test_policies_are_exact_bit_for_bit(name: str) -> None:
-    model = from_transformers(wide(num_layers=4), layout="int4")
-    assert all(isinstance(layer.qkv, NativeGroupedLinear) for layer in model._layers[1:])
-    plain = SelfSpecGenerator(model, policy="ar").generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences
-    speculative = SelfSpecGenerator(model, policy=named_policy(name, 2, model))
-    assert torch.equal(speculative.generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences, plain)
 
 
 @needs_native

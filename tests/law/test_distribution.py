@@ -2,7 +2,7 @@
 
 Both walk the rounds themselves (`decode`, all that `generate` does but for checking its arguments), a few tokens into an
 8-token run, so that drafts go as deep as they would in the middle of a text. A batch changes nothing of that: see
-`test_many_texts.py`.
+`tests/exact`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from layerskip_models.kv_cache import KVCache
 from policies import Policy, parse_policy
 from random_adapters import adapted
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, fixed, named_policy, others_slow
-from selfspec.cache.answer_store import AnswerStore
+from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.accept import accept_sampled
 from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.runners.choice import RunnerName
@@ -49,35 +49,45 @@ FALSE_ALARMS = 1e-4  # of each policy's goodness-of-fit test
 DRAWS = 20_000
 
 
-@cache
-def _tiny() -> LlamaForCausalLM:
-    return tiny_llama(num_layers=NUM_LAYERS, vocab_size=VOCAB_SIZE, late_scale=0.4, seed=11)
-
-
 @pytest.fixture(scope="module")
 def llama() -> LlamaForCausalLM:
     return _tiny()
 
 
-@pytest.fixture(scope="module")
-def model(llama: LlamaForCausalLM) -> LayerSkipModel:
-    return adapted(from_transformers(llama, layout="plain"), [1])
-
-
-@pytest.fixture(scope="module")
-def model_in_use(llama: LlamaForCausalLM) -> LayerSkipModel:
-    """On our kernels where they work, as a user has it, and several times as fast on matrices this small."""
-    native = native_works(torch.device("cpu"), torch.float32)
-    return adapted(from_transformers(llama, layout="native" if native else "plain"), [1])
+@cache
+def _tiny() -> LlamaForCausalLM:
+    return tiny_llama(num_layers=NUM_LAYERS, vocab_size=VOCAB_SIZE, late_scale=0.4, seed=11)
 
 
 @cache
-def _bare() -> LayerSkipModel:
-    return from_transformers(_tiny(), layout="plain")
+def _made(kind: str) -> LayerSkipModel:
+    """That model: "bare" on operators, "in use" on our kernels where they work, with an adapter; and with other drafts."""
+    native = native_works(torch.device("cpu"), torch.float32)
+    if kind == "draft head":  # drafts are chosen by a head in 8 bits
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("layerskip_models.checkpoints.conversion.DRAFT_HEAD_BYTES", 0)
+            return from_transformers(_tiny(), layout="native")
+    if kind == "native":
+        return from_transformers(_tiny(), layout="native")
+    bare = from_transformers(_tiny(), layout="native" if kind == "in use" and native else "plain")
+    if kind == "steered":
+        return adapted(bare, [1, 2], form=STEERED)
+    return bare if kind == "bare" else adapted(bare, [1])
+
+
+@pytest.fixture(scope="module")
+def model() -> LayerSkipModel:
+    return _made("adapters")
+
+
+@pytest.fixture(scope="module")
+def model_in_use() -> LayerSkipModel:
+    """As a user has it, and several times as fast on matrices this small."""
+    return _made("in use")
 
 
 def _named(name: str) -> Policy:
-    return named_policy(name, 2, _bare())
+    return named_policy(name, 2, _made("bare"))
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -89,59 +99,52 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "changing plans": lambda: Policy(ScriptedExit([(1, 2), (None, 0), (2, 3)])),
     **{name: partial(_named, name) for name in EVERY_POLICY},
 }
+COPYING = [name for name in POLICIES if "copy" in name]
+BITS = ("bits:8-3", "bits:4-2", "bits:4-2,layer=2", "bits:4-4+svip:threshold=1", "bits:8-3+spide")
+CAPTURED = ("ar", "ls:2-2", "stop before a draw", "stop after a draw", "changing plans", "auto:cost=layers")
+needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 
 
 @pytest.mark.parametrize(
-    "name", ["ls:2-2", "changing plans", "stop before a draw", pytest.param("ls:1-3", marks=pytest.mark.slow)]
+    ("kind", "name"),
+    [
+        *(pytest.param("in use", *name.values, marks=name.marks) for name in others_slow(POLICIES)),
+        *(("steered", name) for name in ("ls:2-2", "changing plans", "stop before a draw")),
+        *(("captured", name) for name in CAPTURED),
+        *(pytest.param("draft head", name, marks=needs_native) for name in ("ls:1-3", "stop after a draw", "del")),
+        *(pytest.param("native", name, marks=needs_native) for name in BITS),
+    ],
 )
-def test_the_law_is_exact_with_steered_drafts(name: str, llama: LlamaForCausalLM) -> None:
-    """What accepts and rejects a draft is the distribution that it was drawn from, with what steered it."""
-    model = adapted(from_transformers(llama, layout="plain"), [1, 2], form=STEERED)
-    law = enumerated_law(model, POLICIES[name](), 3, top_k=2)
-    assert distance(law, exact_law(llama, 3, top_k=2)) < 1e-5
-    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
+@pytest.mark.usefixtures("small_captures")
+def test_the_law_of_the_first_three_tokens_is_exact(kind: str, name: str, llama: LlamaForCausalLM) -> None:
+    """No sampling error: what remains is the rounding of float32 distributions.
 
-
-COPYING = [name for name in POLICIES if "copy" in name]
-
-
-@pytest.mark.parametrize("name", others_slow(name for name in POLICIES if name not in COPYING))
-def test_the_law_of_the_first_three_tokens_is_exact(
-    name: str, llama: LlamaForCausalLM, model_in_use: LayerSkipModel
-) -> None:
-    """No sampling error: what remains is the rounding of float32 distributions."""
-    expected = exact_law(llama, 3, top_k=2)
-    law = enumerated_law(model_in_use, POLICIES[name](), 3, top_k=2)
-    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
-    assert distance(law, expected) < 1e-5
-
-
-@pytest.mark.parametrize("name", [*COPYING, "auto"])
-def test_the_law_is_exact_where_tokens_are_copied(
-    name: str, llama: LlamaForCausalLM, model_in_use: LayerSkipModel
-) -> None:
-    """From the first round on: what a copied token leaves when it is rejected, and what is drawn behind one that is kept.
-
-    The tests below run PyTorch's operators.
+    What accepts and rejects a draft is the distribution that it was drawn from, whatever drew it. Policies that copy have a
+    prompt that repeats, so that they copy from the first round on.
     """
-    prompt = (4, 1, 2, 5, 4, 1, 2) if "min=3" in name else REPEATING
-    expected = exact_law(llama, 3, top_k=2, prompt=prompt)
-    law = enumerated_law(model_in_use, POLICIES[name](), 3, top_k=2, prompt=prompt)
+    prompt = REPEATING if name in COPYING else PROMPT
+    prompt = (*prompt, 2) if "min=3" in name else prompt
+    policy = POLICIES[name]() if name in POLICIES else parse_policy(name, num_layers=NUM_LAYERS)
+    model = _made("adapters" if kind == "captured" else kind)
+    law = enumerated_law(model, policy, 3, top_k=2, prompt=prompt, runner="captured" if kind == "captured" else "eager")
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
-    assert distance(law, expected) < 1e-5
+    assert distance(law, exact_law(llama, 3, top_k=2, prompt=prompt)) < 1e-5
 
 
 @pytest.mark.parametrize("name", [name for name in COPYING if "min=3" not in name])
-def test_the_law_is_exact_with_earlier_answers_to_copy_from(
+def test_the_law_is_exact_with_other_texts_to_copy_from(
     name: str, llama: LlamaForCausalLM, model: LayerSkipModel
 ) -> None:
-    """The prompt itself does not repeat: all that is copied comes from the answers."""
-    answers = AnswerStore(VOCAB_SIZE - 1)
-    for first in range(VOCAB_SIZE):
-        answers.add([*PROMPT[-2:], first, (first + 1) % VOCAB_SIZE, (first + 2) % VOCAB_SIZE, 0, first])
-    copied = Sequence(model, KVCache(model, 40), replace(sampled_run(model, 2), copy_from=answers), POLICIES[name]())
+    """The prompt itself does not repeat: all that is copied comes from the other texts."""
+    texts = CopyStore(
+        [
+            [*PROMPT[-2:], first, (first + 1) % VOCAB_SIZE, (first + 2) % VOCAB_SIZE, 0, first]
+            for first in range(VOCAB_SIZE)
+        ]
+    )
+    copied = Sequence(model, KVCache(model, 40), replace(sampled_run(model, 2), copy_from=texts), POLICIES[name]())
     assert copied.copies is not None and copied.copies.match is not None
-    law = enumerated_law(model, POLICIES[name](), 3, top_k=2, copy_from=answers)
+    law = enumerated_law(model, POLICIES[name](), 3, top_k=2, copy_from=texts)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
     assert distance(law, exact_law(llama, 3, top_k=2)) < 1e-5
 
@@ -162,29 +165,6 @@ def test_that_enumeration_sees_a_copied_token_taken_for_a_drawn_one(
     assert distance(law, exact_law(llama, 3, top_k=2, prompt=REPEATING)) > 1e-2
 
 
-@pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
-@pytest.mark.parametrize("name", ["ls:1-3", "stop after a draw", "changing plans", "del", "auto:cost=layers"])
-def test_drafts_may_be_chosen_by_another_head(
-    name: str, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("layerskip_models.checkpoints.conversion.DRAFT_HEAD_BYTES", 0)
-    model = from_transformers(llama, layout="native")
-    hidden = torch.randn(1, model.hidden_size, generator=torch.Generator().manual_seed(0))
-    assert not torch.equal(model.draft_logits(hidden), model.logits(hidden))
-    assert distance(enumerated_law(model, POLICIES[name](), 3, top_k=2), exact_law(llama, 3, top_k=2)) < 1e-5
-
-
-CAPTURED = ("ar", "ls:2-2", "stop before a draw", "stop after a draw", "changing plans", "auto:cost=layers")
-
-
-@pytest.mark.parametrize("name", [*CAPTURED, pytest.param("ls:1-3", marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("small_captures")
-def test_captured_rounds_have_the_same_law(name: str, llama: LlamaForCausalLM, model: LayerSkipModel) -> None:
-    law = enumerated_law(model, POLICIES[name](), 3, top_k=2, runner="captured")
-    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
-    assert distance(law, exact_law(llama, 3, top_k=2)) < 1e-5
-
-
 @pytest.mark.parametrize("runner", ["eager", "captured"])
 @pytest.mark.usefixtures("small_captures")
 def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
@@ -201,6 +181,15 @@ def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
 
     monkeypatch.setattr(selfspec.engine.round, "make_drafts", dropping)
     law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2, runner=runner)
+    assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
+
+
+@pytest.mark.parametrize("policy", ["ls:1-1", "ls:2-1"])
+def test_that_enumeration_sees_a_bonus_token_from_q(
+    policy: str, llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selfspec.engine.verification, "accept_sampled", bonus_from_q)
+    law = enumerated_law(model, parse_policy(policy, num_layers=NUM_LAYERS), 3, top_k=2)
     assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
 
 
@@ -310,18 +299,3 @@ def test_the_statistic_has_its_false_alarm_rate() -> None:
     alarms = sum(trial(weights) < 0.05 for _ in range(400))
     assert 5 <= alarms <= 40  # binomial(400, .05): outside this with probability below 2e-4
     assert all(trial(biased) < FALSE_ALARMS for _ in range(20))
-
-
-@pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
-@pytest.mark.parametrize(
-    "name",
-    ["bits:8-3", "bits:4-2", "bits:4-2,layer=2", "bits:4-4+svip:threshold=1", "bits:8-3+spide", "copy:3+bits:4-2"],
-)
-def test_drafts_in_fewer_bits_keep_the_models_law(name: str, llama: LlamaForCausalLM) -> None:
-    """Rounded weights have another distribution; it must show in no text."""
-    model = from_transformers(llama, layout="native")
-    policy = parse_policy(name, num_layers=NUM_LAYERS)
-    prompt = REPEATING if "copy" in name else PROMPT
-    law = enumerated_law(model, policy, 3, top_k=2, prompt=prompt)
-    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
-    assert distance(law, exact_law(llama, 3, top_k=2, prompt=prompt)) < 1e-5
