@@ -1,41 +1,26 @@
-"""Products with weights in groups, for every form that a GGUF file's numbers are kept in, and for mixtures of forms."""
+"""Weights in groups: how they lie in memory, the largest sums, and passes through layers of 4 bits."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from layerskip_models.checkpoints.gguf_blocks import GROUPED, numbers_of_blocks
-from layerskip_models.grouped_linear import GroupedLinear
+from layerskip_models import from_transformers
+from layerskip_models.checkpoints.gguf_blocks import GROUPED
+from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.grouped_weight import GroupedWeight, pack_sixes
-from layerskip_models.kernels import library
 from layerskip_models.kernels.interleaving import in_rows, interleaved
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
-from layerskip_models.kernels.native_linear import operators_only
-from test_integer_rows import CUT_ROWS, VARIANTS, product
-from test_native import use
-
-MIXTURES = ("Q4_K, Q6_K", "Q4_0, Q8_0")
-
-
-def weight_of(form: str, rows: int, columns: int, seed: int = 0) -> GroupedWeight:
-    """Random numbers with scales of about the same size, of one or several forms, a part of the rows each."""
-    kinds = form.split(", ")
-    if len(kinds) > 1:
-        sizes = rows - rows // 3, rows // 3
-        return GroupedWeight.cat([weight_of(kind, sizes[k], columns, k) for k, kind in enumerate(kinds)])
-    kept, rng = GROUPED[form], np.random.default_rng(seed)
-    inputs = 256 if kept.in_blocks else 32
-    data = rng.integers(0, 256, (rows, columns // inputs, kept.block_bytes), np.uint8)
-    scales = (rng.random((rows, columns // inputs, 2)) + 0.5).astype(np.float16) / (2000 if kept.in_blocks else 100)
-    count = 1 if form in ("Q6_K", "Q8_0", "Q4_0", "IQ4_NL") else 2
-    place = kept.block_bytes - 2 if form == "Q6_K" else 0
-    data[..., place : place + 2 * count] = scales[..., :count].astype(np.float16).view(np.uint8)
-    return numbers_of_blocks(torch.from_numpy(data).flatten(1), form)
+from layerskip_models.kernels.native_linear import MOST_ROWS, operators_only
+from layerskip_models.kv_cache import KVCache
+from test_four_bits import drawn, wide
+from test_integer_rows import VARIANTS, product
+from test_native import every_variant, needs_native, use
+from test_products import drawn_weight, weight_of
 
 
 def rows_of(count: int, columns: int) -> Tensor:
@@ -43,27 +28,6 @@ def rows_of(count: int, columns: int) -> Tensor:
     x = torch.randn(count, columns, generator=torch.Generator().manual_seed(1))
     x[::3, 5] *= 1e4
     return x
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("form", [*GROUPED, *MIXTURES])
-def test_products(form: str, variant: str) -> None:
-    """A row's are the same in any company and on any number of threads, and near those in float64."""
-    for out, columns in ((6, 256), (160, 768), (32, 2048)):
-        weight = weight_of(form, out, columns)
-        with use(variant):
-            linear = NativeGroupedLinear(weight)
-        assert linear.matrix.interleaved == (variant in CUT_ROWS and out % 32 == 0)
-        x = rows_of(35, columns)
-        alone = torch.cat([product(variant, linear.matrix, row, out) for row in x.split(1)])
-        for rows, threads in ((2, 1), (3, 2), (7, 1), (35, 2)):
-            assert torch.equal(product(variant, linear.matrix, x[:rows], out, threads), alone[:rows])
-        expected = x.double() @ weight.values().double().T
-        bound = 2e-4 if linear.matrix.interleaved else 2e-6  # there rows are cut to 16 bits, or to 31
-        errors = (alone - expected).abs().amax(1) / expected.abs().amax(1)
-        assert float(errors.max()) < bound
-        with operators_only():
-            assert torch.allclose(linear(x).double(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -81,21 +45,6 @@ def test_no_sum_is_too_large_for_its_integer(form: str, byte: int, variant: str)
     found = product(variant, linear.matrix, x, 32).double()
     bound = 1e-4 * (x.abs().double() @ weight.values().abs().double().T)
     assert bool(((found - expected).abs() < bound).all())
-
-
-@pytest.mark.skipif(not VARIANTS, reason="needs the native kernels")
-@pytest.mark.parametrize("form", [*GROUPED, *MIXTURES])
-def test_linears_with_and_without_kernels(form: str) -> None:
-    weight = weight_of(form, 21, 512)
-    bias = torch.randn(len(weight.packed), generator=torch.Generator().manual_seed(2))
-    ours, plain = NativeGroupedLinear(weight, bias), GroupedLinear(weight, bias)
-    assert ours.num_bytes == plain.num_bytes == weight.num_bytes
-    assert torch.equal(ours.weight, plain.weight)
-    assert all(tensor is not None for tensor in ours.tensors)
-    x = rows_of(4, 512)
-    scale = float(plain(x).abs().max())
-    assert torch.allclose(ours(x), plain(x), rtol=0, atol=2e-4 * scale)
-    assert library.kernels() is None or ours.matrix.kind == library.GROUPED_KINDS[weight.bits]
 
 
 def test_parts_that_do_not_fit_together() -> None:
@@ -151,3 +100,50 @@ def test_numbers_that_no_file_has(variant: str) -> None:
     x = rows_of(20, 512)
     expected, bound = x @ wide.values().T, 1e-3 * (x.abs() @ wide.values().abs().T)
     assert ((linear(x) - expected).abs() <= bound).all()
+
+
+@needs_native
+@every_variant
+def test_layers_are_those_of_operators(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same 4-bit numbers in a pass of one call, and layer by layer on PyTorch's operators, biases included."""
+    options: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "max_position_embeddings": 256}
+    with use(variant):
+        model = from_transformers(wide(**options), layout="int4")
+    assert model.kernels == variant
+    tokens = torch.arange(MOST_ROWS + 9) % 24
+    with torch.inference_mode():
+        one = KVCache(model, len(tokens))
+        alone = torch.cat([model.run_layers(model.embed(token), 0, 3, one) for token in tokens.split(1)])
+        many = KVCache(model, len(tokens))
+        together = torch.cat([model.run_layers(model.embed(part), 0, 3, many) for part in tokens.split(50)])
+        assert torch.equal(together, alone) and torch.equal(one.keys, many.keys)
+        monkeypatch.setattr(model, "backend", model.operators)
+        with operators_only():
+            other = model.run_layers(model.embed(tokens), 0, 3, KVCache(model, len(tokens)))
+    torch.testing.assert_close(alone, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
+
+
+@needs_native
+def test_not_a_number_is_not_lost() -> None:
+    for outputs in (9, 32):
+        weight = round_to_four_bits(drawn(outputs, 128), group=32, symmetric=True)
+        weight.groups[3, 1] = float("nan")
+        linear = NativeGroupedLinear(weight)
+        x = drawn(7, 128)
+        for rows in (1, 7):
+            assert linear(x[:rows]).isnan().any(0).tolist() == [output == 3 for output in range(outputs)]
+        x[2, 5] = float("nan")
+        assert linear(x).isnan().all(1).tolist() == [row == 2 for row in range(7)]
+
+
+@needs_native
+def test_memory_that_is_not_contiguous() -> None:
+    x = drawn(3, 128)
+    for outputs in (8, 32):
+        weight = drawn_weight(outputs, 128, 32, True, False)
+        turned = GroupedWeight(weight.packed, weight.groups.t().contiguous().t(), weight.offsets)
+        room = torch.empty(weight.packed.numel() + 1, dtype=torch.uint8)
+        room[1:] = weight.packed.flatten()
+        strange = GroupedWeight(room[1:].view_as(weight.packed), weight.groups, weight.offsets)  # at an odd address
+        for other in (turned, strange):
+            assert torch.equal(NativeGroupedLinear(other)(x), NativeGroupedLinear(weight)(x))

@@ -84,36 +84,6 @@ def test_a_row_that_is_no_number_stays_none_and_spoils_no_other() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("group", "shifted"), [(32, False), (32, True), (64, False), (128, True)])
-def test_four_bit_weights(variant: str, group: int, shifted: bool) -> None:
-    torch.manual_seed(group)
-    for out, width in ((6, 128), (133, 384), (40, 4096)):
-        q = torch.randint(0, 16, (out, width))
-        halves = rearrange(q, "out (chunk half i) -> half out chunk i", half=2, i=32)
-        stored = rearrange(halves[0] | halves[1] << 4, "out chunk i -> out (chunk i)").to(torch.uint8).contiguous()
-        scales = ((torch.rand(out, width // group) + 0.5) / 100).half()
-        offsets = torch.randn(out, width // group) / 20 if shifted else scales.float() * -8
-        weight = scales.double().repeat_interleave(group, 1) * q + offsets.double().repeat_interleave(group, 1)
-        matrix = Matrix(
-            stored.data_ptr(),
-            kind=library.KINDS[torch.uint8],
-            in_features=width,
-            out_features=out,
-            groups=scales.data_ptr(),
-            offsets=offsets.data_ptr() if shifted else None,
-            group=group,
-            zero=8,
-        )
-        x = torch.randn(35, width)
-        alone = torch.cat([product(variant, matrix, row, out) for row in x.split(1)])
-        for rows, threads in ((2, 1), (3, 2), (7, 1), (35, 2)):
-            assert torch.equal(product(variant, matrix, x[:rows], out, threads), alone[:rows])
-        expected = x.double() @ weight.T
-        bound = 2e-4 if variant in CUT_ROWS else 1e-5
-        assert (alone - expected).abs().max() < bound * expected.abs().max()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("outliers", [1, 8])
 def test_outliers_do_not_drown_the_small_numbers_of_a_row_with_four_bit_weights(variant: str, outliers: int) -> None:
     """Where the outliers' weights are 0, only the small numbers matter. Rows without outliers are beside those with some."""

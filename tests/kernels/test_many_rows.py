@@ -76,15 +76,16 @@ class Pass:
                 caches[-1].declare(position)
 
     def run(self, watched: bool) -> list[tuple[Tensor, dict[int, Tensor]]]:
-        """All at once, then text by text: the rows, and what was seen of every layer."""
+        """All at once, then row by row: the rows, and what was seen of every layer."""
         model, (together, alone) = self.model, self.caches
-        seen: list[dict[int, Tensor]] = [{} for _ in range(1 + len(alone))]
+        each = [cache for cache, size in zip(alone, self.sizes) for _ in range(size)]
+        seen: list[dict[int, Tensor]] = [{} for _ in range(1 + len(each))]
         watch: Callable[[int], Any] = lambda index: seen[index].__setitem__ if watched else None  # noqa: E731
         rows = [*zip(together, self.sizes)]
         found = model.run_layers(self.hidden, self.start, self.stop, rows, watch(0))
         parts = [
             model.run_layers(part, self.start, self.stop, cache, watch(1 + index))
-            for index, (part, cache) in enumerate(zip(self.hidden.split(self.sizes), alone))
+            for index, (part, cache) in enumerate(zip(self.hidden.split(1), each))
         ]
         joined = {layer: torch.cat([one[layer] for one in seen[1:]]) for layer in seen[1]}
         return [(found, seen[0]), (torch.cat(parts), joined)]
@@ -119,7 +120,7 @@ def nearly_equal(found: Tensor, expected: Tensor) -> None:
     watched=st.booleans(),
 )
 @settings(max_examples=80)
-def test_a_pass_over_several_texts_is_their_passes_bit_for_bit(
+def test_a_pass_over_several_texts_is_their_rows_one_by_one_bit_for_bit(
     variant: str, seed: int, shape: int, threads: int, most: tuple[int, int], watched: bool
 ) -> None:
     with torch.inference_mode(), on_threads(threads):
@@ -134,21 +135,11 @@ def test_a_pass_over_several_texts_is_their_passes_bit_for_bit(
     path=st.sampled_from(["CPU", "CPU in 16 bits", "CUDA"]),
 )
 @settings(max_examples=80)
-def test_a_pass_over_several_texts_is_their_passes_on_operators(
+def test_a_pass_over_several_texts_is_their_rows_one_by_one_on_operators(
     seed: int, shape: int, most: tuple[int, int], watched: bool, path: str
 ) -> None:
     with torch.inference_mode():
         Pass(operator_model(shape, path), seed, *most).compare(nearly_equal, watched)
-
-
-@needs_native
-def test_a_text_without_rows_is_left_alone() -> None:
-    model = cached_native(RUNNABLE[0], 0)
-    caches, hidden = [KVCache(model, 9) for _ in range(3)], drawn(4, model.hidden_size)
-    found = model.run_layers(hidden, 0, 4, [(caches[0], 3), (caches[1], 0), (caches[2], 1)])
-    assert [cache.length for cache in caches] == [3, 0, 1]
-    alone = [model.run_layers(hidden[a:b], 0, 4, KVCache(model, 9)) for a, b in ((0, 3), (3, 4))]
-    assert torch.equal(found, torch.cat(alone))
 
 
 @needs_native

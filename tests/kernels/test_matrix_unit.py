@@ -22,10 +22,11 @@ from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinea
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.linear import Layout
 from selfspec import SelfSpecGenerator
-from test_grouped_weights import GROUPED, weight_of
+from test_grouped_weights import GROUPED
 from test_grouped_weights import rows_of as rows_with_outliers
 from test_integer_rows import fixed_point, rows_of
 from test_native import use
+from test_products import weight_of
 from tiny_llama import tiny_llama
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.provenance import provenance
@@ -19,9 +17,7 @@ from layerskip_models.kernels import check, library
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import (
     MOST_ROWS,
-    NativeInt8Linear,
     NativeLinear,
-    operators_only,
 )
 from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.kv_cache import KVCache
@@ -56,64 +52,6 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "kernels", lambda: None)
-
-
-@needs_native
-@every_variant
-@given(
-    seed=st.integers(0, 1000),
-    rows=st.one_of(st.integers(1, 20), st.integers(1, 140)),
-    size=st.integers(1, 90),
-    outputs=st.integers(1, 70),
-    kind=st.sampled_from(["float32", "bfloat16", "float16", "int8"]),
-    bias=st.booleans(),
-)
-@settings(max_examples=100)
-def test_a_linear_is_exact_whatever_its_shape(
-    variant: str, seed: int, rows: int, size: int, outputs: int, kind: str, bias: bool
-) -> None:
-    weight, x = drawn(outputs, size, seed=seed), drawn(rows, size, seed=seed + 1)
-    residual, shift = drawn(rows, outputs, seed=seed + 2), drawn(outputs, seed=seed + 3) if bias else None
-    weight = weight.to({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(kind, torch.float32)).float()
-    with use(variant):
-        linear = NativeInt8Linear(weight, shift) if kind == "int8" else NativeLinear(weight, shift)
-    assert str(linear.stored.dtype) == f"torch.{kind}" or weight.bfloat16().float().equal(weight)
-    if kind == "int8":
-        steps = weight.abs().amax(dim=1, keepdim=True) / 127
-        assert ((linear.weight - weight).abs() <= 0.5001 * steps).all()
-    else:
-        assert torch.equal(linear.weight, weight)
-    exact = F.linear(x.double(), linear.weight.double(), None if shift is None else shift.double())
-    torch.testing.assert_close(linear(x).double(), exact, rtol=0, atol=5e-5)
-    kept = residual.clone()
-    torch.testing.assert_close(linear.add_to(residual, x).double(), exact + residual, rtol=0, atol=5e-5)
-    assert torch.equal(residual, kept)
-    with operators_only():
-        torch.testing.assert_close(linear(x).double(), exact, rtol=0, atol=5e-5)
-
-
-@needs_native
-@every_variant
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
-@pytest.mark.parametrize("size", [51, 700, 1601])  # of which many rows meet 32, 8 and 4 outputs at a time
-def test_a_row_is_the_same_in_any_company_and_on_any_threads(
-    variant: str, threads: int, kind: torch.dtype, size: int
-) -> None:
-    weight, x = drawn(37, size), drawn(20, size, seed=1)
-    with use(variant):
-        linear = NativeInt8Linear(weight) if kind == torch.int8 else NativeLinear(weight.to(kind))
-    alone = torch.cat([linear(row) for row in x.split(1)])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        for rows in range(1, 21):
-            assert torch.equal(linear(x[:rows]), alone[:rows])
-        many = x.repeat(2 * MOST_ROWS // len(x), 1)
-        assert torch.equal(linear(many), alone.repeat(len(many) // len(x), 1))
-        assert torch.equal(linear.add_to(linear(many), many), 2 * linear(many))
-    finally:
-        torch.set_num_threads(before)
 
 
 def native_model(variant: str, **changes: Any) -> tuple[Any, LayerSkipModel]:
@@ -156,23 +94,6 @@ def test_layers_are_those_of_transformers(variant: str, changes: dict[str, Any])
             assert torch.equal(seen[model.num_layers], hidden) and len(seen) == model.num_layers
             parts.append(model.logits(hidden))
         torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-5, atol=2e-4)
-
-
-@needs_native
-@every_variant
-def test_what_verification_computes_is_what_decoding_would_have(variant: str) -> None:
-    """Bit for bit: so near-ties cannot tell speculative from plain decoding."""
-    _, model = native_model(variant, seed=7)
-    tokens = torch.randint(0, VOCAB_SIZE, (MOST_ROWS + 7,), generator=torch.Generator().manual_seed(2))
-    with torch.inference_mode():
-        one = KVCache(model, len(tokens))
-        alone = torch.cat([model.run_layers(model.embed(t), 0, 4, one) for t in tokens.split(1)])
-        for rows in (2, 3, 5, 6, 7, 11, 13, 24, MOST_ROWS, len(tokens)):
-            cache = KVCache(model, len(tokens))
-            together = [model.run_layers(model.embed(part), 0, 4, cache) for part in tokens.split(rows)]
-            assert torch.equal(torch.cat(together), alone)
-            assert torch.equal(model.logits(torch.cat(together)), model.logits(alone))
-            assert torch.equal(cache.keys, one.keys) and torch.equal(cache.values, one.values)
 
 
 @needs_native

@@ -9,51 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from exact_rooms import exact_rooms
 from layerskip_models.kernels import library
-from layerskip_models.kernels.native_grouped import NativeGroupedLinear
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
-from layerskip_models.kernels.threads import on_threads
-from layerskip_models.norm import RMSNorm
-from test_four_bits import drawn
-from test_native import every_variant, needs_native, use
-from test_native_four_bits import drawn_weight
 
-WIDE = 4096
 ROOT = Path(__file__).parents[2]
 EMULATED = ["-DEMULATED_TILES", "-DTILE_BYTES=0"]
-
-
-def linear_of(kind: str, outputs: int, width: int) -> NativeLinear:
-    if kind == "int4":
-        return NativeGroupedLinear(drawn_weight(outputs, width, 32, False, False))
-    weight = drawn(outputs, width)
-    if kind == "int8":
-        return NativeInt8Linear(weight)
-    return NativeLinear(weight if kind == "float32" else weight.bfloat16())
-
-
-@needs_native
-@every_variant
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
-def test_rows_in_several_batches_are_the_rows_alone(variant: str, kind: str) -> None:
-    """So many and wide rows that they do not all stay in the second cache: 70 of 4,096 numbers."""
-    with use(variant):
-        linear = linear_of(kind, 37, WIDE)
-    x = drawn(70, WIDE, seed=3)
-    with on_threads(1):
-        alone = torch.cat([linear(row) for row in x.split(1)])
-    norm = RMSNorm(1 + 0.1 * drawn(WIDE, seed=4), 1e-5)
-    with on_threads(1):
-        normed = torch.cat([linear.of_normalised(norm, row) for row in x.split(1)])
-    for threads in (1, 2, 3):
-        with on_threads(threads), exact_rooms():
-            for _ in range(2):  # from its second call on, a team prepares rows together
-                assert torch.equal(linear(x), alone)
-                assert torch.equal(linear.of_normalised(norm, x), normed)
-                assert torch.equal(linear.choices_of_normalised(norm, x, "token").tokens, normed.argmax(1))
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

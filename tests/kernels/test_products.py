@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -27,12 +26,14 @@ from test_native import drawn, every_variant, needs_native, use
 
 MIXTURES = ("Q4_K, Q6_K", "Q4_0, Q8_0")
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NIBBLES = {f"int4 {size}{', offsets' * offsets}": (size, offsets) for size in (32, 64, 128) for offsets in (False, True)}
+NIBBLES = {
+    f"int4 {size}{', offsets' * offsets}": (size, offsets) for size in (32, 64, 128) for offsets in (False, True)
+}
 KINDS = (*FLOATS, "int8", *NIBBLES, *GROUPED, *MIXTURES)
 
 
 def weight_of(form: str, rows: int, columns: int, seed: int = 0) -> GroupedWeight:
-    """Random numbers with scales of about the same size, of one or several of a GGUF file's forms, a part of the rows each."""
+    """Random numbers with scales of about the same size, of one or several forms of GGUF files, a part of the rows each."""
     kinds = form.split(", ")
     if len(kinds) > 1:
         sizes = rows - rows // 3, rows // 3
@@ -63,7 +64,9 @@ def linear_of(kind: str, outputs: int, inputs: int, seed: int, bias: bool) -> Na
     """Inputs must be a multiple of 256 but for floats and int8."""
     shift = drawn(outputs, seed=seed + 5) if bias else None
     if kind in NIBBLES:
-        return NativeGroupedLinear(drawn_weight(outputs, inputs, *NIBBLES[kind], factors=seed % 2 == 1, seed=seed), shift)
+        return NativeGroupedLinear(
+            drawn_weight(outputs, inputs, *NIBBLES[kind], factors=seed % 2 == 1, seed=seed), shift
+        )
     if kind not in FLOATS and kind != "int8":
         return NativeGroupedLinear(weight_of(kind, outputs, inputs, seed), shift)
     weight = drawn(outputs, inputs, seed=seed)
@@ -88,7 +91,9 @@ def linear_of(kind: str, outputs: int, inputs: int, seed: int, bias: bool) -> Na
 @example(kind="bfloat16", outputs=37, inputs=4096, blocks=16, rows=70, threads=2, bias=False, outliers=False, seed=0)
 @example(kind="int8", outputs=37, inputs=4096, blocks=16, rows=70, threads=3, bias=True, outliers=True, seed=0)
 @example(kind="int4 32", outputs=37, inputs=0, blocks=16, rows=70, threads=2, bias=True, outliers=True, seed=0)
-@example(kind="float32", outputs=1031, inputs=40, blocks=1, rows=2 * MOST_ROWS, threads=2, bias=True, outliers=False, seed=1)
+@example(
+    kind="float32", outputs=1031, inputs=40, blocks=1, rows=2 * MOST_ROWS, threads=2, bias=True, outliers=False, seed=1
+)
 def test_a_row_has_its_product_in_any_company(
     variant: str, kind: str, outputs: int, inputs: int, blocks: int, rows: int, threads: int, bias: bool, outliers: bool,
     seed: int,
