@@ -26,13 +26,11 @@ from selfspec.cli.option_groups import (
     option,
     with_groups,
 )
-from selfspec.cli.server_check import ServerOptions, check_named_server
 from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument, read_prompt
 from selfspec.engine.stats import sources_text
 from selfspec.pacer.inference import has_preverifier
 
 PICTURES = (".png", ".svg", ".pdf")
-DEFAULT_DRAWS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +94,7 @@ class VerifyOptions:
     file: list[Path] | None = option(None, "UTF-8 file with a prompt; repeatable (default: two examples).")
     policy: list[str] | None = option(None, "Policy to verify; repeatable (default: one of each).")
     max_new_tokens: int = option(48, "New tokens per greedy text.", min=4)
-    draws: int | None = option(
-        None, "Number of samples to compare with exact probabilities (default 400); 0 for none.", min=0
-    )
+    draws: int = option(400, "Number of samples to compare with exact probabilities; 0 for none.", min=0)
 
 
 @with_groups
@@ -170,30 +166,14 @@ def inspect_command(
 
 
 @with_groups
-def verify_command(
-    asked: VerifyOptions, server: ServerOptions, load: DeviceOptions, model: ModelArgument = None
-) -> None:
+def verify_command(asked: VerifyOptions, load: DeviceOptions, model: ModelArgument = None) -> None:
     """Check on this machine that the engine's output equals that of the model as transformers runs it.
 
-    With --server: check that the texts of a server of OpenAI's API do not depend on how they are asked for. Ends with status
-    1 if anything fails.
+    Ends with status 1 if anything fails.
     """
     notes = notes_console()
     with one_line_errors():
-        given = [read_prompt(None, path) for path in asked.file or ()]
-        if server.server is not None:
-            if model is not None or asked.policy or asked.draws is not None or load != DeviceOptions():
-                raise ValueError(
-                    "--server checks a running server: leave out the checkpoint, --policy, --draws, --dtype and "
-                    "--device (--model names the server's model)"
-                )
-            status = check_named_server(server, given, asked.max_new_tokens, notes)
-            if status:
-                raise typer.Exit(status)
-            return
-        server.refuse_without_server()
-        draws = DEFAULT_DRAWS if asked.draws is None else asked.draws
-        texts = given or [EXAMPLE_PROMPT, CODE_PROMPT]
+        texts = [read_prompt(None, path) for path in asked.file or ()] or [EXAMPLE_PROMPT, CODE_PROMPT]
         llama, prompts = load_reference(model, texts, load.dtype, load.device, notes)
         num_layers = llama.config.num_hidden_layers
         for name in asked.policy or []:
@@ -201,14 +181,14 @@ def verify_command(
                 parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
         own = ["pacer"] if has_preverifier(llama.config.name_or_path) else []
         num_policies = len(asked.policy or [*every_policy(num_layers), *own])
-        total = num_steps(num_layers, len(prompts), draws, num_policies)
+        total = num_steps(num_layers, len(prompts), asked.draws, num_policies)
         failed = 0
         with progress(total, notes) as advance:
             for check in verify_engine(
                 llama,
                 prompts,
                 max_new_tokens=asked.max_new_tokens,
-                draws=draws,
+                draws=asked.draws,
                 policies=asked.policy,
                 besides=own,
                 advance=advance,

@@ -2,7 +2,7 @@
 
 from selfspec.integrations.hub_generate import hub_generate
 
-POLICY = "ls:2-3"
+POLICY = 'ls:2-3'
 
 
 def generate(*arguments, model, **options):
