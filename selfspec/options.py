@@ -1,6 +1,6 @@
 """The options of a generation: names, types, ranges and help texts, each said once.
 
-Python calls, the command line, prompts files, the server, `custom_generate` and lm-eval all read them here. They are
+Python calls, the command line, prompts files, the server and `custom_generate` all read them here. They are
 TypedDicts: a type checker then checks the keyword arguments of every call. pydantic comes with the `serve` extra only.
 """
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "export-draft": "cut transformers' `model.model.layers` to [:E], set `model.config.num_hidden_layers = E`, and save it",
+    "lm-eval": "run `selfspec serve MODEL`, and `lm_eval --model local-completions` against it (docs/serving.md)",
+}
 """What to do instead, by the name of the command."""
 OPTIONS: dict[str, str] = {
     "--server": "`selfspec verify MODEL` checks this engine; ask a server the same alone and in company to check it",

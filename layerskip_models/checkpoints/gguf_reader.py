@@ -42,10 +42,7 @@ class GgufTensor:
 
 
 class GgufReader:
-    """A mapped file. Raises ValueError for one that is damaged; UnicodeDecodeError is one, too.
-
-    keys_end: where its keys and values end. alignment: each tensor begins at a multiple of it, in bytes.
-    """
+    """A mapped file. Raises ValueError for one that is damaged; UnicodeDecodeError is one, too."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,13 +62,11 @@ class GgufReader:
                 raise ValueError(f"it has {key} twice")
             self._places[key] = self._at
             self._value(self._number("I"), skip=True)
-        self.keys_end = self._at
         self._fits(num_tensors, _LEAST_TENSOR)
         described = [self._described() for _ in range(num_tensors)]
         alignment = self.value("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"its alignment is {alignment!r}, which is no power of two")
-        self.alignment = alignment
         start = -(-self._at // alignment) * alignment
         self.tensors = [self._tensor(start, *one) for one in described]
         if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
@@ -90,15 +85,6 @@ class GgufReader:
             return self._value(self._number("I"))
         finally:
             self._at = before
-
-    def place(self, key: str) -> tuple[int, int]:
-        """Where a key's value lies in the file: the number that says its type, and the place of the value itself."""
-        place = self._places[key]
-        return struct.unpack_from("<I", self._view, place)[0], place + 4
-
-    def raw(self, begin: int, end: int) -> bytes:
-        """Bytes of the file."""
-        return bytes(self._view[begin:end])
 
     def length(self, key: str) -> int | None:
         """Entries of a key's list; None if there is no such list. Nothing of it is read."""

@@ -18,7 +18,7 @@ from layerskip_models import DEMO_PATH, LayerSkipModel, load_model, load_tokeniz
 from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.checkpoints.progress import telling
 from layerskip_models.checkpoints.quantised import has_few_bits
-from layerskip_models.output_paths import output_file, output_folder
+from layerskip_models.output_paths import output_file
 from selfspec import SelfSpecGenerator
 from selfspec.cli.garbage import collecting_later
 from selfspec.cli.notes import one_line_errors
@@ -72,23 +72,19 @@ def load_full_weights(model: str | None, dtype: str, device: str, notes: Console
 def load_reference(
     model: str | None, texts: Sequence[str], dtype: str, device: str, notes: Console
 ) -> tuple[transformers.PreTrainedModel, list[torch.Tensor]]:
-    """The checkpoint as transformers loads it, and the prompts' token ids, int64 [n] each. Errors as for `load_generator`."""
+    """The checkpoint as transformers loads it, and the prompts' token ids, int64 [n] each.
+
+    Errors as for `load_generator`; ValueError for a prompt without tokens and for ids outside the vocabulary.
+    """
     with loading(model, notes) as name:
         llama = load_transformers(name, dtype=dtype, device=device, local_files_only=model is None)
         tokenizer = load_tokenizer(name, local_files_only=model is None)
-    return llama, encoded_prompts(tokenizer, texts, llama.config.vocab_size)
-
-
-def encoded_prompts(
-    tokenizer: transformers.PreTrainedTokenizerBase, texts: Sequence[str], vocab_size: int
-) -> list[torch.Tensor]:
-    """Token ids, int64 [n] each. Raises ValueError for a prompt without tokens and for ids outside the vocabulary."""
     prompts = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long) for text in texts]
     if any(prompt.numel() == 0 for prompt in prompts):
         raise ValueError("a prompt has no tokens: give one with text")
     for prompt in prompts:
-        check_ids(prompt, vocab_size, from_tokenizer=True)
-    return prompts
+        check_ids(prompt, llama.config.vocab_size, from_tokenizer=True)
+    return llama, prompts
 
 
 @contextmanager
@@ -129,12 +125,6 @@ def checked_output_file(path: Path | None) -> Path | None:
     """Option callback: fail before the command runs if the file cannot be written."""
     with one_line_errors():
         return None if path is None else output_file(path)
-
-
-def checked_output_folder(path: Path | None) -> Path | None:
-    """The same for a folder, which is created."""
-    with one_line_errors():
-        return None if path is None else output_folder(path)
 
 
 def check_sampling(defaults: transformers.GenerationConfig, options: SamplingOptions) -> bool:

@@ -58,23 +58,12 @@ COMMANDS = {
         "Train exit adapters for a frozen checkpoint: its drafts get better, and its output stays the same.",
     ),
     "export-hub": (
-        "selfspec.cli.export_commands:export_hub_command",
+        "selfspec.cli.export_command:export_hub_command",
         "Write a folder that transformers decodes from with selfspec (from_pretrained, pipeline, transformers serve).",
     ),
-    "export-draft": (
-        "selfspec.cli.export_commands:export_draft_command",
-        "Write the first layers of a model, its norm and head as a small checkpoint, for engines that take a draft model.",
-    ),
-    "lm-eval": ("selfspec.cli.lm_eval_command:lm_eval_command", "Run lm-evaluation-harness with --model selfspec."),
 }
 """Where the function of each command is, and its line in the list of commands. Only the module of the command that is called
 gets imported, none for the list."""
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "lm-eval": {
-        "add_help_option": False,
-        "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
-    }
-}
 
 
 class _Commands(TyperGroup):
@@ -105,7 +94,7 @@ class _Command(TyperCommand):
         with collecting_later():
             called = getattr(import_module(module), function)
         alone = typer.Typer(add_completion=False)
-        alone.command(self.name, **_OPTIONS.get(str(self.name), {}))(called)
+        alone.command(self.name)(called)
         return typer.main.get_command(alone)
 
 

@@ -36,11 +36,6 @@ _TEMPLATE_HELP = (
     "Default: the tokenizer's own; plain for the demo model."
 )
 ChatTemplateOption = Annotated[str | None, typer.Option(help=_TEMPLATE_HELP)]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel="Model")]
-_EXITS_HELP = (
-    "Exit adapters to draft with: auto (those stored with the checkpoint, if any), none, or a folder from train-exit."
-)
-ExitsOption = Annotated[str, typer.Option(help=_EXITS_HELP, rich_help_panel="Model")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +45,16 @@ class DeviceOptions:
         "auto, float32, bfloat16, float16, float64, int8 or int4. On a CPU, 4 to 16 bits apply to the weights only.",
         "Model",
     )
-    device: DeviceOption = "auto"
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...", "Model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions(DeviceOptions):
-    exits: ExitsOption = "auto"
+    exits: str = option(
+        "auto",
+        "Exit adapters to draft with: auto (those stored with the checkpoint, if any), none, or a folder from train-exit.",
+        "Model",
+    )
     kv_dtype: str = option(
         "auto",
         "Data type of the KV cache: auto (that of the arithmetic) or bfloat16 (half the memory of float32, slightly "

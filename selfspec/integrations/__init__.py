@@ -1,1 +1,1 @@
-"""selfspec inside other people's programs: transformers' `generate`, folders for the hub, lm-evaluation-harness."""
+"""selfspec inside other people's programs: transformers' `generate`, and folders for the hub."""

@@ -54,7 +54,7 @@ def drafted_and_accepted(generator: SelfSpecGenerator, policy: str) -> tuple[int
 
 @pytest.mark.parametrize("name", GREEDY)
 def test_models(name: str) -> None:
-    """A checkpoint, one in 4 bits and a GGUF file; the last two are of the `export-draft` that there was."""
+    """A checkpoint, one in 4 bits and a GGUF file; `export-draft` wrote the last two."""
     loaded = SelfSpecGenerator(load_model(KEPT / name, dtype="float32", device="cpu", exits=None))
     for policy in ("ar", "ls:1-3"):
         found = loaded.generate([3, 1, 4], max_new_tokens=12, eos_token_id=[], policy=policy)

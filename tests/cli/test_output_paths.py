@@ -28,7 +28,6 @@ WRITERS = [
     (selfspec.cli.main.app, ["generate", "text", "--trace"]),
     (selfspec.cli.main.app, ["generate", "--prompts", "none.jsonl", "-o"]),
     (selfspec.cli.main.app, ["trace", "text", "-o"]),
-    (selfspec.cli.main.app, ["export-draft", "none", "2", "--output-dir"]),
 ]
 
 

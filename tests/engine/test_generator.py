@@ -17,7 +17,6 @@ from layerskip_models import LayerSkipModel, from_transformers
 from policies import DraftRow, MeasuredCost, Policy, RoundRecord
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
 from selfspec import GenerationResult, NonFiniteLogitsError, SelfSpecGenerator
-from selfspec.integrations.log_likelihood import continuation_scores
 from tiny_llama import full_logits, reference_greedy, request_for, tiny_llama, tiny_tokenizer
 
 PROMPT = [5, 1, 7]
@@ -379,5 +378,3 @@ def test_a_text_with_a_token_that_the_model_lacks_is_refused() -> None:
     request = request_for(generator.model, [5, 1], max_new_tokens=4)
     with pytest.raises(ValueError, match="got 24"):
         generator.check_prepared([replace(request, prompt=torch.tensor([24]))])
-    with pytest.raises(ValueError, match="got 24"):
-        continuation_scores(generator.model, [5], [[24]])
