@@ -10,6 +10,8 @@ COMMANDS: dict[str, str] = {
 }
 """What to do instead, by the name of the command."""
 OPTIONS: dict[str, str] = {
+    "--quality": "`selfspec-bench run` scores a checkpoint on tasks with each --dtype",
+    "--probe-minutes": "`selfspec train-exit` prints the agreement of each exit with and without its adapter",
     "--server": "`selfspec verify MODEL` checks this engine; ask a server the same alone and in company to check it",
     "--data-parallel": "split the file of prompts, and decode each part in a process of its own",
     "--arithmetic": "sums are float32, over weights kept in bfloat16 with --dtype bfloat16",

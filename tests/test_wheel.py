@@ -21,7 +21,7 @@ DATA = {
             "tokenizer_config.json", "pacer/README.md", "pacer/preverifier.json", "pacer/preverifier.safetensors",
         )
     ),
-    "policies/py.typed", "selfspec/py.typed", "selfspec/analysis/sample_text.txt", "selfspec/serve/page.html",
+    "policies/py.typed", "selfspec/py.typed", "selfspec/serve/page.html",
 }  # fmt: skip
 """All files in the wheel that are no Python."""
 

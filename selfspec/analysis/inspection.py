@@ -10,17 +10,14 @@ import torch
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.draft_weights import draft_bytes, why_no_drafter
-from layerskip_models.exits.lean import lean_adapters
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
 from policies import CostModel, LayerCost
 from selfspec.analysis.comparison import Comparison, Generate, compare, warm_up
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
-from selfspec.analysis.thread_plan import ThreadPlan
 from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.request import encode_prompt
 from selfspec.engine.stats import mean
-from selfspec.exits.probe import Probe, probe_exits
 from selfspec.generator import SelfSpecGenerator
 
 _CHUNK = 256  # rows per pass over the sample text
@@ -63,10 +60,9 @@ class Inspection:
     """What was found.
 
     text_agreement: per exit layer 1 .. L-1, share of positions of the sample texts where its argmax is the last layer's.
-    kernels: what the layers ran on (`LayerSkipModel.kernels`). plan: how they are divided on a CPU, else None.
+    kernels: what the layers ran on (`LayerSkipModel.kernels`).
     comparison: the best setting, run against plain decoding.
     rounded: drafts in fewer bits, where they are possible, each run against plain decoding.
-    probe, adapted: a short fit of exit adapters, if one was asked for, and what these adapters would give.
     """
 
     num_layers: int
@@ -74,10 +70,7 @@ class Inspection:
     predicted: Prediction
     kernels: str | None
     comparison: Comparison
-    plan: ThreadPlan | None = None
     rounded: tuple[RoundedDrafts, ...] = ()
-    probe: Probe | None = None
-    adapted: Prediction | None = None
 
     def verdict(self) -> str:
         measured, best = self.comparison.speedup, self.predicted.best.policy
@@ -104,14 +97,11 @@ def inspect_model(
     *,
     max_new_tokens: int = 64,
     repeats: int = 3,
-    probe_seconds: float = 0.0,
     advance: Callable[[str], None] = lambda label: None,
-    say: Callable[[str], None] = lambda label: None,
 ) -> Inspection:
     """Inspect a model with sample texts; the first half of each is the prompt of a continuation.
 
-    probe_seconds: for how long to fit exit adapters, to say what they would give; 0 for not at all.
-    advance: called with a label after each of 2 * texts + 2 steps, and once more after a probe, during which `say` is called.
+    advance: called with a label after each of 2 * texts + 2 steps.
     Raises ValueError without a text of at least 4 tokens.
     """
     model, tokenizer = generator.model, generator.tokenizer
@@ -138,13 +128,6 @@ def inspect_model(
     assert comparison is not None
     rounded = _rounded_drafts(generator, generate, repeats)
     advance("comparing with plain decoding")
-    probe = adapted = None
-    if probe_seconds:
-        probe = probe_exits(generator, encoded, probe_seconds, say=say)
-        adapting = model.with_adapters(lean_adapters(probe.adapters, model))
-        drafting = SelfSpecGenerator(adapting, tokenizer, runner=generator.runner, prefix_cache=0)
-        adapted = _predicted(drafting, encoded, max_new_tokens, measured_cost(adapting, generator.runner))
-        advance("fitting adapters")
     layers = range(1, model.num_layers)
     return Inspection(
         num_layers=model.num_layers,
@@ -152,10 +135,7 @@ def inspect_model(
         predicted=predicted,
         kernels=model.kernels,
         comparison=comparison,
-        plan=ThreadPlan.of(model) if model.device.type == "cpu" else None,
         rounded=rounded,
-        probe=probe,
-        adapted=adapted,
     )
 
 
@@ -188,7 +168,7 @@ def _predicted(
     texts: Sequence[torch.Tensor],
     max_new_tokens: int,
     cost: CostModel,
-    traced: Callable[[], object] = lambda: None,
+    traced: Callable[[], object],
 ) -> Prediction:
     """Trace a continuation of the first half of each text. traced: called after each."""
     traces = []
@@ -253,31 +233,21 @@ def kernels_in_words(variant: str | None) -> str:
 
 
 def inspection_lines(inspection: Inspection) -> list[str]:
-    probe, adapted = inspection.probe, inspection.adapted
-    lines = ["exit_layer  agreement on sample text  on its own text" + ("" if probe is None else "  with an adapter")]
-    for (layer, own), text in zip(inspection.predicted.own_agreement.items(), inspection.text_agreement):
-        line = f"{layer:10d}  {text:24.3f}  {own:15.3f}"
-        if probe is not None and adapted is not None and layer in probe.adapters.exit_layers:
-            line += f"  {adapted.own_agreement[layer]:15.3f}"
-        lines.append(line)
     comparison, predicted = inspection.comparison, inspection.predicted
-    lines += [
+    return [
+        "exit_layer  agreement on sample text  on its own text",
+        *(
+            f"{layer:10d}  {text:24.3f}  {own:15.3f}"
+            for (layer, own), text in zip(predicted.own_agreement.items(), inspection.text_agreement)
+        ),
         f"best fixed setting by prediction: {predicted.best.policy}; speed-up predicted {predicted.speedup:.2f}"
         f" (by layers loaded alone, at the best setting for that, {predicted.layers_speedup:.2f})",
         f"measured: {comparison.speedup:.2f} ({comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}),"
         f" {comparison.repeats} alternated pairs of runs on one of the texts",
         *map(_line_of, inspection.rounded),
         f"layers ran on {kernels_in_words(inspection.kernels)}",
-        *(() if inspection.plan is None else inspection.plan.lines()),
         inspection.verdict(),
     ]
-    if probe is not None and adapted is not None:
-        lines.append(
-            f"with exit adapters fitted for {probe.steps} steps to {probe.tokens:,} tokens of the model's own text:"
-            f" {adapted.best.policy} predicted {adapted.speedup:.2f} (by layers alone {adapted.layers_speedup:.2f});"
-            " selfspec train-exit trains them in earnest"
-        )
-    return lines
 
 
 def _line_of(rounded: RoundedDrafts) -> str:

@@ -11,10 +11,9 @@ from layerskip_models.checkpoints.synthetic import SHAPES
 from policies import LayerCost, parse_policy
 from selfspec.analysis.exactness import every_policy, num_steps, verify_engine
 from selfspec.analysis.inspection import inspect_model, inspection_lines
-from selfspec.analysis.quality import SAMPLE, quality_lines
 from selfspec.analysis.shape_report import shape_lines, training_lines
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
-from selfspec.cli.arguments import checked_output_file, load_full_weights, load_generator, load_reference, progress
+from selfspec.cli.arguments import checked_output_file, load_generator, load_reference, progress
 from selfspec.cli.display import write_trace
 from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import (
@@ -51,16 +50,6 @@ class InspectOptions:
     text: list[Path] | None = option(None, "UTF-8 file with sample text; repeatable (default: a short example).")
     max_new_tokens: int = option(64, "New tokens per text.", min=2)
     repeats: int = option(3, "Number of pairs of runs to measure.", min=1)
-    probe_minutes: float = option(
-        0.0, "Minutes to fit exit adapters, to predict what train-exit would gain; 5 is enough.", min=0
-    )
-    quality: bool = option(
-        False,
-        "Also compare the low-precision weights (--dtype, or the checkpoint's) with the full ones, on the sample text "
-        "(default: 1,000 words).",
-        None,
-        "--quality",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,23 +135,16 @@ def inspect_command(
         if instead.tensor_parallel > 1 or instead.context is not None or instead.train is not None:
             raise ValueError("--tensor-parallel, --train and --context go with --shape")
         texts = [read_prompt(None, path) for path in asked.text or ()]
-        full = load_full_weights(model, load.dtype, load.device, notes) if asked.quality else None
         generator = load_generator(model, load, notes)
-        with progress(2 * max(1, len(texts)) + 2 + (asked.probe_minutes > 0), notes) as advance:
+        with progress(2 * max(1, len(texts)) + 2, notes) as advance:
             inspection = inspect_model(
                 generator,
                 texts or [EXAMPLE_PROMPT],
                 max_new_tokens=asked.max_new_tokens,
                 repeats=asked.repeats,
                 advance=advance,
-                probe_seconds=60 * asked.probe_minutes,
-                say=lambda label: advance(label, 0),
             )
-        lines = inspection_lines(inspection)
-        if full is not None:
-            with notes.status("Comparing with the full weights ..."):
-                lines += quality_lines(generator, full, texts or [read_prompt(None, SAMPLE)])
-    typer.echo("\n".join(lines))
+    typer.echo("\n".join(inspection_lines(inspection)))
 
 
 @with_groups

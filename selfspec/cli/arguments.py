@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 
-from layerskip_models import DEMO_PATH, LayerSkipModel, load_model, load_tokenizer
-from layerskip_models.checkpoints.loading import load_config, load_transformers
+from layerskip_models import DEMO_PATH, load_tokenizer
+from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.checkpoints.progress import telling
-from layerskip_models.checkpoints.quantised import has_few_bits
 from layerskip_models.output_paths import output_file
 from selfspec import SelfSpecGenerator
 from selfspec.cli.garbage import collecting_later
@@ -51,22 +50,6 @@ def load_generator(
         )
     with loading(model, notes) as name:
         return load.generator(name, local_files_only=model is None, prefix_cache=prefix_cache, device_map=device_map)
-
-
-def load_full_weights(model: str | None, dtype: str, device: str, notes: Console) -> LayerSkipModel:
-    """The checkpoint in float32, to compare lower precision with. dtype: of the model that it is compared with.
-
-    Errors as for `load_generator`; ValueError if that model has full precision too.
-    """
-    with loading(model, notes) as name:
-        local = model is None
-        few_bits = has_few_bits(load_config(name, local_files_only=local))
-        if dtype in ("float32", "float64") or (dtype == "auto" and not few_bits):
-            raise ValueError(
-                "--quality compares weights in fewer bits with the full ones: add --dtype int4, int8 or bfloat16, or name a "
-                "checkpoint that is quantised"
-            )
-        return load_model(name, dtype="float32", device=device, exits=None, local_files_only=local)
 
 
 def load_reference(

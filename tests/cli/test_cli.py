@@ -496,6 +496,6 @@ def test_inspect_has_a_verdict(folder, tmp_path):
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0].startswith("exit_layer")
-    assert len([line for line in lines if line.strip()[:2] in ("1 ", "2 ", "3 ") and "thread" not in line]) == 3
+    assert len([line for line in lines if line.strip()[:2] in ("1 ", "2 ", "3 ")]) == 3
     assert "best fixed setting by prediction: ls:" in result.stdout
     assert invoke("inspect", folder, "--text", tmp_path / "none.txt").exit_code == 2

@@ -1,4 +1,4 @@
-"""Processors, cores and NUMA nodes as the system tells of them, and how many threads follow from that."""
+"""Processors and cores as the system tells of them, and how many threads follow from that."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerskip_models import LayerSkipModel, from_transformers, topology
+from layerskip_models import from_transformers
 from layerskip_models.kernels import threads
 from layerskip_models.kernels.check import native_works
-from layerskip_models.topology import memory_nodes, numbers_of, physical_cores
-from selfspec.analysis.thread_plan import ThreadPlan
+from layerskip_models.topology import physical_cores
 from tiny_llama import tiny_llama
 
 needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
@@ -20,16 +19,13 @@ needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.fl
 
 @pytest.fixture
 def two_sockets(tmp_path: Path) -> Path:
-    """Eight processors, two threads to a core, in two sockets with a node each. 0 and 4 are threads of one core, and sockets
-    take turns, as systems often number them."""
+    """Eight processors, two threads to a core, in two sockets. 0 and 4 are threads of one core, and sockets take turns, as
+    systems often number them."""
     for number in range(8):
         own = tmp_path / "cpu" / f"cpu{number}" / "topology"
         own.mkdir(parents=True)
         (own / "physical_package_id").write_text(f"{number % 2}\n")
         (own / "thread_siblings_list").write_text(f"{number % 4},{number % 4 + 4}\n")
-    for number, processors in enumerate(("0,2,4,6", "1,3,5,7", "")):  # the last has memory only
-        (tmp_path / "node" / f"node{number}").mkdir(parents=True)
-        (tmp_path / "node" / f"node{number}" / "cpulist").write_text(f"{processors}\n")
     return tmp_path
 
 
@@ -38,15 +34,6 @@ def test_threads_of_a_core_are_together_and_cores_of_a_socket(two_sockets: Path)
     assert physical_cores(range(8), folder) == [[0, 4], [2, 6], [1, 5], [3, 7]]
     assert physical_cores([1, 3, 5], folder) == [[1, 5], [3]]
     assert physical_cores([9, 2], two_sockets / "nothing") == [[2], [9]]
-
-
-def test_nodes_of_the_processors_that_may_be_used(two_sockets: Path) -> None:
-    folder = two_sockets / "node"
-    assert memory_nodes(range(8), folder) == {0: [0, 2, 4, 6], 1: [1, 3, 5, 7]}
-    assert memory_nodes([2, 6], folder) == {0: [2, 6]}
-    assert memory_nodes([0], two_sockets / "nothing") == {}
-    assert numbers_of("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert numbers_of("\n") == set()
 
 
 @pytest.mark.parametrize(
@@ -81,35 +68,9 @@ def test_one_thread_per_physical_core_within_mask_and_quota(
     threads._num_cores.cache_clear()
 
 
-@pytest.fixture
-def model() -> LayerSkipModel:
-    return from_transformers(tiny_llama(seed=4))
-
-
-def test_a_plan_says_what_to_do_about_two_nodes(
-    model: LayerSkipModel, two_sockets: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SELFSPEC_NUM_THREADS", raising=False)
-    monkeypatch.setattr("selfspec.analysis.thread_plan.usable", lambda: threads.Usable(8, 4))
-    monkeypatch.setattr("selfspec.analysis.thread_plan.processors", lambda: tuple(range(8)))
-    monkeypatch.setattr(
-        "selfspec.analysis.thread_plan.memory_nodes", partial(memory_nodes, folder=two_sockets / "node")
-    )
-    with threads.on_threads(4):
-        lines = ThreadPlan.of(model).lines()
-    assert lines[0] == "4 threads (this process may use 4 physical cores with 8 processors, 2 NUMA nodes)"
-    assert lines[-1].startswith("these processors belong to NUMA nodes 0, 1, ")
-    assert "numactl --cpunodebind=0 --membind=0" in lines[-1]
-    monkeypatch.setenv("SELFSPEC_NUM_THREADS", "9")
-    monkeypatch.setattr("selfspec.analysis.thread_plan.processors", lambda: (0, 4))
-    lines = ThreadPlan.of(model).lines()
-    assert "SELFSPEC_NUM_THREADS=9; " in lines[0]
-    assert not any("numactl" in line for line in lines)
-
-
 @needs_native
-def test_a_small_model_is_not_divided_among_many_threads(model: LayerSkipModel) -> None:
-    steps = model.steps()
+def test_a_small_model_is_not_divided_among_many_threads() -> None:
+    steps = from_transformers(tiny_llama(seed=4)).steps()
     assert steps is not None
     alone, few, many = (steps.division(1, count) for count in (1, 2, 64))
     assert alone.threads == 1
@@ -121,9 +82,7 @@ def test_a_small_model_is_not_divided_among_many_threads(model: LayerSkipModel) 
     assert steps.division(64, 64).threads > many.threads
 
 
-def test_the_system_s_own_folders() -> None:
-    """What they say of this machine's processors: at least a core, and none twice."""
+def test_the_system_s_own_folder() -> None:
+    """What it says of this machine's processors: at least a core, and none twice."""
     mine = threads.processors()
     assert sorted(number for core in physical_cores(mine) for number in core) == list(mine)
-    nodes = memory_nodes(mine)
-    assert sorted(number for own in nodes.values() for number in own) == (list(mine) if topology.NODES.is_dir() else [])
