@@ -41,8 +41,6 @@ from selfspec.stream import GenerationStream
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from selfspec.exits.learning import ExitLearner, LearnSettings
-
 Prompt = str | list[int] | Tensor | Messages
 
 
@@ -239,24 +237,6 @@ class SelfSpecGenerator:
         if errors:
             raise BatchError(results, errors)
         return [result for result in results if result is not None]
-
-    def learn_exits(
-        self, folder: str | Path, *, start: ExitsChoice = "auto", settings: LearnSettings | None = None
-    ) -> ExitLearner:
-        """Let the exit adapters learn from all texts from now on (docs/exit-adapters.md#adapters-that-learn-while-serving).
-
-        Rows of verification are kept in memory from the next call on; `learn` of what this returns then takes time to learn,
-        in any thread. Drafts change, and texts do not, but a sampled text with a seed is repeated only until an adapter is
-        replaced.
-        folder: gets adapters that are better. If it holds some of an earlier run, drafts begin with those.
-        start: the adapters to begin with, as `exits`: "auto" for those beside the checkpoint, or a folder. Drafts never get
-            worse than with these by what held-out texts say.
-        Raises ValueError, FileNotFoundError or OSError: without adapters to begin with, for those of another model, a folder
-        that cannot be written, a model that is spread over processes, a transformers model, or captured rounds.
-        """
-        from selfspec.exits.learn_exits import learn_exits
-
-        return learn_exits(self._models, Path(folder), start, settings)
 
     def copy_store(self, texts: Iterable[str | list[int] | Tensor]) -> CopyStore:
         """Index texts to copy drafts from once, for `copy_from=store` in any number of calls.

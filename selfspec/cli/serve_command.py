@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from layerskip_models.output_paths import output_folder
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.notes import notes_console, one_line_errors
@@ -22,23 +20,8 @@ class ListenOptions:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnOptions:
-    learn_exits: Path | None = option(
-        None,
-        "Folder for exit adapters that learn from all texts in idle time; if it holds some, they go on learning. They begin "
-        "with those of --exits (docs/serving.md). Default: nothing is learned.",
-        "Speculation",
-    )
-    learn_share: float = option(
-        0.0, "Share of one core's time that exits may learn for while texts are decoded.", "Speculation", min=0, max=0.9
-    )
-
-
 @with_groups
-def serve_command(
-    load: LoadOptions, serve: ServeOptions, learn: LearnOptions, listen: ListenOptions, model: ModelArgument = None
-) -> None:
+def serve_command(load: LoadOptions, serve: ServeOptions, listen: ListenOptions, model: ModelArgument = None) -> None:
     """Serve a model to OpenAI clients: chat, completions, streams, metrics."""
     notes = notes_console()
     with one_line_errors():
@@ -47,26 +30,19 @@ def serve_command(
             from selfspec.serve.running import open_socket, run
         except ModuleNotFoundError as error:
             raise ValueError(f"the server needs {error.name}: pip install 'selfspec[serve]'") from None
-        settings = replace(serve.settings(model, listen.host), learn_share=learn.learn_share)
-        if learn.learn_exits is not None:
-            output_folder(learn.learn_exits)
-        elif learn.learn_share:
-            raise ValueError("--learn-share says how much exits may learn: add --learn-exits, or leave it out")
+        settings = serve.settings(model, listen.host)
         if load.draft_weights == "auto":  # nobody must wait while they are made
             load = replace(load, draft_weights="none")
         listening = open_socket(listen.host, listen.port)
         try:
             generator = load_generator(model, load, notes, prefix_cache=serve.prefix_cache)
-            learner = None
-            if learn.learn_exits is not None:
-                learner = generator.learn_exits(learn.learn_exits, start=None if load.exits == "none" else load.exits)
         except BaseException:
             listening.close()
             raise
         with notes.status("Calibrating ..."):
             import selfspec.engine.generation_host  # noqa: F401 (else the first request waits for this import)
 
-            app = make_app(generator, settings, learner)
+            app = make_app(generator, settings)
         own = generator.resolve_policy(serve.policy)
         if settings.copy_from and not copies_drafts(own.observes, generator.runner):
             notes.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")

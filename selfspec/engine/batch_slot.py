@@ -67,9 +67,8 @@ class BatchSlot:
             with engine_mode(bound.model.device), self.policy_lock:
                 policy.expect_batch_size(batch_size)
                 self.sequence = Sequence(
-                    bound.model, self._cache_slot.cache, request, policy, self._cache_slot.kept, bound.pool.kind,
-                    None if bound.online is None else bound.online.begin_text(request.prompt),
-                )  # fmt: skip
+                    bound.model, self._cache_slot.cache, request, policy, self._cache_slot.kept, bound.pool.kind
+                )
             self._cache_slot.begin_sequence(self.sequence.prompt_read)
             observes = self.sequence.observes
             make_for(bound.model, bound.draft_weights, bound.pool.kind, call.policy.name, observes.bits)

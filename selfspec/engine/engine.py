@@ -116,8 +116,6 @@ class Engine:
         for slots in self._by_model():
             bound = slots[0].call.bound
             model = bound.model
-            if bound.online is not None:
-                bound.online.adopt()
             # Left again before the caller works with the tokens.
             with engine_mode(model.device), model.on_one_team(), _Locked(slots):
                 waiting = [slot for slot in slots if slot.sequence.reading]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,6 @@ from layerskip_models.exits.lean import ExitsChoice, with_exits
 from selfspec.cache.pool import KVCachePool
 from selfspec.cache.prefix_cache import PrefixCache
 from selfspec.engine.draft_choice import DraftWeights, check_draft_weights, make_draft_weights
-from selfspec.engine.online_exits import OnlineExits
 from selfspec.engine.runners.choice import RunnerChoice, resolve_runner
 from selfspec.engine.weight_watch import WeightWatch
 from selfspec.pacer.inference import PreVerifiers
@@ -27,16 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundModel:
-    """One copy of the weights with everything that depends on it. A call keeps it from start to end.
-
-    online: keeps rows for exits that learn; None if none do.
-    """
+    """One copy of the weights with everything that depends on it. A call keeps it from start to end."""
 
     model: LayerSkipModel
     pool: KVCachePool
     preverifiers: PreVerifiers
     draft_weights: DraftWeights = "none"
-    online: OnlineExits | None = None
 
 
 class ModelSource:
@@ -89,18 +84,6 @@ class ModelSource:
         else:
             with self._lock:
                 self._renew(self._source)
-
-    def learn_exits(self, model: LayerSkipModel, online: OnlineExits) -> None:
-        """Run later calls on this model, whose exits learn. Texts that are kept for reuse are dropped.
-
-        model: the current one with other adapters.
-        """
-        self.current = replace(self._bound(model), online=online)
-
-    @property
-    def follows_module(self) -> bool:
-        """Whether the weights are those of a transformers model, which may change."""
-        return self._source is not None
 
     def _forget(self) -> None:
         """Drop what was made of the weights: they may be others now."""

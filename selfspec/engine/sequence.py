@@ -23,7 +23,6 @@ from selfspec.cache.copy_index import CopyIndex
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.engine.draft_choice import make_offered
 from selfspec.engine.hidden_states import HiddenStates, PrefixHiddenStates
-from selfspec.engine.online_exits import TextRows
 from selfspec.engine.request import Request
 from selfspec.engine.results import RoundResult
 from selfspec.engine.runners.choice import RunnerName
@@ -52,7 +51,6 @@ class Sequence:
     cache: with room for the prompt and all new tokens. It is empty, or holds the rows of a prefix of the prompt that an
     earlier sequence has left. kept_states: the hidden states of those rows. policy: of this sequence alone while it lasts.
     runner: the generator's. A sequence in a batch runs eagerly, but it copies drafts only if this runner would.
-    kept_rows: where rows go that exits learn from; None if they do not learn.
     """
 
     def __init__(
@@ -63,9 +61,7 @@ class Sequence:
         policy: Policy,
         kept_states: PrefixHiddenStates | None = None,
         runner: RunnerName = "eager",
-        kept_rows: TextRows | None = None,
     ) -> None:
-        self._kept_rows = kept_rows
         self.model, self.cache, self.request, self.policy = model, cache, request, policy
         policy.begin_text()
         request.stops.start()
@@ -93,7 +89,7 @@ class Sequence:
         self.states = HiddenStates(
             model, self.observes.shadow_layers, self.observes.context_layers,
             max_length=cache.max_length if self.observes.context_layers else 0,
-            kept_layers=(*steering_layers, *(() if kept_rows is None else kept_rows.layers)),
+            kept_layers=steering_layers,
         )  # fmt: skip
         self._prompt_rows = self.observes.prompt_rows_for(self.length, request.stops.max_new_tokens)
         self.states.reserve(self._prompt_rows)
@@ -243,8 +239,7 @@ class Sequence:
                 threshold = self.policy.stopping.threshold(exit_layer if plan.bits is None else -plan.bits)
         # Rounds that copy teach nothing about exits: which rows were drafted where would have to be told apart.
         learns = plan.learn and not copied and self.observes.learns(self._rows_learned, self._rows_seen)
-        keeps = self._kept_rows is not None and self._kept_rows.wanted
-        watches = learns or keeps or bool(self.observes.context_layers) or self._steering is not None
+        watches = learns or bool(self.observes.context_layers) or self._steering is not None
         seq_round = SequenceRound(
             cache=self.cache,
             tokens=self.tokens,
@@ -329,8 +324,6 @@ class Sequence:
         self._rows_seen += record.num_accepted + 1
         self._rows_learned += 0 if record.shadow is None else record.num_accepted + 1
         self.policy.observe(record)
-        if self._kept_rows is not None and self._kept_rows.wanted and seq_round.states is not None:
-            self._kept_rows.add(seq_round.states.round, committed)
         self.stats.learn_seconds += perf_counter() - learning
         self._is_open = False
         return record

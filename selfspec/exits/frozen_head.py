@@ -7,7 +7,6 @@ is kept, and logits exist for a few rows at a time.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -78,13 +77,6 @@ class FrozenHead:
             raise ValueError(
                 "exit adapters need a model that ends in an RMSNorm and a linear head, and this one does not"
             )
-
-    def of_tokens(self, tokens: Tensor) -> FrozenHead:
-        """The head over these tokens alone: its token i is theirs at i. tokens: int64 [n], ascending."""
-        some = copy.copy(self)
-        some.weight, some.vocab_size = self.weight[tokens], tokens.numel()
-        some.bias = None if self.bias is None else self.bias[tokens]
-        return some
 
     def chunks(self, rows: int) -> Iterator[slice]:
         """Slices that cover this many rows, of as many as logits should exist for at once."""

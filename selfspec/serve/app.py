@@ -16,14 +16,12 @@ from openai.types import Model
 from starlette.types import Message, Receive, Scope, Send
 
 from selfspec import SelfSpecGenerator
-from selfspec.exits.learning import ExitLearner
 from selfspec.serve import api_errors
 from selfspec.serve.answering import Texts
 from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, shutting_down
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer
 from selfspec.serve.bodies import read_body
-from selfspec.serve.exit_learning import ExitLearning
 from selfspec.serve.guard import Guard
 from selfspec.serve.lanes import Lanes
 from selfspec.serve.memory_return import MemoryReturn, lasting_objects
@@ -38,15 +36,10 @@ PING_SECONDS = 10.0
 """Longest time between two events of a stream."""
 
 
-def make_app(
-    generator: SelfSpecGenerator,
-    settings: ServerSettings,
-    learner: ExitLearner | None = None,
-) -> FastAPI:
+def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
     """The app of one model. Its scheduler runs from the app's start to its shutdown.
 
-    generator: has a tokenizer. learner: the generator's, whose exits learn in idle time.
-    Raises ValueError for a policy that does not fit the model.
+    generator: has a tokenizer. Raises ValueError for a policy that does not fit the model.
     """
     metrics = ServerMetrics()
     translator = Translator(generator, settings)
@@ -64,18 +57,12 @@ def make_app(
         app.state.scheduler = Scheduler(generator, settings, metrics, translator.answers)
         app.state.lanes = Lanes()
         memory = MemoryReturn()
-        learning = None
-        if learner is not None:
-            learning = ExitLearning(learner, metrics, app.state.scheduler.idle_seconds, settings.learn_share)
-        app.state.learning = learning
         try:
             with lasting_objects():
                 yield
         finally:
             app.state.lanes.close()
             memory.close()
-            if learning is not None:
-                await asyncio.to_thread(learning.close)
             await asyncio.to_thread(app.state.scheduler.close)
             await asyncio.to_thread(translator.close)
 

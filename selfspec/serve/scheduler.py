@@ -76,7 +76,6 @@ class Scheduler:
         self._left: set[Choice] = set()  # cancelled, perhaps in the engine
         self._closing = False
         self._joined: dict[int, Choice] = {}  # those in the engine, by ticket; used by the thread only
-        self._last_text = perf_counter()  # when there was none any more
         self._choice_seconds = 1.0  # moving average from joining to the end
         self._thread = threading.Thread(target=self._run, name="selfspec-engine", daemon=True)
         self._thread.start()
@@ -84,12 +83,6 @@ class Scheduler:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._closing
-
-    def idle_seconds(self) -> float:
-        """For how long there has been no text, waiting or decoding; 0 while there is one."""
-        if self._joined or self._waiting:
-            return 0.0
-        return perf_counter() - self._last_text
 
     def submit(self, choices: Iterable[Choice]) -> None:
         """Queue texts, all of them or none. Raises ApiError (status 400, 429 or 503)."""
@@ -145,7 +138,6 @@ class Scheduler:
                 log.exception("the engine failed")
                 self._refuse([*self._joined.values()], error)
             self._joined.clear()
-            self._last_text = perf_counter()
             self._metrics.decoding.set(0)
             self._metrics.cache_bytes.set(0)
             self._show_kept()

@@ -11,7 +11,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from selfspec.cache.answer_store import AnswerStores
 from selfspec.engine.results import StepOutput
-from selfspec.exits.learning import LearningReport
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -65,18 +64,6 @@ class ServerMetrics:
         self.answer_bytes = gauge("answer_store_bytes", "Memory of earlier answers that are kept to copy from.")
         self.answers = gauge("answer_store_answers", "Earlier answers that are kept to copy from.")
         self.answers_dropped = counter("answer_store_dropped_answers", "Answers forgotten to make room for later ones.")
-        self.learning_rows = gauge("exit_learning_rows", "Rows that exits could learn from so far.")
-        self.learning_steps = gauge("exit_learning_steps", "Steps that exits have learned for so far.")
-        self.learning_judged = gauge("exit_learning_comparisons", "Comparisons on held-out texts so far.")
-        self.learning_replaced = gauge("exit_learning_replacements", "Exit adapters replaced by learned ones so far.")
-        self.learning_returned = gauge(
-            "exit_learning_returns", "Exit adapters replaced by those that learning began with so far."
-        )
-        self.learning_agreement = gauge(
-            "exit_learning_agreement",
-            "Share of held-out tokens that an exit foretells, with the adapter that learning began with (start) and now.",
-            ("exit_layer", "adapter"),
-        )
         self.round_tokens = histogram("round_tokens", "Tokens that a round brings a text.", _COUNTS)
         self.first_token = histogram(
             "time_to_first_token_seconds", "From the request's arrival at the queue to its first token.", _SECONDS
@@ -122,16 +109,6 @@ class ServerMetrics:
         self.answers.set(answers.num_answers)
         self.answers_dropped.inc(answers.num_dropped - self._seen_dropped)
         self._seen_dropped = answers.num_dropped
-
-    def exits_learned(self, report: LearningReport) -> None:
-        self.learning_rows.set(report.rows)
-        self.learning_steps.set(report.steps)
-        self.learning_judged.set(report.judged)
-        self.learning_replaced.set(report.replaced)
-        self.learning_returned.set(report.returned)
-        for layer, found in report.agreement.items():
-            self.learning_agreement.labels(str(layer), "start").set(found.start)
-            self.learning_agreement.labels(str(layer), "now").set(found.now)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

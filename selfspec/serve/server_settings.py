@@ -35,7 +35,6 @@ class ServerSettings:
     share_prefixes: a prompt may reuse any other request's text; otherwise only texts with the same cache_salt. Then all
         requests that name no store have one.
     most_new_tokens: limit on a text. most_context: limit on a prompt with its new tokens; None for the model's context.
-    learn_share: of one core's time that exits may learn for while texts are decoded, if they learn; 0 for idle time only.
     """
 
     model_name: str
@@ -53,15 +52,12 @@ class ServerSettings:
     share_prefixes: bool = False
     most_new_tokens: int | None = None
     most_context: int | None = None
-    learn_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if not 0 <= self.learn_share < 1:
-            raise ValueError(f"learn_share must be at least 0 and below 1, got {self.learn_share}")
         if self.api_key is not None and not self.api_key:
             raise ValueError("the API key is empty: give one, or none")
 

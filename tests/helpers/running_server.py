@@ -18,7 +18,6 @@ from openai import OpenAI
 
 from frozen_objects import FROZEN
 from selfspec import SelfSpecGenerator
-from selfspec.exits.learning import ExitLearner
 from selfspec.messages import PLAIN_TEMPLATE, ChatTemplate
 from selfspec.serve import app as serve_app
 from selfspec.serve.app import make_app
@@ -47,7 +46,6 @@ def running_server(
     generator: SelfSpecGenerator,
     *,
     grace_seconds: int = 5,
-    learner: ExitLearner | None = None,
     freezes: bool = False,
     **settings: Any,
 ) -> Iterator[RunningServer]:
@@ -60,7 +58,7 @@ def running_server(
     free = {
         "allowed_policies": ("any",)
     }  # a test may name any policy; what a server allows by itself has its own tests
-    app = make_app(generator, ServerSettings(**{"model_name": "demo", **chat, **free, **settings}), learner)
+    app = make_app(generator, ServerSettings(**{"model_name": "demo", **chat, **free, **settings}))
     up = threading.Event()
     frozen = nullcontext() if freezes else patch.object(serve_app, "lasting_objects", nullcontext)
     with frozen, open_socket("127.0.0.1", 0) as listening:

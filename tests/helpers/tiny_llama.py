@@ -16,7 +16,6 @@ from layerskip_models.exits.adapter import LOW_RANK, STEERED
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout
 from random_adapters import adapted
-from restless_exits import let_exits_change
 from selfspec import SelfSpecGenerator
 from selfspec.engine.generation_host import GenerationHost
 from selfspec.engine.request import Request, make_request
@@ -69,8 +68,8 @@ def pool_model(
 
     The index decides the shape, so that any 24 consecutive ones cover 2 to 7 layers with every rope, tied and untied
     embeddings, with and without biases, one key-value head and several; a third of the exits have adapters. Of the models
-    that run eagerly, half have adapters that change with every round, as if they learned, and half have steered ones. A
-    layout is given, not timed: the rounding, and with it the count of near-ties, is then the same in every run.
+    that run eagerly, half have steered adapters. A layout is given, not timed: the rounding, and with it the count of
+    near-ties, is then the same in every run.
     """
     random = Random(index)
     heads, kv_heads = random.choice([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (6, 3), (8, 2)])
@@ -94,12 +93,9 @@ def pool_model(
         layout = "native"
     model = from_transformers(llama, layout=layout)
     exits = [layer for layer in range(1, model.num_layers) if (index + layer) % 3 == 0]
-    learns = runner != "eager" or index % 4 in (1, 2)
-    model = adapted(model, exits, seed=index, form=LOW_RANK if learns else STEERED)
-    generator = SelfSpecGenerator(model, tiny_tokenizer(), runner=runner)
-    if runner == "eager" and model.adapters and learns:
-        let_exits_change(generator, seed=index)
-    return llama, generator
+    form = LOW_RANK if runner != "eager" or index % 4 in (1, 2) else STEERED
+    model = adapted(model, exits, seed=index, form=form)
+    return llama, SelfSpecGenerator(model, tiny_tokenizer(), runner=runner)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -66,10 +66,10 @@ def test_arguments_on_rays_command_line_are_checked_by_their_type() -> None:
 
 
 def test_arguments_are_those_of_serve() -> None:
-    """Each option of `selfspec serve` is taken and told of, but for what is Ray's, and learning: replicas share no folder."""
+    """Each option of `selfspec serve` is taken and told of, but for what is Ray's."""
     options = set(inspect.signature(serve_command).parameters)
     fields = ReplicaOptions.model_fields
-    assert options - set(fields) == {"host", "port", "grace_seconds", "learn_exits", "learn_share"}
+    assert options - set(fields) == {"host", "port", "grace_seconds"}
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     assert {name for name in set(fields) - options if f"`{name}`" not in page} == set()
     own = inspect.signature(serve_command).parameters

@@ -435,8 +435,7 @@ def test_metrics_and_health(server: RunningServer, client: OpenAI) -> None:
     assert float(re.findall(r'selfspec_drafted_tokens_total\{exit_layer="3"\} (\S+)', text)[0]) > 0
     dashboard = (ROOT / "docs" / "grafana-dashboard.json").read_text(encoding="utf-8")
     shown = set(re.findall(r"\b(selfspec_\w+?)(?:_bucket|_sum|_count)?(?=[\[{,) \"])", dashboard))
-    learned = {"selfspec_exit_learning_agreement"}  # by exit, which a server has whose exits learn
-    assert shown == names | learned, "the dashboard shows every metric, and no other"
+    assert shown == names, "the dashboard shows every metric, and no other"
 
 
 def test_texts_to_copy_from_are_for_every_request_that_copies(offline: SelfSpecGenerator) -> None:
