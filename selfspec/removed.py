@@ -15,6 +15,7 @@ OPTIONS: dict[str, str] = {
     "--server": "`selfspec verify MODEL` checks this engine; ask a server the same alone and in company to check it",
     "--data-parallel": "split the file of prompts, and decode each part in a process of its own",
     "--arithmetic": "sums are float32, over weights kept in bfloat16 with --dtype bfloat16",
+    "--answer-store": "name the texts to copy drafts from with --copy-from FILE",
     "--learn-exits": "train adapters with selfspec train-exit, and load them, or those that it wrote, with --exits",
     "--learn-share": "train adapters with selfspec train-exit, and load them with --exits",
 }

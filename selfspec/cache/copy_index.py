@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,19 +34,7 @@ class Match(NamedTuple):
     token: int
 
 
-class CopySource(Protocol):
-    """More texts to copy from than the text itself.
-
-    largest_token: of all that it holds, BETWEEN if it holds none. A source whose texts change says how large one may be.
-    """
-
-    largest_token: int
-
-    def find(self, hashed: int) -> tuple[array[int], int] | None:
-        """The text in which this suffix was last seen, with BETWEEN at its end, and where the suffix ends there."""
-
-
-def suffix_hashes(tokens: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+def _suffix_hashes(tokens: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.uint64]]]:
     """For each place of a text, hashes of the suffixes of SHORTEST to LONGEST tokens that end there, length by length.
 
     Yields (place of the first, hashes of it and of all places after it).
@@ -75,7 +63,7 @@ class _Places:
         """Take in many tokens at once."""
         first = len(self.tokens)
         self.tokens.frombytes(tokens.tobytes())
-        for start, hashes in suffix_hashes(tokens):
+        for start, hashes in _suffix_hashes(tokens):
             self._keep(zip(hashes.tolist(), range(first + start, first + len(tokens))))
 
     def add(self, token: int, hashes: Sequence[int]) -> None:
@@ -98,7 +86,7 @@ class _Places:
 class CopyStore:
     """Texts to copy from in addition to the text itself: templates, the file being edited. Never changed once it is made.
 
-    texts: token ids of each.
+    texts: token ids of each. largest_token: of all of them, BETWEEN if there are none.
     """
 
     def __init__(self, texts: Iterable[Sequence[int]]) -> None:
@@ -112,11 +100,6 @@ class CopyStore:
         """Number of tokens, with one separator after each text."""
         return len(self.places.tokens)
 
-    def find(self, hashed: int) -> tuple[array[int], int] | None:
-        """As `CopySource.find`."""
-        place = self.places.find(hashed)
-        return None if place < 0 else (self.places.tokens, place)
-
 
 class CopyIndex:
     """The longest suffix of a text that occurred before, and what followed it there.
@@ -126,9 +109,9 @@ class CopyIndex:
     store: more to copy from.
     """
 
-    def __init__(self, store: CopySource | None = None) -> None:
+    def __init__(self, store: CopyStore | None = None) -> None:
         self._own = _Places()
-        self._store = store
+        self._stored = None if store is None else store.places
         self._hashes: list[int] = []  # of the last 1, 2, .. LONGEST tokens
         self._from, self._place, self._length = self._own.tokens, -1, 0  # of the match: where, its last token, how many
 
@@ -170,11 +153,10 @@ class CopyIndex:
         """The longest suffix that was seen before: its length, where it ended, and in what."""
         best, place, source = 0, -1, self._own.tokens
         for length, hashed in enumerate(suffixes, start=SHORTEST):
-            found = self._own.find(hashed)
-            if found >= 0:
+            if (found := self._own.find(hashed)) >= 0:
                 best, place, source = length, found, self._own.tokens
-            elif self._store is not None and (stored := self._store.find(hashed)) is not None:
-                best, (source, place) = length, stored
+            elif self._stored is not None and (found := self._stored.find(hashed)) >= 0:
+                best, place, source = length, found, self._stored.tokens
             else:
                 break
         return best, place, source

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from policies import ObservationSpec, Policy
-from selfspec.cache.answer_store import AnswerStore
-from selfspec.cache.copy_index import CopySource, CopyStore
+from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.runners.choice import RunnerName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CopyFrom = CopyStore | AnswerStore | Sequence[str | list[int] | Tensor]
+CopyFrom = CopyStore | Sequence[str | list[int] | Tensor]
 
 
 def make_store(
@@ -72,7 +71,7 @@ def store_for(
     runner: RunnerName,
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
-) -> CopySource | None:
+) -> CopyStore | None:
     """The store of one call, None for none.
 
     Raises ValueError for a policy that copies nothing, and for a store of another model's tokens; as `make_store` otherwise.
@@ -81,7 +80,7 @@ def store_for(
         return None
     if not copies_drafts(policy.observes, runner):
         raise ValueError(f"copy_from changes nothing with policy {policy.name!r}: {how_to_copy(policy)}")
-    if not isinstance(copy_from, (CopyStore, AnswerStore)):
+    if not isinstance(copy_from, CopyStore):
         return make_store(copy_from, tokenizer, vocab_size)
     if copy_from.largest_token >= vocab_size:
         raise ValueError(

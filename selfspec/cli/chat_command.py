@@ -14,14 +14,11 @@ import torch
 from rich.console import Console
 
 from selfspec import SelfSpecGenerator
-from selfspec.cache.answer_store import AnswerStores
-from selfspec.cache.prefix_cache import parse_bytes
 from selfspec.cli.arguments import check_sampling, load_generator
 from selfspec.cli.conversation import Conversation
 from selfspec.cli.display import TextWriter, legend, summary_lines
 from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import (
-    AnswerStoreOption,
     ChatTemplateOption,
     CopyFromOption,
     LoadOptions,
@@ -68,7 +65,6 @@ def chat_command(
     model: ModelArgument = None,
     policy: PolicyOption = None,
     copy_from: CopyFromOption = None,
-    answer_store: AnswerStoreOption = None,
 ) -> None:
     """Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation."""
     notes = notes_console()
@@ -92,17 +88,13 @@ def chat_command(
             with notes.status("Calibrating ..."):  # only if the policy uses measured costs
                 chosen = generator.resolve_policy(policy)
         writer = TextWriter(Console(highlight=False))
-        files, answers = store_of_files(generator, copy_texts, chosen), None
-        if answer_store is not None:
-            answers = AnswerStores(parse_bytes(answer_store, "answer_store"), generator.model.vocab_size, files)
         conversation = Conversation(
             generator,
             template,
             options,
             max_new_tokens=chat.max_new_tokens,
             write=writer.write_token,
-            copy_from=files,
-            answers=answers,
+            copy_from=store_of_files(generator, copy_texts, chosen),
         )
         conversation.check()
         if chat.load is not None:

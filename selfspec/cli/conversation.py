@@ -11,7 +11,6 @@ from transformers import StoppingCriteriaList
 
 from layerskip_models.text_files import write_text
 from selfspec import GenerationResult, SelfSpecGenerator
-from selfspec.cache.answer_store import AnswerStore, AnswerStores
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cli.interrupt import InterruptCriteria
@@ -25,7 +24,7 @@ class Conversation:
 
     options: of `SelfSpecGenerator.generate`. max_new_tokens: of an answer; fewer if the context ends before. write: gets the
     answer piece by piece, with fates if drafts are shown. copy_from: texts to copy drafts from, in addition to the
-    conversation, if the policy copies. answers: keeps the answers, so that later conversations may copy from them.
+    conversation, if the policy copies.
     """
 
     def __init__(
@@ -37,7 +36,6 @@ class Conversation:
         max_new_tokens: int,
         write: Callable[[str, Fate], object],
         copy_from: CopyStore | None = None,
-        answers: AnswerStores | None = None,
     ) -> None:
         self.messages: list[dict[str, Any]] = []
         self.policy: str | None = None
@@ -46,10 +44,7 @@ class Conversation:
         self.was_interrupted = False
         self._generator, self._template, self._options = generator, template, options
         self._max_new_tokens, self._write = max_new_tokens, write
-        self._copy_from: CopyStore | AnswerStore | None = copy_from
-        self._answers = answers
-        if answers is not None:
-            self._copy_from = answers.of("chat")
+        self._copy_from = copy_from
 
     @property
     def system(self) -> str | None:
@@ -140,6 +135,4 @@ class Conversation:
         self.was_interrupted = interrupt.requested
         if self.last is None or self.last.text is None:
             return "".join(written)
-        if self._answers is not None:
-            self._answers.add(self._answers.of("chat"), prompt, self.last.new_tokens)
         return before_stop(self.last.text, self._template.stops)

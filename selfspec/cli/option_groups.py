@@ -29,8 +29,6 @@ def option(default: Any, help: str, panel: str | None = None, *flags: str, **oth
 PolicyOption = Annotated[str | None, typer.Option(help=POLICY_HELP, rich_help_panel="Speculation")]
 _COPY_HELP = "UTF-8 text file to copy drafts from, in addition to the prompt and the generated text; repeatable."
 CopyFromOption = Annotated[list[Path] | None, typer.Option(help=_COPY_HELP, rich_help_panel="Speculation")]
-_ANSWERS_HELP = 'Memory for earlier answers to copy drafts from, such as "64MB" (docs/copied-drafts.md). Default: none.'
-AnswerStoreOption = Annotated[str | None, typer.Option(help=_ANSWERS_HELP, rich_help_panel="Speculation")]
 _TEMPLATE_HELP = (
     'Jinja file, or "plain" (questions and answers, for base models). '
     "Default: the tokenizer's own; plain for the demo model."

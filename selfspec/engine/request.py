@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.families import family_of
-from selfspec.cache.copy_index import CopySource
+from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.stopping import StopConditions
 from selfspec.messages import are_messages, encode_messages
@@ -102,7 +102,7 @@ class Request:
     processors: LogitsProcessorList
     stops: StopConditions
     generator: torch.Generator | None
-    copy_from: CopySource | None = None
+    copy_from: CopyStore | None = None
     owner: Owner = ANYONE
     watch_prompt: Callable[[int, Tensor], None] | None = None
     shares_generator: bool = True

@@ -41,12 +41,6 @@ def _one_or_several_stops(value: Any) -> Any:
     return stops
 
 
-def _store(value: Any) -> Any:
-    if not isinstance(value, bool) and not (isinstance(value, str) and len(value) <= _LONGEST_NAME):
-        raise ValueError(f"give the name of a store of answers, {_LONGEST_NAME} characters at most")
-    return value
-
-
 def _prompts(value: Any) -> Any:
     """One text, several texts, one list of token ids, or several lists. Checked at once; pydantic would try four types."""
     if isinstance(value, str):
@@ -122,13 +116,11 @@ class GenerationRequest(Strict):
     policy: how to speculate, by name. show_drafts: with `stream`, every chunk says which tokens were drafted, and their fate.
     cache_salt: requests with the same salt may reuse each other's prompts, as in vLLM; without one nothing is shared.
     user: the texts of two users are never shared.
-    store: a name; drafts are copied from earlier answers with the same name, API key and user. OpenAI's true and false are
-        ignored.
     """
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
         "metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
-        "reasoning_effort", "request_id", "safety_identifier", "service_tier", "verbosity",
+        "reasoning_effort", "request_id", "safety_identifier", "service_tier", "store", "verbosity",
     })  # fmt: skip
     _neutral: ClassVar[dict[str, tuple[object, ...]]] = {
         "add_special_tokens": (True,),
@@ -187,7 +179,6 @@ class GenerationRequest(Strict):
     show_drafts: bool = False
     user: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)] | None = None
-    store: Annotated[bool | str, BeforeValidator(_store)] | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> GenerationRequest:

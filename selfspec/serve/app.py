@@ -54,7 +54,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.scheduler = Scheduler(generator, settings, metrics, translator.answers)
+        app.state.scheduler = Scheduler(generator, settings, metrics)
         app.state.lanes = Lanes()
         memory = MemoryReturn()
         try:
@@ -73,7 +73,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
     async def answer(request: Request, kind: type[ChatRequest] | type[CompletionRequest], answer: Answer) -> Response:
         lanes, scheduler = request.app.state.lanes, request.app.state.scheduler
         body, size = await read_body(request, kind, lanes)
-        choices = await _translated(lanes, translator, body, size, request.headers.get("authorization", ""))
+        choices = await _translated(lanes, translator, body, size)
         texts = Texts(scheduler, choices, translator.tokenizer, streamed=body.stream, show_drafts=body.show_drafts)
         scheduler.submit(choices)
         response = await (_stream if body.stream else _whole)(request, body, texts, answer)
@@ -115,13 +115,13 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
 
 
 async def _translated(
-    lanes: Lanes, translator: Translator, body: ChatRequest | CompletionRequest, size: int, key: str
+    lanes: Lanes, translator: Translator, body: ChatRequest | CompletionRequest, size: int
 ) -> list[Choice]:
     """Translate in a thread if that may take long: for a long prompt, a schema, or a policy."""
     if isinstance(body, ChatRequest):
-        work = partial(translator.chat, body, key)
+        work = partial(translator.chat, body)
     else:
-        work = partial(translator.completions, body, key)
+        work = partial(translator.completions, body)
     if translator.has_slow_schema(body, size):
         return await lanes.schemas.run(work)
     is_quick = body.response_format is None and body.policy is None

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from selfspec import SelfSpecGenerator
-from selfspec.cache.answer_store import AnswerStore, AnswerStores
-from selfspec.cache.copy_index import LONGEST
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
@@ -35,7 +33,7 @@ class Choice:
 
     text: makes text of its tokens. echo: text put in front of it. recorder: keeps log-probabilities. scored: those of the
     prompt's tokens, if the client wants them. silent: the client wants the prompt only; the one token that is generated is
-    not shown. answers: where its answer is kept once it is complete.
+    not shown.
     reader: finds tool calls in its text, if it may have any.
     deliver: called from the scheduler's thread with every step of the text; it must not block. It may return an event that
     is set once somebody has sent what came.
@@ -47,7 +45,6 @@ class Choice:
     recorder: LogprobRecorder | None = None
     scored: PromptLogprobs | None = None
     silent: bool = False
-    answers: AnswerStore | None = None
     reader: CallReader | None = None
     deliver: Callable[[StepOutput], threading.Event | None] = field(init=False)
     submitted: float = field(init=False, default=0.0)
@@ -58,8 +55,7 @@ class Choice:
 class Scheduler:
     """Runs texts, `batch_size` at a time, first come first served. All methods may be called from any thread.
 
-    When there was no text for `IDLE_SECONDS`, the generator frees memory. answers: where complete answers of some texts are
-    kept.
+    When there was no text for `IDLE_SECONDS`, the generator frees memory.
     """
 
     def __init__(
@@ -67,9 +63,8 @@ class Scheduler:
         generator: SelfSpecGenerator,
         settings: ServerSettings,
         metrics: ServerMetrics,
-        answers: AnswerStores | None = None,
     ) -> None:
-        self._generator, self._metrics, self._answers = generator, metrics, answers
+        self._generator, self._metrics = generator, metrics
         self._batch_size, self._max_waiting = settings.batch_size, settings.max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[Choice] = deque()
@@ -202,7 +197,6 @@ class Scheduler:
         """Returns an event if it is worth waiting for."""
         choice = self._joined[progress.ticket]
         now = perf_counter()
-        self._keep_answer(choice, progress)  # before the client hears of it and asks again
         sending = choice.deliver(progress)
         first = choice.last_token is None
         self._metrics.progressed(progress, now - (choice.last_token or choice.submitted), first=first)
@@ -213,13 +207,6 @@ class Scheduler:
             self._show_kept()
             return None
         return sending
-
-    def _keep_answer(self, choice: Choice, progress: StepOutput) -> None:
-        if self._answers is None or choice.answers is None or progress.result is None or choice.silent:
-            return
-        prompt = choice.checked.request.prompt[-LONGEST:].tolist()
-        self._answers.add(choice.answers, prompt, progress.result.new_tokens)
-        self._metrics.answers_changed(self._answers)
 
     def _refuse(self, choices: Iterable[Choice], error: Exception) -> None:
         for choice in choices:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from layerskip_models import DEMO_PATH
-from selfspec.cache.prefix_cache import parse_bytes
-from selfspec.cli.option_groups import AnswerStoreOption, ChatTemplateOption, CopyFromOption, option
+from selfspec.cli.option_groups import ChatTemplateOption, CopyFromOption, option
 from selfspec.cli.text_input import read_copy_files
 from selfspec.messages import template_of
 from selfspec.options import POLICY_HELP
@@ -25,7 +24,6 @@ class ServeOptions:
         _SPECULATION,
     )
     copy_from: CopyFromOption = None
-    answer_store: AnswerStoreOption = None
     api_key: str | None = option(
         None,
         "Key that clients must send. The environment variable keeps it out of the process list.",
@@ -80,7 +78,6 @@ class ServeOptions:
             default_chat_tokens=self.default_chat_tokens,
             api_key=self.api_key,
             copy_from=tuple(read_copy_files(self.copy_from)),
-            answer_bytes=None if self.answer_store is None else parse_bytes(self.answer_store, "answer_store"),
             chat_template=template_of(model, self.chat_template),
             allowed_policies=SAFE_POLICIES if self.allow_policy is None else tuple(self.allow_policy),
             allowed_hosts=allowed_hosts(host, self.api_key, self.allow_host or ()),

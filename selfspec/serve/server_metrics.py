@@ -9,7 +9,6 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from selfspec.cache.answer_store import AnswerStores
 from selfspec.engine.results import StepOutput
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -20,7 +19,6 @@ _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 class ServerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._seen_dropped = 0
 
         def counter(name: str, about: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"selfspec_{name}", about, labels, registry=self.registry)
@@ -61,9 +59,6 @@ class ServerMetrics:
             ("position",),
             registry=self.registry,
         )
-        self.answer_bytes = gauge("answer_store_bytes", "Memory of earlier answers that are kept to copy from.")
-        self.answers = gauge("answer_store_answers", "Earlier answers that are kept to copy from.")
-        self.answers_dropped = counter("answer_store_dropped_answers", "Answers forgotten to make room for later ones.")
         self.round_tokens = histogram("round_tokens", "Tokens that a round brings a text.", _COUNTS)
         self.first_token = histogram(
             "time_to_first_token_seconds", "From the request's arrival at the queue to its first token.", _SECONDS
@@ -103,12 +98,6 @@ class ServerMetrics:
         if progress.result is not None:
             self.prompt_tokens.inc(progress.result.stats.num_prompt_tokens)
             self.reused_tokens.inc(progress.result.stats.num_reused_tokens)
-
-    def answers_changed(self, answers: AnswerStores) -> None:
-        self.answer_bytes.set(answers.num_bytes)
-        self.answers.set(answers.num_answers)
-        self.answers_dropped.inc(answers.num_dropped - self._seen_dropped)
-        self._seen_dropped = answers.num_dropped
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -16,7 +16,7 @@ MOST_CHOICES = 32
 """Largest `n`, and the most prompts of one completion request."""
 
 _COUNTS = (
-    "batch_size", "max_waiting", "max_body_bytes", "default_chat_tokens", "answer_bytes", "most_new_tokens", "most_context",
+    "batch_size", "max_waiting", "max_body_bytes", "default_chat_tokens", "most_new_tokens", "most_context",
 )  # fmt: skip
 
 
@@ -29,11 +29,9 @@ class ServerSettings:
     max_body_bytes: limit on a request. default_chat_tokens: new tokens of a chat answer whose request sets no limit.
     api_key: what clients must send as a bearer token; None for no check.
     copy_from: texts to copy drafts from, for all requests whose policies copy.
-    answer_bytes: memory for answers that later requests of the same store may copy from; None for none.
     allowed_policies: names that requests may choose besides the server's own; `ANY_POLICY` allows every name.
     allowed_hosts: names and addresses, without ports, by which clients may call the server; None for all.
-    share_prefixes: a prompt may reuse any other request's text; otherwise only texts with the same cache_salt. Then all
-        requests that name no store have one.
+    share_prefixes: a prompt may reuse any other request's text; otherwise only texts with the same cache_salt.
     most_new_tokens: limit on a text. most_context: limit on a prompt with its new tokens; None for the model's context.
     """
 
@@ -45,7 +43,6 @@ class ServerSettings:
     default_chat_tokens: int = 1024
     api_key: str | None = None
     copy_from: tuple[str, ...] = ()
-    answer_bytes: int | None = None
     chat_template: ChatTemplate = OWN_TEMPLATE
     allowed_policies: tuple[str, ...] = SAFE_POLICIES
     allowed_hosts: tuple[str, ...] | None = None

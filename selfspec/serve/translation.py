@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any
 from uuid import uuid4
 
@@ -19,7 +18,6 @@ from transformers import (
 )
 
 from selfspec import SelfSpecGenerator
-from selfspec.cache.answer_store import AnswerStore, AnswerStores
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.request import COLDEST, ContextLengthError, check_context, encode_prompt
@@ -55,9 +53,6 @@ class Translator:
         context = generator.model.max_positions
         self.most_tokens = min(context, settings.most_context or context)  # of a prompt and its new tokens
         self.copies = generator.copy_store(settings.copy_from) if settings.copy_from else None
-        self.answers: AnswerStores | None = None
-        if settings.answer_bytes is not None:
-            self.answers = AnswerStores(settings.answer_bytes, generator.model.vocab_size, self.copies)
         self._template = settings.chat_template
         config = generator.model.generation_config
         self._sampling = config.to_dict() if config.do_sample else {}
@@ -98,8 +93,8 @@ class Translator:
             "policy": self._policies.choose(None, repeats=False).name,
         }
 
-    def chat(self, body: ChatRequest, key: str = "") -> list[Choice]:
-        """The choices of a chat request. key: the API key that the client sent, whatever it is."""
+    def chat(self, body: ChatRequest) -> list[Choice]:
+        """The choices of a chat request."""
         self.check_name(body.model)
         self._check_schema(body)
         tools = body.callable_tools
@@ -113,12 +108,10 @@ class Translator:
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         # The template's own stops are its end token.
         stops = (*body.stop, *(() if body.ignore_eos else self._template.stops))
-        owner, answers = self._owner(body), self._answers_of(body, key)
+        owner = self._owner(body)
         with _bad_request("messages", body.limit):
             self._check_limit(len(ids), body.limit[0], wanted)
-            return [
-                self._choice(body, owner, answers, ids, "", wanted, stops, num_top, index) for index in range(body.n)
-            ]
+            return [self._choice(body, owner, ids, "", wanted, stops, num_top, index) for index in range(body.n)]
 
     def chat_ids(self, messages: Sequence[Message], ask: bool | None = None, tools: Sequence[Tool] = ()) -> list[int]:
         """The prompt that asks for the next answer; if the last message is the assistant's, it is continued.
@@ -174,8 +167,8 @@ class Translator:
             message = f"there is no model {model!r} here, this server has {served!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
-    def completions(self, body: CompletionRequest, key: str = "") -> list[Choice]:
-        """The n continuations of every prompt, those of the first prompt first. key: as for `chat`."""
+    def completions(self, body: CompletionRequest) -> list[Choice]:
+        """The n continuations of every prompt, those of the first prompt first."""
         self.check_name(body.model)
         if len(body.prompts) * body.n > MOST_CHOICES:
             raise ApiError(f"{len(body.prompts)} prompts with n={body.n}: at most {MOST_CHOICES} texts", param="n")
@@ -183,7 +176,7 @@ class Translator:
         wanted = body.max_tokens
         if wanted is None:
             wanted = min(_COMPLETION_TOKENS, self._settings.most_new_tokens or _COMPLETION_TOKENS)
-        owner, answers = self._owner(body), self._answers_of(body, key)
+        owner = self._owner(body)
         choices: list[Choice] = []
         for prompt in body.prompts:
             with _bad_request("prompt", ("max_tokens", wanted)):
@@ -198,7 +191,7 @@ class Translator:
                     echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
                 stops = tuple(body.stop)
                 for _ in range(body.n):
-                    choice = self._choice(body, owner, answers, ids, echo, wanted, stops, body.logprobs, len(choices))
+                    choice = self._choice(body, owner, ids, echo, wanted, stops, body.logprobs, len(choices))
                     choices.append(choice)
         return choices
 
@@ -217,21 +210,10 @@ class Translator:
             return Owner(uuid4().hex, lasts=False)
         return Owner(json.dumps([body.cache_salt, body.user]))
 
-    def _answers_of(self, body: GenerationRequest, key: str) -> AnswerStore | None:
-        """The store of a request that names one, and otherwise of all that share prefixes; each API key has its own."""
-        named = isinstance(body.store, str)
-        if body.store is not None and not (named and self.answers is not None):
-            body.ignore("store")
-        if self.answers is None or not (named or self._settings.share_prefixes):
-            return None
-        owner = [key, body.store, body.user] if named else [key]
-        return self.answers.of(sha256(json.dumps(owner).encode()).digest())
-
     def _choice(
         self,
         body: GenerationRequest,
         owner: Owner,
-        answers: AnswerStore | None,
         ids: list[int],
         echo: str,
         max_new_tokens: int,
@@ -245,15 +227,13 @@ class Translator:
         criteria = [StopTexts(self.tokenizer, stops, len(ids), body.min_tokens)] if stops else []
         with _bad_request("policy"):
             policy = self._policies.choose(body.policy, repeats="seed" in sampling)
-        # A seed repeats a text whatever was answered before, and what is drawn depends on what was drafted.
-        copies = self.copies if answers is None or "seed" in sampling else answers
         checked = self._generator.check(
             ids,
             max_new_tokens=max(1, max_new_tokens),
             repetition_penalty=body.repetition_penalty,
             eos_token_id=self._end_tokens(body),
             policy=policy,
-            copy_from=copies if copies_drafts(policy.observes, self._generator.runner) else None,
+            copy_from=self.copies if copies_drafts(policy.observes, self._generator.runner) else None,
             logits_processor=self._processors(body, len(ids)),
             stopping_criteria=StoppingCriteriaList(criteria),
             **sampling,
@@ -273,7 +253,6 @@ class Translator:
             recorder=recorder,
             scored=scored,
             silent=max_new_tokens == 0,
-            answers=answers,
             reader=self._tools.reader(body, ids),
         )
 

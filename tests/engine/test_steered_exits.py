@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +19,12 @@ from batched_runs import LAYOUTS
 from decoding import decode
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.exits.adapter import STEERED
-from layerskip_models.exits.folder import save_adapters
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from layerskip_models.prefill import prefill
 from policies import Policy, RoundRecord, parse_policy
-from random_adapters import adapted, random_adapters
+from random_adapters import adapted
 from scripted_policies import EVERY_POLICY, ScriptedExit, named_policy
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.inspection import text_agreement

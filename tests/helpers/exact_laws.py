@@ -21,7 +21,7 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from policies import Policy
 from sampling_in_parts import SamplerInParts
-from selfspec.cache.copy_index import CopySource
+from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.request import Request
 from selfspec.engine.runners.choice import RunnerName
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
@@ -129,7 +129,7 @@ def enumerated_law(
     top_k: int,
     runner: RunnerName = "eager",
     prompt: abc.Sequence[int] = PROMPT,
-    copy_from: CopySource | None = None,
+    copy_from: CopyStore | None = None,
 ) -> Law:
     """The engine's output law: every course of its random events, with its probability."""
     request = replace(sampled_run(model, top_k, length=ENUMERATED_LENGTH, prompt=prompt), copy_from=copy_from)
