@@ -126,16 +126,6 @@ class KVCache:
             raise ValueError(f"length must be in [0, {self.length}], the rows that every layer holds, got {length}")
         self._rows = [length] * len(self._rows)
 
-    def forget(self, stop: int, rows: int) -> None:
-        """Forget the last `rows` rows of layers [0, stop), which a draft has left behind. Copies nothing.
-
-        Raises ValueError if these layers do not hold as many, or not equally many.
-        """
-        held = self.position(0, stop)
-        if not 0 <= rows <= held:
-            raise ValueError(f"rows must be in [0, {held}], those that layers [0, {stop}) hold, got {rows}")
-        self._rows[:stop] = [held - rows] * stop
-
     def take(self, source: KVCache, length: int) -> None:
         """Copy the first `length` rows of another cache of the same model, and hold these rows alone.
 

@@ -10,7 +10,7 @@ from policies.acceptance_table import AcceptanceTable
 from policies.auto.policy import AutoExit, AutoStopping
 from policies.base import ExitPolicy, NeverStop, Policy, StatelessPolicy, StoppingPolicy
 from policies.bounds import check_exit_layer
-from policies.copying import CopyExit, CopyThenExit, copying_first
+from policies.copying import CopyExit
 from policies.cost import (
     CostModel,
     LayerCost,
@@ -29,7 +29,6 @@ from policies.names import EXITS, STOPPINGS, kept_between_texts, parse_policy
 from policies.pacer import PacerStopping
 from policies.records import (
     ContextStates,
-    CopiedRow,
     DraftRow,
     ObservationSpec,
     Plan,
@@ -50,9 +49,7 @@ __all__ = [
     "AutoExit",
     "AutoStopping",
     "ContextStates",
-    "CopiedRow",
     "CopyExit",
-    "CopyThenExit",
     "CostModel",
     "DelExit",
     "DelThreshold",
@@ -81,7 +78,6 @@ __all__ = [
     "autoregressive",
     "best_setting",
     "check_exit_layer",
-    "copying_first",
     "cost_of_round",
     "draft_passes",
     "kept_between_texts",

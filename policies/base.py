@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from policies.building import Setup
-from policies.records import CopiedRow, DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow, Spent
+from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow, Spent
 
 
 class Learner(Protocol):
@@ -35,7 +35,7 @@ class Learner(Protocol):
         ...
 
     def observe(self, record: RoundRecord) -> None:
-        """Called after every round; a stopping policy gets it `without_copies`."""
+        """Called after every round, also one that drafted nothing at an exit."""
         ...
 
     def reset(self) -> None:
@@ -84,10 +84,6 @@ class StoppingPolicy(_Observer, Protocol):
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         """True: the token is kept, and drafting ends."""
-        ...
-
-    def keep_copied(self, row: CopiedRow) -> bool:
-        """False: this copied token and those after it are dropped. Asked before any row of the round is looked at."""
         ...
 
     def threshold(self, exit_layer: int) -> float | None:
@@ -170,10 +166,6 @@ class NeverStop(StatelessPolicy):
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         return False
 
-    def keep_copied(self, row: CopiedRow) -> bool:
-        """True where the exit head says the same."""
-        return row.agrees
-
     def threshold(self, exit_layer: int) -> float | None:
         return None
 
@@ -233,7 +225,7 @@ class Policy:
     def observe(self, record: RoundRecord) -> None:
         self.exit.observe(record)
         if self.stopping is not None:
-            self.stopping.observe(record.without_copies)
+            self.stopping.observe(record)
 
     def reset(self) -> None:
         self.exit.reset()
@@ -274,5 +266,8 @@ class Policy:
         saved = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(saved, dict) or saved.get("policy") != self.name:
             found = saved.get("policy") if isinstance(saved, dict) else None
-            raise ValueError(f"{path} holds the state of policy {found!r}, this one is {self.name!r}")
+            raise ValueError(
+                f"{path} holds the state of policy {found!r}, this one is {self.name!r}: load it into that policy, or start "
+                "without it"
+            )
         self.restore(saved)

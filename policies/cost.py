@@ -93,7 +93,7 @@ class CostModel:
 
     def rounded_round(self, exit_layer: int, num_drafts: int, bits: int) -> float:
         """A round whose drafts are made with weights in fewer bits: all rows are verified through all layers."""
-        verifying = self.copying(0, num_drafts, num_drafts)
+        verifying = self.copying(num_drafts)
         return self.drafting(exit_layer, num_drafts, bits) + verifying + self.round_seconds / self.batch_size
 
     def _in_bits(self, bits: int) -> CostModel:
@@ -103,14 +103,10 @@ class CostModel:
             found = replace(self, layer_seconds=share, adapter_seconds=(), draft_factor=1.0)
         return found.for_batch_size(self.batch_size)
 
-    def copying(self, exit_layer: int, tried: int, kept: int) -> float:
-        """A round that copies: `tried` + 1 rows at once through `exit_layer` layers, and a look at each of them, then
-        `kept` + 1 through the others. exit_layer = 0: no look, and tried = kept. All texts of a batch copy alike."""
-        tried_rows, rows = ((count + 1) * self.batch_size for count in (tried, kept))
-        cost = (self.num_layers - exit_layer) * _at(self.layer_seconds, rows) + _at(self.head_seconds, rows)
-        if exit_layer:
-            look = _at(self.head_seconds, tried_rows) + self.draft_seconds + self._adapter(exit_layer)
-            cost += exit_layer * _at(self.layer_seconds, tried_rows) + max(look, 0.0) + self.round_seconds
+    def copying(self, copied: int) -> float:
+        """A round that copies: `copied` + 1 rows at once through all layers. All texts of a batch copy alike."""
+        rows = (copied + 1) * self.batch_size
+        cost = self.num_layers * _at(self.layer_seconds, rows) + _at(self.head_seconds, rows)
         # As a verification, whose rows most of it is.
         return self.verify_factor * (cost / self.batch_size) + (1 - self.verify_factor) * self.autoregressive()
 
@@ -205,30 +201,23 @@ def _setting_costs(cost: CostModel, layers: tuple[int, ...], max_speculations: i
 def draft_passes(record: RoundRecord) -> tuple[int, bool]:
     """(Passes through the exit's layers that were looked at, whether verification finds all rows there already).
 
-    What was copied goes through them in one pass. Where drafting stopped before a draw, or nothing was drafted after a copy,
-    the last row was looked at too; else verification runs that row through the first layers.
+    Where drafting stopped before a draw, the last row was looked at too; else verification runs that row through the first
+    layers.
     """
     if record.exit_layer is None:
         return 0, False
-    drafted = record.num_drafted - record.num_copied
-    complete = record.stop_cause == "before_draw" or (record.num_tried > 0 and drafted == 0)
-    return drafted + complete, complete
+    complete = record.stop_cause == "before_draw"
+    return record.num_drafted + complete, complete
 
 
 def cost_of_round(record: RoundRecord, cost: CostModel) -> float:
-    """What a finished round costs: all rows that it ran, including those that were dropped or cut."""
+    """What a finished round costs: all rows that it ran, including one that was dropped."""
     if record.exit_layer is None:
-        return cost.copying(0, record.num_drafted, record.num_drafted)
-    layer, drafted = record.exit_layer, record.num_drafted - record.num_copied
-    passes, complete = draft_passes(record)
-    if record.bits is not None:  # what was copied is looked at in one pass, and no row serves verification
-        kept, saved = record.num_drafted, record.num_drafted - passes
-        return cost.rounded_round(layer, kept, record.bits) - saved * cost.drafting(layer, 1, record.bits)
-    if not record.num_tried:
-        return cost.round(layer, drafted) + complete * cost.look(layer)
-    looks_less = drafted - (passes - 1)  # the pass of the copy has looked at the row that the first draft comes from
-    drafting = cost.drafting(layer, drafted) - looks_less * cost.look(layer)
-    return cost.copying(layer, record.num_tried, record.num_drafted) + drafting
+        return cost.copying(record.num_drafted)
+    layer, drafted, dropped = record.exit_layer, record.num_drafted, record.stop_cause == "before_draw"
+    if record.bits is not None:  # no row of the draft serves verification
+        return cost.rounded_round(layer, drafted, record.bits) + dropped * cost.drafting(layer, 1, record.bits)
+    return cost.round(layer, drafted) + dropped * cost.look(layer)
 
 
 def tokens_per_cost(acceptance: float, exit_layer: int, num_drafts: int, cost: CostModel) -> float:

@@ -47,7 +47,7 @@ class AdaptiveStopping(NeverStop):
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from a round. One without drafts says nothing."""
-        if record.num_drafted == 0:
+        if record.exit_layer is None or record.num_drafted == 0:
             return
         rate = record.num_accepted / record.num_drafted
         self._rate = rate if self._rate is None else RATE_DECAY * self._rate + (1 - RATE_DECAY) * rate

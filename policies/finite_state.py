@@ -31,7 +31,7 @@ class FiniteStateLength(NeverStop):
         return row.num_drafted + 1 >= self.length
 
     def observe(self, record: RoundRecord) -> None:
-        if record.num_drafted == 0:
+        if record.exit_layer is None or record.num_drafted == 0:
             return
         step = 1 if record.num_accepted == record.num_drafted else -1
         self.length = min(max(self.length + step, 1), self.max_length)

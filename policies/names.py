@@ -1,4 +1,4 @@
-"""Policies by name: `[copy[:ARGS]+]NAME[:ARGS][+STOPPING[:ARGS]]`, in Python and on the command line.
+"""Policies by name: `NAME[:ARGS][+STOPPING[:ARGS]]`, in Python and on the command line.
 
 ARGS is a list separated by commas: the exit layer and length first where a policy takes them, then name=value.
 """
@@ -15,7 +15,7 @@ from policies.auto.policy import AutoExit
 from policies.base import ExitPolicy, Policy, StoppingPolicy
 from policies.bounds import check_exit_layer
 from policies.building import Setup
-from policies.copying import CopyExit, copying_first
+from policies.copying import CopyExit
 from policies.cost import CostModel
 from policies.del_policy import DelExit, DelThreshold
 from policies.draft_verify import DraftVerifyThreshold
@@ -91,7 +91,7 @@ class Named:
 EXITS = {
     "ar": Named("plain decoding", "ar", FixedExit.from_args),
     "copy": Named(
-        "what followed the same words earlier, alone or before another policy's drafts",
+        "what followed the same words earlier",
         "copy:10",
         CopyExit.from_args,
         "min",
@@ -169,37 +169,21 @@ def parse_policy(
     )
     text = text.strip()
     try:
-        first, values, rest = _leading_copy(text)
-        exit_policy, stopping = _parse(setup, rest)
-        policy = Policy(exit_policy, stopping, name=text)
-        if not first:
-            return policy
-        if exit_policy.exit_layers == ():
-            raise ValueError(f"{rest!r} drafts nothing that could follow a copy: say {first} alone")
-        return copying_first(policy, **values)
+        exit_policy, stopping = _parse(setup, text)
+        return Policy(exit_policy, stopping, name=text)
     except ValueError as error:
         raise ValueError(f"policy {text!r}: {error}") from None
 
 
 def kept_between_texts(text: str) -> str:
     """The name with state=kept wherever the policy has that option and the name does not say: "del" is "del:state=kept"."""
-    first, _, rest = _leading_copy(text)
-    parts = [first] if first else []
-    for part, known in zip(rest.strip().split("+"), (EXITS, STOPPINGS)):
+    parts = []
+    for part, known in zip(text.strip().split("+"), (EXITS, STOPPINGS)):
         name, arguments = _split(part)
         if name in known and "state" in known[name].options and "state=" not in arguments:
             part = f"{name}:{arguments},state=kept" if arguments else f"{name}:state=kept"
         parts.append(part)
     return "+".join(parts)
-
-
-def _leading_copy(text: str) -> tuple[str, dict[str, Any], str]:
-    """ "copy:5+ls:3-6" is ("copy:5", its ARGS, "ls:3-6"); ("", {}, text) where nothing is copied before something else."""
-    head, plus, tail = text.strip().partition("+")
-    name, arguments = _split(head)
-    if name != "copy" or not plus:
-        return "", {}, text
-    return head, _values(name, EXITS[name], arguments), tail
 
 
 def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
@@ -208,6 +192,10 @@ def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
     if name in EXITS:
         if not plus:
             return _with_own_stopping(setup, name, arguments)
+        if name == "copy":
+            raise ValueError(
+                f"copies no longer go before another policy: say {head} alone, or auto, which copies and drafts"
+            )
         return _with_other_stopping(setup, name, arguments, tail)
     if name not in STOPPINGS:
         raise ValueError(f"unknown policy {name!r}{_suggestion(name, list({**EXITS, **STOPPINGS}))}")

@@ -6,7 +6,7 @@ Records of numbers, never the model: ten of them test a policy.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -87,9 +87,8 @@ class Plan:
     bits: of the weights that drafts are made with, 8 or 4; None for the model's own. Such a draft may go through all layers
         (exit_layer = L), and verification runs all layers for all rows, since none of them was computed in full.
     max_speculations: most tokens to draft, >= 0; the engine may lower it (budget, context), never raise it.
-    copied: most tokens to copy before anything is drafted, >= 0. They go through the first exit_layer layers in one pass,
-        where `StoppingPolicy.keep_copied` may cut them, and drafting goes on after them; without an exit layer they go
-        straight to verification. The engine may lower it, too.
+    copied: most tokens to copy from the text, >= 0, and then exit_layer must be None: they are verified at once. The engine
+        may lower it, too.
     acceptance: the acceptance per exit layer that the plan was made with, for the trace; None where none is estimated.
     learn: False if there is nothing to be gained from learning in this round, whatever `ObservationSpec` say.
     """
@@ -124,11 +123,6 @@ class ContextStates(Protocol):
     @property
     def max_length(self) -> int:
         """Rows that the text can come to."""
-        ...
-
-    @property
-    def num_committed(self) -> int:
-        """Rows that will not change any more. After them there may be rows of the round's copied tokens, which may change."""
         ...
 
     def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:
@@ -176,7 +170,7 @@ class PreVerifier(Protocol):
 class DraftRow:
     """A draft row before its token is drawn; everything in it is fixed by the rows before it.
 
-    num_drafted: drafts kept so far in this round, j, copied ones not among them; the row would produce d_{j+1}.
+    num_drafted: drafts kept so far in this round, j; the row would produce d_{j+1}.
     position: of the row in the text.
     confidence, entropy, exit_hidden [hidden], features [3], context: as in `ObservationSpec`, None unless asked for. The
     tensors stay as they are until the round is over. bits: as in `Plan`.
@@ -196,20 +190,6 @@ class DraftRow:
     def place(self) -> int:
         """As `RoundRecord.place`."""
         return self.exit_layer if self.bits is None else -self.bits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopiedRow:
-    """A copied token, and what the exit head says of the row before it. Everything in it is fixed before anything is drawn.
-
-    match_length: how many tokens before this one are alike, the copied ones among them. agrees: whether the head's first
-    choice is the token. confidence: of that choice, None unless asked for.
-    """
-
-    exit_layer: int
-    match_length: int
-    agrees: bool
-    confidence: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,8 +276,8 @@ class RoundRecord:
 
     num_committed_before: tokens of prompt and text before the round, n; its rows sit at positions n-1 ..
     exit_layer: None if the round did not speculate. bits: of the weights that drafted; None for the model's own.
-    draft_tokens: the kept drafts d_1..d_k; num_accepted (m) counts how many verification accepted. The first num_copied of
-        them were copied from the text; num_tried were copied before the exit head cut them.
+    draft_tokens: the kept drafts d_1..d_k; num_accepted (m) counts how many verification accepted. num_copied: how many of
+        them were copied from the text, which is all or none.
     copies: for every committed token of which the index had an opinion, in order: how many tokens before it were alike, and
         whether it was what followed there. Empty where nothing can be copied.
     tokens: what was committed, m+1 of them, or fewer if a stop fell inside the round.
@@ -339,7 +319,6 @@ class RoundRecord:
     preverify_seconds: float = 0.0
     batch_size: int = 1
     num_copied: int = 0
-    num_tried: int = 0
     copies: tuple[tuple[int, bool], ...] = ()
     bits: int | None = None
 
@@ -352,27 +331,6 @@ class RoundRecord:
     def num_drafted(self) -> int:
         """Kept drafts, k, copied ones among them."""
         return len(self.draft_tokens)
-
-    @property
-    def without_copies(self) -> RoundRecord:
-        """As whoever drafts at the exit sees it: the copied tokens belong to what was there before.
-
-        Where one of them was rejected, nothing is known of what was drafted after it.
-        """
-        if self.num_tried == 0:
-            return self
-        copied, known = self.num_copied, self.num_accepted >= self.num_copied
-        acceptance = self.acceptance_probabilities
-        return replace(
-            self,
-            draft_tokens=self.draft_tokens[copied:] if known else (),
-            num_accepted=self.num_accepted - copied if known else 0,
-            tokens=self.tokens[copied:] if known else self.tokens[-1:],
-            confidences=self.confidences if known else None,
-            acceptance_probabilities=None if acceptance is None else acceptance[copied:],
-            num_copied=0,
-            num_tried=0,
-        )
 
     @property
     def counted_drafts(self) -> tuple[int, int]:

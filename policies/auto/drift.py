@@ -82,7 +82,7 @@ class CostDrift:
         current.texts += 1
         current.draft_seconds += record.draft_seconds
         current.verify_seconds += record.verify_seconds
-        if record.num_tried:
+        if record.num_copied:
             current.copying += 1
         elif record.exit_layer is None:
             current.plain += 1

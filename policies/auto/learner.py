@@ -18,7 +18,7 @@ from policies.auto.constants import TUNING
 from policies.auto.copy_values import CopyTable
 from policies.auto.draft_values import DraftValues
 from policies.copying import MOST
-from policies.cost import CostModel, cost_of_round, round_costs
+from policies.cost import CostModel, round_costs
 from policies.records import RoundRecord, Shadow
 
 
@@ -70,7 +70,7 @@ class AutoLearner:
         self._in_full = self._prices(())
         self._in_bits = self._prices(rounded) if rounded else self._in_full
         self._charge(self._in_bits if len(rounded) > self._offered else self._in_full)
-        self.copy_costs = [cost.copying(0, copied, copied) for copied in range(MOST + 1)]
+        self.copy_costs = [cost.copying(copied) for copied in range(MOST + 1)]
 
     def _prices(self, exits_in: Sequence[int]) -> _Prices:
         """What drafts cost where exits may also draft in these bits: each does where that makes its usual round cheapest."""
@@ -256,8 +256,8 @@ class AutoLearner:
 
     def round_cost(self, record: RoundRecord) -> float:
         """What a round has cost, at present costs."""
-        if record.num_tried:
-            return cost_of_round(record, self.cost)
+        if record.num_copied:
+            return self.cost.copying(record.num_copied)
         if record.exit_layer is None:
             return self.cost.autoregressive()
         return self._round_list[self._index[self.place_of(record.exit_layer, record.bits)]][record.num_drafted]

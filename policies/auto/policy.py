@@ -240,7 +240,7 @@ class AutoExit(DelegatingPolicy):
             self.learner.copies.observe(record.copies)
             self._text_tokens += len(record.tokens)
             self._text_cost += self.learner.round_cost(record)
-        self.learner.observe(record.without_copies)
+        self.learner.observe(record)
         if self._drift.observe(record):
             self._decide_by_cost()
 

@@ -74,7 +74,7 @@ def trace_lines(records: Sequence[RoundRecord]) -> list[str]:
         fate = "".join(
             _FATES[place < record.num_copied, place < record.num_accepted] for place in range(record.num_drafted)
         )
-        exit_layer = str(record.exit_layer or ("copy" if record.num_tried else "plain"))
+        exit_layer = str(record.exit_layer or ("copy" if record.num_copied else "plain"))
         threshold = "" if record.threshold is None else f"{record.threshold:.3f}"
         estimate = ""
         if record.acceptance is not None and record.exit_layer is not None:

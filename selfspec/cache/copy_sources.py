@@ -61,7 +61,7 @@ def copies_drafts(observes: ObservationSpec, runner: RunnerName) -> bool:
 def how_to_copy(policy: Policy) -> str:
     """The remedy for a policy that does not copy here."""
     if policy.observes.copies == "none":
-        return "put copy+ before it, or use auto"
+        return "use auto, or copy"
     return 'captured rounds do not copy, so use runner="eager", or a policy that begins with copy'
 
 

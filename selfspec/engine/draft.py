@@ -11,7 +11,7 @@ from torch import Tensor
 from layerskip_models.choices import Detail, HeadOutput, choices_of
 from layerskip_models.kernels.native_sampling import look, takes
 from layerskip_models.transfer import sent
-from policies import CopiedRow, DraftRow, ObservationSpec
+from policies import DraftRow, ObservationSpec
 from policies.records import StopCause
 from selfspec.engine.results import to_keep
 from selfspec.engine.runners.runner import RowBuffers, Runner, SequenceRound, SequenceRows
@@ -22,9 +22,8 @@ NOTHING = HeadOutput(-1, math.nan)
 def make_drafts(runner: Runner, seq_rounds: Sequence[SequenceRound]) -> list[Draft]:
     """Draft as far as each plan and each policy say. A sequence without an exit layer drafts nothing.
 
-    Step j runs one row of every sequence that still drafts; the first step also runs the rows of what was copied. Where
-    exits differ, a row leaves the pass at its own, and the draft head then looks at all rows together. Rows that are
-    drafted with weights in fewer bits have a pass of their own.
+    Step j runs one row of every sequence that still drafts. Where exits differ, a row leaves the pass at its own, and the
+    draft head then looks at all rows together. Rows that are drafted with weights in fewer bits have a pass of their own.
     """
     drafts = [
         Draft(seq_round, runner.buffers(index, seq_round.most_rows)) for index, seq_round in enumerate(seq_rounds)
@@ -77,7 +76,7 @@ class Draft:
 
     @property
     def tokens(self) -> list[int]:
-        """The kept drafts d_1..d_k, the first num_copied of which were copied."""
+        """The kept drafts d_1..d_k; copied ones if num_copied is not 0."""
         return self.rows.tokens[1:]
 
     @property
@@ -112,21 +111,10 @@ class Draft:
     def _grow(self) -> bool:
         seq_round, rows, observes = self.seq_round, self.rows, self.seq_round.observes
         logits = rows.logits
-        outputs = rows.outputs if logits is None or rows.outputs else self._outputs_of(logits)
-        output = outputs[-1]
-        if len(outputs) > 1:
-            self._cut(outputs)
-            output = outputs[self.num_copied]
-            logits = None if logits is None else logits[self.num_copied : self.num_copied + 1]
-            if self.num_copied and rows.tokens[-1] in seq_round.eos:
-                self.stop_cause = "eos"
-                return False
-            if seq_round.max_speculations == 0:
-                return False
-        else:
-            self.num_rows += 1
+        output = rows.outputs[0] if logits is None or rows.outputs else self._output_of(logits)
+        self.num_rows += 1
         row = DraftRow(
-            num_drafted=len(rows.tokens) - 1 - self.num_copied,
+            num_drafted=len(rows.tokens) - 1,
             exit_layer=self.exit_layer,
             bits=seq_round.bits,
             position=seq_round.length - 2 + self.num_rows,
@@ -170,36 +158,12 @@ class Draft:
             return "after_draw"
         return "cap" if row.num_drafted + 1 == seq_round.max_speculations else None
 
-    def _outputs_of(self, logits: Tensor) -> Sequence[HeadOutput]:
-        """What the policy wants to know of rows whose tokens are sampled or processed."""
-        if self.rows.detail == "token" and logits.shape[0] == 1:
-            return (NOTHING,)
-        if self.seq_round.sampler.native and takes(logits) and logits.is_contiguous():
-            return look(logits, self.rows.detail).outputs()
-        return choices_of(logits, self.rows.detail).outputs()
-
-    def _cut(self, outputs: Sequence[HeadOutput]) -> None:
-        """Keep as much of what was copied as the policy says, by what the exit's head says of the row before each token."""
-        seq_round, copied = self.seq_round, self.seq_round.copied
-        kept = 0
-        while kept < len(copied):
-            output = outputs[kept]
-            row = CopiedRow(
-                exit_layer=self.exit_layer,
-                match_length=seq_round.match_length + kept,
-                agrees=output.token == copied[kept],
-                confidence=output.confidence if seq_round.observes.confidence else None,
-            )
-            stopping = seq_round.policy.stopping
-            if row.confidence != row.confidence or not (row.agrees if stopping is None else stopping.keep_copied(row)):
-                break
-            kept += 1
-        self.num_copied = kept
-        self.num_rows = kept + 1
-        if seq_round.observes.context_layers and seq_round.states is not None:
-            seq_round.states.show(seq_round.length - 1, kept)
-        seq_round.cache.forget(self.exit_layer, len(copied) - kept)
-        del self.rows.tokens[kept + 1 :]
+    def _output_of(self, logits: Tensor) -> HeadOutput:
+        """What the policy wants to know of a row whose token is sampled or processed."""
+        if self.rows.detail == "token":
+            return NOTHING
+        looked = look if self.seq_round.sampler.native and takes(logits) and logits.is_contiguous() else choices_of
+        return looked(logits, self.rows.detail).outputs()[0]
 
     def _pick(self, output: HeadOutput, logits: Tensor | None) -> int | None:
         """The next draft: the argmax after processors, or a draw from q, which is kept.

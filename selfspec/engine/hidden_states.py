@@ -47,7 +47,6 @@ class HiddenStates:
         self._watched = {*shadow_layers, *context_layers, *kept_layers}
         self._candidates = torch.tensor(shadow_layers, dtype=torch.long, device=model.device) - 1
         self._context = self._empty(len(context_layers), max_length)
-        self.num_committed = 0
         self.round = self._empty(model.num_layers, max_rows)
         """[layers, rows, hidden]: what layer l puts out for a round's rows is at [l]. Passes may write to it themselves."""
 
@@ -93,25 +92,12 @@ class HiddenStates:
         slot = self._slot.get(layers_done)
         if slot is not None:
             self._context[slot, first : first + hidden.shape[0]] = hidden
-            self.num_committed = first + hidden.shape[0]
         if learned and layers_done in self._watched:
             last = hidden[-learned:]
             self.round[layers_done - 1, : last.shape[0]] = last
 
     def commit(self, position: int, rows: int) -> None:
         """So many of the round's first rows stay, from this position of the text on."""
-        self.show(position, rows)
-        self.num_committed = position + rows
-
-    def forget(self, rows: int) -> None:
-        """Keep at most the text's first `rows` rows: the later ones were not committed after all."""
-        self.num_committed = min(self.num_committed, rows)
-
-    def show(self, position: int, rows: int) -> None:
-        """Show the round's first rows at this position, though they may yet be rejected.
-
-        Drafts that follow a copy look back at the copied rows. The next round writes over those that were rejected.
-        """
         for layer, slot in self._slot.items():
             self._context[slot, position : position + rows] = self.round[layer - 1, :rows]
 
@@ -126,7 +112,6 @@ class HiddenStates:
             return not self._slot
         for layer, slot in self._slot.items():
             self._context[slot, :rows] = kept.rows[kept.layers.index(layer), :rows]
-        self.num_committed = rows
         return True
 
     def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:

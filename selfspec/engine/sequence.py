@@ -202,7 +202,6 @@ class Sequence:
             if not self.reading:
                 self.cache.roll_back(min(self.cache.length, self.length - 1))
                 self._read_rest()
-                self.states.forget(self.length - 1)
             if self.copies is not None and self._indexed != self.length:
                 self._index_anew()
             if self._random is not None and self._random[0] == self.length:
@@ -227,17 +226,21 @@ class Sequence:
             make_offered(self.model, plan.bits)
             self.stats.setup_seconds += perf_counter() - making
             planning += perf_counter() - making
+        if plan.copied and plan.exit_layer is not None:
+            raise ValueError(
+                f"a plan copies or drafts: with copied={plan.copied}, exit_layer must be None, got {plan.exit_layer}"
+            )
         copied = self._copied(min(plan.copied, remaining - 1)) if plan.copied and match is not None else ()
-        cap = min(plan.max_speculations, remaining - 1 - len(copied))
+        cap = min(plan.max_speculations, remaining - 1)
         exit_layer = threshold = None
-        if plan.exit_layer is None or (cap < 1 and not copied):
+        if plan.exit_layer is None or cap < 1:
             cap = 0
         else:
             exit_layer = check_draft_layer(plan.exit_layer, self.model.num_layers, plan.bits)
             if self.policy.stopping is not None:
                 self.policy.stopping.start_round(plan)
                 threshold = self.policy.stopping.threshold(exit_layer if plan.bits is None else -plan.bits)
-        # Rounds that copy teach nothing about exits: which rows were drafted where would have to be told apart.
+        # Rounds that copy teach nothing about exits.
         learns = plan.learn and not copied and self.observes.learns(self._rows_learned, self._rows_seen)
         watches = learns or bool(self.observes.context_layers) or self._steering is not None
         seq_round = SequenceRound(
@@ -254,7 +257,6 @@ class Sequence:
             states=runner.states(self.states, len(copied) + cap + 1) if watches else None,
             learns=learns,
             copied=copied,
-            match_length=context.match_length,
             bits=None if exit_layer is None else plan.bits,
             steered=self._steered,
         )
@@ -302,7 +304,7 @@ class Sequence:
             draft_tokens=result.draft_tokens,
             num_accepted=result.num_accepted,
             tokens=tuple(committed),
-            loaded_layers=(len(result.draft_tokens) - result.num_copied) * (seq_round.exit_layer or 0) + num_layers,
+            loaded_layers=len(result.draft_tokens) * (seq_round.exit_layer or 0) + num_layers,
             stop_cause=result.stop_cause,
             confidences=result.confidences,
             acceptance_probabilities=result.acceptance_probabilities,
@@ -316,7 +318,6 @@ class Sequence:
             preverify_seconds=spent.seconds,
             batch_size=planned.context.batch_size,
             num_copied=result.num_copied,
-            num_tried=len(seq_round.copied),
             copies=tuple(self._copies_seen),
             bits=seq_round.bits,
         )

@@ -30,7 +30,7 @@ def verify(runner: Runner, drafts: Sequence[Draft]) -> None:
     """Run all rows of all sequences through the layers they lack, and the full head.
 
     A last token that no draft step ran goes through its sequence's exit layer first; from there all rows of the sequence go
-    on. What was copied without an exit layer starts here. A draft that ended in an error is left out.
+    on. What was copied starts here. A draft that ended in an error is left out.
     """
     sound = [draft for draft in drafts if draft.error is None]
     last = runner.model.num_layers
@@ -130,7 +130,7 @@ def verify_sampled(
 ) -> Verification:
     """Speculative sampling of one round (`selfspec.engine.accept`); arguments as in `verify_greedy`.
 
-    q: float32 [k, vocab], contiguous. num_copied: how many of the drafts were copied; they come first. A copied token counts
+    q: float32 [k, vocab], contiguous. num_copied: how many of the drafts were copied, all or none. A copied token counts
         as the only one that could have been drafted, and its row of q may be overwritten.
     """
     found = sampler.accept(logits, tokens, length, drafts, q, num_copied)
@@ -237,5 +237,5 @@ def _result(draft: Draft, verification: Verification) -> RoundResult:
         failure=verification.failure,
         dropped_token=draft.dropped_token,
         num_copied=draft.num_copied,
-        num_discarded=len(seq_round.copied) - draft.num_copied + draft.rows.num_discarded,
+        num_discarded=draft.rows.num_discarded,
     )

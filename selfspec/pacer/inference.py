@@ -89,7 +89,7 @@ class PreVerification:
                     self._run(self._context(context, exit_layer, cache.length, cache.length + _CHUNK), cache)
                 if cache.length < start:  # in one pass with the block
                     rows = torch.cat([self._context(context, exit_layer, cache.length, start), rows])
-            self._committed[exit_layer] = min(start, context.num_committed)  # copied rows after them may be rejected
+            self._committed[exit_layer] = start
         elif scope != "draft" or first_index == 1:  # positions are relative, so rows out of scope may be missing
             cache.roll_back(0)
         out = self._run(rows, cache)[-hidden.shape[0] :]
@@ -144,7 +144,7 @@ class _Zeros:
     """A sequence whose exit hidden states are all 0."""
 
     def __init__(self, states: Tensor) -> None:
-        self.max_length = self.num_committed = states.shape[0]
+        self.max_length = states.shape[0]
         self._states = states
 
     def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:

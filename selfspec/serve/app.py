@@ -118,10 +118,7 @@ async def _translated(
     lanes: Lanes, translator: Translator, body: ChatRequest | CompletionRequest, size: int
 ) -> list[Choice]:
     """Translate in a thread if that may take long: for a long prompt, a schema, or a policy."""
-    if isinstance(body, ChatRequest):
-        work = partial(translator.chat, body)
-    else:
-        work = partial(translator.completions, body)
+    work = partial(translator.chat, body) if isinstance(body, ChatRequest) else partial(translator.completions, body)
     if translator.has_slow_schema(body, size):
         return await lanes.schemas.run(work)
     is_quick = body.response_format is None and body.policy is None

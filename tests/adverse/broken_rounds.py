@@ -40,7 +40,7 @@ _OURS = tuple(str(Path(package.__file__ or "").parent) for package in (selfspec,
 _CLEANING = frozenset(
     {"__exit__", "close", "leave_captures"}
 )  # Python itself cannot take these back once they have begun
-_UNLEARNING = re.compile(r"ar|(copy:[0-9]+[+])?ls:[0-9]+-[0-9]+")  # no round depends on what earlier ones were like
+_UNLEARNING = re.compile(r"ar|ls:[0-9]+-[0-9]+")  # no round depends on what earlier ones were like
 _MOST_STEPS = 400
 
 

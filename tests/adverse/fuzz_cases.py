@@ -204,7 +204,7 @@ def _policy(random: Random, num_layers: int, draft_bits: Sequence[int]) -> str:
     if draft_bits and random.random() < 0.15:
         depth = random.choice(["", f",layer={exit_layer}"])
         rounded = f"bits:{random.choice(draft_bits)}-{max(length, 1)}{depth}"
-        return random.choice([rounded, f"{rounded}+svip:threshold={round(3 * tau, 2)}", f"copy:3+{rounded}"])
+        return random.choice([rounded, f"{rounded}+svip:threshold={round(3 * tau, 2)}"])
     return random.choice(
         [
             "ar",
@@ -230,9 +230,6 @@ def _policy(random: Random, num_layers: int, draft_bits: Sequence[int]) -> str:
             f"auto:cost=layers,decay={max(tau, 0.5)}",
             "auto+spide",
             f"copy:{max(length, 1)}",
-            f"copy:{max(length, 1)}+ls:{exit_layer}-{max(length, 1)}",
-            f"copy+dv:{exit_layer},start={tau}",
-            "copy:4+del",
         ]
     )
 

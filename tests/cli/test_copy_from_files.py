@@ -70,7 +70,7 @@ def test_drafts_are_copied_from_the_files(folder: Path, file: Path, said: str, t
 
 
 def test_summary_tells_both_sources_apart(folder: Path, file: Path) -> None:
-    options = [PROMPT, "--policy", "copy:3+ls:1-3", "--copy-from", file]
+    options = [PROMPT, "--policy", "auto:cost=layers", "--copy-from", file]
     stats = stats_of(generate(folder, *options, "--json"))
     drafted = stats["num_drafted"] - stats["num_copied"]
     accepted = stats["num_accepted"] - stats["num_copied_accepted"]
@@ -95,7 +95,9 @@ def test_copied_drafts_have_a_colour_of_their_own(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     arguments = ["generate", "--model", str(folder), *TOKENS, PROMPT, "--show-drafts", "--svg", str(tmp_path / "d.svg")]
-    copying = CliRunner().invoke(app, [*arguments, "--policy", "copy:3+ls:1-3", "--copy-from", str(file)], color=True)
+    copying = CliRunner().invoke(
+        app, [*arguments, "--policy", "auto:cost=layers", "--copy-from", str(file)], color=True
+    )
     assert copying.exit_code == 0, copying.output
     assert "\x1b[35m" in copying.stdout and "accepted copy" in copying.stderr
     assert "\x1b[32m" in copying.stdout  # drafts of the exit stay as they are

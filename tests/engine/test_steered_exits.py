@@ -90,7 +90,7 @@ def check_drafts(model: LayerSkipModel, text: list[int], trace: Sequence[RoundRe
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("policy", ["changing plans", "ls:3-3", "copy:2+ls:1-2"])
+@pytest.mark.parametrize("policy", ["changing plans", "ls:3-3", "auto:cost=layers"])
 def test_drafts_are_steered_by_the_last_accepted_row(layout: Layout, policy: str) -> None:
     """Not by a rejected draft's, nor by an older one: the first round by the prompt's last row."""
     model = steered_model(layout)

@@ -96,8 +96,7 @@ EVERY_POLICY = (
     "ls:{E}-9+pacer:random,b=1,t=0.3",
     "pacer:random,exit_layer={E},b=2,t=0.2,criterion=any,scope=block",
     "auto:cost=layers+pacer:random,b=2,t=0.2,criterion=last", "del+pacer:random,b=2,t=0.3",
-    "copy:4", "copy:2,min=3", "copy:3+ls:{E}-3", "copy+dv:{E}", "copy:5+del", "copy+spide:{E}",
-    "copy:2+ls:{E}-9+pacer:random,b=2,t=0.3",
+    "copy:4", "copy:2,min=3",
 )  # fmt: skip
 """Every policy by name, {E} standing for an exit layer: what the equality and distribution tests go through."""
 

@@ -32,7 +32,7 @@ def test_texts_and_caches_are_those_of_one_device(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("layerskip_models.kv_cache.groupby", lambda devices: ((cpu, [one]) for one in devices))
     assert len(KVCache(model, 4).memory) == 2 * 5
     generator = SelfSpecGenerator(model, tiny_tokenizer(), prefix_cache="1MB")
-    for index, name in enumerate(("ls:{E}-4", "del", "pacer:random,exit_layer={E},b=2,t=0.3", "copy+ls:{E}-3")):
+    for index, name in enumerate(("ls:{E}-4", "del", "pacer:random,exit_layer={E},b=2,t=0.3", "copy:3")):
         policy = named_policy(name, 1 + index % 3, model)
         prompt = [5, 1, 7, index]
         result = generator.generate(prompt, max_new_tokens=NEW, policy=policy)

@@ -49,7 +49,7 @@ class Scripted:
 
 
 class NoContext:
-    max_length = num_committed = 10
+    max_length = 10
 
     def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:
         raise AssertionError("the scripted pre-verifier does not look")

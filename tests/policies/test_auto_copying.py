@@ -61,7 +61,7 @@ def test_learns_how_often_a_match_of_each_length_is_right() -> None:
 
 def test_copies_as_long_as_it_pays() -> None:
     """Brute force over the lengths: tokens less rate times cost."""
-    table, costs = CopyTable(), [ROWS.copying(0, copied, copied) for copied in range(MOST + 1)]
+    table, costs = CopyTable(), [ROWS.copying(copied) for copied in range(MOST + 1)]
     table.observe([(4, True)] * 9 + [(4, False)])
     for rate, length in product((0.05, 0.14, 0.3, 1.0), (2, 4, 8, 33)):
         values = []
@@ -70,7 +70,7 @@ def test_copies_as_long_as_it_pays() -> None:
             for index in range(copied):
                 reliability *= table.chance(length + index)
                 tokens += reliability
-            values.append((tokens - rate * ROWS.copying(0, copied, copied), copied))
+            values.append((tokens - rate * ROWS.copying(copied), copied))
         choice = best_copy(table, costs, length, rate)
         assert (choice.value, choice.copied) == pytest.approx(max(values))
 
@@ -96,7 +96,7 @@ def test_a_rate_that_copies_have_raised_is_a_higher_price() -> None:
 
 
 def copied_record(copied: int, accepted: int) -> RoundRecord:
-    return replace(finished(copied, accepted), exit_layer=None, num_copied=copied, num_tried=copied)
+    return replace(finished(copied, accepted), exit_layer=None, num_copied=copied)
 
 
 def run(
@@ -122,7 +122,7 @@ def test_a_text_that_is_in_the_store_is_copied() -> None:
     assert len(records) < len(rounds) / 4
     assert sum(found.num_copied for found in records) > 30
     off, others = run(auto("auto:copy=off"), prompt, 50, CopyStore([plain]))
-    assert off == plain and not any(found.num_tried for found in others)
+    assert off == plain and not any(found.num_copied for found in others)
 
 
 def test_a_text_that_does_not_repeat_is_decoded_as_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +144,11 @@ def test_rounds_that_copy_say_nothing_of_drafting_and_plain_steps() -> None:
 
 
 def test_costs_of_copies_by_hand() -> None:
-    """6 layers; a pass over r rows takes 1 + .15 (r - 1) for each layer and for the head; a look .1 more."""
-    assert ROWS.copying(0, 4, 4) == pytest.approx(7 * 1.6)
-    assert ROWS.copying(2, 4, 1) == pytest.approx(2 * 1.6 + 1.6 + 0.1 + 4 * 1.15 + 1.15)
-    assert ROWS.copying(0, 0, 0) == ROWS.autoregressive()
-    assert ROWS.for_batch_size(2).copying(0, 1, 1) == pytest.approx(7 * 1.45 / 2)
-    assert LayerCost(6).copying(2, 9, 3) == 6
+    """6 layers; a pass over r rows takes 1 + .15 (r - 1) for each layer and for the head."""
+    assert ROWS.copying(4) == pytest.approx(7 * 1.6)
+    assert ROWS.copying(0) == ROWS.autoregressive()
+    assert ROWS.for_batch_size(2).copying(1) == pytest.approx(7 * 1.45 / 2)
+    assert LayerCost(6).copying(9) == 6
 
 
 def test_what_was_learned_of_copies_is_kept_with_the_rest() -> None:

@@ -31,7 +31,7 @@ def names_with_a_number() -> Iterator[str]:
                 if convert in (_integer, _layers):
                     learns = ["shadow=on"] if "shadow" in named.options and option == "learn_every" else []
                     yield before + form(name, (f"{option}={{}}", *learns))
-    yield from ("bits:8-{}", "ls:3-{}", "ls:{}-3", "fs:2-{}", "copy:{}", "copy:{}+ls:3-4", "auto+pacer:folder,b={}")
+    yield from ("bits:8-{}", "ls:3-{}", "ls:{}-3", "fs:2-{}", "copy:{}", "auto+pacer:folder,b={}")
 
 
 @pytest.mark.parametrize("name", [*names_with_a_number()])

@@ -83,7 +83,6 @@ def forms() -> Iterator[tuple[str, str | None]]:
     for name in EXITS:
         yield name, None
         yield from ((name, other) for other in STOPPINGS if name not in ("ar", "copy") and (name, other) not in REFUSED)
-    yield from (("copy", name) for name in (*EXITS, *STOPPINGS) if name not in ("ar", "auto", "copy"))
     yield from ((name, None) for name in STOPPINGS if name != "del")
 
 
@@ -92,8 +91,7 @@ def text_of(name: str, other: str | None, options: Mapping[tuple[int, str], str]
     first = form(name, tuple(f"{key}={value}" for (place, key), value in options.items() if place == 0))
     if other is None:
         return first
-    alone = name == "copy"  # then a whole policy follows
-    parts = form(other, ()) if alone else {"fs": "fs:3", "pacer": "pacer:folder"}.get(other, other)
+    parts = {"fs": "fs:3", "pacer": "pacer:folder"}.get(other, other)
     behind = ",".join(f"{key}={value}" for (place, key), value in options.items() if place == 1)
     return f"{first}+{parts}" + (("," if ":" in parts else ":") + behind if behind else "")
 
@@ -103,8 +101,7 @@ def test_an_option_changes_the_policy_or_is_refused(name: str, other: str | None
     """Alone and beside every other option."""
     known = {(0, key) for key in (EXITS.get(name) or STOPPINGS[name]).options}
     if other is not None:
-        named = EXITS[other] if name == "copy" and other in EXITS else STOPPINGS[other]
-        known |= {(1, key) for key in named.options}
+        known |= {(1, key) for key in STOPPINGS[other].options}
     contexts: list[dict[tuple[int, str], str]] = [{}]
     contexts += [{place: value} for place in sorted(known) for value in OTHER_VALUES[place[1]][-1:]]
     # In one order whatever is beside what, so that each pair of options is parsed once.
@@ -133,5 +130,5 @@ def test_no_layer_is_learned_that_is_never_chosen(name: str, other: str | None) 
     layers = policy.exit.exit_layers
     assert layers is not None
     assert set(policy.observes.shadow_layers) <= set(layers)
-    if "dv" in (name, other) and (other if name == "copy" else name) in FIRST:
+    if "dv" in (name, other) and name in FIRST:
         assert policy.observes.shadow_layers == ()

@@ -166,13 +166,13 @@ def test_copied_drafts_have_a_colour_figures_and_a_part_of_the_bars_of_their_own
     with running_server(demo, chat_template=None, copy_from=(PROMPT + plain.text,)) as server:
         page = open_page(server.base)
         page.fill("#max-tokens", "60")
-        page.fill("#policy", "copy:4+ls:3-2")
+        page.fill("#policy", "auto:cost=layers")
         ask(page, PROMPT)
         finished(page)
         assert shown_text(page) == plain.text
         usage = dict.fromkeys(("drafted", "accepted", "copied", "copied_accepted"), 0)
         with server.client() as client:
-            body = {"policy": "copy:4+ls:3-2"}
+            body = {"policy": "auto:cost=layers"}
             answer = client.completions.create(
                 model="demo", prompt=PROMPT, max_tokens=60, temperature=0, extra_body=body
             )

@@ -30,7 +30,7 @@ class SequenceRound:
     cache: holds length - 1 rows. tokens: int64 [1, capacity]; the first `length` are committed, and the last of them is
         `pending`, which no layer has seen yet. Drafts are written after them.
     exit_layer, max_speculations, bits: of the plan; None and 0 if nothing is drafted. copied: tokens copied from earlier
-        text, to be checked at the exit or by verification; match_length: how many tokens before them match.
+        text, to be verified at once.
     eos: ends a draft. states: keeps hidden states for the policy; None if it looks at none in this round.
     learns: whether the policy learns from the round. steered: by the row that was verified last; None without steered exits.
     """
@@ -48,7 +48,6 @@ class SequenceRound:
     states: HiddenStates | None
     learns: bool
     copied: Sequence[int] = ()
-    match_length: int = 0
     bits: int | None = None
     steered: SteeredRound | None = None
 
