@@ -58,12 +58,7 @@ class Scheduler:
     When there was no text for `IDLE_SECONDS`, the generator frees memory.
     """
 
-    def __init__(
-        self,
-        generator: SelfSpecGenerator,
-        settings: ServerSettings,
-        metrics: ServerMetrics,
-    ) -> None:
+    def __init__(self, generator: SelfSpecGenerator, settings: ServerSettings, metrics: ServerMetrics) -> None:
         self._generator, self._metrics = generator, metrics
         self._batch_size, self._max_waiting = settings.batch_size, settings.max_waiting
         self._changed = threading.Condition()
