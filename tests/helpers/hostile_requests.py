@@ -167,7 +167,7 @@ def policy_bomb(server: Server, random: Random) -> None:
     number = random.choice([0, 5, 64, 65, 300, 1900, 10**6, 30_000_000, 10**30])
     name = random.choice([
         "auto:cost=layers,d_max={}", "del:d_max={}", "ls:1-{}", "ls:{}-4", "spide:3,prompt_rows={}", "fs:2-{}", "copy:{}",
-        "copy:{}", "auto+pacer:b={}", "auto:cost=layers,prompt_rows={}", "dv:2,max_length={}", "auto:decay={}",
+        "auto+pacer:b={}", "auto:cost=layers,prompt_rows={}", "dv:2,max_length={}", "auto:decay={}",
         "auto:layers={}", "pacer:/etc/passwd,b={}", "del:omega={}", "auto:cost=layers,learn_every={},decay=nan",
     ])  # fmt: skip
     sampling = random.choice([{"temperature": 0}, {"temperature": 1}, {"temperature": 1, "seed": 3}])
