@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,12 +31,6 @@ WINDOW = 8
 _SCALE_SEQUENCES = 32  # from whose rows an exit's scale is taken
 _TERMS = 4  # of a step's sums per exit: ce, kl, agreements, rows
 
-Outputs = Callable[[ExitSequence, Tensor, np.random.Generator], list[Tensor]]
-"""outputs(sequence, rows, draw): what replaces each exit's states at these rows, float32 [n, hidden] for each exit."""
-Weights = Callable[[ExitSequence, Tensor, Tensor, Tensor], Tensor]
-"""weights(sequence, rows, output, losses): what each row's loss weighs at one exit, [n], of mean 1. output: of the exit, as
-`Outputs` gives it. losses: [n], -log q of the labels, in nats."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
@@ -55,10 +50,7 @@ class ExitFit:
     """A fit, step by step. Sets the adapters' scales to begin with.
 
     sequences: with scored rows each. depths: of their states, ascending; the exits are among them, and the last layer is
-    the last. outputs: None for what the adapters make of the states of their exit, row by row, with steered ones steered by a
-    row at a random distance (`steered_rows`). weights: None for D-PACE's, as the
-    settings say.
-    accelerator: each process takes its part of every batch. Raises ValueError if there is nothing to fit to.
+    the last. accelerator: each process takes its part of every batch. Raises ValueError if there is nothing to fit to.
     """
 
     def __init__(
@@ -69,8 +61,6 @@ class ExitFit:
         head: FrozenHead,
         settings: FitSettings,
         accelerator: Accelerator,
-        outputs: Outputs | None = None,
-        weights: Weights | None = None,
     ) -> None:
         if not sequences:
             raise ValueError("there is no text to fit exit adapters to: give more data")
@@ -78,23 +68,12 @@ class ExitFit:
         self.settings, self.accelerator = settings, accelerator
         self.held = WholeCopies(accelerator, adapters)
         self.optimizer = torch.optim.AdamW(adapters.parameters(), betas=(0.9, 0.99), weight_decay=settings.weight_decay)
-        self._outputs = outputs or self._as_drafted
-        self._weights = weights or self._by_accepted_length
         _set_scales(adapters, sequences, depths)
 
-    def _as_drafted(self, sequence: ExitSequence, rows: Tensor, draw: np.random.Generator) -> list[Tensor]:
+    def _outputs(self, sequence: ExitSequence, rows: Tensor, draw: np.random.Generator) -> list[Tensor]:
+        """What replaces each exit's states; steered adapters are steered by a row at a random distance."""
         distance = drawn_distances(rows, draw) if self.adapters.config.form == STEERED else rows
         return exit_outputs(self.adapters, sequence, self.depths, rows, distance)
-
-    def _by_accepted_length(self, sequence: ExitSequence, rows: Tensor, output: Tensor, losses: Tensor) -> Tensor:
-        """D-PACE's weights. A draft ends where a stretch of rows does."""
-        settings = self.settings
-
-        def weights(losses: Tensor, valid: Tensor) -> Tensor:
-            arm, alpha, block = settings.arm, settings.alpha, settings.block
-            return accepted_length_weights(losses, valid, arm=arm, alpha=alpha, block=block)
-
-        return in_runs(losses, sequence.runs(rows), weights)
 
     def gradient(self, step: int) -> StepFigures:
         """The gradient of one batch, a mean over its scored rows, summed over the processes."""
@@ -145,8 +124,9 @@ class ExitFit:
                 ce[index, chunk] = loss.ce
                 count = sums.new_tensor(len(labels))
                 sums[index] += torch.stack([loss.ce.sum(), loss.kl.sum(), loss.agrees.sum(), count])
-        for gradient, output, losses in zip(gradients, outputs, ce):
-            gradient *= self._weights(sequence, rows, output, losses).unsqueeze(-1)
+        weigh = partial(accepted_length_weights, arm=settings.arm, alpha=settings.alpha, block=settings.block)
+        for gradient, losses in zip(gradients, ce):
+            gradient *= in_runs(losses, sequence.runs(rows), weigh).unsqueeze(-1)
         return [gradient.to(output.dtype) for gradient, output in zip(gradients, outputs)]
 
 
@@ -158,8 +138,6 @@ def fit(
     settings: FitSettings,
     *,
     seconds: float | None = None,
-    outputs: Outputs | None = None,
-    weights: Weights | None = None,
     after_step: Callable[[int, StepFigures], None] = lambda done, figures: None,
 ) -> int:
     """Train adapters in place, in one process. Returns the number of steps done. Arguments as of `ExitFit`.
@@ -168,7 +146,7 @@ def fit(
     the other arguments. after_step: called with the number of steps done.
     """
     accelerator = Accelerator(cpu=head.weight.device.type == "cpu")
-    steps = ExitFit(adapters, sequences, depths, head, settings, accelerator, outputs, weights)
+    steps = ExitFit(adapters, sequences, depths, head, settings, accelerator)
     started = time.monotonic()
     for done in range(settings.steps):
         spent = 0.0 if seconds is None else (time.monotonic() - started) / seconds
