@@ -38,7 +38,7 @@ _making = threading.Lock()
 
 def draft_bytes(model: LayerSkipModel, bits: int) -> int:
     """About how many bytes `drafter` would take."""
-    head = model.hidden_size * -(-model.vocab_size // model.num_ranks)
+    head = model.hidden_size * model.vocab_size
     in_eight = EIGHT_BIT_LAYERS if bits == 4 else model.num_layers
     scales = 0.5 / 8  # of 4 bits: a scale of 16 bits for 32 weights
     layers = in_eight + (model.num_layers - in_eight) * (0.5 + scales)
@@ -50,7 +50,7 @@ def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
     if bits not in DRAFT_BITS:
         return f"drafts can be made in {' or '.join(map(str, DRAFT_BITS))} bits, not in {bits}"
     if len(set(model.layer_devices)) > 1:
-        return "drafts in fewer bits need the whole model on one device, or divided over processes"
+        return "drafts in fewer bits need the whole model on one device"
     try:
         check_layout(DRAFT_BITS[bits], torch.empty(0, dtype=model.dtype, device=model.device))
     except ValueError as error:

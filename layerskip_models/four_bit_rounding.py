@@ -21,11 +21,10 @@ _LEAST_PEAK = 2.0**-60  # of a group: a smaller one has a scale of 0 in float16,
 _EXPONENTS = range(-6, 16)  # of a row's largest number, for scales that float16 holds without loss of precision
 
 
-def round_to_four_bits(weight: Tensor, *, group: int, symmetric: bool, peaks: Tensor | None = None) -> GroupedWeight:
+def round_to_four_bits(weight: Tensor, *, group: int, symmetric: bool) -> GroupedWeight:
     """A weight [out, in] in groups of `group` inputs, or of 64 or 32 if these do not divide the inputs.
 
     symmetric: a scale for each group, 4 + 16 / group bits a weight; else also an offset, 4 + 48 / group bits.
-    peaks: [out], each output's largest magnitude, if the weight is a part of one with more inputs.
     NaN stays NaN. Raises ValueError where the number of inputs is not a multiple of 64 (`fits_four_bits`).
     """
     rows, columns = weight.shape
@@ -42,22 +41,19 @@ def round_to_four_bits(weight: Tensor, *, group: int, symmetric: bool, peaks: Te
             weight.detach().contiguous(),
             steps=steps,
             exponents=_EXPONENTS,
-            peaks=peaks,
             packed=values,
             groups=groups,
             factors=factors,
         ):
             return GroupedWeight(values, groups, None, None if bool((factors == 1).all()) else factors)
-    return _by_operators(weight, values, groups, symmetric, peaks)
+    return _by_operators(weight, values, groups, symmetric)
 
 
-def _by_operators(
-    weight: Tensor, values: Tensor, groups: Tensor, symmetric: bool, peaks: Tensor | None
-) -> GroupedWeight:
+def _by_operators(weight: Tensor, values: Tensor, groups: Tensor, symmetric: bool) -> GroupedWeight:
     rows, columns = weight.shape
     size = columns // groups.shape[1]
     offsets = None if symmetric else torch.empty_like(groups, dtype=torch.float32)
-    factors = _factors(weight.detach().abs().amax(dim=1) if peaks is None else peaks)
+    factors = _factors(weight.detach().abs().amax(dim=1))
     step = max(_PIECE // columns, 1)
     for first in range(0, rows, step):
         here = slice(first, first + step)
@@ -86,7 +82,7 @@ def _size(columns: int, most: int) -> int | None:
 def _factors(peaks: Tensor) -> Tensor | None:
     """Powers of two, float32 [out], that bring each row's numbers to where float16 holds their scales; None for 1.
 
-    A row's depends on no other row, so that parts of a weight are rounded as the whole.
+    A row's depends on no other row, so that rows are rounded alike however many are rounded together.
     """
     exponents = torch.frexp(peaks.float()).exponent
     usual = (exponents >= _EXPONENTS[0]) & (exponents <= _EXPONENTS[-1])

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 
 import torch
 from torch import Tensor
@@ -58,28 +57,6 @@ def unpack_sixes(packed: Tensor) -> Tensor:
 
 
 _UNPACK = {4: unpack_nibbles, 6: unpack_sixes, 8: lambda packed: packed}
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The outputs and inputs of a matrix that a part of it covers."""
-
-    rows: range
-    columns: range
-
-    def of_rows(self, numbers: Tensor) -> Tensor:
-        """The part's share of numbers that the matrix has for each output, [out, ...]."""
-        return numbers[self.rows.start : self.rows.stop]
-
-    def of_groups(self, numbers: Tensor, columns: int) -> Tensor:
-        """The part's share of numbers that the matrix has for each equal group of inputs, [.., groups].
-
-        columns: inputs of the whole matrix. A group is divided where the part begins or ends within one.
-        """
-        size = columns // numbers.shape[-1]
-        step = gcd(size, self.columns.start, self.columns.stop)
-        groups = torch.arange(self.columns.start, self.columns.stop, step, device=numbers.device) // size
-        return numbers[..., groups]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,15 +194,6 @@ class GroupedWeight:
             offsets, blocks = scales, torch.cat((blocks, self.zero * blocks), dim=2)
         return GroupedWeight(numbers, scales, offsets, self.factors, blocks, bits=8)
 
-    def columns(self, first: int, count: int) -> GroupedWeight:
-        """The part with inputs first .. first + count - 1, both multiples of `group`. Only for bytes without blocks."""
-        assert self.bits == 8 and self.blocks is None and first % self.group == 0 and count % self.group == 0
-        groups = slice(first // self.group, (first + count) // self.group)
-        offsets = None if self.offsets is None else self.offsets[:, groups]
-        return replace(
-            self, packed=self.packed[:, first : first + count], groups=self.groups[:, groups], offsets=offsets
-        )
-
     def _is_like(self, other: GroupedWeight) -> bool:
         """Whether scales are of the same form, and numbers stand for the same."""
         mine, theirs = ((one.bits, one.zero, one.groups.dtype, one.blocks is None) for one in (self, other))
@@ -274,18 +242,13 @@ def group_size(columns: int, count: int) -> int | None:
     return next((size for size in GROUP_SIZES if columns // count % size == 0), None)
 
 
-def exact(
-    values: Tensor, scale: Tensor, zeros: Tensor | None = None, *, whole: tuple[int, Place] | None = None
-) -> GroupedWeight | None:
+def exact(values: Tensor, scale: Tensor, zeros: Tensor | None = None) -> GroupedWeight | None:
     """(values - zeros) * scale, product in float32, with not one number changed; None if it cannot be kept.
 
     values: 0 to 15, [out, in]. scale: floats [out, groups]. zeros: integers of that shape; None for 8.
-    whole: the inputs of a matrix of which `values` is the part at that place, and scale and zeros are all. So all its parts
-        can be kept or none, and stand for the numbers of the whole. Raises ValueError for a part that is not cut at multiples
-        of 64 inputs.
     Scales of 16 bits always can be, unless those of one row are too far apart; scales of 32 bits if a row has only one.
     """
-    columns = values.shape[1] if whole is None else whole[0]
+    columns = values.shape[1]
     size = group_size(columns, scale.shape[1])
     split = _halves(scale.float())
     if size is None or split is None:
@@ -295,11 +258,6 @@ def exact(
     times = columns // scale.shape[1] // size
     groups = groups.repeat_interleave(times, dim=1)
     offsets = None if offsets is None else offsets.repeat_interleave(times, dim=1)
-    if whole is not None:
-        place = whole[1]
-        groups = place.of_groups(place.of_rows(groups), columns)
-        offsets = None if offsets is None else place.of_groups(place.of_rows(offsets), columns)
-        factors = None if factors is None else place.of_rows(factors)
     return GroupedWeight(pack_nibbles(values), groups, offsets, factors)
 
 

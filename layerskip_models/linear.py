@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -29,17 +28,6 @@ EIGHT_BIT_LAYERS = 1
 _SIGNED = 128  # what a byte holds for 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Whole:
-    """What rounding looks at in a matrix of which only some inputs are here: then its numbers are those of the whole one.
-
-    columns: all inputs. peaks: float32 [out], the largest magnitude of each output over all of them.
-    """
-
-    columns: int
-    peaks: Tensor
-
-
 class PlainLinear:
     """What `F.linear` computes, without the operators that it goes through; residual or bias folded into the product."""
 
@@ -61,15 +49,11 @@ class PlainLinear:
         return out if self.bias is None else out.add_(self.bias)
 
 
-def int8_linear(weight: Tensor, bias: Tensor | None = None, whole: Whole | None = None) -> Linear:
-    """A weight rounded to 8 bits, with a scale for each output: on our own kernels, or where there are none on operators.
-
-    whole: of the matrix that this is some columns of.
-    """
-    peaks = None if whole is None else whole.peaks
+def int8_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """A weight rounded to 8 bits, with a scale for each output: on our own kernels, or where there are none on operators."""
     if native_works(weight.device, weight.dtype):
-        return NativeInt8Linear(weight, bias, peaks)
-    rounded, scale = round_to_eight_bits(weight, peaks)
+        return NativeInt8Linear(weight, bias)
+    rounded, scale = round_to_eight_bits(weight)
     columns = weight.shape[1]
     if columns % CHUNK:  # no whole groups: the same numbers, as float32
         return PlainLinear(rounded.float().mul_(scale.unsqueeze(1)), bias)
@@ -80,15 +64,11 @@ def int8_linear(weight: Tensor, bias: Tensor | None = None, whole: Whole | None 
     return GroupedLinear(GroupedWeight(numbers, ones, factors=scale, bits=8, zero=_SIGNED), bias)
 
 
-def int4_linear(weight: Tensor, bias: Tensor | None = None, whole: Whole | None = None) -> Linear:
-    """A weight rounded to 4 bits in groups of inputs; to 8 bits where it has no number of inputs that makes whole groups.
-
-    whole: as in `int8_linear`; where the whole matrix is in 4 bits, this part must have a multiple of 64 inputs.
-    """
-    if not fits_four_bits(weight.shape[1] if whole is None else whole.columns):
-        return int8_linear(weight, bias, whole)
-    peaks = None if whole is None else whole.peaks
-    return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True, peaks=peaks), bias, own=True)
+def int4_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """A weight rounded to 4 bits in groups of inputs; to 8 bits where it has no number of inputs that makes whole groups."""
+    if not fits_four_bits(weight.shape[1]):
+        return int8_linear(weight, bias)
+    return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), bias, own=True)
 
 
 def grouped_linear(weight: GroupedWeight, bias: Tensor | None = None, *, own: bool = False) -> Linear:
@@ -111,13 +91,6 @@ LAYOUTS: dict[Layout, Callable[..., Linear]] = {
     "int4": int4_linear,
     "native": NativeLinear,
 }
-ROUNDED: frozenset[Layout] = frozenset({"int8", "int4"})
-"""Layouts whose numbers depend on a whole row of the matrix, or on some of it; they take a `Whole` as well."""
-
-
-def linear_of(layout: Layout, weight: Tensor, bias: Tensor | None, whole: Whole | None) -> Linear:
-    """A linear in this layout. whole: as in `int8_linear`, for layouts that round."""
-    return LAYOUTS[layout](weight, bias, whole) if layout in ROUNDED else LAYOUTS[layout](weight, bias)
 
 
 def check_layout(layout: Layout, weight: Tensor) -> Layout:
@@ -127,7 +100,7 @@ def check_layout(layout: Layout, weight: Tensor) -> Layout:
             f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}: leave it out for the fastest lossless one here"
         )
     runs = native_works(weight.device, weight.dtype) or layout == "plain"
-    if layout in ROUNDED:
+    if layout in ("int8", "int4"):
         runs = weight.device.type == "cpu" and weight.dtype == torch.float32
     if not runs:
         raise ValueError(

@@ -3,15 +3,16 @@
 Decoding uses no other forward pass. It exists because calling transformers' layers one by one costs 1.5 to 2.9 times as much
 at batch 1; tests compare its logits with transformers'. There is no batch dimension: a hidden state is [rows, hidden], and
 its rows belong to one sequence or to several, each with its own KV cache. A backend runs the layers (`backends.protocol`):
-PyTorch's operators, our kernels, this process's part of a tensor-parallel model, or layers on several devices.
+PyTorch's operators, our kernels, or layers on several devices.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,9 +22,8 @@ from torch import Tensor
 from layerskip_models.adapter_protocol import Adapter, ExitSteering, SteeredRound
 from layerskip_models.attention import Attention
 from layerskip_models.backends.operators import OperatorLayers
-from layerskip_models.backends.protocol import Capture, LayerBackend, VocabularyBackend
-from layerskip_models.backends.whole_vocabulary import WholeVocabulary
-from layerskip_models.choices import Choices, Detail
+from layerskip_models.backends.protocol import Capture, LayerBackend
+from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.families import family_of, head_dim_of
 from layerskip_models.kernels.native_forward import NativeForward
@@ -32,7 +32,6 @@ from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.norm import RMSNorm
-from layerskip_models.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
@@ -55,23 +54,20 @@ def resolve_kv_dtype(kv_dtype: str | torch.dtype, dtype: torch.dtype) -> torch.d
     raise ValueError(f"kv_dtype must be auto ({own}, which this model computes in) or bfloat16, got {name!r}")
 
 
-Remake = Callable[[LayerBackend, OperatorLayers], tuple[LayerBackend, OperatorLayers]]
-
-
 class LayerSkipModel:
     """A model whose layers can be run in ranges. Made by `load_model` or `from_transformers`.
 
     config, generation_config: transformers' own. name: hub name or path, used to find the checkpoint's default setting.
-    num_layers, hidden_size, vocab_size, num_heads, num_kv_heads, head_dim: sizes; the heads are those of this process.
+    num_layers, hidden_size, vocab_size, num_heads, num_kv_heads, head_dim: sizes.
     max_positions: context length in tokens. sliding_windows: of each layer, as in `DecoderLayer`.
     dtype: of the arithmetic and the hidden states. kv_dtype: of keys and values (`with_kv_dtype`).
     weights_dtype: of the weights as they were loaded. On a CPU, bfloat16 weights are computed with in float32. For weights
         rounded to 8 or 4 bits it is `dtype`.
     device: of the embedding, and of hidden states. layer_devices: of each layer's weights and its part of a KV cache.
+        head_device: of the last norm and the head.
     drafters: copies of it with weights in fewer bits, by bits, which drafts may be made with (`draft_weights`).
     adapters: by exit layer (`with_adapters`). steering: what the steered ones among them share, None without.
-    ranks: the processes that hold the model together, None for one process.
-    backend, vocabulary: what runs the layers, and what embeds tokens and computes logits (`with_backend`).
+    backend: what runs the layers (`with_backend`).
     """
 
     def __init__(
@@ -113,13 +109,10 @@ class LayerSkipModel:
         self._rotary = torch.empty(0)  # complex [positions, 1, head_dim / 2], grown by `prepare`
         self._interleaved = layers[0].interleaved
         self.sliding_windows = tuple(layer.sliding_window for layer in layers)
-        self.layer_devices = (self.device,) * self.num_layers
-        self.ranks: Ranks | None = None
+        self.layer_devices, self.head_device = (self.device,) * self.num_layers, self.device
         self._intermediate_size = int(config.intermediate_size)
-        self.vocabulary: VocabularyBackend = WholeVocabulary(embedding, final_norm, dtype)
-        self.vocab_size = self.vocabulary.size
+        self.vocab_size = embedding.shape[0]
         self.drafters: dict[int, LayerSkipModel] = {}
-        self._remake: Remake | None = None
         self._set_layers(layers)
 
     def _set_layers(self, layers: list[DecoderLayer]) -> None:
@@ -166,7 +159,7 @@ class LayerSkipModel:
 
     @property
     def layer_weights(self) -> int:
-        """Number of weights in the matrices of one layer that this process holds, however they are stored."""
+        """Number of weights in the matrices of one layer, however they are stored."""
         heads = 2 * self.num_heads + 2 * self.num_kv_heads  # query and output, key and value
         return self.hidden_size * (heads * self.head_dim + 3 * self._intermediate_size)
 
@@ -179,23 +172,6 @@ class LayerSkipModel:
     def draft_head_bytes(self) -> int:
         """Bytes of norm and draft head as stored."""
         return self._draft_head.num_bytes + self.hidden_size * self.dtype.itemsize
-
-    @property
-    def num_ranks(self) -> int:
-        """How many processes hold the model together (`layerskip_models.parallel`)."""
-        return 1 if self.ranks is None else self.ranks.size
-
-    def agree(self, numbers: Sequence[float], same: int = 0) -> list[float]:
-        """The numbers of rank 0, on every rank; in one process simply these numbers.
-
-        Every process measures other times, and yet all must decide alike. same: a number below 2^48 that must be equal on
-        all ranks. Raises RankError if it is not.
-        """
-        return [*numbers] if self.ranks is None else self.ranks.agree(numbers, same)
-
-    def all_agree(self, ok: bool) -> bool:
-        """Whether `ok` is true on every rank. All ranks have to ask."""
-        return ok if self.ranks is None else self.ranks.all_agree(ok)
 
     def prepare(self, max_length: int) -> None:
         """Make the rotary table long enough for positions below `max_length`; allocates only when it grows.
@@ -223,11 +199,12 @@ class LayerSkipModel:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens: int64 [rows]. Returns [rows, hidden]."""
-        return self.vocabulary.embed(tokens)
+        return F.embedding(tokens, self._embedding).to(self.dtype)
 
     def embed_one(self, token: int) -> Tensor:
         """The embedding of one token as [1, hidden]."""
-        return self.vocabulary.embed_one(token)
+        # Copies only if the embedding is kept in fewer bits.
+        return self._embedding[token : token + 1].to(self.dtype).contiguous()
 
     def run_layers(
         self, hidden: Tensor, start: int, stop: int, cache: KVCache | CacheRows, capture: Capture | None = None
@@ -262,26 +239,12 @@ class LayerSkipModel:
     def with_backend(
         self,
         backend: LayerBackend,
-        vocabulary: VocabularyBackend,
-        *,
-        operators: OperatorLayers | None = None,
-        ranks: Ranks | None = None,
-        layer_devices: Sequence[torch.device] | None = None,
-        config: PreTrainedConfig | None = None,
-        remake: Remake | None = None,
+        layer_devices: Sequence[torch.device],
+        head_device: torch.device,
     ) -> LayerSkipModel:
-        """The same weights, run by another backend.
-
-        operators: layers for `walk` instead of the model's own. ranks: the processes that hold the model together.
-        layer_devices: device of each layer. config: of the whole model, if this process holds a part. remake: makes such a
-        backend and such operators of this model's own, after its matrices were replaced (`with_layers`).
-        """
+        """The same weights, which are on these devices, run by another backend."""
         other = copy.copy(self)
-        other.backend, other.vocabulary, other.vocab_size, other.ranks = backend, vocabulary, vocabulary.size, ranks
-        other.operators = self.operators if operators is None else operators
-        other.layer_devices = self.layer_devices if layer_devices is None else tuple(layer_devices)
-        other.config = self.config if config is None else config
-        other._remake = remake
+        other.backend, other.layer_devices, other.head_device = backend, tuple(layer_devices), head_device
         return other
 
     def with_layers(self, layers: Sequence[DecoderLayer], head: Linear) -> LayerSkipModel:
@@ -290,8 +253,6 @@ class LayerSkipModel:
         other._head = other._draft_head = head
         other.adapters, other.steering, other.drafters = {}, None, {}
         other._set_layers([*layers])
-        if self._remake is not None:
-            other.backend, other.operators = self._remake(other.backend, other.operators)
         return other
 
     def with_adapters(self, adapters: Mapping[int, Adapter]) -> LayerSkipModel:
@@ -360,7 +321,7 @@ class LayerSkipModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""
-        return self.vocabulary.logits(self._head, hidden)
+        return self._head_logits(self._head, hidden)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Logits that drafts are drawn from, for rows of `at_exit`: [rows, hidden] -> float32 [rows, vocab].
@@ -369,12 +330,28 @@ class LayerSkipModel:
         reading the head is most of a draft's cost. A draft may be drawn from any distribution, as long as verification is
         told which. Verification itself uses `logits`.
         """
-        return self.vocabulary.logits(self._draft_head, hidden)
+        return self._head_logits(self._draft_head, hidden)
 
     def choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
         """The best token of each row of `logits`; our kernels do not store the logits, and operators make them in pieces."""
-        return self.vocabulary.choices(self._head, hidden, detail)
+        return self._head_choices(self._head, hidden, detail)
 
     def draft_choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
         """The best token of each row of `draft_logits`."""
-        return self.vocabulary.choices(self._draft_head, hidden, detail)
+        return self._head_choices(self._draft_head, hidden, detail)
+
+    def _head_logits(self, head: Linear, hidden: Tensor) -> Tensor:
+        if isinstance(head, NativeLinear):
+            return head.of_normalised(self._final_norm, hidden)
+        return self._operator_logits(head, hidden.to(self.head_device)).to(self.device)
+
+    def _head_choices(self, head: Linear, hidden: Tensor, detail: Detail) -> Choices:
+        if isinstance(head, NativeLinear):
+            return head.choices_of_normalised(self._final_norm, hidden, detail)
+        logits = partial(self._operator_logits, head)
+        found = choices_in_pieces(hidden.to(self.head_device), self.vocab_size, logits, detail)
+        return Choices(found.tokens.to(self.device), found.numbers.to(self.device))
+
+    def _operator_logits(self, head: Linear, hidden: Tensor) -> Tensor:
+        """hidden: on the head's device, and so are the logits."""
+        return head(self._final_norm(hidden)).float()

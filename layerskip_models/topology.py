@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 PROCESSORS = Path("/sys/devices/system/cpu")
 
 
-def physical_cores(numbers: Sequence[int], folder: Path = PROCESSORS) -> list[list[int]]:
-    """The system's numbers of processors, together where they are threads of one core; cores of a socket are neighbours.
-
-    A processor of which the system tells nothing is a core of its own.
-    """
-    cores: dict[tuple[str, str], list[int]] = {}
-    for number in sorted(numbers):
+def num_physical_cores(numbers: Iterable[int], folder: Path = PROCESSORS) -> int:
+    """Count the cores that these processors are threads of. One of which the system tells nothing is a core of its own."""
+    cores: set[tuple[str, str]] = set()
+    for number in numbers:
         try:
             topology = folder / f"cpu{number}" / "topology"
             socket, threads = (
@@ -23,7 +20,5 @@ def physical_cores(numbers: Sequence[int], folder: Path = PROCESSORS) -> list[li
             )
         except OSError:
             socket, threads = "", str(number)
-        cores.setdefault((socket, threads), []).append(number)
-    # Sorting keeps the order of a socket's cores, and sockets in the order of their first.
-    sockets = list(dict.fromkeys(socket for socket, _ in cores))
-    return [cores[key] for key in sorted(cores, key=lambda key: sockets.index(key[0]))]
+        cores.add((socket, threads))
+    return len(cores)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +16,7 @@ from layerskip_models.norm import RMSNorm
 
 
 class OperatorLayers:
-    """`LayerBackend` without kernels of ours. heads, kv_heads: as many as these layers have."""
+    """`LayerBackend` without kernels of ours."""
 
     variant = None
 
@@ -36,12 +35,6 @@ class OperatorLayers:
         self._half = dtype not in (torch.float32, torch.float64)
         self._unfused = device.type == "cpu" and not self._half
         self._groups_rows = device.type != "cpu"  # no fused kernel there takes a mask and grouped heads
-
-    def with_layers(self, layers: Sequence[DecoderLayer]) -> OperatorLayers:
-        """A backend for other layers of these shapes."""
-        other = copy.copy(self)
-        other.layers = layers
-        return other
 
     def run(
         self, hidden: Tensor, start: int, stop: int, rows: CacheRows, rotary: Tensor, capture: Capture | None

@@ -1,4 +1,4 @@
-"""The two protocols that a model is put together from: one for its layers, one for its embedding and head."""
+"""What runs a model's layers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from layerskip_models.choices import Choices, Detail
-from layerskip_models.decoder_layer import Linear
 from layerskip_models.kv_cache import CacheRows
 
 Capture = Callable[[int, Tensor], None]
@@ -31,26 +29,4 @@ class LayerBackend(Protocol):
 
         rotary: the model's rotary table, for all positions from 0 on.
         """
-        ...
-
-
-class VocabularyBackend(Protocol):
-    """A model's two ends: tokens to hidden states, and hidden states to logits. size: tokens of the whole model."""
-
-    size: int
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """tokens: int64 [rows]. Returns [rows, hidden]."""
-        ...
-
-    def embed_one(self, token: int) -> Tensor:
-        """Returns [1, hidden]."""
-        ...
-
-    def logits(self, head: Linear, hidden: Tensor) -> Tensor:
-        """Norm and head. hidden: [rows, hidden]. Returns float32 [rows, vocab]."""
-        ...
-
-    def choices(self, head: Linear, hidden: Tensor, detail: Detail) -> Choices:
-        """The same, reduced to the best token of each row."""
         ...

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.backends.operators import OperatorLayers
-from layerskip_models.backends.protocol import Capture, VocabularyBackend
-from layerskip_models.choices import Choices, Detail
-from layerskip_models.decoder_layer import Linear
+from layerskip_models.backends.protocol import Capture
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.model import LayerSkipModel
 
@@ -51,25 +49,6 @@ class SpreadLayers:
         return table
 
 
-class SpreadVocabulary:
-    """A vocabulary whose embedding is on one device and whose norm and head are on another."""
-
-    def __init__(self, whole: VocabularyBackend, home: torch.device, last: torch.device) -> None:
-        self.size, self._whole, self._home, self._last = whole.size, whole, home, last
-        self.embed, self.embed_one = whole.embed, whole.embed_one
-
-    def logits(self, head: Linear, hidden: Tensor) -> Tensor:
-        return self._whole.logits(head, hidden.to(self._last)).to(self._home)
-
-    def choices(self, head: Linear, hidden: Tensor, detail: Detail) -> Choices:
-        found = self._whole.choices(head, hidden.to(self._last), detail)
-        return Choices(found.tokens.to(self._home), found.numbers.to(self._home))
-
-
 def spread(model: LayerSkipModel, devices: Sequence[torch.device], last: torch.device) -> LayerSkipModel:
     """The model whose layers are on these devices. last: device of the last norm and the head."""
-    return model.with_backend(
-        SpreadLayers(model.operators, devices, model.device),
-        SpreadVocabulary(model.vocabulary, model.device, last),
-        layer_devices=devices,
-    )
+    return model.with_backend(SpreadLayers(model.operators, devices, model.device), devices, last)

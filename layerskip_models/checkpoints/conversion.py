@@ -34,16 +34,13 @@ from layerskip_models.kernels.pages import expect_large_pages
 from layerskip_models.linear import (
     COMPACT,
     LAYOUTS,
-    ROUNDED,
     Layout,
     Linear,
     PlainLinear,
-    Whole,
     check_layout,
     default_layout,
     grouped_linear,
     keeps_eight_bits,
-    linear_of,
 )
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
@@ -58,8 +55,6 @@ Packed = Mapping[str, GroupedWeight | StoredTensor]
 """Weights that a checkpoint has in 4 bits, or that are still in its files, by the names of their modules
 ("model.layers.0.mlp.down_proj")."""
 _NOTHING: Packed = MappingProxyType({})
-WholeOf = Callable[[str, Tensor], Whole | None]
-"""whole_of(kind, weight): what the matrix is of which a layer's "output" or "down" has some columns; None for all of it."""
 
 
 def arithmetic_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
@@ -117,13 +112,12 @@ def convert(
     share: bool = False,
     packed: Packed = _NOTHING,
     fill: Callable[[str, nn.Module], None] = lambda name, module: None,
-    whole_of: WholeOf = lambda kind, weight: None,
-    own_head: StoredTensor | GroupedWeight | None = None,
+    own_head: StoredTensor | None = None,
 ) -> LayerSkipModel:
     """`from_transformers` without its checks. fill: called with each layer and its name before it is read.
 
-    packed: of layers' matrices that keep their numbers, or are still in a file. own_head: a head that does, or is. Their
-    parameters in `model` then only have the right shape. whole_of: called for matrices that are rounded.
+    packed: of layers' matrices that keep their numbers, or are still in a file. own_head: a head that is. Their parameters
+    in `model` then only have the right shape.
     """
     decoder = model.model
     stored = decoder.norm.weight.dtype
@@ -150,7 +144,6 @@ def convert(
                 rotated=2 * inv_freq.numel(),
                 share=share,
                 packed=packed,
-                whole_of=whole_of,
             )
         )
         if release:
@@ -166,9 +159,7 @@ def convert(
     head: Linear
     draft_head: Linear | None = None
     head_layout = layout_of(head_weight.new_empty(0, dtype=dtype))
-    if isinstance(own_head, GroupedWeight):
-        head = grouped_linear(own_head)
-    elif own_head is not None and own_head.keeps_numbers:
+    if own_head is not None and own_head.keeps_numbers:
         head = grouped_linear(own_head.own_numbers(), own=True)
     elif own_head is not None and rounds_while_reading([own_head], head_layout, dtype):
         head = read_eight_bits([own_head], None, None)
@@ -235,13 +226,12 @@ def convert_layer(
     rotated: int | None = None,
     share: bool = False,
     packed: Packed = _NOTHING,
-    whole_of: WholeOf = lambda kind, weight: None,
 ) -> DecoderLayer:
     """A transformers layer in the fused layout.
 
     layout_of: the layout of one of its four matrices. dtype: what the layer is computed in. index: its number in the model.
     rotated: how many numbers of a head rotate, its first ones; None for all.
-    share: its parameters become views of the fused ones, else they are copied. packed, whole_of: as in `convert`.
+    share: its parameters become views of the fused ones, else they are copied. packed: as in `convert`.
     """
     family, size = family_of(config), head_dim_of(config)
     interleaved = interleaves(layer.mlp.down_proj.weight.device) and not share
@@ -317,7 +307,7 @@ def convert_layer(
         factors = None if norm_before is None or layout in COMPACT else norm_before.fold()
         if factors is not None:
             weight.mul_(factors)
-        projections[kind] = linear_of(layout, weight, bias, whole_of(kind, weight) if layout in ROUNDED else None)
+        projections[kind] = LAYOUTS[layout](weight, bias)
     return DecoderLayer(
         **projections,
         input_norm=input_norm,

@@ -18,7 +18,6 @@ from torch import Tensor
 from layerskip_models.checkpoints.gguf_blocks import keeps_form, numbers_of_blocks
 from layerskip_models.checkpoints.gguf_metadata import architecture_of
 from layerskip_models.checkpoints.gguf_reader import GgufReader
-from layerskip_models.checkpoints.packed_weights import Cut
 from layerskip_models.checkpoints.stored_tensor import FLOATS, StoredTensor
 from layerskip_models.checkpoints.stored_weights import StoredWeights
 from layerskip_models.families import head_dim_of
@@ -79,50 +78,31 @@ class GgufWeights(StoredWeights):
             keeps_numbers=packed and len(shape) == 2,
         )
 
-    def own_numbers(self, module: str, cut: Cut = None) -> GroupedWeight | None:
+    def own_numbers(self, module: str) -> GroupedWeight | None:
         name = f"{module}.weight"
         tensor = self._tensors[name]
         if not keeps_form(tensor.tensor_type.name, int(tensor.shape[0]), self._keep_bits):
             return None
-        data, skipped = self._data(name, cut)
-        found = numbers_of_blocks(torch.from_numpy(data), tensor.tensor_type.name)
-        if cut is None or cut[0] == 0 or len(cut[1]) == found.shape[1]:
-            return found
-        return found.as_bytes().columns(skipped, len(cut[1]))  # cut within a block
+        return numbers_of_blocks(torch.from_numpy(self._data(name)), tensor.tensor_type.name)
 
-    def floats(self, name: str, cut: Cut = None) -> Tensor:
+    def floats(self, name: str) -> Tensor:
         from gguf import dequantize
 
         kind = self._tensors[name].tensor_type
-        whole = self.stored(name, FLOATS.get(kind.name, torch.float32)) if cut is None else None
-        if whole is not None:
-            return whole.tensor()
-        data, skipped = self._data(name, cut)
+        stored = self.stored(name, FLOATS.get(kind.name, torch.float32))
+        if stored is not None:
+            return stored.tensor()
+        data = self._data(name)
         self._mapped.forget()
         if kind.name == "Q8_0":
-            found = floats_of_eight_bits(torch.from_numpy(data))
-        else:
-            found = torch.from_numpy(np.array(dequantize(data, kind)))
-        return found if cut is None or cut[0] == 0 else found[:, skipped : skipped + len(cut[1])]
+            return floats_of_eight_bits(torch.from_numpy(data))
+        return torch.from_numpy(np.array(dequantize(data, kind)))
 
-    def _data(self, name: str, cut: Cut) -> tuple[np.ndarray, int]:
-        """What the file has of a part, in whole blocks of a row, and how many inputs these have before the part."""
-        from gguf import GGML_QUANT_SIZES
-
-        tensor = self._tensors[name]
-        columns, data = int(tensor.shape[0]), tensor.data
-        rows, inputs = range(len(data)), range(columns)
-        if cut is not None:
-            rows, inputs = (cut[1], inputs) if cut[0] == 0 else (rows, cut[1])
+    def _data(self, name: str) -> np.ndarray:
+        """A copy of what the file has, rows in the order of the parameter."""
+        data = self._tensors[name].data
         order = _order(name, self._config) if self._permuted else None
-        first = 0
-        if cut is not None and cut[0] == 1:
-            block, _ = GGML_QUANT_SIZES[tensor.tensor_type]
-            width = data.shape[1] * block // columns
-            first = inputs.start // block * block
-            data = data[:, first // block * width : -(-inputs.stop // block) * width]
-        own = slice(rows.start, rows.stop)
-        return np.array(data[own] if order is None else data[order[own].numpy()]), inputs.start - first
+        return np.array(data if order is None else data[order.numpy()])
 
 
 def floats_of_eight_bits(data: Tensor) -> Tensor:

@@ -15,23 +15,21 @@ GPTQ: `qweight` int32 [in / values per int32, out], packed along the inputs; `qz
 in the first version of the format with 1 subtracted; `scales` [groups, out]; `g_idx` int32 [in].
 
 In all of them weight = (q - zero) * scale. The product is made in float32, where it is exact for the 16-bit scales that are
-published. Where groups are of neighbours, 4-bit numbers can stay in 4 bits (`in_four_bits`). For a part of a matrix only
-its own numbers are read, and all scales.
+published. Where groups are of neighbours, 4-bit numbers can stay in 4 bits (`in_four_bits`).
 
 Sources: the README and the docstrings of vllm-project/compressed-tensors; AutoGPTQ's and GPTQModel's linears.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerskip_models.checkpoints.schemes import NOTHING_SAID, Scheme
-from layerskip_models.grouped_weight import GroupedWeight, Place, exact
+from layerskip_models.grouped_weight import GroupedWeight, exact
 
 WORD_BITS = 32
 _LAYOUTS = {  # the tensor that a layout is known by, before the names of all its tensors; looked for in this order
@@ -39,13 +37,8 @@ _LAYOUTS = {  # the tensor that a layout is known by, before the names of all it
     "weight_scale": ("weight", "weight_scale", "weight_zero_point", "weight_g_idx"),
     "qweight": ("qweight", "qzeros", "scales", "g_idx"),
 }
-NUMBERS = ("weight_packed", "weight", "qweight")
-"""The tensor of each layout that holds the numbers; the others are small in comparison."""
-Stored = Mapping[str, Any]
-"""A module's tensors by their names within it. That of `NUMBERS` may be a slice of an open safetensors file instead."""
-Cut = tuple[int, range] | None
-"""Which part of a matrix is meant: a dimension and what is kept of it; None for all."""
-WHOLE: Sequence[Cut] = (None,)
+Stored = Mapping[str, Tensor]
+"""A module's tensors by their names within it."""
 _SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDICES = (torch.int32, torch.int64)
 
@@ -61,13 +54,10 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
 class _Numbers:
     """What a module's tensors say: weight = (values - zeros) * scale.
 
-    shape: (out, in) of the matrix. place: of the part of it that values are of. values: integers, unsigned if `bits` are
-    given. scale, zeros: of the whole matrix, [out, groups]; without zeros these are 2^(bits - 1), or 0 for signed values.
-    groups: int [in], the group of each input; None for equal groups of neighbours.
+    values: integers [out, in], unsigned if `bits` are given. scale, zeros: [out, groups]; without zeros these are
+    2^(bits - 1), or 0 for signed values. groups: int [in], the group of each input; None for equal groups of neighbours.
     """
 
-    shape: tuple[int, int]
-    place: Place
     values: Tensor
     scale: Tensor
     zeros: Tensor | None
@@ -75,60 +65,55 @@ class _Numbers:
     bits: int | None = None
 
 
-def dequantise(parts: Stored, *, scheme: Scheme = NOTHING_SAID, cut: Cut = None) -> Tensor:
-    """The weight that a module's tensors stand for, float32 [out, in], or the part of it that is asked for.
+def dequantise(parts: Stored, *, scheme: Scheme = NOTHING_SAID) -> Tensor:
+    """The weight that a module's tensors stand for, float32 [out, in].
 
     parts: of one of the three layouts. scheme: what is said of them.
     Raises ValueError for tensors that do not fit together or are not what is said, such as other numbers of bits than 4 and
-    8, and for a part that is not there.
+    8.
     """
-    found = _numbers(parts, scheme, cut)
+    found = _numbers(parts, scheme)
 
-    def of_part(numbers: Tensor) -> Tensor:
-        """For each group of neighbours, or each input, of the part: float32 [out, groups, 1]."""
-        own = found.place.of_rows(numbers.float())
-        if found.groups is None:
-            return found.place.of_groups(own, found.shape[1]).unsqueeze(2)
-        columns = found.place.columns
-        return own[:, found.groups[columns.start : columns.stop].long()].unsqueeze(2)
+    def spread(numbers: Tensor) -> Tensor:
+        """For each group of neighbours, or each input: float32 [out, groups, 1]."""
+        wide = numbers.float()
+        return (wide if found.groups is None else wide[:, found.groups.long()]).unsqueeze(2)
 
-    scale = of_part(found.scale)
+    scale = spread(found.scale)
     result = found.values.float().unflatten(1, (scale.shape[1], -1))
     if found.zeros is not None:
-        result.sub_(of_part(found.zeros))
+        result.sub_(spread(found.zeros))
     elif found.bits is not None:
         result.sub_(2 ** (found.bits - 1))
     return result.mul_(scale).flatten(1)
 
 
-def in_four_bits(parts: Stored, *, scheme: Scheme = NOTHING_SAID, cut: Cut = None) -> GroupedWeight | None:
-    """The same numbers in 4 bits; None where the matrix cannot be kept so, and then none of its parts.
+def in_four_bits(parts: Stored, *, scheme: Scheme = NOTHING_SAID) -> GroupedWeight | None:
+    """The same numbers in 4 bits; None where the matrix cannot be kept so.
 
     That is where they have 8 bits, groups of other inputs than neighbours or of a number that is no multiple of 32, scales of
-    32 bits for groups, or rows of other than a multiple of 64.
-    Raises as `dequantise`, and ValueError for a part that is not cut at multiples of 64 inputs.
+    32 bits for groups, or rows of other than a multiple of 64. Raises as `dequantise`.
     """
-    found = _numbers(parts, scheme, cut)
-    columns, count = found.shape[1], found.scale.shape[1]
+    found = _numbers(parts, scheme)
+    columns, count = found.values.shape[1], found.scale.shape[1]
     if found.bits != 4 or columns % count:
         return None
     if found.groups is not None:
         neighbours = torch.arange(columns, device=found.groups.device) // (columns // count)
         if not torch.equal(found.groups.long(), neighbours):
             return None
-    return exact(found.values, found.scale, found.zeros, whole=(columns, found.place))
+    return exact(found.values, found.scale, found.zeros)
 
 
-def _numbers(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
+def _numbers(parts: Stored, scheme: Scheme) -> _Numbers:
     read = _packed if "weight_packed" in parts else _gptq if "qweight" in parts else _integers
-    return read(parts, scheme, cut)
+    return read(parts, scheme)
 
 
-def _integers(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
-    stored = _part(parts, "weight")
-    rows, columns = _matrix(stored, "weight")
-    place = _place(cut, rows, columns, scheme)
-    values = stored[_slice(place.rows), _slice(place.columns)]
+def _integers(parts: Stored, scheme: Scheme) -> _Numbers:
+    values = _part(parts, "weight")
+    rows, columns = _matrix(values, "weight")
+    _check_shape(rows, columns, scheme)
     if values.dtype != torch.int8:
         raise ValueError(f"weight is of {values.dtype}; weights of 8-bit integers are read")
     scale = _scale(parts, "weight_scale", rows, columns, scheme)
@@ -136,10 +121,10 @@ def _integers(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
     if zeros is not None:
         zeros = _zeros(zeros, parts["weight_scale"], scale, 0, 128)
     groups = _groups(parts, "weight_g_idx", columns, scale.shape[1], scheme)
-    return _Numbers((rows, columns), place, values, scale, zeros, groups)
+    return _Numbers(values, scale, zeros, groups)
 
 
-def _packed(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
+def _packed(parts: Stored, scheme: Scheme) -> _Numbers:
     words, shape = _part(parts, "weight_packed"), _part(parts, "weight_shape")
     if shape.dtype not in _INDICES or shape.numel() != 2:
         raise ValueError(f"weight_shape is {list(shape.shape)} of {shape.dtype}; two integers are meant")
@@ -148,9 +133,8 @@ def _packed(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
     if rows != stored_rows or columns < 1:
         raise ValueError(f"weight_packed has {stored_rows} outputs, and weight_shape is {[rows, columns]}")
     bits = _bits(num_words, columns, scheme)
-    place = _place(cut, rows, columns, scheme)
-    within, there = _words(place.columns, bits)
-    values = unpack(_of_words(words[_slice(place.rows), within], "weight_packed"), bits, columns)[:, there]
+    _check_shape(rows, columns, scheme)
+    values = unpack(_of_words(words, "weight_packed"), bits, columns)
     scale = _scale(parts, "weight_scale", rows, columns, scheme)
     zeros, middle = _stored_zeros(parts, scheme), 2 ** (bits - 1)
     if zeros is not None and zeros.dtype == torch.int8:
@@ -161,10 +145,10 @@ def _packed(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
             raise ValueError(f"weight_zero_point has shape {[*zeros.shape]} of {zeros.dtype}, {packed} is meant")
         zeros = unpack(_of_words(zeros, "weight_zero_point").t(), bits, rows).t()  # both have the same 2^(bits-1) added
     groups = _groups(parts, "weight_g_idx", columns, scale.shape[1], scheme)
-    return _Numbers((rows, columns), place, values, scale, zeros, groups, bits)
+    return _Numbers(values, scale, zeros, groups, bits)
 
 
-def _gptq(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
+def _gptq(parts: Stored, scheme: Scheme) -> _Numbers:
     words, stored = _part(parts, "qweight"), _of_words(_part(parts, "qzeros"), "qzeros")
     num_words, rows = _matrix(words, "qweight")
     fits = [bits for bits in (4, 8) if stored.dim() == 2 and stored.shape[1] == -(-rows * bits // WORD_BITS)]
@@ -173,9 +157,8 @@ def _gptq(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
     if not bits or ("g_idx" in parts and len(parts["g_idx"]) != columns):
         said = "neither 4 nor 8" if scheme.bits is None else f"not {scheme.bits}"
         raise ValueError(f"qweight has a shape of {said} bits, {[num_words, rows]}")
-    place = _place(cut, rows, columns, scheme)
-    within, there = _words(place.columns, bits)
-    values = unpack(_of_words(words[within, _slice(place.rows)], "qweight").t(), bits, columns)[:, there]
+    _check_shape(rows, columns, scheme)
+    values = unpack(_of_words(words, "qweight").t(), bits, columns)
     scale = _scale({**parts, "scales": _part(parts, "scales").t()}, "scales", rows, columns, scheme)
     if len(stored) != scale.shape[1]:
         raise ValueError(f"qzeros has {len(stored)} groups, and scales has {scale.shape[1]}")
@@ -183,19 +166,19 @@ def _gptq(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
     if scheme.first_version:
         zeros = (zeros + 1) & (2**bits - 1)
     groups = _groups(parts, "g_idx", columns, scale.shape[1], scheme)
-    return _Numbers((rows, columns), place, values, scale, zeros.t(), groups, bits)
+    return _Numbers(values, scale, zeros.t(), groups, bits)
 
 
-def _part(parts: Stored, name: str) -> Any:
+def _part(parts: Stored, name: str) -> Tensor:
     """One of a module's tensors. ValueError if the file lacks it."""
     if name not in parts:
         raise ValueError(f"{name} is missing")
     return parts[name]
 
 
-def _matrix(stored: Any, name: str) -> tuple[int, int]:
+def _matrix(stored: Tensor, name: str) -> tuple[int, int]:
     """The shape of what must be a matrix."""
-    shape = _shape(stored)
+    shape = [*stored.shape]
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"{name} has shape {shape}, which is no matrix")
     return shape[0], shape[1]
@@ -274,32 +257,10 @@ def _groups(parts: Stored, name: str, columns: int, count: int, scheme: Scheme) 
     return None
 
 
-def _shape(stored: Any) -> list[int]:
-    """The shape of a tensor, or of a safetensors slice."""
-    return [*stored.shape] if isinstance(stored, Tensor) else stored.get_shape()
-
-
-def _slice(numbers: range) -> slice:
-    return slice(numbers.start, numbers.stop)
-
-
-def _place(cut: Cut, rows: int, columns: int, scheme: Scheme) -> Place:
-    """Raises ValueError for a part that reaches beyond the matrix, and for another shape than is said."""
-    kept = [range(rows), range(columns)]
-    if cut is not None:
-        dim, part = cut
-        kept[dim] = part
-    if scheme.shape not in (None, (rows, columns)) or kept[0].stop > rows or kept[1].stop > columns:
+def _check_shape(rows: int, columns: int, scheme: Scheme) -> None:
+    """Raises ValueError for another shape than is said."""
+    if scheme.shape not in (None, (rows, columns)):
         raise ValueError(f"it has another shape, {[rows, columns]}, which config.json does not fit")
-    return Place(*kept)
-
-
-def _words(columns: range, bits: int) -> tuple[slice, slice]:
-    """The words that hold these inputs, and where these are among the numbers of those words."""
-    per_word = WORD_BITS // bits
-    first = columns.start // per_word
-    skipped = columns.start - first * per_word
-    return slice(first, -(-columns.stop // per_word)), slice(skipped, skipped + len(columns))
 
 
 def _bits(words: int, columns: int, scheme: Scheme) -> int:

@@ -1,4 +1,4 @@
-"""A checkpoint that is read tensor by tensor, and a `LayerSkipModel` of all of it or of one rank's part."""
+"""A checkpoint that is read tensor by tensor, and a `LayerSkipModel` of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import nn
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors
 from layerskip_models.checkpoints.config_checks import shapes_of, shell_of
-from layerskip_models.checkpoints.conversion import WholeOf, convert
+from layerskip_models.checkpoints.conversion import convert
 from layerskip_models.checkpoints.gguf_checkpoint import GgufCheckpoint, gguf_generation_config
-from layerskip_models.checkpoints.packed_weights import WHOLE
 from layerskip_models.checkpoints.quantised import quantisation_of, unquantised
 from layerskip_models.checkpoints.schemes import schemes_of
 from layerskip_models.checkpoints.shell import RotaryFrequencies
@@ -24,7 +23,6 @@ from layerskip_models.checkpoints.weight_files import tensor_files
 from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
-from layerskip_models.parallel.shard_plan import ShardPlan
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
@@ -103,61 +101,49 @@ class Source:
         device_of: Callable[[str], torch.device],
         *,
         keep_bits: int = 0,
-        plan: ShardPlan | None = None,
-        whole_of: WholeOf = lambda kind, weight: None,
     ) -> LayerSkipModel:
         """A model in which one layer after the other gets its weights: peak memory is the model and one layer.
 
-        device_of: a module, by its name. keep_bits: as in `StoredWeights`. plan: the part to read; None for everything.
-        whole_of: as in `convert`.
+        device_of: a module, by its name. keep_bits: as in `StoredWeights`.
         """
         with torch.inference_mode(False), torch.no_grad(), self.open(keep_bits) as weights:
-            config: Any = self.float_config() if plan is None else plan.local_config()
+            config: Any = self.float_config()
             if quantisation_of(self.config) is None:
                 config.dtype = dtype  # as transformers says it of a model that it has loaded
             shell: Any = shell_of(config, self.name).to(dtype)
             packed: dict[str, GroupedWeight | StoredTensor] = {}  # of the module that is filled
-            if plan is None:
-                weights.expect(_in_order(shell))
+            weights.expect(_in_order(shell))
 
             def fill(name: str, module: nn.Module) -> None:
                 packed.clear()
                 for own, parameter in [*module.named_parameters()]:
                     place, _, kind = own.rpartition(".")
                     full, device = f"{name}.{own}", device_of(name)
-                    cuts = WHOLE if plan is None else plan.cuts(full)
                     weight: GroupedWeight | StoredTensor | None = None
-                    if plan is None and device.type == "cpu" and parameter.dim() == 2:
+                    if device.type == "cpu" and parameter.dim() == 2:
                         weight = weights.stored(full, dtype)
                     if weight is None and kind == "weight" and name.startswith("model.layers."):
-                        weight = weights.read_packed(f"{name}.{place}", cuts)
+                        weight = weights.read_packed(f"{name}.{place}")
                     if isinstance(weight, StoredTensor) and not name.startswith("model.layers."):
                         value = weight.tensor()
                     elif weight is not None:
                         packed[f"{name}.{place}"] = weight
                         value = torch.zeros((), dtype=dtype, device=device).expand(weight.shape)
                     else:
-                        value = weights.read(full, dtype, device, cuts)
-                        if plan is not None and plan.added_elsewhere(full):
-                            value.zero_()
+                        value = weights.read(full, dtype, device)
                     setattr(module.get_submodule(place), kind, nn.Parameter(value, requires_grad=False))
 
             tied, has_head = config.tie_word_embeddings, "lm_head.weight" in weights.names
-            head: StoredTensor | GroupedWeight | None = None  # that keeps its numbers, or is read when it is converted
+            head: StoredTensor | None = None  # that keeps its numbers, or is read when it is converted
             module = "model.embed_tokens" if tied else "lm_head"
             if device_of("lm_head").type == "cpu" and f"{module}.weight" in weights.names:
-                if plan is not None:
-                    head = weights.read_packed(module, plan.cuts(f"{module}.weight"))
-                else:
-                    own = weights.stored(f"{module}.weight", dtype)
-                    head = None if own is None or (tied and not own.keeps_numbers) else own
+                own = weights.stored(f"{module}.weight", dtype)
+                head = None if own is None or (tied and not own.keeps_numbers) else own
             _fill_ends(shell, fill, tied=tied, fills_head=head is None and (has_head or not tied))
             decoder = shell.model
             decoder.rotary_emb = RotaryFrequencies(config).to(device_of("model.embed_tokens"))
             shell.generation_config = self.generation_config()
-            return convert(
-                shell, config, layout, release=True, packed=packed, fill=fill, whole_of=whole_of, own_head=head
-            )
+            return convert(shell, config, layout, release=True, packed=packed, fill=fill, own_head=head)
 
 
 def _in_order(shell: Any) -> list[str]:

@@ -1,7 +1,6 @@
-"""The weights that a checkpoint's files stand for: whole or in parts, as floats or in the files' own 4 bits.
+"""The weights that a checkpoint's files stand for, as floats or in the files' own 4 bits.
 
-Only the numbers of the part that is asked for are read from the files. Scales of quantised weights are read whole: they are a
-few percent of the file. A whole matrix can stay in its file until its place in memory is known (`stored`).
+A matrix can stay in its file until its place in memory is known (`stored`).
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from layerskip_models.checkpoints.finite import check_finite
-from layerskip_models.checkpoints.packed_weights import NUMBERS, WHOLE, Cut, dequantise, in_four_bits, modules_of
+from layerskip_models.checkpoints.packed_weights import dequantise, in_four_bits, modules_of
 from layerskip_models.checkpoints.read_ahead import ReadFile
 from layerskip_models.checkpoints.schemes import ORIGINAL, SchemeOf
 from layerskip_models.checkpoints.stored_tensor import FLOATS, StoredTensor, TensorReader
@@ -64,39 +63,30 @@ class StoredWeights(ABC):
         """
 
     def expect(self, names: Iterable[str]) -> None:
-        """Say in which order whole parameters will be read."""
+        """Say in which order parameters will be read."""
         found = (self.stored(name, torch.float32) for name in names if name in self.names)
         self._reader.ahead.expect((one.file, one.begin, one.num_bytes) for one in found if one is not None)
 
     @abstractmethod
-    def floats(self, name: str, cut: Cut = None) -> Tensor:
-        """A parameter, or a part of it, as the floats that the file stands for."""
+    def floats(self, name: str) -> Tensor:
+        """A parameter as the floats that the file stands for."""
 
     @abstractmethod
-    def own_numbers(self, module: str, cut: Cut = None) -> GroupedWeight | None:
-        """A module's weight, or a part of it, with the file's own numbers; None if they cannot be kept."""
+    def own_numbers(self, module: str) -> GroupedWeight | None:
+        """A module's weight with the file's own numbers; None if they cannot be kept."""
 
-    def read(self, name: str, dtype: torch.dtype, device: torch.device, cuts: Sequence[Cut] = WHOLE) -> Tensor:
-        """A parameter, or parts of it joined along the first dimension, in new memory.
-
-        Raises ValueError for one that is missing, of another shape, or not finite.
-        """
-        parts = [self.floats(name, cut) for cut in cuts]
-        value = parts[0] if len(parts) == 1 else torch.cat(parts)
-        value = value.to(device=device, dtype=dtype).contiguous()
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A parameter in new memory. Raises ValueError for one that is missing, of another shape, or not finite."""
+        value = self.floats(name).to(device=device, dtype=dtype).contiguous()
         check_finite(value, self.name, name)
         return value
 
-    def read_packed(self, module: str, cuts: Sequence[Cut] = WHOLE) -> GroupedWeight | None:
+    def read_packed(self, module: str) -> GroupedWeight | None:
         """As `read`, but with the file's own numbers; None where they are not kept."""
         if not self.may_keep(f"{module}.weight"):
             return None
-        found = [self.own_numbers(module, cut) for cut in cuts]
-        weights = [weight for weight in found if weight is not None]
-        if not weights:  # all parts of a matrix can be kept, or none
-            return None
-        weight = weights[0] if len(weights) == 1 else GroupedWeight.cat(weights)
-        if not weight.is_finite():
+        weight = self.own_numbers(module)
+        if weight is not None and not weight.is_finite():
             raise ValueError(f"{self.name} holds NaN or infinite scales, first in {module}: copy or download it again")
         return weight
 
@@ -104,7 +94,7 @@ class StoredWeights(ABC):
 class SafetensorsWeights(StoredWeights):
     """`StoredWeights` of a checkpoint in floats, or of one that GPTQ or compressed-tensors quantised.
 
-    where: the file of every tensor; files are opened once. Whole tensors are read, parts of them come from the mapped file.
+    where: the file of every tensor; files are opened once.
     shapes: of the model's parameters.
     scheme_of: what is said of each quantised module; None for a checkpoint in floats.
     Raises ValueError for floats of another shape or type, and for tensors of a quantised checkpoint that nothing reads.
@@ -158,7 +148,7 @@ class SafetensorsWeights(StoredWeights):
         return not name.endswith("rotary_emb.inv_freq") and bool(self._slice(name)[...].any())
 
     def _slice(self, name: str) -> Any:
-        """A slice of an open file, of which all (`[...]`) or parts can be read. ValueError for a tensor that is not there."""
+        """A tensor in an open file, which `[...]` reads. ValueError for one that is not there."""
         path = self._where.get(name)
         if path is None:
             raise ValueError(
@@ -168,16 +158,13 @@ class SafetensorsWeights(StoredWeights):
             self._open[path] = safe_open(path, framework="pt")
         return self._open[path].get_slice(name)
 
-    def floats(self, name: str, cut: Cut = None) -> Tensor:
+    def floats(self, name: str) -> Tensor:
         module = name.removesuffix(".weight")
         if module != name and module in self._quantised:
-            return self._read(dequantise, module, cut)
-        if cut is None and (whole := self.stored(name, FLOATS.get(self._slice(name).get_dtype(), torch.float32))):
-            return whole.tensor()
-        stored, dim, kept = self._slice(name), *((0, slice(None)) if cut is None else (cut[0], _slice_of(cut[1])))
-        found: Tensor = (
-            stored[kept] if dim == 0 else stored[:, kept]
-        ).clone()  # of a mapping that would stay in memory
+            return self._read(dequantise, module)
+        if (stored := self.stored(name, FLOATS.get(self._slice(name).get_dtype(), torch.float32))) is not None:
+            return stored.tensor()
+        found: Tensor = self._slice(name)[...].clone()  # of a mapping that would stay in memory
         if not found.is_floating_point():
             raise ValueError(f"{name} is of {found.dtype}, and nothing says what it stands for: {ORIGINAL}")
         return found
@@ -205,19 +192,16 @@ class SafetensorsWeights(StoredWeights):
             name=name,
         )
 
-    def own_numbers(self, module: str, cut: Cut = None) -> GroupedWeight | None:
-        return self._read(in_four_bits, module, cut) if module in self._quantised else None
+    def own_numbers(self, module: str) -> GroupedWeight | None:
+        return self._read(in_four_bits, module) if module in self._quantised else None
 
-    def _read(self, read: Any, module: str, cut: Cut) -> Any:
+    def _read(self, read: Any, module: str) -> Any:
         """A quantised module, by `dequantise` or `in_four_bits`. Errors name it."""
         assert self._scheme_of is not None
         scheme = replace(self._scheme_of(module), shape=tuple(self._shapes[f"{module}.weight"]))
-        stored: dict[str, Any] = {}
-        for part in self._quantised[module]:
-            tensor = self._slice(f"{module}.{part}")
-            stored[part] = tensor if part in NUMBERS else tensor[...]
+        stored = {part: self._slice(f"{module}.{part}")[...] for part in self._quantised[module]}
         try:
-            return read(stored, scheme=scheme, cut=cut)
+            return read(stored, scheme=scheme)
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"{self.name}: the quantised weight of {module} cannot be read: {error}") from error
 
@@ -227,7 +211,3 @@ def header_of(path: Path) -> tuple[int, dict[str, Any]]:
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         return 8 + size, json.loads(file.read(size))
-
-
-def _slice_of(numbers: range) -> slice:
-    return slice(numbers.start, numbers.stop)

@@ -196,7 +196,6 @@ class Kernels:
     step: Callable[..., int]
     parts_size: Callable[..., int]
     division: Callable[..., None]
-    half: Callable[..., int]
     eight_bit_rows: Callable[..., int]
     float_rows: Callable[..., int]
     block_rows: Callable[..., int]
@@ -221,7 +220,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "step": (c_int64, [c_void_p, c_int]),
     "parts_size": (c_int64, [c_void_p]),
     "division": (None, [c_void_p, c_int64, c_void_p, c_int64, c_int, c_void_p]),
-    "half": (c_int64, [c_void_p, c_int, c_void_p, c_int64, c_int]),
     "eight_bit_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
     "float_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
     "finite_numbers": (c_int, [c_int, c_void_p, c_int64]),

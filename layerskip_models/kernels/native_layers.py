@@ -192,7 +192,7 @@ class NativeLayers:
                 raise ValueError(f"a row must attend to at least one position, got a window of {window}")
             described.window, described.joint, described.rotated = window, joint, layer.rotated
         self.shape_address = addressof(self._shape)
-        self.run_step, self.run_half, self.parts_size = chosen.step, chosen.half, chosen.parts_size
+        self.run_step, self.parts_size = chosen.step, chosen.parts_size
         self._own = threading.local()
         self._rotary: Tensor | None = None  # the table checked last
 

@@ -287,20 +287,17 @@ class NativeLinear:
         return held[1]
 
 
-def round_to_eight_bits(weight: Tensor, peaks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def round_to_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers of -127 to 127, int8 [out, in], and the scale of each output, float32 [out]. The library need not be there."""
-    if peaks is not None:
-        pointer("scale", readable(peaks), torch.float32, len(weight))
     rounded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     expect_large_pages(rounded)
-    if peaks is None and eight_bits(readable(weight.detach()), rounded, scale):
+    if eight_bits(readable(weight.detach()), rounded, scale):
         return rounded, scale
     step = max(_ROUNDED // max(weight.shape[1], 1), 1)
     for first in range(0, len(weight), step):
         part, own = weight[first : first + step].float(), slice(first, first + step)
-        peak = part.abs().amax(dim=1) if peaks is None else peaks[own]
-        torch.div(peak.clamp_min(torch.finfo(torch.float32).tiny), 127, out=scale[own])
+        torch.div(part.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny), 127, out=scale[own])
         rounded[own] = (part / scale[own].unsqueeze(1)).round_()
     return rounded, scale
 
@@ -311,11 +308,10 @@ class NativeInt8Linear(NativeLinear):
     On processors that multiply bytes, inputs are rounded to 24-bit fixed point relative to the largest of their row, if there
     is a multiple of 32 outputs and one of 64 inputs.
     The rounded weights make a different model; "the model's own output" then means that of this model.
-    peaks: float32 [out], each output's largest magnitude, if the weight is a slice of one with more inputs.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, peaks: Tensor | None = None) -> None:
-        self._keep(*round_to_eight_bits(weight, peaks), bias)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._keep(*round_to_eight_bits(weight), bias)
 
     @classmethod
     def of_rounded(cls, rounded: Tensor, scale: Tensor, bias: Tensor | None = None) -> NativeInt8Linear:

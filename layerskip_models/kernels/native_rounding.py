@@ -45,31 +45,22 @@ def four_bits(
     *,
     steps: Tensor,
     exponents: range,
-    peaks: Tensor | None,
     packed: Tensor,
     groups: Tensor,
     factors: Tensor,
 ) -> bool:
     """Round a weight [out, in] to 4 bits in groups, with a scale each. `round_to_four_bits` has the meaning of all numbers.
 
-    steps: float32. peaks: [out]. packed, groups, factors: where the result goes. False as above.
+    steps: float32. packed, groups, factors: where the result goes. False as above.
     """
     chosen = library.kernels()
     if chosen is None or not _is_readable(weight):
         return False
-    own_peaks = None if peaks is None else peaks.float().contiguous()
     size = weight.shape[1] // groups.shape[1]
 
     def some(rows: range) -> bool:
         first = rows.start
-        by = Grouping(
-            size,
-            len(steps),
-            steps.data_ptr(),
-            None if own_peaks is None else own_peaks[first].data_ptr(),
-            exponents[0],
-            exponents[-1],
-        )
+        by = Grouping(size, len(steps), steps.data_ptr(), None, exponents[0], exponents[-1])
         scratch = _scratch(weight, torch.float32), _scratch(weight, torch.uint8)
         own = weight[first].data_ptr(), len(rows), weight.shape[1], _row_bytes(weight)
         to = (one[first].data_ptr() for one in (packed, groups, factors))

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from layerskip_models.kernels.library import pool
-from layerskip_models.topology import physical_cores
+from layerskip_models.topology import num_physical_cores
 
 # A thread that lost its core is back within about 10 ms, and then needs a little longer to see that the job is over.
 _RECLAIM_SECONDS = 0.2
@@ -114,7 +114,7 @@ def usable() -> Usable:
 
 @cache
 def _num_cores(numbers: tuple[int, ...]) -> int:
-    return len(physical_cores(numbers))
+    return num_physical_cores(numbers)
 
 
 @cache

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,13 +20,11 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 
 from layerskip_models.training import documents as training_data
 from layerskip_models.training.evaluation import exit_sums
-from layerskip_models.training.held_model import HeldModel, WholeCopies
-from layerskip_models.training.microbatches import MicroBatch, micro_batches
-from layerskip_models.training.muon import Muon, ShardedMuon
+from layerskip_models.training.gradients import sum_gradients
+from layerskip_models.training.muon import Muon
 from layerskip_models.training.options import command_for_config
 from layerskip_models.training.own_text import own_text
 from layerskip_models.training.recipe import (
-    IGNORED,
     draw_keep_mask,
     early_exit_backward,
     enabled_exits,
@@ -45,8 +41,7 @@ from layerskip_models.training.resumable_run import (
     quiet_console,
 )
 from layerskip_models.training.saving import write_folder
-from layerskip_models.training.sharding import check_launched, sharded_model
-from layerskip_models.training.start import described_model, own_tokenizer, token_streams, whole_model
+from layerskip_models.training.start import described_model, initial_model, own_tokenizer, token_streams
 from layerskip_models.training.training_config import OWN_TEXT_PROMPT, TrainingConfig
 from layerskip_models.transfer import sent
 
@@ -60,24 +55,18 @@ def train(config: TrainingConfig) -> Path:
     Raises ValueError for data that is missing or too short, an output_dir of another run, or an unsupported checkpoint.
     """
     accelerator = make_accelerator(config)
-    if config.shard:
-        check_launched()
     with accelerator.main_process_first():
         output_dir = claim_output_dir(config)
         tokenizer = own_tokenizer(config, output_dir)
         described = described_model(config, tokenizer)
         streams = token_streams(config, output_dir, tokenizer)
-        whole = None if config.shard else whole_model(config, described)
-    held: HeldModel
-    if whole is None:
-        held = sharded_model(config, accelerator, described)
-    else:
-        held = WholeCopies(accelerator, whole.to(accelerator.device))
-    training = LayerSkipTraining(config, accelerator, held, tokenizer, streams)
+        model = initial_model(config, described)
+    model.to(accelerator.device)
+    training = LayerSkipTraining(config, accelerator, model, tokenizer, streams)
     if config.compile:
         training.run_layer = torch.compile(run_layer)
     optimizers = training.optimizers()
-    run = ResumableRun(config, accelerator, held, optimizers, steps=config.max_steps, console=quiet_console())
+    run = ResumableRun(config, accelerator, model, optimizers, steps=config.max_steps, console=quiet_console())
 
     def after_step(done: int) -> StepReport | None:
         if done in config.keep_at:
@@ -95,14 +84,10 @@ class LayerSkipTraining:
 
     config: TrainingConfig
     accelerator: Accelerator
-    held: HeldModel
+    model: LlamaForCausalLM
     tokenizer: PreTrainedTokenizerBase
     streams: training_data.TokenStreams
     run_layer: Callable[..., Tensor] = run_layer
-
-    @property
-    def model(self) -> LlamaForCausalLM:
-        return self.held.model
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Muon for the matrices inside the layers and AdamW for the rest, or AdamW for all."""
@@ -115,9 +100,8 @@ class LayerSkipTraining:
         plain = {"params": others, "weight_decay": 0.0}
         betas = (0.9, 0.95)
         if config.optimizer == "muon":
-            muon = ShardedMuon if config.shard else Muon
             return [
-                muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay),
+                Muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay),
                 torch.optim.AdamW([plain], lr=config.learning_rate, betas=betas),
             ]
         decayed = {"params": matrices, "weight_decay": config.weight_decay}
@@ -136,27 +120,26 @@ class LayerSkipTraining:
         shares = normalised_exit_weights(weights, exits)
 
         totals = {layer: torch.zeros((), device=accelerator.device) for layer in shares}
-        for part in self._parts_of(batch_size, max(config.micro_batch_tokens // length, 1)):
-            ids = training_data.block(self.streams.train, [order[row] for row in part.rows], length)
+        for rows in self._micro_batches(batch_size, max(config.micro_batch_tokens // length, 1)):
+            ids = training_data.block(self.streams.train, [order[row] for row in rows], length)
             ids = sent(ids, accelerator.device)
-            share = part.real / batch_size
-            kept = (None, None) if keep is None else (keep[:, part.rows], keep[:, part.together].any(1))
-            found = self._backward(ids[:, :-1], _real(ids[:, 1:], part), shares, share, kept=kept)
+            share = len(rows) / batch_size
+            kept = None if keep is None else keep[:, rows]
+            found = self._backward(ids[:, :-1], ids[:, 1:], shares, share, keep=kept)
             for layer, loss in found.items():
                 totals[layer] += loss * share
         if step >= config.max_steps - config.own_text_steps:
             self._own_text_backward(step, shares)
-        losses = dict(zip(totals, self.held.reduce(torch.stack(list(totals.values()))).tolist()))
+        losses = dict(zip(totals, sum_gradients(accelerator, self.model, torch.stack(list(totals.values()))).tolist()))
         return StepReport(
             figures={"loss": {str(layer): round(loss, 4) for layer, loss in losses.items()}},
             summary=f"loss {losses[len(weights) - 1]:.3f}",
         )
 
-    def _parts_of(self, num_rows: int, rows_at_once: int) -> list[MicroBatch]:
-        state = self.accelerator
-        return micro_batches(
-            num_rows, rows_at_once, state.process_index, state.num_processes, in_step=self.held.in_step
-        )
+    def _micro_batches(self, num_rows: int, rows_at_once: int) -> list[list[int]]:
+        """This process's rows of a batch, pass by pass. The processes do not wait for each other: one may have none."""
+        mine = list(range(self.accelerator.process_index, num_rows, self.accelerator.num_processes))
+        return [mine[start : start + rows_at_once] for start in range(0, len(mine), rows_at_once)]
 
     def _backward(
         self,
@@ -165,15 +148,13 @@ class LayerSkipTraining:
         shares: dict[int, float],
         scale: float,
         *,
-        kept: tuple[Tensor | None, Tensor | None] = (None, None),
+        keep: Tensor | None = None,
         unwanted: Tensor | None = None,
     ) -> dict[int, Tensor]:
-        """`early_exit_backward` of a micro batch. kept: its rows of a keep mask, and what is computed elsewhere."""
+        """`early_exit_backward` of a micro batch. keep: its rows of a keep mask."""
         config = self.config
         with self.accelerator.autocast():
-            states = self.held.gathered(
-                lambda: exit_hidden_states(self.model, input_ids, shares, *kept, run=self.run_layer)
-            )
+            states = exit_hidden_states(self.model, input_ids, shares, keep, run=self.run_layer)
             return early_exit_backward(
                 self.model,
                 states,
@@ -191,30 +172,19 @@ class LayerSkipTraining:
         config, accelerator = self.config, self.accelerator
         available = training_data.num_blocks(self.streams.train, OWN_TEXT_PROMPT)
         order = training_data.block_order(step, config.own_text_rows, available, config.seed + 1)
-        parts = self._parts_of(
-            config.own_text_rows,
-            max(config.micro_batch_tokens // (OWN_TEXT_PROMPT + config.own_text_tokens), 1),
-        )
-        mine = [order[row] for part in parts for row in part.rows]
+        at_once = max(config.micro_batch_tokens // (OWN_TEXT_PROMPT + config.own_text_tokens), 1)
+        parts = self._micro_batches(config.own_text_rows, at_once)
+        mine = [order[row] for part in parts for row in part]
         blocks = training_data.block(self.streams.train, mine, OWN_TEXT_PROMPT).to(accelerator.device)
-        with self._precision_of_weights():
-            text = own_text(self.model, blocks[:, :-1], config.own_text_tokens)
+        text = own_text(self.model, blocks[:, :-1], config.own_text_tokens)
         last = max(shares)
         start = 0
         for part in parts:
-            rows = slice(start, start + len(part.rows))
+            rows = slice(start, start + len(part))
             start = rows.stop
-            labels = {
-                layer: _real(text.last_labels[rows] if layer == last else text.labels[rows], part) for layer in shares
-            }
-            loops = text.loops[rows]
-            loops = loops & (torch.arange(len(loops), device=loops.device) < part.real)[:, None]
-            scale = config.own_text_weight * part.real / config.own_text_rows
-            self._backward(text.input_ids[rows], labels, shares, scale, unwanted=loops)
-
-    def _precision_of_weights(self) -> AbstractContextManager[object]:
-        """Divided weights are gathered as autocast would round them, so what is computed without it needs it, too."""
-        return self.accelerator.autocast() if self.held.in_step else nullcontext()
+            labels = {layer: text.last_labels[rows] if layer == last else text.labels[rows] for layer in shares}
+            scale = config.own_text_weight * len(part) / config.own_text_rows
+            self._backward(text.input_ids[rows], labels, shares, scale, unwanted=text.loops[rows])
 
     def _keep_mask(self, step: int, batch_size: int, num_layers: int) -> Tensor | None:
         """Drawn for the whole batch from (seed, step) alone: the same however many processes there are."""
@@ -237,12 +207,9 @@ class LayerSkipTraining:
         self.model.eval()
         num_layers = len(self.model.model.layers)
         sums = torch.zeros(2, num_layers, dtype=torch.float64)
-        for part in self._parts_of(num_rows, 1):
-            ids = training_data.block(self.streams.held_out, part.rows, length).to(self.accelerator.device)
-            with self._precision_of_weights():
-                found = self.held.gathered(partial(exit_sums, self.model, ids[:, :-1], ids[:, 1:]))
-            sums += found * part.real
-        self.held.released()
+        for rows in self._micro_batches(num_rows, 1):
+            ids = training_data.block(self.streams.held_out, rows, length).to(self.accelerator.device)
+            sums += exit_sums(self.model, ids[:, :-1], ids[:, 1:])
         self.model.train()
         # float32, which every backend can reduce
         total = self.accelerator.reduce(sums.float().to(self.accelerator.device), reduction="sum")
@@ -260,14 +227,14 @@ class LayerSkipTraining:
 
     def write_model(self, path: Path) -> None:
         """Write the model as it is now, whole or not at all. All processes call it together."""
-        dtype = getattr(torch, self.config.export_dtype)
-        tensors = self.held.whole_tensors(dtype)
         if self.accelerator.is_main_process:
-            write_folder(path, partial(self.export, tensors, dtype))
+            write_folder(path, self.export)
         self.accelerator.wait_for_everyone()
 
-    def export(self, tensors: dict[str, Tensor], dtype: torch.dtype, path: Path) -> None:
+    def export(self, path: Path) -> None:
         """The model with its tokenizer, in export_dtype; its generation settings are init's, or plain greedy."""
+        dtype = getattr(torch, self.config.export_dtype)
+        tensors = self.model.state_dict()
         with init_empty_weights():
             exported = LlamaForCausalLM(deepcopy(self.model.config))  # which stays as it is for the steps to come
         exported.load_state_dict({name: tensor.to("cpu", dtype) for name, tensor in tensors.items()}, assign=True)
@@ -280,15 +247,6 @@ class LayerSkipTraining:
         exported.config.dtype = dtype
         exported.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
-
-
-def _real(labels: Tensor, part: MicroBatch) -> Tensor:
-    """The labels, without those of rows that pad the micro batch."""
-    if part.real == len(labels):
-        return labels
-    found = labels.clone()
-    found[part.real :] = IGNORED
-    return found
 
 
 train_command = command_for_config(train)

@@ -6,12 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-
-from layerskip_models.training.microbatches import rows_of
 
 # Coefficients of the quintic X <- aX + b(XX')X + c(XX')^2 X, whose repetition takes singular values towards 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -54,63 +50,17 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("Muon.step takes no closure")
         for group in self.param_groups:
-            self._step_group(group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    update = orthogonalise(self._direction(parameter, group["momentum"]))
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                self._move(group, parameter, parameter, orthogonalise(self._direction(group, parameter)))
-
-    def _direction(self, group: dict[str, Any], parameter: Parameter) -> Tensor:
-        """The gradient averaged with those before it, as far as this process holds it."""
+    def _direction(self, parameter: Parameter, momentum: float) -> Tensor:
+        """The gradient averaged with those before it."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
             state["momentum"] = torch.zeros_like(parameter)
-        gradient = local_part(parameter.grad)
-        average = local_part(state["momentum"]).lerp_(gradient, 1 - group["momentum"])
-        return gradient.lerp(average, group["momentum"])  # Nesterov
-
-    def _move(self, group: dict[str, Any], parameter: Parameter, held: Tensor, update: Tensor) -> None:
-        """Move what this process holds of a parameter by its part of the orthogonal matrix."""
-        held.mul_(1 - group["lr"] * group["weight_decay"])
-        held.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
-
-
-class ShardedMuon(Muon):
-    """Muon for matrices whose rows are divided over several processes.
-
-    Each process gathers one whole matrix at a time and makes it orthogonal, while the others do so with theirs. No matrix is
-    computed twice, and a process gathers one matrix at a time.
-    """
-
-    def _step_group(self, group: dict[str, Any]) -> None:
-        """All parameters must have gradients."""
-        ranks, rank = dist.get_world_size(), dist.get_rank()
-        for first in range(0, len(group["params"]), ranks):
-            turn = group["params"][first : first + ranks]  # one matrix for each process; in the end, for some
-            parts = [self._direction(group, parameter) for parameter in turn]
-            lengths = [part.numel() for part in parts] + [0] * (ranks - len(turn))
-            mine = turn[rank] if rank < len(turn) else None
-            counts = [0] * ranks
-            if mine is not None:
-                rows, columns = mine.shape
-                counts = [len(rows_of(rows, other, ranks)) * columns for other in range(ranks)]
-            whole = _exchange(torch.cat([part.flatten() for part in parts]), lengths, counts)
-            if mine is not None:
-                whole = orthogonalise(whole.view(mine.shape)).flatten()
-            updates = _exchange(whole, counts, lengths).split(lengths)
-            for parameter, part, update in zip(turn, parts, updates):
-                self._move(group, parameter, local_part(parameter), update.view_as(part))
-
-
-def _exchange(numbers: Tensor, lengths: list[int], counts: list[int]) -> Tensor:
-    """Send lengths[r] of the numbers, in turn, to each rank r, and return the counts[r] that came from each, in turn."""
-    received = numbers.new_empty(sum(counts))
-    dist.all_to_all_single(received, numbers.contiguous(), counts, lengths)
-    return received
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This process's rows of a tensor that is divided; else the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        average: Tensor = state["momentum"].lerp_(parameter.grad, 1 - momentum)
+        return parameter.grad.lerp(average, momentum)  # Nesterov

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import typer
 
 from layerskip_models.option_fields import parameters_of
-from layerskip_models.parallel.launched import launched_rank
 from layerskip_models.training.training_config import TrainingConfig
 
 
@@ -39,7 +39,7 @@ def command_for_config(
         except KeyboardInterrupt:
             typer.echo("interrupted: repeat the same command to go on from the newest checkpoint", err=True)
             raise typer.Exit(130) from None
-        if launched_rank() == 0:  # one message for all processes of a launcher
+        if os.environ.get("RANK", "0") == "0":  # one message for all processes of a launcher
             typer.echo(f"saved to {folder}; use it with: {next_step.format(folder)}", err=True)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

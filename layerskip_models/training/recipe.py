@@ -145,7 +145,6 @@ def exit_hidden_states(
     input_ids: Tensor,
     exits: Iterable[int],
     keep: Tensor | None = None,
-    wanted_elsewhere: Tensor | None = None,
     run: Callable[[torch.nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor] = run_layer,
 ) -> dict[int, Tensor]:
     """Hidden states after the named layers, through transformers' own decoder layers: layer -> [batch, length, hidden].
@@ -153,8 +152,6 @@ def exit_hidden_states(
     input_ids: int64 [batch, length], attended causally, no padding.
     keep: bool [L, batch] on the CPU; a sample whose entry is False passes the layer unchanged (x + 0 * f(x), without
     rescaling), and a layer that no sample keeps is not computed at all. None keeps everything.
-    wanted_elsewhere: bool [L], with keep: layers that are computed in any case, on one sample to no effect if none keeps
-        them, because other processes compute them and need this one for it.
     run: run_layer, or a compiled run_layer.
     """
     wanted = set(exits)
@@ -167,10 +164,9 @@ def exit_hidden_states(
         kept = None if keep is None or bool(keep[index].all()) else keep[index].nonzero()[:, 0]
         if kept is None:
             hidden = run(layer, hidden, position_ids, position_embeddings)
-        elif len(kept) or (wanted_elsewhere is not None and bool(wanted_elsewhere[index])):
-            rows = sent(kept if len(kept) else torch.zeros(1, dtype=torch.int64), hidden.device)
+        elif len(kept):
+            rows = sent(kept, hidden.device)
             output = run(layer, hidden[rows], position_ids, position_embeddings)
-            rows, output = rows[: len(kept)], output[: len(kept)]  # without rows, the gradient of the layer is zero
             hidden = hidden.index_copy(0, rows, output.to(hidden.dtype))
         if index in wanted:
             states[index] = hidden

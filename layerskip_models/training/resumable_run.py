@@ -20,11 +20,17 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import nn
 
 from layerskip_models.output_paths import output_folder
 from layerskip_models.text_files import write_text
-from layerskip_models.training.held_model import HeldModel
-from layerskip_models.training.saving import checkpoint_path, drop_old_checkpoints, latest_checkpoint, rewind_log
+from layerskip_models.training.saving import (
+    checkpoint_path,
+    drop_old_checkpoints,
+    latest_checkpoint,
+    rewind_log,
+    write_folder,
+)
 from layerskip_models.training.settings import FrozenModelSettings, RunSettings
 
 
@@ -109,20 +115,20 @@ class StepReport:
 class ResumableRun:
     """The steps of a training run, from its newest checkpoint to its last step.
 
-    held: the model, of which one process has the whole or its part. optimizers: of its parameters.
+    model: every process holds all of it. optimizers: of its parameters.
     """
 
     def __init__(
         self,
         settings: RunSettings,
         accelerator: Accelerator,
-        held: HeldModel,
+        model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         steps: int,
         console: Console,
     ) -> None:
-        self.settings, self.accelerator, self.held, self.optimizers = settings, accelerator, held, optimizers
+        self.settings, self.accelerator, self.model, self.optimizers = settings, accelerator, model, optimizers
         self.steps, self.console = steps, console
         self._folder = Path(settings.output_dir) / "checkpoints"
         self._log = Path(settings.output_dir) / "log.jsonl"
@@ -160,7 +166,7 @@ class ResumableRun:
     def take_step(self, step: int, gradient: Callable[[int], StepReport]) -> StepReport:
         """One step of the optimisers."""
         report = gradient(step)
-        self.held.clip(self.settings.max_grad_norm)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.settings.learning_rate_at(step, self.steps)
@@ -191,11 +197,13 @@ class ResumableRun:
     def _save(self, done: int, seconds: float) -> None:
         state = {"seconds": seconds, "settings": self.settings.fingerprint()}
 
-        def write_state(path: Path) -> None:
+        def write(path: Path) -> None:
+            torch.save(self.model.state_dict(), path / "model.pt")
+            torch.save([optimizer.state_dict() for optimizer in self.optimizers], path / "optimizers.pt")
             (path / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
-        self.held.save(checkpoint_path(self._folder, done), self.optimizers, write_state)
         if self.accelerator.is_main_process:
+            write_folder(checkpoint_path(self._folder, done), write)
             drop_old_checkpoints(self._folder)
         self.accelerator.wait_for_everyone()
 
@@ -215,5 +223,9 @@ class ResumableRun:
                 f"{path} was written by an earlier version or with other options: choose another output_dir, or delete"
                 f" {self._folder} to start over"
             )
-        self.held.load(path, self.optimizers)
+        # Loaded to the CPU, moved by load_state_dict: a process's device may be "cpu:0", which torch.load does not know.
+        self.model.load_state_dict(torch.load(path / "model.pt", map_location="cpu", weights_only=True))
+        states = torch.load(path / "optimizers.pt", map_location="cpu", weights_only=True)
+        for optimizer, optimizer_state in zip(self.optimizers, states):
+            optimizer.load_state_dict(optimizer_state)
         return step, float(state["seconds"])

@@ -17,18 +17,13 @@ from layerskip_models.text_files import read_lines, write_text
 PREFIX = "step-"
 
 
-def while_writing(path: Path) -> Path:
-    """Where `write_folder` lets a folder be filled."""
-    return path.with_name(f".{path.name}.writing")
-
-
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary folder, flush it to the disk and rename it to `path`, replacing what is there.
 
     A kill at any moment leaves either the old folder, the new one, or (between two renames) the old one under a name
     that starts with a dot; never a part of a folder under `path`.
     """
-    temporary = while_writing(path)
+    temporary = path.with_name(f".{path.name}.writing")
     retired = path.with_name(f".{path.name}.old")
     for leftover in (temporary, retired):
         shutil.rmtree(leftover, ignore_errors=True)

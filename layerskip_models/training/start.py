@@ -9,7 +9,6 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from layerskip_models.checkpoints.loading import find_source, load_tokenizer, load_transformers
-from layerskip_models.checkpoints.source import Source
 from layerskip_models.training import documents as training_data
 from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.training_config import OWN_TEXT_PROMPT, TrainingConfig
@@ -34,12 +33,6 @@ def own_tokenizer(config: TrainingConfig, output_dir: Path) -> PreTrainedTokeniz
     return tokenizer
 
 
-def init_source(config: TrainingConfig) -> Source:
-    """init's checkpoint: a folder, a hub name, a GGUF file or a short name. Raises as `load_model` does."""
-    assert config.init is not None
-    return find_source(config.init, revision=None, local_files_only=False)
-
-
 def described_model(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
     """What the model will be.
 
@@ -48,7 +41,7 @@ def described_model(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) 
     if config.init is None:
         described = _fresh_config(config, tokenizer)
     else:
-        described = init_source(config).float_config()
+        described = find_source(config.init, revision=None, local_files_only=False).float_config()
         if not isinstance(described, LlamaConfig):
             raise ValueError(
                 f"init must be a Llama checkpoint, {config.init!r} is of type {described.model_type!r}: "
@@ -65,7 +58,7 @@ def described_model(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) 
     return described
 
 
-def whole_model(config: TrainingConfig, described: LlamaConfig) -> LlamaForCausalLM:
+def initial_model(config: TrainingConfig, described: LlamaConfig) -> LlamaForCausalLM:
     """The model in float32 at its start: init's, or a new one."""
     torch.manual_seed(config.seed)
     if config.init is None:

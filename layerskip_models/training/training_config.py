@@ -72,11 +72,6 @@ class TrainingConfig(RunSettings):
     compile: bool = option(
         False, "Compile the layers with torch.compile: faster steps, slightly different rounding; needs a C++ compiler."
     )
-    shard: bool = option(
-        False,
-        "Divide weights, gradients and optimiser state over the processes (FSDP2), for models that one device does not "
-        "hold; with torchrun or accelerate launch in front.",
-    )
 
     layer_dropout: float = option(0.0, "p_max: the last layer's dropout probability at its highest.", Range(0, 1, "[)"))
     dropout_time: str = option("scratch", "S(t): scratch (rises from 0) or continual (constant 1).", DROPOUT_TIMES)
@@ -134,10 +129,6 @@ class TrainingConfig(RunSettings):
             raise ValueError(
                 f"exit_loss {self.exit_loss} weights the losses of exits, and curriculum none trains no exit:"
                 " choose another curriculum, or exit_loss uniform"
-            )
-        if self.shard and self.compile:
-            raise ValueError(
-                "shard gathers the layers as they run, which compile would break up: choose one of the two"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")

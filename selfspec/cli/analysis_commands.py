@@ -7,11 +7,9 @@ from pathlib import Path
 
 import typer
 
-from layerskip_models.checkpoints.synthetic import SHAPES
 from policies import LayerCost, parse_policy
 from selfspec.analysis.exactness import every_policy, num_steps, verify_engine
 from selfspec.analysis.inspection import inspect_model, inspection_lines
-from selfspec.analysis.shape_report import shape_lines, training_lines
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.cli.arguments import checked_output_file, load_generator, load_reference, progress
 from selfspec.cli.display import write_trace
@@ -50,32 +48,6 @@ class InspectOptions:
     text: list[Path] | None = option(None, "UTF-8 file with sample text; repeatable (default: a short example).")
     max_new_tokens: int = option(64, "New tokens per text.", min=2)
     repeats: int = option(3, "Number of pairs of runs to measure.", min=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShapeOptions:
-    shape: str | None = option(
-        None,
-        "Instead of a checkpoint: show what a model of this shape would hold, read and send. "
-        f"One of {', '.join(SHAPES)}, or a folder with config.json.",
-    )
-    tensor_parallel: int = option(1, "With --shape: number of processes that share the model.", min=1)
-    train: int | None = option(
-        None, "With --shape: show instead what `selfspec train --shard` needs with this many processes.", min=1
-    )
-    micro_batch_tokens: int = option(1024, "With --train: tokens in one forward pass of a process.", min=1)
-    optimizer: str = option("adamw", "With --train: adamw or muon.")
-    context: int | None = option(
-        None, "With --shape: tokens of a text (default: the model's context; with --train, a micro batch).", min=1
-    )
-
-    def lines(self, dtype: str, device: str) -> list[str]:
-        assert self.shape is not None
-        if self.train is None:
-            return shape_lines(self.shape, self.tensor_parallel, dtype, device, self.context)
-        if self.tensor_parallel > 1:
-            raise ValueError("--train divides a model by itself: leave out --tensor-parallel")
-        return training_lines(self.shape, self.train, dtype, self.context, self.micro_batch_tokens, self.optimizer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,22 +90,10 @@ def trace_command(
 
 
 @with_groups
-def inspect_command(
-    asked: InspectOptions, instead: ShapeOptions, load: LoadOptions, model: ModelArgument = None
-) -> None:
-    """Say whether a checkpoint is worth self-speculating with: agreement per layer, speed-up predicted and measured.
-
-    With --shape: the memory and traffic of each process, without loading anything.
-    """
+def inspect_command(asked: InspectOptions, load: LoadOptions, model: ModelArgument = None) -> None:
+    """Say whether a checkpoint is worth self-speculating with: agreement per layer, speed-up predicted and measured."""
     notes = notes_console()
     with one_line_errors():
-        if instead.shape is not None:
-            if model is not None:
-                raise ValueError("give a checkpoint or --shape, not both")
-            typer.echo("\n".join(instead.lines(load.dtype, load.device)))
-            return
-        if instead.tensor_parallel > 1 or instead.context is not None or instead.train is not None:
-            raise ValueError("--tensor-parallel, --train and --context go with --shape")
         texts = [read_prompt(None, path) for path in asked.text or ()]
         generator = load_generator(model, load, notes)
         with progress(2 * max(1, len(texts)) + 2, notes) as advance:

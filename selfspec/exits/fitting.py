@@ -14,12 +14,12 @@ from functools import partial
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerskip_models.exits.adapter import STEERED, ExitAdapters
 from layerskip_models.training.accepted_length import accepted_length_weights
 from layerskip_models.training.documents import block_order
-from layerskip_models.training.held_model import WholeCopies
+from layerskip_models.training.gradients import sum_gradients
 from layerskip_models.training.settings import half_cosine
 from selfspec.exits.frozen_head import FrozenHead
 from selfspec.exits.sequences import ExitSequence
@@ -66,7 +66,6 @@ class ExitFit:
             raise ValueError("there is no text to fit exit adapters to: give more data")
         self.adapters, self.sequences, self.depths, self.head = adapters, sequences, depths, head
         self.settings, self.accelerator = settings, accelerator
-        self.held = WholeCopies(accelerator, adapters)
         self.optimizer = torch.optim.AdamW(adapters.parameters(), betas=(0.9, 0.99), weight_decay=settings.weight_decay)
         _set_scales(adapters, sequences, depths)
 
@@ -92,7 +91,7 @@ class ExitFit:
             with accelerator.autocast():
                 outputs = self._outputs(sequence, rows, draw)
             torch.autograd.backward(outputs, self._losses(sequence, rows, outputs, sums))
-        total = self.held.reduce(sums.flatten()).view_as(sums)
+        total = sum_gradients(accelerator, self.adapters, sums.flatten()).view_as(sums)
         for parameter in self.adapters.parameters():
             if parameter.grad is not None:
                 parameter.grad /= total[:, 3].sum()  # a mean over rows and exits
@@ -156,7 +155,7 @@ def fit(
         for group in steps.optimizer.param_groups:
             group["lr"] = rate
         figures = steps.gradient(done)
-        steps.held.clip(settings.max_grad_norm)
+        nn.utils.clip_grad_norm_(adapters.parameters(), settings.max_grad_norm)
         steps.optimizer.step()
         steps.optimizer.zero_grad(set_to_none=True)
         after_step(done + 1, figures)

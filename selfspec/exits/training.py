@@ -98,7 +98,7 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
         for part in _PARTS
     )
     fit = ExitFit(adapters, train, needed.depths, head, config.fit_settings(len(train)), accelerator)
-    run = ResumableRun(config, accelerator, fit.held, [fit.optimizer], steps=fit.settings.steps, console=console)
+    run = ResumableRun(config, accelerator, adapters, [fit.optimizer], steps=fit.settings.steps, console=console)
     run.execute(partial(_step, fit))
     if accelerator.is_main_process:
         figures = measure(adapters, held_out, needed.depths, head)

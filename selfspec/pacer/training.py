@@ -18,7 +18,7 @@ from rich.console import Console
 
 from layerskip_models.text_files import write_text
 from layerskip_models.training.documents import block_order
-from layerskip_models.training.held_model import WholeCopies
+from layerskip_models.training.gradients import sum_gradients
 from layerskip_models.training.resumable_run import (
     ResumableRun,
     StepReport,
@@ -92,7 +92,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     mine, kept_back = split_responses(traces, len(layers))
     fit = PreVerifierFit(config, accelerator, module, mine)
     steps = config.num_steps(len(mine), fit.batch)
-    ResumableRun(config, accelerator, fit.held, [fit.optimizer], steps=steps, console=console).execute(fit.gradient)
+    ResumableRun(config, accelerator, module, [fit.optimizer], steps=steps, console=console).execute(fit.gradient)
     if accelerator.is_main_process:
         calibrate_estimates(module, kept_back)
         _choose_settings(module, kept_back, model.num_layers, config.window, console)
@@ -117,7 +117,6 @@ class PreVerifierFit:
     ) -> None:
         self._accelerator, self._module, self._traces, self._seed = accelerator, module, traces, config.seed
         self.batch = min(config.batch_responses, len(traces))
-        self.held = WholeCopies(accelerator, module)
         matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
         others = [parameter for parameter in module.parameters() if parameter.ndim != 2]
         self.optimizer = torch.optim.AdamW(
@@ -134,7 +133,7 @@ class PreVerifierFit:
                 loss = trace_loss(self._module, self._traces[index]) / self.batch
             loss.backward()
             total += loss.detach()
-        loss_of_batch = float(self.held.reduce(total))
+        loss_of_batch = float(sum_gradients(accelerator, self._module, total))
         return StepReport(figures={"loss": round(loss_of_batch, 5)}, summary=f"loss {loss_of_batch:.4f}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +64,3 @@ def begin_as_rank() -> None:
     """To be called first by a training in one of several forked processes: forget the state of the process they came from."""
     os.environ["OMP_NUM_THREADS"] = "1"  # which accelerate would choose, with a warning
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def bytes_held(tensors: Iterable[Any]) -> int:
-    """Of the memory of this process's rows of divided tensors; those that share memory are counted once."""
-    memory = [tensor.to_local().untyped_storage() for tensor in tensors]
-    return sum({one.data_ptr(): one.nbytes() for one in memory}.values())

@@ -26,8 +26,8 @@ FILES = (
     "bench_attention", "bench_cores", "call_depth", "check_at_load", "choices", "exit_adapters",
     "families", "fewer_bits", "four_bits", "gguf_checkpoint", "grouped_weights",
     "half_precision", "integer_rows", "kernel_library", "kv_dtype", "large_sizes", "many_rows", "many_texts", "matrix_unit",
-    "native", "native_attention", "native_four_bits", "tensor_parallel_layers", "native_memory", "native_forward",
-    "native_sampling", "no_rerun", "pool", "pool_failures", "prepared_rows", "quantised", "quantised_parts",
+    "native", "native_attention", "native_four_bits", "native_memory", "native_forward",
+    "native_sampling", "no_rerun", "pool", "pool_failures", "prepared_rows", "quantised",
     "shared_weights", "stored_tensor", "topology",
 )  # fmt: skip
 """Tests that call the library, by the names of their files."""

@@ -163,17 +163,6 @@ def test_every_variant_rounds_to_the_operators_bits(variant: str, monkeypatch: p
             assert (made[0].factors is None) == (dtype == torch.float16)  # which does not hold the smallest row
 
 
-def test_part_of_a_weight_is_rounded_as_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without kernels: by the largest numbers of all inputs, which some of its rows do not have."""
-    weight = drawn(9, 256) * 1e-20
-    weight[:, 200] = torch.logspace(-8, 8, 9)
-    for kernels in (library.kernels, lambda: None):
-        monkeypatch.setattr(library, "kernels", kernels)
-        whole = round_to_four_bits(weight, group=32, symmetric=True).values()
-        part = round_to_four_bits(weight[:, :128], group=32, symmetric=True, peaks=weight.abs().amax(dim=1)).values()
-        assert torch.equal(part, whole[:, :128])
-
-
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
 def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
     """Nor small and large numbers, whose factors float16 does not hold."""

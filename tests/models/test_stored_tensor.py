@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,9 +21,9 @@ from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.checkpoints.read_ahead import ReadFile
 from layerskip_models.checkpoints.stored_tensor import FLOATS, StoredTensor, TensorReader
 from layerskip_models.grouped_weight import GroupedWeight
-from layerskip_models.kernels import library
+from layerskip_models.kernels import library, native_linear
 from layerskip_models.kernels.native_linear import NativeInt8Linear
-from test_tensor_parallel_layers import needs_native
+from test_native import needs_native
 from tiny_llama import tiny_llama
 
 gguf = pytest.importorskip("gguf")
@@ -122,8 +123,9 @@ def test_eight_bits_are_those_of_the_whole_matrix_in_float32(form: str, tmp_path
 
 
 def by_operators(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounded as `NativeInt8Linear` does where it is told the peaks, which is with PyTorch's operators."""
-    linear = NativeInt8Linear(weight, peaks=weight.abs().amax(dim=1))
+    """Rounded as `NativeInt8Linear` does without the library's help, which is with PyTorch's operators."""
+    with patch.object(native_linear, "eight_bits", lambda *arguments: False):
+        linear = NativeInt8Linear(weight)
     assert linear._scale is not None
     return linear.stored, linear._scale
 

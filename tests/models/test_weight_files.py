@@ -1,4 +1,4 @@
-"""A folder's weights come from the files that transformers would read, for one process and for several alike."""
+"""A folder's weights come from the files that transformers would read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, load_model
 from layerskip_models.checkpoints.conversion import from_transformers
-from layerskip_models.checkpoints.loading import find_source, load_transformers
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
-from layerskip_models.parallel.shard_plan import ShardPlan
 from quantised_files import quantise_checkpoint
 from tiny_llama import tiny_llama
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TEXT = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
-CPU = torch.device("cpu")
 PLAIN: Layout = "plain"
 
 
@@ -39,19 +36,8 @@ def logits(model: LayerSkipModel) -> Tensor:
         return model.logits(hidden)
 
 
-def in_one(folder: Path) -> Tensor:
+def read(folder: Path) -> Tensor:
     return logits(load_model(folder, dtype="float32", device="cpu", layout=PLAIN))
-
-
-def in_parts(folder: Path) -> Tensor:
-    """Read as a rank of several reads its part, with one rank."""
-    source = find_source(folder, None, False)
-    plan = ShardPlan.of(load_transformers(folder, device="cpu").config, 0, 1)
-    return logits(source.read_model(torch.float32, PLAIN, lambda module: CPU, plan=plan))
-
-
-READERS: list[Callable[[Path], Tensor]] = [in_one, in_parts]
-both = pytest.mark.parametrize("read", READERS)
 
 
 def sharded(folder: Path, **options: Any) -> LlamaForCausalLM:
@@ -71,9 +57,8 @@ def change(path: Path, **changed: Tensor | None) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-@both
 @pytest.mark.parametrize("single", [True, False])
-def test_one_file_goes_before_an_index(read: Callable[[Path], Tensor], single: bool, tmp_path: Path) -> None:
+def test_one_file_goes_before_an_index(single: bool, tmp_path: Path) -> None:
     """Both are there, and differ."""
     sharded(tmp_path, seed=2)
     if single:
@@ -87,8 +72,7 @@ def test_one_file_goes_before_an_index(read: Callable[[Path], Tensor], single: b
     assert torch.equal(expected, meant)
 
 
-@both
-def test_quantised_files_are_chosen_alike(read: Callable[[Path], Tensor], tmp_path: Path) -> None:
+def test_quantised_files_are_chosen_alike(tmp_path: Path) -> None:
     """A shard that no index names, and one file beside an index."""
     meant = logits(from_transformers(quantise_checkpoint(small(), tmp_path, "gptq"), layout=PLAIN))
     shutil.move(tmp_path / FILE, tmp_path / "first.safetensors")
@@ -101,9 +85,8 @@ def test_quantised_files_are_chosen_alike(read: Callable[[Path], Tensor], tmp_pa
     assert torch.equal(read(tmp_path), meant)
 
 
-@both
 @pytest.mark.parametrize("same", [True, False])
-def test_a_tied_head_that_is_in_the_file(read: Callable[[Path], Tensor], same: bool, tmp_path: Path) -> None:
+def test_a_tied_head_that_is_in_the_file(same: bool, tmp_path: Path) -> None:
     """transformers ties the two only if they are equal."""
     model = small(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
@@ -151,9 +134,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
-@both
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_files_are_named(read: Callable[[Path], Tensor], name: str, tmp_path: Path) -> None:
+def test_broken_files_are_named(name: str, tmp_path: Path) -> None:
     sharded(tmp_path)
     breaks, message = BROKEN[name]
     breaks(tmp_path)
@@ -174,9 +156,8 @@ WRONG: dict[str, tuple[dict[str, Tensor | None], str]] = {
 }  # fmt: skip
 
 
-@both
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_tensors_are_named(read: Callable[[Path], Tensor], name: str, tmp_path: Path) -> None:
+def test_wrong_tensors_are_named(name: str, tmp_path: Path) -> None:
     small().save_pretrained(tmp_path)
     changed, message = WRONG[name]
     change(tmp_path / FILE, **changed)

@@ -22,7 +22,8 @@ from layerskip_models.training.loop import command_for_config, train, train_comm
 from layerskip_models.training.resumable_run import claim_output_dir
 from layerskip_models.training.saving import latest_checkpoint, rewind_log, write_folder
 from layerskip_models.training.training_config import TrainingConfig
-from tiny_training import TINY, tiny, weights, write_numbers
+from rank_processes import results_of
+from tiny_training import TINY, begin_as_rank, tiny, weights, write_numbers
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +124,29 @@ def _train_until_killed(arguments):
     loop.ResumableRun._print = report
     sys.argv = ["loop", *arguments]
     loop.main()
+
+
+def _train_as_rank(config):
+    begin_as_rank()
+    return train(config)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_two_processes_learn_what_one_does_with_the_whole_batch(text, tmp_path, optimizer):
+    """Each computes half of a batch, with other layers skipped; the second step has own text and another length."""
+    changes = {"max_steps": 2, "long_steps": 1, "own_text_steps": 1, "eval_every": 1, "optimizer": optimizer}
+    train(tiny(text, tmp_path / "one", **changes))
+    results_of(2, _train_as_rank, tiny(text, tmp_path / "two", **changes))
+    logs = [
+        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    for one, two in zip(*logs, strict=True):
+        assert list(two["loss"].values()) == pytest.approx(list(one["loss"].values()), abs=2e-4)
+        assert two["held_out"]["loss"] == pytest.approx(one["held_out"]["loss"], abs=2e-4)
+    other = weights(tmp_path / "two" / "model")
+    for name, value in weights(tmp_path / "one" / "model").items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.mark.slow
