@@ -24,7 +24,7 @@ from layerskip_models.checkpoints.named_models import NAMED_MODELS
 from layerskip_models.training import loop
 from layerskip_models.training.loop import train
 from layerskip_models.training.resumable_run import ResumableRun
-from layerskip_models.training.start import whole_model
+from layerskip_models.training.start import initial_model
 from layerskip_models.training.training_config import TrainingConfig
 from running_server import RunningServer, running_server
 from scripted_policies import EVERY_POLICY, named_policy, others_slow, parts_of
@@ -265,12 +265,12 @@ def test_training_goes_on_from_it(
     """A step that moves nothing: the same weights, in a checkpoint with its tokenizer and chat template."""
 
     def first_layers(config: TrainingConfig, described: LlamaConfig) -> LlamaForCausalLM:
-        model = whole_model(config, described)
+        model = initial_model(config, described)
         del model.model.layers[num_layers:]
         model.config.num_hidden_layers = num_layers
         return model
 
-    monkeypatch.setattr(loop, "whole_model", first_layers)
+    monkeypatch.setattr(loop, "initial_model", first_layers)
     # What a run is resumed from is the same for tiny models, and a gigabyte for this one.
     monkeypatch.setattr(ResumableRun, "_save", lambda self, done, seconds: None)
     (tmp_path / "text.txt").write_text("Water boils at one hundred degrees. " * 40, encoding="utf-8")
