@@ -29,8 +29,6 @@ from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
 from tiny_llama import tiny_tokenizer
 
-EXAMPLES = 26
-
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_long_prompt_is_read_in_pieces_while_others_go_on(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def first_of_each(names: Iterable[str], kind_of: Callable[[str], Hashable] = par
 def others_slow(names: Iterable[str], kind_of: Callable[[str], Hashable] = parts_of) -> list[Any]:
     """Parameters, of which all but the first policy of each kind are slow (`first_of_each`).
 
-    `test_lossless` and `test_many_texts` run every one of EVERY_POLICY in every run.
+    `tests/exact` runs every one of EVERY_POLICY.
     """
     names = [*names]
     first = first_of_each(names, kind_of)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from policies import Policy
-from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
 from tiny_llama import VOCAB_SIZE
 
 POOL_SIZE = 48
-MAX_LENGTH = 9
 
 tokens = st.integers(0, VOCAB_SIZE - 1)
 prompts = st.one_of(
@@ -22,48 +18,6 @@ prompts = st.one_of(
     st.lists(tokens, min_size=4, max_size=14),
     st.builds(lambda part, times: part * times, st.lists(tokens, min_size=2, max_size=4), st.integers(2, 4)),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GreedyCase:
-    """One prompt for one model.
-
-    options: GenerationConfig fields. stop_at: a stop to be made from the model's own text, so that it is met: an EOS
-    list or a stop string, and the position at which it lies. lengths: one per exit layer. stopping: a rule that ends
-    drafts of these lengths, or "named": a policy of EVERY_POLICY instead of them.
-    """
-
-    model: int
-    prompt: list[int]
-    max_new_tokens: int
-    options: dict[str, Any]
-    stop_at: tuple[Literal["eos_token_id", "stop_strings"], int] | None
-    lengths: list[int]
-    stopping: float | tuple[int, ...] | Literal["named"] | None
-
-    def __post_init__(self) -> None:
-        if "min_new_tokens" in self.options:  # transformers warns of one that the budget cannot meet
-            self.options["min_new_tokens"] = min(self.options["min_new_tokens"], self.max_new_tokens)
-        if self.options.get("no_repeat_ngram_size") == 1:  # every token once: there must be enough of them
-            banned = sum(len(self.options.get(name, ())) for name in ("suppress_tokens", "bad_words_ids"))
-            if len(set(self.prompt)) + self.max_new_tokens + banned >= VOCAB_SIZE:
-                self.options["no_repeat_ngram_size"] = 2
-        if "exponential_decay_length_penalty" in self.options:  # it favours the EOS token, so there must be one
-            self.options.setdefault("eos_token_id", [3])
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of that model of the pool."""
-        return 2 + self.model % 6
-
-    def policy(self, exit_layer: int) -> Policy:
-        """The policy for one exit layer: its length, and the case's stopping rule."""
-        rule: StopBelow | StopAtTokens | None = None
-        if isinstance(self.stopping, float):
-            rule = StopBelow(self.stopping)
-        elif isinstance(self.stopping, tuple):
-            rule = StopAtTokens(self.stopping)
-        return Policy(ScriptedExit([(exit_layer, self.lengths[exit_layer - 1])]), rule)
 
 
 processor_options = st.fixed_dictionaries(
@@ -83,23 +37,6 @@ processor_options = st.fixed_dictionaries(
     },
 )
 _nothing: st.SearchStrategy[dict[str, Any]] = st.just({})
-
-greedy_cases = st.builds(
-    GreedyCase,
-    model=st.integers(0, POOL_SIZE - 1),
-    prompt=prompts,
-    max_new_tokens=st.one_of(st.integers(1, 10), st.integers(8, 20)),
-    options=st.one_of(_nothing, processor_options),
-    stop_at=st.one_of(st.none(), st.tuples(st.sampled_from(["eos_token_id", "stop_strings"]), st.integers(1, 12))),
-    lengths=st.lists(st.integers(0, MAX_LENGTH), min_size=6, max_size=6),
-    stopping=st.one_of(
-        st.none(),
-        st.sampled_from([0.2, 0.4, 0.6]),
-        st.tuples(tokens, tokens, tokens),
-        st.just("named"),
-        st.just("named"),
-    ),
-)
 
 
 @st.composite

@@ -23,7 +23,7 @@ from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout, default_layout
 from layerskip_models.prefill import prefill
-from selfspec import SelfSpecGenerator, custom_generate
+from selfspec import SelfSpecGenerator
 from selfspec.pacer.network import LeanPreVerifier, PreVerifierConfig, PreVerifierModule, describe_layer
 from tiny_llama import VOCAB_SIZE, full_logits, reference_greedy
 
@@ -133,39 +133,6 @@ def test_shared_weights_have_them_and_follow_what_is_written(kind: str, seed: in
         with torch.no_grad():
             for parameter in theirs.parameters():
                 parameter.mul_(0.9)
-
-
-@needs_native
-@pytest.mark.parametrize("layout", ["native", "int8"])
-@some_models
-def test_on_our_kernels_a_row_is_the_same_in_any_company(kind: str, seed: int, layout: Layout) -> None:
-    """Bit for bit, alone, with other rows of its text, and with another text."""
-    model = from_transformers(copy.deepcopy(reference(kind, seed)).to(torch.float32), layout=layout)
-    assert model.kernels is not None
-    tokens, layers = torch.tensor(TEXT), model.num_layers
-    with torch.inference_mode():
-        one = KVCache(model, len(TEXT))
-        alone = torch.cat([model.run_layers(model.embed(token), 0, layers, one) for token in tokens.split(1)])
-        for rows in (2, 5, len(TEXT)):
-            many, other = KVCache(model, len(TEXT)), KVCache(model, len(TEXT))
-            together = []
-            for part in tokens.split(rows):
-                both = ((many, len(part)), (other, len(part)))
-                together.append(model.run_layers(model.embed(torch.cat([part, part])), 0, layers, both).chunk(2)[0])
-            assert torch.equal(torch.cat(together), alone)
-            for cache in (many, other):
-                assert torch.equal(cache.keys, one.keys) and torch.equal(cache.values, one.values)
-
-
-@every_family
-def test_inside_transformers_generate(kind: str) -> None:
-    theirs = reference(kind, 2)
-    ids = torch.tensor([TEXT[:6], TEXT[9:15]])
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    mask = torch.ones_like(ids)
-    expected = theirs.generate(ids, attention_mask=mask, **options)
-    found = theirs.generate(ids, attention_mask=mask, custom_generate=custom_generate(policy="ls:1-3"), **options)
-    assert torch.equal(found, expected)
 
 
 @every_family
