@@ -9,13 +9,11 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 import selfspec.cache.pool
 from layerskip_models import LayerSkipModel, from_transformers
@@ -29,7 +27,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.engine.sequence import Sequence
-from tiny_llama import VOCAB_SIZE, WORDS, tiny_llama, tiny_tokenizer
+from tiny_llama import tiny_llama, tiny_tokenizer
 
 NUM_LAYERS = 4
 _NATIVE = native_works(torch.device("cpu"), torch.float32)
@@ -82,11 +80,6 @@ def shared_model(layout: Layout, kv_dtype: str = "auto") -> LayerSkipModel:
 
 def generator_of(layout: Layout, kv_dtype: str = "auto") -> SelfSpecGenerator:
     return SelfSpecGenerator(shared_model(layout, kv_dtype), tiny_tokenizer())
-
-
-def random_kv_dtype(random: Random, layout: Layout) -> str:
-    """On operators always the arithmetic's: there a batch changes last digits, and rounding may make more of them."""
-    return random.choice(["auto", "bfloat16"]) if layout == "native" else "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,46 +209,6 @@ def assert_same(found: Course, expected: Course, *, rounds: bool = True, exact: 
             assert torch.equal(ours, theirs)
         elif ours is not None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9 if ours.dtype == torch.float64 else 1e-3)
-
-
-def random_wish(random: Random, policy: str) -> Wish:
-    """One text: greedy or sampled, some with processors, with any stop, joining and leaving at any time."""
-    prompt = [
-        random.randrange(VOCAB_SIZE) for _ in range(random.choice([random.randint(1, 5), random.randint(12, 34)]))
-    ]
-    if random.random() < (0.8 if "copy" in policy else 0.2):  # something to copy
-        prompt = (prompt * 34)[: random.randint(len(prompt), 34)]
-    options: dict[str, Any] = {"max_new_tokens": random.choice([random.randint(1, 5), *[random.randint(6, 26)] * 3])}
-    # Where a policy drafts otherwise in a batch, a sampled text would be drawn otherwise.
-    if policy not in BATCH_SENSITIVE and random.random() < 0.4:
-        options |= {"do_sample": True, "seed": random.randrange(1000)}
-        options |= random.choice([{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.5}])
-    if random.random() < 0.35:
-        options["generation_config"] = GenerationConfig(**_random_processors(random))
-    stop = random.random()
-    if stop < 0.25:
-        options["eos_token_id"] = [random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, 3))]
-    elif stop < 0.5:
-        options["stop_strings"] = [random.choice(WORDS) for _ in range(random.randint(1, 2))]
-    return Wish(
-        prompt=prompt,
-        policy=policy,
-        exit_layer=random.randint(1, NUM_LAYERS - 1),
-        options=options,
-        joins=random.choice([0, random.randint(0, 8)]),
-        leaves=random.randint(2, 16) if random.random() < 0.15 else None,
-    )
-
-
-def _random_processors(random: Random) -> dict[str, Any]:
-    """Of those that look at the text, and of those that do not."""
-    possible: dict[str, Any] = {
-        "repetition_penalty": random.choice([0.7, 1.3]),
-        "no_repeat_ngram_size": random.randint(2, 3),
-        "suppress_tokens": random.sample(range(VOCAB_SIZE), random.randint(1, 4)),
-        "sequence_bias": [[[random.randrange(VOCAB_SIZE)], 2.0]],
-    }
-    return {name: possible[name] for name in random.sample([*possible], random.randint(1, 3))}
 
 
 class CacheCount:

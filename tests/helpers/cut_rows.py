@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 Cut = Callable[[Tensor], Tensor]
 
@@ -32,24 +31,3 @@ def parts(count: int) -> Cut:
         return total
 
     return cut
-
-
-class CutRows:
-    """A model of transformers in float32 whose linears take their rows through a way to cut them. The model is changed."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._cut: Cut | None = None
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.register_forward_pre_hook(self._before)
-
-    def _before(self, _: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor] | None:
-        return None if self._cut is None else (self._cut(arguments[0]),)
-
-    @torch.inference_mode()
-    def distributions(self, text: Sequence[int], last: int, cut: Cut | None) -> Tensor:
-        """The log-probabilities, float64 [last, vocabulary], with which a text's last `last` tokens are chosen."""
-        self._cut = cut
-        logits: Tensor = self._model(torch.tensor([text[:-1]]), logits_to_keep=last).logits[0]
-        return logits.double().log_softmax(-1)

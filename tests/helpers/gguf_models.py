@@ -93,8 +93,3 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def rope_factors(values: list[float]) -> tuple[np.ndarray, GGMLQuantizationType]:
-    """The tensor `rope_freqs.weight`, which has a number for every rotary frequency."""
-    return torch.tensor(values).numpy(), GGMLQuantizationType.F32

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -36,7 +34,6 @@ processor_options = st.fixed_dictionaries(
         "eos_token_id": st.lists(tokens, min_size=1, max_size=2, unique=True),
     },
 )
-_nothing: st.SearchStrategy[dict[str, Any]] = st.just({})
 
 
 @st.composite
