@@ -165,22 +165,6 @@ def test_accepted_drafts_behind_a_stop_string_count_nowhere(llama: LlamaForCausa
     assert cut > 0
 
 
-@pytest.mark.parametrize("policy", ["ar", "ls:1-4", "ls:3-2"])
-def test_a_seed_decides_the_output(engine: SelfSpecGenerator, policy: str) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "top_k": 0, "policy": policy}
-    texts = [engine.generate(PROMPT, seed=seed, **options).new_tokens for seed in (1, 1, 2, 3)]
-    assert texts[0] == texts[1]
-    assert len({tuple(text) for text in texts}) == 3
-    source = torch.Generator().manual_seed(1)
-    assert engine.generate(PROMPT, generator=source, **options).new_tokens == texts[0]
-    assert engine.generate(PROMPT, generator=source, **options).new_tokens != texts[0]  # it has moved on
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    engine.generate(PROMPT, seed=1, **options)
-    assert torch.equal(torch.get_rng_state(), state)  # the global generator is not touched
-    assert engine.generate(PROMPT, **options).new_tokens != engine.generate(PROMPT, **options).new_tokens
-
-
 @pytest.mark.parametrize("policy", policies(), ids=["ar", "ls:1-4", "ls:3-2", "before", "after"])
 def test_a_streamer_gets_every_committed_token_once(engine: SelfSpecGenerator, policy: Policy | str) -> None:
     recorder = Recorder()
@@ -265,27 +249,6 @@ def test_nothing_can_be_drawn_from_a_row_masked_entirely(engine: SelfSpecGenerat
     config = GenerationConfig(suppress_tokens=list(range(24)), max_new_tokens=5)
     with pytest.raises(NonFiniteLogitsError):
         engine.generate(PROMPT, generation_config=config, do_sample=True, seed=0)
-
-
-def test_generators_share_a_model(llama: LlamaForCausalLM) -> None:
-    """Interleaved calls with policies of their own, on one set of weights."""
-    model = from_transformers(llama, layout="plain")
-    engines = [SelfSpecGenerator(model, policy=policy) for policy in ("ls:1-3", "ls:3-2", "ar")]
-    assert all(engine.model is model for engine in engines)
-    for prompt in ([1], [2, 3, 4], [9] * 12):
-        expected = reference_greedy(llama, prompt, max_new_tokens=15)
-        for engine in engines:
-            result = engine.generate(prompt, max_new_tokens=15)
-            assert result.new_tokens == expected
-    assert [engine.generate([1], max_new_tokens=2).policy for engine in engines] == ["ls:1-3", "ls:3-2", "ar"]
-
-
-def test_calls_do_not_see_each_other(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
-    """A long text, then short ones, then long again, on one cache."""
-    for num_prompt, budget in ((30, 30), (1, 3), (5, 50), (40, 2), (2, 61)):
-        prompt = [(num_prompt * i) % 24 for i in range(num_prompt)]
-        result = engine.generate(prompt, max_new_tokens=budget, policy="ls:2-5")
-        assert result.new_tokens == reference_greedy(llama, prompt, max_new_tokens=budget)
 
 
 def test_a_transformers_model_stays_as_it_is() -> None:

@@ -218,11 +218,3 @@ def test_processors_may_return_any_floating_type(dtype: torch.dtype, runner: Run
             if dtype is torch.float64:
                 same = LogitsProcessorList([InDtype(torch.float32)])
                 assert found.new_tokens == generator.generate([5, 1, 7], logits_processor=same, **common).new_tokens
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-40, 1e-30, 1e-19])
-def test_sampling_at_next_to_no_temperature_is_greedy(temperature: float) -> None:
-    generator = SelfSpecGenerator(from_transformers(tiny_llama(late_scale=0.9)))
-    for policy in ("ar", "ls:2-4"):
-        cold = generator.generate([5, 1], max_new_tokens=9, do_sample=True, temperature=temperature, policy=policy)
-        assert cold.new_tokens == generator.generate([5, 1], max_new_tokens=9, policy=policy).new_tokens

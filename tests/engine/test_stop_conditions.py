@@ -85,14 +85,6 @@ def test_criteria_see_every_prefix_once(engine: SelfSpecGenerator) -> None:
     assert result.stop_reason == "stopping_criteria"
 
 
-def test_eos_is_kept_as_the_last_token(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
-    free = reference_greedy(llama, PROMPT, max_new_tokens=20)
-    eos = free[8]
-    result = engine.generate(PROMPT, max_new_tokens=20, eos_token_id=eos)
-    assert result.new_tokens == free[: free.index(eos) + 1]
-    assert result.stop_reason == "eos"
-
-
 def test_an_eos_in_the_first_token_makes_no_round(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
     first = reference_greedy(llama, PROMPT, max_new_tokens=1)
     result = engine.generate(PROMPT, max_new_tokens=20, eos_token_id=first)
@@ -114,17 +106,6 @@ def test_a_drafted_eos_ends_drafting_and_is_kept(llama: LlamaForCausalLM, engine
             assert (record.stop_cause == "eos") == (eos in record.draft_tokens[-1:])
             met += record.stop_cause == "eos"
     assert met > 0
-
-
-def test_stop_string(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
-    free = reference_greedy(llama, PROMPT, max_new_tokens=20)
-    string = tiny_tokenizer().decode(free[5:7])
-    result = engine.generate(PROMPT, max_new_tokens=20, stop_strings=string)
-    expected = reference_greedy(llama, PROMPT, max_new_tokens=20, stop_strings=string)
-    assert result.new_tokens == expected
-    assert result.text == tiny_tokenizer().decode(expected)
-    assert string in (result.text or "")
-    assert result.stop_reason == "stop_string"
 
 
 def test_stop_strings_need_a_tokenizer(llama: LlamaForCausalLM) -> None:

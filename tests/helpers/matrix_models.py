@@ -55,14 +55,7 @@ def exists(family: str, weights: str, variant: str) -> bool:
         return False
     if weights == "float64":
         return variant == NONE
-    if weights in (
-        DRAFT_HEAD,
-        "int8",
-        "int4",
-        *PACKED,
-    ):  # operators have another product in 8 bits, and one head for all
-        return variant != NONE
-    return True
+    return weights != DRAFT_HEAD or variant != NONE  # operators have one head for all
 
 
 @contextmanager

@@ -10,9 +10,7 @@ from layerskip_models import from_transformers
 from layerskip_models.grouped_linear import GroupedLinear
 from layerskip_models.kernels import library
 from layerskip_models.kernels.native_linear import NativeInt8Linear
-from layerskip_models.linear import Layout, PlainLinear, default_layout, int8_linear
-from scripted_policies import EVERY_POLICY, named_policy
-from selfspec import SelfSpecGenerator
+from layerskip_models.linear import PlainLinear, default_layout, int8_linear
 from test_native import drawn, needs_native
 from tiny_llama import tiny_llama
 
@@ -49,19 +47,6 @@ def test_8_bits_have_the_numbers_that_the_kernels_have(columns: int, monkeypatch
     monkeypatch.setattr(library, "kernels", lambda: None)
     linear = int8_linear(weight)
     assert isinstance(linear, (GroupedLinear, PlainLinear)) and torch.equal(linear.weight, found)
-
-
-@pytest.mark.parametrize("layout", ["int8", "int4"])
-def test_drafts_change_no_token(layout: Layout, no_kernels: None) -> None:
-    """Nor do drafts in 4 bits of a model in 8."""
-    shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192, "late_scale": 0.6}
-    model = from_transformers(tiny_llama(**shape, num_layers=4, seed=4, attention_bias=True), layout=layout)
-    assert model.kernels is None and isinstance(model.layers[1].down, GroupedLinear)
-    generator = SelfSpecGenerator(model)
-    expected = generator.generate(PROMPT, max_new_tokens=20, policy="ar").new_tokens
-    policies = [named_policy(name, 2, model) for name in EVERY_POLICY]
-    for policy in [*policies, *(["bits:4-3"] if layout == "int8" else [])]:
-        assert generator.generate(PROMPT, max_new_tokens=20, policy=policy).new_tokens == expected, policy
 
 
 def test_other_weights_are_kept_as_they_are(no_kernels: None) -> None:

@@ -178,7 +178,13 @@ def test_stop_by_key_keeps_what_has_come_and_frees_the_server(server, open_page)
 
 def test_text_of_the_model_is_never_html(address, open_page):
     nasty = "<img src=x onerror=\"document.title='caught'\"><script>document.title='caught'</script>\u202e&amp;"
-    body = events(chunk(nasty), chunk("", selfspec=drafts(nasty))) + "data: [DONE]\n\n"
+    shown = {
+        "pieces": [{"text": nasty, "fate": "rejected"}],
+        "rounds": [{"exit_layer": 2, "drafted": 1, "accepted": 0}],
+        "tokens": 1,
+        "seconds": 0.1,
+    }
+    body = events(chunk(nasty), chunk("", selfspec=shown)) + "data: [DONE]\n\n"
     page = open_page(address)
     page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
     ask(page, nasty)
