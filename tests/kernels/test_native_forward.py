@@ -9,7 +9,6 @@ import torch
 
 from decoding import decode
 from layerskip_models import from_transformers
-from layerskip_models.choices import Detail
 from layerskip_models.kernels.library import kernels
 from layerskip_models.kernels.native_forward import STEP_ROWS, NativeForward
 from layerskip_models.kernels.threads import on_threads
@@ -60,43 +59,6 @@ def test_steps_are_the_single_calls(dtype: torch.dtype, recorded: bool) -> None:
         if recorded:
             assert torch.equal(memory[1, :3], exits)
             assert all(torch.equal(memory[layer - 1, :3], states) for layer, states in seen.items())
-
-
-@pytest.mark.parametrize("detail", ["token", "confidence", "all"])
-@pytest.mark.parametrize("head", ["full", "draft"])
-def test_a_step_of_several_texts_is_their_steps(head: str, detail: Detail) -> None:
-    """Each at its own position: what is kept of every layer, what the head says, and the caches."""
-    model, steps, _ = made()
-    prompts = [[], [3, 1, 4], [9] * 7, [1]]
-    with torch.inference_mode():
-        caches = [[KVCache(model, 12) for _ in prompts] for _ in range(2)]
-        for cache, prompt in zip((cache for one in caches for cache in one), prompts * 2):
-            if prompt:
-                model.run_layers(model.embed(torch.tensor(prompt)), 0, 4, cache)
-        tokens, memory, last = [5, 0, 23, 5], torch.zeros(4, 9, model.hidden_size), torch.zeros(4, model.hidden_size)
-        rows = [(cache, 1) for cache in caches[0]]
-        looks = steps.tokens(tokens, rows, 3, last, head=head, detail=detail, record=(memory, 2))
-        alone, own = torch.zeros(4, 1, model.hidden_size), torch.zeros(4, model.hidden_size)
-        for index, (token, cache) in enumerate(zip(tokens, caches[1])):
-            look = steps.tokens([token], [(cache, 1)], 3, own[index], head=head, detail=detail, record=(alone, 0))
-            assert repr(look) == repr(looks[index : index + 1])  # NaN, where it was not asked for, equals nothing
-            assert torch.equal(memory[:3, 2 + index], alone[:3, 0])
-        assert torch.equal(last, own) and not memory[3].any() and not memory[:, 6:].any()
-        x, size = torch.cat([last[:1], last]), [2, 1, 1, 1]
-        for one in caches:
-            steps.tokens([5], [(one[0], 1)], 3, torch.zeros(model.hidden_size))  # a second row of the first text
-        found = steps.rows(x, list(zip(caches[0], size)), 3, 4, record=(memory, 1))
-        first = 0
-        for cache, count in zip(caches[1], size):
-            own_rows = steps.rows(x[first : first + count], [(cache, count)], 3, 4, record=(memory, 6))
-            assert own_rows == (found[0][first : first + count], found[1][first : first + count])
-            assert torch.equal(memory[3, 6 : 6 + count], memory[3, 1 + first : 1 + first + count])
-            first += count
-        for one, other, prompt in zip(*caches, prompts):
-            end = len(prompt) + 1
-            assert one.position(3, 4) == other.position(3, 4) >= end
-            assert torch.equal(one.values[:, :, :end], other.values[:, :, :end])
-            assert torch.equal(one.keys[..., :end], other.keys[..., :end])
 
 
 def test_what_does_not_fit_is_refused() -> None:
