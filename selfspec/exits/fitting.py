@@ -1,12 +1,11 @@
 """Fitting exit adapters to hidden states of a frozen model: the loss, its gradient, and how good the result is.
 
-Nothing here reads or writes files. `fit` works in memory; `training` takes the same steps in a resumable run of hours.
+Nothing here reads or writes files. `training` takes the steps in a resumable run of hours.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +13,12 @@ from functools import partial
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from layerskip_models.exits.adapter import STEERED, ExitAdapters
 from layerskip_models.training.accepted_length import accepted_length_weights
 from layerskip_models.training.documents import block_order
 from layerskip_models.training.gradients import sum_gradients
-from layerskip_models.training.settings import half_cosine
 from selfspec.exits.frozen_head import FrozenHead
 from selfspec.exits.sequences import ExitSequence
 from selfspec.exits.settings import FitSettings
@@ -127,39 +125,6 @@ class ExitFit:
         for gradient, losses in zip(gradients, ce):
             gradient *= in_runs(losses, sequence.runs(rows), weigh).unsqueeze(-1)
         return [gradient.to(output.dtype) for gradient, output in zip(gradients, outputs)]
-
-
-def fit(
-    adapters: ExitAdapters,
-    sequences: Sequence[ExitSequence],
-    depths: Sequence[int],
-    head: FrozenHead,
-    settings: FitSettings,
-    *,
-    seconds: float | None = None,
-    after_step: Callable[[int, StepFigures], None] = lambda done, figures: None,
-) -> int:
-    """Train adapters in place, in one process. Returns the number of steps done. Arguments as of `ExitFit`.
-
-    seconds: stop by then if not before; the learning rate then falls with the time. Without it the result is a function of
-    the other arguments. after_step: called with the number of steps done.
-    """
-    accelerator = Accelerator(cpu=head.weight.device.type == "cpu")
-    steps = ExitFit(adapters, sequences, depths, head, settings, accelerator)
-    started = time.monotonic()
-    for done in range(settings.steps):
-        spent = 0.0 if seconds is None else (time.monotonic() - started) / seconds
-        if spent >= 1:
-            return done
-        rate = settings.learning_rate * settings.warm_up(done) * half_cosine(max(done / settings.steps, spent))
-        for group in steps.optimizer.param_groups:
-            group["lr"] = rate
-        figures = steps.gradient(done)
-        nn.utils.clip_grad_norm_(adapters.parameters(), settings.max_grad_norm)
-        steps.optimizer.step()
-        steps.optimizer.zero_grad(set_to_none=True)
-        after_step(done + 1, figures)
-    return settings.steps
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 from selfspec.exits import fitting as exit_fitting
 from selfspec.exits import hidden_state_dataset
-from selfspec.exits.fitting import ExitFit, fit, measure
+from selfspec.exits.fitting import ExitFit, measure
 from selfspec.exits.frozen_head import FrozenHead
 from selfspec.exits.hidden_state_dataset import HiddenStateDataset, StatesPlan, capture, plan_for, write_states
 from selfspec.exits.sequences import ExitSequence, join
@@ -171,12 +171,15 @@ def test_fitting_raises_the_agreement() -> None:
     adapters = ExitAdapters(described())
     before = measure(adapters, sequences, DEPTHS, head)
     assert all(found.bare == found.adapted for found in before.values())
-    seen: list[float] = []
-    steps = fit(
-        adapters, sequences, DEPTHS, head, FitSettings(steps=60, learning_rate=0.03, arm="full"),
-        after_step=lambda done, figures: seen.append(figures.mean_kl),
-    )  # fmt: skip
-    assert steps == 60 and seen[-1] < 0.7 * seen[0]
+    settings = FitSettings(steps=60, learning_rate=0.03, arm="full")
+    fit, seen = ExitFit(adapters, sequences, DEPTHS, head, settings, Accelerator(cpu=True)), []
+    for step in range(settings.steps):
+        seen.append(fit.gradient(step).mean_kl)
+        fit.optimizer.param_groups[0]["lr"] = settings.learning_rate_at(step, settings.steps)
+        torch.nn.utils.clip_grad_norm_(adapters.parameters(), settings.max_grad_norm)
+        fit.optimizer.step()
+        fit.optimizer.zero_grad(set_to_none=True)
+    assert seen[-1] < 0.7 * seen[0]
     for layer, found in measure(adapters, sequences, DEPTHS, head).items():
         assert found.bare == before[layer].bare and found.rows == before[layer].rows
         assert found.adapted.agreement > found.bare.agreement + 0.1
@@ -197,14 +200,11 @@ def test_runs_of_accepted_drafts_by_hand() -> None:
     assert tally.quality().run == 2.0
 
 
-def test_a_time_limit_ends_the_fitting() -> None:
-    model = tiny_model()
-    sequences = capture(model, texts(3), plan())
-    settings = FitSettings(steps=10**9)
-    done = fit(ExitAdapters(described()), sequences, DEPTHS, FrozenHead(model), settings, seconds=0.2)
-    assert 0 < done < 10**6
+def test_nothing_to_fit_to_is_refused() -> None:
     with pytest.raises(ValueError, match="no text"):
-        fit(ExitAdapters(described()), [], DEPTHS, FrozenHead(model), settings)
+        ExitFit(
+            ExitAdapters(described()), [], DEPTHS, FrozenHead(tiny_model()), FitSettings(steps=1), Accelerator(cpu=True)
+        )
 
 
 class _Process:
