@@ -44,15 +44,16 @@ def bonus_from_q(patch: pytest.MonkeyPatch, cell: Cell) -> None:
 
 
 def row_that_depends_on_its_company(patch: pytest.MonkeyPatch, cell: Cell) -> None:
-    """The last bit of a pass's first number is another one where there are several texts in it."""
+    """The last bit of each row's first number is another one where there are several texts in a pass."""
     with kernels_of(cell.variant):
-        backend: Any = model_of(cell.family, cell.weights, cell.variant).backend
+        model = model_of(cell.family, cell.weights, cell.variant)
+    backend: Any = model.backend
     original = backend.run_step
 
     def fault(address: int, threads: int) -> int:
         found, step = original(address, threads), Step.from_address(address)
-        if step.num_spans > 1:
-            ctypes.c_int32.from_address(step.outputs).value ^= 1
+        for row in range(step.rows if step.num_spans > 1 else 0):
+            ctypes.c_int32.from_address(step.outputs + 4 * model.hidden_size * row).value ^= 1
         return found
 
     patch.setattr(backend, "run_step", fault)
