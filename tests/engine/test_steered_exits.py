@@ -1,6 +1,6 @@
 """Steered exits draft with the row that was verified last, whatever a text has been through, and no text changes by it.
 
-`test_lossless` runs steered models as well (`tiny_llama.pool_model`), and `test_distribution` enumerates their laws.
+`tests/law` enumerates the laws of steered drafts.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_steering_changes_what_is_drafted() -> None:
 
 
 def test_greedy_texts_are_plain_ones_alone_and_in_company() -> None:
-    """Of every policy; `test_lossless` has more texts."""
+    """Of every policy."""
     model = steered_model(IN_USE)
     generator = SelfSpecGenerator(model)
     expected = [generator.generate(prompt, max_new_tokens=16, policy="ar").new_tokens for prompt in PROMPTS]

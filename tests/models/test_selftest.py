@@ -28,7 +28,7 @@ from selfspec.engine.runners.runner import Head, SequenceRows
 from tiny_llama import ROPES, tiny_llama, tiny_tokenizer
 
 DRAWS = 20
-"""So few show that sampling runs and stays within the top-k. tests/engine/test_distribution.py counts many."""
+"""So few show that sampling runs and stays within the top-k. tests/law/test_distribution.py counts many."""
 PROMPTS = [torch.tensor([5, 3, 7, 1]), torch.tensor([2, 9])]
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama 2: as many key-value heads": {"kv_heads": 2},
