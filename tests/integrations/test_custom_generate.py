@@ -33,14 +33,13 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import selfspec
-from batched_runs import needs_native
 from layerskip_models.transformers_names import with_cache
 from policies import Policy
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec.integrations.custom_generate import SelfSpecOutput
 from selfspec.integrations.live_models import _generators, generator_of
 from strategies import POOL_SIZE, processor_options, prompts, tokens
-from tiny_llama import VOCAB_SIZE, pool_model, reference_greedy, tiny_llama, tiny_tokenizer
+from tiny_llama import VOCAB_SIZE, pool_model, tiny_llama, tiny_tokenizer
 
 
 class BanByRow(LogitsProcessor):
@@ -220,22 +219,6 @@ def inputs(*texts: list[int], pad: int = 0) -> dict[str, Any]:
         "do_sample": False,
         "pad_token_id": pad,
     }
-
-
-@pytest.mark.parametrize("options", [{}, {"stop_strings": "d"}, {"pad_token_id": None}])
-def test_rows_that_end_at_different_places(options: dict[str, Any], llama64: LlamaForCausalLM) -> None:
-    """By an EOS token each; the end of the shorter ones is padding."""
-    texts = [[5, 1, 7], [9], [2, 2, 8, 8]]
-    continued = [reference_greedy(llama64, text, max_new_tokens=20) for text in texts]
-    eos = [continued[0][2], continued[1][6]]
-    arguments = {**inputs(*texts, pad=23), "max_new_tokens": 20, "eos_token_id": eos, **options}
-    ours = selfspec.custom_generate("ls:2-4", tokenizer=tiny_tokenizer())
-    found = llama64.generate(**arguments, custom_generate=ours)
-    assert torch.equal(found, llama64.generate(**arguments, tokenizer=tiny_tokenizer()))
-    ends = [next((i for i, token in enumerate(text) if token in eos), 20) for text in continued]
-    assert len(set(ends)) > 1, ends
-    fill = eos[0] if "pad_token_id" in options else 23
-    assert found[ends.index(min(ends)), 4 + min(ends) + 1 :].unique().tolist() == [fill]
 
 
 class Puts(BaseStreamer):
@@ -468,22 +451,3 @@ def test_a_users_length_criterion_takes_the_place_of_the_prepared_one(llama64: L
 
     for limit in (2, 4, 9):
         assert torch.equal(run(limit, custom_generate=selfspec.custom_generate("ls:2-3")), run(limit))
-
-
-@needs_native
-def test_drafts_in_fewer_bits_follow_the_weights() -> None:
-    """Whatever the drafts are made with, transformers' own text; after a change of the weights, too."""
-    model = tiny_llama(num_layers=4, hidden_size=64, intermediate_size=128, late_scale=0.5, seed=3)
-    ours = selfspec.custom_generate("bits:8-3", draft_weights="int8")
-    arguments = {**inputs([5, 1, 7], [9]), "max_new_tokens": 12}
-    for seed in (4, 5):
-        out = model.generate(**arguments, return_dict_in_generate=True, custom_generate=ours)
-        assert torch.equal(out.sequences, model.generate(**arguments))
-        assert all(0.5 * stats.num_drafted < stats.num_accepted for stats in out.stats)
-        other = tiny_llama(num_layers=4, hidden_size=64, intermediate_size=128, late_scale=0.5, seed=seed)
-        model.load_state_dict(other.state_dict())
-    none = selfspec.custom_generate("bits:8-3", draft_weights="none")
-    with pytest.raises(ValueError, match="draft_weights is 'none'"):
-        model.generate(**arguments, custom_generate=none)
-    with pytest.raises(ValueError, match="draft_weights must be one of"):
-        selfspec.custom_generate(draft_weights="int3")  # type: ignore[arg-type]

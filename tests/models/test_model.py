@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import layerskip_models.checkpoints.conversion
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.decoder_layer import interleave_heads
 from layerskip_models.kv_cache import KVCache
@@ -81,24 +80,6 @@ def test_hidden_states_equal_transformers() -> None:
     torch.testing.assert_close(model.embed(ids[0]), expected[0][0], rtol=0, atol=0)
     for layer in range(1, model.num_layers):  # transformers' last entry has been through the norm
         torch.testing.assert_close(seen[layer], expected[layer][0], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["float32", "half"])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.2), (torch.float16, 0.03)])
-def test_half_precision_is_close_and_logits_are_float32(
-    dtype: torch.dtype, bound: float, own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU in float32, and in the dtype itself, as on other devices."""
-    if own:
-        monkeypatch.setattr(
-            layerskip_models.checkpoints.conversion, "arithmetic_dtype", lambda weights, device: weights
-        )
-    llama = tiny_llama(dtype=dtype, seed=5)
-    model = from_transformers(llama)
-    assert model.dtype == (dtype if own else torch.float32)
-    logits = forward(model, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, full_logits(llama, [1, 2, 3, 4, 5, 6, 7, 8]), rtol=0, atol=bound)
 
 
 def test_embed_one_is_a_view() -> None:
