@@ -11,15 +11,7 @@ from policies.auto.policy import AutoExit, AutoStopping
 from policies.base import ExitPolicy, NeverStop, Policy, StatelessPolicy, StoppingPolicy
 from policies.bounds import check_exit_layer
 from policies.copying import CopyExit
-from policies.cost import (
-    CostModel,
-    LayerCost,
-    MeasuredCost,
-    best_setting,
-    cost_of_round,
-    draft_passes,
-    tokens_per_cost,
-)
+from policies.cost import CostModel, LayerCost, MeasuredCost, best_setting, cost_of_round, tokens_per_cost
 from policies.del_policy import DelExit, DelThreshold
 from policies.draft_verify import DraftVerifyThreshold
 from policies.entropy import AdaEdlThreshold, SvipThreshold
@@ -79,7 +71,6 @@ __all__ = [
     "best_setting",
     "check_exit_layer",
     "cost_of_round",
-    "draft_passes",
     "kept_between_texts",
     "parse_policy",
     "tokens_per_cost",

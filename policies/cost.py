@@ -198,18 +198,6 @@ def _setting_costs(cost: CostModel, layers: tuple[int, ...], max_speculations: i
     return costs
 
 
-def draft_passes(record: RoundRecord) -> tuple[int, bool]:
-    """(Passes through the exit's layers that were looked at, whether verification finds all rows there already).
-
-    Where drafting stopped before a draw, the last row was looked at too; else verification runs that row through the first
-    layers.
-    """
-    if record.exit_layer is None:
-        return 0, False
-    complete = record.stop_cause == "before_draw"
-    return record.num_drafted + complete, complete
-
-
 def cost_of_round(record: RoundRecord, cost: CostModel) -> float:
     """What a finished round costs: all rows that it ran, including one that was dropped."""
     if record.exit_layer is None:

@@ -342,5 +342,4 @@ class RoundRecord:
     @property
     def counted_copies(self) -> tuple[int, int]:
         """(copied, accepted): those of `counted_drafts` that were copied from the text."""
-        drafted, accepted = self.counted_drafts
-        return min(drafted, self.num_copied), min(accepted, self.num_copied)
+        return self.counted_drafts if self.num_copied else (0, 0)

@@ -75,10 +75,7 @@ class WeightBytes:
         return {f"{name}_bytes": size for name, size in asdict(self).items()}
 
     def moved(self, stats: Mapping[str, Any]) -> float:
-        """Bytes that a run's rounds had to read, learning aside; `stats` is of `GenerationStats.as_dict`.
-
-        The head's look at copied tokens, one for each copy that an exit sees, is not counted: statistics do not tell these.
-        """
+        """Bytes that a run's rounds had to read, learning aside; `stats` is of `GenerationStats.as_dict`."""
         context = stats["num_prompt_tokens"] + stats["num_new_tokens"] / 2
         loaded = stats["loaded_layers"] + stats["preverifier_layers"]  # Pacer's layer is one of the model's kind
         layers = loaded * (self.layer + self.kv * context)

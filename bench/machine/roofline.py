@@ -14,7 +14,7 @@ from bench.engines.own import run_afresh
 from bench.machine.bandwidth import WeightBytes
 from bench.record import Line
 from bench.report.table import counted
-from policies import CostModel, MeasuredCost, RoundRecord, cost_of_round, draft_passes
+from policies import CostModel, MeasuredCost, RoundRecord, cost_of_round
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import fixed_settings, trace_agreement
 
@@ -77,8 +77,9 @@ def phase_bytes(
         read["verify"] += num_layers * layer + weights.head
         seconds += cost_of_round(record, cost)
         if record.exit_layer is not None:
-            passes, complete = draft_passes(record)
-            read["draft"] += passes * (record.exit_layer * layer + weights.draft_head)
+            # Where drafting stopped before a draw, the last row was looked at, too, and verification finds it there.
+            complete = record.stop_cause == "before_draw"
+            read["draft"] += (record.num_drafted + complete) * (record.exit_layer * layer + weights.draft_head)
             read["verify"] -= complete * record.exit_layer * layer
         if record.shadow is not None:
             read["learn"] += weights.draft_head

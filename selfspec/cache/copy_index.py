@@ -7,7 +7,7 @@ every token, however long the text is.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,20 +34,6 @@ class Match(NamedTuple):
     token: int
 
 
-def _suffix_hashes(tokens: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-    """For each place of a text, hashes of the suffixes of SHORTEST to LONGEST tokens that end there, length by length.
-
-    Yields (place of the first, hashes of it and of all places after it).
-    """
-    text = (tokens + 1).astype(np.uint64)  # no token is 0, because leading zeros would vanish
-    hashes = np.zeros(len(text), dtype=np.uint64)
-    for length in range(1, min(LONGEST, len(text)) + 1):
-        hashes = (hashes[-(len(text) + 1 - length) :] ^ text[length - 1 :]) * np.uint64(_MIX)
-        if length >= SHORTEST:
-            yield length - 1, hashes
-        hashes = hashes[:-1]
-
-
 class _Places:
     """A text's tokens, and for every suffix of SHORTEST to LONGEST tokens the place where it was last seen to end.
 
@@ -63,8 +49,13 @@ class _Places:
         """Take in many tokens at once."""
         first = len(self.tokens)
         self.tokens.frombytes(tokens.tobytes())
-        for start, hashes in _suffix_hashes(tokens):
-            self._keep(zip(hashes.tolist(), range(first + start, first + len(tokens))))
+        text = (tokens + 1).astype(np.uint64)  # no token is 0, because leading zeros would vanish
+        hashes = np.zeros(len(text), dtype=np.uint64)  # of the suffixes of one length, by where they end
+        for length in range(1, min(LONGEST, len(text)) + 1):
+            hashes = (hashes[-(len(text) + 1 - length) :] ^ text[length - 1 :]) * np.uint64(_MIX)
+            if length >= SHORTEST:
+                self._keep(zip(hashes.tolist(), range(first + length - 1, first + len(text))))
+            hashes = hashes[:-1]
 
     def add(self, token: int, hashes: Sequence[int]) -> None:
         """Take in one token. hashes: of the suffixes that it ends."""
