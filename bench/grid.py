@@ -15,7 +15,6 @@ from bench.datasets import EncodedPrompt
 from bench.record import Line
 from policies import CostModel
 from selfspec.analysis.replay import AgreementTrace, replay
-from selfspec.engine.stats import mean
 
 LAYERS, SECONDS = "layers", "seconds"
 """What counts as cost: a field of `GridCell`."""
@@ -32,7 +31,7 @@ class GridCell(NamedTuple):
 
 
 def grid_line(prompt: EncodedPrompt, trace: AgreementTrace, lengths: Sequence[int], cost: CostModel) -> Line:
-    """One prompt's line: a `GridCell` of every setting, and the share of positions at which each exit layer agrees."""
+    """One prompt's line: a `GridCell` of every setting."""
     cells = {}
     for layer in trace.agrees:
         for length in lengths:
@@ -40,14 +39,7 @@ def grid_line(prompt: EncodedPrompt, trace: AgreementTrace, lengths: Sequence[in
             cells[f"ls:{layer}-{length}"] = GridCell(
                 rounds.num_tokens, rounds.loaded_layers, round(rounds.cost(cost), 6)
             )
-    agreement = [trace.agreement(layer) for layer in trace.agrees]
-    return {
-        "kind": "grid",
-        "prompt": prompt.id,
-        "task": prompt.task,
-        "cells": cells,
-        "agreement": agreement,
-    }
+    return {"kind": "grid", "prompt": prompt.id, "task": prompt.task, "cells": cells}
 
 
 def grid_lines(lines: Iterable[Line]) -> list[Line]:
@@ -95,11 +87,6 @@ def pooled(counts: Iterable[tuple[str, float, float]]) -> dict[str, float]:
             tokens_before, cost_before = totals.get(key, (0.0, 0.0))
             totals[key] = (tokens_before + tokens, cost_before + cost)
     return {task: tokens / cost for task, (tokens, cost) in totals.items() if cost}
-
-
-def mean_agreement(grid: Sequence[Line]) -> list[float | None]:
-    """Mean over prompts of each exit layer's agreement with the last layer, along the model's own greedy text."""
-    return [mean(column) for column in zip(*(line["agreement"] for line in grid))]
 
 
 def _tasks(grid: Sequence[Line]) -> list[str]:

@@ -1,4 +1,4 @@
-"""One measurement over tasks and policies: replayed grid, timed runs in turn, memory; resumable.
+"""One measurement over tasks and policies: replayed grid, timed runs in turn; resumable.
 
 A run that was killed goes on with the first (engine, prompt, repeat) that is not in its record. What does not depend on the
 clock (rounds, drafts, layers, outputs) is the same either way: policies forget before every prompt, and costs are measured
@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from bench.datasets import EncodedPrompt
-from bench.engines.own import LocalEngine, SelfSpecEngine
+from bench.engines.own import SelfSpecEngine, TimedEngine
 from bench.grid import SECONDS, fixed_in_hindsight, grid_line
 from bench.machine.bandwidth import WeightBytes, measure_bandwidth
-from bench.machine.memory import peak_bytes
 from bench.measure import measure_prompt, num_runs, warm_up
 from bench.record import BEST_FIXED, BEST_FIXED_LABEL, Line, RecordWriter, matching
 from bench.scoring import Scorer
@@ -31,19 +29,18 @@ class Run:
     """A measurement in progress.
 
     engines: the outputs of all are compared with the first one's. grid: replay fixed settings, and run the best one of each
-    task; not of a run that samples. memory: measure it, once per engine. sampled: the repeats of a prompt differ in their
-    seeds. score: of outputs, for prompts with a reference. advance: called after each step.
+    task; not of a run that samples. sampled: the repeats of a prompt differ in their seeds. score: of outputs, for prompts
+    with a reference. advance: called after each step.
     """
 
     generator: SelfSpecGenerator
-    engines: Sequence[LocalEngine]
+    engines: Sequence[TimedEngine]
     prompts: Sequence[EncodedPrompt]
     record: RecordWriter
     max_new_tokens: int
     repeats: int
     warmups: int
     grid: bool
-    memory: bool
     sampled: bool
     score: Scorer | None = None
     advance: Callable[[str], None] = lambda label: None
@@ -52,7 +49,7 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """How many times `advance` is called at most; without memory."""
+        """How many times `advance` is called at most."""
         engines, prompts = len(self.engines) + self.grid, len(self.prompts)
         return self.grid * prompts + num_runs(engines, prompts, repeats=self.repeats, warmups=self.warmups)
 
@@ -120,18 +117,7 @@ class Run:
                 score=self.score,
             )
 
-    def measure_memory(self) -> None:
-        """Each engine's peak memory on the longest prompt."""
-        if not self.memory:
-            return
-        longest = max(self.prompts, key=lambda prompt: prompt.ids.numel())
-        for engine in self.engines:
-            if self.record.earlier("memory", engine=engine.name) is None:
-                again = partial(engine.generate_afresh, longest.ids, self.max_new_tokens)
-                peak = peak_bytes(self.generator.model.device, again)
-                self.record.write({"kind": "memory", "engine": engine.name, "prompt": longest.id, "peak_bytes": peak})
-
-    def _engines_for(self, prompt: EncodedPrompt) -> Sequence[LocalEngine]:
+    def _engines_for(self, prompt: EncodedPrompt) -> Sequence[TimedEngine]:
         if not self.grid:
             return self.engines
         policy = self._fixed[prompt.task]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from bench.datasets import EncodedPrompt
 from bench.engines.own import run_afresh
-from bench.record import Line, matching
+from bench.record import Line
 from bench.report.summary import Samples
 from layerskip_models.text_files import write_text
 from policies import CostModel, cost_of_round
@@ -140,33 +140,6 @@ def _cell(policy: str, values: Mapping[str, str], counts: Sequence[Counts], cost
     plain = sum(c.tokens for c in counts) * cost.autoregressive()
     predicted = plain / sum(c.cost for c in counts)
     return Cell(policy=policy, values=values, replayed=replayed, counts=tuple(counts), predicted_speedup=predicted)
-
-
-def agreement_line(traces: Sequence[AgreementTrace]) -> dict[str, Any]:
-    """The record's line on how often each layer 1 .. L-1 agrees with the last one along the model's own greedy text."""
-    layers = range(1, traces[0].num_layers)
-    return {"kind": "agreement", "by_layer": [mean(trace.agreement(layer) for trace in traces) for layer in layers]}
-
-
-def replay_line(lines: Sequence[Line], cells: Sequence[Cell], prompts: Sequence[EncodedPrompt]) -> dict[str, Any]:
-    """The record's line on whether the timed runs had the rounds of replay or first run: (cell, prompt) pairs that did not.
-
-    Where greedy outputs are equal and arithmetic has no near-tie there are none.
-    """
-    order = {prompt.id: index for index, prompt in enumerate(prompts)}
-    by_engine = {f"selfspec:{cell.policy}": cell for cell in cells}
-    differing = set()
-    for line in matching(lines, "sample"):
-        if line["engine"] in by_engine:
-            *expected, _ = by_engine[line["engine"]].counts[order[line["prompt"]]]
-            if expected != [line["stats"][name] for name in ("rounds", "num_drafted", "num_accepted", "loaded_layers")]:
-                differing.add((line["engine"], line["prompt"]))
-    return {
-        "kind": "replay",
-        "replayed": all(cell.replayed for cell in cells),
-        "compared": len(cells) * len(prompts),
-        "differing": sorted(map(list, differing)),
-    }
 
 
 def best_line(lines: Sequence[Line], cells: Sequence[Cell]) -> dict[str, Any]:

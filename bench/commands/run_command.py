@@ -25,7 +25,7 @@ from bench.commands.preparation import (
     transformers_engines,
 )
 from bench.datasets import COPYING, Prompt, encode_prompts, group_by_task, load_prompts, shipped_names
-from bench.engines.own import LocalEngine, Sampling, SelfSpecEngine
+from bench.engines.own import Sampling, SelfSpecEngine, TimedEngine
 from bench.hub_tasks import HUB_TASKS, load_hub_task
 from bench.provenance import provenance
 from bench.record import BEST_FIXED, BEST_FIXED_LABEL, RecordWriter, read_part
@@ -80,14 +80,13 @@ def run(
             help="Replay all fixed settings, and run the best one of each task. Default: yes, unless sampling.",
         ),
     ] = None,
-    memory: options.MemoryOption = True,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = "auto",
     runner: options.RunnerOption = "auto",
     output: options.OutputOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run to --output.")] = False,
 ) -> None:
-    """Measure policies and engines over tasks: speed, rounds and memory, with plain decoding in the same run.
+    """Measure policies and engines over tasks: speed and rounds, with plain decoding in the same run.
 
     Ends with status 1 if an output differs by more than a near-tie.
     """
@@ -122,7 +121,7 @@ def run(
         for name in names:  # mistakes end the command before anything is measured
             parse(name)
         lasting = kept_policies(kept or [], names, parse)
-        engines: list[LocalEngine] = [
+        engines: list[TimedEngine] = [
             SelfSpecEngine(generator, name, sampling=sampling) for name in dict.fromkeys(names)
         ]
         engines += [SelfSpecEngine(generator, name, kept=True, sampling=sampling) for name in lasting]
@@ -150,7 +149,6 @@ def run(
             repeats=repeats,
             warmups=warmups,
             grid=grid,
-            memory=memory,
             sampled=sampling is not None,
             score=Scorer(tokenizer),
         )
@@ -159,7 +157,6 @@ def run(
         with progress(measuring.num_steps) as measuring.advance:
             measuring.replay(cost)
             measuring.measure()
-        measuring.measure_memory()
     show(record.lines)
     exit_if_outputs_differ(record.lines)
 

@@ -26,13 +26,11 @@ from bench.provenance import provenance
 from bench.record import RecordWriter
 from bench.sweep import (
     Grid,
-    agreement_line,
     best_line,
     fixed_grid,
     fixed_setting_of,
     parse_range,
     replay_grid,
-    replay_line,
     run_grid,
     write_setting,
 )
@@ -124,8 +122,6 @@ def sweep(
             engines = [SelfSpecEngine(generator, name) for name in ("ar", *(cell.policy for cell in cells[:num_timed]))]
             record.write(run_line("sweep", about, engines, where))
             record.write({"kind": "costs", **cost.as_dict()})
-            if traces:
-                record.write(agreement_line(traces))
             for cell in cells:
                 record.write(cell.as_line())
             measure(
@@ -138,7 +134,6 @@ def sweep(
                 record=record,
                 advance=advance,
             )
-        record.write(replay_line(record.lines, cells[:num_timed], samples))
         best = best_line(record.lines, cells[:num_timed])
         record.write(best)
     show(record.lines)

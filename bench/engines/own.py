@@ -117,14 +117,6 @@ class TimedEngine(HasLabel, Protocol):
         ...
 
 
-class LocalEngine(TimedEngine, Protocol):
-    """An engine in this process."""
-
-    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """Continue the prompt with every buffer allocated during the call, for measuring memory; not timed."""
-        ...
-
-
 class SelfSpecEngine:
     """selfspec with one policy; "ar" is its autoregressive mode (num_speculations=0).
 
@@ -201,11 +193,6 @@ class SelfSpecEngine:
     def capture_ahead(self, max_length: int) -> None:
         """Capture what texts of up to `max_length` tokens may need, where the runner captures: not while a run is timed."""
         self._generator.warm_up(self._policy, max_length=max_length)
-
-    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """See `LocalEngine`: by a generator that has no KV cache yet."""
-        fresh = SelfSpecGenerator(self._generator.model, runner=self._generator.runner)
-        fresh.generate(prompt, max_new_tokens=max_new_tokens, **self._decoding(0))
 
     def count(self, prompt: Tensor, max_new_tokens: int) -> None:
         """None: `generate` counts."""

@@ -129,10 +129,6 @@ class TransformersEngine:
             tokens=tuple(sequences[0, prompt.numel() :].tolist()), seconds=seconds, time_to_first_token=first
         )
 
-    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """See `LocalEngine`: every call of transformers allocates anew."""
-        self._call(prompt, max_new_tokens)
-
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
         """See `BatchEngine`: greedily, the shorter prompts padded on the left."""
         device = self._model.device

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench.machine.process_memory import peak_bytes_of, private_bytes
+from bench.machine.memory import peak_bytes_of, private_bytes
 
 STARTS = {
     "import torch": ["-c", "import torch"],

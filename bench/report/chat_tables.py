@@ -7,8 +7,7 @@ from statistics import median, quantiles
 
 from bench.grid import ALL
 from bench.record import PLAIN, Line, matching
-from bench.report.run_tables import round_table
-from bench.report.source_tables import source_tables
+from bench.report.run_tables import round_table, source_tables
 from bench.report.summary import Samples
 from bench.report.table import Table, cross_table, names, number
 

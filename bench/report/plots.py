@@ -32,8 +32,7 @@ def figures(lines: Sequence[Line]) -> dict[str, Figure]:
             return {"Speed over the length of the context": context_curves(lines)}
         if lines[0]["command"] == "sweep":
             sweep = Sweep.of(lines)
-            draw = {1: sweep_line, 2: heat_map}.get(len(sweep.axes))
-            return {} if draw is None else {"Speed-up over plain decoding of every setting": draw(sweep)}
+            return {"Speed-up of every setting": heat_map(sweep)} if len(sweep.axes) == 2 else {}
         samples = Samples(lines)
         return {"Speed-up over plain decoding": speedup_bars(samples)} if PLAIN in samples.engines else {}
 
@@ -85,31 +84,6 @@ def heat_map(sweep: Sweep) -> Figure:
     axes.set_xlabel(f"{across} (bold: measured, the rest predicted)")
     axes.set_ylabel(down)
     figure.colorbar(image, ax=axes)
-    return figure
-
-
-def sweep_line(sweep: Sweep) -> Figure:
-    """A sweep's speed-ups over one axis: predicted as a line, measured as points with the lowest and highest repeat."""
-    ((name, values),) = sweep.axes.items()
-    figure, axes = _curves(name, "× plain decoding")
-    predicted = [sweep.cells[(value,)]["predicted_speedup"] for value in values]
-    axes.plot(range(len(values)), predicted, color=_PEERS, marker=".", label="predicted")
-    timed = [(place, sweep.measured[(value,)]) for place, value in enumerate(values) if (value,) in sweep.measured]
-    spreads = [spread for _, spread in timed]
-    axes.errorbar(
-        [place for place, _ in timed],
-        [spread.value for spread in spreads],
-        yerr=_whiskers(spreads),
-        fmt="o",
-        color=_OURS,
-        ecolor="#444444",
-        capsize=2,
-        linewidth=1,
-        label="measured",
-    )
-    axes.axhline(1, color=_REFERENCE, linewidth=0.8)
-    axes.set_xticks(range(len(values)), values)
-    axes.legend(frameon=False, fontsize=8)
     return figure
 
 

@@ -17,12 +17,14 @@ from bench.grid import (
 from bench.machine.bandwidth import WeightBytes
 from bench.record import BEST_FIXED, PLAIN, Line, matching
 from bench.report.interval_tables import interval_tables
-from bench.report.source_tables import source_tables
 from bench.report.summary import Samples
 from bench.report.table import UNKNOWN, Table, cross_table, names, number, outputs_text, spread_text, times
-from selfspec.engine.stats import mean
+from selfspec.engine.stats import mean, ratio
 
 TRANSFORMERS = "transformers:generate"
+_SOURCES = (
+    "engine", "× plain", "tokens/round", "copied", "drafted", "model's own", "copies accepted", "drafts accepted",
+)  # fmt: skip
 Scores = dict[str, dict[str, dict[str, list[float]]]]
 """By "task, metric", engine and prompt: a score in [0, 1] for each run."""
 
@@ -65,7 +67,6 @@ def decoding_text(lines: Sequence[Line]) -> str:
 
 def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
     """A column that no engine has a figure for is left out."""
-    memory = {line["engine"]: line["peak_bytes"] / 2**20 for line in matching(lines, "memory")}
 
     def over(name: str, baseline: str) -> str:
         return times(samples.speedup(name, baseline)) if baseline in samples.engines else UNKNOWN
@@ -73,7 +74,6 @@ def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
     rows = []
     for name, label in samples.engines.items():
         own = samples.summary(name)
-        beyond = memory[name] - memory[PLAIN] if {name, PLAIN} <= memory.keys() else None
         rows.append(
             {
                 "engine": label,
@@ -84,8 +84,6 @@ def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
                 "decode tokens/s": number(own.decode_tokens_per_second, "{:.1f}"),
                 "TTFT, ms": number(own.time_to_first_token, "{:.0f}", 1000),
                 "of bandwidth": number(_bandwidth_share(lines, samples, name), "{:.0f} %", 100),
-                "memory, MiB": number(memory.get(name), "{:.1f}"),
-                "over plain's": number(beyond, "{:+.1f}"),
             }
         )
     model = lines[0]["configuration"]["model"]
@@ -176,6 +174,45 @@ def _score_table(samples: Samples, found: Scores) -> list[Table]:
     if len({row[1:] for row in table.rows}) == 1:
         table = replace(table, rows=(("all engines", *table.rows[0][1:]),))
     return [table]
+
+
+def source_tables(samples: Samples) -> list[Table]:
+    """Every engine that tells its rounds, task by task; no table where nothing was copied.
+
+    Shares are of all new tokens, over all runs on the task's prompts. Records that were made before drafts could be copied
+    have no counts of copies, which stands for 0.
+    """
+    runs = [line for line in samples.samples if line["stats"]]
+    if not any(line["stats"].get("num_copied") for line in runs):
+        return []
+    tasks = list(dict.fromkeys(samples.tasks.values()))
+    rows: list[tuple[str, ...]] = []
+    for task in [*tasks, ALL] if len(tasks) > 1 else tasks:
+        chosen = tasks if task == ALL else [task]
+        rows.append((f"**{task}**", *[""] * (len(_SOURCES) - 1)))
+        for engine in samples.engines:
+            own = [line["stats"] for line in runs if line["engine"] == engine and line["task"] in chosen]
+            if own:
+                over_plain = samples.speedup(engine, PLAIN, chosen).value if PLAIN in samples.engines else None
+                rows.append((samples.labels[engine], number(over_plain, "{:.2f}×"), *_shares(own)))
+    title = "New tokens by source, task by task: copied and accepted, drafted by an exit and accepted, the model's own"
+    return [Table(name="sources", title=title, columns=_SOURCES, rows=tuple(rows))]
+
+
+def _shares(stats: Sequence[Line]) -> tuple[str, ...]:
+    """The cells after the speed-up, of these runs together."""
+
+    def total(name: str) -> int:
+        return sum(each.get(name, 0) for each in stats)
+
+    new, accepted, drafted = total("num_new_tokens"), total("num_accepted"), total("num_drafted")
+    copied, copied_accepted = total("num_copied"), total("num_copied_accepted")
+    shares = (copied_accepted / new, (accepted - copied_accepted) / new, 1 - accepted / new)
+    rates = ratio(copied_accepted, copied), ratio(accepted - copied_accepted, drafted - copied)
+    return (
+        number(ratio(new - len(stats), total("rounds")), "{:.2f}"),
+        *(number(share, "{:.1f} %", 100) for share in (*shares, *rates)),
+    )
 
 
 def _etpl_table(lines: Sequence[Line], grid: Sequence[Line]) -> Table:

@@ -1,4 +1,4 @@
-"""The tables of a sweep: eTPL, speed-ups predicted and measured, agreement of the layers."""
+"""The tables of a sweep: eTPL, speed-ups predicted and measured."""
 
 from __future__ import annotations
 
@@ -41,24 +41,17 @@ class Sweep:
 
 
 def sweep_headline(lines: Sequence[Line]) -> str:
-    """The best measured setting, and whether the timed runs had the rounds that were predicted."""
-    model = lines[0]["configuration"]["model"]
-    best, replayed = matching(lines, "best")[0], matching(lines, "replay")[0]
+    """The best measured setting."""
+    model, best = lines[0]["configuration"]["model"], matching(lines, "best")[0]
     spread = times(Spread(value=best["speedup"], low=best["low"], high=best["high"]))
-    source = "the replay" if replayed["replayed"] else "the first one"
-    pairs = f"{replayed['compared'] - len(replayed['differing'])} of {replayed['compared']}"
-    return (
-        f"Best measured setting for {model}: `{best['policy']}`, {spread} its own autoregressive mode. "
-        f"The timed runs had exactly the rounds of {source} for {pairs} pairs of setting and prompt."
-    )
+    return f"Best measured setting for {model}: `{best['policy']}`, {spread} its own autoregressive mode."
 
 
 def sweep_tables(lines: Sequence[Line]) -> list[Table]:
     """All of them."""
     sweep = Sweep.of(lines)
     two = len(sweep.axes) == 2
-    grids = [_etpl_table(lines, sweep), _speedup_table(sweep)] if two else [_cell_table(lines, sweep)]
-    return [*grids, *_agreement_tables(lines)]
+    return [_etpl_table(lines, sweep), _speedup_table(sweep)] if two else [_cell_table(lines, sweep)]
 
 
 def _how(lines: Sequence[Line]) -> str:
@@ -109,16 +102,3 @@ def _cell_table(lines: Sequence[Line], sweep: Sweep) -> Table:
         "predicted (decoding only) and measured (prefill included)"
     )
     return Table.of("cells", title, rows)
-
-
-def _agreement_tables(lines: Sequence[Line]) -> list[Table]:
-    title = "Agreement of each exit layer with the last, along the model's own greedy text"
-    return [
-        Table.of("agreement", title, [{"after": "agrees", **_without_zeros(line["by_layer"])}])
-        for line in matching(lines, "agreement")
-    ]
-
-
-def _without_zeros(agreement: Sequence[float | None]) -> dict[str, str]:
-    """Shares as ".87", by layer."""
-    return {str(layer): number(share, "{:.2f}").removeprefix("0") for layer, share in enumerate(agreement, start=1)}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from bench.commands.bench_app import app
 from bench.datasets import EncodedPrompt, Prompt, chat_prompts
 from bench.engines.own import Generation
-from bench.machine.process_memory import forget_peak, peak_bytes_of, resident_bytes
+from bench.machine.memory import forget_peak, peak_bytes_of, resident_bytes
 from bench.measure import until_end
 from bench.record import Line, read_record
 from bench.report.chat_tables import chat_tables
@@ -158,7 +158,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """In no time; tests/test_start_up.py runs this line in a process of its own."""
         assert command == [sys.executable, "-c", "from selfspec import SelfSpecGenerator"]
 
-    monkeypatch.setattr("bench.commands.loaded_peers.subprocess", SimpleNamespace(run=imported))
+    monkeypatch.setattr("bench.commands.chat_command.subprocess", SimpleNamespace(run=imported))
     options: list[Any] = ["--model", tmp_path / "tiny.gguf", "--prompts", prompts, "--output", tmp_path / "chat.jsonl"]
     options += ["--openvino", tmp_path, "--max-new-tokens", 6, "--repeats", 2, "--loads", 2, "--num-samples", 3]
     result = CliRunner().invoke(app, ["chat", *map(str, options)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.grid import SECONDS, fixed_from_other_half, fixed_in_hindsight, mean_agreement, pooled, with_setting
+from bench.grid import SECONDS, fixed_from_other_half, fixed_in_hindsight, pooled, with_setting
 from bench.record import Line
 
 A, B = "ls:1-1", "ls:2-2"
@@ -12,7 +12,7 @@ A, B = "ls:1-1", "ls:2-2"
 
 def line(prompt: str, task: str, a: tuple[float, float], b: tuple[float, float]) -> Line:
     cells = {A: [*a, a[1] / 10], B: [*b, b[1] / 10]}
-    return {"kind": "grid", "prompt": prompt, "task": task, "cells": cells, "agreement": [a[0] / 100, None]}
+    return {"kind": "grid", "prompt": prompt, "task": task, "cells": cells}
 
 
 GRID = [
@@ -38,6 +38,5 @@ def test_from_the_other_half() -> None:
     assert set(fixed_from_other_half(GRID[:3])) == {"code", "all"}  # a kind with a single prompt has no other half
 
 
-def test_pooled_and_agreement() -> None:
+def test_pooled() -> None:
     assert pooled([("a", 1, 2), ("b", 3, 2)]) == {"a": 0.5, "b": 1.5, "all": 1.0}
-    assert mean_agreement(GRID) == [pytest.approx(0.1), None]

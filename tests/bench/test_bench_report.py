@@ -10,7 +10,7 @@ from bench.record import RecordWriter, read_record, record_name
 from bench.report.compare_records import compare_records
 from bench.report.markdown import markdown, tables
 from bench.report.plots import figures
-from bench.report.source_tables import source_tables
+from bench.report.run_tables import source_tables
 from bench.report.summary import Samples, Spread
 
 LABELS = {"transformers:generate": "generate", "selfspec:ar": "plain", "selfspec:ls:1-2": "drafting"}

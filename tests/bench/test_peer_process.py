@@ -46,9 +46,6 @@ class Fake:
         self._left -= 1
         return Generation(tokens=(int(prompt[-1]),) * max_new_tokens, seconds=1.5, stats={"pid": os.getpid()})
 
-    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
-        self.generate(prompt, max_new_tokens)
-
     def count(self, prompt: Tensor, max_new_tokens: int) -> None:
         return
 

@@ -30,7 +30,7 @@ def counts(lines: list[Line]) -> list[Any]:
             found.append((line["engine"], *(line[name] for name in ("prompt", "output", "first_difference"))))
         elif line["kind"] == "grid":
             cells = {name: cell[:2] for name, cell in line["cells"].items()}
-            found.append((line["prompt"], cells, line["agreement"]))
-        elif line["kind"] not in ("run", "costs", "limits", "fixed", "memory"):
+            found.append((line["prompt"], cells))
+        elif line["kind"] not in ("run", "costs", "limits", "fixed"):
             found.append(line)
     return found
