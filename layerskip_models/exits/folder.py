@@ -91,14 +91,6 @@ def check_fits(config: AdapterConfig, model: LayerSkipModel, where: str | Path) 
     )
 
 
-def check_unsteered(config: AdapterConfig, where: str | Path, who: str) -> None:
-    """ValueError for adapters that the last verified row steers. who: takes others only, for the message."""
-    if config.form == STEERED:
-        raise ValueError(
-            f"{where} holds {STEERED} adapters, and {who} works with {LOW_RANK} ones only: train some with train-exit"
-        )
-
-
 def adapters_beside(name: str | None) -> Path | None:
     """The folder of the adapters that lie beside the checkpoint of this name, a folder; None if there are none."""
     if name is None or not (Path(name) / FOLDER / CONFIG_FILE).is_file():

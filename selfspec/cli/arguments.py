@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from rich.console import Console
@@ -89,19 +89,16 @@ def _show_progress(status: Status, text: str, done: int, total: int) -> None:
     status.update(f"{text} {done} of {total} layers")
 
 
-class Advance(Protocol):
-    """Advances a progress bar and shows a label. An amount of 0 only changes the label."""
-
-    def __call__(self, label: str, amount: int = 1) -> None: ...
-
-
 @contextmanager
-def progress(total: int, notes: Console) -> Iterator[Advance]:
-    """Show a progress bar with the time left, and remove it at the end; yields the function that advances it."""
+def progress(total: int, notes: Console) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar with the time left, and remove it at the end.
+
+    Yields the function that advances it and shows a label.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=notes, transient=True) as bar:
         task = bar.add_task("starting", total=total)
-        yield lambda label, amount=1: bar.update(task, advance=amount, description=label)
+        yield lambda label: bar.update(task, advance=1, description=label)
 
 
 def checked_output_file(path: Path | None) -> Path | None:
