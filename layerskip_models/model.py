@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip_models.adapter_protocol import Adapter, ExitSteering, SteeredRound
 from layerskip_models.attention import Attention
 from layerskip_models.backends.operators import OperatorLayers
 from layerskip_models.backends.protocol import Capture, LayerBackend
@@ -35,6 +34,9 @@ from layerskip_models.norm import RMSNorm
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
+
+    from layerskip_models.exits.lean import LeanAdapter
+    from layerskip_models.exits.steering import Steering
 
 _NO_TEAM = nullcontext()
 _growing = threading.Lock()  # while any model's rotary table grows
@@ -89,8 +91,8 @@ class LayerSkipModel:
         self.config = config
         self.generation_config = generation_config
         self.name = name
-        self.adapters: Mapping[int, Adapter] = {}
-        self.steering: ExitSteering | None = None
+        self.adapters: Mapping[int, LeanAdapter] = {}
+        self.steering: Steering | None = None
         self.num_layers = len(layers)
         self.hidden_size = config.hidden_size
         self.max_positions = family_of(config).max_positions(config)
@@ -255,7 +257,7 @@ class LayerSkipModel:
         other._set_layers([*layers])
         return other
 
-    def with_adapters(self, adapters: Mapping[int, Adapter]) -> LayerSkipModel:
+    def with_adapters(self, adapters: Mapping[int, LeanAdapter]) -> LayerSkipModel:
         """The same model, sharing its weights, with exactly these adapters after its exits."""
         other = copy.copy(self)
         other.adapters = dict(adapters)
@@ -278,22 +280,20 @@ class LayerSkipModel:
         adapter = self.adapters.get(exit_layer)
         return adapter is not None and adapter.steering is not None
 
-    def at_exit(self, hidden: Tensor, exit_layer: int, steered: SteeredRound | None = None) -> Tensor:
+    def at_exit(self, hidden: Tensor, exit_layer: int, steering: Tensor | None = None) -> Tensor:
         """The states drafts are chosen from: [rows, hidden] of the exit, passed through its adapter if it has one.
 
-        steered: this round's steering. Raises ValueError if the exit has a steered adapter and no steering is given,
-        since no round would draft so.
+        steering: what `self.steering` made of the row that was verified last, for the exits that it steers.
         """
         adapter = self.adapters.get(exit_layer)
-        if adapter is None:
-            return hidden
-        if adapter.steering is None:
-            return adapter(hidden)
-        if steered is None:
-            raise ValueError(
-                f"exit {exit_layer} has a steered adapter, and nothing here steers it: take low_rank adapters, or bare exits"
-            )
-        return adapter(hidden, steered.bias(exit_layer))
+        return hidden if adapter is None else adapter(hidden, steering)
+
+    @property
+    def why_not_captured(self) -> str | None:
+        """Which rounds cannot be captured, for a message; None if all can."""
+        if len(set(self.layer_devices)) > 1:
+            return "of a model on several devices"
+        return None if self.steering is None else "with steered exits"
 
     def walk(
         self, hidden: Tensor, start: int, stop: int, attention: Attention, capture: Capture | None = None

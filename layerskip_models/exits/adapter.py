@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerskip_models.checkpoints.typed_fields import check_types
+from layerskip_models.exits.steering import Steering
 
 LOW_RANK, STEERED = "low_rank", "steered"
 FORMS = (LOW_RANK, STEERED)
@@ -85,28 +86,27 @@ class ExitAdapter(nn.Module):
         for linear in (self.gate, self.up):
             nn.init.normal_(linear.weight, std=size**-0.5)
         nn.init.zeros_(self.down.weight)
+        self.steer = nn.Linear(config.steering_size, rank, bias=False) if config.form == STEERED else None
+        if self.steer is not None:
+            nn.init.zeros_(self.steer.weight)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [..., hidden], of the exit. Returns the same shape."""
+    def forward(self, hidden: Tensor, steering: Tensor | None = None) -> Tensor:
+        """hidden: [..., hidden], of the exit. steering: g, [..., steering_size], or None. Returns the shape of hidden."""
         normed = F.rms_norm(hidden, (self.config.hidden_size,), None, self.config.eps)
-        return self.add_gated(hidden, normed, self.up(normed))
-
-    def add_gated(self, hidden: Tensor, normed: Tensor, up: Tensor) -> Tensor:
-        """What the adapter returns. up: [..., rank], which the gate multiplies."""
+        up = self.up(normed)
+        if steering is not None and self.steer is not None:
+            up = up + self.steer(steering)
         return hidden + self.scale * self.down(F.silu(self.gate(normed)) * up)
 
 
 class ExitAdapters(nn.Module):
-    """Adapters of all exits of one model."""
+    """Adapters of all exits of one model. steering: what steers those of the steered form, else None."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__()
         self.config = config
-        self.exits = nn.ModuleDict({str(layer): self.make_adapter() for layer in config.exit_layers})
-
-    def make_adapter(self) -> ExitAdapter:
-        """One exit's adapter as it begins."""
-        return ExitAdapter(self.config)
+        self.exits = nn.ModuleDict({str(layer): ExitAdapter(config) for layer in config.exit_layers})
+        self.steering = Steering(config) if config.form == STEERED else None
 
     def at(self, exit_layer: int) -> ExitAdapter:
         """One exit's adapter. KeyError for a layer that has none."""

@@ -10,7 +10,7 @@ import torch
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.checkpoints.module_folder import read_module, with_tuples, write_module
 from layerskip_models.exits.adapter import LOW_RANK, STEERED, AdapterConfig, ExitAdapters
-from layerskip_models.exits.steering import STEERING_SIZE, make_adapters, steering_layers
+from layerskip_models.exits.steering import STEERING_SIZE, steering_layers
 from layerskip_models.model import LayerSkipModel
 
 FOLDER = "exits"
@@ -55,7 +55,7 @@ def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu
     adapters = read_module(
         folder / CONFIG_FILE,
         folder / WEIGHTS_FILE,
-        lambda fields: make_adapters(_config(fields)),
+        lambda fields: ExitAdapters(_config(fields)),
         what="exit adapters",
         missing="train them with selfspec train-exit",
         remedy="train them again with selfspec train-exit, or say exits=None (--exits none)",

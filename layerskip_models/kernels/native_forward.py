@@ -27,20 +27,13 @@ STEP_ROWS = 64
 """Most rows of a step. Kept small, because the scratch lives as long as the `NativeForward`."""
 
 
-class Matrices(Protocol):
-    """An adapter's weights. address: of their `AdapterWeights`, valid as long as this object; None if they run on PyTorch."""
-
-    @property
-    def address(self) -> int | None: ...
-
-
 class Adapted(Protocol):
-    """An exit's adapter: its inner width, and its weights, which others may replace between two passes."""
+    """An exit's adapter: its inner width, and where its `AdapterWeights` are; None if they run on PyTorch's operators."""
 
     rank: int
 
     @property
-    def matrices(self) -> Matrices: ...
+    def address(self) -> int | None: ...
 
 
 _NONE: Mapping[int, Adapted] = MappingProxyType({})
@@ -69,11 +62,10 @@ class NativeForward:
         if chosen is None or factors is None or not fits:
             raise RuntimeError("no native steps here")
         assert STEP_ROWS <= MOST_ROWS
-        if any(adapter.matrices.address is None for adapter in adapters.values()):
+        if any(adapter.address is None for adapter in adapters.values()):
             raise RuntimeError("no native steps with adapters that run on PyTorch's operators")
         self._layers, self._heads = layers, {"full": head, "draft": draft_head}
         self._adapters = dict(adapters)
-        self._held: Matrices | None = None  # what the pass reads, even if its adapter has others by now
         widest = max((adapter.rank for adapter in adapters.values()), default=0)
         size = STEP_ROWS * (widest + embedding.shape[1]) if adapters else 0
         self._adapted = torch.empty(size, dtype=torch.float32, device="cpu")
@@ -132,7 +124,7 @@ class NativeForward:
         rotary = self._rotary()
         positions = self._layers.check(count, 0, stop, rows, rotary)
         self._describe(0, stop, count, last, last if record else None, head, detail, record, logits)
-        self._space.run(rows, positions, 0, stop, rotary, self, last, record, self._held, logits)
+        self._space.run(rows, positions, 0, stop, rotary, self, last, record, logits)
         if head is None:
             return []
         if detail == "token":
@@ -200,6 +192,5 @@ class NativeForward:
         vocab = 0 if head is None else self._heads[head].shape[0]
         step.logits = pointer("logits", logits, torch.float32, count, vocab)
         adapter = self._adapters.get(stop) if head == "draft" else None
-        self._held = None if adapter is None else adapter.matrices
-        step.adapter = None if self._held is None else self._held.address
+        step.adapter = None if adapter is None else adapter.address
         step.spread = detail != "token"

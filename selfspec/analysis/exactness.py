@@ -222,8 +222,7 @@ def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
     with torch.inference_mode():
         cache = KVCache(model, len(ids))
         early = prefill(model, ids, cache, stop=exit_layer)
-        steered = None if model.steering is None else model.steering.none()  # the rule holds for any q
-        q = model.draft_logits(model.at_exit(early, exit_layer, steered)).softmax(dim=-1)
+        q = model.draft_logits(model.at_exit(early, exit_layer)).softmax(dim=-1)
         p = model.logits(model.run_layers(early, exit_layer, model.num_layers, cache)).softmax(dim=-1)
         for row in range(len(ids)):
             both, q_row = p[row].repeat(2, 1), q[row : row + 1]

@@ -199,14 +199,14 @@ def text_agreement(model: LayerSkipModel, ids: torch.Tensor) -> list[float]:
         states.append(hidden.clone())
         if layers_done < model.num_layers:
             return
-        steered = None
+        steering = None
         if model.steering is not None:
             outputs = torch.stack([rows.to(model.device) for rows in states])
-            steered = model.steering.rows_before(outputs, before.pop() if before else None)
+            steering = model.steering.rows_before(outputs, before.pop() if before else None)
             before.append(outputs[:, -1])
         final = model.logits(states.pop()).argmax(dim=-1)
         for layer, rows in enumerate(states, start=1):
-            chosen = model.draft_logits(model.at_exit(rows, layer, steered)).argmax(dim=-1)
+            chosen = model.draft_logits(model.at_exit(rows, layer, steering)).argmax(dim=-1)
             hits[layer - 1] += (chosen == final).sum().cpu()
         hits[-1] += len(final)
         states.clear()

@@ -187,7 +187,6 @@ def _round_of_drafts(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> 
         eos=frozenset(),
         states=None,
         learns=False,
-        steered=None if model.steering is None else model.steering.none(),
     )
 
 
@@ -206,10 +205,9 @@ def learning_seconds(model: LayerSkipModel, layers: tuple[int, ...], rows: tuple
     for layer in layers:
         states.capture(0, layer, row)
     target = torch.zeros(max(rows), dtype=torch.long, device=model.device)
-    steered = None if model.steering is None else model.steering.none()
 
     def learn(count: int) -> Callable[[], object]:
-        return lambda: states.shadow_tokens(count, target[:count], steered=steered)
+        return lambda: states.shadow_tokens(count, target[:count])
 
     with engine_mode(model.device), model.on_one_team():
         return dict(zip(rows, _timed([learn(count) for count in rows], model)))

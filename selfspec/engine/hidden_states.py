@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.adapter_protocol import SteeredRound
 from policies import Shadow, ShadowTokens
-from selfspec.engine.shadow import DeferredShadow
+from selfspec.engine.shadow import AtExit, DeferredShadow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,20 +122,20 @@ class HiddenStates:
         return self.round[[layer - 1 for layer in layers], row]
 
     def shadow_tokens(
-        self, num_rows: int, target_tokens: Tensor, p: Tensor | None = None, steered: SteeredRound | None = None
+        self, num_rows: int, target_tokens: Tensor, p: Tensor | None = None, at_exit: AtExit | None = None
     ) -> Shadow:
         """Norm + head over the round's rows 0 .. num_rows-1 at the candidate layers, in pieces that need little memory.
 
         target_tokens: int64 [num_rows]. p: processed target distributions [num_rows, vocab] when sampling. Without them, on a
-        CPU, a layer is computed when somebody asks for it. steered: what steered the rows, where exits are steered.
+        CPU, a layer is computed when somebody asks for it. at_exit: None for the model's own.
         """
-        model = self._model
+        model, at_exit = self._model, at_exit or self._model.at_exit
         hidden = self.round[self._candidates, :num_rows]  # a copy, which the next round does not write to
         if p is None and model.device.type == "cpu":
-            return DeferredShadow(model, self.layers, hidden, target_tokens, steered)
+            return DeferredShadow(model, self.layers, hidden, target_tokens, at_exit)
         shape = len(self.layers), num_rows
         if model.adapters:
-            hidden = torch.stack([model.at_exit(rows, layer, steered) for rows, layer in zip(hidden, self.layers)])
+            hidden = torch.stack([at_exit(rows, layer) for rows, layer in zip(hidden, self.layers)])
         choices = model.draft_choices(hidden.view(-1, model.hidden_size), "confidence")
         tokens = choices.tokens.view(shape)
         probabilities = None

@@ -123,15 +123,9 @@ class ModelSource:
 
     def _bound(self, model: LayerSkipModel) -> BoundModel:
         runner = self._runner
-        if len(set(model.layer_devices)) > 1:
+        if model.why_not_captured is not None:
             if runner == "captured":
-                raise ValueError("rounds of a model on several devices are not captured: take runner='auto' or 'eager'")
-            runner = "eager"
-        if model.steering is not None:
-            if runner == "captured":
-                raise ValueError(
-                    "rounds with steered exits are not captured: take runner='auto' or 'eager', or low_rank adapters"
-                )
+                raise ValueError(f"rounds {model.why_not_captured} are not captured: take runner='auto' or 'eager'")
             runner = "eager"
         if self._kv_dtype != "auto":
             model = model.with_kv_dtype(self._kv_dtype)

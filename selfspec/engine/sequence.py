@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.adapter_protocol import SteeredRound
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MOST_ROWS, PromptPiece, piece_end, prefill
 from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent
@@ -84,7 +83,7 @@ class Sequence:
         kept = [tokens for tokens in (self.tokens, self._on_host) if tokens is not None and tokens.is_cpu]
         self._written = [tokens[0].numpy() for tokens in kept]
         self._steering = model.steering
-        self._steered: SteeredRound | None = None  # by the last row that was verified, once the prompt is read
+        self._steered: Tensor | None = None  # by the last row that was verified, once the prompt is read
         steering_layers = () if self._steering is None else self._steering.layers
         self.states = HiddenStates(
             model, self.observes.shadow_layers, self.observes.context_layers,
@@ -175,10 +174,13 @@ class Sequence:
         if self._prompt_rows:
             learning = perf_counter()
             target = self.model.logits(hidden[-self._prompt_rows :]).argmax(dim=-1)
-            steered = None
-            if self._steering is not None:
-                steered = self._steering.rows_before(self.states.round[:, : self._prompt_rows])
-            self.policy.observe_prompt(self.states.shadow_tokens(self._prompt_rows, target, steered=steered))
+            each = (
+                None
+                if self._steering is None
+                else self._steering.rows_before(self.states.round[:, : self._prompt_rows])
+            )
+            at_exit = partial(self.model.at_exit, steering=each)
+            self.policy.observe_prompt(self.states.shadow_tokens(self._prompt_rows, target, at_exit=at_exit))
             self.stats.learn_seconds += perf_counter() - learning
         self._is_open = False
 
@@ -258,7 +260,7 @@ class Sequence:
             learns=learns,
             copied=copied,
             bits=None if exit_layer is None else plan.bits,
-            steered=self._steered,
+            steering=self._steered,
         )
         self.stats.learn_seconds += perf_counter() - planning  # what was learned may be worked out only now
         return Planned(plan=plan, seq_round=seq_round, context=context, threshold=threshold)
@@ -340,7 +342,8 @@ class Sequence:
             return None
         rows = result.num_accepted + 1
         p = None if result.p is None else result.p[:rows]
-        return seq_round.states.shadow_tokens(rows, result.target_tokens[:rows], p, seq_round.steered)
+        at_exit = partial(self.model.at_exit, steering=seq_round.steering)
+        return seq_round.states.shadow_tokens(rows, result.target_tokens[:rows], p, at_exit)
 
     def _commit(self, block: list[int], failed: bool = False) -> list[int] | None:
         """Set lengths, pending and the stop reason. failed: the last entry of the block is not a token.
@@ -368,7 +371,7 @@ class Sequence:
         pending, steered = block[count - 1], self._steered
         if self._steering is not None:  # the row whose output the pending token is
             row = max(self._prompt_rows, 1) - 1 if self.reading else count - 1
-            steered = self._steering.of(self.states.at(self._steering.layers, row))
+            steered = self._steering(self.states.at(self._steering.layers, row))
         # Between these lines nothing is called, so no signal is handled: a text has all of a block or nothing of it.
         self.unsent = [*self.unsent, *committed]
         self.pending, self.stop_reason, self._steered = pending, reason, steered

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.adapter_protocol import SteeredRound
 from layerskip_models.choices import Choices
 from policies import RoundRecord, Shadow
 from policies.records import read_matches
+
+AtExit = Callable[[Tensor, int], Tensor]
+"""at_exit(hidden, layer): the states that the head sees, as `LayerSkipModel.at_exit` gives them."""
 
 
 class DeferredShadow:
     """Hidden states that become shadow tokens layer by layer, when they are asked for. See `policies.Shadow`.
 
-    hidden: [layers, rows, hidden], which nobody else writes to. steered: what steered these rows.
+    hidden: [layers, rows, hidden], which nobody else writes to.
     """
 
     target_probabilities = None
@@ -28,9 +30,9 @@ class DeferredShadow:
         layers: tuple[int, ...],
         hidden: Tensor,
         target_tokens: Tensor,
-        steered: SteeredRound | None = None,
+        at_exit: AtExit,
     ) -> None:
-        self._steered = steered
+        self._at_exit = at_exit
         self._model, self._slots = model, {layer: slot for slot, layer in enumerate(layers)}
         self._hidden: Tensor | None = hidden
         self._known: dict[int, Choices] = {}
@@ -77,7 +79,7 @@ class DeferredShadow:
     def states(self, layer: int) -> Tensor:
         """[rows, hidden] of a layer that is still missing, as the head sees them."""
         assert self._hidden is not None
-        return self._model.at_exit(self._hidden[self._slots[layer]], layer, self._steered)
+        return self._at_exit(self._hidden[self._slots[layer]], layer)
 
 
 def compute_shadow(record: RoundRecord) -> None:

@@ -15,14 +15,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from layerskip_models.exits.adapter import STEERED, ExitAdapters
+from layerskip_models.exits.adapter import ExitAdapters
+from layerskip_models.exits.steering import FARTHEST
 from layerskip_models.training.accepted_length import accepted_length_weights
 from layerskip_models.training.documents import block_order
 from layerskip_models.training.gradients import sum_gradients
 from selfspec.exits.frozen_head import FrozenHead
 from selfspec.exits.sequences import ExitSequence
 from selfspec.exits.settings import FitSettings
-from selfspec.exits.steered_rows import distances_in_turn, drawn_distances, exit_outputs
+from selfspec.exits.steered_rows import exit_outputs
 
 WINDOW = 8
 """Length of the drafts whose accepted tokens are counted."""
@@ -69,7 +70,9 @@ class ExitFit:
 
     def _outputs(self, sequence: ExitSequence, rows: Tensor, draw: np.random.Generator) -> list[Tensor]:
         """What replaces each exit's states; steered adapters are steered by a row at a random distance."""
-        distance = drawn_distances(rows, draw) if self.adapters.config.form == STEERED else rows
+        distance = rows
+        if self.adapters.steering is not None:
+            distance = torch.from_numpy(draw.integers(1, FARTHEST + 1, len(rows))).to(rows.device)
         return exit_outputs(self.adapters, sequence, self.depths, rows, distance)
 
     def gradient(self, step: int) -> StepFigures:
@@ -197,7 +200,8 @@ def measure(
         runs = sequence.runs(rows)
         last = states_at(sequence, depths, depths[-1], rows)
         judged: list[tuple[_Tally, Tensor]] = []
-        outputs = exit_outputs(adapters, sequence, depths, rows, distances_in_turn(rows))
+        in_turn = torch.arange(len(rows), device=rows.device) % FARTHEST + 1  # a mean over the places in a draft
+        outputs = exit_outputs(adapters, sequence, depths, rows, in_turn)
         for (layer, (bare, adapted)), output in zip(tallies.items(), outputs):
             judged += [(bare, states_at(sequence, depths, layer, rows).float()), (adapted, output)]
         results = torch.empty(len(judged), 3, len(last), device=device)

@@ -22,7 +22,6 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.exits.adapter import STEERED, ExitAdapters
 from layerskip_models.exits.folder import FOLDER, config_for, save_adapters
-from layerskip_models.exits.steering import make_adapters
 from layerskip_models.output_paths import output_folder
 from layerskip_models.text_files import write_text
 from layerskip_models.training.resumable_run import (
@@ -90,7 +89,7 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
     stored = model.weights_dtype if model.weights_dtype.itemsize == 2 else None
     del generator, model  # the head is all that fitting needs
     torch.manual_seed(config.seed)
-    adapters = make_adapters(described).to(head.weight.device)
+    adapters = ExitAdapters(described).to(head.weight.device)
     train, held_out = (
         HiddenStateDataset(
             config.states_folder / part, plan, needed.depths, length=config.sequence_length, seed=config.seed

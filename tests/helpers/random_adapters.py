@@ -10,7 +10,6 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.exits.adapter import LOW_RANK, STEERED, ExitAdapters
 from layerskip_models.exits.folder import config_for
 from layerskip_models.exits.lean import lean_adapters
-from layerskip_models.exits.steering import SteeredAdapters, make_adapters
 
 _RANK = 5
 _STEERING_SIZE = 3
@@ -21,7 +20,7 @@ def random_adapters(
 ) -> ExitAdapters:
     """For these exits of this model, which changes nothing of it. Steering moves steered ones as much as their own states."""
     size = _STEERING_SIZE if form == STEERED else 0
-    adapters = make_adapters(
+    adapters = ExitAdapters(
         config_for(model, exit_layers=tuple(exit_layers), rank=_RANK, form=form, steering_size=size)
     )
     own = torch.Generator().manual_seed(seed)
@@ -31,10 +30,12 @@ def random_adapters(
             adapter.scale.fill_(0.5)
             for linear in (adapter.gate, adapter.up, adapter.down):
                 linear.weight.normal_(std=0.5, generator=own)
-        if isinstance(adapters, SteeredAdapters):
+        if adapters.steering is not None:
             adapters.steering.project.weight.normal_(std=0.5, generator=own)
             for layer in exit_layers:
-                adapters.at(layer).steer.weight.normal_(std=0.5, generator=own)
+                steer = adapters.at(layer).steer
+                assert steer is not None
+                steer.weight.normal_(std=0.5, generator=own)
     return adapters.eval()
 
 

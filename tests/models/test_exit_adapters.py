@@ -15,7 +15,7 @@ from layerskip_models import LayerSkipModel, from_transformers, load_model
 from layerskip_models.exits.adapter import STEERED, AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import FOLDER, load_adapters, save_adapters
 from layerskip_models.exits.lean import lean_adapters, with_exits
-from layerskip_models.exits.steering import SteeredAdapters, make_adapters, steering_layers
+from layerskip_models.exits.steering import steering_layers
 from layerskip_models.kernels.native_linear import operators_only
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
@@ -229,7 +229,7 @@ def test_steered_adapters_are_stored_and_draft(folder: Path) -> None:
 def test_the_steered_network_in_another_layout(layout: Layout) -> None:
     model = shared_model(layout)
     trained = random_adapters(model, [1, 3], seed=5, form=STEERED)
-    assert isinstance(trained, SteeredAdapters)
+    assert trained.steering is not None
     leans, hidden = lean_adapters(trained, model), rows_of(model, 7)
     states = torch.stack([rows_of(model, 8)[:7], rows_of(model, 9)[:7]], dim=1)[
         :, : len(trained.config.steering_layers)
@@ -237,10 +237,10 @@ def test_the_steered_network_in_another_layout(layout: Layout) -> None:
     steering = leans[1].steering
     assert steering is not None and steering is leans[3].steering
     with torch.no_grad():
-        expected = trained.double().at(3).steered(hidden.double(), trained.steering(states.double()))
-    together = leans[3](hidden, steering.of(states).bias(3))
+        expected = trained.double().at(3)(hidden.double(), trained.steering(states.double()))
+    together = leans[3](hidden, steering(states))
     torch.testing.assert_close(together.double(), expected, rtol=1e-4, atol=1e-5)
-    one = leans[3](hidden[:1], steering.of(states[0]).bias(3))
+    one = leans[3](hidden[:1], steering(states[0]))
     torch.testing.assert_close(one.double(), expected[:1], rtol=1e-4, atol=1e-5)
 
 
@@ -249,14 +249,13 @@ def test_steering_as_wide_as_the_states_begins_as_their_sum() -> None:
         form=STEERED, hidden_size=16, exit_layers=(1,), rank=4, steering_layers=(2, 3, 5), steering_size=16
     )
     states = torch.randn(6, 3, 16)
-    adapters = make_adapters(config)
-    assert isinstance(adapters, SteeredAdapters)
+    adapters = ExitAdapters(config)
+    assert adapters.steering is not None
     normed = states / states.square().mean(-1, keepdim=True).sqrt()
     torch.testing.assert_close(adapters.steering(states), normed.sum(1), rtol=1e-4, atol=1e-4)
-    assert torch.equal(adapters.at(1).steered(states[:, 0], adapters.steering(states)), states[:, 0])  # S is zero
+    assert torch.equal(adapters.at(1)(states[:, 0], adapters.steering(states)), states[:, 0])  # S is zero
     assert steering_layers(32) == (3, 16, 30) and steering_layers(2) == (1, 2)
-    with pytest.raises(ValueError, match="says nothing by itself"):
-        adapters.at(1)(states[:, 0])
+    assert not adapters.steering(torch.zeros(3, 16)).any()
 
 
 def test_an_adapter_is_part_of_a_draft_steps_price() -> None:

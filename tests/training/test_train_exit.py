@@ -26,7 +26,6 @@ from layerskip_models.checkpoints import spread_loading
 from layerskip_models.checkpoints.conversion import from_transformers as convert
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import load_adapters
-from layerskip_models.exits.steering import SteeredAdapters
 from layerskip_models.families import FAMILIES
 from layerskip_models.training.accepted_length import accepted_length_weights
 from layerskip_models.training.saving import latest_checkpoint
@@ -409,8 +408,8 @@ def test_steered_adapters_are_trained_and_draft(checkpoint: Path, tmp_path: Path
     made = ExitTraining(**options(checkpoint, tmp_path / "run", form="steered", steering_size=16, data=(str(data),)))
     finished = train_exit(made)
     adapters = load_adapters(finished)
-    assert isinstance(adapters, SteeredAdapters) and adapters.config.steering_layers == (2, 3)
-    assert all(bool(adapters.at(layer).steer.weight.any()) for layer in (1, 2))
+    assert adapters.steering is not None and adapters.config.steering_layers == (2, 3)
+    assert all(bool(adapters.get_parameter(f"exits.{layer}.steer.weight").any()) for layer in (1, 2))
     assert not torch.equal(adapters.steering.project.weight, torch.eye(16).repeat(1, 2))
     done = json.loads((tmp_path / "run" / "states" / "train" / "done.json").read_text())
     assert done["tokens"] < done["rows"] <= 9 * done["tokens"]

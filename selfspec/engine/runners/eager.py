@@ -131,7 +131,7 @@ class EagerRunner:
         model, drafts = self.model, head == "draft"
         parts = list(x.split([rows.end - rows.first for rows in groups]))
         if drafts:
-            parts = [model.at_exit(part, rows.exit_layer, rows.seq_round.steered) for rows, part in zip(groups, parts)]
+            parts = [model.at_exit(part, rows.exit_layer, rows.seq_round.steering) for rows, part in zip(groups, parts)]
         for greedy in (True, False):
             chosen = [(rows, part) for rows, part in zip(groups, parts) if rows.greedy == greedy]
             if not chosen:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.adapter_protocol import SteeredRound
 from layerskip_models.choices import Detail, HeadOutput
 from layerskip_models.kv_cache import KVCache
 from policies import ObservationSpec, Policy
@@ -32,7 +31,7 @@ class SequenceRound:
     exit_layer, max_speculations, bits: of the plan; None and 0 if nothing is drafted. copied: tokens copied from earlier
         text, to be verified at once.
     eos: ends a draft. states: keeps hidden states for the policy; None if it looks at none in this round.
-    learns: whether the policy learns from the round. steered: by the row that was verified last; None without steered exits.
+    learns: whether the policy learns from the round. steering: of steered exits, by the row that was verified last.
     """
 
     cache: KVCache
@@ -49,7 +48,7 @@ class SequenceRound:
     learns: bool
     copied: Sequence[int] = ()
     bits: int | None = None
-    steered: SteeredRound | None = None
+    steering: Tensor | None = None
 
     @property
     def most_rows(self) -> int:
