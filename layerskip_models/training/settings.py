@@ -42,11 +42,6 @@ def data_sources(paths: Sequence[str]) -> list[DataSource]:
     return [parse_data_source(path) for path in paths]
 
 
-def half_cosine(progress: float) -> float:
-    """Falls from 1 to 0 as progress goes from 0 to 1."""
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     """Learning rate, weight decay and seed. Wrong values raise ValueError on construction, which names the field."""
@@ -64,7 +59,7 @@ class OptimizerSettings:
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step 0, 1, ... of a run of `steps` steps."""
-        return self.learning_rate * self.warm_up(step) * half_cosine(step / steps)
+        return self.learning_rate * self.warm_up(step) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
     def warm_up(self, step: int) -> float:
         """The share of the peak learning rate that the linear rise has reached."""
