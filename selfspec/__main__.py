@@ -1,4 +1,4 @@
-"""`python -m selfspec`, and so `torchrun --nproc-per-node 2 -m selfspec`."""
+"""`python -m selfspec`."""
 
 from selfspec.cli.main import main
 

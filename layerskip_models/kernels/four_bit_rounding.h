@@ -76,7 +76,6 @@ typedef struct {
   int64_t size;       /* inputs of a group: 32, 64 or 128 */
   int64_t trials;     /* at least 1 */
   const float *steps; /* [trials] */
-  const float *peaks; /* [rows], each row's largest magnitude, if it is a part of a longer one; or NULL */
   int64_t least, most;
 } Grouping;
 
@@ -96,8 +95,8 @@ static int four_bit_rows(int kind, const uint8_t *from, int64_t rows, int64_t in
   for (int64_t r = 0; r < rows; r++, from += row_bytes, packed += in / 2, groups += count) {
     widen(kind, from, in, row);
     const float peak = peak_of(row, in);
-    if (!(peak <= FLT_MAX) || (by->peaks && !(by->peaks[r] <= FLT_MAX))) return 0;
-    factors[r] = row_factor(by, by->peaks ? by->peaks[r] : peak);
+    if (!(peak <= FLT_MAX)) return 0;
+    factors[r] = row_factor(by, peak);
     if (factors[r] != 1)
       for (int64_t i = 0; i < in; i++) row[i] /= factors[r];
     for (int64_t first = 0; first < count; first += LANES) {

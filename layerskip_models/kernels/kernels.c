@@ -8,7 +8,7 @@
  * there are. So a token drafted in a pass of one row gets exactly the same logits when it is verified among many.
  */
 #include "four_bit_rounding.h"
-#include "halves.h"
+#include "layers.h"
 #include "head.h"
 #include "sampling.h"
 
@@ -352,23 +352,4 @@ PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
   if (s->stride && s->last) memcpy(s->last, result, s->rows * hidden * sizeof(float));
   if (s->head) conclude(&a.picking, s->tokens, s->numbers);
   return job;
-}
-
-/* Run one half of layer s->first, or for NEITHER only add the previous layer's parts. parts: the previous half's results from all
- * processes, [ranks, rows, hidden], which are added to s->x; or NULL. This process's part goes to s->outputs. */
-PUBLIC int64_t EXPORT(half)(const Step *s, int which, const float *parts, int64_t ranks, int threads) {
-  const Layer *layer = s->layers + s->first;
-  Halving a = {
-    .pass = {*s->shape, s->layers, *s->spans, s->num_spans > 1 ? s->spans : NULL, s->x, s->rotary, s->outputs, s->scratch,
-             s->first, which != NEITHER, s->rows, 0, s->parts},
-    .x = s->x, .parts = parts, .ranks = ranks, .half = which,
-  };
-  if (parts) a.norm = which == MLP ? layer->output_norm : layer[-1].down_norm;
-  int64_t bytes = parts ? ranks * s->rows * s->shape->hidden * (int64_t)sizeof(float) : 0;
-  if (which == MLP) bytes += bytes_read(&layer->gate_up) + bytes_read(&layer->down);
-  if (which == ATTENTION) {
-    bytes += bytes_read(&layer->qkv) + bytes_read(&layer->output);
-    for (int64_t i = 0; i < s->num_spans; i++) bytes += cache_bytes(s->shape, s->spans + i);
-  }
-  return pool_run(halving, &a, sizeof a, threads, bytes);
 }

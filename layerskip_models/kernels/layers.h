@@ -79,32 +79,29 @@ static Scratch scratch_of(const Pass *a) {
   return in;
 }
 
-/* The first half of a layer: y = residual + norm(attention(x)), where `norm` and `residual` may be NULL. */
-static void attention_half(Member *member, const Pass *a, int64_t layer, const float *x, const float *norm, const float *residual,
-                           float *y, const Scratch *in) {
+/* The first half of a layer: y = x + norm(attention(x)), where there may be no norm. */
+static void attention_half(Member *member, const Pass *a, int64_t layer, const float *x, float *y, const Scratch *in) {
   const Layer *l = a->layers + layer;
   multiply(member, &l->qkv, &(Input){x, l->input_norm, a->shape.eps, a->rows}, 0, NULL, in->qkv);
   write_caches(member, a, layer, in->qkv);
   attend_all(member, a, layer, in->qkv, in->attended);
-  add(member, a, &l->output, in->attended, norm, residual, y, in->added);
+  add(member, a, &l->output, in->attended, l->output_norm, x, y, in->added);
 }
 
-/* The second half: y = residual + norm(MLP(x)). */
-static void mlp_half(Member *member, const Pass *a, int64_t layer, const float *x, const float *norm, const float *residual,
-                     float *y, const Scratch *in) {
+/* The second half: y = x + norm(MLP(x)). */
+static void mlp_half(Member *member, const Pass *a, int64_t layer, const float *x, float *y, const Scratch *in) {
   const Layer *l = a->layers + layer;
   multiply(member, &l->gate_up, &(Input){x, l->post_attention_norm, a->shape.eps, a->rows}, 1, NULL, in->gated);
-  add(member, a, &l->down, in->gated, norm, residual, y, in->added);
+  add(member, a, &l->down, in->gated, l->down_norm, x, y, in->added);
 }
 
 static void walk_layers(Member *member, const Pass *a) {
   const Scratch in = scratch_of(a);
   const float *input = a->x;
   for (int64_t l = 0; l < a->count && !pool_left(member); l++) {
-    const Layer *layer = a->layers + a->first + l;
     float *result = a->stride ? a->outputs + l * a->stride : l + 1 < a->count ? in.between : a->outputs;
-    attention_half(member, a, a->first + l, input, layer->output_norm, input, in.middle, &in);
-    mlp_half(member, a, a->first + l, in.middle, layer->down_norm, in.middle, result, &in);
+    attention_half(member, a, a->first + l, input, in.middle, &in);
+    mlp_half(member, a, a->first + l, in.middle, result, &in);
     input = result;
   }
 }

@@ -175,7 +175,6 @@ class Grouping(Structure):
         ("size", c_int64),
         ("trials", c_int64),
         ("steps", c_void_p),
-        ("peaks", c_void_p),
         ("least", c_int64),
         ("most", c_int64),
     )

