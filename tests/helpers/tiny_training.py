@@ -60,7 +60,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
-def begin_as_rank() -> None:
+def begin_launched() -> None:
     """To be called first by a training in one of several forked processes: forget the state of the process they came from."""
     os.environ["OMP_NUM_THREADS"] = "1"  # which accelerate would choose, with a warning
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from busy_processes import busy_processes
+from launched_processes import results_of
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels import threads
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kv_cache import KVCache
-from rank_processes import results_of
 from selfspec import SelfSpecGenerator
 from tiny_llama import VOCAB_SIZE, tiny_llama
 

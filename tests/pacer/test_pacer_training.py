@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from launched_processes import ProcessFailed, in_processes, results_of
 from layerskip_models import from_transformers
 from layerskip_models.training.resumable_run import StepReport
 from preverifiers import random_module
-from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 from selfspec.pacer.examples import draft_traces, make_data, read_traces
@@ -38,7 +38,7 @@ from selfspec.pacer.quality import (
 from selfspec.pacer.settings import DataPlan, PreVerifierTraining
 from selfspec.pacer.training import PreVerifierFit, train_preverifier
 from tiny_llama import tiny_llama, tiny_tokenizer
-from tiny_training import begin_as_rank
+from tiny_training import begin_launched
 
 PLAN = DataPlan(exit_layers=(1, 3), response_tokens=24, window=10, behind=10, positions=0, shard_responses=2)
 PROMPTS = [[1, 2, 3], [9] * 6, [4, 20], [11, 7, 5, 2], [8]]
@@ -248,9 +248,9 @@ def options(checkpoint: Path, output: Path, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _as_rank(config: PreVerifierTraining, lost_in_step: int | None = None) -> Path:
+def _launched(config: PreVerifierTraining, lost_in_step: int | None = None) -> Path:
     """Train in this process of several, of which the last may be lost."""
-    begin_as_rank()
+    begin_launched()
     gradient = PreVerifierFit.gradient
 
     def lost(self: Any, step: int) -> StepReport:
@@ -266,11 +266,11 @@ def _as_rank(config: PreVerifierTraining, lost_in_step: int | None = None) -> Pa
 def test_a_training_whose_process_was_lost_goes_on(checkpoint: Path, tmp_path: Path) -> None:
     whole = train_preverifier(PreVerifierTraining(**options(checkpoint, tmp_path / "one")))
     config = PreVerifierTraining(**options(checkpoint, tmp_path / "two"))
-    first, second = on_ranks(2, _as_rank, config, 5)
-    assert isinstance(first, RankFailed)
+    first, second = in_processes(2, _launched, config, 5)
+    assert isinstance(first, ProcessFailed)
     assert second is None
     assert [path.name for path in (tmp_path / "two" / "checkpoints").iterdir()] == ["step-00000004"]
-    results_of(2, _as_rank, config)
+    results_of(2, _launched, config)
     one, other = load_preverifier(whole), load_preverifier(tmp_path / "two" / "preverifier")
     for a, b in zip(one.state_dict().values(), other.state_dict().values()):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

@@ -21,6 +21,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from fuzz_models import draw_config, random_model
+from launched_processes import ProcessFailed, in_processes, results_of
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints import spread_loading
 from layerskip_models.checkpoints.conversion import from_transformers as convert
@@ -29,7 +30,6 @@ from layerskip_models.exits.folder import load_adapters
 from layerskip_models.families import FAMILIES
 from layerskip_models.training.accepted_length import accepted_length_weights
 from layerskip_models.training.saving import latest_checkpoint
-from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 from selfspec.exits import fitting as exit_fitting
@@ -42,7 +42,7 @@ from selfspec.exits.settings import ExitTraining, FitSettings, default_exit_laye
 from selfspec.exits.training import train_exit
 from selfspec.exits.training_texts import TrainingText
 from tiny_llama import full_logits, reference_greedy, tiny_llama, tiny_tokenizer
-from tiny_training import begin_as_rank
+from tiny_training import begin_launched
 
 DEPTHS = (1, 2, 3, 4)
 
@@ -483,9 +483,9 @@ def test_the_command_needs_data_and_a_folder_for_beside(tmp_path: Path) -> None:
         assert message in result.stderr
 
 
-def _as_rank(config: ExitTraining, lost_in_step: int | None = None) -> Path:
+def _launched(config: ExitTraining, lost_in_step: int | None = None) -> Path:
     """Train in this process of several, of which the last may be lost."""
-    begin_as_rank()
+    begin_launched()
     gradient = ExitFit.gradient
 
     def lost(self: Any, step: int) -> Any:
@@ -500,14 +500,14 @@ def _as_rank(config: ExitTraining, lost_in_step: int | None = None) -> Path:
 def test_a_run_whose_process_was_lost_goes_on_with_as_many_as_there_are(checkpoint: Path, tmp_path: Path) -> None:
     alone = train_exit(ExitTraining(**options(checkpoint, tmp_path / "one")))
     config = ExitTraining(**options(checkpoint, tmp_path / "more"))
-    first, second = on_ranks(2, _as_rank, config, 6)
-    assert isinstance(first, RankFailed)
+    first, second = in_processes(2, _launched, config, 6)
+    assert isinstance(first, ProcessFailed)
     assert second is None
     latest = latest_checkpoint(tmp_path / "more" / "checkpoints")
     assert latest is not None
     assert latest[1] == 4
     states = {path: path.stat().st_mtime_ns for path in (tmp_path / "more" / "states").rglob("*")}
-    results_of(3, _as_rank, config)
+    results_of(3, _launched, config)
     assert states == {path: path.stat().st_mtime_ns for path in (tmp_path / "more" / "states").rglob("*")}
     for one, other in zip(weights(alone), weights(tmp_path / "more" / "exits")):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
@@ -536,7 +536,7 @@ def test_states_of_a_model_that_one_device_does_not_hold(
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     with pytest.raises(ValueError, match="leave out device"):
         replace(config, device="cpu")
-    (failed,) = {str(one).split("\n")[0] for one in on_ranks(2, _as_rank, config)}
+    (failed,) = {str(one).split("\n")[0] for one in in_processes(2, _launched, config)}
     assert "from one process" in failed
 
 

@@ -14,6 +14,7 @@ import typer
 from transformers import AutoTokenizer, LlamaForCausalLM, Qwen2Config
 from typer.testing import CliRunner
 
+from launched_processes import results_of
 from layerskip_models import load_model
 from layerskip_models.checkpoints.named_models import NAMED_MODELS
 from layerskip_models.training import loop
@@ -22,8 +23,7 @@ from layerskip_models.training.loop import command_for_config, train, train_comm
 from layerskip_models.training.resumable_run import claim_output_dir
 from layerskip_models.training.saving import latest_checkpoint, rewind_log, write_folder
 from layerskip_models.training.training_config import TrainingConfig
-from rank_processes import results_of
-from tiny_training import TINY, begin_as_rank, tiny, weights, write_numbers
+from tiny_training import TINY, begin_launched, tiny, weights, write_numbers
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +126,8 @@ def _train_until_killed(arguments):
     loop.main()
 
 
-def _train_as_rank(config):
-    begin_as_rank()
+def _train_launched(config):
+    begin_launched()
     return train(config)
 
 
@@ -136,7 +136,7 @@ def test_two_processes_learn_what_one_does_with_the_whole_batch(text, tmp_path, 
     """Each computes half of a batch, with other layers skipped; the second step has own text and another length."""
     changes = {"max_steps": 2, "long_steps": 1, "own_text_steps": 1, "eval_every": 1, "optimizer": optimizer}
     train(tiny(text, tmp_path / "one", **changes))
-    results_of(2, _train_as_rank, tiny(text, tmp_path / "two", **changes))
+    results_of(2, _train_launched, tiny(text, tmp_path / "two", **changes))
     logs = [
         [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
         for name in ("one", "two")

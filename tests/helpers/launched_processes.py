@@ -15,14 +15,12 @@ import torch
 _SECONDS = 90.0
 
 
-class RankFailed(Exception):
-    """A rank raised; the message is its traceback."""
+class ProcessFailed(Exception):
+    """A process raised; the message is its traceback."""
 
 
-def on_ranks(
-    ranks: int, function: Callable[..., Any], *arguments: Any, environment: dict[str, str] | None = None
-) -> list:
-    """What the function returned on each rank, or the traceback of what it raised; None of one that ended otherwise.
+def in_processes(count: int, function: Callable[..., Any], *arguments: Any) -> list:
+    """What the function returned in each process, or the traceback of what it raised; None of one that ended otherwise.
 
     Processes are forked: importing everything anew would take longer than the tests.
     """
@@ -30,11 +28,11 @@ def on_ranks(
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
     processes, ends = [], []
-    for rank in range(ranks):
+    for number in range(count):
         mine, theirs = context.Pipe(duplex=False)
         variables = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), **(environment or {}),
+            "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
         }  # fmt: skip
         process = context.Process(target=_run, args=(theirs, variables, function, arguments), daemon=True)
         process.start()
@@ -50,11 +48,11 @@ def on_ranks(
                 process.kill()
 
 
-def results_of(ranks: int, function: Callable[..., Any], *arguments: Any) -> list:
-    """The same; raises RankFailed with the first traceback, if any rank failed."""
-    found = on_ranks(ranks, function, *arguments)
+def results_of(count: int, function: Callable[..., Any], *arguments: Any) -> list:
+    """The same; raises ProcessFailed with the first traceback, if any process failed."""
+    found = in_processes(count, function, *arguments)
     for one in found:
-        if isinstance(one, RankFailed):
+        if isinstance(one, ProcessFailed):
             raise one
     assert None not in found
     return found
@@ -62,19 +60,19 @@ def results_of(ranks: int, function: Callable[..., Any], *arguments: Any) -> lis
 
 def _collect(ends: Sequence[Connection]) -> list:
     found: dict[int, Any] = {}
-    waiting = {end: rank for rank, end in enumerate(ends)}
+    waiting = {end: number for number, end in enumerate(ends)}
     while waiting:
         ready = wait([*waiting], timeout=_SECONDS)
         if not ready:
-            raise RankFailed(f"ranks {[*waiting.values()]} did not end")
+            raise ProcessFailed(f"processes {[*waiting.values()]} did not end")
         for end in ready:
             assert isinstance(end, Connection)
-            rank = waiting.pop(end)
+            number = waiting.pop(end)
             try:
-                found[rank] = end.recv()
+                found[number] = end.recv()
             except EOFError:
-                found[rank] = None
-    return [found[rank] for rank in range(len(ends))]
+                found[number] = None
+    return [found[number] for number in range(len(ends))]
 
 
 def _run(end: Connection, variables: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -83,5 +81,5 @@ def _run(end: Connection, variables: dict[str, str], function: Callable[..., Any
     try:
         end.send(function(*arguments))
     except BaseException as error:
-        end.send(RankFailed(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        end.send(ProcessFailed(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
     os._exit(0)  # nothing of the parent's is torn down here
