@@ -178,21 +178,12 @@ INLINE int64_t packed_place(int64_t r, int64_t i, int64_t rows, int64_t in) {
   return i < whole ? i / LANES * LANES * rows + r * LANES + i % LANES : whole * rows + r * (in - whole) + i - whole;
 }
 
-INLINE void pack_rows(int rounded, const float *x, int64_t rows, int64_t in, float *packed) {
+static void pack(const float *x, int64_t rows, int64_t in, float *packed) {
   int64_t i = 0;
   for (; i + LANES <= in; i += LANES)
-    for (int64_t r = 0; r < rows; r++, packed += LANES) {
-      const vf numbers = load(x + r * in + i);
-      store(packed, rounded ? as_bfloat16_lanes(numbers) : numbers);
-    }
+    for (int64_t r = 0; r < rows; r++, packed += LANES) store(packed, load(x + r * in + i));
   for (int64_t r = 0; r < rows; r++)
-    for (int64_t j = i; j < in; j++) *packed++ = rounded ? as_bfloat16(x[r * in + j]) : x[r * in + j];
-}
-
-/* rounded: whether to round the numbers to bfloat16. */
-static void pack(int rounded, const float *x, int64_t rows, int64_t in, float *packed) {
-  if (rounded) pack_rows(1, x, rows, in, packed);
-  else pack_rows(0, x, rows, in, packed);
+    for (int64_t j = i; j < in; j++) *packed++ = x[r * in + j];
 }
 
 #define WIDEN(T, KIND) \

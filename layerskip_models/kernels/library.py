@@ -58,7 +58,6 @@ class Matrix(Structure):
         ("blocks", c_void_p),
         ("zero", c_int64),
         ("interleaved", c_int64),
-        ("rounded", c_int64),
     )
 
 

@@ -5,8 +5,7 @@
 
 /* Rows are multiplied by a weight a few at a time, in turns of about equal size. `together`: how many from row `r` on. */
 INLINE int64_t turns_of(const Matrix *m, int64_t rows) {
-  int64_t most = by_two_blocks(m)                       ? TURN_ROWS
-                 : TILES && m->interleaved              ? ROWS
+  int64_t most = TILES && m->interleaved                ? ROWS
                  : as_integers(m)                       ? m->kind == INT8 ? BYTE_ROWS : GROUPED_ROWS
                  : MANY_REGISTERS || rows < PROMPT_ROWS ? FLOAT_ROWS
                                                         : FLOAT_ROWS / 2;
@@ -67,25 +66,9 @@ static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows
   finish_outputs(m, first, rows, y);
 }
 
-/* The same for outputs of two matrices that take the same rows, or of one: `first` of m into y, `other_first` of `other` into z. */
-static void two_outputs(const Matrix *m, int64_t first, const Matrix *other, int64_t other_first, const float *x, int64_t rows,
-                        Fetch fetch, float *y, float *z) {
-#if TILES
-  if (by_two_blocks(m) && !parts_by_vectors(rows)) {
-    one_part_outputs(m, first, other, other_first, x, rows, fetch, y, z);
-    finish_outputs(m, first, rows, y);
-    finish_outputs(other, other_first, rows, z);
-    return;
-  }
-#endif
-  outputs(m, first, x, rows, fetch, y);
-  outputs(other, other_first, x, rows, fetch, z);
-}
-
-/* How many outputs ahead weights are fetched, where rows take `turns` turns with a group of `group` outputs, of which `side_by_side` are
- * computed at once where a matrix is interleaved. */
-INLINE int64_t outputs_ahead(const Matrix *m, int64_t turns, int64_t group, int64_t side_by_side) {
-  int64_t step = m->interleaved ? side_by_side : 4, bytes = bytes_of(m->kind, step * m->in);
+/* How many outputs ahead weights are fetched, where rows take `turns` turns with a group of `group` outputs. */
+INLINE int64_t outputs_ahead(const Matrix *m, int64_t turns, int64_t group) {
+  int64_t step = m->interleaved ? BLOCK : 4, bytes = bytes_of(m->kind, step * m->in);
   return turns > 1 ? group : (AHEAD + bytes - 1) / bytes * step;
 }
 #endif

@@ -25,7 +25,6 @@ typedef struct {
   const uint16_t *blocks; /* [out, in / BLOCK_INPUTS, 1 or 2], float16: what integer scales are multiplied by, and offsets, negated */
   int64_t zero;           /* the number that stands for 0 where there are no offsets */
   int64_t interleaved;    /* whether 16 outputs are side by side in memory (`interleaved.h`), as `interleaves` says */
-  int64_t rounded;        /* whether rows are rounded to bfloat16 before the product; only for weights in bfloat16 */
 } Matrix;
 
 INLINE int is_grouped(const Matrix *m) { return m->kind >= INT4; }
@@ -59,8 +58,6 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #endif
 #define BLOCK (TILES || VNNI || PAIRS ? 16 : 4) /* outputs computed side by side, so that an input is loaded once for all of them */
 #define ROWS (TILES ? 16 : VNNI ? 8 : 6) /* most rows multiplied by a weight while it is loaded */
-#define TWO_BLOCKS TILES /* whether there are matrices of which two blocks meet rows at once (`by_two_blocks`) */
-#define TURN_ROWS (TWO_BLOCKS ? 2 * ROWS : ROWS) /* most rows of a turn (`together`) */
 
 #ifndef TILE_BYTES
 /* Smallest bfloat16 matrix, in bytes, that uses tiles. With vectors, models whose matrices are all smaller decode 1.45 times as
@@ -79,9 +76,6 @@ INLINE int interleaves(int64_t kind, int64_t out, int64_t in) {
 
 /* Whether rows are cut into parts for weights in bfloat16, which a matrix unit multiplies. */
 INLINE int in_parts(const Matrix *m) { return TILES && m->interleaved && m->kind == BFLOAT16; }
-
-/* Whether two blocks of 16 outputs are multiplied at once, by up to 32 rows (`one_part_sums`). */
-INLINE int by_two_blocks(const Matrix *m) { return TWO_BLOCKS && m->rounded && in_parts(m); }
 
 #define GROUP 32 /* outputs that all rows are multiplied by before the next: later rows find their weights in the cache */
 #define GROUP_BYTES (64 << 10) /* most bytes of a group's weights: these and the next group's stay in the L2 cache */

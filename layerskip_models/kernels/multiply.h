@@ -68,7 +68,7 @@ static const float *prepared(const Input *input, const Matrix *m, float *scratch
     x = scratch;
     scratch += whole_lines(rows * in);
   }
-  if (rows == 1 && takes_a_row_as_it_is(m)) return x;
+  if (rows == 1 && as_floats(m)) return x;
   for (int64_t r = 0; r < rows; r += together(m, r, rows))
     arrange(m, x + r * in, together(m, r, rows), scratch + r * row_size(m));
   return scratch;
@@ -133,8 +133,8 @@ INLINE Matrix group_at(const Matrix *m, int64_t first, int64_t count, int64_t ro
  * output `first`. Prefetching runs on past `end`, where this member's next piece usually begins. */
 static void some_outputs(const Matrix *m, const float *x, int64_t rows, const float *residual, int64_t first, int64_t end,
                          float *y, int64_t stride, float *scratch) {
-  int64_t most = by_two_blocks(m) ? 2 * BLOCK : BLOCK, step = max(most, group_of(m, rows)), turns = fetching_turns(m, rows);
-  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step, most);
+  int64_t step = group_of(m, rows), turns = fetching_turns(m, rows);
+  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step);
   for (int64_t begin = 0, batch_end; begin < rows; begin = batch_end) {
     batch_end = min(rows, begin + batch_of(m, rows));
     for (int64_t at = first; at < end; at += step) {
@@ -143,17 +143,13 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
       for (int64_t r = begin, turn = 0; r < batch_end; r += together(m, r, rows), turn++) {
         int64_t count = together(m, r, rows);
         const Fetch share = fetch_of_turn(turn, turns, ahead);
-        for (int64_t o = 0, width; o < size; o += width) {
-          float blocks[TWO_BLOCKS ? 2 : 1][TURN_ROWS * BLOCK];
-          width = TWO_BLOCKS && o + most <= size ? most : BLOCK;
-          Fetch fetch = at + o + ahead + width <= m->out ? share : (Fetch){0};
-          if (TWO_BLOCKS && width > BLOCK)
-            two_outputs(&group, o, &group, o + BLOCK, x + r * row_size(m), count, fetch, blocks[0], blocks[TWO_BLOCKS]);
-          else outputs(&group, o, x + r * row_size(m), count, fetch, blocks[0]);
-          for (int64_t b = 0, to = at + o; b * BLOCK < width; b++, to += BLOCK)
-            for (int64_t i = 0; i < count; i++)
-              store_block(blocks[b] + i * BLOCK, residual ? residual + (r + i) * m->out + to : NULL, min(BLOCK, at + size - to),
-                  y + (r + i) * stride + to - first);
+        for (int64_t o = 0; o < size; o += BLOCK) {
+          float block[ROWS * BLOCK];
+          Fetch fetch = at + o + ahead + BLOCK <= m->out ? share : (Fetch){0};
+          outputs(&group, o, x + r * row_size(m), count, fetch, block);
+          for (int64_t i = 0, to = at + o; i < count; i++)
+            store_block(block + i * BLOCK, residual ? residual + (r + i) * m->out + to : NULL, min(BLOCK, size - o),
+                y + (r + i) * stride + to - first);
         }
       }
     }
@@ -164,7 +160,7 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
 static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t first, int64_t end, float *y, int64_t stride,
                        float *scratch) {
   int64_t half = m->out / 2, step = group_of(m, rows), turns = fetching_turns(m, rows);
-  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step, BLOCK);
+  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step);
   for (int64_t begin = 0, batch_end; begin < rows; begin = batch_end) {
     batch_end = min(rows, begin + batch_of(m, rows));
     for (int64_t at = first; at < end; at += step) {
@@ -174,11 +170,12 @@ static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t fi
         int64_t count = together(m, r, rows);
         const Fetch share = fetch_of_turn(turn, turns, ahead);
         for (int64_t o = 0; o < size; o += BLOCK) {
-          float gates[TURN_ROWS * BLOCK + LANES], ups[TURN_ROWS * BLOCK + LANES];
+          float gates[ROWS * BLOCK + LANES], ups[ROWS * BLOCK + LANES];
           memset(gates, 0, (count * BLOCK + LANES) * sizeof(float));
           memset(ups, 0, (count * BLOCK + LANES) * sizeof(float));
           Fetch fetch = at + o + ahead + BLOCK <= half ? share : (Fetch){0};
-          two_outputs(&gate, o, &up, o, x + r * row_size(m), count, fetch, gates, ups);
+          outputs(&gate, o, x + r * row_size(m), count, fetch, gates);
+          outputs(&up, o, x + r * row_size(m), count, fetch, ups);
           for (int64_t i = 0; i < count * BLOCK; i += LANES) {
             vf g = load(gates + i);
             store(gates + i, g / (1.0f + exponential(-g)) * load(ups + i));

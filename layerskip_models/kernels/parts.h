@@ -1,5 +1,5 @@
-/* Weights in bfloat16 on a matrix unit. A row's numbers are cut into three bfloat16 numbers that add up to them (`to_parts`), or rounded
- * to one if the matrix asks for that (`rounded`), and the unit sums the products of each in float32.
+/* Weights in bfloat16 on a matrix unit. A row's numbers are cut into three bfloat16 numbers that add up to them (`to_parts`), and the
+ * unit sums the products of each in float32.
  *
  * For a few rows vectors are faster. They do what Intel's description of TDPBF16PS says, so that a row has the same results either way:
  * 32 inputs at a time, products with even and with odd inputs summed apart in the inputs' order, both sums added, and that added to the
@@ -9,55 +9,47 @@
 #define SELFSPEC_PARTS_H
 #include "tiles.h"
 
-#define PARTS 3         /* of each number of a row that is not rounded */
+#define PARTS 3         /* of each number of a row */
 #define PART_INPUTS 32  /* that a run of 64 bytes holds */
 #define PART_ROWS 3     /* most rows that vectors multiply */
 #define PART_VECTORS (TILES && MANY_REGISTERS && LANES == 16)
-
-INLINE int parts_of(const Matrix *m) { return m->rounded ? 1 : PARTS; }
 
 #if TILES
 INLINE int parts_by_vectors(int64_t rows) { return PART_VECTORS && rows <= PART_ROWS; }
 
 #if PART_VECTORS
-/* sums: [part, row, 16 outputs]. x: parts as floats, [pair of inputs, row, part, 2]. rows, parts: constants where this is called. */
-INLINE void part_sums(int rows, int parts, const Matrix *m, int64_t first, const float *x, Fetch fetch, float (*sums)[16][16]) {
+/* sums: [part, row, 16 outputs]. x: parts as floats, [pair of inputs, row, part, 2]. rows: a constant where this is called. */
+INLINE void part_sums(int rows, const Matrix *m, int64_t first, const float *x, Fetch fetch, float (*sums)[16][16]) {
   const int64_t runs = m->in / PART_INPUTS, ahead = bytes_of(BFLOAT16, fetch.ahead * m->in);
   const char *w = (const char *)m->weight + bytes_of(BFLOAT16, first * m->in);
   const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
   __m512 total[PART_ROWS][PARTS];
-  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < parts; p++) total[r][p] = _mm512_setzero_ps();
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < PARTS; p++) total[r][p] = _mm512_setzero_ps();
   for (int64_t run = 0; run < runs; run++) {
     __m512 even[PART_ROWS][PARTS], odd[PART_ROWS][PARTS];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < parts; p++) even[r][p] = odd[r][p] = _mm512_setzero_ps();
-    for (int line = 0; line < 16; line++, w += 64, x += 2 * parts * rows) {
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < PARTS; p++) even[r][p] = odd[r][p] = _mm512_setzero_ps();
+    for (int line = 0; line < 16; line++, w += 64, x += 2 * PARTS * rows) {
       if (fetch.ahead && (64 * line & fetch.mask) == fetch.place) FETCH(w + ahead);
       const __m512i pairs = _mm512_loadu_si512(w);
       const __m512 evens = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), odds = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
       UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int p = 0; p < parts; p++) {
-          even[r][p] = _mm512_fmadd_ps(evens, _mm512_set1_ps(x[2 * (r * parts + p)]), even[r][p]);
-          odd[r][p] = _mm512_fmadd_ps(odds, _mm512_set1_ps(x[2 * (r * parts + p) + 1]), odd[r][p]);
+        UNROLL for (int p = 0; p < PARTS; p++) {
+          even[r][p] = _mm512_fmadd_ps(evens, _mm512_set1_ps(x[2 * (r * PARTS + p)]), even[r][p]);
+          odd[r][p] = _mm512_fmadd_ps(odds, _mm512_set1_ps(x[2 * (r * PARTS + p) + 1]), odd[r][p]);
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
-      UNROLL for (int p = 0; p < parts; p++) total[r][p] = _mm512_add_ps(total[r][p], _mm512_add_ps(even[r][p], odd[r][p]));
+      UNROLL for (int p = 0; p < PARTS; p++) total[r][p] = _mm512_add_ps(total[r][p], _mm512_add_ps(even[r][p], odd[r][p]));
   }
-  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < parts; p++) _mm512_storeu_ps(sums[p][r], total[r][p]);
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < PARTS; p++) _mm512_storeu_ps(sums[p][r], total[r][p]);
 }
 
 /* Not inlined: no operation may move out of it, to where subnormal numbers count. */
 __attribute__((noinline)) static void vector_sums(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch,
                                                   float (*sums)[16][16]) {
-  if (m->rounded) {
-    if (rows == 1) part_sums(1, 1, m, first, x, fetch, sums);
-    else if (rows == 2) part_sums(2, 1, m, first, x, fetch, sums);
-    else part_sums(3, 1, m, first, x, fetch, sums);
-    return;
-  }
-  if (rows == 1) part_sums(1, PARTS, m, first, x, fetch, sums);
-  else if (rows == 2) part_sums(2, PARTS, m, first, x, fetch, sums);
-  else part_sums(3, PARTS, m, first, x, fetch, sums);
+  if (rows == 1) part_sums(1, m, first, x, fetch, sums);
+  else if (rows == 2) part_sums(2, m, first, x, fetch, sums);
+  else part_sums(3, m, first, x, fetch, sums);
 }
 #endif
 
@@ -67,62 +59,9 @@ static void tile_sums(const Matrix *m, int64_t first, const char *x, int64_t row
   THREE_SUMS(tile_dot_bfloat16);
 }
 
-/* Sums of one part for `blocks` times 16 outputs and `halves` times 16 rows or fewer; both are constants where this is called.
- *
- * With one part, a load of weights serves one product for each tile of rows, and a load of rows one for each tile of weights. Two by two
- * tiles need four loads for four products, which are all the sums that there is room for beside them. One tile of rows and three of
- * weights would need four loads for three products; one by one, two for each. The unit multiplies in 16 cycles and loads in 8 at best.
- * Each sum has its runs in order, whatever it is computed beside.
- * w, v: weights of the two blocks. x: [run, row, 64 bytes]. y, z: the blocks' results, [row, 16 outputs]. */
-INLINE void one_part_sums(int blocks, int halves, const char *w, const char *v, const char *x, int64_t rows, int64_t in, Fetch fetch,
-                          float *y, float *z) {
-  const int64_t runs = in / PART_INPUTS, ahead = bytes_of(BFLOAT16, fetch.ahead * in), first = halves == 2 ? 16 : rows;
-  configure_two_tiles(first, halves == 2 ? rows - 16 : rows, 64);
-  tile_zero(0);
-  tile_zero(1);
-  tile_zero(2);
-  tile_zero(3);
-  for (int64_t run = 0; run < runs; run++, w += 1024, v += 1024, x += 64 * rows) {
-    FETCH_RUN(w);
-    if (blocks == 2) FETCH_RUN(v);
-    tile_load(4, w, 64);
-    tile_load(6, x, 64);
-    tile_dot_bfloat16(0, 6, 4);
-    if (blocks == 2) {
-      tile_load(5, v, 64);
-      tile_dot_bfloat16(1, 6, 5);
-    }
-    if (halves == 2) {
-      tile_load(7, x + 16 * 64, 64);
-      tile_dot_bfloat16(2, 7, 4);
-      if (blocks == 2) tile_dot_bfloat16(3, 7, 5);
-    }
-  }
-  tile_store(0, y, 64);
-  if (blocks == 2) tile_store(1, z, 64);
-  if (halves == 2) tile_store(2, y + 16 * BLOCK, 64);
-  if (halves == 2 && blocks == 2) tile_store(3, z + 16 * BLOCK, 64);
-}
-
-INLINE const char *weights_from(const Matrix *m, int64_t first) { return (const char *)m->weight + bytes_of(BFLOAT16, first * m->in); }
-
-/* `two_outputs` for rows of one part on tiles, before the biases. */
-static void one_part_outputs(const Matrix *m, int64_t first, const Matrix *other, int64_t other_first, const float *x, int64_t rows,
-                             Fetch fetch, float *y, float *z) {
-  const char *w = weights_from(m, first), *v = weights_from(other, other_first);
-  if (rows > 16) one_part_sums(2, 2, w, v, (const char *)x, rows, m->in, fetch, y, z);
-  else one_part_sums(2, 1, w, v, (const char *)x, rows, m->in, fetch, y, z);
-}
-
 /* `outputs` for 16 outputs, before the bias. */
 static void part_outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
   float sums[PARTS][16][16];
-  if (m->rounded && !parts_by_vectors(rows)) {
-    const char *w = weights_from(m, first);
-    if (rows > 16) one_part_sums(1, 2, w, w, (const char *)x, rows, m->in, fetch, y, NULL);
-    else one_part_sums(1, 1, w, w, (const char *)x, rows, m->in, fetch, y, NULL);
-    return;
-  }
 #if PART_VECTORS
   if (parts_by_vectors(rows)) {
     const unsigned mode = _mm_getcsr();
@@ -133,8 +72,7 @@ static void part_outputs(const Matrix *m, int64_t first, const float *x, int64_t
 #endif
     tile_sums(m, first, (const char *)x, rows, fetch, sums);
   for (int64_t r = 0; r < rows; r++)
-    for (int o = 0; o < BLOCK; o++)
-      y[r * BLOCK + o] = m->rounded ? sums[0][r][o] : (sums[2][r][o] + sums[1][r][o]) + sums[0][r][o];
+    for (int o = 0; o < BLOCK; o++) y[r * BLOCK + o] = (sums[2][r][o] + sums[1][r][o]) + sums[0][r][o];
 }
 #endif
 #endif

@@ -197,17 +197,17 @@ static void to_digits(const float *x, int64_t rows, const Matrix *m, float *scra
 #endif
 
 #if TILES
-/* Split rows [rows, in] into bfloat16 parts, the largest first: three that add up to them, or one, which is the rounded number.
- * Layout: [in / 32, part, rows, 32], or for vectors as floats, [in / 2, row, part, 2]. num_parts: a constant where this is called. */
-INLINE void split_rows(int num_parts, const float *x, int64_t rows, int64_t in, float *scratch) {
+/* Split rows [rows, in] into three bfloat16 parts that add up to them, the largest first.
+ * Layout: [in / 32, part, rows, 32], or for vectors as floats, [in / 2, row, part, 2]. */
+static void to_parts(const float *x, int64_t rows, int64_t in, float *scratch) {
   const int vectors = parts_by_vectors(rows);
   uint16_t *halves = (uint16_t *)scratch;
-  for (int64_t i = 0; i < in; i += PART_INPUTS, halves += num_parts * rows * PART_INPUTS)
+  for (int64_t i = 0; i < in; i += PART_INPUTS, halves += PARTS * rows * PART_INPUTS)
     for (int64_t r = 0; r < rows; r++) {
       float parts[PARTS][PART_INPUTS];
       UNROLL for (int k = 0; k < PART_INPUTS; k += LANES) {
         vf left = load(x + r * in + i + k);
-        UNROLL for (int p = 0; p < num_parts; p++) {
+        UNROLL for (int p = 0; p < PARTS; p++) {
           const vu part = to_bfloat16_lanes(left);
           if (!vectors) store_halves(halves + (p * rows + r) * PART_INPUTS + k, part);
           store(parts[p] + k, (vf)(part << 16));
@@ -215,31 +215,24 @@ INLINE void split_rows(int num_parts, const float *x, int64_t rows, int64_t in, 
         }
       }
       for (int k = 0; vectors && k < PART_INPUTS; k++)
-        for (int p = 0; p < num_parts; p++) scratch[(((i + k) / 2 * rows + r) * num_parts + p) * 2 + k % 2] = parts[p][k];
+        for (int p = 0; p < PARTS; p++) scratch[(((i + k) / 2 * rows + r) * PARTS + p) * 2 + k % 2] = parts[p][k];
     }
 }
 
-static void to_parts(const float *x, int64_t rows, const Matrix *m, float *scratch) {
-  if (m->rounded) split_rows(1, x, rows, m->in, scratch);
-  else split_rows(PARTS, x, rows, m->in, scratch);
-}
 #endif
 
 /* Floats of memory for a row in the form that `outputs` takes. */
 INLINE int64_t row_size(const Matrix *m) {
-  return in_parts(m) ? parts_of(m) * m->in : as_integers(m) ? digits_capacity(m) : m->in;
+  return in_parts(m) ? PARTS * m->in : as_integers(m) ? digits_capacity(m) : m->in;
 }
 
 /* Bytes of that which are read for nearly every row: few have finer digits. */
 INLINE int64_t hot_row_bytes(const Matrix *m) {
-  return in_parts(m) ? parts_of(m) * bytes_of(BFLOAT16, m->in) : (as_integers(m) ? digits_size(m) : m->in) * (int64_t)sizeof(float);
+  return in_parts(m) ? PARTS * bytes_of(BFLOAT16, m->in) : (as_integers(m) ? digits_size(m) : m->in) * (int64_t)sizeof(float);
 }
 
 /* Whether rows are multiplied as floats. */
 INLINE int as_floats(const Matrix *m) { return !m->interleaved; }
-
-/* Whether a single row needs no conversion. */
-INLINE int takes_a_row_as_it_is(const Matrix *m) { return as_floats(m) && !m->rounded; }
 
 /* Convert the rows of one turn (`together`) to the form that `outputs` takes. */
 INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *scratch) {
@@ -252,10 +245,10 @@ INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *scratc
 #endif
 #if TILES
   if (in_parts(m)) {
-    to_parts(x, rows, m, scratch);
+    to_parts(x, rows, m->in, scratch);
     return;
   }
 #endif
-  pack(m->rounded != 0, x, rows, m->in, scratch);
+  pack(x, rows, m->in, scratch);
 }
 #endif

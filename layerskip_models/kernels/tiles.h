@@ -81,23 +81,19 @@ static void tile_dot_bfloat16(int sums, int a, int b) { /* TDPBF16PS */
 
 static __thread int64_t tiles_key; /* what this thread's tiles are configured for; 0: nothing */
 
-/* Configure tiles: 0 to 3 for sums, 4 and 5 for weights, 6 and 7 for rows, of which `width` bytes meet weights at once. Sums 0 and 1
- * and tile 6 have `rows` rows, the other sums and tile 7 `later` rows. */
-INLINE void configure_two_tiles(int64_t rows, int64_t later, int width) {
-  const int64_t key = (width * 32 + rows) * 32 + later;
+/* Configure tiles: 0 to 3 for sums, 4 and 5 for weights, 6 and 7 for `rows` rows, of which `width` bytes meet weights at once. */
+INLINE void configure_tiles(int64_t rows, int width) {
+  const int64_t key = width * 32 + rows;
   __asm__ volatile("" : : : "memory"); /* GCC 12's loads of tiles do not say that they read memory, such as rows just prepared */
   if (key == tiles_key) return;
   TileConfig config = {.palette = 1};
   for (int t = 0; t < 8; t++) {
-    config.rows[t] = (uint8_t)(t == 4 || t == 5 ? width / 4 : t == 2 || t == 3 || t == 7 ? later : rows);
+    config.rows[t] = (uint8_t)(t == 4 || t == 5 ? width / 4 : rows);
     config.bytes[t] = (uint16_t)(t < 6 ? 64 : width);
   }
   tiles_load_config(&config);
   tiles_key = key;
 }
-
-/* All of them for the same number of rows. */
-INLINE void configure_tiles(int64_t rows, int width) { configure_two_tiles(rows, rows, width); }
 
 /* Release the tiles at the end of a job: the system need not save them, and the core may clock higher. */
 INLINE void leave_tiles(void) {

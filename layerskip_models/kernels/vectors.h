@@ -69,14 +69,6 @@ INLINE vu to_bfloat16_lanes(vf x) {
   return ((bits >> 16 | 0x40u) & is_nan) | (rounded & ~is_nan);
 }
 
-/* Numbers rounded to bfloat16, as float32. */
-INLINE float as_bfloat16(float x) {
-  uint32_t bits = (uint32_t)to_bfloat16(x) << 16;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-INLINE vf as_bfloat16_lanes(vf x) { return (vf)(to_bfloat16_lanes(x) << 16); }
-
 /* a * b + c, rounded once where the processor has fused multiply-add, else twice; vectors and scalars round alike. */
 #if defined(__AVX512F__)
 INLINE vf multiply_add(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }

@@ -118,9 +118,6 @@ int main(int count, char **arguments) {
         Matrix m = matrix(kind, out, in, kind & 1);
         wrong |= products(&m);
       }
-  Matrix rounded = matrix(BFLOAT16, 37, 61, 1);
-  rounded.rounded = 1;
-  wrong |= products(&rounded);
   if (CALL(interleaves)(INT8, 64, 192)) {
     Matrix m = matrix(INT8, 64, 192, 1); /* whose bytes may be anything */
     m.interleaved = 1;
@@ -129,8 +126,6 @@ int main(int count, char **arguments) {
   if (CALL(interleaves)(BFLOAT16, 1 << 20, 192)) {
     Matrix m = matrix(BFLOAT16, 64, 192, 1);
     m.interleaved = 1;
-    wrong |= products(&m);
-    m.rounded = 1;
     wrong |= products(&m);
   }
   for (int64_t kind = INT4; kind <= SIXES; kind++)

@@ -121,7 +121,7 @@ static int compare_parts(const float *x, int64_t rows, const Matrix *m) {
   const int64_t in = m->in, size = rows * row_size(m) * 4;
   const int vectors = parts_by_vectors(rows);
   char *found = calloc((size + 63) / 64, 64), *expected = calloc(size, 1);
-  to_parts(x, rows, m, (float *)found);
+  to_parts(x, rows, in, (float *)found);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t i = 0; i < in; i++) {
       float left = x[r * in + i];
