@@ -150,11 +150,6 @@ def read_record(path: Path) -> list[Line]:
     return lines
 
 
-def record_name(path: Path) -> str:
-    """What a record is called: its file without `.jsonl` or `.jsonl.gz`."""
-    return path.name.removesuffix(".gz").removesuffix(".jsonl")
-
-
 @contextmanager
 def showing(path: Path) -> Iterator[None]:
     """Within it, a line or field that a record lacks becomes a ValueError which names the record and the remedy."""

@@ -32,6 +32,7 @@ BENCH_COMMANDS = {
 BENCH_OPTIONS = {
     "--converted": "name the engines with --llama-cpp, --ik-llama-cpp and --openvino",
     "--into": "`selfspec-bench report RECORD` prints the tables to paste",
+    "--plots": "draw them from the record, which is JSON lines; the tables hold the same numbers",
     "--joining-tokens": "`selfspec-bench serving` measures how long clients wait",
 }
 

@@ -33,11 +33,10 @@ def headline(lines: Sequence[Line]) -> str:
     return _shown(lines)[0](lines)
 
 
-def markdown(lines: Sequence[Line], plots: Mapping[str, str] | None = None) -> str:
-    """The whole record: tables, plots (paths by title), and where the numbers come from."""
-    pictures = [f"![{title}]({path})" for title, path in (plots or {}).items()]
+def markdown(lines: Sequence[Line]) -> str:
+    """The whole record: tables, and where the numbers come from."""
     made = [*tables(lines), machine_table(lines)]
-    return "\n\n".join([headline(lines), *pictures, *(table.markdown() for table in made)]) + "\n"
+    return "\n\n".join([headline(lines), *(table.markdown() for table in made)]) + "\n"
 
 
 def machine_table(lines: Sequence[Line]) -> Table:

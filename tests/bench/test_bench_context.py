@@ -12,7 +12,6 @@ from bench.machine.context import usable_contexts
 from bench.record import Line, read_record
 from bench.report.context_tables import time_beside_reading
 from bench.report.markdown import tables
-from bench.report.plots import figures
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 
@@ -80,7 +79,6 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     made = {table.name: table for table in tables(found)}
     assert list(made) == ["contexts", "turns", "memory"]
     assert [row[0] for row in made["contexts"].rows] == ["16", "32"]
-    assert list(figures(found)) == ["Speed over the length of the context"]
     assert made["contexts"].title.endswith("keys and values in float32")
     assert [row[-2] for row in made["contexts"].rows] == ["0", "0"]
     unread = ["--no-prefill", "--no-peers", "--no-memory", "--kv-dtype", "bfloat16", "--output", str(record)]

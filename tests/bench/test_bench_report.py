@@ -6,10 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.commands.bench_app import app
-from bench.record import RecordWriter, read_record, record_name
+from bench.record import RecordWriter, read_record
 from bench.report.compare_records import compare_records
 from bench.report.markdown import markdown, tables
-from bench.report.plots import figures
 from bench.report.run_tables import source_tables
 from bench.report.summary import Samples, Spread
 
@@ -233,7 +232,6 @@ def test_a_packed_record_is_read_and_a_damaged_one_named(tmp_path: Path) -> None
     path = tmp_path / "record.jsonl.gz"
     path.write_bytes(whole)
     assert len(read_record(path)) == 51
-    assert record_name(path) == record_name(tmp_path / "record.jsonl") == "record"
     path.write_bytes(whole[:-12])
     with pytest.raises(ValueError, match=r"cannot read the record .*cut off"):
         read_record(path)
@@ -270,33 +268,6 @@ def test_compare_says_what_changed(tmp_path):
 def write(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
-
-
-def test_plots_are_beside_the_markdown(tmp_path):
-    path, target = write(tmp_path / "peers.jsonl", record()), tmp_path / "new" / "peers.md"
-    result = CliRunner().invoke(app, ["report", str(path), "--plots", "-o", str(target)])
-    assert result.exit_code == 0, result.output
-    assert list(figures(record())) == ["Speed-up over plain decoding"]
-    plot = tmp_path / "new" / "plots" / "peers-speed-up-over-plain-decoding.svg"
-    assert f"![Speed-up over plain decoding](plots/{plot.name})" in target.read_text(encoding="utf-8")
-    drawn = plot.read_text(encoding="utf-8")
-    assert ">drafting<" in drawn and ">2.50<" in drawn
-    assert CliRunner().invoke(app, ["report", str(path), "--plots", "-o", str(target)]).exit_code == 0
-    assert plot.read_text(encoding="utf-8") == drawn  # nothing random or dated
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [([], "--plots needs --output"), (["-o", "x.md"], "--plots needs matplotlib: pip install 'selfspec[plots]'")],
-)
-def test_plots_that_cannot_be_drawn_are_one_line(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bench.commands.report_command.find_spec", lambda name: None)
-    write(tmp_path / "peers.jsonl", record())
-    result = CliRunner().invoke(app, ["report", "peers.jsonl", "--plots", *arguments])
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
 
 
 def test_a_record_of_another_version_is_one_line(tmp_path):

@@ -13,7 +13,6 @@ from bench.machine.bandwidth import WeightBytes
 from bench.machine.roofline import calls, phase_bytes
 from bench.record import read_record
 from bench.report.markdown import tables
-from bench.report.plots import figures
 from policies import MeasuredCost
 from records import finished, shadow
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -95,4 +94,3 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     assert f"memory gives {limits['bytes_per_second'] / 1e9:.1f} GB/s" in made["calls"].title
     assert made["calls"].rows[0][2] == f"{1000 * expected / limits['bytes_per_second']:.3f}"
     assert [row[0] for row in made["phases"].rows][::2] == ["`ar`", "`auto`"]
-    assert figures(lines) == {}
