@@ -243,12 +243,6 @@ def check_fits(config: PreVerifierConfig, model: LayerSkipModel, where: str) -> 
         raise ValueError(f"{wanted}, whose weights are not those of {model.name or 'this model'}: {remedy}")
 
 
-def count_parameters(config: PreVerifierConfig) -> int:
-    """Parameters of the network, without making it."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in PreVerifierModule(config).parameters())
-
-
 def save_preverifier(module: PreVerifierModule, folder: Path) -> None:
     """Write config and weights into an existing folder."""
     write_module(module, module.config, folder / CONFIG_FILE, folder / WEIGHTS_FILE, None)

@@ -1,5 +1,4 @@
 import json
-import multiprocessing
 import sys
 
 import pytest
@@ -50,52 +49,27 @@ def test_peers_measures_all_engines_and_its_record_makes_a_page(checkpoint, tmp_
 
 
 @pytest.mark.skipif(kernels() is None, reason="needs the native library")
-def test_peers_with_int8_weights_judges_these_among_themselves(checkpoint, tmp_path):
-    record = tmp_path / "peers.jsonl"
-    result = invoke("peers", "--model", checkpoint, "--int8", "--int4", "--output", record, *RUN)
-    assert result.exit_code == 0, result.output
-    lines = read_record(record)
-    assert [name for name in lines[0]["engines"] if "int8" in name] == ["selfspec:int8:ar", "selfspec:int8:auto"]
-    outputs = [line for line in lines if line["kind"] == "output"]
-    drafts = [f"selfspec:{bits}:auto" for bits in ("int8", "int4")]
-    assert {line["reference"] for line in outputs if line["engine"] not in drafts} == {"selfspec:ar"}
-    for name in drafts:
-        drafting = [line for line in outputs if line["engine"] == name]
-        plain = name.replace("auto", "ar")
-        assert [(line["reference"], line["first_difference"]) for line in drafting] == [(plain, None)] * 2
-    assert "| selfspec int8, auto |" in invoke("report", record).output
-
-
-@pytest.mark.skipif(kernels() is None, reason="needs the native library")
-def test_peers_on_a_gguf_file_judges_these_among_themselves(tmp_path, monkeypatch):
+def test_peers_on_rounded_weights_and_gguf_files_judges_each_among_themselves(tmp_path, monkeypatch):
+    """And a peer that is not installed is left out in one line."""
     pytest.importorskip("gguf")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     model, record = tmp_path / "tiny", tmp_path / "peers.jsonl"
     shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192}
     tiny_llama(**shape, seed=4).save_pretrained(model)  # these types hold its rows
     tiny_tokenizer().save_pretrained(model)
-    asked = ["--gguf", "Q8_0", "--gguf", "IQ4_NL", "--no-transformers"]
+    asked = ["--int8", "--int4", "--gguf", "Q8_0", "--gguf", "IQ4_NL", "--no-transformers"]
     result = invoke("peers", "--model", model, *asked, "--output", record, *RUN)
-    assert result.exit_code == 0, result.output
-    assert "llama.cpp is left out" in result.stderr
-    lines = read_record(record)
-    own = [f"selfspec:{kind}:{policy}" for kind in ("Q8_0", "IQ4_NL") for policy in ("ar", "auto")]
-    assert list(lines[0]["engines"])[3:] == own
-    drafting = [line for line in lines if line["kind"] == "output" and line["engine"] in own[1::2]]
-    assert {(line["reference"], line["first_difference"]) for line in drafting} == {(own[0], None), (own[2], None)}
-
-
-def test_a_peer_that_is_not_installed_is_left_out_in_one_line(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    record = tmp_path / "peers.jsonl"
-    result = invoke("peers", "--model", checkpoint, "--llama-cpp", "all", "--output", record, *RUN)
     assert result.exit_code == 0, result.output
     said = [line for line in result.stderr.splitlines() if "llama" in line]
     assert said == ["llama.cpp is left out: it needs llama-cpp-python; pip install llama-cpp-python"]
     lines = read_record(record)
-    assert "transformers:generate" in lines[0]["engines"]
-    assert not [name for name in lines[0]["engines"] if "llama" in name]
-    assert "llama_cpp" not in lines[0]["provenance"]
+    assert "llama_cpp" not in lines[0]["provenance"] and not [name for name in lines[0]["engines"] if "llama" in name]
+    for kind in ("int8", "int4", "Q8_0", "IQ4_NL"):
+        drafting = [line for line in lines if line["kind"] == "output" and line["engine"] == f"selfspec:{kind}:auto"]
+        assert [(line["reference"], line["first_difference"]) for line in drafting] == [
+            (f"selfspec:{kind}:ar", None)
+        ] * 2
+    assert "| selfspec int8, auto |" in invoke("report", record).output
 
 
 def test_sweep_writes_the_setting_that_generate_finds(checkpoint, tmp_path):
@@ -143,68 +117,58 @@ def test_sweep_over_policies_ranks_by_runs_and_times_the_best(checkpoint, tmp_pa
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["peers", "--policy", "ar"], "must be a fixed setting"),
-        (["peers", "--policy", "ls:9-2"], "exit_layer must be in [1, 3]"),
-        (["peers", "--prompts", "missing.jsonl"], "missing.jsonl"),
-        (["peers", "--dtype", "int3"], "dtype must be one of"),
-        (["peers", "--gguf", "Q4"], "--gguf must be Q4_K_M"),
-        (["peers", "--ik-llama-cpp", "Q4"], "--ik-llama-cpp must be BF16, F16, Q8_0, Q4_0 or all, got Q4"),
-        (["peers", "--llama-cpp", "Q4"], "--llama-cpp must be BF16, F16, Q8_0, Q4_0 or all, got Q4"),
-        (["sweep", "--exit-layers", "2-x"], '--exit-layers must look like "1-8"'),
-        (["sweep", "--exit-layers", "1-4"], "--exit-layers must be in [1, 3]"),
-        (["sweep", "--num-speculations", "0-2"], "--num-speculations must be numbers from 1 on"),
-        (["sweep", "--policy", "spide:1", "--policy", "spide:9"], "exit_layer must be in [1, 3]"),
-        (["sweep", "--policy", "spide:1", "--exit-layers", "1"], "not both"),
-        (["sweep", "--policy", "spide:1", "--write"], "--write keeps fixed settings"),
-    ],
-)
-def test_mistakes_end_with_one_line_and_status_2(checkpoint, arguments, message):
-    result = invoke(arguments[0], "--model", checkpoint, *arguments[1:])
+MISTAKES = {
+    "peers --model MODEL --policy ar": "must be a fixed setting",
+    "peers --model MODEL --policy ls:9-2": "exit_layer must be in [1, 3]",
+    "peers --model MODEL --prompts missing.jsonl": "missing.jsonl",
+    "peers --model MODEL --dtype int3": "dtype must be one of",
+    "peers --model MODEL --gguf Q4": "--gguf must be Q4_K_M",
+    "peers --model MODEL --ik-llama-cpp Q4": "--ik-llama-cpp must be BF16, F16, Q8_0, Q4_0 or all, got Q4",
+    "peers --model MODEL --llama-cpp Q4": "--llama-cpp must be BF16, F16, Q8_0, Q4_0 or all, got Q4",
+    "sweep --model MODEL --exit-layers 2-x": '--exit-layers must look like "1-8"',
+    "sweep --model MODEL --exit-layers 1-4": "--exit-layers must be in [1, 3]",
+    "sweep --model MODEL --num-speculations 0-2": "--num-speculations must be numbers from 1 on",
+    "sweep --model MODEL --policy spide:1 --policy spide:9": "exit_layer must be in [1, 3]",
+    "sweep --model MODEL --policy spide:1 --exit-layers 1": "not both",
+    "sweep --model MODEL --policy spide:1 --write": "--write keeps fixed settings",
+    "sweep --model someone/somewhere --write": "--write needs a local checkpoint folder",
+    "run --model MODEL --temperature 0.5": "--temperature has no effect on greedy decoding",
+    "run --model MODEL --do-sample --top-p 0": "--top-p must be in (0, 1]",
+    "run --model MODEL --do-sample --temperature 0": "--temperature must be above 0",
+    "run --model MODEL --do-sample --grid": "--grid replays greedy texts",
+    "run --model MODEL --resume": "--resume needs --output",
+    "run --model MODEL --resume --output x.jsonl --kept auto": "cannot go on with --kept",
+    "run --model MODEL --kept autoo": "unknown policy",
+    "run --model MODEL --kept ls:1-2": "--kept ls:1-2: this policy learns nothing",
+    "run --model MODEL --task poetry": "no prompts of task poetry; there are code, english",
+    "run --model MODEL --policy dell": "unknown policy",
+    "run --model MODEL --policy dv:9": "exit_layer must be in [1, 3]",
+    "run --model synthetic:huge": "unknown shape 'huge'",
+    "load --model someone/somewhere": "--model must be a folder with *.safetensors or a GGUF file on this machine",
+    "load --model ./none": "no checkpoint folder at ./none",
+    "kernels --variant none": "this machine runs the variants",
+    "kernels --weights int3": "--weights must be of float32, bfloat16, int8, int4",
+    "kernels --rows x": "--rows must look like",
+    "convert": "`selfspec-bench convert` was removed: ",
+    "shapes --shape small": "`selfspec-bench shapes` was removed: run `selfspec-bench run --model synthetic:",
+    "peers --converted folder": "--converted was removed: name the engines with --llama-cpp",
+    "report x.jsonl --into=y.md": "--into was removed: ",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_mistakes_end_with_one_line_and_status_2(command, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*(str(checkpoint) if word == "MODEL" else word for word in command.split()))
     assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    (line,) = [line for line in result.stderr.splitlines() if line and not line.startswith("Loading weights")]
+    assert line.startswith("error: ") and MISTAKES[command] in line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["convert"], "`selfspec-bench convert` was removed: "),
-        (
-            ["shapes", "--shape", "small"],
-            "`selfspec-bench shapes` was removed: run `selfspec-bench run --model synthetic:",
-        ),
-        (["peers", "--converted", "folder"], "--converted was removed: name the engines with --llama-cpp"),
-        (["report", "x.jsonl", "--into=y.md"], "--into was removed: "),
-    ],
-)
-def test_what_was_removed_says_what_to_use(arguments, message):
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: {message}")
-    assert result.stderr.count("\n") == 1
-
-
-def test_write_needs_a_folder():
-    result = invoke("sweep", "--model", "someone/somewhere", "--write")
-    assert result.exit_code == 2
-    assert "--write needs a local checkpoint folder" in result.stderr
-
-
-def test_the_program_runs_as_a_person_runs_it(tmp_path, monkeypatch):
-    """Forked: tests/test_start_up.py imports it in a process of its own, where nothing may be said."""
+def test_the_program_says_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("signal.signal", lambda *arguments: None)  # this process's handlers stay
     monkeypatch.setattr(sys, "argv", ["selfspec-bench", "report", str(tmp_path / "none.jsonl")])
-    errors = tmp_path / "errors"
-    process = multiprocessing.get_context("fork").Process(target=_run_program, args=(errors,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 2
-    assert errors.read_text().startswith("error: ")
-    assert errors.read_text().count("\n") == 1
-
-
-def _run_program(errors):
-    sys.stderr = errors.open("w")  # Python's own, so that a traceback would be there, too
-    main()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1

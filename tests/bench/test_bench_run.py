@@ -1,20 +1,25 @@
-"""`selfspec-bench run`: the whole record, sampled runs, synthetic weights, mistakes."""
+"""`selfspec-bench run`: the whole record, sampled runs, synthetic weights; broken off anywhere and resumed."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 import bench.commands.preparation
+import bench.run
 import layerskip_models.checkpoints.synthetic
 from bench.commands.bench_app import app
 from bench.commands.run_command import kept_policies
-from bench.record import BEST_FIXED, Line, read_record
-from bench_runs import run
+from bench.record import BEST_FIXED, Line, RecordWriter, read_part, read_record
+from bench_runs import counts, run
+from known_costs import know_costs
 from policies import LayerCost, Policy, kept_between_texts, parse_policy
+from selfspec import SelfSpecGenerator
 
 pytestmark = pytest.mark.usefixtures("known_costs")
 
@@ -55,22 +60,6 @@ def test_the_record_and_its_page(checkpoint: Path, tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(lines)
 
 
-def test_a_run_that_copies_says_where_each_source_pays(checkpoint: Path, tmp_path: Path) -> None:
-    prompts, record = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
-    text = "a bed, a fig, a bed, a fig, "
-    lines = [{"id": f"{task}-1", "task": task, "prompt": text * times} for task, times in (("edit", 2), ("list", 3))]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    options = ["--prompts", prompts, "--policy", "copy:4", "--no-grid", "--max-new-tokens", 20]
-    result = run(checkpoint, *options, "--prompt-tokens", 24, "--output", record)
-    assert result.exit_code == 0, result.output
-    found = {line["engine"]: line["stats"] for line in read_record(record) if line["kind"] == "sample"}
-    assert found["selfspec:copy:4"]["num_copied"] >= found["selfspec:copy:4"]["num_copied_accepted"]
-    assert found["selfspec:copy:4"]["num_copied"] > 0 == found["selfspec:ar"]["num_copied"]
-    page = CliRunner().invoke(app, ["report", str(record)]).output
-    assert "**New tokens by source, task by task" in page
-    assert "| **edit** |" in page and "| **list** |" in page
-
-
 def test_a_sampled_run(checkpoint: Path, tmp_path: Path) -> None:
     """A seed for each repeat, the same for all engines and again the next time; speeds are compared and outputs are not."""
     prompts = tmp_path / "prompts.jsonl"
@@ -108,60 +97,22 @@ def test_a_sampled_run(checkpoint: Path, tmp_path: Path) -> None:
     assert "equal" not in page
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--temperature", 0.5], "--temperature has no effect on greedy decoding"),
-        (["--do-sample", "--top-p", 0], "--top-p must be in (0, 1]"),
-        (["--do-sample", "--temperature", 0], "--temperature must be above 0"),
-        (["--do-sample", "--grid"], "--grid replays greedy texts"),
-    ],
-)
-def test_wrong_sampling_options(arguments: list[object], message: str, checkpoint: Path) -> None:
-    result = run(checkpoint, *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-
-
-@pytest.mark.parametrize("runner", ["eager", pytest.param("captured", marks=pytest.mark.slow)])
-def test_synthetic_weights_are_called_so(runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With captures, which are made on the stand-in before anything is timed."""
+def test_synthetic_weights_are_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
     tiny |= {"intermediate_size": 48, "vocab_size": 4096, "max_position_embeddings": 64}
     monkeypatch.setattr(layerskip_models.checkpoints.synthetic, "SHAPES", {"tiny": tiny})
     monkeypatch.setattr(bench.commands.preparation, "SHAPES", {"tiny": tiny})
     record = tmp_path / "run.jsonl"
-    options = ["--policy", "auto:cost=layers", "--runner", runner, "--num-samples", "1", "--output", record]
+    options = ["--policy", "auto:cost=layers", "--runner", "eager", "--num-samples", "1", "--output", record]
     result = run("synthetic:tiny,eps=0.05", *options)
     assert result.exit_code == 0, result.output
     lines = read_record(record)
     assert lines[0]["configuration"]["model"] == "synthetic weights (tiny,eps=0.05)"
-    assert lines[0]["configuration"]["runner"] == runner
+    assert lines[0]["configuration"]["runner"] == "eager"
     ours = [line for line in lines if line["kind"] == "sample" and line["engine"].startswith("selfspec:a")]
-    assert {line["stats"]["runner"] for line in ours} == {runner}
+    assert {line["stats"]["runner"] for line in ours} == {"eager"}
     assert {line["stats"]["num_captures"] for line in ours} == {0}
     assert "Synthetic weights (tiny,eps=0.05) on" in CliRunner().invoke(app, ["report", str(record)]).output
-    unknown = run("synthetic:huge")
-    assert unknown.exit_code == 2
-    assert "unknown shape 'huge'" in unknown.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--resume"], "--resume needs --output"),
-        (["--resume", "--output", "x.jsonl", "--kept", "auto"], "cannot go on with --kept"),
-        (["--kept", "autoo"], "unknown policy"),
-        (["--kept", "ls:1-2"], "--kept ls:1-2: this policy learns nothing"),
-        (["--task", "poetry"], "no prompts of task poetry; there are code, english"),
-        (["--policy", "dell"], "unknown policy"),
-        (["--policy", "dv:9"], "exit_layer must be in [1, 3]"),
-    ],
-)
-def test_mistakes_are_told_before_anything_runs(arguments: list[str], message: str, checkpoint: Path) -> None:
-    result = run(checkpoint, *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
 
 
 def test_every_policy_that_learns_can_be_kept() -> None:
@@ -185,3 +136,106 @@ def test_every_policy_that_learns_can_be_kept() -> None:
     assert kept_between_texts("del:omega=0.9+spide") == "del:omega=0.9,state=kept+spide"
     assert kept_between_texts("ls:3-9+del") == "ls:3-9+del:state=kept"
     assert kept_between_texts("spide:3") == "spide:3"
+
+
+POLICIES = ["--policy", "auto", "--policy", "del"]
+TWO_PROMPTS = ["--task", "code", "--task", "english", "--num-samples", 1]
+
+
+def kill_after(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
+    """The process dies when it writes the number-th line of a kind, in the middle of it."""
+    original = RecordWriter.write
+    left = [number]
+
+    def write(self: RecordWriter, line: dict[str, Any]) -> None:
+        if line["kind"] == kind:
+            left[0] -= 1
+            if left[0] == 0:
+                assert self._stream is not None
+                self._stream.write('{"kind": "' + kind)
+                self._stream.flush()
+                raise KeyboardInterrupt
+        original(self, line)
+
+    monkeypatch.setattr(RecordWriter, "write", write)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [("costs", 1), ("grid", 2), ("sample", 1), ("sample", 11), ("output", 3), ("output", 8)],
+)
+def test_killed_anywhere_and_resumed_it_is_the_same(
+    kind: str, number: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: list[Line]
+) -> None:
+    record = tmp_path / "run.jsonl"
+    arguments = [*POLICIES, *TWO_PROMPTS, "--output", record]
+    with monkeypatch.context() as patch:
+        kill_after(patch, kind, number)
+        patch.setattr(sys, "argv", ["selfspec-bench", "run", "--output", "run.jsonl"])
+        interrupted = run(checkpoint, *arguments)
+    assert not record.exists()
+    kept = [line for line in read_part(record) if line["kind"] == "sample"]
+    assert interrupted.exit_code == 130
+    assert f"interrupted: {len(kept)} measurement" in interrupted.stderr
+    assert interrupted.stderr.endswith("to go on: selfspec-bench run --output run.jsonl --resume\n")
+    runs: list[object] = []
+    original = SelfSpecGenerator.generate
+
+    def counted(self: SelfSpecGenerator, *args: Any, **options: Any) -> Any:
+        runs.append(options.get("policy"))
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(SelfSpecGenerator, "generate", counted)
+    costs = [line for line in read_part(record) if line["kind"] == "costs"]
+    if costs:  # whoever measured again would fail, and might decide otherwise
+        monkeypatch.delattr(bench.run, "measured_cost")
+    result = run(checkpoint, *arguments, "--resume")
+    assert result.exit_code == 0, result.output
+    lines = read_record(record)
+    assert counts(lines) == counts(whole)
+    assert not costs or costs == [line for line in lines if line["kind"] == "costs"]
+    done = sum(line["engine"] == "selfspec:del" for line in kept)
+    assert runs.count("del") == 2 * 2 - done  # the repeats that were left
+    assert not list(tmp_path.glob("*.part*"))
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Line]:
+    """The run that was not killed."""
+    record = tmp_path_factory.mktemp("whole") / "run.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        know_costs(patch)
+        assert run(checkpoint, *POLICIES, *TWO_PROMPTS, "--output", record).exit_code == 0
+    return read_record(record)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing was kept, since there was no --output"),
+        (["--output", "run.jsonl", "--kept", "del"], "is in run.jsonl.part; the command has to be run again"),
+    ],
+)
+def test_ctrl_c_says_what_was_kept(
+    arguments: list[str], message: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench.run, "measure_prompt", interrupt)
+    result = run(checkpoint, "--policy", "ls:1-2", "--num-samples", 1, *arguments)
+    assert result.exit_code == 130
+    assert message in result.stderr.splitlines()[-1]
+
+
+def test_another_run_cannot_be_resumed(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "run.jsonl"
+    with monkeypatch.context() as patch:
+        kill_after(patch, "output", 1)
+        run(checkpoint, *POLICIES, *TWO_PROMPTS, "--output", record)
+    before = read_part(record)
+    result = run(checkpoint, "--policy", "del", *TWO_PROMPTS, "--repeats", 3, "--output", record, "--resume")
+    assert result.exit_code == 2
+    assert "cannot resume: the run that broke off had another repeats" in result.stderr
+    assert read_part(record) == before  # nothing is lost

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -30,36 +29,17 @@ def test_clients_get_the_texts_of_generate_batch(checkpoint: Path) -> None:
         assert all(0 < first < line["seconds"] for first in line["first_seconds"])
         pairs = measure_overhead(generator, server, prompts[0], 6, "ar", 2)
         assert [pair["outputs_equal"] for pair in pairs] == [True, True]
+        runs = [{"kind": "serving", "engine": "x", "clients": 2, **line, "seconds": seconds} for seconds in (1, 2, 4)]
+        overhead = [{"kind": "overhead", **pair} for pair in pairs]
+        speed, waiting, added = serving_tables([{"kind": "run", "engines": {"x": "X"}}, *runs, *overhead])
+        first = sorted(line["first_seconds"])
+        assert speed.rows == (("X", "15.0"),)  # 30 tokens in 2 seconds, the median
+        # p95 of five, three times over: at place 13.3 of 0 to 14, and both of its neighbours are the largest
+        assert waiting.rows == (("X", f"{first[2]:.2f} / {first[4]:.2f}"),)
+        assert [row[0] for row in added.rows] == ["first token", "whole answer"]
         with pytest.raises(RuntimeError, match="client") as raised:
             measure_clients(server, prompts, 2, 6, policy="ls:99-1")
         assert "status 400" in str(raised.value.__cause__)
-
-
-def test_tables_by_hand() -> None:
-    def line(engine: str, clients: int, seconds: float, first: list[float] | None) -> dict[str, Any]:
-        found = {"kind": "serving", "engine": engine, "clients": clients, "tokens": 100, "seconds": seconds}
-        return {**found, "first_seconds": first}
-
-    where = {"device": "cpu", "cpu": "a CPU", "dtype": "float32", "threads": 2}
-    single = {"served_first_seconds": 0.012, "served_seconds": 0.105, "own_first_seconds": 0.010, "own_seconds": 0.1}
-    lines = [
-        {
-            "kind": "run",
-            "command": "serving",
-            "engines": {"a": "A", "b": "B"},
-            "configuration": {"model": "m"},
-            "provenance": where,
-        },
-        *(line("a", 1, seconds, None) for seconds in (1.0, 2.0, 4.0)),
-        line("b", 1, 2.0, [0.1, 0.2]),
-        line("b", 1, 2.0, [0.3]),
-        {"kind": "overhead", **single},
-    ]
-    speed, waiting, added = serving_tables(lines)
-    assert speed.rows == (("A", "50.0"), ("B", "50.0"))  # 100 tokens in 2 seconds, the median
-    # p95 of 0.1, 0.2, 0.3: at place 1.9 of 0 to 2, so 0.29
-    assert waiting.rows == (("B", "0.20 / 0.29"),)
-    assert added.rows == (("first token", "10.0", "12.0", "2.0"), ("whole answer", "100.0", "105.0", "5.0"))
 
 
 def test_a_folder_without_a_tokenizer_gets_one(checkpoint: Path, tmp_path: Path) -> None:

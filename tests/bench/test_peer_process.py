@@ -1,4 +1,4 @@
-"""Peers in processes of their own: one that dies, hangs, raises or prints touches nobody else."""
+"""Peers: transformers' modes; processes of their own, of which one that dies, hangs, raises or prints touches no other."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from bench.commands.bench_app import app
-from bench.commands.peer_makers import transformers_peer
 from bench.datasets import EncodedPrompt
-from bench.engines.own import EngineLostError, Generation
+from bench.engines.own import EngineLostError, Generation, SelfSpecEngine
 from bench.engines.peer_process import Peer, PeerProcess
-from bench.engines.peers import TransformersEngine
+from bench.engines.peers import (
+    TransformersEngine,
+    transformers_early_exit,
+    transformers_early_exit_default,
+    transformers_generate,
+    transformers_static,
+)
 from bench.measure import measure
 from bench.provenance import cpu_fields, microarchitecture, processor
 from bench.record import RecordWriter, read_record
+from tiny_llama import reference_greedy, tiny_llama
 
 PROMPT = torch.tensor([3, 1, 2])
 
@@ -178,24 +185,9 @@ def test_without_the_one_that_all_are_compared_with_nothing_goes_on() -> None:
         )
 
 
-def _dying_transformers(*arguments: Any) -> Peer:
-    peer = transformers_peer(*arguments)
-    generate, calls = peer.engines[0].generate, iter(range(100))
-
-    def dying(*options: Any) -> Generation:
-        if next(calls) == 2:
-            crash()
-        return generate(*options)
-
-    peer.engines[0].generate = dying  # type: ignore[method-assign]
-    return peer
-
-
-@pytest.mark.parametrize("dies", ["at once", "later"])
-def test_a_lost_peer_is_listed(dies: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_peer_is_listed(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.commands.started_peers.START_METHOD", "fork")
-    dying = _dying_transformers if dies == "later" else lambda *arguments: crash()
-    monkeypatch.setattr("bench.commands.peers_command.transformers_peer", dying)
+    monkeypatch.setattr("bench.commands.peers_command.transformers_peer", lambda *arguments: crash())
     record = tmp_path / "peers.jsonl"
     options = [
         "--prompt-tokens",
@@ -215,9 +207,8 @@ def test_a_lost_peer_is_listed(dies: str, checkpoint: Path, tmp_path: Path, monk
     assert "left out: transformers is lost: it was ended by SIGILL (illegal instruction in tile_load)" in result.stderr
     lines = read_record(record)
     assert [*lines[0]["engines"]] == ["selfspec:ar", "selfspec:ls:2-3", "selfspec:auto"]
-    lost = [line for line in lines if line["kind"] == "lost"]
-    assert all("SIGILL" in line["reason"] for line in lost)
-    assert len(lost) == (3 if dies == "later" else 1)
+    (lost,) = (line for line in lines if line["kind"] == "lost")
+    assert "SIGILL" in lost["reason"]
     others = [line for line in lines if line["kind"] in ("sample", "output")]
     assert {line["engine"] for line in others} == {*lines[0]["engines"]}
     assert len(others) == 3 * 2 * 3  # engines, prompts, two samples and an output
@@ -258,14 +249,6 @@ def test_batches_of_a_peer(dies: bool, checkpoint: Path, tmp_path: Path, monkeyp
     assert ("left out" in CliRunner().invoke(app, ["report", str(record)]).output) == dies
 
 
-@pytest.mark.slow
-def test_a_spawned_peer(checkpoint: Path) -> None:
-    """As the command starts them."""
-    make = partial(transformers_peer, str(checkpoint), "float32", "cpu", (2, 3))
-    with PeerProcess("transformers", make, timeout=120) as peer:
-        assert len(peer.engines[0].generate(PROMPT, 3).tokens) == 3
-
-
 def test_a_processor_is_named_by_its_generation() -> None:
     zen4 = {"vendor_id": "AuthenticAMD", "cpu family": "25", "model": "17", "model name": "AMD EPYC"}
     assert processor(zen4) == {"cpu": "AMD EPYC", "cpu_family": 25, "cpu_model": 17, "microarchitecture": "Zen 4"}
@@ -276,3 +259,55 @@ def test_a_processor_is_named_by_its_generation() -> None:
     assert microarchitecture(None, None, None) is None
     assert processor({})["cpu_family"] is None
     assert set(processor(cpu_fields())) == {"cpu", "cpu_family", "cpu_model", "microarchitecture"}
+
+
+IDS = [1, 5, 9, 2, 2]
+
+
+@pytest.fixture
+def llama():
+    """A model whose own generation config would sample, and stop at once."""
+    model = tiny_llama(dtype=torch.float64, seed=3)
+    model.generation_config = GenerationConfig(
+        eos_token_id=list(range(24)), pad_token_id=0, do_sample=True, temperature=9.0, num_assistant_tokens=1
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        transformers_generate,
+        transformers_static,
+        lambda llama: transformers_early_exit(llama, 2, 3),
+        lambda llama: transformers_early_exit_default(llama, 2),
+    ],
+)
+def test_every_mode_is_greedy_without_eos_and_leaves_the_model_as_it_was(llama, make, llama64):
+    expected = reference_greedy(llama64, IDS, max_new_tokens=17)  # the same weights, without EOS
+    config = llama.generation_config
+    before = config.to_dict()
+    generation = make(llama).generate(torch.tensor(IDS), 17)
+    assert list(generation.tokens) == expected
+    assert generation.seconds > 0
+    assert generation.time_to_first_token > 0
+    assert llama.generation_config is config
+    assert config.to_dict() == before
+    assert llama.config.num_hidden_layers == 4
+
+
+def test_fixed_length_drafts_exactly_that_many(llama):
+    counts = transformers_early_exit(llama, 2, 3).count(torch.tensor(IDS), 20)
+    assert counts["tokens_per_round"] == 20 / counts["rounds"]
+    assert counts["num_accepted"] < counts["num_drafted"]  # some are rejected, or the threshold would not matter
+    # Every round drafts 3 but for the last ones, where fewer tokens than that are left.
+    assert 3 * (counts["rounds"] - 1) <= counts["num_drafted"] + 3 <= 3 * (counts["rounds"] + 1)
+    default = transformers_early_exit_default(llama, 2).count(torch.tensor(IDS), 20)
+    assert default["num_drafted"] != counts["num_drafted"]
+    assert transformers_generate(llama).count(torch.tensor(IDS), 20) is None
+
+
+def test_next_logits_are_those_of_the_last_position(llama, engine64):
+    prompt = torch.tensor(IDS)
+    theirs = transformers_generate(llama).next_logits(prompt)
+    assert torch.allclose(theirs, SelfSpecEngine(engine64, "ar").next_logits(prompt), atol=1e-6)

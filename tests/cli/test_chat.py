@@ -6,9 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -266,50 +263,3 @@ def test_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["chat", "--temperature", "0.5"], input="a\n")
     assert result.exit_code == 2
     assert "add --do-sample" in result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="a pseudo-terminal of Linux")
-def test_in_a_terminal() -> None:
-    """Ctrl-C as the terminal sends it: the answer stops, the next message is answered, and the arrow key brings it back."""
-    import pty
-
-    code = """
-import fcntl, os, termios
-os.setsid()
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from selfspec.cli.main import main
-main()
-"""
-    terminal, inside = pty.openpty()
-    command = [sys.executable, "-c", code, "chat", "--max-new-tokens", "1900", "--policy", "ls:2-4", "--show-drafts"]
-    environment = {**os.environ, "TERM": "xterm-256color"}
-    process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=environment)
-    os.close(inside)
-    shown = ""
-
-    def wait_for(text: str, least: int = 0) -> None:
-        nonlocal shown
-        start, deadline = len(shown), time.monotonic() + 60
-        while text not in shown[start:] or len(shown) - start < least:
-            assert time.monotonic() < deadline, shown
-            shown += os.read(terminal, 4096).decode("utf-8", "replace")
-
-    try:
-        wait_for("> ")
-        os.write(terminal, b"Tom has 3 apples.\n")
-        wait_for("\x1b[", least=200)  # coloured
-        os.write(terminal, b"\x03")
-        wait_for("stopped; the conversation goes on")
-        os.write(terminal, b"/history\n")
-        wait_for("assistant:")
-        os.write(terminal, b"\x1b[A\x1b[A\n")  # the first line again
-        wait_for("apples.", least=200)
-        os.write(terminal, b"\x03")
-        wait_for("> ")
-        os.write(terminal, b"/exit\n")
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)

@@ -1,17 +1,166 @@
-"""Every way to call the engine reads the same description of its options."""
+"""Options of the commands: one description for all, what was removed, and paths that are checked before any work."""
 
 from __future__ import annotations
 
 import inspect
-from typing import get_type_hints
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
 
-from selfspec import SelfSpecGenerator
+import bench.commands.bench_app
+import selfspec.cli.main
+from layerskip_models.output_paths import output_file, output_folder
+from selfspec import SelfSpecGenerator, removed
 from selfspec.cli.batch_file import OWN_OPTIONS
 from selfspec.cli.generate_command import generate_command
+from selfspec.cli.main import COMMANDS
+from selfspec.cli.serve_command import serve_command
 from selfspec.options import NAMES, OPTIONS, SpeculationOptions, check_ranges
 from selfspec.serve.api_requests import GenerationRequest
+from selfspec.serve.replica_options import ReplicaOptions
+
+WRITERS = [
+    (bench.commands.bench_app.app, ["run", "-o"]),
+    (bench.commands.bench_app.app, ["sweep", "-o"]),
+    (bench.commands.bench_app.app, ["peers", "-o"]),
+    (bench.commands.bench_app.app, ["chat", "--model", "none", "--prompts", "none.jsonl", "-o"]),
+    (bench.commands.bench_app.app, ["roofline", "-o"]),
+    (bench.commands.bench_app.app, ["context", "-o"]),
+    (bench.commands.bench_app.app, ["batch", "-o"]),
+    (bench.commands.bench_app.app, ["serving", "-o"]),
+    (bench.commands.bench_app.app, ["load", "-o"]),
+    (bench.commands.bench_app.app, ["kernels", "-o"]),
+    (bench.commands.bench_app.app, ["report", "none.jsonl", "-o"]),
+    (selfspec.cli.main.app, ["generate", "text", "--trace"]),
+    (selfspec.cli.main.app, ["generate", "--prompts", "none.jsonl", "-o"]),
+    (selfspec.cli.main.app, ["trace", "text", "-o"]),
+]
+
+
+def test_every_output_option_is_checked_before_the_command_starts() -> None:
+    """A command that gets such an option without the check fails here."""
+    found = set()
+    for app in (bench.commands.bench_app.app, selfspec.cli.main.app):
+        group: Any = get_command(app)
+        for name in group.list_commands(None):
+            command = group.get_command(None, name)
+            for parameter in (command.imported() if hasattr(command, "imported") else command).params:
+                if parameter.name in ("output", "output_dir", "trace") and name not in (
+                    "train",
+                    "train-pacer",
+                    "train-exit",
+                ):
+                    assert parameter.callback is not None, f"{name} {parameter.name}"
+                    found.add(name)
+    assert found == {command[0] for _, command in WRITERS}
+
+
+@pytest.mark.parametrize(("app", "command"), WRITERS, ids=lambda value: value[0] if isinstance(value, list) else "")
+def test_a_path_that_cannot_be_written_is_one_line(
+    app: object, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_work(*arguments: object, **options: object) -> None:
+        raise AssertionError("work began")
+
+    for place in (
+        "bench.commands.run_command.open_tokenizer",
+        "bench.commands.run_command.choose_prompts",
+        "selfspec.cli.generate_command.load_generator",
+    ):
+        monkeypatch.setattr(place, no_work)
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    target = tmp_path / "file" / "below" / "x.jsonl"
+    result = CliRunner().invoke(app, [*command, str(target)])  # type: ignore[arg-type]
+    assert result.exit_code == 2, result.output
+    assert result.stderr == f"error: cannot write {target}: Not a directory; choose another path\n"
+
+
+def test_folders_are_made_and_nothing_else_is(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "x.jsonl"
+    assert output_file(path) == path
+    assert list((tmp_path / "new").rglob("*")) == [path.parent]
+    assert output_folder(tmp_path / "other").is_dir()
+    path.write_text("kept", encoding="utf-8")
+    output_file(path)
+    assert path.read_text(encoding="utf-8") == "kept"
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="it is a folder; name a file in it"):
+        output_file(tmp_path)
+    assert output_file(Path("/dev/null")) == Path("/dev/null")
+    with pytest.raises(ValueError, match="it is not a regular file"):  # renaming onto it would replace the device
+        output_file(Path("/dev/null"), replaced=True)
+
+
+RUN = '{"kind": "run", "command": "run", "engines": {}, "configuration": {"model": "m"}, "provenance": {}}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "there is no record at"),
+        ("", "is not a record of selfspec-bench"),
+        (RUN + '{"kind": "sam', "line 2 is not JSON"),
+        (RUN + "[1]\n", 'line 2 is no object with a "kind"'),
+        (RUN, "lacks lines or fields that its tables need"),
+        (RUN.replace('"run", "engines"', '"sweep", "engines"'), "lacks lines or fields that its tables need"),
+    ],
+)
+def test_a_missing_or_damaged_record_is_one_line(text: str | None, message: str, tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    if text is not None:
+        record.write_text(text, encoding="utf-8")
+    for arguments in (["report", str(record)], ["report", str(record), "-o", str(tmp_path / "page.md")]):
+        result = CliRunner().invoke(bench.commands.bench_app.app, arguments)
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_what_a_run_left_is_no_record(tmp_path: Path) -> None:
+    part = tmp_path / "record.jsonl.part"
+    part.write_text(RUN, encoding="utf-8")
+    result = CliRunner().invoke(bench.commands.bench_app.app, ["report", str(part)])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "finish it with --resume first" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["NAME"], "`selfspec NAME` was removed: use OTHER"),
+        (["generate", "--gone=3"], "--gone was removed: use --other"),
+        (["generate", "--gone", "3"], "--gone was removed: use --other"),
+    ],
+)
+def test_what_was_removed_names_what_to_use(arguments: list[str], answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removed, "COMMANDS", {"NAME": "use OTHER"})
+    monkeypatch.setattr(removed, "OPTIONS", {"--gone": "use --other"})
+    result = CliRunner().invoke(selfspec.cli.main.app, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [f"error: {answer}"]
+
+
+def test_a_text_after_two_dashes_is_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removed, "OPTIONS", {"--gone": "use --other"})
+    removed.refuse_removed("generate", ["--", "--gone"])
+
+
+def test_nothing_that_exists_is_called_removed() -> None:
+    assert not removed.COMMANDS.keys() & COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", [["generate", "Hello"], ["chat"], ["serve"]])
+def test_a_command_of_one_process_says_what_to_use_for_more(command: list[str]) -> None:
+    result = CliRunner().invoke(selfspec.cli.main.app, command, env={"WORLD_SIZE": "2"})
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: this command runs in one process: start it without torchrun")
+    assert "device_map='auto'" in line and "replicas" in line
 
 
 def test_python_shows_every_option() -> None:
@@ -42,3 +191,46 @@ def test_a_server_allows_nothing_outside_the_range(name: str) -> None:
         except ValueError:
             with pytest.raises(ValueError, match=name):
                 GenerationRequest.model_validate({"model": "m", name: value})
+
+
+def test_arguments_are_those_of_serve() -> None:
+    """Each option of `selfspec serve` is taken and told of, but for what is Ray's."""
+    options = set(inspect.signature(serve_command).parameters)
+    fields = ReplicaOptions.model_fields
+    assert options - set(fields) == {"host", "port", "grace_seconds"}
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert {name for name in set(fields) - options if f"`{name}`" not in page} == set()
+    own = inspect.signature(serve_command).parameters
+    differing = {
+        name for name in options & set(fields) if (own[name].default or None) != (fields[name].default or None)
+    }
+    assert differing == {"max_waiting"}
+
+
+def test_arguments_as_texts_become_settings(tmp_path: Path) -> None:
+    """On Ray's command line every value is a text."""
+    notes = tmp_path / "notes.txt"
+    notes.write_text("to copy from", encoding="utf-8")
+    given = {
+        "num_replicas": "3",
+        "batch_size": "2",
+        "num_cpus": "0.5",
+        "share_prefixes": "true",
+        "max_body_mb": "0.5",
+        "default_chat_tokens": "7",
+        "max_tokens": "9",
+        "allow_policy": "del",
+        "copy_from": str(notes),
+        "allow_host": "API.example",
+    }
+    options = ReplicaOptions.model_validate(given)
+    assert (options.num_replicas, options.num_cpus) == (3, 0.5)
+    settings = options.settings()
+    assert (settings.model_name, settings.batch_size, settings.share_prefixes) == ("demo", 2, True)
+    assert (settings.max_body_bytes, settings.default_chat_tokens, settings.most_new_tokens) == (1 << 19, 7, 9)
+    assert (settings.allowed_policies, settings.copy_from) == (("del",), ("to copy from",))
+    assert settings.allowed_hosts is not None and "api.example" in settings.allowed_hosts
+    assert ReplicaOptions().settings().allowed_hosts is None
+    assert ReplicaOptions(allow_policy=["del", "ar"]).settings().allowed_policies == ("del", "ar")
+    with pytest.raises(ValueError, match="nonsense"):
+        ReplicaOptions.model_validate({"nonsense": "1"})

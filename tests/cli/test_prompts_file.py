@@ -15,7 +15,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
-from tiny_llama import tiny_llama, tiny_tokenizer
+from tiny_llama import tiny_tokenizer
 
 PROMPTS: list[dict[str, Any]] = [
     {"prompt": "a bed, a fig"},
@@ -23,14 +23,6 @@ PROMPTS: list[dict[str, Any]] = [
     {"prompt": "b", "stop_strings": ["a"], "policy": "ar"},
     {"prompt": "c", "max_new_tokens": 100_000},
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    tiny_llama(seed=4, max_position_embeddings=128).save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return path
 
 
 def written(path: Path, lines: list[dict[str, Any]]) -> Path:
@@ -106,35 +98,3 @@ def test_a_second_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.
     assert {key: line["token_ids"] for key, line in again.items()} == {
         line["id"]: line["token_ids"] for line in map(json.loads, complete)
     }
-
-
-@pytest.mark.parametrize(
-    ("lines", "more", "message"),
-    [
-        ([{"text": "a"}], [], 'line 1 must be an object with "prompt"'),
-        ([{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}], [], "line 1 must be an object"),
-        ([{"messages": "a"}], [], "line 1 must be an object"),
-        ([{"prompt": "a", "temprature": 1}], [], "'temprature' is no option"),
-        ([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}], [], "same id twice"),
-        ([], [], "holds no prompts"),
-        ([{"prompt": "a"}], ["--compare"], "--prompts takes no single prompt"),
-    ],
-)
-def test_what_is_wrong_is_one_line(
-    folder: Path, tmp_path: Path, lines: list[dict[str, Any]], more: list[str], message: str
-) -> None:
-    result = generate(folder, written(tmp_path / "p.jsonl", lines), tmp_path / "o.jsonl", *more)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert not (tmp_path / "o.jsonl").exists()
-
-
-def test_results_of_other_prompts_are_not_touched(folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "o.jsonl"
-    assert generate(folder, written(tmp_path / "p.jsonl", PROMPTS[:1]), output).exit_code == 0
-    before = output.read_bytes()
-    other = generate(folder, written(tmp_path / "q.jsonl", [{"prompt": "another"}]), output)
-    assert other.exit_code == 2
-    assert "is no result of these prompts" in other.stderr
-    assert output.read_bytes() == before

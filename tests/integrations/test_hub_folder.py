@@ -253,17 +253,7 @@ def test_transformers_serve(folder: Path, tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", str(folder)]
-    command += [
-        "--trust-remote-code",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
+    command += f"--trust-remote-code --host 127.0.0.1 --port {port} --device cpu --dtype float32".split()
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "served"), "HF_HUB_OFFLINE": "1"}
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)

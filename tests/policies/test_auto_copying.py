@@ -11,7 +11,7 @@ import torch
 from batched_runs import shared_model
 from decoding import decode
 from layerskip_models.kv_cache import KVCache
-from policies import LayerCost, MeasuredCost, Policy, RoundContext, RoundRecord, parse_policy
+from policies import MeasuredCost, Policy, RoundContext, RoundRecord, parse_policy
 from policies.auto.constants import TUNING
 from policies.auto.copy_values import CopyTable, best_copy
 from policies.auto.drift import CostDrift
@@ -85,6 +85,10 @@ def test_plans_a_copy_where_it_was_right_and_none_where_it_was_wrong() -> None:
     assert right.plan(context(8, batch_size=64)).copied <= right.plan(context(8)).copied
 
 
+def copied_record(copied: int, accepted: int) -> RoundRecord:
+    return replace(finished(copied, accepted), exit_layer=None, num_copied=copied)
+
+
 def test_a_rate_that_copies_have_raised_is_a_higher_price() -> None:
     policy = taught(True, times=3)
     before = policy.plan(context(8)).copied
@@ -93,10 +97,6 @@ def test_a_rate_that_copies_have_raised_is_a_higher_price() -> None:
     assert policy.plan(context(8)).copied < before
     policy.begin_text()
     assert policy.plan(context(8)).copied == before
-
-
-def copied_record(copied: int, accepted: int) -> RoundRecord:
-    return replace(finished(copied, accepted), exit_layer=None, num_copied=copied)
 
 
 def run(
@@ -141,19 +141,3 @@ def test_rounds_that_copy_say_nothing_of_drafting_and_plain_steps() -> None:
     for _ in range(200):
         assert not drift.observe(copied)
     assert all(not ratios for ratios in drift._ratios.values())
-
-
-def test_costs_of_copies_by_hand() -> None:
-    """6 layers; a pass over r rows takes 1 + .15 (r - 1) for each layer and for the head."""
-    assert ROWS.copying(4) == pytest.approx(7 * 1.6)
-    assert ROWS.copying(0) == ROWS.autoregressive()
-    assert ROWS.for_batch_size(2).copying(1) == pytest.approx(7 * 1.45 / 2)
-    assert LayerCost(6).copying(9) == 6
-
-
-def test_what_was_learned_of_copies_is_kept_with_the_rest() -> None:
-    policy, other = taught(True), AutoExit(num_layers=6, cost=ROWS)
-    other.restore(policy.state())
-    assert other.plan(context(8)) == policy.plan(context(8))
-    policy.reset()
-    assert policy.learner.copies.chance(8) == CopyTable().chance(8)

@@ -2,55 +2,22 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from policies import (
     DelThreshold,
     FiniteStateLength,
-    FixedExit,
-    LayerCost,
     ObservationSpec,
     Plan,
     Policy,
     RoundContext,
     SpideStopping,
-    autoregressive,
-    check_exit_layer,
     parse_policy,
 )
-from policies.bounds import check_layers
 from records import row, shadow
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
 
 FIRST_ROUND = RoundContext(round_index=0, num_committed=4, remaining_tokens=10)
-
-
-def test_names() -> None:
-    plan = parse_policy("ls:3-6", num_layers=8).exit.plan(FIRST_ROUND)
-    assert plan == Plan(exit_layer=3, max_speculations=6)
-    assert parse_policy(" ls:7-1 ", num_layers=8).name == "ls:7-1"
-    assert parse_policy("ar", num_layers=8).exit.plan(FIRST_ROUND) == Plan(exit_layer=None, max_speculations=0)
-    assert parse_policy("ls:3-0", num_layers=8).exit.plan(FIRST_ROUND).exit_layer is None
-    assert autoregressive(8).name == "ar"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "ar", "ls:3-6", "fs:3-6", "dv:3", "dv:3,start=0.5", "svip:3", "svip:3,threshold=0.4", "adaedl:3", "spide:3",
-        "spide:3,tau=0.7", "del", "del:on_stop=keep", "del:length=tpl", "del:layers=2/4,d_max=6", "del:no_speculation=on",
-        "del:cost=measured", "del+spide:tau=0.7", "del+dv", "del+fs:3", "ls:3-18+del", "auto", "auto:cost=layers",
-        "auto:cost=layers,learn_every=2", "auto+svip",
-    ],
-)  # fmt: skip
-def test_every_documented_form(text: str) -> None:
-    policy = parse_policy(text, num_layers=8, measure=lambda: LayerCost(8))
-    assert policy.name == text
-    plan = policy.exit.plan(FIRST_ROUND)
-    assert plan.exit_layer is None or 1 <= plan.exit_layer <= 7
-    json.dumps([policy.exit.state(), policy.stopping and policy.stopping.state()])
 
 
 def test_a_policy_by_name_is_what_its_arguments_say() -> None:
@@ -134,46 +101,6 @@ def test_a_mistake_is_named(text: str, message: str) -> None:
         parse_policy(text, num_layers=8)
     assert repr(text) in str(error.value)
     assert len(str(error.value)) < 200 and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("exit_layer", [0, 8, 9])
-def test_exit_layers_outside_the_model(exit_layer: int) -> None:
-    with pytest.raises(ValueError, match=rf"exit_layer must be in \[1, 7\] for this 8-layer model, got {exit_layer}"):
-        parse_policy(f"ls:{exit_layer}-2", num_layers=8)
-
-
-@pytest.mark.parametrize("exit_layer", [0, 8, True, 2.0, "3"])
-def test_check_exit_layer(exit_layer: int) -> None:
-    with pytest.raises(ValueError, match=r"\[1, 7\]"):
-        check_exit_layer(exit_layer, 8)
-
-
-def test_check_layers() -> None:
-    assert check_layers([5, 1, 5], 8) == (1, 5)
-    with pytest.raises(ValueError, match="got 8"):
-        check_layers([1, 8], 8)
-
-
-def test_fixed_exit() -> None:
-    policy = FixedExit(2, 3, num_layers=4)
-    plans = {policy.plan(RoundContext(round_index=i, num_committed=i, remaining_tokens=9 - i)) for i in range(5)}
-    assert plans == {Plan(exit_layer=2, max_speculations=3)}
-    assert policy.observes == ObservationSpec()
-
-
-@pytest.mark.parametrize(
-    ("exit_layer", "num_speculations", "message"),
-    [
-        (2, -1, r"\[0, 64\]"),
-        (2, True, r"\[0, 64\]"),
-        (2, 1.0, r"\[0, 64\]"),
-        (None, 3, "exit_layer is missing"),
-        (4, 1, r"\[1, 3\]"),
-    ],
-)
-def test_fixed_exit_refuses(exit_layer: int | None, num_speculations: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FixedExit(exit_layer, num_speculations, num_layers=4)
 
 
 def test_needs_are_joined() -> None:

@@ -1,4 +1,4 @@
-"""Stopping policies on rounds written by hand: finite state, Draft&Verify, entropy rules, SPIDE."""
+"""Stopping policies on rounds written by hand: finite state, Draft&Verify, entropy rules, SPIDE, DEL."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from hypothesis import strategies as st
 from policies import (
     AcceptanceTable,
     AdaEdlThreshold,
+    DelExit,
+    DelThreshold,
     DraftVerifyThreshold,
     FiniteStateLength,
     Plan,
+    RoundContext,
     SpideStopping,
     SvipThreshold,
     parse_policy,
 )
 from policies.acceptance_table import BINS, DOUBT_BINS, PAPER_BINS, Bins
+from policies.del_policy import DecayedMatches
 from records import finished, row, shadow
 
 PLAN = Plan(exit_layer=1, max_speculations=20)
@@ -179,12 +183,6 @@ def test_what_was_seen_fades() -> None:
     assert (table.seen[1][4], table.accepted[1][4]) == (1.5, 0.5)
 
 
-@pytest.mark.parametrize("tau", [0.0, 1.0, -0.5])
-def test_spide_refuses_a_tau(tau: float) -> None:
-    with pytest.raises(ValueError, match="tau must be in"):
-        SpideStopping([1], num_layers=4, tau=tau)
-
-
 def test_a_table_for_other_bins_is_refused() -> None:
     ours, papers = AcceptanceTable([1]), AcceptanceTable([1], bins=PAPER_BINS)
     papers.add(1, 0.42, 1.0)
@@ -193,3 +191,113 @@ def test_a_table_for_other_bins_is_refused() -> None:
     with pytest.raises(ValueError, match="lacks edges: it was saved by another version"):
         ours.restore({name: rows for name, rows in ours.state().items() if name != "edges"})
     assert ours.observations == 0
+
+
+FIRST = RoundContext(round_index=0, num_committed=4, remaining_tokens=50)
+
+
+def test_decayed_acceptance_by_hand() -> None:
+    # omega = .5; rounds of 2 and 4 rows with 1 and 3 matches: (.5 * 1 + 3) / (.5 * 2 + 4) = 3.5 / 5.
+    matches = DecayedMatches([1], omega=0.5)
+    assert matches.acceptance(1) is None
+    matches.observe(shadow([1], [[1, 0]], [[0.9, 0.1]]))
+    matches.observe(shadow([1], [[1, 1, 1, 0]], [[0.5, 0.5, 0.5, 0.5]]))
+    assert matches.acceptance(1) == pytest.approx(3.5 / 5)
+
+
+def test_threshold_by_hand() -> None:
+    # Matched rows have confidences .7 and .9 (mean .8), the mismatched one .4: half of .8 + .4 is .6.
+    matches = DecayedMatches([1, 2], omega=1.0)
+    assert matches.threshold(1) == 0.5  # nothing seen: the documented default
+    matches.observe(shadow([1, 2], [[1, 1, 0], [1, 1, 1]], [[0.7, 0.9, 0.4], [0.6, 0.7, 0.8]]))
+    assert matches.threshold(1) == pytest.approx(0.6)
+    assert matches.threshold(2) == pytest.approx(0.7)  # only matched rows were seen: their mean
+    lone = DecayedMatches([1], omega=1.0)
+    lone.observe(shadow([1], [[0]], [[0.2]]))
+    assert lone.threshold(1) == pytest.approx(0.2)
+
+
+def test_the_layer_of_the_best_tpl() -> None:
+    # Acceptance .5, .8, .9 of ten rows each at L = 4: layer 2 (test_cost works it out), whose d is 2.
+    rows = [[1] * 5 + [0] * 5, [1] * 8 + [0] * 2, [1] * 9 + [0]]
+    seen = shadow([1, 2, 3], rows, [[0.5] * 10] * 3)
+    policy = DelExit(num_layers=4)
+    assert policy.plan(FIRST) == Plan(exit_layer=1, max_speculations=1)  # nothing is known yet
+    policy.observe_prompt(seen)
+    plan = policy.plan(FIRST)
+    assert (plan.exit_layer, plan.max_speculations) == (2, 18)
+    assert plan.acceptance == pytest.approx({1: 0.5, 2: 0.8, 3: 0.9})
+    by_length = DelExit(num_layers=4, length="tpl")
+    by_length.observe(finished(0, 0, seen=seen))
+    assert by_length.plan(FIRST).max_speculations == 2
+    limited = DelExit(num_layers=4, layers=[1, 3])
+    limited.observe_prompt(seen)
+    assert limited.plan(FIRST).exit_layer == 1
+    limited.reset()
+    assert limited.plan(FIRST) == Plan(exit_layer=1, max_speculations=1)
+
+
+def test_no_speculation_is_a_switch() -> None:
+    hopeless = shadow([1, 2, 3], [[0, 0]] * 3, [[0.5, 0.5]] * 3)
+    for switch, expected in ((True, None), (False, 1)):
+        policy = DelExit(num_layers=4, no_speculation=switch)
+        policy.observe_prompt(hopeless)
+        assert policy.plan(FIRST).exit_layer == expected
+
+
+def test_tau_stays_when_the_mismatched_rows_are_long_ago() -> None:
+    # Matched rows at .8, one mismatched row at .12: (.8 + .12) / 2 = .46, and so it stays while only matched rows come,
+    # each at .8: both sums of the mismatched rows fade alike. .5 ** 1100 is 0 in float64.
+    matches = DecayedMatches([1], omega=0.5)
+    matches.observe(shadow([1], [[1, 0]], [[0.8, 0.12]]))
+    for _ in range(1100):
+        assert matches.threshold(1) == pytest.approx(0.46)
+        matches.observe(shadow([1], [[1]], [[0.8]]))
+    assert matches.acceptance(1) == 1.0
+    matches.observe(shadow([1], [[0]], [[0.3]]))  # the old row weighs nothing: (.8 + .3) / 2
+    assert matches.threshold(1) == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize("name", ["del", "ls:1-9+del"])
+def test_a_new_text_starts_afresh_unless_told_otherwise(name: str) -> None:
+    seen = shadow([1, 2, 3], [[1, 0]] * 3, [[0.8, 0.4]] * 3)
+    for option, expected in (("", 0.5), (":state=kept", 0.6)):
+        policy = parse_policy(name + option, num_layers=4)
+        assert isinstance(policy.stopping, DelThreshold)
+        policy.begin_text()
+        policy.observe(finished(1, 1, seen=seen))
+        assert policy.stopping.threshold(1) == pytest.approx(0.6)
+        saved = policy.state()
+        policy.begin_text()
+        assert policy.stopping.threshold(1) == pytest.approx(expected)
+        assert policy.learns == (option != "")
+        policy.reset()
+        policy.restore(saved)
+        assert policy.stopping.threshold(1) == pytest.approx(expected)
+
+
+def test_a_policy_that_forgets_takes_up_no_state() -> None:
+    kept = parse_policy("del:state=kept", num_layers=4)
+    with pytest.raises(ValueError, match="say state=kept"):
+        parse_policy("del", num_layers=4).restore(kept.state())
+    with pytest.raises(ValueError, match="another version"):
+        kept.restore({"exit": {"compared": {"1": 3.0}}, "stopping": {}})
+
+
+def test_del_shares_its_estimates_and_keeps_them_once() -> None:
+    policy = parse_policy("del:state=kept,prompt=counted", num_layers=4)
+    assert isinstance(policy.stopping, DelThreshold)
+    seen = shadow([1, 2, 3], [[1, 0]] * 3, [[0.8, 0.4]] * 3)
+    policy.begin_text()
+    policy.observe_prompt(seen)
+    policy.observe(finished(1, 1, seen=seen))
+    assert policy.exit.state()["matches"] == {layer: pytest.approx([0.95 * 2 + 2, 0.5]) for layer in "123"}
+    assert policy.stopping.threshold(2) == pytest.approx(0.6)
+    assert policy.stopping.state() == {}
+    policy.reset()
+    assert policy.stopping.threshold(2) == 0.5
+
+
+def test_state_of_other_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="exit layers"):
+        DecayedMatches([1, 2], 0.9).restore(DecayedMatches([1, 3], 0.9).state())

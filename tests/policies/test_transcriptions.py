@@ -142,15 +142,6 @@ def test_del_decides_what_its_algorithm_does(
     assert len(exits) > 1 and stops & {"before_draw", "after_draw"}
 
 
-def test_the_papers_sum_for_tau_is_no_number_of_rows() -> None:
-    """Why line 28 is not taken as printed: a layer that is right in every row has u - c = -1 in every round."""
-    perfect = DelUpdate("paper")
-    for _ in range(3):
-        perfect.update({layer: [(True, 0.9), (True, 0.8)] for layer in range(1, L)})
-    assert S([u - c for u, c in zip(perfect.u, perfect.c[1])]) < 0
-    assert perfect.alpha_of(1) == 2.0
-
-
 def pacer_round(estimates: Sequence[Sequence[float]], b: int, t: float, rho: float) -> tuple[int, list[int]]:
     """Lines 4 to 19 for one round: how many tokens are drafted, and the i of each block. t begins anew (our reading).
 

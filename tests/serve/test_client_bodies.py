@@ -1,4 +1,4 @@
-"""Bodies as well-known clients send them: each is answered, or refused in one line that names the field.
+"""What well-known clients send, read and measure: each body is answered, or refused in one line that names the field.
 
 `client_bodies.json` was recorded from the clients themselves. Only the bodies of Open WebUI, of vLLM's benchmarks, of aiperf,
 of our own page, and of clients without a version were written by hand, after their sources. refused: the field that is
@@ -8,25 +8,138 @@ named. ignored: what the header of the answer names. missing: there is no such r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
-from layerskip_models import DEMO_PATH
+from layerskip_models import DEMO_PATH, load_tokenizer
+from layerskip_models.checkpoints.loading import load_transformers
 from running_server import RunningServer, ask, refusal, running_server
 from selfspec import SelfSpecGenerator
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
 from selfspec.serve.bodies import Strict
 
-BODIES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("client_bodies.json").read_text(encoding="utf-8"))
+CONTEXTS = ["Tom has 3 apples", "def f(x):\n", "The sky is", "Tom has 3 apples and buys 4.\n" * 30, "a"]
+CONTINUATIONS = [" and buys 4", "    return x + 1", " blue.", "Tom has", "\u00e9!"]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A continuation of a context, its log-likelihood by transformers' model, and whether that decodes it greedily."""
+
+    context: list[int]
+    continuation: list[int]
+    score: float
+    is_greedy: bool
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server(SelfSpecGenerator.from_pretrained(DEMO_PATH)) as running:
-        yield running
+def scored(offline: SelfSpecGenerator) -> list[Scored]:
+    assert offline.tokenizer is not None
+    reference = load_transformers(DEMO_PATH, dtype="float32", device="cpu")
+    contexts = [offline.tokenizer(text)["input_ids"] for text in CONTEXTS]
+    continuations = [offline.tokenizer(text)["input_ids"] for text in CONTINUATIONS]
+    continuations[1] = offline.generate(torch.tensor(contexts[1]), max_new_tokens=4, eos_token_id=[]).new_tokens
+    return [Scored(*pair, *directly(reference, *pair)) for pair in zip(contexts, continuations)]
+
+
+def answered(server: RunningServer, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
+    status, raw, _ = ask(server, "POST", path, body)
+    assert status == 200, raw
+    found: dict[str, Any] = json.loads(raw)
+    return found
+
+
+def as_lm_eval_reads(choice: dict[str, Any], num_context: int) -> tuple[float, bool]:
+    """The score of a continuation, and whether it is the greedy one: without the token that was generated."""
+    found = choice["logprobs"]
+    tokens, top = found["tokens"][num_context:-1], found["top_logprobs"][num_context:-1]
+    return sum(found["token_logprobs"][num_context:-1]), all(
+        token == max(likely, key=likely.get) for token, likely in zip(tokens, top)
+    )
+
+
+def directly(model: PreTrainedModel, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
+    with torch.no_grad():
+        logprobs = model(torch.tensor([[*context, *continuation]])).logits[0].log_softmax(dim=-1)
+    rows, wanted = logprobs[len(context) - 1 : -1], torch.tensor(continuation)
+    return rows.gather(1, wanted[:, None]).sum().item(), bool((rows.argmax(dim=1) == wanted).all())
+
+
+@pytest.mark.parametrize("extra", [{}, {"cache_salt": "one"}, {"policy": "ls:3-4"}], ids=["", "cached", "exit"])
+@pytest.mark.parametrize("together", [1, 5])
+def test_log_likelihoods_are_the_models_own(
+    server: RunningServer, scored: list[Scored], together: int, extra: dict[str, Any]
+) -> None:
+    """As lm-eval's `local-completions` asks for them, alone and in batches; also where a prompt was read before."""
+    prompts = [one.context + one.continuation for one in scored]
+    greedy = []
+    for first in range(0, len(prompts), together):
+        asked = {
+            "prompt": prompts[first : first + together],
+            "temperature": 0,
+            "max_tokens": 1,
+            "logprobs": 1,
+            "seed": 1234,
+        }
+        answer = answered(server, {"model": "demo", "echo": True, **asked, **extra})
+        for choice in answer["choices"]:
+            expected = scored[first + choice["index"]]
+            score, is_greedy = as_lm_eval_reads(choice, len(expected.context))
+            assert score == pytest.approx(expected.score, abs=1e-4)
+            assert is_greedy == expected.is_greedy
+            greedy.append(is_greedy)
+    assert greedy == [False, True, False, False, False]
+
+
+def test_timings_as_llama_cpp_names_them(server: RunningServer) -> None:
+    chat = {"messages": [{"role": "user", "content": "Tom has 3 apples."}], "max_tokens": 24, "temperature": 0}
+    for extra in ({}, {"cache_salt": "t"}, {"cache_salt": "t"}):
+        answer = answered(server, {**chat, **extra}, "/v1/chat/completions")
+        used, found = answer["usage"], answer["timings"]
+        assert found["cache_n"] == used["prompt_tokens_details"]["cached_tokens"]
+        assert found["prompt_n"] + found["cache_n"] == used["prompt_tokens"]
+        assert found["predicted_n"] == used["completion_tokens"] == 24
+        assert (found["draft_n"], found["draft_n_accepted"]) == (used["drafted"], used["accepted"])
+        assert 0 < found["draft_n_accepted"] <= found["draft_n"]
+        assert found["prompt_per_second"] == pytest.approx(1000 * found["prompt_n"] / found["prompt_ms"])
+        assert found["predicted_per_second"] == pytest.approx(1000 * 24 / found["predicted_ms"])
+    assert found["cache_n"] > 0
+    streamed = {**chat, "stream": True, "stream_options": {"include_usage": True}}
+    _, raw, _ = ask(server, "POST", "/v1/chat/completions", streamed)
+    chunks = [json.loads(line[6:]) for line in raw.decode().splitlines() if line.startswith("data: {")]
+    assert [chunk for chunk in chunks if "timings" in chunk] == chunks[-1:]
+    assert chunks[-1]["timings"]["predicted_n"] == 24
+    assert "timings" not in answered(server, {**chat, "n": 2}, "/v1/chat/completions")
+
+
+def test_what_was_drafted_by_vllms_names(server: RunningServer) -> None:
+    """As `vllm bench serve` and aiperf read it: the change of each counter, and 1 + accepted / drafts for the length."""
+
+    def counted() -> dict[str, float]:
+        _, raw, _ = ask(server, "GET", "/metrics")
+        lines = re.findall(r"^vllm:spec_decode_(\w+)_total(?:\{(.*)\})? (\S+)$", raw.decode(), re.MULTILINE)
+        return {name + labels: float(value) for name, labels, value in lines}
+
+    before = counted()
+    body = {"prompt": "def add(a, b):\n", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "policy": "ls:3-4"}
+    used = answered(server, body)["usage"]
+    grown = {name: value - before.get(name, 0.0) for name, value in counted().items()}
+    assert grown["num_draft_tokens"] == used["drafted"] > 0
+    assert grown["num_accepted_tokens"] == used["accepted"] > 0
+    assert 0 < grown["num_drafts"] <= used["rounds"]
+    places = [grown[f'num_accepted_tokens_per_posposition="{place}"'] for place in range(4)]
+    assert sum(places) == used["accepted"] and places == sorted(places, reverse=True)
+    assert 1 + used["accepted"] / grown["num_drafts"] <= 5
+
+
+BODIES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("client_bodies.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("sent", BODIES, ids=lambda sent: sent["client"])
@@ -69,3 +182,130 @@ def test_the_page_tells_of_every_field(kind: type[Strict]) -> None:
     known = {*kind.model_fields, *kind._harmless, *kind._neutral, *kind._reasons}
     missing = {name for name in known if f"`{name}`" not in fields and f"`{name}:" not in fields}
     assert missing <= {"model", "role", "content", "text", "type", "prompt", "name"}
+
+
+ASKED: dict[str, Any] = {"role": "user", "content": "How many?"}
+ANSWERED: list[Any] = [ASKED, {"role": "assistant", "content": "7"}]
+POSTED = ("POST /v1/chat/completions", "POST /v1/completions", "POST /tokenize", "POST /detokenize")
+
+
+def tokenize(server: RunningServer, **body: Any) -> dict[str, Any]:
+    status, answer, _ = ask(server, "POST", "/tokenize", body)
+    found: dict[str, Any] = json.loads(answer)
+    assert status == 200, found
+    assert found["count"] == len(found["tokens"])
+    return found
+
+
+def test_a_text_and_back(server: RunningServer) -> None:
+    tokenizer = load_tokenizer(DEMO_PATH)
+    text = "Tom has 3 apples,\n\u00e4nd more \u2603"
+    found = tokenize(server, prompt=text, model="demo", add_special_tokens=False, return_token_strs=True)
+    assert found["tokens"] == tokenizer(text)["input_ids"]
+    assert found["token_strs"] == tokenizer.convert_ids_to_tokens(found["tokens"])
+    assert found["max_model_len"] == 2048
+    assert json.loads(ask(server, "POST", "/detokenize", {"tokens": found["tokens"]})[1]) == {"prompt": text}
+    assert tokenize(server, prompt="") == {"count": 0, "max_model_len": 2048, "tokens": []}
+    assert json.loads(ask(server, "POST", "/detokenize", {"tokens": []})[1]) == {"prompt": ""}
+    end = json.loads(ask(server, "GET", "/tokenizer_info")[1])["eos_token"]
+    (token,) = tokenize(server, prompt=end)["tokens"]
+    assert json.loads(ask(server, "POST", "/detokenize", {"tokens": [token]})[1]) == {"prompt": end}
+
+
+def test_messages_are_what_a_chat_reads(server: RunningServer) -> None:
+    """With the fields that vLLM has, the parts of the template are there or not."""
+    texts = {
+        "Question: How many?\nAnswer:": {"messages": [ASKED]},
+        "Question: How many?\n": {"messages": [ASKED], "add_generation_prompt": False},
+        "Question: How many?\nAnswer: 7": {"messages": ANSWERED},
+        "Question: How many?\nAnswer: 7\n\nAnswer:": {"messages": ANSWERED, "add_generation_prompt": True},
+        "Question: How many?\nAnswer: 7\n\n": {"messages": ANSWERED, "add_generation_prompt": False},
+    }
+    for text, body in texts.items():
+        assert tokenize(server, **body)["tokens"] == tokenize(server, prompt=text)["tokens"], body
+    continued = {"messages": ANSWERED, "add_generation_prompt": False, "continue_final_message": True}
+    assert tokenize(server, **continued) == tokenize(server, messages=ANSWERED)
+    chat = {"model": "demo", "messages": [ASKED], "max_tokens": 1}
+    used = json.loads(ask(server, "POST", "/v1/chat/completions", chat)[1])["usage"]
+    assert used["prompt_tokens"] == tokenize(server, messages=[ASKED])["count"]
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": [ASKED]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": [ASKED], "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": [ASKED], "continue_final_message": True}, "continue_final_message"),
+        (
+            {"messages": ANSWERED, "continue_final_message": True, "add_generation_prompt": True},
+            "add_generation_prompt",
+        ),
+        ({"messages": [ASKED], "chat_template": "{{ messages }}"}, "chat_template"),
+        ({"messages": [ASKED], "tools": [{}]}, "tools.0.type"),
+        ({"messages": [ASKED], "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # its template
+        ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"prompt": "x " * 9000}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x " * 9000}]}, "messages"),
+    ],
+)
+def test_what_cannot_be_tokenized(server: RunningServer, body: dict[str, Any], named: str) -> None:
+    assert refusal(server, "/tokenize", body)["param"] == named
+
+
+def test_tokens_that_are_none(server: RunningServer) -> None:
+    wrong: list[Any] = [[4096], [-1], ["a"], "a", None, [1] * 4097, [True]]
+    for tokens in wrong:
+        param = refusal(server, "/detokenize", {"tokens": tokens})["param"]
+        assert param.startswith("tokens"), tokens
+    assert refusal(server, "/detokenize", {"tokens": [1], "model": "other"}, 404)["param"] == "model"
+    assert refusal(server, "/tokenize", {"prompt": "a", "model": "other"}, 404)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings", "/chat/completions", "/v1/nothing"])
+def test_other_routes_say_which_there_are(server: RunningServer, path: str) -> None:
+    error = refusal(server, path, {}, 404)
+    assert error["message"].startswith(f"there is no POST {path}; this server has ")
+    assert error["type"] == "not_found_error"
+    for route in (*POSTED, "GET /v1/models/{name}", "GET /tokenizer_info", "GET /health"):
+        assert route in error["message"]
+
+
+def test_other_methods(server: RunningServer) -> None:
+    """HEAD is GET without the body; OPTIONS lets no other page in."""
+    for path in ("/", "/v1/models", "/v1/models/demo", "/health", "/metrics", "/tokenizer_info", "/openapi.json"):
+        status, body, headers = ask(server, "HEAD", path)
+        assert (status, body) == (200, b""), path
+        assert headers["content-type"] == ask(server, "GET", path)[2]["content-type"]
+    assert ask(server, "HEAD", "/v1/models/other")[:2] == (404, b"")
+    assert ask(server, "HEAD", "/v1/chat/completions")[:2] == (405, b"")
+    for method in ("OPTIONS", "PUT", "DELETE", "GET"):
+        status, body, headers = ask(server, method, "/v1/chat/completions", Origin="https://other.example")
+        assert (status, headers["allow"]) == (405, "POST")
+        assert f"there is no {method} /v1/chat/completions" in json.loads(body)["error"]["message"]
+        assert not [name for name in headers if name.lower().startswith("access-control")]
+
+
+def test_a_key_is_needed(offline: SelfSpecGenerator) -> None:
+    with running_server(offline, api_key="secret") as server:
+        for method, path in (("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info")):
+            assert ask(server, method, path, {})[0] == 401
+        assert ask(server, "GET", "/tokenizer_info", Authorization="Bearer secret")[0] == 200
+
+
+def test_a_template_that_fails_is_named(offline: SelfSpecGenerator) -> None:
+    """A template is a program of a stranger: whatever ends it, the request gets status 400."""
+    sources = {
+        "ZeroDivisionError": "{{ 1 / 0 }}",
+        "MemoryError": "{{ 'x' * 2 ** 62 }}",
+        "OverflowError": "{{ 10.0 ** 9999 }}",
+    }
+    for kind, source in sources.items():
+        with running_server(offline, chat_template=source) as server:
+            for path in ("/v1/chat/completions", "/tokenize"):
+                error = refusal(server, path, {"model": "demo", "messages": [ASKED]})
+                assert error["param"] == "messages"
+                assert f"the chat template fails on these messages ({kind}" in error["message"]

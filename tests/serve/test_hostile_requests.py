@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -16,7 +15,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from layerskip_models import DEMO_PATH
 from running_server import RunningServer, running_server
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
@@ -25,7 +23,6 @@ from selfspec.serve import guard, patience, scheduler, translation
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest
 from selfspec.serve.bodies import parse
-from selfspec.serve.lanes import Lane
 from selfspec.serve.prompts import check_length
 from selfspec.serve.server_settings import SAFE_POLICIES, allowed_hosts
 from test_serve import CODE, post, wait_until
@@ -34,16 +31,11 @@ ASK: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 3, "temper
 
 
 @pytest.fixture(scope="module")
-def generator() -> SelfSpecGenerator:
-    return SelfSpecGenerator.from_pretrained(DEMO_PATH)
-
-
-@pytest.fixture(scope="module")
-def server(generator: SelfSpecGenerator) -> Iterator[RunningServer]:
+def server(offline: SelfSpecGenerator) -> Iterator[RunningServer]:
     """As a newcomer starts it."""
     settings: dict[str, Any] = {"allowed_policies": SAFE_POLICIES, "allowed_hosts": allowed_hosts("127.0.0.1", None)}
     with running_server(
-        generator, batch_size=1, max_waiting=1, most_new_tokens=400, most_context=600, **settings
+        offline, batch_size=1, max_waiting=1, most_new_tokens=400, most_context=600, **settings
     ) as made:
         yield made
 
@@ -139,15 +131,15 @@ def test_what_the_operator_bounds_is_refused(server: RunningServer) -> None:
 
 
 def test_memory_is_as_the_operator_says_and_is_given_back(
-    generator: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch
+    offline: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are reserved for a prompt and its limit, which the operator bounds. An idle server keeps those of kept texts."""
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.3)
-    model = generator.model
+    model = offline.model
     row = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
     reserved: list[float] = []
     plain = Engine.step
-    with running_server(generator, most_context=600, default_chat_tokens=100_000) as server:
+    with running_server(offline, most_context=600, default_chat_tokens=100_000) as server:
 
         def watched(engine: Engine) -> list[Any]:
             reserved.append(server.metric("kv_cache_bytes"))
@@ -160,23 +152,10 @@ def test_memory_is_as_the_operator_says_and_is_given_back(
         wait_until(lambda: server.metric("kv_cache_bytes") == 0)
         assert server.metric("kept_cache_bytes") == max(reserved)
         wait_until(lambda: server.metric("kept_cache_bytes") == 0)
-        assert generator.kept_texts.num_bytes == 0
+        assert offline.kept_texts.num_bytes == 0
         assert ask(server, max_tokens=300, stop="e", cache_salt="mine")[0] == 200
         wait_until(lambda: 0 < server.metric("kept_cache_bytes") < 50 * row)  # the text itself
         assert ask(server, cache_salt="mine")[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-
-
-def test_policies_that_an_operator_allows_are_bounded(generator: SelfSpecGenerator) -> None:
-    with running_server(generator) as free:
-        for policy in (
-            "auto:cost=layers,d_max=1000000",
-            "del:d_max=30000000",
-            "ls:1-1900",
-            "spide:3,prompt_rows=100000",
-        ):
-            status, answer = ask(free, policy=policy)
-            assert (status, answer["error"]["param"]) == (400, "policy"), answer
-        assert ask(free, policy="ls:3-4")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -207,10 +186,10 @@ def test_every_route_asks_by_which_name_it_is_called(server: RunningServer) -> N
         connection.close()
 
 
-def test_what_is_too_much_is_told_by_its_name(generator: SelfSpecGenerator) -> None:
+def test_what_is_too_much_is_told_by_its_name(offline: SelfSpecGenerator) -> None:
     """The field that the client sent, its number and the bound."""
     long = "some words " * 2000
-    with running_server(generator, batch_size=2, max_waiting=3, max_body_bytes=1 << 20) as free:
+    with running_server(offline, batch_size=2, max_waiting=3, max_body_bytes=1 << 20) as free:
         for fields, param, words in (
             ({"prompt": ["a"] * 33}, "prompt", "33 prompts: at most 32"),
             ({"stop": ["a"] * 17}, "stop", "17 stop strings: at most 16"),
@@ -224,10 +203,6 @@ def test_what_is_too_much_is_told_by_its_name(generator: SelfSpecGenerator) -> N
         status, answer, _ = post(free, "/v1/chat/completions", json.dumps(chat).encode())
         assert (status, answer["error"]["param"]) == (400, "messages")
         assert "max_completion_tokens is 5000" in answer["error"]["message"]
-    for template in ("{{ 1 // 0 }}", "{{ 10.0 ** 9999 }}"):
-        with running_server(generator, chat_template=template) as broken:
-            chat = {"model": "demo", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
-            assert post(broken, "/v1/chat/completions", json.dumps(chat).encode())[0] == 400
 
 
 def connected(server: RunningServer) -> socket.socket:
@@ -327,11 +302,11 @@ def test_a_stream_that_fails_at_once_has_a_status(
 
 
 def test_a_stream_that_waits_says_so_and_the_end_is_503(
-    generator: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch
+    offline: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app_module, "PING_SECONDS", 0.05)
     endless = {**ASK, "max_tokens": 1900, "logit_bias": {"0": -100}, "stream": True}
-    with running_server(generator, batch_size=1, max_waiting=2, grace_seconds=1) as server:
+    with running_server(offline, batch_size=1, max_waiting=2, grace_seconds=1) as server:
         first, second, third = (http.client.HTTPConnection(server.base[7:], timeout=30) for _ in range(3))
         headers = {"Content-Type": "application/json"}
         first.request("POST", "/v1/completions", json.dumps(endless), headers)
@@ -347,23 +322,3 @@ def test_a_stream_that_waits_says_so_and_the_end_is_503(
         assert (answer.status, json.loads(answer.read())["error"]["code"]) == (503, "shutting_down")
         for one in (first, second, third):
             one.close()
-
-
-def test_a_lane_takes_turns_and_rests() -> None:
-    async def work() -> None:
-        lane = Lane("things", most_waiting=2, rests=3.0)
-        blocked = threading.Event()
-        begun = [asyncio.ensure_future(lane.run(blocked.wait)) for _ in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(ApiError) as refused:
-            await lane.run(int)
-        assert refused.value.status == 429
-        blocked.set()
-        await asyncio.gather(*begun)
-        busy = time.monotonic()
-        await lane.run(lambda: [x * x for x in range(1_000_000)])
-        lane._rested = max(lane._rested, busy)
-        assert lane._rested > time.monotonic()
-        lane.close()
-
-    asyncio.run(work())

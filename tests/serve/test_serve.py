@@ -12,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,10 @@ import pytest
 import torch
 from openai import OpenAI
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH
 from running_server import RunningServer, running_server
 from selfspec import SelfSpecGenerator
-from selfspec.cli.main import app
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
 
@@ -37,23 +34,6 @@ CODE = "def fibonacci(n):\n"
 SUM: list[Any] = [{"role": "user", "content": "Tom has 3 apples and buys 4. How many has he?"}]
 PLAIN_SUM = "Question: Tom has 3 apples and buys 4. How many has he?\nAnswer:"
 REPEATING = "auto:cost=layers"
-
-
-@pytest.fixture(scope="module")
-def offline() -> SelfSpecGenerator:
-    return SelfSpecGenerator.from_pretrained(DEMO_PATH)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server(SelfSpecGenerator.from_pretrained(DEMO_PATH), batch_size=4) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> Iterator[OpenAI]:
-    with server.client() as opened:
-        yield opened
 
 
 def wait_until(holds: Any, seconds: float = 20) -> None:
@@ -313,23 +293,9 @@ def test_json_schema(client: OpenAI, sampling: dict[str, Any]) -> None:
         assert answers["ls:3-4"].choices[0].message.content == answers["ar"].choices[0].message.content
 
 
-def test_json_object(client: OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="demo", messages=SUM, max_tokens=100, temperature=0, response_format={"type": "json_object"}
-    )
-    text = answer.choices[0].message.content or ""
-    assert text.startswith("{")
-    if answer.choices[0].finish_reason == "stop":
-        assert isinstance(json.loads(text), dict)
-
-
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"audio": {"voice": "x"}}, "audio"),
         ({"temprature": 1}, "temprature"),
         ({"temperature": 3}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
@@ -363,12 +329,6 @@ def test_what_is_wrong_is_named(server: RunningServer, fields: dict[str, Any], n
     assert answer["error"]["type"] == "invalid_request_error"
     assert answer["error"]["param"] == named
     assert answer["error"]["message"]
-
-
-def test_what_asks_for_nothing_is_taken(server: RunningServer) -> None:
-    nothing = {"tools": None, "tool_choice": "none", "store": False, "logit_bias": None, "user": "me", "seed": None}
-    body = json.dumps({"model": "demo", "messages": SUM, "max_tokens": 3, **nothing}).encode()
-    assert post(server, "/v1/chat/completions", body)[0] == 200
 
 
 def test_requests_that_are_none(server: RunningServer) -> None:
@@ -493,13 +453,6 @@ def test_a_key_a_full_queue_and_an_orderly_end(offline: SelfSpecGenerator) -> No
         running.thread.join(30)
         with pytest.raises(openai.APIConnectionError):
             client.models.list()
-
-
-def test_nothing_is_ready_before_the_model_is_loaded() -> None:
-    """A model that cannot be loaded ends the command, and no line says that it serves."""
-    result = CliRunner().invoke(app, ["serve", "no/such/folder/./", "--port", "0"])
-    assert result.exit_code == 2
-    assert "ready" not in result.output
 
 
 def test_the_command_serves_and_ends_at_sigterm(offline: SelfSpecGenerator) -> None:

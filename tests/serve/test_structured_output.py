@@ -1,15 +1,26 @@
-"""The grammar's mask is a pure function of the text, whatever was asked before."""
+"""Schemas, penalties and biases of a request: masks are pure functions of the text, and schemas that hurt are refused."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from layerskip_models import DEMO_PATH, load_tokenizer
-from selfspec.serve.structured_output import GrammarProcessor, Vocabulary
+from running_server import running_server
+from selfspec import SelfSpecGenerator
+from selfspec.serve import schema_check
+from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
+from selfspec.serve.schema_bounds import MOST_DEPTH, MOST_REFERENCES, check_schema
+from selfspec.serve.schema_check import SchemaCheck
+from selfspec.serve.structured_output import GrammarError, GrammarProcessor, Vocabulary
+from test_serve import post
 
 SCHEMA = {
     "type": "object",
@@ -59,3 +70,138 @@ def test_schemas_that_cannot_be_used() -> None:
         Vocabulary(tokenizer, 4096, [0]).matcher({"type": "?"})
     with pytest.raises(ValueError, match="end-of-sequence"):
         Vocabulary(tokenizer, 4096, []).matcher(SCHEMA)
+
+
+def test_penalties_count_generated_tokens_only() -> None:
+    processor = PenaltyProcessor(presence=0.5, frequency=0.25, prompt_length=2)
+    ids = torch.tensor([[3, 3, 1, 2, 1]])  # generated: 1, 2, 1
+    scores = torch.zeros(1, 4)
+    # 1 came twice: 0.5 + 2 * 0.25; 2 came once: 0.5 + 0.25; 3 stands in the prompt only.
+    assert processor(ids, scores).tolist() == [[0.0, -1.0, -0.75, 0.0]]
+    assert scores.tolist() == [[0.0] * 4], "a pure function"
+    assert processor(ids[:, :2], scores) is scores
+
+
+def test_bias_is_added_and_ids_are_checked() -> None:
+    processor = BiasProcessor({"1": -100, "3": 2.5}, 4, torch.device("cpu"))
+    assert processor(torch.tensor([[0]]), torch.ones(1, 4)).tolist() == [[1.0, -99.0, 1.0, 3.5]]
+    for wrong in ("4", "-1", "x", "1.0", "²"):
+        with pytest.raises(ValueError, match=r"\[0, 3\]"):
+            BiasProcessor({wrong: 1.0}, 4, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[SchemaCheck]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schema_check, "TRIAL_SECONDS", 0.3)
+        made = SchemaCheck()
+        yield made
+        made.close()
+
+
+def chain(length: int, last: str = "integer") -> dict[str, Any]:
+    """So many objects that refer to each other."""
+    definitions: dict[str, Any] = {
+        f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}, "required": ["x"]}
+        for i in range(length)
+    }
+    return {"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{length}": {"type": last}}}
+
+
+BOMBS: list[tuple[Any, str]] = [
+    (chain(1000), "levels deep"),
+    ({"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(4000)} | {"4000": {}}},
+     "references"),
+    ({"$defs": {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{j}"} for j in range(80)]} for i in range(80)},
+      "$ref": "#/$defs/a0"}, "references"),
+    ({"enum": [f"x{i}" for i in range(100_000)]}, "20000 values"),
+    ({"enum": ["x" * 100_000]}, "string of 100000"),
+    ({"type": "string", "pattern": "a" * 5000}, "string of 5000"),
+    ({"type": "object", "properties": {f"k{i}": {} for i in range(6000)}}, "6000 properties"),
+    ({"type": "integer", "multipleOf": 9_999_991}, "multipleOf"),
+    ({"type": "object", "x-guidance": {"whitespace_pattern": "(a{1,1000}){1,1000}"}}, "x-guidance"),
+    ({"$ref": "http://127.0.0.1:1/x.json"}, "within it"),
+    ({"$ref": "file:///etc/passwd"}, "within it"),
+    ({"$ref": "#/nowhere"}, "not in it"),
+    ({"properties": {"a": {"$id": "http://b/", "$ref": "#/x"}}}, r"\$id inside"),
+    ({"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(1, 30)]}, "takes more than 0.3 s"),
+    ({"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(2000)}}, "cannot be used"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "why"), BOMBS, ids=[why for _, why in BOMBS])
+def test_a_bomb_is_refused_and_the_next_schema_is_not(check: SchemaCheck, schema: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as error:
+        check(schema)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+    check({"type": "integer", "maximum": id(schema)})
+
+
+def test_what_people_write_is_taken(check: SchemaCheck) -> None:
+    tree = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]}}}
+    for schema in (
+        {"type": "object"}, {"$ref": "#/$defs/tree", "$defs": {"tree": tree}}, chain(MOST_REFERENCES - 2),
+        {"type": "object", "properties": {"$ref": {"type": "string"}, "$id": {"type": "integer"}}},
+        {"const": {"$ref": "no reference", "x-guidance": 1}}, {"enum": [f"x{i}" for i in range(3000)]},
+        {"$id": "http://example.org/a", "type": "object", "properties": {"a~b/c": {}, "d": {"$ref": "#/properties/a~0b~1c"}}},
+    ):  # fmt: skip
+        assert json.loads(check(schema)) == schema
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_the_longest_way_is_found(data: st.DataObject) -> None:
+    """Against trying all ways, on small graphs without circles."""
+    size = data.draw(st.integers(1, 9))
+    edges = {i: data.draw(st.sets(st.integers(i + 1, size - 1))) if i < size - 1 else set() for i in range(size)}
+    padding = MOST_REFERENCES - size
+
+    def longest(node: int) -> int:
+        return 1 + max((longest(to) for to in edges[node]), default=0)
+
+    definitions: dict[str, Any] = {
+        str(i): {"anyOf": [{"$ref": f"#/$defs/{to}"} for to in edges[i]] or [{"$ref": "#/$defs/p0"}]} for i in edges
+    }
+    extra = data.draw(st.integers(padding, padding + 8))
+    definitions |= {f"p{i}": {"$ref": f"#/$defs/p{i + 1}"} for i in range(extra)} | {f"p{extra}": {"type": "null"}}
+    schema = {"$ref": "#/$defs/0", "$defs": definitions}
+    if longest(0) + extra + 1 > MOST_REFERENCES:
+        with pytest.raises(ValueError, match="references"):
+            check_schema(schema)
+    else:
+        check_schema(schema)
+    nested: Any = {"type": "null"}
+    for _ in range(MOST_DEPTH):
+        nested = {"not": nested}
+    with pytest.raises(ValueError, match="deep"):
+        check_schema(nested)
+
+
+def test_a_grammar_that_explodes_while_a_text_is_written_ends_that_text(vocabulary: Vocabulary) -> None:
+    """What a step may cost is bounded in the compiler's own units, not by the clock: the error comes at the same token."""
+    processor = GrammarProcessor(vocabulary, {"enum": ["x" * 1_000_000]}, 0)
+    lengths = []
+    for _ in range(2):
+        text: list[int] = []
+        with pytest.raises(GrammarError, match="too complex"):
+            while len(text) < 5:
+                masked = processor(torch.tensor([text], dtype=torch.long), torch.zeros(1, 4096))
+                text.append(int(masked[0].isfinite().nonzero()[-1]))
+        lengths.append(len(text))
+    assert lengths[0] == lengths[1]
+
+
+def test_a_server_survives_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(schema: Any) -> bytes:
+        asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        return json.dumps({"model": "demo", "prompt": "x", "max_tokens": 4, "response_format": asked}).encode()
+
+    with running_server(SelfSpecGenerator.from_pretrained(DEMO_PATH)) as server:
+        for schema in (chain(1000), {"type": "?"}, {"const": float("inf")}):
+            status, answer, _ = post(server, "/v1/completions", body(schema))
+            assert (status, answer["error"]["param"]) == (400, "response_format")
+        assert post(server, "/v1/completions", body(chain(20)))[0] == 200
+        # What the trial lets through and a step refuses is the client's error as well.
+        monkeypatch.setattr(SchemaCheck, "__call__", lambda check, schema: json.dumps(schema))
+        status, answer, _ = post(server, "/v1/completions", body({"enum": ["x" * 1_000_000]}))
+        assert (status, answer["error"]["param"]) == (400, "response_format"), answer

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 
 from running_server import RunningServer, ask, refusal, running_server
 from scripted_model import END, scripted_generator, scripted_tokenizer
-from selfspec.messages import OWN_TEMPLATE, encode_messages
+from selfspec.messages import OWN_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate, encode_messages
 from selfspec.serve.structured_output import Vocabulary
-from selfspec.serve.tools.tool_formats import BEGIN, format_of
+from selfspec.serve.tools.call_readers import BareReader, CallReader, TagReader, Written
+from selfspec.serve.tools.tool_formats import BEGIN, NoToolsError, ToolFormat, format_of
 from selfspec.serve.tools.tool_grammar import call_grammar
 from selfspec.serve.tools.tool_requests import Tool
 from tool_templates import BARE, HIDDEN, OTHER, REVERSED, TAGS, tagged
@@ -80,12 +84,6 @@ def server() -> Iterator[RunningServer]:
 def bare() -> Iterator[RunningServer]:
     with running_server(scripted_generator(SCRIPTS, BARE), chat_template=None) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> Iterator[OpenAI]:
-    with server.client() as opened:
-        yield opened
 
 
 def asked(key: str) -> list[Any]:
@@ -281,17 +279,6 @@ def test_choices_of_one_request_have_their_own_calls(client: OpenAI) -> None:
     assert len(ids) == 6
 
 
-def test_drafts_are_shown_with_the_text_as_it_was_written(client: OpenAI) -> None:
-    shown = ""
-    for chunk in client.chat.completions.create(
-        model="demo", messages=asked("key: two"), tools=TOOLS, temperature=0, stream=True,
-        extra_body={"show_drafts": True},
-    ):  # fmt: skip
-        pieces = (chunk.model_extra or {})["selfspec"]["pieces"]
-        shown += "".join(piece["text"] for piece in pieces if piece["fate"] != "rejected")
-    assert shown == SCRIPTS["key: two"]
-
-
 @pytest.mark.parametrize("sent", BODIES, ids=lambda sent: sent["client"])
 def test_what_agents_send_is_answered(server: RunningServer, sent: dict[str, Any]) -> None:
     """Recorded from agents of two libraries that ran their loops against this server: calls, results, answer.
@@ -333,7 +320,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             "a": {"enum": [f"{i} {j}" + "x" * 100 for j in range(400)]}}}}} for i in range(8)],
          "tool_choice": "required"}, "tools",
     ),
-    "the old way": ({"functions": [{"name": "f"}]}, "functions"),
     "the old role": ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
     "calls of a user": (
         {"messages": [{"role": "user", "content": "x", "tool_calls": [
@@ -416,3 +402,63 @@ def test_transformers_own_parser_where_the_tokenizer_has_it() -> None:
         assert answered(client, "key: bad") == (scripts["key: bad"], [], "stop")
         with pytest.raises(BadRequestError, match="no grammar"):
             answered(client, "key: call", tool_choice="required")
+
+
+class TestFormats:
+    def test_the_template_says_how_calls_are_written(self) -> None:
+        tokenizer = scripted_tokenizer(TAGS, ())
+
+        def found(template: str) -> ToolFormat:
+            tokenizer.chat_template = template
+            return format_of(tokenizer, OWN_TEMPLATE)
+
+        tags = ToolFormat(kind="tags", before="<tool_call>\n", after="\n</tool_call>", between="")
+        assert found(TAGS) == tags
+        assert found(REVERSED) == ToolFormat(
+            kind="tags", keys=("arguments", "name"), before="<tool_call>\n", after="\n</tool_call>", between=""
+        )
+        assert found(BARE) == ToolFormat(kind="bare", keys=("name", "parameters"))
+        assert found(HIDDEN) == ToolFormat(
+            kind="tags", before="<tool_call>\n", after="\n</tool_call>", between="\n", shows_calls=False
+        )
+        with pytest.raises(NoToolsError, match="in a form that is not read"):
+            found(OTHER)
+        for template in (PLAIN_TEMPLATE, ChatTemplate("{{ raise_exception('no') }}")):
+            with pytest.raises(NoToolsError, match="knows no tools"):
+                format_of(tokenizer, template)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
+        with pytest.raises(NoToolsError, match="special tokens"):
+            found(TAGS)
+
+
+NAMES = ["weather", "add", "now"]
+PARTS = st.lists(
+    st.sampled_from([
+        "a", " ", "\n", "<", "<tool_", "call>", "</tool_call>", "<tool_call>", "{", '"', '{"name": "now", "arguments": {}}',
+        tagged("now"), tagged("weather", city="x</tool_call>"), tagged("sing"), "; ",
+        '{"name": "add", "parameters": {"a": 1}}',
+        "<tool_call>[1]</tool_call>", "<tool_call></tool_call>", '<tool_call>{"name": "now", "arguments": NaN}</tool_call>',
+    ]),
+    max_size=8,
+).map("".join)  # fmt: skip
+
+
+@given(text=PARTS, cuts=st.lists(st.integers(0, 200), max_size=12), kind=st.sampled_from([TagReader, BareReader]))
+def test_calls_do_not_depend_on_where_the_text_is_cut(text: str, cuts: list[int], kind: type[CallReader]) -> None:
+    def read(pieces: list[str]) -> Written:
+        reader, written = kind(NAMES), Written()
+        for piece in pieces:
+            written.add(reader.push(piece, ()))
+        written.add(reader.finish())
+        assert [call.index for call in written.calls] == [*range(reader.num_calls)]
+        return written
+
+    whole = read([text])
+    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    apart = read([text[start:end] for start, end in pairwise(places)])
+    assert apart.content == whole.content
+    assert [(c.name, c.arguments) for c in apart.calls] == [(c.name, c.arguments) for c in whole.calls]
+    if not whole.calls:
+        assert whole.content == text
+    for call in whole.calls:
+        assert call.name in NAMES and isinstance(json.loads(call.arguments), dict)

@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from layerskip_models.training.accepted_length import ARMS, accepted_length_weights
 from layerskip_models.training.muon import Muon, orthogonalise
+from layerskip_models.training.own_text import closes_loop, own_text
 from layerskip_models.training.recipe import (
     IGNORED,
     draw_keep_mask,
@@ -22,6 +24,7 @@ from layerskip_models.training.recipe import (
     layer_dropout_rates,
     normalised_exit_weights,
 )
+from tiny_llama import tiny_llama
 
 
 def tiny_model(num_layers=4, dtype=torch.float64, seed=0):
@@ -140,105 +143,59 @@ def test_a_layer_that_all_samples_drop_is_not_computed():
     assert calls == []
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     exits=st.sets(st.integers(0, 2)),
+    arm=st.sampled_from([None, *ARMS]),
     chunk_rows=st.sampled_from([1, 3, 10, 64]),
     scale=st.sampled_from([1.0, 0.25]),
     drop=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_loss_and_gradients_equal_all_logits_at_once(exits, chunk_rows, scale, drop, seed):
-    model, naive = tiny_model(), tiny_model()
-    ids = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(seed))
-    keep = draw_keep_mask([0, 0.3, 0.3, 0.6], 2, torch.Generator().manual_seed(seed)) if drop else None
-    shares = normalised_exit_weights([1.0, 2.0, 3.0, 4.0], {*exits, 3})
-    inputs, labels = ids[:, :-1], ids[:, 1:]
-
-    states = exit_hidden_states(model, inputs, shares, keep)
-    losses = early_exit_backward(model, states, labels, shares, scale=scale, chunk_rows=chunk_rows)
-
-    total = torch.zeros((), dtype=torch.float64)
-    for layer, state in exit_hidden_states(naive, inputs, shares, keep).items():
-        logits = naive.lm_head(naive.model.norm(state)).float()
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        torch.testing.assert_close(losses[layer].double(), loss.double(), rtol=1e-5, atol=1e-6)
-        total = total + scale * shares[layer] * loss
-    total.backward()
-    for mine, other in zip(model.parameters(), naive.parameters()):
-        if other.grad is None:
-            assert mine.grad is None
-        else:
-            # cross-entropy is computed in float32
-            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    arm=st.sampled_from(ARMS),
-    chunk_rows=st.sampled_from([1, 7, 10, 64]),
     own_text=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_weighted_rows_equal_the_sum_written_out(arm, chunk_rows, own_text, seed):
-    """Exits below the last by accepted length, the last one plain, whatever the chunks."""
+def test_losses_and_gradients_are_the_sums_written_out(exits, arm, chunk_rows, scale, drop, own_text, seed):
+    """All logits at once; exits below the last by accepted length, the last one plain, whatever the chunks."""
     model, naive = tiny_model(), tiny_model()
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 32, (3, 6), generator=generator)
+    keep = draw_keep_mask([0, 0.3, 0.3, 0.6], 3, generator) if drop else None
     inputs, labels = ids[:, :-1], ids[:, 1:].clone()
     drafted = inputs != 5
     unwanted = torch.zeros_like(labels, dtype=torch.bool)
     if own_text:
         labels[:, :2] = IGNORED
         unwanted[:, 3] = torch.rand(3, generator=generator) < 0.5
-    shares = {0: 0.25, 2: 0.25, 3: 0.5}
-    weigh = partial(accepted_length_weights, arm=arm, alpha=0.3, block=3)
+    shares = normalised_exit_weights([1.0, 2.0, 3.0, 4.0], {*exits, 3})
+    weigh = partial(accepted_length_weights, arm=arm, alpha=0.3, block=3) if arm else None
 
     losses = early_exit_backward(
         model,
-        exit_hidden_states(model, inputs, shares),
+        exit_hidden_states(model, inputs, shares, keep),
         labels,
         shares,
+        scale=scale,
         chunk_rows=chunk_rows,
         unwanted=unwanted if own_text else None,
         row_weights=weigh,
-        drafted=drafted,
+        drafted=drafted if weigh else None,
     )
 
     total = torch.zeros((), dtype=torch.float64)
-    for layer, state in exit_hidden_states(naive, inputs, shares).items():
+    for layer, state in exit_hidden_states(naive, inputs, shares, keep).items():
         logits = naive.lm_head(naive.model.norm(state)).float()
         rows = F.cross_entropy(logits.mT, labels, reduction="none", ignore_index=IGNORED)
         rows = torch.where(unwanted, -torch.log1p(1e-6 - torch.exp(-rows)), rows)
         in_drafts = drafted & ~unwanted & (labels != IGNORED)
-        weights = torch.where(in_drafts, weigh(rows, in_drafts), 1.0) if layer < 3 else 1.0
+        weights = torch.where(in_drafts, weigh(rows, in_drafts), 1.0) if weigh and layer < 3 else 1.0
         count = (labels != IGNORED).sum()
-        torch.testing.assert_close(losses[layer], rows.sum() / count, rtol=1e-5, atol=1e-6)
-        total = total + shares[layer] * (weights * rows).sum() / count
+        torch.testing.assert_close(losses[layer].double(), (rows.sum() / count).double(), rtol=1e-5, atol=1e-6)
+        total = total + scale * shares[layer] * (weights * rows).sum() / count
     total.backward()
     for mine, other in zip(model.parameters(), naive.parameters()):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_equal_row_weights_change_no_bit():
-    plain, weighted = tiny_model(), tiny_model()
-    ids = torch.randint(0, 32, (4, 6))
-    shares = {1: 0.5, 3: 0.5}
-    for model, row_weights in ((plain, None), (weighted, lambda losses, valid: torch.ones_like(losses))):
-        states = exit_hidden_states(model, ids[:, :-1], shares)
-        early_exit_backward(model, states, ids[:, 1:], shares, chunk_rows=10, row_weights=row_weights)
-    for mine, other in zip(plain.parameters(), weighted.parameters()):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=0)
-
-
-def test_logits_exist_for_one_exit_and_chunk_at_a_time():
-    model = tiny_model()
-    rows = []
-    model.lm_head.register_forward_hook(lambda _module, inputs, _output: rows.append(len(inputs[0])))
-    ids = torch.randint(0, 32, (4, 6))
-    shares = {1: 0.5, 3: 0.5}
-    early_exit_backward(model, exit_hidden_states(model, ids[:, :-1], shares), ids[:, 1:], shares, chunk_rows=8)
-    assert rows == [8, 8, 4, 8, 8, 4]
+        if other.grad is None:
+            assert mine.grad is None
+        else:  # cross-entropy is computed in float32
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_chunk_of_weighted_rows_holds_whole_sequences():
@@ -278,3 +235,94 @@ def test_muon_learns_and_takes_matrices_only():
         (weight - target).square().mean().backward()
         optimizer.step()
     assert (weight - target).square().mean().item() < 0.2 * before
+
+
+def test_third_occurrence_of_four_tokens_closes_a_loop():
+    #        1  2  3  4 | 1  2  3  4 | 1  2  3  4: the 4-gram 1 2 3 4 ends at 3, 7 and 11
+    assert closes_loop([1, 2, 3, 4] * 3) == [False] * 11 + [True]
+    # 7 7 7 7 ends at 3, 4, 5, ...; twice is allowed
+    assert closes_loop([7] * 7) == [False] * 5 + [True] * 2
+    assert closes_loop([1, 2, 3]) == [False] * 3
+
+
+def test_continuations_are_greedy_and_labelled():
+    model = tiny_llama(seed=1)
+    prompts = torch.randint(0, 24, (2, 5), generator=torch.Generator().manual_seed(0))
+    text = own_text(model, prompts, 30)
+    ids = torch.cat([prompts, text.labels[:, 4:]], dim=1)
+    assert torch.equal(ids[:, :-1], text.input_ids)
+    assert torch.equal(model(ids[:, :-1]).logits.argmax(-1)[:, 4:], ids[:, 5:])
+    assert (text.labels[:, :4] == IGNORED).all()
+    marks = torch.tensor([closes_loop(row) for row in ids[:, 5:].tolist()])
+    assert torch.equal(text.loops[:, 4:], marks)
+    assert torch.equal(text.last_labels, text.labels.masked_fill(~text.loops, IGNORED))
+
+
+WEIGHTED = ("cumulative", "full")
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """Losses of two sequences, float64 [2, length], and which rows are valid."""
+    length = draw(st.integers(1, 9))
+    numbers = st.lists(st.floats(0, 8), min_size=2 * length, max_size=2 * length)
+    flags = st.lists(st.sampled_from((True, True, True, False)), min_size=2 * length, max_size=2 * length)
+    losses = torch.tensor(draw(numbers), dtype=torch.float64).view(2, length)
+    return losses, torch.tensor(draw(flags)).view(2, length)
+
+
+def written_out(losses: list[float], valid: list[bool], arm: str, alpha: float, block: int) -> list[float]:
+    """One sequence's weights: every start, every m, every product as a loop of its own."""
+    smoothed = [(1 - alpha) * math.exp(-loss) + alpha for loss in losses]
+    sums = [0.0] * len(losses)
+    for start in range(len(losses)):
+        end = start
+        while end < min(start + block, len(losses)) and valid[end]:
+            end += 1
+        for row in range(start, end):
+            last = end if arm == "full" else row + 1
+            sums[row] += sum(math.prod(smoothed[start : m + 1]) for m in range(row, last))
+    count = sum(valid)
+    return [count * value / sum(sums) for value in sums] if count else sums
+
+
+@settings(max_examples=25)
+@given(rows(), st.sampled_from(WEIGHTED), st.floats(0, 1), st.integers(1, 6))
+def test_weights_are_the_sums_of_the_equations(data, arm, alpha, block):
+    losses, valid = data
+    weights = accepted_length_weights(losses.requires_grad_(), valid, arm=arm, alpha=alpha, block=block)
+    assert not weights.requires_grad
+    expected = [
+        written_out(loss, flags, arm, alpha, block) for loss, flags in zip(losses.tolist(), valid.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+
+
+def test_three_rows_by_hand():
+    # q = 1/2, alpha = 0, drafts of two. Start 0: P = 1/2, 1/4. Start 1: the same. Start 2: 1/2 (the text ends).
+    # cumulative: rows 1/2, 1/4 + 1/2, 1/4 + 1/2 = 2/4, 3/4, 3/4, of mean 2/3.
+    # full: start 0 gives 3/4, 1/4; start 1 3/4, 1/4; start 2 1/2. Rows: 3/4, 1, 3/4, of mean 5/6.
+    losses = torch.full((1, 3), math.log(2), dtype=torch.float64)
+    valid = torch.ones(1, 3, dtype=torch.bool)
+    cumulative = accepted_length_weights(losses, valid, arm="cumulative", alpha=0.0, block=2)
+    full = accepted_length_weights(losses, valid, arm="full", alpha=0.0, block=2)
+    torch.testing.assert_close(cumulative, torch.tensor([[3 / 4, 9 / 8, 9 / 8]], dtype=torch.float64))
+    torch.testing.assert_close(full, torch.tensor([[9 / 10, 6 / 5, 9 / 10]], dtype=torch.float64))
+
+
+@settings(max_examples=25)
+@given(rows(), st.sampled_from(ARMS), st.floats(0, 1), st.integers(1, 6), st.integers(0, 3), st.integers(0, 3))
+def test_padding_and_neighbours_change_nothing(data, arm, alpha, block, before, behind):
+    losses, valid = data
+    alone = accepted_length_weights(losses[:1], valid[:1], arm=arm, alpha=alpha, block=block)
+    padded = torch.nn.functional.pad(losses, (before, behind), value=float("nan"))
+    flags = torch.nn.functional.pad(valid, (before, behind))
+    weights = accepted_length_weights(padded, flags, arm=arm, alpha=alpha, block=block)
+    torch.testing.assert_close(weights[:1, before : before + losses.shape[1]], alone, rtol=1e-12, atol=0)
+
+
+def test_vanishing_products_leave_equal_weights():
+    losses = torch.full((1, 4), 2000.0)  # exp(-2000) is 0 in float64, too
+    valid = torch.tensor([[True, True, False, True]])
+    weights = accepted_length_weights(losses, valid, arm="full", alpha=0.0, block=4)
+    assert weights.tolist() == [[1.0, 1.0, 0.0, 1.0]]

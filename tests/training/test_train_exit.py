@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +35,7 @@ from selfspec.exits.fitting import ExitFit, measure
 from selfspec.exits.frozen_head import FrozenHead
 from selfspec.exits.hidden_state_dataset import HiddenStateDataset, StatesPlan, capture, plan_for, write_states
 from selfspec.exits.sequences import ExitSequence, join
-from selfspec.exits.settings import ExitTraining, FitSettings, default_exit_layers, default_rank
+from selfspec.exits.settings import ExitTraining, FitSettings
 from selfspec.exits.training import train_exit
 from selfspec.exits.training_texts import TrainingText
 from tiny_llama import full_logits, reference_greedy, tiny_llama, tiny_tokenizer
@@ -199,48 +196,6 @@ def test_runs_of_accepted_drafts_by_hand() -> None:
     assert tally.quality().run == 2.0
 
 
-def test_nothing_to_fit_to_is_refused() -> None:
-    with pytest.raises(ValueError, match="no text"):
-        ExitFit(
-            ExitAdapters(described()), [], DEPTHS, FrozenHead(tiny_model()), FitSettings(steps=1), Accelerator(cpu=True)
-        )
-
-
-class _Process:
-    """One of two, the second of which knows what the first would have sent."""
-
-    def __init__(self, index: int, received: list[Tensor]) -> None:
-        self.process_index, self.num_processes, self._received = index, 2, received
-
-    def autocast(self) -> Any:
-        return nullcontext()
-
-    def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
-        self._received.append(tensor.clone())
-        return torch.stack(self._received).sum(0)
-
-
-@pytest.mark.parametrize("arm", ["uniform", "full"])
-def test_two_processes_have_the_gradient_of_one(arm: str) -> None:
-    model = tiny_model()
-    sequences, head = capture(model, texts(5), plan()), FrozenHead(model)
-    settings = FitSettings(steps=1, batch=3, arm=arm, positions=9)
-
-    def gradient(*processes: Any) -> tuple[list[Tensor], Any]:
-        for process in processes:
-            adapters = random_adapters()
-            figures = ExitFit(adapters, sequences, DEPTHS, head, settings, process).gradient(4)
-        return [parameter.grad for parameter in adapters.parameters() if parameter.grad is not None], figures
-
-    one, figures = gradient(Accelerator(cpu=True))
-    received: list[Tensor] = []
-    two, others = gradient(_Process(0, received), _Process(1, received))
-    assert len(one) == len(two) == 6
-    for a, b in zip(one, two):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
-    assert figures.agreement == others.agreement and figures.kl == pytest.approx(others.kl)
-
-
 def test_position_weights_end_where_a_stretch_does() -> None:
     losses, runs = torch.rand(9, generator=torch.Generator().manual_seed(0)) * 3, torch.tensor([0] * 5 + [1] * 4)
 
@@ -311,15 +266,6 @@ def test_states_that_overflow_are_refused() -> None:
     model.embed = lambda tokens: embed(tokens) * 1e6  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="states_dtype float32"):
         capture(model, texts(1), plan(torch.float16))
-
-
-def test_defaults() -> None:
-    config = ExitTraining(data=(__file__,), output_dir="out")
-    assert (config.learning_rate, config.warmup_steps, config.epochs, config.holdout_fraction) == (5e-3, 20, 3.0, 0.02)
-    assert config.fit_settings(9) == FitSettings(steps=7, batch=4)
-    assert [default_exit_layers(number) for number in (2, 12, 16, 32)] == [(1,), (1, 2, 3), (1, 2, 3, 4), (2, 4, 6, 8)]
-    model = tiny_model(hidden_size=32, heads=4, kv_heads=2, intermediate_size=64)
-    assert 3 * 32 * default_rank(model) <= model.layer_bytes / 4 / 10
 
 
 @pytest.fixture(scope="module")
@@ -538,20 +484,3 @@ def test_states_of_a_model_that_one_device_does_not_hold(
         replace(config, device="cpu")
     (failed,) = {str(one).split("\n")[0] for one in in_processes(2, _launched, config)}
     assert "from one process" in failed
-
-
-@pytest.mark.slow
-def test_two_processes_end_with_the_weights_of_one(checkpoint: Path, tmp_path: Path) -> None:
-    alone = train_exit(ExitTraining(**options(checkpoint, tmp_path / "one", arm="full")))
-    arguments = [
-        f"--{name.replace('_', '-')}={one}"
-        for name, value in options(checkpoint, tmp_path / "two", arm="full").items()
-        if name != "model"
-        for one in (value if isinstance(value, tuple) else (value,))
-    ]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [*launcher, "-m", "selfspec.cli.main", "train-exit", str(checkpoint), *arguments]
-    assert subprocess.run(command, env=environment, check=False).returncode == 0
-    for one, other in zip(weights(alone), weights(tmp_path / "two" / "exits")):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

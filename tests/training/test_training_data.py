@@ -1,11 +1,20 @@
+"""Training data of every form: which tokens count, what is cut, what prompts become; the model's own answers."""
+
+from __future__ import annotations
+
 import gzip
+import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from layerskip_models import from_transformers
 from layerskip_models.training.documents import (
     DataSource,
     block,
@@ -19,6 +28,12 @@ from layerskip_models.training.documents import (
     split_sources,
     train_tokenizer,
 )
+from layerskip_models.training.examples import Example, in_shares, read_examples, sampled_examples
+from selfspec import SelfSpecGenerator
+from selfspec.exits.own_answers import own_answers
+from selfspec.exits.training_texts import TextReader
+from selfspec.messages import OWN_TEMPLATE, ChatTemplate
+from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 
 TEXT = [
     "def add(left, right):\n    return left + right\n",
@@ -132,3 +147,189 @@ def test_blocks_and_their_order():
     assert sorted(steps[0] + steps[1]) == sorted(steps[2] + steps[3]) == list(range(6))  # two passes
     assert block_order(1, 3, 6, seed=7) == steps[1]
     assert [block_order(step, 3, 6, seed=8) for step in range(4)] != steps
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ ' a' if m.role == 'user' else ' be' }}{{ m.content }}"
+    "{{ '.' if m.role == 'assistant' else '' }}\n{% endfor %}{{ ' be' if add_generation_prompt else '' }}"
+)
+TALK = [
+    {"role": "user", "content": "cab"},
+    {"role": "assistant", "content": "fig"},
+    {"role": "user", "content": "bed"},
+    {"role": "assistant", "content": "headfig"},
+]
+
+
+def reader(template: str | None = TEMPLATE, *, length: int = 64, bos: bool = False) -> TextReader:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "."
+    if bos:
+        tokenizer.bos_token = "\n"
+        tokenizer.backend_tokenizer.post_processor = _beginning(tokenizer)
+    return TextReader(
+        tokenizer=tokenizer, template=OWN_TEMPLATE if template is None else ChatTemplate(template), length=length
+    )
+
+
+def _beginning(tokenizer: Any) -> Any:
+    from tokenizers.processors import TemplateProcessing
+
+    return TemplateProcessing(single="\n $A", special_tokens=[("\n", tokenizer.convert_tokens_to_ids("\n"))])
+
+
+def words(reader: TextReader, tokens: list[int]) -> str:
+    return "".join(reader.tokenizer.convert_ids_to_tokens(tokens))
+
+
+def talk(messages: list[dict[str, str]]) -> Example:
+    return Example(key="", messages=messages)
+
+
+def test_of_a_conversation_the_answers_count_with_their_end() -> None:
+    made = reader()
+    (text,) = made.texts(talk(TALK))
+    assert words(made, text.tokens) == " acab\n befig.\n abed\n beheadfig.\n"
+    assert [words(made, text.tokens[a:b]) for a, b in text.scored] == ["fig.", "headfig."]
+    assert text.num_scored == len("fig.headfig.") and not text.own
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_a_text_for_each_answer() -> None:
+    """As those do that drop the thoughts of earlier answers."""
+    made = reader(TEMPLATE.replace("{{ m.content }}", "{{ m.content if m.role == 'user' or loop.last else '' }}"))
+    one, other = made.texts(talk(TALK))
+    assert [words(made, one.tokens), words(made, other.tokens)] == [
+        " acab\n befig.\n",
+        " acab\n be.\n abed\n beheadfig.\n",
+    ]
+    assert [words(made, text.tokens[a:b]) for text in (one, other) for a, b in text.scored] == ["fig.", "headfig."]
+
+
+def test_a_conversation_without_an_answer_teaches_nothing() -> None:
+    assert reader().texts(talk(TALK[:1])) == []
+
+
+def test_of_a_prompt_with_its_completion_the_completion_counts() -> None:
+    made = reader(bos=True)
+    (text,) = made.texts(Example(key="", prompt="cab fig", completion=" a head"))
+    assert words(made, text.tokens) == "\ncab fig a head."
+    assert [words(made, text.tokens[a:b]) for a, b in text.scored] == [" a head."]
+    with pytest.raises(ValueError, match="--own-answers"):
+        made.texts(Example(key="", prompt="cab"))
+
+
+def test_a_long_text_is_cut_and_every_piece_begins_as_prompts_do() -> None:
+    made = reader(length=5, bos=True)
+    texts = made.texts(Example(key="", text="abcdefghij"))
+    assert all(len(text.tokens) <= 5 and words(made, text.tokens[:1]) == "\n" for text in texts)
+    assert "".join(words(made, text.tokens[1:]) for text in texts) == "abcdefghij."
+    assert all(text.scored == [(1, len(text.tokens))] for text in texts)
+
+
+def test_a_long_conversation_keeps_its_answers() -> None:
+    made = reader(length=8)
+    (text,) = made.texts(
+        talk([{"role": "user", "content": "cab" * 20}, {"role": "assistant", "content": "fighead" * 9}])
+    )
+    ((first, end),) = text.scored
+    assert len(text.tokens) == 8 and (first, end) == (4, 8)
+    assert words(made, text.tokens[first:end]) == "figh"
+
+
+def test_prompts_are_the_questions() -> None:
+    made, draw = reader(), np.random.default_rng(0)
+    assert [words(made, prompt) for prompt in made.prompts(talk(TALK), 64, draw)] == [
+        " acab\n be",
+        " acab\n befig.\n abed\n be",
+    ]
+    assert [words(made, prompt) for prompt in made.prompts(talk(TALK[:3]), 64, draw)][1:] == [
+        " acab\n befig.\n abed\n be"
+    ]
+    assert words(made, made.prompts(talk(TALK), 5, draw)[0]) == "b\n be"
+    made = reader(bos=True)
+    assert words(made, made.prompts(Example(key="", prompt="cab fig"), 4, draw)[0]) == "\nfig"
+    pieces = made.prompts(Example(key="", text="abcdefghij" * 9), 16, draw)
+    assert all(2 <= len(piece) <= 16 for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[]", "line 2: expected an object"),
+        ('{"question": "a"}', 'expected "messages"'),
+        ('{"messages": [{"role": "user"}]}', "messages must be a list"),
+        ('{"prompt": "a", "completion": 3}', "completion must be text"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_examples(tmp_path / "data.jsonl", ())
+
+
+def test_every_form_is_read(tmp_path: Path) -> None:
+    lines = [{"text": "a"}, {"prompt": "a", "completion": "b"}, {"prompt": "a"}, {"messages": TALK}]
+    lines.append({"prompt": TALK[:1], "completion": TALK[1:2]})
+    with gzip.open(tmp_path / "data.jsonl.gz", "wt") as stream:
+        stream.write("\n".join(map(json.dumps, lines)))
+    found = read_examples(tmp_path / "data.jsonl.gz", ())
+    assert [one.messages for one in found] == [None, None, None, TALK, TALK[:2]]
+    assert [one.completion for one in found] == [None, "b", None, None, None]
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no text"):
+        read_examples(tmp_path / "empty.jsonl", ())
+
+
+def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": f"{n}"}) for n in range(60)))
+    options: dict[str, Any] = {"exclude": (), "seed": 0, "holdout_fraction": 0.3}
+    (one,), (other,) = (
+        sampled_examples([DataSource(path=tmp_path / "data.jsonl")], held_out=held_out, **options)
+        for held_out in (True, False)
+    )
+    assert 5 < len(one) < 35
+    assert {e.text for e in one}.isdisjoint(e.text for e in other) and len(one) + len(other) == 60
+    with pytest.raises(ValueError, match="raise holdout_fraction"):
+        sampled_examples(
+            [DataSource(path=tmp_path / "data.jsonl")], held_out=True, **{**options, "holdout_fraction": 1e-9}
+        )
+
+
+def test_sources_give_their_shares_until_they_are_used_up() -> None:
+    mixed = list(in_shares([iter([4] * 9), iter([1] * 9)], [2.0, 1.0], lambda size: size))
+    assert mixed[:6] == [4, 1, 1, 4, 1, 1]
+    assert sorted(mixed) == [1] * 9 + [4] * 9
+
+
+def test_own_answers_are_the_models_and_are_not_written_twice(tmp_path: Path) -> None:
+    llama = tiny_llama(num_layers=4, seed=5, eos_token_id=6, dtype=torch.float64)
+    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer())
+    prompts = [[1, 2, 3], [9] * 6, [4, 20], [11, 7, 5, 2], [8]]
+    made: list[int] = []
+
+    def answers(count: int) -> list[Any]:
+        path = tmp_path / "answers.jsonl"
+        return list(own_answers(engine, iter(prompts[:count]), path, most_tokens=9, advance=made.append))
+
+    assert len(answers(3)) == 3
+    with (tmp_path / "answers.jsonl").open("a") as stream:
+        stream.write('{"prompt": "ab')  # cut short
+    texts = answers(5)
+    assert len(made) == 5 and len((tmp_path / "answers.jsonl").read_text().splitlines()) == 5
+    for prompt, text in zip(prompts, texts):
+        assert text.own and text.scored == [(len(prompt), len(text.tokens))]
+        assert text.tokens[len(prompt) :] == reference_greedy(llama, prompt, max_new_tokens=9, eos_token_id=6)
+    with pytest.raises(ValueError, match="other prompts"):
+        list(own_answers(engine, iter([[1]]), tmp_path / "answers.jsonl", most_tokens=9))
+
+
+def test_sampled_answers_follow_their_seeds(tmp_path: Path) -> None:
+    llama = tiny_llama(num_layers=4, seed=5, dtype=torch.float64)
+    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer())
+    runs = []
+    for name, seed, count in (("a", 3, 2), ("b", 3, 2), ("c", 4, 2)):
+        prompts = iter([[1, 2]] * count)
+        answered = own_answers(engine, prompts, tmp_path / name, most_tokens=12, temperature=1.0, seed=seed)
+        runs.append([text.tokens for text in answered])
+    assert runs[0] == runs[1] != runs[2] and runs[0][0] != runs[0][1]

@@ -1,0 +1,157 @@
+"""Text cut before stop strings, in whatever pieces it comes, and in step with it what became of each draft."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import StoppingCriteria
+
+from selfspec import GenerationResult, SelfSpecGenerator
+from selfspec.engine.call import run_calls
+from selfspec.serve.api_responses import Piece
+from selfspec.serve.draft_log import DraftLog
+from selfspec.serve.trimmed_text import StopTexts, TrimmedText
+from test_streaming import TOKENIZERS
+from tiny_llama import VOCAB_SIZE, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+STOPS = st.lists(st.text("ab c.\n", min_size=1, max_size=4), max_size=3)
+BLOCKS = st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4), max_size=8)
+
+
+@given(stops=STOPS, blocks=BLOCKS)
+def test_pieces_are_the_text_before_the_first_stop(stops: list[str], blocks: list[list[int]]) -> None:
+    """The tokens end, as the engine's do, with the one that completes a stop string."""
+    tokens = [token for block in blocks for token in block]
+    ends = (n for n in range(len(tokens)) if any(stop in TOKENIZER.decode(tokens[:n]) for stop in stops))
+    tokens = tokens[: next(ends, len(tokens))]
+    text = TrimmedText(TOKENIZER, stops)
+    pieces, left = [], tokens
+    for block in blocks:
+        pieces.append(text.push(left[: len(block)]))
+        left = left[len(block) :]
+    pieces.append(text.finish())
+    whole = TOKENIZER.decode(tokens)
+    places = [place for stop in stops if (place := whole.find(stop)) >= 0]
+    assert "".join(pieces) == whole[: min(places, default=len(whole))]
+    assert text.ended == bool(places)
+    at_once = TrimmedText(TOKENIZER, stops)
+    assert at_once.push(tokens) + at_once.finish() == "".join(pieces)
+
+
+def test_what_may_become_a_stop_is_held_back() -> None:
+    text = TrimmedText(TOKENIZER, ["be.", "."])
+    a, be, dot = TOKENIZER.convert_tokens_to_ids(["a", " be", "."])
+    assert text.push([a]) == "a"
+    assert text.push([be]) == " "
+    assert text.push([a]) == "bea"
+    assert text.push([be]) == " "
+    assert not text.ended
+    assert text.push([dot, a]) == ""
+    assert text.ended
+    assert text.finish() == ""
+
+
+def stopped(criterion: StoppingCriteria, tokens: list[int], prompt: int) -> int | None:
+    """How many tokens the text has when the criterion ends it."""
+    lengths = range(prompt + 1, len(tokens) + 1)
+    return next((n for n in lengths if bool(criterion(torch.tensor([tokens[:n]]), torch.empty(0)))), None)
+
+
+@pytest.mark.parametrize("stop", ["A", "\n", "a\n", "é"])
+def test_a_stop_of_byte_tokens_ends_the_text_at_its_last_byte(stop: str) -> None:
+    """And no token later, though more bytes might have made another text of them."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    names = [
+        "a",
+        "<0x42>",
+        *("a" if one == "a" else f"<0x{byte:02X}>" for one in stop for byte in one.encode()),
+        "b",
+        "b",
+    ]
+    tokens = tokenizer.convert_tokens_to_ids(names)
+    assert stopped(StopTexts(tokenizer, [stop], 1), tokens, 1) == len(tokens) - 2
+    text = TrimmedText(tokenizer, [stop])
+    assert text.push(tokens[:-2]) + text.finish() == "aB"
+
+
+def test_a_stop_is_found_where_tokens_are_shown_again() -> None:
+    """A round that breaks off has shown tokens that are then not committed, or are shown once more."""
+    a, be, dot, space = TOKENIZER.convert_tokens_to_ids(["a", " be", ".", " "])
+    criterion = StopTexts(TOKENIZER, ["be."], 1)
+    shown = lambda tokens: bool(criterion(torch.tensor([tokens]), torch.empty(0)))  # noqa: E731
+    assert not shown([space, a])
+    assert not shown([space, a, be])
+    assert not shown([space, a, a])
+    assert not shown([space, a, a, dot])
+    assert not shown([space, a, a])
+    assert not shown([space, a, a, be])
+    assert shown([space, a, a, be, dot])
+
+
+PROMPT = "Question: Tom has 3 apples and buys 4 more. How many \N{DEER}\N{DEER}"
+
+
+def logged(offline: SelfSpecGenerator, **options: object) -> tuple[DraftLog, GenerationResult]:
+    assert offline.tokenizer is not None
+    log, result = DraftLog(offline.tokenizer), None
+    for seconds, progress in enumerate(run_calls([offline.check(PROMPT, trace=True, **options)])):
+        log.add(Piece(index=0, steps=[progress], seconds=float(seconds)))
+        result = progress.result
+    assert result is not None
+    return log, result
+
+
+def text_of(field: dict) -> str:
+    return "".join(piece["text"] for piece in field["pieces"] if piece["fate"] != "rejected")
+
+
+@pytest.mark.parametrize("policy", ["ls:3-4", "ar"])
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_are_the_text_wherever_it_is_cut(offline, policy, seed):
+    """A server sends text later than it comes, and in other portions, when a stop string may have begun."""
+    log, result = logged(offline, policy=policy, max_new_tokens=40, do_sample=True, seed=seed, eos_token_id=[])
+    random = Random(seed)
+    assert result.text is not None
+    text, fields = result.text, []
+    while text:
+        length = random.randint(0, 12)
+        fields.append(log.take(min(length, len(text))))
+        assert text_of(fields[-1]) == text[:length]
+        text = text[length:]
+    assert sum(field["tokens"] for field in fields) == result.stats.num_new_tokens
+    rounds = [round_ for field in fields for round_ in field["rounds"]]
+    assert len(rounds) == result.stats.rounds == fields[-1]["seconds"]
+    assert sum(round_["drafted"] for round_ in rounds) == result.stats.num_drafted
+    assert sum(round_["accepted"] for round_ in rounds) == result.stats.num_accepted
+    fates = {piece["fate"] for field in fields for piece in field["pieces"]}
+    assert fates == ({"target"} if policy == "ar" else {"target", "accepted", "rejected", "corrected", "bonus"})
+
+
+def test_copied_pieces_say_so_and_stay_accepted_for_those_who_do_not_look(offline):
+    store = [(offline.generate(PROMPT, max_new_tokens=40, policy="ar").text or "") * 2]
+    log, result = logged(offline, policy="copy:6", max_new_tokens=40, do_sample=False, copy_from=store)
+    assert result.text is not None
+    field = log.take(len(result.text))
+    assert text_of(field) == result.text
+    copied = [piece for piece in field["pieces"] if "copied" in piece]
+    assert copied and all(piece["copied"] is True and piece["fate"] == "accepted" for piece in copied)
+    assert {piece["fate"] for piece in field["pieces"]} <= {"target", "accepted", "rejected", "corrected", "bonus"}
+    rounds = field["rounds"]
+    assert sum(one["copied"] for one in rounds) == result.stats.num_copied > 0
+    right = sum(min(one["copied"], one["accepted"]) for one in rounds)
+    assert right == result.stats.num_copied_accepted >= len(copied)
+    assert sum(one["drafted"] for one in rounds) == result.stats.num_drafted
+
+
+def test_rejected_drafts_stand_before_the_token_in_their_place(offline):
+    log, result = logged(offline, policy="ls:3-4", max_new_tokens=30, do_sample=False)
+    assert result.trace is not None and result.text is not None
+    fates = [piece["fate"] for piece in log.take(len(result.text))["pieces"]]
+    places = [place for place, fate in enumerate(fates) if fate == "rejected"]
+    assert len(places) == sum(record.num_accepted < record.num_drafted for record in result.trace) > 0
+    assert all(fates[place + 1] == "corrected" for place in places)
