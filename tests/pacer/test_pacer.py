@@ -1,4 +1,4 @@
-"""Pacer: its rule on estimates by hand, its network against the module it is trained as, its data, and runs taken up again."""
+"""Pacer: its rule by hand, its network against the module it is trained as, its data, and runs taken up again."""
 
 from __future__ import annotations
 
