@@ -1,4 +1,4 @@
-"""Files that commit 10f4848 wrote, kept in tests/kept: each loads still and does what it did, or is refused with the remedy.
+"""Files that commit 10f4848 wrote, kept in kept.zip: each loads still and does what it did, or is refused with the remedy.
 
 `EXPECTED` is what that commit printed for them. The model has 4 layers; adapters, states and runs are of it. A policy or a
 form that goes moves from a list of what loads to one of what is refused.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ from selfspec.exits.settings import ExitTraining
 from selfspec.exits.training import train_exit
 from selfspec.pacer.inference import PreVerifiers
 
-KEPT = Path(__file__).parents[1] / "kept"
-MODEL = KEPT / "model"
+ARCHIVE = zipfile.ZipFile(Path(__file__).parents[1] / "kept.zip")
 GREEDY = {
     "model": [8, 21, 21, 21, 21, 23, 21, 4, 21, 21, 21, 14],
     "draft-int4": [0, 20, 0, 20, 0, 11, 1, 0, 10, 5, 14, 13],
@@ -36,13 +36,19 @@ GREEDY = {
 """What each model says after 3, 1, 4. The two likeliest tokens differ by .006 or more everywhere."""
 ACCEPTED = {"none": (332, 112), "low-rank": (338, 110), "steered": (341, 109), "learned": (319, 116)}
 """Tokens that `ls:2-3` drafted and had accepted, in 30 after each of 8 prompts, with the adapters of each folder."""
-STATES: list[dict[str, Any]] = json.loads((KEPT / "states.json").read_text(encoding="utf-8"))
+STATES: list[dict[str, Any]] = json.loads(ARCHIVE.read("states.json"))
 
 
-def generator(**options: Any) -> SelfSpecGenerator:
-    return SelfSpecGenerator(
-        load_model(MODEL, dtype="float32", device="cpu", exits=options.pop("exits", None)), **options
-    )
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of all of them, where paths that they hold begin."""
+    ARCHIVE.extractall(tmp_path / "kept")
+    monkeypatch.chdir(tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+def generator(folder: str = "model", exits: str | None = None) -> SelfSpecGenerator:
+    return SelfSpecGenerator(load_model(Path(folder), dtype="float32", device="cpu", exits=exits))
 
 
 def drafted_and_accepted(generator: SelfSpecGenerator, policy: str) -> tuple[int, int]:
@@ -55,64 +61,53 @@ def drafted_and_accepted(generator: SelfSpecGenerator, policy: str) -> tuple[int
 @pytest.mark.parametrize("name", GREEDY)
 def test_models(name: str) -> None:
     """A checkpoint, one in 4 bits and a GGUF file; `export-draft` wrote the last two."""
-    loaded = SelfSpecGenerator(load_model(KEPT / name, dtype="float32", device="cpu", exits=None))
     for policy in ("ar", "ls:1-3"):
-        found = loaded.generate([3, 1, 4], max_new_tokens=12, eos_token_id=[], policy=policy)
+        found = generator(name).generate([3, 1, 4], max_new_tokens=12, eos_token_id=[], policy=policy)
         assert found.new_tokens == GREEDY[name]
 
 
 def test_the_fixed_setting() -> None:
-    assert fixed_policy(str(MODEL), 4) == "ls:2-3"
+    assert fixed_policy("model", 4) == "ls:2-3"
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_adapters(name: str) -> None:
-    exits = None if name == "none" else KEPT / name
-    assert drafted_and_accepted(generator(exits=exits), "ls:2-3") == ACCEPTED[name]
+    engine = generator(exits=None if name == "none" else name)
+    assert drafted_and_accepted(engine, "ls:2-3") == ACCEPTED[name]
 
 
 def test_a_pre_verifier() -> None:
-    assert drafted_and_accepted(generator(), f"pacer:{KEPT / 'pacer'}") == (157, 68)
+    assert drafted_and_accepted(generator(), "pacer:pacer") == (157, 68)
 
 
 @pytest.mark.parametrize("saved", STATES, ids=lambda saved: saved["policy"])
-def test_states_of_policies(saved: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(KEPT)  # one of them names the pre-verifier's folder
-    (tmp_path / "state.json").write_text(json.dumps(saved), encoding="utf-8")
+def test_states_of_policies(saved: dict[str, Any], kept: Path) -> None:
+    (kept / "state.json").write_text(json.dumps(saved), encoding="utf-8")
     engine = generator()
     if saved["policy"].startswith("copy+"):  # gone: the name says what to use instead
         with pytest.raises(ValueError, match="say copy alone, or auto, which copies and drafts"):
             engine.resolve_policy(saved["policy"])
         with pytest.raises(ValueError, match="load it into that policy, or start without it"):
-            engine.resolve_policy("dv:2").load(tmp_path / "state.json")
+            engine.resolve_policy("dv:2").load(kept / "state.json")
         return
     policy = parse_policy(saved["policy"], num_layers=4, preverifier=PreVerifiers(engine.model))
-    policy.load(tmp_path / "state.json")
+    policy.load(kept / "state.json")
     assert {"policy": policy.name, **policy.state()} == saved
     found = engine.generate([3, 1, 4], max_new_tokens=12, eos_token_id=[], policy=policy)
     assert found.new_tokens == GREEDY["model"]
 
 
-def test_a_folder_for_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_for_the_hub(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own code calls selfspec by the names that there were."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    shutil.copytree(MODEL, tmp_path / "hub")
-    shutil.copytree(KEPT / "hub", tmp_path / "hub", dirs_exist_ok=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", trust_remote_code=True)
+    shutil.copytree(kept / "model", kept / "hub", dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(kept / "hub", trust_remote_code=True)
     found = model.generate(
         torch.tensor([[3, 1, 4]]), max_new_tokens=12, do_sample=False, eos_token_id=None, return_dict_in_generate=True
     )
     assert found.sequences[0, 3:].tolist() == GREEDY["model"]
     assert found.stats[0].num_drafted > 0
-
-
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Interrupted trainings, whose paths begin here."""
-    shutil.copytree(KEPT, tmp_path / "kept")
-    monkeypatch.chdir(tmp_path / "kept")
-    return tmp_path / "kept" / "trainings"
 
 
 def recorded(run: Path, settings: type[Any]) -> Any:
@@ -126,21 +121,23 @@ def last_line(run: Path) -> dict[str, Any]:
     return json.loads((run / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
 
 
-def test_an_interrupted_training(runs: Path) -> None:
+def test_an_interrupted_training(kept: Path) -> None:
     """From step 3 of 6, with the figures of the run that nobody interrupted."""
-    model = train(recorded(runs / "train", TrainingConfig))
-    found = last_line(runs / "train")
+    run = kept / "trainings" / "train"
+    model = train(recorded(run, TrainingConfig))
+    found = last_line(run)
     assert found["step"] == 6
     assert found["loss"] == pytest.approx({"0": 5.2996, "1": 5.2991}, abs=2e-3)
     assert found["held_out"]["loss"] == pytest.approx([5.2998, 5.3002], abs=2e-3)
     assert load_model(model).num_layers == 2
 
 
-def test_an_interrupted_training_of_exits(runs: Path) -> None:
+def test_an_interrupted_training_of_exits(kept: Path) -> None:
     """From step 4 of 9, on hidden states that are there, with an option that has gone since."""
-    config = json.loads((runs / "train-exit" / "config.json").read_text(encoding="utf-8"))
-    (runs / "train-exit" / "config.json").write_text(json.dumps({**config, "gone": 7}), encoding="utf-8")
-    train_exit(recorded(runs / "train-exit", ExitTraining))
-    found = last_line(runs / "train-exit")
+    run = kept / "trainings" / "train-exit"
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    (run / "config.json").write_text(json.dumps({**config, "gone": 7}), encoding="utf-8")
+    train_exit(recorded(run, ExitTraining))
+    found = last_line(run)
     assert found["step"] == 9
     assert found["kl"] == pytest.approx({"1": 0.28846, "2": 0.13447}, abs=1e-4)
