@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adverse import soak
-from tests.adverse.soak import MOST_TENSORS, Memory, Soak, SoakReport
-from tiny_llama import reference_greedy
+from tests.adverse.soak import MOST_TENSORS, Memory, SoakReport
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,16 +42,6 @@ def test_calls_of_all_kinds_stay_exact() -> None:
     counts = Counter(report["counts"])
     assert counts["exact"] > 5
     assert counts["refused"] and counts["raised"] + counts["broken off"] + counts["interrupted"]
-
-
-def test_expected_texts_are_transformers_own() -> None:
-    soaking = Soak(threads=1, seed=0)
-    assert soaking._expected[0, 0, 32, "ar", None] == reference_greedy(
-        soak._llama(1), soak.PROMPTS[0], max_new_tokens=32
-    )
-    texts = [soaking._expected[version, 0, 32, "ar", None] for version in (0, 1)]
-    assert texts[0] != texts[1]
-    assert len(set(texts[0])) > 6
 
 
 def test_growth_is_a_failure() -> None:

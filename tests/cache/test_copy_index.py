@@ -28,22 +28,12 @@ def indexed(text: list[int], read: int = 0, store: CopyStore | None = None) -> C
     return index
 
 
-def searched(text: list[int], others: list[list[int]] | None = None) -> tuple[int, list[int]]:
-    """By looking everywhere: how long the longest suffix is that occurred before, and what may have followed it."""
+def searched(text: list[int]) -> tuple[int, list[int]]:
+    """By looking everywhere: how long the longest suffix is that occurred before, and what followed it, the latest first."""
     for length in range(len(text) - 1, SHORTEST - 1, -1):
-        suffix = text[-length:]
-        if length <= LONGEST:
-            for end in range(len(text) - 1, length - 1, -1):
-                if text[end - length : end] == suffix:
-                    return length, [text[end]]
-            for other in others or []:
-                for end in range(len(other) - 1, length - 1, -1):
-                    if other[end - length : end] == suffix:
-                        return length, [other[end]]
-        else:
-            ends = [end for end in range(len(text) - 1, length - 1, -1) if text[end - length : end] == suffix]
-            if ends:
-                return length, [text[end] for end in ends]
+        ends = [end for end in range(len(text) - 1, length - 1, -1) if text[end - length : end] == text[-length:]]
+        if ends:
+            return length, [text[end] for end in ends]
     return 0, []
 
 
@@ -91,24 +81,6 @@ def test_continues_as_the_text_did_and_round_and_round_in_a_loop(text: list[int]
         and text[-index.match.length :] == text[-index.match.length - period : -period]
         for period in range(1, len(text))
     )
-
-
-@given(text=TEXTS, others=st.lists(st.lists(st.integers(0, 3), max_size=9), max_size=3))
-def test_a_store_is_asked_where_the_text_has_no_place_as_long(text: list[int], others: list[list[int]]) -> None:
-    store = CopyStore(others)
-    assert len(store) == sum(len(other) + 1 for other in others)
-    index = indexed(text, len(text) // 2, store)
-    alone = indexed(text)
-    match = index.match
-    if match is None:
-        return
-    if alone.match is not None and alone.match.length >= match.length:
-        assert match.length <= LONGEST or match.length == alone.match.length
-    else:
-        suffix = text[-match.length :]
-        assert any(
-            (*suffix, match.token) == tuple(other[i : i + match.length + 1]) for other in others for i in range(9)
-        )
 
 
 def test_copies_from_a_store_end_with_its_text() -> None:

@@ -219,17 +219,6 @@ def test_a_text_that_goes_on_leaves_nothing_behind() -> None:
     assert pool.generator.kept_texts.count == 1
 
 
-def test_two_texts_at_once_go_on_from_one() -> None:
-    pool = Pool("1MB")
-    pool.reused(A, new=20)
-    prompts = [[*pool.text, token] for token in (1, 2, 3)]
-    results = pool.generator.generate_batch(prompts, max_new_tokens=10, policy="ar")
-    assert max(result.stats.num_reused_tokens for result in results) == len(pool.text) - 1
-    fresh = SelfSpecGenerator(pool.generator.model, policy="ls:2-3")
-    for prompt, result in zip(prompts, results):
-        assert result.new_tokens == fresh.generate(prompt, max_new_tokens=10).new_tokens
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_text_goes_on_from_one_that_is_still_being_decoded(layout: Layout) -> None:
     """From what that one has read of its prompt, even if it is not at its end."""

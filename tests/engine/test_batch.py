@@ -20,9 +20,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from batched_runs import LAYOUTS, generator_of, needs_native
+from batched_runs import generator_of
 from layerskip_models import from_transformers
-from layerskip_models.linear import Layout
 from policies import parse_policy
 from selfspec import BatchError, SelfSpecGenerator
 from selfspec.batch import DEFAULT_BATCH_SIZE
@@ -52,19 +51,6 @@ def most_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def texts(results: list[GenerationResult]) -> list[list[int]]:
     return [result.new_tokens for result in results]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_results_are_those_of_generate_in_the_order_of_the_prompts(layout: Layout) -> None:
-    generator = generator_of(layout)
-    lengths = [9, 25, 1, 14, 30, 3]
-    for options in ({}, {"do_sample": True, "seed": 3}, {"repetition_penalty": 1.2}):
-        found = generator.generate_batch(PROMPTS, max_new_tokens=lengths, policy="ls:2-3", batch_size=3, **options)
-        for prompt, length, result in zip(PROMPTS, lengths, found):
-            alone = generator.generate(prompt, max_new_tokens=length, policy="ls:2-3", **options)
-            assert torch.equal(result.sequences, alone.sequences)
-            assert (result.text, result.stop_reason, result.policy) == (alone.text, alone.stop_reason, alone.policy)
-            assert (result.stats.rounds, result.stats.num_accepted) == (alone.stats.rounds, alone.stats.num_accepted)
 
 
 LONGEST = 14
@@ -320,24 +306,3 @@ def test_texts_share_the_time_that_judging_all_of_them_takes(monkeypatch: pytest
     monkeypatch.setattr("selfspec.engine.round.perf_counter", lambda: float(next(ticks)))
     results = generator_of("plain").generate_batch([[5, 1], [5, 2]], max_new_tokens=3, policy="ar")
     assert [result.stats.accept_seconds // 1000 for result in results] == [1, 1]  # two rounds of 1000, halved
-
-
-POLICIES = ["ls:2-4", "dv:2", "svip:2", "adaedl:2", "del", "copy:3", "auto:cost=layers", "spide:2", "fs:2-3"]
-
-
-@needs_native
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_seed_repeats_a_text_whose_policy_begins_afresh(policy: str) -> None:
-    """In any batch: by a policy object of its own, or by a name whose policy takes nothing along to the next text."""
-    prompts, seeds = [[5, 1, 7], [2, 8], [5, 1]], [3, 4, 5]
-    own = lambda: parse_policy(policy, num_layers=4)  # noqa: E731
-    common: dict[str, Any] = {"max_new_tokens": 16, "do_sample": True}
-    alone = [
-        generator_of("native").generate(prompt, seed=seed, policy=own(), **common).new_tokens
-        for prompt, seed in zip(prompts, seeds)
-    ]
-    together = generator_of("native").generate_batch(prompts, seed=seeds, policy=[own() for _ in prompts], **common)
-    assert [result.new_tokens for result in together] == alone
-    if not own().learns:
-        named = generator_of("native").generate_batch(prompts, seed=seeds, policy=policy, **common)
-        assert [result.new_tokens for result in named] == alone

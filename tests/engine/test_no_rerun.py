@@ -1,10 +1,9 @@
-"""No layer runs twice for a row that is committed or drafted: counted at the weights, prefill included."""
+"""No layer runs twice for a row that is committed or drafted, prefill included. `test_many_rows` counts native calls."""
 
 from __future__ import annotations
 
-from collections import Counter, abc
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +11,8 @@ from torch import Tensor
 
 from decoding import decode
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.choices import Choices, Detail, HeadOutput
-from layerskip_models.kernels.library import kernels
-from layerskip_models.kernels.native_forward import NativeForward
+from layerskip_models.choices import Choices, Detail
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
-from layerskip_models.linear import Layout
 from policies import Policy, RoundRecord, parse_policy
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
 from selfspec.engine.runners.eager import EagerRunner
@@ -24,7 +20,6 @@ from selfspec.engine.sequence import Sequence
 from tiny_llama import request_for, tiny_llama
 
 NUM_LAYERS = 4
-needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs the native library")
 
 
 class CountingModel:
@@ -59,8 +54,6 @@ class CountingModel:
         monkeypatch.setattr(model, "draft_logits", counted_draft_logits)
         for name in ("choices", "draft_choices"):
             monkeypatch.setattr(model, name, self._counted_choices(getattr(model, name)))
-        steps = model.steps
-        monkeypatch.setattr(model, "steps", lambda: self._counted_steps(steps(), monkeypatch))
 
     def _counted_choices(self, choices: Callable[..., Choices]) -> Callable[..., Choices]:
         def counted(hidden: Tensor, detail: Detail = "token") -> Choices:
@@ -68,35 +61,6 @@ class CountingModel:
             return choices(hidden, detail)
 
         return counted
-
-    def _counted_steps(self, steps: NativeForward | None, monkeypatch: pytest.MonkeyPatch) -> NativeForward | None:
-        if steps is None:
-            return None
-        tokens, rows = steps.tokens, steps.rows
-
-        def counted_tokens(
-            given: abc.Sequence[int],
-            where: CacheRows,
-            stop: int,
-            last: Tensor,
-            *,
-            head: str | None = None,
-            **options: Any,
-        ) -> list[HeadOutput]:
-            self._count(where, 0, stop)
-            self.heads += len(given) if head is not None else 0
-            return tokens(given, where, stop, last, head=head, **options)
-
-        def counted_rows(
-            x: Tensor, where: CacheRows, start: int, stop: int, **options: Any
-        ) -> tuple[list[int], list[float]]:
-            self._count(where, start, stop)
-            self.heads += x.shape[0]
-            return rows(x, where, start, stop, **options)
-
-        monkeypatch.setattr(steps, "tokens", counted_tokens)
-        monkeypatch.setattr(steps, "rows", counted_rows)
-        return steps
 
     def _count(self, where: CacheRows, start: int, stop: int) -> None:
         ((cache, number),) = where  # of one text
@@ -117,15 +81,14 @@ def expected_rows(record: RoundRecord) -> Counter[tuple[int, int]]:
     return Counter((layer, row) for layer in range(NUM_LAYERS) for row in rows)
 
 
-@pytest.mark.parametrize("layout", ["plain", pytest.param("native", marks=needs_kernels)])
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize(
     "stopping", [None, StopBelow(0.35), StopAtTokens(range(0, 24, 3))], ids=["cap", "before a draw", "after a draw"]
 )
 def test_no_layer_runs_twice(
-    stopping: StopBelow | StopAtTokens | None, do_sample: bool, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    stopping: StopBelow | StopAtTokens | None, do_sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = from_transformers(tiny_llama(num_layers=NUM_LAYERS, late_scale=0.6, seed=3), layout=layout)
+    model = from_transformers(tiny_llama(num_layers=NUM_LAYERS, late_scale=0.6, seed=3), layout="plain")
     counting = CountingModel(model, monkeypatch)
     policy = Policy(ScriptedExit([(1, 5), (3, 3), (None, 0), (2, 1)]), stopping)
     causes: Counter[str] = Counter()
@@ -153,13 +116,12 @@ def test_no_layer_runs_twice(
     assert causes["none"] > 0
 
 
-@pytest.mark.parametrize("layout", ["plain", pytest.param("native", marks=needs_kernels)])
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("name", ["copy:5", "auto:cost=layers"])
 def test_no_layer_runs_twice_where_tokens_are_copied(
-    name: str, do_sample: bool, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    name: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = from_transformers(tiny_llama(num_layers=NUM_LAYERS, late_scale=0.6, seed=3), layout=layout)
+    model = from_transformers(tiny_llama(num_layers=NUM_LAYERS, late_scale=0.6, seed=3), layout="plain")
     counting = CountingModel(model, monkeypatch)
     copied = 0
     for seed, prompt in enumerate([[3, 9, 1] * 5, [0, 1] * 4, [12] * 8, [5, 6, 7, 8] * 4]):

@@ -23,7 +23,7 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from policies import Policy, RoundRecord
 from random_adapters import adapted
-from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, first_of_each, named_policy
+from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, named_policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import GenerationResult, StepOutput
@@ -43,24 +43,6 @@ SCRIPTED: dict[str, Callable[[], Policy]] = {
     "stop after a draw": lambda: Policy(ScriptedExit([(1, 6)]), StopAtTokens(range(0, 24, 3))),
 }
 POLICIES = ("ar", *SCRIPTED, *EVERY_POLICY)
-
-
-def each_policy(names: abc.Sequence[str]) -> list[Any]:
-    """Parameters (layout, policy): of policies that differ in options alone the first one, on our kernels, and every fourth
-    of these on operators, or all there without kernels.
-
-    The rest of the product is slow: what a policy decides does not depend on the layout.
-    """
-    first = first_of_each(names)
-    plain = first[::4] if _NATIVE else first
-    return [
-        *(pytest.param("native", name, marks=[needs_native, *_slow_unless(name in first)]) for name in names),
-        *(pytest.param("plain", name, marks=_slow_unless(name in plain)) for name in names),
-    ]
-
-
-def _slow_unless(always: bool) -> list[pytest.MarkDecorator]:
-    return [] if always else [pytest.mark.slow]
 
 
 def model_of(layout: Layout, num_layers: int = NUM_LAYERS) -> LayerSkipModel:

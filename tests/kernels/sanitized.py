@@ -24,7 +24,7 @@ FOLDER = Path("layerskip_models") / "kernels"
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-DEXACT_ROOMS=1"]
 FILES = (
     "call_depth", "check_at_load", "choices", "exit_adapters", "families", "fewer_bits", "four_bits",
-    "gguf_checkpoint", "grouped_weights", "half_precision", "integer_rows", "kernel_library", "kv_dtype",
+    "gguf_checkpoint", "grouped_weights", "integer_rows", "kernel_library", "kv_dtype",
     "large_sizes", "many_rows", "many_texts", "matrix_unit", "native", "native_attention", "native_forward",
     "native_memory", "native_sampling", "no_rerun", "pool", "pool_failures", "prepared_rows", "products", "quantised",
     "shared_weights", "stored_tensor", "topology", "without_kernels",

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,7 +15,7 @@ from bench.commands.preparation import open_model
 from layerskip_models import DEMO_PATH, from_transformers, load_model
 from layerskip_models.checkpoints import loading
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
-from layerskip_models.grouped_linear import GroupedLinear, grouped_product
+from layerskip_models.grouped_linear import grouped_product
 from layerskip_models.grouped_weight import GroupedWeight, exact, pack_nibbles, unpack_nibbles
 from layerskip_models.kernels import library, native_rounding
 from layerskip_models.kernels.check import native_works
@@ -185,22 +184,6 @@ def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
         torch.set_default_dtype(before)
     for one, other in zip(found, expected):
         assert one.dtype == torch.float32 and torch.equal(one, other) and bool((one != 0).any())
-
-
-@given(seed=st.integers(0, 99), rows=st.integers(1, 9), outputs=st.integers(1, 70), symmetric=st.booleans())
-@settings(max_examples=30)
-def test_the_product_by_operators(seed: int, rows: int, outputs: int, symmetric: bool) -> None:
-    weight = round_to_four_bits(drawn(outputs, 192, seed=seed), group=64, symmetric=symmetric)
-    x, bias, residual = (
-        drawn(rows, 192, seed=seed + 1),
-        drawn(outputs, seed=seed + 2),
-        drawn(rows, outputs, seed=seed + 3),
-    )
-    linear = GroupedLinear(weight, bias)
-    exactly = F.linear(x.double(), weight.values().double(), bias.double())
-    torch.testing.assert_close(linear(x).double(), exactly, rtol=0, atol=5e-5)
-    torch.testing.assert_close(linear.add_to(residual, x).double(), exactly + residual, rtol=0, atol=5e-5)
-    assert torch.equal(linear.weight, weight.values()) and linear.num_bytes == weight.num_bytes
 
 
 def test_pieces_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from layerskip_models import from_transformers
 from layerskip_models.checkpoints.gguf_blocks import GROUPED
 from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.grouped_weight import GroupedWeight, pack_sixes
 from layerskip_models.kernels.interleaving import in_rows, interleaved
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
-from layerskip_models.kernels.native_linear import MOST_ROWS, operators_only
-from layerskip_models.kv_cache import KVCache
-from test_four_bits import drawn, wide
+from test_four_bits import drawn
 from test_integer_rows import VARIANTS, product
-from test_native import every_variant, needs_native, use
+from test_native import needs_native, use
 from test_products import drawn_weight, weight_of
 
 
@@ -103,27 +99,6 @@ def test_numbers_that_no_file_has(variant: str) -> None:
 
 
 @needs_native
-@every_variant
-def test_layers_are_those_of_operators(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same 4-bit numbers in a pass of one call, and layer by layer on PyTorch's operators, biases included."""
-    options: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "max_position_embeddings": 256}
-    with use(variant):
-        model = from_transformers(wide(**options), layout="int4")
-    assert model.kernels == variant
-    tokens = torch.arange(MOST_ROWS + 9) % 24
-    with torch.inference_mode():
-        one = KVCache(model, len(tokens))
-        alone = torch.cat([model.run_layers(model.embed(token), 0, 3, one) for token in tokens.split(1)])
-        many = KVCache(model, len(tokens))
-        together = torch.cat([model.run_layers(model.embed(part), 0, 3, many) for part in tokens.split(50)])
-        assert torch.equal(together, alone) and torch.equal(one.keys, many.keys)
-        monkeypatch.setattr(model, "backend", model.operators)
-        with operators_only():
-            other = model.run_layers(model.embed(tokens), 0, 3, KVCache(model, len(tokens)))
-    torch.testing.assert_close(alone, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
-
-
-@needs_native
 def test_not_a_number_is_not_lost() -> None:
     for outputs in (9, 32):
         weight = round_to_four_bits(drawn(outputs, 128), group=32, symmetric=True)
@@ -141,7 +116,7 @@ def test_memory_that_is_not_contiguous() -> None:
     x = drawn(3, 128)
     for outputs in (8, 32):
         weight = drawn_weight(outputs, 128, 32, True, False)
-        turned = GroupedWeight(weight.packed, weight.groups.t().contiguous().t(), weight.offsets)
+        turned = GroupedWeight(*(part.t().contiguous().t() for part in (weight.packed, weight.groups, weight.offsets)))
         room = torch.empty(weight.packed.numel() + 1, dtype=torch.uint8)
         room[1:] = weight.packed.flatten()
         strange = GroupedWeight(room[1:].view_as(weight.packed), weight.groups, weight.offsets)  # at an odd address

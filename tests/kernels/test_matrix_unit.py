@@ -15,19 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerskip_models import from_transformers
 from layerskip_models.kernels import check, library
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import on_threads
-from layerskip_models.linear import Layout
-from selfspec import SelfSpecGenerator
 from test_grouped_weights import GROUPED
 from test_grouped_weights import rows_of as rows_with_outliers
 from test_integer_rows import fixed_point, rows_of
 from test_native import use
 from test_products import weight_of
-from tiny_llama import tiny_llama
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "layerskip_models" / "kernels"
@@ -193,15 +189,3 @@ def test_a_row_that_is_no_number_spoils_no_other(unit: str) -> None:
         spoilt = linear(x)
         assert not spoilt[[1, 3]].isfinite().any()
         assert torch.equal(spoilt[[0, 2, 4]], whole[[0, 2, 4]])
-
-
-@pytest.mark.parametrize("layout", [None, "int8", "int4"])
-def test_drafts_change_no_token_of_a_model_on_tiles(unit: str, layout: Layout | None) -> None:
-    hub = tiny_llama(hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=64, dtype=torch.bfloat16)
-    generator = SelfSpecGenerator(from_transformers(hub, layout=layout))
-    assert generator.model.kernels == unit
-    prompts = [[1, 2, 3, 4, 5], [7, 8, 9]]
-    expected = [generator.generate(prompt, max_new_tokens=12, policy="ar").sequences for prompt in prompts]
-    for policy in ("ls:1-3", "auto"):
-        together = generator.generate_batch(prompts, max_new_tokens=12, policy=policy)
-        assert all(torch.equal(result.sequences, text) for result, text in zip(together, expected))

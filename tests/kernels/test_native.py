@@ -97,22 +97,6 @@ def test_layers_are_those_of_transformers(variant: str, changes: dict[str, Any])
 
 
 @needs_native
-@every_variant
-def test_a_far_context_and_large_scores(variant: str) -> None:
-    """Softmax over many positions, some of whose scores are far apart."""
-    llama = tiny_llama(seed=10, max_position_embeddings=700)
-    text = [int(token) for token in torch.randint(0, VOCAB_SIZE, (600,), generator=torch.Generator().manual_seed(3))]
-    with torch.no_grad():
-        llama.model.layers[2].self_attn.q_proj.weight.mul_(60.0)
-    with use(variant):
-        model = from_transformers(llama, layout="native")
-    cache = KVCache(model, 600)
-    model.run_layers(model.embed(torch.tensor(text[:595])), 0, 4, cache)
-    hidden = model.run_layers(model.embed(torch.tensor(text[595:])), 0, 4, cache)
-    torch.testing.assert_close(model.logits(hidden), full_logits(llama, text)[595:], rtol=1e-4, atol=5e-3)
-
-
-@needs_native
 def test_those_who_watch_operators_see_all_of_them() -> None:
     linear, x = NativeLinear(drawn(6, 5)), drawn(2, 5, seed=1)
     y = torch.zeros(2, 6)

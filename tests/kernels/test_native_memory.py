@@ -8,9 +8,6 @@ from torch import Tensor
 
 from exact_rooms import check_mixed_layers, exact_rooms
 from layerskip_models import from_transformers
-from layerskip_models.four_bit_rounding import round_to_four_bits
-from layerskip_models.grouped_weight import GroupedWeight
-from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.norm import RMSNorm
@@ -72,27 +69,3 @@ def test_rows_and_residuals_that_are_not_contiguous_are_the_same_rows() -> None:
     for detail in ("token", "spread"):
         found, same = (linear.choices_of_normalised(norm, rows, detail) for rows in (x, x.contiguous()))  # type: ignore[arg-type]
         assert torch.equal(found.numbers, same.numbers)
-
-
-def test_parts_of_a_4_bit_weight_that_are_not_contiguous() -> None:
-    plain = round_to_four_bits(drawn(8, 128), group=32, symmetric=False)
-    assert plain.offsets is not None
-    factors = torch.arange(1.0, 17.0)
-    strange = GroupedWeight(
-        plain.packed.T.contiguous().T, plain.groups.T.contiguous().T, plain.offsets.T.contiguous().T, factors[::2]
-    )
-    x = drawn(3, 128)
-    expected = NativeGroupedLinear(GroupedWeight(plain.packed, plain.groups, plain.offsets, factors[::2].contiguous()))(
-        x
-    )
-    assert torch.equal(NativeGroupedLinear(strange)(x), expected)
-
-
-def test_what_does_not_fit_a_matrix_is_refused() -> None:
-    """C would read behind its end."""
-    linear, x = NativeLinear(drawn(16, 64)), drawn(2, 64)
-    narrow = RMSNorm(torch.ones(32), 1e-5)
-    with pytest.raises(ValueError, match=r"factors must be contiguous torch.float32 \[64\]"):
-        linear.of_normalised(narrow, x)
-    with pytest.raises(ValueError, match=r"factors must be contiguous torch.float32 \[64\]"):
-        linear.choices_of_normalised(narrow, x, "token")

@@ -20,7 +20,7 @@ from launched_processes import results_of
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels import threads
 from layerskip_models.kernels.check import native_works
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
 from tiny_llama import VOCAB_SIZE, tiny_llama
@@ -164,22 +164,6 @@ def test_several_callers_at_a_time(model: LayerSkipModel, alone: Tensor) -> None
     for caller in callers:
         caller.join()
     assert results == [True] * 4
-
-
-@needs_native
-@pytest.mark.parametrize("make", [NativeLinear, NativeInt8Linear])
-def test_matrices_of_any_size_on_many_threads(make: type[NativeLinear]) -> None:
-    """Fewer outputs than threads, and so many that a thread has several pieces."""
-    generator = torch.Generator().manual_seed(4)
-    for outputs, size in ((1, 7), (5, 40), (37, 51), (700, 300)):
-        linear = make(torch.randn(outputs, size, generator=generator))
-        x = torch.randn(9, size, generator=generator)
-        with threads.on_threads(1):
-            expected = linear(x)
-        for count in (2, 7, 40):
-            with threads.on_threads(count):
-                assert torch.equal(linear(x), expected)
-                assert torch.equal(torch.cat([linear(row) for row in x.split(1)]), expected)
 
 
 PROGRAM = """

@@ -47,16 +47,6 @@ def logits_of(model: LayerSkipModel) -> torch.Tensor:
         )
 
 
-def biased(dtype: torch.dtype) -> LlamaForCausalLM:
-    """With biases everywhere, and fewer heads for keys than for queries."""
-    llama = tiny_llama(heads=4, kv_heads=2, dtype=dtype, seed=3, attention_bias=True, mlp_bias=True)
-    with torch.no_grad():
-        for name, parameter in llama.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(generator=torch.Generator().manual_seed(1))
-    return llama
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-5), (torch.float32, 1e-4)])
 def test_shared_weights_are_the_model_s_own_and_once_in_memory(dtype: torch.dtype, bound: float, tied: bool) -> None:
@@ -72,27 +62,6 @@ def test_shared_weights_are_the_model_s_own_and_once_in_memory(dtype: torch.dtyp
     assert model._embedding.data_ptr() == llama.model.embed_tokens.weight.data_ptr()
     assert all(torch.equal(value, values[name]) for name, value in llama.state_dict().items())
     torch.testing.assert_close(full_logits(llama, TEXT), expected, rtol=0, atol=1e-12)
-
-
-def test_biases_are_shared_as_well() -> None:
-    llama = biased(torch.float64)
-    model = from_transformers(llama, layout="plain", share=True)
-    torch.testing.assert_close(logits_of(model), full_logits(llama, TEXT), rtol=0, atol=1e-5)
-    with torch.no_grad():
-        for parameter in llama.parameters():
-            parameter.mul_(1.1)
-    torch.testing.assert_close(logits_of(model), full_logits(llama, TEXT), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_an_optimiser_s_step_is_seen_at_once(dtype: torch.dtype) -> None:
-    """Norms, embedding and head, too."""
-    llama = tiny_llama(dtype=dtype, seed=3)
-    model = from_transformers(llama, layout="plain", share=True)
-    before = logits_of(model)
-    UPDATES["fused AdamW"](llama)
-    assert not torch.allclose(logits_of(model), before, atol=1e-2)
-    torch.testing.assert_close(logits_of(model), full_logits(llama, TEXT), rtol=0, atol=1e-4)
 
 
 def test_a_second_engine_finds_the_weights_together() -> None:

@@ -168,23 +168,6 @@ def test_the_default_length_fits_the_context(engine: SelfSpecGenerator) -> None:
     assert len(longer.generate(PROMPT).new_tokens) == DEFAULT_MAX_NEW_TOKENS
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"num_beams": 4},
-        {"num_return_sequences": 2, "do_sample": True},
-        {"prompt_lookup_num_tokens": 3},
-        {"assistant_early_exit": 2},
-        {"guidance_scale": 2.0},
-        {"output_scores": True, "return_dict_in_generate": True},
-    ],
-)
-def test_what_does_not_apply_is_refused_by_name(engine: SelfSpecGenerator, fields: dict[str, Any]) -> None:
-    (name, value), *_ = fields.items()
-    with pytest.raises(ValueError, match=rf"{name}={value!r} does not apply"):
-        engine.generate(PROMPT, generation_config=GenerationConfig(**fields))
-
-
 def test_never_stopping(llama: LlamaForCausalLM) -> None:
     """eos_token_id=[] means never stop, also where the checkpoint has an EOS token; None means the checkpoint's."""
     free = reference_greedy(llama, PROMPT, max_new_tokens=20)
@@ -212,17 +195,6 @@ def test_the_call_goes_before_the_config_before_the_checkpoint(llama: LlamaForCa
     assert last.new_tokens == expected[2]
     assert config.repetition_penalty == 1.5  # not written to
     assert len({tuple(tokens) for tokens in expected}) == 3
-
-
-def test_max_length_counts_the_prompt(engine: SelfSpecGenerator) -> None:
-    assert len(engine.generate(PROMPT, generation_config=GenerationConfig(max_length=11)).new_tokens) == 8
-
-
-def test_sampling_settings_reach_the_distribution(engine: SelfSpecGenerator, llama: LlamaForCausalLM) -> None:
-    """top_k = 1 makes sampling greedy: the one sampled text that can be compared token for token."""
-    config = GenerationConfig(do_sample=True, top_k=1, temperature=0.7, max_new_tokens=15)
-    expected = reference_greedy(llama, PROMPT, max_new_tokens=15)
-    assert engine.generate(PROMPT, generation_config=config, seed=3).new_tokens == expected
 
 
 def test_random_sources() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2Config, Qwen3Config
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH, from_transformers, load_model, load_tokenizer
@@ -45,33 +45,6 @@ def test_a_gguf_file_gives_the_models_logits(rope: str, tmp_path: Path) -> None:
     assert not hasattr(found.config, "quantization_config")
     found.save_pretrained(tmp_path / "saved")
     assert load_model(tmp_path / "saved").num_layers == 4
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_gguf_files_of_other_families(kind: str, tmp_path: Path) -> None:
-    """Read by the names of their own family: biases, and norms of heads whose size is none of hidden_size / heads."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    shape |= {"num_key_value_heads": 1, "vocab_size": 24, "eos_token_id": 1}
-    config = Qwen2Config(**shape, head_dim=16) if kind == "qwen2" else Qwen3Config(**shape, head_dim=8)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(parameter.numel()))
-    path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, kind)
-    gguf_file._describe(writer, config, 1.0)
-    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == kind)
-    names = gguf.get_tensor_name_map(architecture, 2)
-    for name, parameter in model.named_parameters():
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), parameter.detach().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    found = load_transformers(path, dtype="float32", device="cpu")
-    assert type(found) is type(model)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(found.state_dict()[name], tensor), name
 
 
 def test_a_gguf_file_of_8_bits_is_int8_and_of_floats_is_not(tmp_path: Path) -> None:

@@ -156,43 +156,10 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=25, stateful_step_count=20)
 
 
-@pytest.mark.parametrize("length", [-1, 4])
-def test_roll_back_refuses_what_it_does_not_hold(length: int) -> None:
-    cache = fresh_rows(LAYERS, [1, 2, 3])
-    with pytest.raises(ValueError, match=r"\[0, 3\], the rows that every layer holds, got"):
-        cache.roll_back(length)
-    assert cache.length == 3
-
-
-@pytest.mark.parametrize("length", [-1, 9])
-def test_no_more_rows_are_declared_than_there_is_room_for(length: int) -> None:
-    with pytest.raises(ValueError, match=r"\[0, 8\]"):
-        KVCache(LAYERS, 8).declare(length)
-
-
 @pytest.mark.parametrize(("start", "stop"), [(0, 4), (-1, 2), (2, 2), (2, 1), (3, 4)])
 def test_there_is_no_place_in_layers_that_do_not_exist(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match=rf"layers \[{start}, {stop}\) of 3"):
         KVCache(LAYERS, 8).position(start, stop)
-
-
-def test_a_draft_that_ran_into_other_layers_is_an_error() -> None:
-    """The rows of a text are behind each other in every layer, or nobody could say which row attends to which."""
-    cache = fresh_rows(LAYERS, [1, 2, 3])
-    cache.roll_back(2)
-    hidden = LAYERS.run_layers(LAYERS.embed_one(5), 0, 1, cache)
-    with pytest.raises(ValueError, match=r"layers \[0, 3\) of 3 hold different numbers of rows: \[3, 2, 2\]"):
-        LAYERS.run_layers(hidden, 0, 3, cache)
-    assert (cache.length, cache.position(0, 1)) == (2, 3)
-    cache.roll_back(2)
-    assert cache.position(0, 3) == 2
-
-
-def test_roll_back_moves_nothing() -> None:
-    cache = fresh_rows(LAYERS, [1, 2, 3])
-    before = rows_of(cache, 3).clone()
-    cache.roll_back(1)
-    assert torch.equal(rows_of(cache, 3), before)
 
 
 def test_a_window_is_the_cache_itself() -> None:

@@ -66,28 +66,6 @@ def test_rows_and_layers_in_any_grouping(index: int, text: list[int], data: st.D
         start = stop
 
 
-def test_hidden_states_equal_transformers() -> None:
-    """hidden[l] is the output after l layers, as transformers counts them."""
-    llama = tiny_llama(dtype=torch.float64, seed=5)
-    model = from_transformers(llama, layout="plain")
-    ids = torch.tensor([[3, 14, 15, 9, 2, 6]])
-    with torch.no_grad():
-        expected = llama.model(ids, output_hidden_states=True, use_cache=False).hidden_states
-    seen: dict[int, Tensor] = {}
-    model.run_layers(
-        model.embed(ids[0]), 0, model.num_layers, KVCache(model, 6), lambda layer, h: seen.update({layer: h})
-    )
-    torch.testing.assert_close(model.embed(ids[0]), expected[0][0], rtol=0, atol=0)
-    for layer in range(1, model.num_layers):  # transformers' last entry has been through the norm
-        torch.testing.assert_close(seen[layer], expected[layer][0], rtol=0, atol=1e-10)
-
-
-def test_embed_one_is_a_view() -> None:
-    model = from_transformers(tiny_llama(), layout="plain")
-    assert torch.equal(model.embed_one(3), model.embed(torch.tensor([3])))
-    assert model.embed_one(3).data_ptr() == model.embed_one(0).data_ptr() + 3 * model.hidden_size * 4
-
-
 def test_interleaved_heads_pair_what_rotates_together() -> None:
     # one head of 6: pairs (0, 3), (1, 4), (2, 5) become neighbours; the second head likewise, behind the first
     rows = torch.arange(12.0)

@@ -25,25 +25,16 @@ from selfspec.cli.main import app
 from selfspec.engine.accept import accept_sampled
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.runners.runner import Head, SequenceRows
-from tiny_llama import ROPES, tiny_llama, tiny_tokenizer
+from tiny_llama import tiny_llama, tiny_tokenizer
 
 DRAWS = 20
 """So few show that sampling runs and stays within the top-k. tests/law/test_distribution.py counts many."""
 PROMPTS = [torch.tensor([5, 3, 7, 1]), torch.tensor([2, 9])]
 SHAPES: dict[str, dict[str, Any]] = {
-    "Llama 2: as many key-value heads": {"kv_heads": 2},
-    "Llama 3: grouped queries, its rope": {"heads": 4, "kv_heads": 2, "rope": "llama3"},
-    "Llama 3.2: tied embeddings": {"rope": "llama3", "tie_word_embeddings": True},
-    "CodeLlama: wide rope": {"rope": {"rope_type": "default", "rope_theta": 1e6}},
-    "scaled rope": {"rope": "linear"},
-    "yarn": {"rope": "yarn"},
-    "biases": {"attention_bias": True, "mlp_bias": True},
+    "Llama 3": {"heads": 4, "kv_heads": 2, "rope": "llama3"},
     "two layers": {"num_layers": 2},
 }
-
-
-EVERYTHING = ("Llama 3: grouped queries, its rope", "two layers")
-"""Shapes that every policy is tried with: of two layers the exits are others."""
+"""Of two layers the exits are others."""
 
 
 def failures(llama: LlamaForCausalLM, **options: Any) -> list[str]:
@@ -55,15 +46,7 @@ def checks(llama: LlamaForCausalLM, **options: Any) -> list[Check]:
     return list(verify_engine(llama, PROMPTS, **settings))
 
 
-@pytest.mark.parametrize("shape", [name for name in SHAPES if name not in EVERYTHING])
-def test_every_supported_shape_passes(shape: str) -> None:
-    """With a fourth of the policies."""
-    assert failures(tiny_llama(seed=3, **SHAPES[shape]), policies=every_policy(4)[1::4]) == []
-
-
-@pytest.mark.parametrize(
-    "shape", [pytest.param(name, marks=() if name in EVERYTHING else pytest.mark.slow) for name in SHAPES]
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_every_policy_passes_for_it(shape: str) -> None:
     told: list[str] = []
     llama = tiny_llama(seed=3, **SHAPES[shape])
@@ -75,11 +58,6 @@ def test_every_policy_passes_for_it(shape: str) -> None:
     left_out = {name for name in every_policy(num_layers) if name.startswith("bits:")}
     assert names | left_out == set(every_policy(num_layers))
     assert bool(names & left_out) == native_works(torch.device("cpu"), torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_pass(dtype: torch.dtype) -> None:
-    assert failures(tiny_llama(seed=3).to(dtype)) == []
 
 
 def test_all_policies_are_there() -> None:
@@ -215,8 +193,3 @@ def test_mistakes(checkpoint: Path) -> None:
     result = command("no/such/folder/here")
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
-
-
-def test_every_rope_has_a_shape() -> None:
-    used = {shape.get("rope", "default") for shape in SHAPES.values() if not isinstance(shape.get("rope"), dict)}
-    assert used == set(ROPES)
