@@ -33,6 +33,9 @@ BENCH_OPTIONS = {
     "--converted": "name the engines with --llama-cpp, --ik-llama-cpp and --openvino",
     "--into": "`selfspec-bench report RECORD` prints the tables to paste",
     "--plots": "draw them from the record, which is JSON lines; the tables hold the same numbers",
+    "--memory": "`selfspec-bench chat` shows the peak memory of each engine's process",
+    "--no-memory": "leave it out: nothing measures memory here",
+    "--no-prefill": "leave it out: prompts are always read",
     "--joining-tokens": "`selfspec-bench serving` measures how long clients wait",
 }
 

@@ -13,11 +13,9 @@ from typer.core import TyperGroup
 from bench.commands.batch_command import batch
 from bench.commands.chat_command import chat
 from bench.commands.context_command import context
-from bench.commands.kernels_command import kernels
-from bench.commands.load_command import load
+from bench.commands.machine_commands import kernels, load, roofline
 from bench.commands.peers_command import peers
 from bench.commands.report_command import compare, report
-from bench.commands.roofline_command import roofline
 from bench.commands.run_command import run
 from bench.commands.serving_command import serving
 from bench.commands.sweep_command import sweep

@@ -47,7 +47,6 @@ KeptOption = Annotated[
 PeersOption = Annotated[
     bool, typer.Option("--peers/--no-peers", help="Measure transformers' own decoding in the same run.")
 ]
-MemoryOption = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")]
 DoSampleOption = Annotated[
     bool,
     typer.Option("--do-sample", help="Sample instead of decoding greedily; every repeat of a prompt has another seed."),

@@ -19,7 +19,7 @@ from bench.commands.preparation import (
 )
 from bench.engines.own import GREEDY
 from bench.machine.bandwidth import WeightBytes, bandwidth_fields, measure_bandwidth
-from bench.machine.context import CONTEXTS, Context, long_prompt, measure_memory, measure_transformers, usable_contexts
+from bench.machine.context import CONTEXTS, Context, long_prompt, measure_transformers, usable_contexts
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from bench.sweep import parse_range
@@ -37,30 +37,17 @@ def context(
     max_new_tokens: options.NewTokensOption = 64,
     repeats: options.RepeatsOption = 3,
     peers: options.PeersOption = True,
-    memory: options.MemoryOption = True,
-    prefill: Annotated[
-        bool,
-        typer.Option(
-            "--prefill/--no-prefill",
-            help="Run the prompt through the model. Without it, keys and values are random: for decoding speed at lengths"
-            " that take minutes to read.",
-        ),
-    ] = True,
     dtype: options.DtypeOption = "auto",
     kv_dtype: options.KvDtypeOption = "auto",
     device: options.DeviceOption = "auto",
     output: options.OutputOption = None,
 ) -> None:
-    """tokens/s, time to the first token, of the next turn as well, and peak memory at several lengths of the prompt; greedy.
+    """tokens/s and time to the first token, of the next turn as well, at several lengths of the prompt; greedy.
 
     Contexts beyond the model's positions are left out.
     """
     with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
-        if not prefill and (peers or memory):
-            raise ValueError(
-                "--no-prefill needs --no-peers and --no-memory: without a prefill, both have nothing to measure"
-            )
         wanted = parse_range(contexts, "--contexts")
         tokenizer = open_tokenizer(checkpoint)
         network = load_network(checkpoint, dtype, device) if peers else None
@@ -72,16 +59,12 @@ def context(
     generator = SelfSpecGenerator(skip, prefix_cache=0)
     prompts = [long_prompt(tokenizer, length) for length in lengths]
     weights = WeightBytes.of(skip)
-    heads = weights.head if weights.draft_head == weights.head else weights.head + weights.draft_head
-    embedding = 0 if skip.config.tie_word_embeddings else weights.head
     about = {
         **configuration(checkpoint, prompts, max_new_tokens, repeats, warmups=1),
         "num_layers": skip.num_layers,
-        "prefill": prefill,
         "kv_dtype": str(skip.kv_dtype).removeprefix("torch."),
-        "weight_bytes": skip.num_layers * weights.layer + heads + embedding,
     }
-    steps = len(lengths) * (peers + memory + 1 + 3 * repeats)
+    steps = len(lengths) * (peers + 1 + 3 * repeats)
     with recording(RecordWriter(output)) as record:
         record.write(run_line("context", about, [], provenance(skip.device, skip.dtype)))
         bandwidths = []
@@ -90,13 +73,9 @@ def context(
             measure_transformers(network, prompts[0], max_new_tokens)
         generator.generate(prompts[0].ids, max_new_tokens=max_new_tokens, policy="ar", **GREEDY)
         with progress(steps) as advance:
-            if memory:
-                for prompt in prompts:
-                    record.write(measure_memory(skip, prompt, max_new_tokens))
-                    advance("memory")
             measured = []
             for prompt in prompts:
-                measured.append(Context(skip, prompt, max_new_tokens=max_new_tokens, prefill=prefill, cost=cost))
+                measured.append(Context(skip, prompt, max_new_tokens=max_new_tokens, cost=cost))
                 record.write(measured[-1].prefill)
                 advance("prefill")
                 if network is not None:
@@ -106,7 +85,7 @@ def context(
                 bandwidths.append(measure_bandwidth(skip.device))
                 for place in measured:
                     place.decode(repeat, record.write, advance)
-                    turn = place.turn(repeat) if prefill else None
+                    turn = place.turn(repeat)
                     if turn is not None:
                         record.write(turn)
         record.write({"kind": "limits", **bandwidth_fields(bandwidths), "kv_bytes": weights.kv})

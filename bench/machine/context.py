@@ -1,4 +1,4 @@
-"""Speed and memory over the length of the context: what a long text costs compared with reading its keys and values.
+"""Speed over the length of the context: what a long text costs compared with reading its keys and values.
 
 A prompt is read once per context, timed; what decoding costs there is then measured with every policy on the same cache,
 which its generator keeps between calls (`prefix_cache`): all but the last rows of the prompt are not read again. The next
@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.datasets import EncodedPrompt, load_prompts
 from bench.engines.own import GREEDY, run_afresh
 from bench.engines.peers import FirstToken, transformers_sequences
-from bench.machine.memory import peak_bytes
 from bench.machine.roofline import best_fixed
 from bench.measure import in_turn
 from bench.record import Line
@@ -40,49 +39,24 @@ def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedP
     return EncodedPrompt(id=f"context-{num_tokens}", task="context", ids=repeated)
 
 
-def measure_memory(model: LayerSkipModel, prompt: EncodedPrompt, max_new_tokens: int) -> Line:
-    """Peak memory of all tensors but the weights during one call of plain decoding, and how much of it is the cache."""
-    generator = SelfSpecGenerator(model)  # without a cache, so that it is counted
-    cache_bytes = []
-
-    def afresh() -> None:
-        result = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **GREEDY)
-        cache_bytes.append(result.stats.peak_cache_bytes)
-
-    peak = peak_bytes(model.device, afresh)
-    return {"kind": "memory", "context": prompt.ids.numel(), "peak_bytes": peak, "kv_bytes": cache_bytes[0]}
-
-
 class Context:
     """One context, read into a cache of its own, and what decodes after it.
 
-    prefill: False leaves the prompt unread; its keys and values are random. cost: ranks the fixed settings.
+    cost: ranks the fixed settings.
     """
 
-    def __init__(
-        self, model: LayerSkipModel, prompt: EncodedPrompt, *, max_new_tokens: int, prefill: bool, cost: CostModel
-    ) -> None:
+    def __init__(self, model: LayerSkipModel, prompt: EncodedPrompt, *, max_new_tokens: int, cost: CostModel) -> None:
         self._generator = SelfSpecGenerator(model, prefix_cache=1)  # the last text, on every device
         self._prompt = prompt
         self._max_new_tokens = max_new_tokens
         self._size = prompt.ids.numel()
-        if not prefill:
-            self._fill()
         first = self._generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **GREEDY)
         self._tokens = first.new_tokens
-        seconds = first.stats.time_to_first_token if prefill else None
+        seconds = first.stats.time_to_first_token
         self.prefill: Line = {"kind": "prefill", "context": self._size, "time_to_first_token": seconds}
         self._policies = ["ar", best_fixed(self._generator, prompt, max_new_tokens, cost), "auto"]
         for policy in self._policies:
             _decode(self._generator, policy, prompt, max_new_tokens)
-
-    def _fill(self) -> None:
-        """Keep a text that begins as the prompt does, of random keys and values."""
-        bound = self._generator.check(self._prompt.ids).bound
-        with bound.pool.lend(self._size + self._max_new_tokens) as place:
-            for values in (place.cache.keys, place.cache.values):
-                values.normal_()
-            place.end_sequence(self._prompt.ids[:-1], None)
 
     def decode(self, repeat: int, write: Callable[[Line], None], advance: Callable[[str], None]) -> None:
         """Plain decoding, the fixed setting that is best here by replay, and auto, each repeat from another one on.

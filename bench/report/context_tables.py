@@ -1,4 +1,4 @@
-"""The tables of a measurement over contexts: speed, time compared with reading keys and values, memory."""
+"""The tables of a measurement over contexts: speed, and time compared with reading keys and values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench.record import Line, matching
-from bench.report.table import UNKNOWN, Table, number
+from bench.report.table import UNKNOWN, Table
 
 ROLES = ("plain", "best fixed", "auto")
 
@@ -26,15 +26,12 @@ def time_beside_reading(lines: Sequence[Line], context: int) -> float:
 
 
 def context_tables(lines: Sequence[Line]) -> list[Table]:
-    """Speed, then the next turn and memory if they were measured."""
+    """Speed, then the next turn where positions were left for it."""
     tables = [_speed_table(lines)]
-    turns, memory = _turn_rows(lines), [_memory_row(lines, line) for line in matching(lines, "memory")]
+    turns = _turn_rows(lines)
     if turns:
         title = "The next turn of a conversation: time to the first token when only what is new is read"
         tables.append(Table.of("turns", title, turns))
-    if memory:
-        title = "Peak memory in tensors, MiB: weights, the KV cache, and all the rest together"
-        tables.append(Table.of("memory", title, memory))
     return tables
 
 
@@ -59,16 +56,15 @@ def _speed_table(lines: Sequence[Line]) -> Table:
                 "transformers": f"{peers[0]['tokens'] / peers[0]['seconds']:.1f}" if peers else UNKNOWN,
                 "plain, ms": f"{1000 * plain:.2f}",
                 "t', ms": f"{1000 * time_beside_reading(lines, context):.2f}",
-                "TTFT, s": number(prefill["time_to_first_token"], "{:.2f}"),
+                "TTFT, s": f"{prefill['time_to_first_token']:.2f}",
                 "other texts than plain's": str(sum(not line["outputs_equal"] for line in decoded)),
                 "transformers' TTFT, s": f"{peers[0]['time_to_first_token']:.2f}" if peers else UNKNOWN,
             }
         )
     configuration = lines[0]["configuration"]
-    unread = "" if configuration["prefill"] else ", and random: the prompt was not read"
     title = (
         "tokens/s after the first token (× plain decoding), plain decoding's time per token and t' (less keys and values "
-        f"read at the measured bandwidth), time to the first token; keys and values in {configuration['kv_dtype']}{unread}"
+        f"read at the measured bandwidth), time to the first token; keys and values in {configuration['kv_dtype']}"
     )
     return Table.of("contexts", title, rows)
 
@@ -90,9 +86,3 @@ def _turn_rows(lines: Sequence[Line]) -> list[dict[str, str]]:
                 }
             )
     return rows
-
-
-def _memory_row(lines: Sequence[Line], line: Line) -> dict[str, str]:
-    weights, peak, cache = lines[0]["configuration"]["weight_bytes"], line["peak_bytes"], line["kv_bytes"]
-    sizes = {"peak": weights + peak, "weights": weights, "KV cache": cache, "rest": peak - cache}
-    return {"context": str(line["context"]), **{name: f"{size / 2**20:.1f}" for name, size in sizes.items()}}

@@ -1,12 +1,13 @@
-"""The tables of `selfspec-bench load` and `kernels`."""
+"""The tables of `selfspec-bench load`, `kernels` and `roofline`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from bench.machine.roofline import PHASES
 from bench.record import Line, by_value, matching
-from bench.report.table import Table, cross_table, number
+from bench.report.table import UNKNOWN, Table, cross_table, number
 
 
 def load_tables(lines: Sequence[Line]) -> list[Table]:
@@ -26,7 +27,7 @@ def load_tables(lines: Sequence[Line]) -> list[Table]:
                 "load, GB/s": f"{of(lambda line: line['bytes'] / line['seconds'] / 1e9):.2f}",
                 "plain read, GB/s": f"{of(lambda line: line['read_by_1'] / 1e9):.2f}",
                 "by two readers": f"{of(lambda line: line['read_by_2'] / 1e9):.2f}",
-                "share of a plain read": f"{of(_share):.2f}",
+                "share of a plain read": f"{of(_share_of_read):.2f}",
                 "peak memory / file": number(
                     of(lambda line: line["peak"] / line["bytes"]) if known else None, "{:.2f}"
                 ),
@@ -56,7 +57,7 @@ def _by_model(lines: Sequence[Line]) -> dict[str, list[Line]]:
     return by_value(matching(lines, "load"), "model")
 
 
-def _share(line: Line) -> float:
+def _share_of_read(line: Line) -> float:
     return float(line["bytes"] / line["seconds"] / line["read_by_1"])
 
 
@@ -75,3 +76,82 @@ def kernels_tables(lines: Sequence[Line]) -> list[Table]:
         return cross_table(f"products {kind}", title, "variant", variants, columns, cell)
 
     return [table(kind, own) for kind, own in by_value(matching(lines, "product"), "weights").items()]
+
+
+def roofline_tables(lines: Sequence[Line]) -> list[Table]:
+    """Calls, then phases."""
+    bandwidth = _bandwidth(lines)
+    positions = lines[0]["configuration"]["timed_context"]
+    calls = (
+        {
+            "call": line["name"],
+            "must read, MB": f"{line['bytes'] / 1e6:.2f}",
+            "at bandwidth, ms": f"{1000 * line['bytes'] / bandwidth:.3f}",
+            "measured, ms": f"{1000 * line['seconds']:.3f}",
+            "of bandwidth": _share(line["bytes"], line["seconds"], bandwidth),
+        }
+        for line in matching(lines, "call")
+    )
+    policies = dict.fromkeys(line["policy"] for line in matching(lines, "phases"))
+    return [
+        Table.of(
+            "calls",
+            f"Calls, timed alone with {positions} positions in the cache; memory gives {bandwidth / 1e9:.1f} GB/s",
+            calls,
+        ),
+        Table.of(
+            "phases",
+            "After prefill: tokens/s, their limit at the bytes that the rounds read, and ms per token by "
+            "phase (share of bandwidth); last, ms per token that measured costs predict, learning aside",
+            (_phase_row(policy, _of_policy(lines, policy), bandwidth) for policy in policies),
+        ),
+    ]
+
+
+def _phase_row(policy: str, runs: Sequence[Line], bandwidth: float) -> dict[str, str]:
+    tokens = sum(run["tokens"] for run in runs)
+    predicted = sum(run["predicted_seconds"] for run in runs)
+
+    def cell(phase: str) -> str:
+        seconds = sum(run["seconds"][phase] for run in runs)
+        read = sum(run["bytes"].get(phase, 0.0) for run in runs)
+        share = f" ({_share(read, seconds, bandwidth)})" if read else ""
+        return f"{1000 * seconds / tokens:.2f}{share}"
+
+    return {
+        "policy": f"`{policy}`",
+        "tokens/s": f"{_speed(runs):.1f}",
+        "limit": f"{tokens * bandwidth / _bytes(runs):.1f}",
+        "of limit": _share(_bytes(runs), _seconds(runs), bandwidth),
+        **{phase: cell(phase) for phase in PHASES},
+        "predicted": f"{1000 * predicted / tokens:.2f}" if predicted else UNKNOWN,
+    }
+
+
+def _of_policy(lines: Sequence[Line], policy: str) -> list[Line]:
+    """The median run of each prompt."""
+    by_prompt: dict[str, list[Line]] = {}
+    for run in matching(lines, "phases", policy=policy):
+        by_prompt.setdefault(run["prompt"], []).append(run)
+    return [sorted(runs, key=lambda run: run["decode_seconds"])[(len(runs) - 1) // 2] for runs in by_prompt.values()]
+
+
+def _bandwidth(lines: Sequence[Line]) -> float:
+    return float(matching(lines, "limits")[0]["bytes_per_second"])
+
+
+def _bytes(runs: Sequence[Line]) -> float:
+    """What rounds must read; learning is not part of it: a faster engine would not need it."""
+    return float(sum(run["bytes"]["draft"] + run["bytes"]["verify"] for run in runs))
+
+
+def _seconds(runs: Sequence[Line]) -> float:
+    return float(sum(run["decode_seconds"] for run in runs))
+
+
+def _speed(runs: Sequence[Line]) -> float:
+    return sum(run["tokens"] for run in runs) / _seconds(runs)
+
+
+def _share(num_bytes: float, seconds: float, bandwidth: float) -> str:
+    return f"{100 * num_bytes / seconds / bandwidth:.0f} %"

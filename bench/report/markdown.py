@@ -6,16 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.record import KEPT, Line
-from bench.report.batch_tables import batch_tables
 from bench.report.chat_tables import chat_tables
 from bench.report.context_tables import context_tables
-from bench.report.machine_tables import kernels_tables, load_tables
-from bench.report.roofline_tables import roofline_tables
+from bench.report.machine_tables import kernels_tables, load_tables, roofline_tables
 from bench.report.run_tables import decoding_text, run_tables
-from bench.report.serving_tables import serving_tables
 from bench.report.summary import Samples
 from bench.report.sweep_tables import sweep_headline, sweep_tables
 from bench.report.table import Table, counted, subject
+from bench.report.throughput_tables import batch_tables, serving_tables
 
 _PEERS = {"llama_cpp": "llama-cpp-python", "ik_llama_cpp": "ik-llama-cpp-python", "openvino": "OpenVINO"}
 """Versions of other engines in a record, by what they are of."""

@@ -11,13 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench.commands import kernels_command, load_command
+from bench.commands import machine_commands
 from bench.commands.bench_app import app
 from bench.machine import loading, products
 from bench.machine.bandwidth import WeightBytes
 from bench.machine.context import usable_contexts
 from bench.machine.loading import read_speed
-from bench.machine.memory import peak_bytes
 from bench.machine.products import KINDS
 from bench.machine.roofline import calls, phase_bytes
 from bench.provenance import computed_in, cpu_fields, host_kind, provenance
@@ -106,19 +105,6 @@ def test_the_roofline_and_its_tables(checkpoint: Path, tmp_path: Path) -> None:
     assert [row[0] for row in made["phases"].rows][::2] == ["`ar`", "`auto`"]
 
 
-def test_peak_memory_counts_what_is_alive() -> None:
-    megabyte = 1 << 18  # floats
-
-    def call() -> None:
-        first = torch.zeros(megabyte)
-        second = first + 1
-        del first
-        third = second + 1
-        del second, third
-
-    assert 2 << 20 <= peak_bytes(torch.device("cpu"), call) < (2 << 20) + 10_000
-
-
 def test_bytes_that_rounds_move() -> None:
     model = from_transformers(tiny_llama(num_layers=3, seed=1), layout="plain")
     weights = WeightBytes.of(model)
@@ -170,14 +156,11 @@ def test_contexts_and_their_tables(checkpoint: Path, tmp_path: Path) -> None:
     assert all(line["outputs_equal"] for line in runs)
     assert [(line["repeat"], line["context"]) for line in runs[::3]] == [(0, 16), (0, 32), (1, 16), (1, 32)]  # in turn
     assert len(next(line for line in found if line["kind"] == "limits")["bandwidths"]) == 2
-    memory = {line["context"]: line for line in found if line["kind"] == "memory"}
-    assert memory[32]["kv_bytes"] == 4 * 2 * 8 * 4 * (32 + 12)  # layers, keys and values, head_dim, bytes, positions
-    assert all(line["peak_bytes"] > line["kv_bytes"] for line in memory.values())
     seq_rounds = [line for line in found if line["kind"] == "turn"]
     assert [(line["repeat"], line["context"]) for line in seq_rounds] == [(0, 16), (1, 16)]  # 32 + 12 + 32 are too many
     assert all((line["prompt_tokens"], line["reused_tokens"]) == (16 + 12 + 16, 16 + 11) for line in seq_rounds)
     made = {table.name: table for table in tables(found)}
-    assert list(made) == ["contexts", "turns", "memory"]
+    assert list(made) == ["contexts", "turns"]
     assert [row[0] for row in made["contexts"].rows] == ["16", "32"]
     assert made["contexts"].title.endswith("keys and values in float32")
     assert [row[-2] for row in made["contexts"].rows] == ["0", "0"]
@@ -187,16 +170,14 @@ def test_contexts_and_their_tables(checkpoint: Path, tmp_path: Path) -> None:
     )
     read = 4 * limits["kv_bytes"] * (16 + 12 / 2) / limits["bytes_per_second"]  # layers, and half of the new tokens
     assert time_beside_reading(found, 16) == pytest.approx(plain - read)
-    unread = ["--no-prefill", "--no-peers", "--no-memory", "--kv-dtype", "bfloat16", "--output", str(record)]
-    result = CliRunner().invoke(app, ["context", "--model", str(checkpoint), *arguments[:-2], *unread])
+    halved = ["--no-peers", "--kv-dtype", "bfloat16", "--output", str(record)]
+    result = CliRunner().invoke(app, ["context", "--model", str(checkpoint), *arguments[:-2], *halved])
     assert result.exit_code == 0, result.output
-    (contexts,) = tables(read_record(record))
-    assert contexts.title.endswith("keys and values in bfloat16, and random: the prompt was not read")
+    contexts = tables(read_record(record))[0]
+    assert contexts.title.endswith("keys and values in bfloat16")
     limits = next(line for line in read_record(record) if line["kind"] == "limits")
     assert limits["kv_bytes"] == 2 * 8 * 2  # keys and values, head_dim, bytes
-    assert all(row[-3:] == ("–", "0", "–") for row in contexts.rows)  # neither's first token
-    both = CliRunner().invoke(app, ["context", "--model", str(checkpoint), "--no-prefill"])
-    assert "--no-prefill needs --no-peers and --no-memory" in both.stderr
+    assert all(row[-1] == "–" for row in contexts.rows)  # transformers' first token
     none = CliRunner().invoke(app, ["context", "--model", str(checkpoint), "--contexts", "64"])
     assert none.exit_code == 2
     assert "the model has 64 positions" in none.stderr
@@ -226,7 +207,7 @@ def test_a_record_of_loads_and_starts(
     options: list[str], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gguf")
-    monkeypatch.setattr(load_command, "STARTS", {"selfspec --version": ["-m", "selfspec", "--version"]})
+    monkeypatch.setattr(machine_commands, "STARTS", {"selfspec --version": ["-m", "selfspec", "--version"]})
     record = tmp_path / "load.jsonl"
     command = ["load", "--model", str(checkpoint), "--repeats", "2", "--output", str(record)]
     result = CliRunner().invoke(app, [*command, *options])
@@ -288,6 +269,6 @@ def test_without_kernels_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyP
     def none() -> None:
         raise KernelsUnavailableError("no library")
 
-    monkeypatch.setattr(kernels_command, "runnable_variants", none)
+    monkeypatch.setattr(machine_commands, "runnable_variants", none)
     result = CliRunner().invoke(app, ["kernels"])
     assert result.exit_code == 2 and "there is nothing to measure: no library" in result.output

@@ -9,7 +9,7 @@ import pytest
 
 from bench.engines.servers import Server, served_folder, words_tokenizer
 from bench.machine.serving_load import measure_batch_call, measure_clients, measure_overhead
-from bench.report.serving_tables import serving_tables
+from bench.report.throughput_tables import serving_tables
 from layerskip_models import load_tokenizer
 from running_server import running_server
 from selfspec import SelfSpecGenerator
