@@ -23,7 +23,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What our kernels compute is computed once more by PyTorch's operators, as on a machine where they cannot be built.
-WITHOUT_KERNELS = tests/kernels/test_choices.py tests/kernels/test_half_precision.py tests/kernels/test_kernel_library.py \
+WITHOUT_KERNELS = tests/kernels/test_choices.py tests/kernels/test_kernel_library.py \
   tests/kernels/test_pool.py $(addprefix tests/engine/test_,deferred_learning.py generator.py memory.py no_rerun.py shadow.py \
   stream.py verification.py)
 
