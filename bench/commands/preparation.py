@@ -64,12 +64,12 @@ def configuration(
 
 
 def model_name(checkpoint: str) -> str:
-    """What a record calls a checkpoint: a local one by its folder alone."""
+    """What a record calls a checkpoint: a local one by its folder or file alone."""
     if is_synthetic(checkpoint):
         return f"synthetic weights ({checkpoint.removeprefix(PREFIX)})"
     if checkpoint == str(DEMO_PATH):
         return "the demo model"
-    return Path(checkpoint).resolve().name if Path(checkpoint).is_dir() else checkpoint
+    return Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint
 
 
 def run_line(

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from bench.commands import machine_commands
 from bench.commands.bench_app import app
+from bench.commands.preparation import model_name
 from bench.machine import loading, products
 from bench.machine.bandwidth import WeightBytes
 from bench.machine.context import usable_contexts
@@ -127,6 +128,12 @@ def test_a_new_record_says_where_it_ran() -> None:
     assert host_kind({"flags": "fpu hypervisor"}, containers=()) == "virtual machine"
     assert host_kind({"flags": "fpu"}, containers=(__file__,)) == "physical machine, in a container"
     assert host_kind({}) is None
+
+
+def test_a_record_names_no_folder_above_a_checkpoint(checkpoint: Path) -> None:
+    assert model_name(str(checkpoint)) == checkpoint.name
+    assert model_name(str(checkpoint / "model.safetensors")) == "model.safetensors"
+    assert model_name("someone/somewhere") == "someone/somewhere"
 
 
 def test_weights_in_16_bits_run_on_the_kernels_that_a_record_names() -> None:
