@@ -244,7 +244,7 @@ class LayerSkipModel:
         layer_devices: Sequence[torch.device],
         head_device: torch.device,
     ) -> LayerSkipModel:
-        """The same weights, which are on these devices, run by another backend."""
+        """Return a model of the same weights, which are on these devices, run by another backend."""
         other = copy.copy(self)
         other.backend, other.layer_devices, other.head_device = backend, tuple(layer_devices), head_device
         return other

@@ -159,7 +159,7 @@ def other_file_peer(program: str, path: Path, max_tokens: int) -> Peer:
 
 
 def loading_line(peer: PeerProcess) -> Line:
-    """What a record says about an engine's process: of loading, and the most memory it had since then."""
+    """Return what a record says about an engine's process: how it loaded, and its peak memory since then."""
     return {
         "kind": "loading",
         "engine": peer.engines[0].name,

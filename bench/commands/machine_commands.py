@@ -109,7 +109,7 @@ def load(
     ] = False,
     output: options.OutputOption = None,
 ) -> None:
-    """How fast checkpoints load, in turn with plain reads of their files, in how much memory; and how commands start.
+    """Measure how fast checkpoints load, beside plain reads of their files, in how much memory, and how commands start.
 
     Each load has a process of its own, in which everything is imported before the clock starts.
     """

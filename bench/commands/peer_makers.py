@@ -31,7 +31,7 @@ PACKAGES = {
 
 
 def installed(program: str, *others: str) -> bool:
-    """Whether an engine's package is there, and others that it needs; if not, a line on stderr says so."""
+    """Return whether an engine's package and those it needs are installed; if not, say so in a line on stderr."""
     module, package = PACKAGES[program]
     missing = [] if find_spec(module) else [package]
     missing += [name for name in others if find_spec(name) is None]
@@ -43,9 +43,9 @@ def installed(program: str, *others: str) -> bool:
 
 
 def gguf_kinds(program: str, asked: Sequence[str], device: str, more: Sequence[str] = ()) -> list[str]:
-    """What a program is to run of `LLAMA_CPP_KINDS`, "all" meaning all, and more; nothing where its packages are missing.
+    """Choose the kinds of `LLAMA_CPP_KINDS` that a program runs: those asked for ("all": each) and those of `more`.
 
-    Raises ValueError for another kind, and for a device that is not the CPU.
+    Returns none where its packages are missing. Raises ValueError for another kind, and for a device that is not the CPU.
     """
     unknown = sorted(set(asked) - {"all", *LLAMA_CPP_KINDS})
     if unknown:

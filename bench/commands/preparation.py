@@ -64,7 +64,7 @@ def configuration(
 
 
 def model_name(checkpoint: str) -> str:
-    """What a record calls a checkpoint: a local one by its folder or file alone."""
+    """Return the name that a record gives a checkpoint: for a local one its folder or file alone."""
     if is_synthetic(checkpoint):
         return f"synthetic weights ({checkpoint.removeprefix(PREFIX)})"
     if checkpoint == str(DEMO_PATH):

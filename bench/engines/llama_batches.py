@@ -1,4 +1,4 @@
-"""What llama.cpp and its forks have in common: their batches, and what an engine on a GGUF file of our weights is called."""
+"""Shared by llama.cpp and its forks: their batches, and the name of an engine on a GGUF file of our weights."""
 
 from __future__ import annotations
 

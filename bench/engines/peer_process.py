@@ -33,7 +33,7 @@ _SHOWN = 300  # characters of a last line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What a child makes: engines that share one copy of the weights. about: what the parent is to know of them."""
+    """The engines that a child process makes, on one copy of the weights. about: what the parent is told of them."""
 
     engines: Sequence[TimedEngine]
     about: Mapping[str, Any] = field(default_factory=dict)

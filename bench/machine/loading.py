@@ -1,4 +1,4 @@
-"""How long a checkpoint takes to load, beside plain reads of its files, and how long commands take to start.
+"""Measure how long a checkpoint takes to load, beside plain reads of its files, and how long commands take to start.
 
 Run as a program, with a checkpoint and a dtype, it loads one and prints what that took.
 """
@@ -120,13 +120,13 @@ def chat_seconds(model: str) -> tuple[float, float]:
 
 
 def _processor_seconds() -> float:
-    """Of all processes that were started here and have ended."""
+    """Return the processor seconds of all child processes that have ended."""
     times = os.times()
     return times.children_user + times.children_system
 
 
 def main(checkpoint: str, dtype: str) -> None:
-    """What the process of `loaded` does."""
+    """Run the process that `loaded` starts."""
     import gguf  # noqa: F401 (imports are not part of loading)
     import torch
     from transformers import GenerationConfig, LlamaConfig  # noqa: F401

@@ -13,7 +13,7 @@ def resident_bytes(pid: int | None = None) -> int | None:
 
 
 def private_bytes() -> int | None:
-    """Of this process, in memory now, without files that it maps."""
+    """Return this process's memory now, without the files that it maps."""
     return _field(None, "RssAnon")
 
 

@@ -89,7 +89,7 @@ def dequantise(parts: Stored, *, scheme: Scheme = NOTHING_SAID) -> Tensor:
 
 
 def in_four_bits(parts: Stored, *, scheme: Scheme = NOTHING_SAID) -> GroupedWeight | None:
-    """The same numbers in 4 bits; None where the matrix cannot be kept so.
+    """Return the same numbers in 4 bits, or None where the matrix cannot be kept so.
 
     That is where they have 8 bits, groups of other inputs than neighbours or of a number that is no multiple of 32, scales of
     32 bits for groups, or rows of other than a multiple of 64. Raises as `dequantise`.

@@ -168,7 +168,7 @@ def _prepare() -> None:
 
 
 def fuzz(seed: int, cases: int) -> list[CaseResult]:
-    """Run so many cases; prints failures as they come."""
+    """Run this number of cases, and print failures as they come."""
     outcomes: list[CaseResult] = []
     for first in range(0, cases, CASES_PER_MODEL):
         for outcome in run_model(seed, first // CASES_PER_MODEL, range(first, min(first + CASES_PER_MODEL, cases))):

@@ -246,7 +246,7 @@ def expected_text(built: Built) -> list[int]:
 
 
 def expected_logits(name: str, built: Built) -> Tensor:
-    """Of transformers, which raises any exception for files that it refuses."""
+    """Ask transformers, which raises any exception for files that it refuses."""
     model: Any = built.meant
     if name.startswith("safetensors"):
         model = AutoModelForCausalLM.from_pretrained(built.folder, dtype=torch.float32)
