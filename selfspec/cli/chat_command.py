@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,9 +28,9 @@ from selfspec.cli.option_groups import (
     option,
     with_groups,
 )
-from selfspec.cli.preparation import Preparation
 from selfspec.cli.text_input import read_copy_files, store_of_files
 from selfspec.defaults import DEFAULT_POLICY
+from selfspec.engine.calibrate import measured_cost
 from selfspec.messages import has_template, template_of
 from selfspec.options import SamplingOptions
 
@@ -233,3 +234,38 @@ def _greeting(model: str | None, generator: SelfSpecGenerator) -> str:
             "Tom has 3 boxes with 4 apples each. How many apples does he have? It makes things up."
         )
     return "\n".join(lines)
+
+
+class Preparation(threading.Thread):
+    """What the first answer needs, done while the person types: the default policy's costs, and late imports.
+
+    For a model on a processor. An error is left to the answer, which meets it again.
+    """
+
+    def __init__(self, generator: SelfSpecGenerator) -> None:
+        super().__init__(name="selfspec-preparation", daemon=True)
+        self._generator, self._stopped = generator, threading.Event()
+
+    @staticmethod
+    def helps(generator: SelfSpecGenerator) -> bool:
+        """Whether the default policy times the model, and may do so in a thread of its own."""
+        model = generator.model
+        return model.num_layers > 1 and model.device.type == "cpu"
+
+    def run(self) -> None:
+        import selfspec.engine.generation_host  # noqa: F401 (what `generate` imports when it is first called)
+
+        with suppress(Exception):
+            measured_cost(self._generator.model, self._generator.runner, self._stopped.is_set)
+
+    def wait(self, notes: Console) -> None:
+        """Until it is done. Ctrl-C leaves it running."""
+        if self.is_alive():
+            with notes.status("Calibrating ..."):
+                self.join()
+
+    def stop(self) -> None:
+        """End it within a pass or two."""
+        self._stopped.set()
+        if self.is_alive():
+            self.join()

@@ -17,10 +17,10 @@ from rich.text import Text
 
 from policies import RoundRecord
 from selfspec.analysis.comparison import Comparison
+from selfspec.cli.notes import visible, visible_line
 from selfspec.engine.stats import GenerationStats, sources_text
 from selfspec.generator import GenerationResult
 from selfspec.streaming import Fate
-from selfspec.visible_text import visible, visible_line
 
 FATE_STYLES: dict[Fate, Style] = {
     "target": Style.null(),

@@ -9,6 +9,7 @@ from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from layerskip_models import LayerSkipModel
@@ -249,16 +250,5 @@ def synchronize(device: torch.device) -> None:
 
 def _every_row(rows_timed: tuple[int, ...], seconds: list[float]) -> tuple[float, ...]:
     """Seconds for 1, 2, ... rows, interpolated from those that were timed, and never less than for fewer rows."""
-    rising = list(seconds)
-    for index in range(1, len(rising)):
-        rising[index] = max(rising[index], rising[index - 1])
-    filled: list[float] = []
-    for rows in range(rows_timed[0], rows_timed[-1] + 1):
-        after = next(index for index, timed in enumerate(rows_timed) if timed >= rows)
-        if rows_timed[after] == rows:
-            filled.append(rising[after])
-        else:
-            low, high = rows_timed[after - 1], rows_timed[after]
-            share = (rows - low) / (high - low)
-            filled.append(rising[after - 1] * (1 - share) + rising[after] * share)
-    return tuple(filled)
+    every = range(rows_timed[0], rows_timed[-1] + 1)
+    return tuple(np.interp(every, rows_timed, np.maximum.accumulate(seconds)).tolist())

@@ -151,21 +151,16 @@ class StatsBuilder:
             calibration_seconds + prefill_seconds + self.draft_seconds + self.preverify_seconds + self.verify_seconds
         )
         phases += self.accept_seconds + self.learn_seconds
+        counted = {name: vars(self)[name] for name in GenerationStats.__slots__ if name in vars(self)}
         return GenerationStats(
+            **counted,
             num_prompt_tokens=num_prompt_tokens,
             num_reused_tokens=num_reused_tokens,
             num_new_tokens=num_new_tokens,
-            rounds=self.rounds,
-            num_drafted=self.num_drafted,
-            num_accepted=self.num_accepted,
-            num_copied=self.num_copied,
-            num_copied_accepted=self.num_copied_accepted,
             acceptance_rate=ratio(self.num_accepted, self.num_drafted),
             accepted_per_round=ratio(self.num_accepted, self.rounds) if self.num_drafted else None,
             tokens_per_round=ratio(self.round_tokens, self.rounds),
-            loaded_layers=self.loaded_layers,
             etpl=ratio(self.round_tokens, self.loaded_layers),
-            preverifier_layers=self.preverifier_layers,
             etpl_charged=ratio(self.round_tokens, self.loaded_layers + self.preverifier_layers),
             rounds_by_exit_layer=dict(sorted(self.exit_layers.items())),
             rounds_by_length=dict(sorted(self.lengths.items())),
@@ -175,18 +170,12 @@ class StatsBuilder:
             time_to_first_token=first_token,
             calibration_seconds=calibration_seconds,
             prefill_seconds=prefill_seconds,
-            draft_seconds=self.draft_seconds,
-            preverify_seconds=self.preverify_seconds,
-            verify_seconds=self.verify_seconds,
-            accept_seconds=self.accept_seconds,
-            learn_seconds=self.learn_seconds,
             other_seconds=max(0.0, seconds - phases),
             peak_cache_bytes=cache_bytes,
             runner=runner,
             kernels=kernels,
             num_captures=num_captures,
             capture_seconds=capture_seconds,
-            num_discarded_rows=self.num_discarded_rows,
         )
 
 

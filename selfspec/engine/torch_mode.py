@@ -2,13 +2,60 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch.backends import cuda as backends
 
-from selfspec.engine.attention_backends import without_cudnn
 from selfspec.engine.runners.choice import on_device
+
+
+class _WithoutCuDNN:
+    """Within it attention on CUDA takes the flash, memory-efficient or plain kernel; threads may be in it together.
+
+    For every new shape cuDNN makes a plan, which takes about 0.4 s on recent cards; a growing text has a new shape in every
+    round. PyTorch's switches belong to the process, so whoever enters first sets them and whoever leaves last puts them back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = (True, True, True, True)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = (
+                    backends.flash_sdp_enabled(),
+                    backends.mem_efficient_sdp_enabled(),
+                    backends.math_sdp_enabled(),
+                    backends.cudnn_sdp_enabled(),
+                )
+                _switch(True, True, True, False)
+            self._inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                _switch(*self._before)
+
+
+def _switch(flash: bool, efficient: bool, math: bool, cudnn: bool) -> None:
+    backends.enable_flash_sdp(flash)
+    backends.enable_mem_efficient_sdp(efficient)
+    backends.enable_math_sdp(math)
+    backends.enable_cudnn_sdp(cudnn)
+
+
+_without_cudnn = _WithoutCuDNN()
+
+
+def without_cudnn(device: torch.device) -> AbstractContextManager[object]:
+    """Keep cuDNN's attention from being chosen on CUDA. On another device this does nothing."""
+    return _without_cudnn if device.type == "cuda" else nullcontext()
 
 
 def engine_mode(device: torch.device) -> AbstractContextManager[object]:

@@ -17,8 +17,8 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints import conversion
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
-from selfspec.engine.attention_backends import without_cudnn
 from selfspec.engine.runners.cuda_graph.forward import StaticForward
+from selfspec.engine.torch_mode import without_cudnn
 from tiny_llama import full_logits, reference_greedy, tiny_llama
 
 TEXT = [3, 8, 1, 0, 22, 5, 7]
