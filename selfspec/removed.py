@@ -35,6 +35,7 @@ BENCH_OPTIONS = {
     "--plots": "draw them from the record, which is JSON lines; the tables hold the same numbers",
     "--memory": "`selfspec-bench chat` shows the peak memory of each engine's process",
     "--no-memory": "leave it out: nothing measures memory here",
+    "--overhead-tokens": "leave it out; --clients 1 shows what one client gets",
     "--no-prefill": "leave it out: prompts are always read",
     "--joining-tokens": "`selfspec-bench serving` measures how long clients wait",
 }

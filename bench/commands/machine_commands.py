@@ -27,7 +27,7 @@ from bench.commands.preparation import (
     show,
 )
 from bench.machine.bandwidth import WeightBytes, bandwidth_fields, measure_bandwidth
-from bench.machine.loading import STARTS, chat_seconds, forget, loaded, read_speed, start_seconds, weight_files
+from bench.machine.loading import STARTS, forget, loaded, read_speed, start_seconds, weight_files
 from bench.machine.products import IN, KINDS, OUT, ROWS
 from bench.machine.roofline import best_fixed, calls, measure_phases
 from bench.measure import in_turn
@@ -104,9 +104,6 @@ def load(
     ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Loads of each checkpoint, and starts of each command.")] = 5,
     start_up: Annotated[bool, typer.Option("--start-up/--no-start-up", help="Also time how commands start.")] = True,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Also time `selfspec chat` with each model until it shows its prompt.")
-    ] = False,
     output: options.OutputOption = None,
 ) -> None:
     """Measure how fast checkpoints load, beside plain reads of their files, in how much memory, and how commands start.
@@ -121,8 +118,6 @@ def load(
     starts: dict[str, Callable[[], tuple[float, float]]] = {}
     if start_up:
         starts |= {what: partial(start_seconds, arguments) for what, arguments in STARTS.items()}
-    if chat:
-        starts |= {f"selfspec chat, {model_name(name)}, to its prompt": partial(chat_seconds, name) for name in names}
     about = {
         "model": ", ".join(model_name(str(place)) for place in places.values()),
         "weights_digest": None,

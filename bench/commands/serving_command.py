@@ -23,7 +23,7 @@ from bench.commands.preparation import (
 )
 from bench.datasets import EncodedPrompt
 from bench.engines.servers import selfspec_server, served_folder, transformers_server
-from bench.machine.serving_load import measure_batch_call, measure_clients, measure_overhead
+from bench.machine.serving_load import measure_batch_call, measure_clients
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from bench.sweep import parse_range
@@ -36,30 +36,25 @@ _BATCH = "selfspec:generate_batch"
 
 def serving(
     model: options.ModelOption = None,
-    clients: Annotated[str, typer.Option(help="Numbers of clients, as in 1,4,8; 0 for none.")] = "1,4,8",
+    clients: Annotated[str, typer.Option(help="Numbers of clients, as in 1,4,8.")] = "1,4,8",
     requests: Annotated[int, typer.Option(min=1, help="Requests of each client in a measurement.")] = 2,
     prompt_tokens: options.PromptTokensOption = 64,
     max_new_tokens: options.NewTokensOption = 64,
     repeats: options.RepeatsOption = 3,
-    overhead_tokens: Annotated[
-        int, typer.Option(min=0, help="New tokens for measuring what the server adds for one client; 0 for none.")
-    ] = 128,
-    overhead_repeats: Annotated[int, typer.Option(min=1, help="Pairs of runs for that.")] = 15,
-    overhead_policy: Annotated[str, typer.Option(help="Policy for that: the same rounds in both.")] = "ar",
     peers: Annotated[
         bool, typer.Option("--peers/--no-peers", help="Also measure `transformers serve`, plain and continuous.")
     ] = True,
     output: options.OutputOption = None,
 ) -> None:
-    """Serving: throughput and time to first token over the number of clients, and overhead for one client. CPU, float32,
-    greedy, EOS ignored where the checkpoint has none.
+    """Serving: throughput and time to first token over the number of clients. CPU, float32, greedy, EOS ignored where the
+    checkpoint has none.
 
     All servers run on one folder, and are measured in turn, as is generate_batch in this process. Ends with status 1 if
     our server's texts differ from generate_batch's.
     """
     with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
-        sizes = [] if clients == "0" else parse_range(clients, "--clients")
+        sizes = parse_range(clients, "--clients")
         synthetic = is_synthetic(checkpoint)
         if not synthetic and not Path(checkpoint).is_dir():
             raise ValueError("--model must be a folder or synthetic:SHAPE: all servers load the same files")
@@ -68,14 +63,14 @@ def serving(
         folder = held.enter_context(served_folder(None if synthetic else Path(checkpoint), network))
         del network
         tokenizer = load_tokenizer(folder, local_files_only=True)
-        count = max(sizes, default=1) * requests
+        count = max(sizes) * requests
         samples, prompts = _prompts(tokenizer, count, prompt_tokens)
         generator = SelfSpecGenerator.from_pretrained(folder, dtype="float32", local_files_only=True, prefix_cache=0)
         generator.resolve_policy()
         arguments = ["--dtype", "float32", "--batch-size", str(max([8, *sizes])), "--max-waiting", "256"]
         arguments += ["--prefix-cache", "0"]  # every repeat reads its prompts again, as the peers do
         servers = [held.enter_context(selfspec_server(folder, arguments))]
-        if peers and sizes:
+        if peers:
             for continuous in (False, True):
                 try:
                     servers.append(
@@ -85,20 +80,11 @@ def serving(
                     typer.echo(f"left out: {error}", err=True)
         about = {**configuration(checkpoint, samples, max_new_tokens, repeats, warmups=1), "requests": requests}
         first = run_line("serving", about, servers, provenance(generator.model.device, generator.model.dtype))
-        if sizes:
-            first["engines"] = {_BATCH: "selfspec generate_batch", **first["engines"]}
+        first["engines"] = {_BATCH: "selfspec generate_batch", **first["engines"]}
         record.write(first)
         different = 0
-        with progress((len(servers) + 1) * len(sizes) * repeats + 1) as advance:
-            if overhead_tokens:
-                prompt = prompts[0]
-                for line in measure_overhead(
-                    generator, servers[0], prompt, overhead_tokens, overhead_policy, overhead_repeats
-                ):
-                    different += not line["outputs_equal"]
-                    record.write(line)
-                advance("overhead")
-            for server in servers if sizes else ():
+        with progress((len(servers) + 1) * len(sizes) * repeats) as advance:
+            for server in servers:
                 measure_clients(server, prompts[:2], 2, 8)
             for repeat in range(repeats):
                 for size in sizes:

@@ -89,36 +89,6 @@ def start_seconds(arguments: Sequence[str]) -> tuple[float, float]:
     return perf_counter() - start, _processor_seconds() - before
 
 
-def chat_seconds(model: str) -> tuple[float, float]:
-    """Seconds until `selfspec chat` with a model, in a terminal of its own, shows its prompt; and of processors.
-
-    Those include what goes on in the background once the prompt is there. Raises ValueError if it ends before its prompt.
-    """
-    import pty  # not on Windows
-
-    command = [sys.executable, "-m", "selfspec", "chat", model]
-    before, start = _processor_seconds(), perf_counter()
-    process, terminal = pty.fork()
-    if process == 0:
-        os.execv(command[0], command)
-    seen = b""
-    while b"\n> " not in seen.replace(b"\r", b""):
-        try:
-            seen += os.read(terminal, 1 << 16)
-        except OSError:
-            raise ValueError(f"the chat ended before its prompt: {seen.decode(errors='replace').strip()}") from None
-    seconds = perf_counter() - start
-    os.write(terminal, b"/exit\n")
-    try:
-        while os.read(terminal, 1 << 16):
-            pass
-    except OSError:  # how a terminal ends
-        pass
-    os.waitpid(process, 0)
-    os.close(terminal)
-    return seconds, _processor_seconds() - before
-
-
 def _processor_seconds() -> float:
     """Return the processor seconds of all child processes that have ended."""
     times = os.times()

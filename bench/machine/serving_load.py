@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -101,37 +100,3 @@ def measure_batch_call(
         "first_seconds": None,
     }
     return line, [result.text or "" for result in results]
-
-
-def measure_overhead(
-    generator: SelfSpecGenerator, server: Server, prompt: str, max_tokens: int, policy: str, repeats: int
-) -> list[Line]:
-    """One client and the engine alone in turn, on one prompt and with one policy: a line for each pair of runs."""
-    lines: list[Line] = []
-    with closing(server.connect()) as connection:
-        for repeat in range(-3, repeats):  # three warm both up
-            reply = stream(connection, server, prompt, max_tokens, policy=policy)
-            start = perf_counter()
-            first, pieces = None, []
-            for piece in generator.stream(prompt, max_new_tokens=max_tokens, do_sample=False, policy=policy):
-                first = perf_counter() - start if first is None else first
-                pieces.append(piece)
-            seconds = perf_counter() - start
-            if repeat >= 0:
-                lines.append(
-                    {
-                        "kind": "overhead",
-                        "repeat": repeat,
-                        "served_first_seconds": reply.first_seconds,
-                        "served_seconds": reply.seconds,
-                        "own_first_seconds": first,
-                        "own_seconds": seconds,
-                        "outputs_equal": reply.text == "".join(map(str, pieces)),
-                    }
-                )
-    return lines
-
-
-def overhead(lines: Sequence[Line], what: str) -> float:
-    """Median of the served runs less that of the engine's own; what: "first_seconds" or "seconds"."""
-    return median(line[f"served_{what}"] for line in lines) - median(line[f"own_{what}"] for line in lines)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median, quantiles
 
-from bench.machine.serving_load import overhead
 from bench.record import Line, matching
 from bench.report.table import UNKNOWN, Table, counted, cross_table, number
 
@@ -46,8 +45,7 @@ def _speed_of_texts(lines: Sequence[Line], engine: str, texts: int, when: str = 
 
 
 def serving_tables(lines: Sequence[Line]) -> list[Table]:
-    """Throughput and time to first token by clients; then the overhead."""
-    tables = []
+    """Throughput and time to first token by clients."""
     engines, columns = lines[0]["engines"], {size: counted(size, "client") for size in _clients(lines)}
 
     def speed(engine: str, clients: int) -> str:
@@ -57,25 +55,11 @@ def serving_tables(lines: Sequence[Line]) -> list[Table]:
         times = _first(lines, engine, clients)
         return UNKNOWN if times is None else f"{times[0]:.2f} / {times[1]:.2f}"
 
-    if columns:
-        title = "Seconds to the first token, p50 / p95"
-        tables = [
-            cross_table("serving", "Tokens/s of all clients together", "engine", engines, columns, speed).known(),
-            cross_table("waiting", title, "engine", engines, columns, wait).known(),
-        ]
-    single = matching(lines, "overhead")
-    if single:
-        rows = (
-            {
-                "": label,
-                "engine alone": f"{1e3 * median(line[f'own_{what}'] for line in single):.1f}",
-                "server": f"{1e3 * median(line[f'served_{what}'] for line in single):.1f}",
-                "added": f"{1e3 * overhead(single, what):.1f}",
-            }
-            for what, label in (("first_seconds", "first token"), ("seconds", "whole answer"))
-        )
-        tables.append(Table.of("overhead", "One client, ms", rows))
-    return tables
+    title = "Seconds to the first token, p50 / p95"
+    return [
+        cross_table("serving", "Tokens/s of all clients together", "engine", engines, columns, speed).known(),
+        cross_table("waiting", title, "engine", engines, columns, wait).known(),
+    ]
 
 
 def _clients(lines: Sequence[Line]) -> list[int]:

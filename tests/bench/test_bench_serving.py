@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from bench.engines.servers import Server, served_folder, words_tokenizer
-from bench.machine.serving_load import measure_batch_call, measure_clients, measure_overhead
+from bench.machine.serving_load import measure_batch_call, measure_clients
 from bench.report.throughput_tables import serving_tables
 from layerskip_models import load_tokenizer
 from running_server import running_server
@@ -27,16 +27,12 @@ def test_clients_get_the_texts_of_generate_batch(checkpoint: Path) -> None:
         assert line["tokens"] == own["tokens"] == 30
         assert len(line["first_seconds"]) == 5
         assert all(0 < first < line["seconds"] for first in line["first_seconds"])
-        pairs = measure_overhead(generator, server, prompts[0], 6, "ar", 2)
-        assert [pair["outputs_equal"] for pair in pairs] == [True, True]
         runs = [{"kind": "serving", "engine": "x", "clients": 2, **line, "seconds": seconds} for seconds in (1, 2, 4)]
-        overhead = [{"kind": "overhead", **pair} for pair in pairs]
-        speed, waiting, added = serving_tables([{"kind": "run", "engines": {"x": "X"}}, *runs, *overhead])
+        speed, waiting = serving_tables([{"kind": "run", "engines": {"x": "X"}}, *runs])
         first = sorted(line["first_seconds"])
         assert speed.rows == (("X", "15.0"),)  # 30 tokens in 2 seconds, the median
         # p95 of five, three times over: at place 13.3 of 0 to 14, and both of its neighbours are the largest
         assert waiting.rows == (("X", f"{first[2]:.2f} / {first[4]:.2f}"),)
-        assert [row[0] for row in added.rows] == ["first token", "whole answer"]
         with pytest.raises(RuntimeError, match="client") as raised:
             measure_clients(server, prompts, 2, 6, policy="ls:99-1")
         assert "status 400" in str(raised.value.__cause__)
