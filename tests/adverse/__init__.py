@@ -1,7 +1,7 @@
 """Adversaries: generated calls, errors inside steps, changed files, hostile clients.
 
 python -m tests.adverse.fuzz --cases 10000   # random calls, beside transformers
-python -m tests.adverse.soak --minutes 30    # many threads, then a server under hostile clients; memory at the end
+python -m tests.adverse.soak --minutes 30    # a server under hostile clients; memory at the end
 """
 
 import sys
