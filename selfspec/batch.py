@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from selfspec.engine.batch_slot import BoundRequest
-from selfspec.engine.call import run_calls
+from selfspec.engine.engine import run_calls
 from selfspec.engine.results import GenerationResult
 
 DEFAULT_BATCH_SIZE = 8
@@ -59,7 +59,7 @@ def _is_for_each(name: str, value: object) -> bool:
     return type(value) is list and (name not in _LISTS or any(item is None or isinstance(item, list) for item in value))
 
 
-def completed(checked: Sequence[BoundRequest], batch_size: int) -> Generator[tuple[int, GenerationResult | Exception]]:
+def completed(checked: list[BoundRequest], batch_size: int) -> Generator[tuple[int, GenerationResult | Exception]]:
     """(index, result or error) of each call when it ends; arguments as for `run_calls`. Close it if you do not exhaust it."""
     with closing(run_calls(checked, batch_size, raises=False)) as steps:
         for progress in steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -18,15 +18,13 @@ from layerskip_models.exits.lean import ExitsChoice
 from policies import Policy, RoundRecord
 from policies.bounds import check_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
-from selfspec.cache.copy_index import CopyStore
-from selfspec.cache.copy_sources import make_store, store_for
+from selfspec.cache.copy_index import CopyStore, make_store, store_for
 from selfspec.cache.pool import KeptTexts
 from selfspec.cache.prefix_cache import PrefixCache
 from selfspec.defaults import DEFAULT_POLICY
 from selfspec.engine.batch_slot import BoundRequest
-from selfspec.engine.call import run_calls
 from selfspec.engine.draft_choice import DraftWeights
-from selfspec.engine.engine import Engine
+from selfspec.engine.engine import Engine, run_calls
 from selfspec.engine.model_source import BoundModel, ModelSource
 from selfspec.engine.policy_store import PolicyStore
 from selfspec.engine.request import Request, check_context, check_ids, make_request, refuse_unknown
@@ -277,12 +275,12 @@ class SelfSpecGenerator:
         if prompt is not None and messages is not None:
             raise TypeError("give a prompt or messages, not both")
         refuse_unknown(options)
-        bind = self._bind(
+        found = self._bind(
             policy=options.get("policy"),
             exit_layer=options.get("exit_layer"),
             num_speculations=options.get("num_speculations"),
         )
-        model = bind.bound.model
+        model = found["bound"].model
         request = make_request(
             host=GenerationHost(model.config, self._models.generation_config, model.device),
             prompt=prompt if messages is None else encode_messages(messages, self.tokenizer),
@@ -290,9 +288,10 @@ class SelfSpecGenerator:
             options=options,
         )
         if (copy_from := options.get("copy_from")) is not None:
-            store = store_for(copy_from, bind.policy, bind.bound.pool.kind, self.tokenizer, model.vocab_size)
+            runner = found["bound"].pool.kind
+            store = store_for(copy_from, found["policy"], runner, self.tokenizer, model.vocab_size)
             request = replace(request, copy_from=store)
-        return bind(request, tokenizer=self.tokenizer, keep_trace=bool(options.get("trace")))
+        return BoundRequest(request=request, tokenizer=self.tokenizer, keep_trace=bool(options.get("trace")), **found)
 
     def check_prepared(
         self, requests: Sequence[Request], **speculation: Unpack[SpeculationOptions]
@@ -304,19 +303,21 @@ class SelfSpecGenerator:
         Raises ValueError for a request that exceeds the model's context, an id outside the vocabulary, or a policy that does
         not fit.
         """
-        bind = self._bind(**speculation)
+        found = self._bind(**speculation)
+        model = found["bound"].model
         for request in requests:
-            check_ids(request.prompt, bind.bound.model.vocab_size, from_tokenizer=False)
-            check_context(request.prompt.numel(), request.stops.max_new_tokens, bind.bound.model.max_positions)
-        return [bind(request) for request in requests]
+            check_ids(request.prompt, model.vocab_size, from_tokenizer=False)
+            check_context(request.prompt.numel(), request.stops.max_new_tokens, model.max_positions)
+        return [BoundRequest(request=request, tokenizer=None, keep_trace=False, **found) for request in requests]
 
-    def _bind(self, **speculation: Unpack[SpeculationOptions]) -> _Binding:
+    def _bind(self, **speculation: Unpack[SpeculationOptions]) -> dict[str, Any]:
+        """The model as it is now, and the policy: everything of a `BoundRequest` but what a request has of its own."""
         started = perf_counter()
         bound = self._models.bind()
         resolving = perf_counter()
         chosen = self._policies.resolve(bound, **speculation)
-        # Calibration takes time the first time only.
-        return _Binding(bound, chosen, started, perf_counter() - resolving)
+        calibrating = perf_counter() - resolving  # which takes time the first time only
+        return {"bound": bound, "policy": chosen, "started": started, "calibration_seconds": calibrating}
 
     def warm_up(
         self,
@@ -406,26 +407,6 @@ class SelfSpecGenerator:
         Raises ValueError as `generate` does.
         """
         return self._policies.resolve(self.bound, policy, exit_layer, num_speculations)
-
-
-@dataclass(frozen=True, slots=True)
-class _Binding:
-    """The model as it is now, and the policy: everything of a call but its request."""
-
-    bound: BoundModel
-    policy: Policy
-    started: float
-    calibration_seconds: float
-
-    def __call__(
-        self, request: Request, tokenizer: PreTrainedTokenizerBase | None = None, keep_trace: bool = False
-    ) -> BoundRequest:
-        return BoundRequest(
-            request=request,
-            tokenizer=tokenizer,
-            keep_trace=keep_trace,
-            **{item.name: getattr(self, item.name) for item in fields(self)},
-        )
 
 
 def _show(streamer: Streamer, block: list[int], record: RoundRecord | None) -> None:

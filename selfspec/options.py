@@ -15,7 +15,7 @@ from torch import Generator
 
 from layerskip_models.option_fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Range
 from policies import Policy
-from selfspec.cache.copy_sources import CopyFrom
+from selfspec.cache.copy_index import CopyFrom
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList

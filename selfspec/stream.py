@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 from selfspec.engine.batch_slot import BoundRequest
-from selfspec.engine.call import run_calls
+from selfspec.engine.engine import run_calls
 from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.streaming import IncrementalDecoder
 

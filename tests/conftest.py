@@ -34,6 +34,15 @@ settings.register_profile(
 settings.load_profile("deterministic")
 
 
+@pytest.hookimpl(tryfirst=True)  # before slow ones are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The runner of captures stands in for CUDA on a processor, where it is slow: nearly all its tests wait for `-m slow`."""
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call is not None and any(isinstance(value, str) and value == "captured" for value in call.params.values()):
+            item.add_marker("slow")
+
+
 def pytest_collection_finish() -> None:
     """Leave alone what is imported by now. Not called in the process that only hands out the tests."""
     import torch

@@ -28,7 +28,7 @@ from bench.commands.preparation import (
 )
 from bench.machine.bandwidth import WeightBytes, bandwidth_fields, measure_bandwidth
 from bench.machine.loading import STARTS, forget, loaded, read_speed, start_seconds, weight_files
-from bench.machine.products import IN, KINDS, OUT, ROWS
+from bench.machine.products import IN, KINDS, MATRICES, OUT, ROWS
 from bench.machine.roofline import best_fixed, calls, measure_phases
 from bench.measure import in_turn
 from bench.provenance import provenance
@@ -69,7 +69,7 @@ def kernels(
         kinds = list(dict.fromkeys(weights or KINDS))
         if unknown := set(kinds) - set(KINDS):
             raise ValueError(f"--weights must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
-        job = {"kinds": kinds, "rows": parse_range(rows, "--rows"), "seconds": seconds}
+        job = {"kinds": kinds, "rows": parse_range(rows, "--rows"), "seconds": seconds, "matrices": MATRICES}
     about = {
         "model": f"matrices of {OUT} x {IN}",
         "weights_digest": "random",

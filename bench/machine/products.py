@@ -24,7 +24,7 @@ from layerskip_models.linear import LAYOUTS, grouped_linear
 
 OUT, IN = 2816, 1024
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-_MATRICES = 40
+MATRICES = 40
 """Multiplied in turn, so that none is found in a cache."""
 
 
@@ -44,7 +44,7 @@ KINDS: dict[str, Callable[[Tensor], Linear]] = {
 """How a matrix [out, in] of float32 is kept: as our own layouts, and as the types of GGUF files."""
 
 
-def products(kinds: Sequence[str], rows: Sequence[int], seconds: float, matrices: int = _MATRICES) -> Iterator[Line]:
+def products(kinds: Sequence[str], rows: Sequence[int], seconds: float, matrices: int) -> Iterator[Line]:
     """Seconds of a product, median of at least three turns through all matrices, and the bytes of its weights.
 
     seconds: of each measurement, at least.

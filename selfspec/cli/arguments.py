@@ -19,8 +19,7 @@ from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.checkpoints.progress import telling
 from layerskip_models.output_paths import output_file
 from selfspec import SelfSpecGenerator
-from selfspec.cli.garbage import collecting_later
-from selfspec.cli.notes import one_line_errors
+from selfspec.cli.notes import collecting_later, one_line_errors
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.engine.request import check_ids
 from selfspec.options import SamplingOptions

@@ -17,8 +17,7 @@ from layerskip_models.text_files import read_lines, write_text
 from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.batch import completed
-from selfspec.cache.copy_index import CopyStore
-from selfspec.cache.copy_sources import copies_drafts
+from selfspec.cache.copy_index import CopyStore, copies_drafts
 from selfspec.cli.text_input import store_of_files
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.messages import Messages, are_messages

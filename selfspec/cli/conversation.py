@@ -11,8 +11,7 @@ from transformers import StoppingCriteriaList
 
 from layerskip_models.text_files import write_text
 from selfspec import GenerationResult, SelfSpecGenerator
-from selfspec.cache.copy_index import CopyStore
-from selfspec.cache.copy_sources import copies_drafts
+from selfspec.cache.copy_index import CopyStore, copies_drafts
 from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.messages import ChatTemplate, are_messages, encode_messages
 from selfspec.stop_text import StopTrimmer, before_stop

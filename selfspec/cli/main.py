@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from selfspec.cli.garbage import collecting_later
-from selfspec.cli.notes import one_line_errors
+from selfspec.cli.notes import collecting_later, one_line_errors
 from selfspec.removed import refuse_removed
 
 COMMANDS = {

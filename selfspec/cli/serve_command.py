@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from selfspec.cache.copy_sources import copies_drafts
+from selfspec.cache.copy_index import copies_drafts
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import LoadOptions, ModelArgument, option, with_groups

@@ -13,8 +13,7 @@ import typer
 
 from policies import Policy
 from selfspec import SelfSpecGenerator
-from selfspec.cache.copy_index import CopyStore
-from selfspec.cache.copy_sources import copies_drafts, how_to_copy
+from selfspec.cache.copy_index import CopyStore, copies_drafts, how_to_copy
 
 EXAMPLE_PROMPT = (
     "Translate German to English: Ich habe ein neues Auto.\nEnglish: I have a new car.\n\n"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from policies import Policy, RoundRecord
 from selfspec.engine.draft_choice import make_for
+from selfspec.engine.hidden_states import compute_shadow
 from selfspec.engine.model_source import BoundModel
 from selfspec.engine.policy_loans import BatchPolicies
 from selfspec.engine.request import Request
@@ -16,7 +17,6 @@ from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from selfspec.engine.sampling import NonFiniteLogitsError
 from selfspec.engine.sequence import Sequence
-from selfspec.engine.shadow import compute_shadow
 from selfspec.engine.torch_mode import engine_mode
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MOST_ROWS, PromptPiece, piece_end, prefill
 from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent
 from policies.bounds import check_draft_layer
-from selfspec.cache.copy_index import CopyIndex
-from selfspec.cache.copy_sources import copies_drafts
+from selfspec.cache.copy_index import CopyIndex, copies_drafts
 from selfspec.engine.draft_choice import make_offered
 from selfspec.engine.hidden_states import HiddenStates, PrefixHiddenStates
 from selfspec.engine.request import Request

@@ -21,7 +21,7 @@ from layerskip_models.training.accepted_length import accepted_length_weights
 from layerskip_models.training.documents import block_order
 from layerskip_models.training.gradients import sum_gradients
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.sequences import ExitSequence
+from selfspec.exits.hidden_state_dataset import ExitSequence
 from selfspec.exits.settings import FitSettings
 from selfspec.exits.steered_rows import exit_outputs
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.exits.adapter import ExitAdapters
-from selfspec.exits.sequences import ExitSequence
+from selfspec.exits.hidden_state_dataset import ExitSequence
 
 
 def rows_before(sequence: ExitSequence, rows: Tensor, distance: Tensor) -> Tensor:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary, proxy
 
 import torch
 from torch import Tensor
@@ -34,19 +36,39 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from layerskip_models.transformers_names import CACHE_NAMES
 from policies import Policy
 from selfspec.engine.batch_slot import BoundRequest
-from selfspec.engine.call import run_calls
 from selfspec.engine.draft_choice import DraftWeights, check_draft_weights
+from selfspec.engine.engine import run_calls
 from selfspec.engine.request import Request, encode_prompt, refuse_fields, refuse_processors
 from selfspec.engine.results import GenerationResult
 from selfspec.engine.stats import GenerationStats
 from selfspec.engine.stopping import StopConditions
+from selfspec.generator import SelfSpecGenerator
 from selfspec.integrations.batch_rows import BatchRow, RowCriterion, StopTogether, row_processor, split_rows
-from selfspec.integrations.live_models import generator_of
 from selfspec.options import SpeculationOptions
 
 _OF_A_BATCH = ("num_return_sequences",)
 _PREPARED = ("attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep")
 """What transformers passes to every callable."""
+
+
+_generators: WeakKeyDictionary[PreTrainedModel, dict[str, SelfSpecGenerator]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def generator_of(model: PreTrainedModel, draft_weights: DraftWeights = "auto") -> SelfSpecGenerator:
+    """The generator of a transformers model, made at the first call; another for each choice of draft weights.
+
+    On a CPU it copies the weights, again when they have changed; on CUDA it shares them (see `SelfSpecGenerator`). Its
+    reference to the model is weak, so that it is freed with the model. Call its `refresh` after writing a few numbers of a
+    weight through `.data`. draft_weights: as in `SelfSpecGenerator`. Raises ValueError for a model that this engine cannot
+    run.
+    """
+    with _lock:
+        made = _generators.setdefault(model, {})
+        if draft_weights not in made:
+            weak = cast("PreTrainedModel", proxy(model))
+            made[draft_weights] = SelfSpecGenerator(weak, draft_weights=draft_weights)
+        return made[draft_weights]
 
 
 @dataclass
@@ -218,7 +240,7 @@ def _requests(
     return requests, together
 
 
-def _run(checked: Sequence[BoundRequest], streamer: BaseStreamer | None) -> list[GenerationResult]:
+def _run(checked: list[BoundRequest], streamer: BaseStreamer | None) -> list[GenerationResult]:
     """Decode all rows together."""
     results: dict[int, GenerationResult] = {}
     for step in run_calls(checked):

@@ -1,4 +1,4 @@
-"""Whether a client's schema can be used: first its bounds, then a trial in another process, which may crash safely."""
+"""Whether a client's schema can be used: its references are looked at, then it is tried in a process that may end safely."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from selfspec.serve.schema_bounds import check_schema
-
 MOST_BYTES = 256 << 10
 """Limit on a schema as JSON."""
 TRIAL_SECONDS = 1.0
@@ -25,6 +23,35 @@ _WALL_SECONDS = 15.0  # for the same, on a busy machine
 _TRIAL_BYTES = 1 << 30
 _REMEMBERED = 256
 _QUICK_SECONDS = 0.05
+_DATA = frozenset({"const", "enum", "default", "examples", "example"})
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_UNSUPPORTED = ("x-guidance", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor")
+
+
+def check_references(schema: object) -> None:
+    """Raise ValueError for a reference that leads out of the schema, and for what clients may not use.
+
+    How large, deep or circular a schema may be is for the trial to say.
+    """
+    todo = [(schema, True)]  # a value, and whether it is a schema
+    while todo:
+        value, is_schema = todo.pop()
+        if isinstance(value, list):
+            todo += [(item, is_schema) for item in value]
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                if is_schema and key == "$ref" and isinstance(item, str) and item[:2] not in ("#", "#/"):
+                    raise ValueError(
+                        f"the schema refers to {item[:100]!r}: references must be within it, such as '#/$defs/name'"
+                    )
+                if is_schema and key == "$id" and isinstance(item, str) and value is not schema:
+                    raise ValueError(
+                        "the schema has an $id inside: name its parts in $defs, and refer to them by '#/$defs/...'"
+                    )
+                if is_schema and key in _UNSUPPORTED:
+                    raise ValueError(f"the schema has {key}, which is not supported")
+                if not (is_schema and key in _DATA):
+                    todo.append((item, not (is_schema and key in _NAMED)))
 
 
 class SchemaCheck:
@@ -38,8 +65,11 @@ class SchemaCheck:
 
     def __call__(self, schema: dict[str, Any] | bool) -> str:
         """The schema as JSON. Raises ValueError that says in one line why it cannot be used."""
-        check_schema(schema)
-        written = json.dumps(schema)
+        check_references(schema)
+        try:
+            written = json.dumps(schema)
+        except RecursionError:
+            raise ValueError("the schema is nested too deeply") from None
         if len(written) > MOST_BYTES:
             raise ValueError(f"the schema has {len(written)} bytes, at most {MOST_BYTES} are possible")
         key = sha256(written.encode()).digest()

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from selfspec import SelfSpecGenerator
-from selfspec.cache.copy_sources import copies_drafts
+from selfspec.cache.copy_index import copies_drafts
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.request import COLDEST, ContextLengthError, check_context, encode_prompt
 from selfspec.messages import conversation_ids, encode_messages, has_template

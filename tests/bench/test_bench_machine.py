@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 from bench.commands import machine_commands
 from bench.commands.bench_app import app
 from bench.commands.preparation import model_name
-from bench.machine import loading, products
+from bench.machine import loading
 from bench.machine.bandwidth import WeightBytes
 from bench.machine.context import usable_contexts
 from bench.machine.loading import read_speed
 from bench.machine.products import KINDS
 from bench.machine.roofline import calls, phase_bytes
-from bench.provenance import computed_in, cpu_fields, host_kind, provenance
+from bench.provenance import cpu_fields, host_kind, provenance
 from bench.record import read_record
 from bench.report.context_tables import time_beside_reading
 from bench.report.markdown import tables
@@ -136,14 +136,6 @@ def test_a_record_names_no_folder_above_a_checkpoint(checkpoint: Path) -> None:
     assert model_name("someone/somewhere") == "someone/somewhere"
 
 
-def test_weights_in_16_bits_run_on_the_kernels_that_a_record_names() -> None:
-    cpu = torch.device("cpu")
-    assert computed_in(cpu, torch.bfloat16) == torch.float32
-    assert computed_in(cpu, torch.float64) == torch.float64
-    assert computed_in(torch.device("cuda"), torch.bfloat16) == torch.bfloat16
-    assert provenance(cpu, torch.bfloat16)["kernels"] == provenance(cpu, torch.float32)["kernels"]
-
-
 def test_contexts_that_fit() -> None:
     assert usable_contexts([4096, 128, 1024], 64, 2048) == [128, 1024]
     assert usable_contexts([64], 64, 128) == [64]
@@ -246,9 +238,9 @@ needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs our kernels"
 @needs_kernels
 @pytest.mark.usefixtures("forked_programs")
 def test_products_by_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products.products, "__defaults__", (2,))  # matrices, which may stay in a cache
+    monkeypatch.setattr("bench.commands.machine_commands.MATRICES", 2)  # they may stay in a cache
     path, chosen = tmp_path / "kernels.jsonl", [*dict.fromkeys((runnable_variants()[0], runnable_variants()[-1]))]
-    command = ["kernels", "--repeats", "2", "--seconds", "0.001", "--weights", "int8", "--weights", "Q6_K"]
+    command = ["kernels", "--repeats", "2", "--seconds", "0.001", "--weights", "int8", "--weights", "bfloat16"]
     command += [word for name in chosen for word in ("--variant", name)]
     result = CliRunner().invoke(app, [*command, "--rows", "1,3", "-o", str(path)])
     assert result.exit_code == 0, result.output
@@ -257,7 +249,7 @@ def test_products_by_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for variant in chosen:
         own = [line for line in lines if line["kind"] == "product" and line["variant"] == variant]
         assert [(line["repeat"], line["weights"], line["rows"]) for line in own] == [
-            (repeat, weights, rows) for repeat in (0, 1) for weights in ("int8", "Q6_K") for rows in (1, 3)
+            (repeat, weights, rows) for repeat in (0, 1) for weights in ("int8", "bfloat16") for rows in (1, 3)
         ]
     assert f"| {chosen[0]} |" in CliRunner().invoke(app, ["report", str(path)]).output
 

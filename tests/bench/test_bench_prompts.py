@@ -170,18 +170,6 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
         load_hub_task("gsm8k", 1)
 
 
-def test_a_repository_with_a_loading_script_is_read_from_its_converted_files() -> None:
-    asked = []
-
-    def noting(*arguments: Any, **options: Any) -> Sequence[Row]:
-        asked.append(options.get("revision"))
-        return load(*arguments, **options)
-
-    for name in ("xsum_summarization", "humaneval"):
-        load_hub_task(name, 1, load=noting)
-    assert asked == ["refs/convert/parquet", None]
-
-
 @pytest.mark.parametrize(
     ("text", "number"),
     [

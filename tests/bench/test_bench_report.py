@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +16,15 @@ from typer.testing import CliRunner
 
 import bench.report.interval_tables
 from bench.commands.bench_app import app
-from bench.datasets import EncodedPrompt, Prompt, chat_prompts
+from bench.datasets import EncodedPrompt
 from bench.engines.own import Generation
-from bench.grid import SECONDS, fixed_from_other_half, fixed_in_hindsight, pooled, with_setting
-from bench.machine.memory import forget_peak, peak_bytes_of, resident_bytes
+from bench.grid import SECONDS, fixed_from_other_half, fixed_in_hindsight, with_setting
 from bench.measure import until_end
 from bench.record import Line, RecordWriter, read_record
 from bench.report.chat_tables import chat_tables
 from bench.report.compare_records import compare_records
 from bench.report.interval_tables import drawn, interval, interval_tables
-from bench.report.markdown import markdown, tables
+from bench.report.markdown import tables
 from bench.report.run_tables import source_tables
 from bench.report.summary import Samples, Spread
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -128,20 +126,6 @@ def test_speeds_by_hand():
     assert samples.speed("selfspec:ar", ["b"]).value == 10
 
 
-def test_counts_are_means_over_prompts_and_unknown_stays_unknown():
-    lines = record()
-    for line in lines:
-        if line["kind"] == "sample" and line["engine"] == "selfspec:ls:1-2":
-            first = line["prompt"] == "a1"
-            line["stats"] = {"acceptance_rate": 0.5 if first else 0.7, "num_drafted": 3, "accepted_per_round": 1.0}
-            line["decode_seconds"] = line["seconds"] / 2
-    row = Samples(lines).summary("selfspec:ls:1-2")
-    assert row.acceptance_rate == pytest.approx(0.6)
-    assert row.decode_tokens_per_second == pytest.approx((99 / 1 + 99 / 2) / 2)
-    assert row.etpl is None
-    assert Samples(lines).summary("transformers:generate").acceptance_rate is None
-
-
 def counted(num_new, rounds, drafted, accepted, copied=None, copied_accepted=None):
     """Statistics of one run; without counts of copies as records were made before there were any."""
     stats = {"num_new_tokens": num_new, "rounds": rounds, "num_drafted": drafted, "num_accepted": accepted}
@@ -182,17 +166,6 @@ def test_mismatches_are_shown_near_ties_apart():
     assert "| plain | – | – | – | – | – | – | near-ties: 1 (52 % equal) |" in table_of(lines, "rounds")
     outputs[1].update(first_difference=4, reference_logit_gap=0.5, near_tie=False)
     assert "| plain | – | – | – | – | – | – | near-ties: 1, DIFFERENT: 1 (4 % equal) |" in table_of(lines, "rounds")
-
-
-def test_markdown_holds_every_part_and_the_right_numbers():
-    lines = record()
-    page = markdown(lines)
-    # Repeats over transformers: 37.5/7.5, 30/3, 75/11.25.
-    assert "| drafting | 37.5 (30.0–75.0) | 2.50× (2.00–5.00) | 5.00× (5.00–10.00) |" in page
-    assert page.startswith("The demo model on A CPU, 2 threads, float32, greedy: 3 engines on 2 prompts of 2 tasks")
-    assert "| command | `selfspec-bench peers` |\n| machine | A CPU, 2 cores, 2 threads, 4.0 GiB |" in page
-    for title in ("Speed on the demo model", "Rounds, means over prompts", "Speed-up over plain decoding by task"):
-        assert f"\n\n**{title}" in page
 
 
 def test_a_run_that_breaks_off_leaves_the_old_record(tmp_path):
@@ -341,10 +314,6 @@ def test_from_the_other_half() -> None:
     assert set(fixed_from_other_half(GRID[:3])) == {"code", "all"}  # a kind with a single prompt has no other half
 
 
-def test_pooled() -> None:
-    assert pooled([("a", 1, 2), ("b", 3, 2)]) == {"a": 0.5, "b": 1.5, "all": 1.0}
-
-
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %} b{% endif %}"
 
 
@@ -364,18 +333,6 @@ def test_an_answer_ends_with_its_end(end: int | None, most: int, size: int) -> N
     found = until_end(prompt, Scripted(1, 2, 3, 9, 5, 6), most, end)  # type: ignore[arg-type]
     assert found.new_tokens(most) == size
     assert (prompt.new_tokens(most), found.new_tokens(2)) == (most, 2)
-
-
-def test_messages_in_the_template_and_long_ones_left_out() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    texts = {"a": "c d", "b": " ".join(["c"] * 30), "c": "e"}
-    prompts = [Prompt(id=name, task="t", prompt=text) for name, text in texts.items()]
-    found = chat_prompts(prompts, tokenizer, 8, 5)
-    assert [prompt.id for prompt in found] == ["a", "c"]
-    assert found[1].ids.tolist() == tokenizer("e b")["input_ids"]
-    with pytest.raises(ValueError, match="no prompt has at most 1 tokens with the chat template"):
-        chat_prompts(prompts, tokenizer, 1, 5)
 
 
 def chat_record() -> list[Line]:
@@ -433,20 +390,6 @@ def test_ratios_are_of_runs_side_by_side() -> None:
 def test_how_much_of_the_text_is_the_same() -> None:
     # Nothing differs in a; 2 of 5 tokens come before the difference in b, 3 of 5 in c: (1 + .4 + .6) / 3.
     assert cells("rounds")["llama.cpp"][-1] == "other weights (67 % equal)"
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_the_peak_of_a_process() -> None:
-    code = "import sys; b = b'x' * (80 << 20); del b; print(1, flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None and child.stdout.readline()
-        now, peak = resident_bytes(child.pid), peak_bytes_of(child.pid)
-        assert now is not None and peak is not None and peak - now > 60 << 20
-        forget_peak(child.pid)
-        later = peak_bytes_of(child.pid)
-        assert later is not None and later - now < 20 << 20
-        child.communicate()
-    assert resident_bytes(child.pid) is None
 
 
 def test_the_chat_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

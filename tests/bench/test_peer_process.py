@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from bench.commands.bench_app import app
 from bench.datasets import EncodedPrompt
-from bench.engines.own import EngineLostError, Generation, SelfSpecEngine
+from bench.engines.own import EngineLostError, Generation
 from bench.engines.peer_process import Peer, PeerProcess
 from bench.engines.peers import (
     TransformersEngine,
@@ -30,7 +30,6 @@ from bench.engines.peers import (
     transformers_static,
 )
 from bench.measure import measure
-from bench.provenance import cpu_fields, microarchitecture, processor
 from bench.record import RecordWriter, read_record
 from tiny_llama import reference_greedy, tiny_llama
 
@@ -249,18 +248,6 @@ def test_batches_of_a_peer(dies: bool, checkpoint: Path, tmp_path: Path, monkeyp
     assert ("left out" in CliRunner().invoke(app, ["report", str(record)]).output) == dies
 
 
-def test_a_processor_is_named_by_its_generation() -> None:
-    zen4 = {"vendor_id": "AuthenticAMD", "cpu family": "25", "model": "17", "model name": "AMD EPYC"}
-    assert processor(zen4) == {"cpu": "AMD EPYC", "cpu_family": 25, "cpu_model": 17, "microarchitecture": "Zen 4"}
-    assert microarchitecture("AuthenticAMD", 25, 1) == "Zen 3"
-    assert microarchitecture("AuthenticAMD", 26, 2) == "Zen 5"
-    assert microarchitecture("GenuineIntel", 6, 143) == "Sapphire Rapids"
-    assert microarchitecture("GenuineIntel", 6, 255) is None
-    assert microarchitecture(None, None, None) is None
-    assert processor({})["cpu_family"] is None
-    assert set(processor(cpu_fields())) == {"cpu", "cpu_family", "cpu_model", "microarchitecture"}
-
-
 IDS = [1, 5, 9, 2, 2]
 
 
@@ -305,9 +292,3 @@ def test_fixed_length_drafts_exactly_that_many(llama):
     default = transformers_early_exit_default(llama, 2).count(torch.tensor(IDS), 20)
     assert default["num_drafted"] != counts["num_drafted"]
     assert transformers_generate(llama).count(torch.tensor(IDS), 20) is None
-
-
-def test_next_logits_are_those_of_the_last_position(llama, engine64):
-    prompt = torch.tensor(IDS)
-    theirs = transformers_generate(llama).next_logits(prompt)
-    assert torch.allclose(theirs, SelfSpecEngine(engine64, "ar").next_logits(prompt), atol=1e-6)

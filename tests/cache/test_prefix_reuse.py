@@ -333,6 +333,7 @@ def test_refresh_forgets_the_texts_of_a_model_that_is_not_copied() -> None:
     assert [pool.reused(A), pool.reused(B)] == [49, 49]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_captures")
 @pytest.mark.parametrize("prefix_cache", [1, "1MB"])
 def test_captured_passes_go_on_from_a_kept_text(prefix_cache: int | str) -> None:
@@ -349,11 +350,6 @@ def test_captured_passes_go_on_from_a_kept_text(prefix_cache: int | str) -> None
     assert pool.reused(A, policy="ls:2-4") == (49 if many else 0)
     assert pool.idle[-1].captured is captured
     assert pool.generator.kept_texts.count == (3 if many else 1)
-
-
-def test_captured_passes_reuse_nothing_unless_told(small_captures: None) -> None:
-    pool = Pool(None, runner="captured")
-    assert [pool.reused(A), pool.reused(A)] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from tiny_llama import full_logits, reference_greedy, tiny_llama
 
 PROMPT = [5, 1, 7]
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("small_captures")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_captures")]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from tiny_llama import reference_greedy, tiny_llama
 
 PROMPT = [5, 1, 7]
-pytestmark = pytest.mark.usefixtures("small_captures")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_captures")]
 Patch = pytest.MonkeyPatch
 
 

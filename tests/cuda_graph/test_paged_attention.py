@@ -29,7 +29,7 @@ from tiny_llama import VOCAB_SIZE, reference_greedy, tiny_llama
 
 PROMPT = [5, 1, 7]
 LONG = [(7 * i * i + 3) % VOCAB_SIZE for i in range(PAGE - 6)]  # the text goes from one page into the next
-pytestmark = pytest.mark.usefixtures("small_captures")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_captures")]
 
 
 @pytest.fixture

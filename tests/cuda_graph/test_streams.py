@@ -24,7 +24,7 @@ from selfspec.engine.runners.cuda_graph.streams import HostRead
 from test_captured import PROMPT, facts
 from tiny_llama import tiny_llama
 
-pytestmark = pytest.mark.usefixtures("small_captures")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_captures")]
 
 
 # The device itself

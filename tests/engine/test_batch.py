@@ -24,7 +24,6 @@ from batched_runs import generator_of
 from layerskip_models import from_transformers
 from policies import parse_policy
 from selfspec import BatchError, SelfSpecGenerator
-from selfspec.batch import DEFAULT_BATCH_SIZE
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import GenerationResult, StepOutput
@@ -33,20 +32,6 @@ from tiny_llama import reference_greedy, tiny_tokenizer
 
 PROMPTS = [[5, 1, 7], [2], [9, 9, 3, 0, 23, 4, 4, 1], [*range(20)], [7, 7], [11, 3, 5]]
 FEW = {"max_new_tokens": 12, "policy": "ls:2-3"}
-
-
-@pytest.fixture
-def most_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many texts were in an engine at its steps."""
-    seen: list[int] = []
-    step = Engine.step
-
-    def counted(self: Engine) -> list[StepOutput]:
-        seen.append(len(self))
-        return step(self)
-
-    monkeypatch.setattr(Engine, "step", counted)
-    return seen
 
 
 def texts(results: list[GenerationResult]) -> list[list[int]]:
@@ -91,11 +76,6 @@ def test_never_more_than_the_batch_size_at_once(
     assert sorted(complete) == [*range(len(prompts))]
     for at_once, done in seen:
         assert at_once == min(batch_size, len(prompts) - done)
-
-
-def test_the_default_batch_size(most_at_once: list[int]) -> None:
-    generator_of("plain").generate_batch([[1]] * (DEFAULT_BATCH_SIZE + 3), **FEW)
-    assert max(most_at_once) == most_at_once[0] == DEFAULT_BATCH_SIZE
 
 
 def test_results_come_as_soon_as_they_are_complete() -> None:
@@ -299,10 +279,3 @@ def test_a_text_s_time_begins_when_it_joins(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert [result.stop_reason for result in results] == ["length"] * 3
     assert all(start > end for start, end in zip(joined[1:], ended))
-
-
-def test_texts_share_the_time_that_judging_all_of_them_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(0, 10**9, 1000))
-    monkeypatch.setattr("selfspec.engine.round.perf_counter", lambda: float(next(ticks)))
-    results = generator_of("plain").generate_batch([[5, 1], [5, 2]], max_new_tokens=3, policy="ar")
-    assert [result.stats.accept_seconds // 1000 for result in results] == [1, 1]  # two rounds of 1000, halved

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 import selfspec.engine.calibrate
@@ -87,19 +85,3 @@ def test_a_generator_calibrates_for_auto_and_keeps_what_it_learned() -> None:
     assert policy.exit.state() != learned
     policy.reset()
     assert policy.exit.state() == fresh
-
-
-def test_a_device_that_works_behind_the_hosts_back(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """On CUDA every timing waits for the device's stream on both sides."""
-    waits = []
-
-    def current_stream(device):  # type: ignore[no-untyped-def]
-        return SimpleNamespace(synchronize=lambda: waits.append(device))
-
-    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    from selfspec.engine import calibrate as module
-
-    monkeypatch.setattr(module, "_SECONDS", 60.0)  # for every repetition
-    model = SimpleNamespace(device=SimpleNamespace(type="cuda"))
-    module._timed([lambda: None], model)  # type: ignore[arg-type]
-    assert len(waits) == 2 * module._REPEATS

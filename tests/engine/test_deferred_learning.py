@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from policies import DelExit, LayerCost, MeasuredCost, RoundContext, ShadowTokens
 from records import finished
 from selfspec import SelfSpecGenerator
-from selfspec.engine.hidden_states import HiddenStates
-from selfspec.engine.shadow import DeferredShadow
+from selfspec.engine.hidden_states import DeferredShadow, HiddenStates
 from tiny_llama import tiny_llama
 
 LAYERS = tuple(range(1, 8))

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.decoder_layer import Linear
-from layerskip_models.draft_weights import draft_bytes, drafter, drafter_of, rounded_linear, why_no_drafter
+from layerskip_models.draft_weights import draft_bytes, drafter, rounded_linear, why_no_drafter
 from layerskip_models.grouped_weight import GroupedWeight, pack_sixes
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
@@ -22,7 +22,7 @@ from layerskip_models.kernels.native_linear import NativeInt8Linear
 from policies import MeasuredCost
 from policies.auto.policy import AutoExit
 from selfspec import SelfSpecGenerator
-from selfspec.analysis.inspection import inspect_model, inspection_lines
+from selfspec.analysis.inspection import inspect_model
 from selfspec.engine import draft_choice, policy_store
 from selfspec.engine.draft import make_drafts
 from selfspec.engine.runners.runner import Runner, SequenceRound
@@ -297,25 +297,6 @@ def test_auto_leaves_it_where_there_is_no_use_or_no_room(monkeypatch: pytest.Mon
 
 def test_there_is_nothing_to_capture_for_them(generator: SelfSpecGenerator) -> None:
     assert generator.warm_up("bits:8-3") == generator.warm_up("bits:8-3,layer=2") == (0, 0.0)
-
-
-def test_a_drafter_is_made_once(generator: SelfSpecGenerator) -> None:
-    model = generator.model
-    assert drafter_of(model, 8) is drafter_of(model, 8)
-    assert drafter_of(model.with_kv_dtype("bfloat16"), 8) is drafter_of(model, 8)
-
-
-def test_an_inspection_says_what_they_would_cost_and_gain() -> None:
-    """And leaves nothing of them behind."""
-    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), tiny_tokenizer(), prefix_cache=0)
-    inspection = inspect_model(generator, ["abcdefgh" * 3], max_new_tokens=12, repeats=1)
-    assert [(one.bits, one.policy) for one in inspection.rounded] == [(8, "bits:8-4"), (4, "bits:4-3")]
-    for one in inspection.rounded:
-        assert one.comparison.outputs_equal
-        assert one.num_bytes == draft_bytes(generator.model, one.bits)
-        assert 0 < one.acceptance <= 1
-        assert any(one.policy in line and f"in {one.bits} bits" in line for line in inspection_lines(inspection))
-    assert not generator.model.drafters
 
 
 def test_a_verdict_counts_them() -> None:

@@ -114,6 +114,7 @@ def test_a_text_takes_as_much_memory_as_alone(layout: Layout) -> None:
         assert course.result.stats.peak_cache_bytes == numbers * shared_model(layout).dtype.itemsize
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_captures")
 @pytest.mark.parametrize("leaves", [None, 5])
 def test_a_captured_text_that_joins_a_batch_goes_on_eagerly(leaves: int | None, llama64: LlamaForCausalLM) -> None:

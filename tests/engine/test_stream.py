@@ -136,16 +136,3 @@ def test_an_error_in_a_round_ends_the_stream(engine: SelfSpecGenerator) -> None:
         list(stream)
     assert list(stream) == []
     assert stream.result is None
-
-
-def test_short_representations(engine: SelfSpecGenerator, speaking: SelfSpecGenerator) -> None:
-    assert repr(engine) == "SelfSpecGenerator(a model: 4 layers, float32, cpu, policy='ls:2-4', runner='eager')"
-    assert "policy='auto'" in repr(SelfSpecGenerator(engine.model))
-    result = repr(engine.generate(PROMPT, max_new_tokens=25))
-    assert result.startswith("GenerationResult([")
-    assert "25 tokens, stop_reason='length', policy='ls:2-4'" in result
-    assert len(repr(speaking.generate(PROMPT, max_new_tokens=60))) < 200
-    stream = engine.stream(PROMPT, max_new_tokens=3)
-    assert repr(stream) == "GenerationStream(open)"
-    list(stream)
-    assert "3 tokens" in repr(stream)

@@ -46,6 +46,7 @@ def test_the_context_to_its_last_position(runner: RunnerName, llama64: LlamaForC
         assert result.new_tokens == reference_greedy(llama64, prompt, max_new_tokens=room - num_prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_passes_of_every_family(family: str) -> None:
     """Some policies each, so that all are met, with a stop inside the text and without one."""

@@ -22,7 +22,6 @@ from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
-    MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
@@ -35,8 +34,7 @@ from exact_laws import exact_law
 from layerskip_models.transformers_names import with_cache
 from policies import Policy
 from scripted_policies import EVERY_POLICY, named_policy
-from selfspec.integrations.custom_generate import SelfSpecOutput
-from selfspec.integrations.live_models import _generators, generator_of
+from selfspec.integrations.custom_generate import SelfSpecOutput, _generators, generator_of
 from strategies import POOL_SIZE, processor_options, prompts, tokens
 from tiny_llama import VOCAB_SIZE, pool_model, tiny_llama, tiny_tokenizer
 
@@ -394,14 +392,3 @@ def test_weights_that_change_are_used_and_a_freed_model_is_freed() -> None:
     gc.collect()
     assert gone() is weight() is None
     assert len(_generators) == entries - 1
-
-
-def test_a_users_length_criterion_takes_the_place_of_the_prepared_one(llama64: LlamaForCausalLM) -> None:
-    arguments = {**inputs([5, 1, 7]), "max_new_tokens": 12}
-
-    def run(limit: int, **options: Any) -> Tensor:
-        criteria = StoppingCriteriaList([MaxLengthCriteria(limit)])
-        return llama64.generate(**arguments, stopping_criteria=criteria, **options)
-
-    for limit in (2, 4, 9):
-        assert torch.equal(run(limit, custom_generate=selfspec.custom_generate("ls:2-3")), run(limit))

@@ -23,10 +23,7 @@ import transformers.dynamic_module_utils
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 from typer.testing import CliRunner
 
-from layerskip_models import DEMO_PATH, load_model
-from layerskip_models.exits.folder import FOLDER, save_adapters
-from random_adapters import random_adapters
-from selfspec import SelfSpecGenerator
+from layerskip_models import DEMO_PATH
 from selfspec.cli.main import app
 from selfspec.integrations.custom_generate import SelfSpecOutput
 from selfspec.integrations.hub_folder import export_hub
@@ -131,29 +128,6 @@ def test_what_is_in_the_folder(tmp_path: Path, checkpoint: Path) -> None:
     assert not (copied / "model.safetensors").is_symlink()
 
 
-def test_exit_adapters_come_along_and_draft_there(checkpoint: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(checkpoint, source)
-    (source / FOLDER).mkdir()
-    model = load_model(source, dtype="float32", device="cpu")
-    save_adapters(random_adapters(model, [1, 2]), source / FOLDER)
-    exported = export_hub(source, tmp_path / "exported")
-    ids = torch.tensor([[5, 1, 7]])
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "policy": "ls:2-3"}
-    wanted, bare = (
-        SelfSpecGenerator.from_pretrained(source, dtype="float32", device="cpu", exits=exits).generate(
-            ids[0], **options
-        )
-        for exits in ("auto", None)
-    )
-    out = load(exported, dtype=torch.float32).generate(ids, return_dict_in_generate=True, **options)
-    found, with_adapters, without = (
-        (stats.num_drafted, stats.num_accepted) for stats in (out.stats[0], wanted.stats, bare.stats)
-    )
-    assert found == with_adapters != without
-    assert out.sequences[0].tolist() == wanted.sequences[0].tolist()
-
-
 def test_nothing_is_copied_that_is_not_part_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
@@ -169,34 +143,6 @@ def test_nothing_is_copied_that_is_not_part_of_the_checkpoint(checkpoint: Path, 
     names = {str(path.relative_to(exported)) for path in exported.rglob("*") if path.is_file()}
     own = {path.name for path in checkpoint.iterdir()}
     assert names == own | {"README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"}
-
-
-def test_weights_in_several_files(checkpoint: Path, tmp_path: Path) -> None:
-    source, exported = tmp_path / "source", tmp_path / "exported"
-    tiny_llama(seed=3).save_pretrained(source, max_shard_size="8KB")
-    tiny_tokenizer().save_pretrained(source)
-    shards = sorted(path.name for path in source.glob("model-*.safetensors"))
-    assert len(shards) > 1
-    (source / "stale.safetensors").write_bytes(b"")
-    export_hub(source, exported, link=True)
-    assert sorted(path.name for path in exported.glob("*.safetensors*")) == [*shards, "model.safetensors.index.json"]
-    assert all((exported / name).is_symlink() for name in shards)
-    assert load(exported).generate(torch.tensor([[5, 1, 7]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
-    (source / shards[0]).unlink()
-    with pytest.raises(FileNotFoundError, match=f"has no {shards[0]}"):
-        export_hub(source, tmp_path / "again")
-    assert not (tmp_path / "again").exists()
-
-
-def test_a_card_keeps_its_metadata(checkpoint: Path, tmp_path: Path) -> None:
-    source = export_hub(checkpoint, tmp_path / "source")
-    (source / "README.md").write_text("---\nlicense: llama3\ntags: [code]\n---\n# Mine\n", encoding="utf-8")
-    card = (export_hub(source, tmp_path / "again") / "README.md").read_text(encoding="utf-8")
-    front = card.split("---")[1]
-    assert "license: llama3" in front
-    assert "- code" in front
-    assert "- selfspec" in front
-    assert card.rstrip().endswith("# Mine")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path("layerskip_models") / "kernels"
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-DEXACT_ROOMS=1"]
 FILES = (
-    "call_depth", "check_at_load", "choices", "exit_adapters", "families", "fewer_bits", "four_bits",
+    "check_at_load", "choices", "exit_adapters", "families", "fewer_bits", "four_bits",
     "gguf_checkpoint", "grouped_weights", "integer_rows", "kernel_library", "kv_dtype",
     "large_sizes", "many_rows", "many_texts", "matrix_unit", "native", "native_attention", "native_forward",
     "native_memory", "native_sampling", "no_rerun", "pool", "pool_failures", "prepared_rows", "products", "quantised",
@@ -75,7 +75,12 @@ def build(copy: Path, short: bool) -> None:
             shutil.copytree(path, copy / path.name, ignore=ignored)
         elif path.name not in ("build", ".git", ".venv"):
             (copy / path.name).symlink_to(path)
-    flags: Sequence[str] = [*runpy.run_path(str(ROOT / "setup.py"))["FLAGS"], "-O1", "-fPIC", *SANITIZERS]
+    flags: Sequence[str] = [
+        *runpy.run_path(str(ROOT / "setup.py"))["FLAGS"],
+        "-O0" if short else "-O1",
+        "-fPIC",
+        *SANITIZERS,
+    ]
     jobs = [(f"{variant}.o", "kernels.c", [*more, f"-DVARIANT={variant}"]) for variant, more in variants(short).items()]
     jobs += [("pool.o", "pool.c", []), ("processor.o", "processor.c", [])]
     running: list[subprocess.Popen[bytes]] = []

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bench.provenance import provenance
@@ -25,7 +24,6 @@ from layerskip_models.linear import default_layout
 from layerskip_models.norm import RMSNorm
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.exactness import check_kernels
-from selfspec.engine.runners.cuda_graph.capture import RecordedOperations
 from tiny_llama import VOCAB_SIZE, full_logits, tiny_llama
 
 CPU = torch.device("cpu")
@@ -47,11 +45,6 @@ def use(variant: str) -> Iterator[None]:
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "kernels", lambda: None)
 
 
 def native_model(variant: str, **changes: Any) -> tuple[Any, LayerSkipModel]:
@@ -97,31 +90,9 @@ def test_layers_are_those_of_transformers(variant: str, changes: dict[str, Any])
 
 
 @needs_native
-def test_those_who_watch_operators_see_all_of_them() -> None:
-    linear, x = NativeLinear(drawn(6, 5)), drawn(2, 5, seed=1)
-    y = torch.zeros(2, 6)
-    recorded = RecordedOperations(lambda: y.copy_(linear(x)))
-    x.copy_(drawn(2, 5, seed=2))
-    recorded.replay()
-    torch.testing.assert_close(y, F.linear(x, linear.weight))
-
-
-@needs_native
 def test_where_kernels_run_they_are_used() -> None:
     assert default_layout(drawn(8, 8)) == "native"
     assert from_transformers(tiny_llama(seed=2)).on_one_team().__class__ is OneTeam
-
-
-def test_without_the_library_nothing_is_missing(no_kernels: None) -> None:
-    llama = tiny_llama(seed=2)
-    assert default_layout(llama.lm_head.weight.detach()) == "plain"
-    with pytest.raises(ValueError, match="native kernels"):
-        from_transformers(llama, layout="native")
-    with pytest.raises(RuntimeError, match="native kernels"):
-        NativeLinear(drawn(3, 3))
-    model = from_transformers(llama)
-    hidden = model.run_layers(model.embed(torch.arange(5)), 0, 4, KVCache(model, 5))
-    torch.testing.assert_close(model.logits(hidden), full_logits(llama, list(range(5))), rtol=1e-5, atol=1e-4)
 
 
 @needs_native

@@ -6,7 +6,6 @@ That is so on CUDA. Here the same code runs on a CPU, with weights that are kept
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ from transformers import LlamaForCausalLM
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints.conversion import together
 from layerskip_models.kv_cache import KVCache
-from selfspec import SelfSpecGenerator, custom_generate
+from selfspec import SelfSpecGenerator
 from selfspec.engine import model_source
-from selfspec.integrations.live_models import generator_of
 from test_weight_watch import UPDATES
 from tiny_llama import full_logits, reference_greedy, tiny_llama
 
@@ -85,15 +83,6 @@ def test_rows_that_only_seem_to_be_together_are_not_taken_for_one_tensor() -> No
     assert turned.is_contiguous()
 
 
-def test_a_shared_model_can_be_saved(tmp_path: Path) -> None:
-    llama = tiny_llama(dtype=torch.float32, seed=3)
-    values = {name: value.clone() for name, value in llama.state_dict().items()}
-    from_transformers(llama, layout="plain", share=True)
-    llama.save_pretrained(tmp_path)
-    again = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(value, values[name]) for name, value in again.state_dict().items())
-
-
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [(torch.bfloat16, {"layout": "plain"}), (torch.float32, {}), (torch.float32, {"layout": "native"})],
@@ -127,32 +116,3 @@ def test_the_next_call_runs_on_updated_weights(name: str) -> None:
     assert result.stats.num_reused_tokens == 0
     assert (engine.model is model) == (name in IN_PLACE)
     assert set(IN_PLACE) < set(UPDATES)
-
-
-@pytest.mark.usefixtures("shares")
-def test_a_training_loop_generates_with_what_it_has_learned() -> None:
-    """Through transformers' own `generate`: nothing is made anew, and the text is the new weights' own."""
-    llama = tiny_llama(dtype=torch.float64, seed=3)
-    ids = torch.tensor([PROMPT])
-    models = []
-    for _ in range(3):
-        options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "max_new_tokens": 12}
-        out = llama.generate(ids, custom_generate=custom_generate(policy="ls:2-3"), **options)
-        assert out[0, len(PROMPT) :].tolist() == reference_greedy(llama, PROMPT, max_new_tokens=12)
-        models.append(generator_of(llama).model)
-        UPDATES["fused AdamW"](llama)
-    assert models[0] is models[1] is models[2]
-
-
-@pytest.mark.usefixtures("shares")
-def test_two_generators_over_one_model_leave_each_other_s_weights_where_they_are() -> None:
-    llama = tiny_llama(dtype=torch.float64, seed=3)
-    engines = [SelfSpecGenerator(llama, policy="ls:2-3") for _ in range(2)]
-    models = [engine.model for engine in engines]
-    expected = reference_greedy(llama, PROMPT, max_new_tokens=12)
-    for _ in range(2):
-        for engine, model in zip(engines, models):
-            assert engine.generate(PROMPT, max_new_tokens=12).new_tokens == expected
-            assert engine.model is model
-    engines[0].refresh()
-    assert engines[0].model is models[0]

@@ -8,13 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerskip_models import from_transformers
 from layerskip_models.kernels import threads
-from layerskip_models.kernels.check import native_works
 from layerskip_models.topology import num_physical_cores
-from tiny_llama import tiny_llama
-
-needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 
 
 @pytest.fixture
@@ -66,20 +61,6 @@ def test_one_thread_per_physical_core_within_mask_and_quota(
     monkeypatch.setenv("SELFSPEC_NUM_THREADS", "16")
     assert threads.num_threads() == expected[0]
     threads._num_cores.cache_clear()
-
-
-@needs_native
-def test_a_small_model_is_not_divided_among_many_threads() -> None:
-    steps = from_transformers(tiny_llama(seed=4)).steps()
-    assert steps is not None
-    alone, few, many = (steps.division(1, count) for count in (1, 2, 64))
-    assert alone.threads == 1
-    assert few.threads == 2
-    # Its layers have some kilobytes: with k threads that takes bytes / k, and k looks at one another.
-    assert 2 <= many.threads < 16
-    assert all(1 <= count <= 2 * many.threads for count in (many.qkv, many.output, many.gate_up, many.down))
-    # 64 rows are more work than one.
-    assert steps.division(64, 64).threads > many.threads
 
 
 def test_the_system_s_own_folder() -> None:

@@ -17,7 +17,6 @@ from layerskip_models import LayerSkipModel, from_transformers, kv_cache
 from layerskip_models.kv_cache import KVCache
 from policies import Policy
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
-from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.runners.runner import Head, SequenceRows
 from selfspec.engine.sequence import Sequence
@@ -193,33 +192,6 @@ def test_long_caches_ask_for_large_pages(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_size_in_bytes() -> None:
     # 3 layers * 10 rows * (1 key + 1 value head) * 8 numbers * 8 bytes
     assert KVCache(LAYERS, 10).num_bytes == 3 * 10 * 2 * 8 * 8
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.usefixtures("small_captures")
-def test_after_every_captured_round_the_cache_equals_a_full_forward(do_sample: bool) -> None:
-    """Whatever was launched ahead, dropped or padded: rows 0 .. n-2 of every layer, on one cache for all texts."""
-    llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
-    model = from_transformers(llama, layout="plain")
-    cache = KVCache(model, 40)
-    runner = CudaGraphRunner(model, cache)
-    discarded = 0
-    for stopping in (None, StopBelow(0.4), StopAtTokens(range(0, 24, 2))):
-        policy = Policy(ScriptedExit([(1, 4), (1, 3), (3, 2), (None, 0), (None, 0), (2, 5)]), stopping)
-        for prompt in ([7], [3, 3, 9, 1]):
-            request = request_for(
-                model, prompt, seed=1, max_new_tokens=30, do_sample=do_sample, top_k=8 if do_sample else None
-            )
-            cache.declare(0)
-            runner.begin()
-            text = Sequence(model, cache, request, policy)
-            with torch.inference_mode():
-                for _ in decode(text, runner):
-                    tokens = text.tokens[0, : text.length].tolist()
-                    assert cache.length == len(tokens) - 1
-                    assert_same_rows(cache, fresh_rows(model, tokens), len(tokens) - 1)
-            discarded += text.stats.num_discarded_rows
-    assert (discarded > 0) is not do_sample  # only greedy rows are run ahead
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

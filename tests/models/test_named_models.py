@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -78,15 +77,6 @@ def test_a_failed_download_is_one_line(toy: Path, monkeypatch: pytest.MonkeyPatc
     result = CliRunner().invoke(app, ["get", "toy"])
     assert result.exit_code == 2
     assert "A toy. pip downloads 3 MB" in result.stderr
-
-
-def test_without_pip_another_way_is_named(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(named_models, "distribution", missing)
-    with pytest.raises(OSError, match=r"uv pip install --no-deps toy-model==1\.0"):
-        download(MODEL)
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:

@@ -181,6 +181,7 @@ def test_the_command(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert "NOT verified: 1 of the checks failed" in result.output
 
 
+@pytest.mark.slow
 def test_the_demo_model_passes() -> None:
     result = command("--draws", "20", "--max-new-tokens", "8")
     assert result.exit_code == 0, result.output

@@ -55,7 +55,7 @@ def agreement_curve(model: LlamaForCausalLM) -> list[float]:
     ("dtype", "tied"),
     [
         (torch.float32, False),
-        (torch.float32, True),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
         (torch.bfloat16, False),
         pytest.param(torch.bfloat16, True, marks=pytest.mark.slow),
     ],

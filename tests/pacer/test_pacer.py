@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +35,6 @@ from selfspec.pacer.network import (
 )
 from selfspec.pacer.quality import (
     auc,
-    calibrate_estimates,
     calibration_error,
     confidence_estimates,
     confidence_table,
@@ -450,16 +448,6 @@ def test_metrics_by_hand() -> None:
     assert math.isnan(quality(torch.tensor([0.9, 0.8]), torch.ones(2)).stop_recall)
 
 
-def test_training_without_scikit_learn_is_refused_before_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    config = PreVerifierTraining(data=(str(Path(__file__)),), output_dir=str(tmp_path / "run"))
-    with pytest.raises(ValueError, match="pip install scikit-learn"):
-        train_preverifier(config)
-    assert not (tmp_path / "run").exists()
-
-
 def test_the_baseline_is_spides_table_and_its_running_product() -> None:
     made = trace([2, 2], [2, 0], [4, 6])
     made.features[:, 0] = torch.tensor([0.955, 0.555, 0.555, 0.955]).log()
@@ -579,38 +567,6 @@ def test_calibration_undoes_what_was_too_sure() -> None:
     assert scale == pytest.approx(1 / 3, abs=0.02)
     assert shift == pytest.approx(-0.5, abs=0.05)
     assert fit_calibration(truth, torch.ones(20_000)) == (1.0, 0.0)
-
-
-def test_each_exit_layer_has_its_own_calibration() -> None:
-    model = from_transformers(tiny_llama(num_layers=3, seed=1), layout="plain")
-    module = random_module(model, exit_layers=(1, 2))
-    accepted = [number % 4 for number in range(30)]
-    traces = [trace([2] * 30, accepted, [5] * 30), replace(trace([2] * 30, accepted, [5] * 30), exit_layer=2)]
-    module.calibration.copy_(torch.tensor([1.0, 0.0]).expand(2, 2))
-    before = float(trace_loss(module, traces[0]).detach())
-    calibrate_estimates(module, traces[:1])
-    assert float(trace_loss(module, traces[0]).detach()) < before - 0.1
-    assert torch.equal(module.calibration[1], torch.tensor([1.0, 0.0]))
-
-
-def test_data_may_be_taken_up_with_another_layout_but_not_with_other_weights(tmp_path: Path) -> None:
-    """Rounding differs with the layout that is fastest today, so a fingerprint's last digit may."""
-    make_data(generator(), PROMPTS[:2], PLAN, tmp_path)
-    described = json.loads((tmp_path / "data.json").read_text())
-    described["fingerprint"][0] += 1e-4
-    (tmp_path / "data.json").write_text(json.dumps(described))
-    make_data(generator(), PROMPTS[:2], PLAN, tmp_path)
-    described["fingerprint"] = described["fingerprint"][::-1]
-    (tmp_path / "data.json").write_text(json.dumps(described))
-    with pytest.raises(ValueError, match="other options"):
-        make_data(generator(), PROMPTS[:2], PLAN, tmp_path)
-
-
-def test_a_folder_that_holds_something_else_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="holds no training run"):
-        train_preverifier(PreVerifierTraining(**options(checkpoint, tmp_path)))
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_the_command_says_what_is_wrong(checkpoint: Path, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def client(server: RunningServer) -> Iterator[OpenAI]:
         yield opened
 
 
-@pytest.mark.parametrize("each", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_greedy_texts_are_transformers_own(each: int, exact: SelfSpecGenerator, reference: PreTrainedModel) -> None:
     """Every token is the one of the largest logit, for prompts of four kinds, up to ties that float32 cannot tell apart."""
     prompts = [*map(chat, QUESTIONS[:each]), *TEXTS[:each], *CODE[:each], *REPEATING[:each]]
@@ -254,7 +254,8 @@ def test_it_drafts_for_itself_in_eight_bits() -> None:
     assert drafted.stats.num_accepted > 0.8 * drafted.stats.num_drafted
 
 
-@pytest.mark.parametrize("num_layers", [4, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [4, 30])
 def test_training_goes_on_from_it(
     num_layers: int,
     tmp_path: Path,

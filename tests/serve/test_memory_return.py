@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import http.client
 import itertools
@@ -67,20 +66,6 @@ def test_what_threads_have_freed_leaves_the_process() -> None:
     assert end > freed - 20
     freed, end = resident_after_freeing(True)
     assert end <= freed - 100
-
-
-def test_without_malloc_trim_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on musl, whose library has no such function, and on other systems."""
-
-    def no_library(name: str | None) -> object:
-        return object()
-
-    monkeypatch.setattr(memory_return.sys, "platform", "linux")
-    monkeypatch.setattr(ctypes, "CDLL", no_library)
-    assert find_trim() is None
-    monkeypatch.undo()
-    monkeypatch.setattr(memory_return.sys, "platform", "darwin")
-    assert find_trim() is None
 
 
 def test_a_server_gives_memory_back_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

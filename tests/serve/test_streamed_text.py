@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
 from selfspec import GenerationResult, SelfSpecGenerator
-from selfspec.engine.call import run_calls
+from selfspec.engine.engine import run_calls
 from selfspec.serve.api_responses import Piece
 from selfspec.serve.draft_log import DraftLog
 from selfspec.serve.trimmed_text import StopTexts, TrimmedText

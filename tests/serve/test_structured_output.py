@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from layerskip_models import DEMO_PATH, load_tokenizer
 from running_server import running_server
 from selfspec import SelfSpecGenerator
 from selfspec.serve import schema_check
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
-from selfspec.serve.schema_bounds import MOST_DEPTH, MOST_REFERENCES, check_schema
 from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.structured_output import GrammarError, GrammarProcessor, Vocabulary
 from test_serve import post
@@ -108,28 +105,33 @@ def chain(length: int, last: str = "integer") -> dict[str, Any]:
     return {"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{length}": {"type": last}}}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+TOO_MUCH = "takes more than 0.3 s"
 BOMBS: list[tuple[Any, str]] = [
-    (chain(1000), "levels deep"),
-    ({"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(4000)} | {"4000": {}}},
-     "references"),
+    (chain(1000), TOO_MUCH),
+    ({"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(4000)} | {"4000": {}}}, TOO_MUCH),
     ({"$defs": {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{j}"} for j in range(80)]} for i in range(80)},
-      "$ref": "#/$defs/a0"}, "references"),
-    ({"enum": [f"x{i}" for i in range(100_000)]}, "20000 values"),
-    ({"enum": ["x" * 100_000]}, "string of 100000"),
-    ({"type": "string", "pattern": "a" * 5000}, "string of 5000"),
-    ({"type": "object", "properties": {f"k{i}": {} for i in range(6000)}}, "6000 properties"),
-    ({"type": "integer", "multipleOf": 9_999_991}, "multipleOf"),
+      "$ref": "#/$defs/a0"}, TOO_MUCH),
+    ({"enum": [f"x{i}" for i in range(100_000)]}, "has 988900 bytes"),
+    ({"type": "integer", "multipleOf": 9_999_991}, TOO_MUCH),
     ({"type": "object", "x-guidance": {"whitespace_pattern": "(a{1,1000}){1,1000}"}}, "x-guidance"),
     ({"$ref": "http://127.0.0.1:1/x.json"}, "within it"),
     ({"$ref": "file:///etc/passwd"}, "within it"),
-    ({"$ref": "#/nowhere"}, "not in it"),
+    ({"$ref": "#/nowhere"}, "'/nowhere' does not exist"),
     ({"properties": {"a": {"$id": "http://b/", "$ref": "#/x"}}}, r"\$id inside"),
-    ({"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(1, 30)]}, "takes more than 0.3 s"),
+    ({"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(1, 30)]}, TOO_MUCH),
     ({"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(2000)}}, "cannot be used"),
+    (nested(5000), "nested too deeply"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("schema", "why"), BOMBS, ids=[why for _, why in BOMBS])
+@pytest.mark.parametrize(("schema", "why"), BOMBS)
 def test_a_bomb_is_refused_and_the_next_schema_is_not(check: SchemaCheck, schema: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why) as error:
         check(schema)
@@ -140,41 +142,12 @@ def test_a_bomb_is_refused_and_the_next_schema_is_not(check: SchemaCheck, schema
 def test_what_people_write_is_taken(check: SchemaCheck) -> None:
     tree = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]}}}
     for schema in (
-        {"type": "object"}, {"$ref": "#/$defs/tree", "$defs": {"tree": tree}}, chain(MOST_REFERENCES - 2),
+        {"type": "object"}, {"$ref": "#/$defs/tree", "$defs": {"tree": tree}}, chain(60),
         {"type": "object", "properties": {"$ref": {"type": "string"}, "$id": {"type": "integer"}}},
         {"const": {"$ref": "no reference", "x-guidance": 1}}, {"enum": [f"x{i}" for i in range(3000)]},
         {"$id": "http://example.org/a", "type": "object", "properties": {"a~b/c": {}, "d": {"$ref": "#/properties/a~0b~1c"}}},
     ):  # fmt: skip
         assert json.loads(check(schema)) == schema
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.data())
-def test_the_longest_way_is_found(data: st.DataObject) -> None:
-    """Against trying all ways, on small graphs without circles."""
-    size = data.draw(st.integers(1, 9))
-    edges = {i: data.draw(st.sets(st.integers(i + 1, size - 1))) if i < size - 1 else set() for i in range(size)}
-    padding = MOST_REFERENCES - size
-
-    def longest(node: int) -> int:
-        return 1 + max((longest(to) for to in edges[node]), default=0)
-
-    definitions: dict[str, Any] = {
-        str(i): {"anyOf": [{"$ref": f"#/$defs/{to}"} for to in edges[i]] or [{"$ref": "#/$defs/p0"}]} for i in edges
-    }
-    extra = data.draw(st.integers(padding, padding + 8))
-    definitions |= {f"p{i}": {"$ref": f"#/$defs/p{i + 1}"} for i in range(extra)} | {f"p{extra}": {"type": "null"}}
-    schema = {"$ref": "#/$defs/0", "$defs": definitions}
-    if longest(0) + extra + 1 > MOST_REFERENCES:
-        with pytest.raises(ValueError, match="references"):
-            check_schema(schema)
-    else:
-        check_schema(schema)
-    nested: Any = {"type": "null"}
-    for _ in range(MOST_DEPTH):
-        nested = {"not": nested}
-    with pytest.raises(ValueError, match="deep"):
-        check_schema(nested)
 
 
 def test_a_grammar_that_explodes_while_a_text_is_written_ends_that_text(vocabulary: Vocabulary) -> None:

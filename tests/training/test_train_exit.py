@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +17,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from fuzz_models import draw_config, random_model
-from launched_processes import ProcessFailed, in_processes, results_of
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.checkpoints import spread_loading
 from layerskip_models.checkpoints.conversion import from_transformers as convert
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import load_adapters
@@ -33,13 +30,19 @@ from selfspec.exits import fitting as exit_fitting
 from selfspec.exits import hidden_state_dataset
 from selfspec.exits.fitting import ExitFit, measure
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.hidden_state_dataset import HiddenStateDataset, StatesPlan, capture, plan_for, write_states
-from selfspec.exits.sequences import ExitSequence, join
+from selfspec.exits.hidden_state_dataset import (
+    ExitSequence,
+    HiddenStateDataset,
+    StatesPlan,
+    capture,
+    join,
+    plan_for,
+    write_states,
+)
 from selfspec.exits.settings import ExitTraining, FitSettings
 from selfspec.exits.training import train_exit
 from selfspec.exits.training_texts import TrainingText
 from tiny_llama import full_logits, reference_greedy, tiny_llama, tiny_tokenizer
-from tiny_training import begin_launched
 
 DEPTHS = (1, 2, 3, 4)
 
@@ -50,16 +53,6 @@ def tiny_model(**options: Any) -> LayerSkipModel:
 
 def described(**changes: Any) -> AdapterConfig:
     return AdapterConfig(**{"hidden_size": 16, "exit_layers": (1, 2), "rank": 8, **changes})
-
-
-def random_adapters(seed: int = 0) -> ExitAdapters:
-    """Every weight away from zero."""
-    adapters = ExitAdapters(described())
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in adapters.parameters():
-            parameter.normal_(0.0, 0.3, generator=generator)
-    return adapters
 
 
 def texts(number: int = 6, *, length: int = 20, scored: bool = True) -> list[TrainingText]:
@@ -241,25 +234,6 @@ def test_states_stop_at_the_budget_and_are_taken_up_again(tmp_path: Path, monkey
     assert write_states(model, iter(made[:1]), kept, tmp_path / "all", most_tokens=0, most_bytes=1e9)["ended"] == "data"
 
 
-def test_kept_states_are_what_was_captured(tmp_path: Path) -> None:
-    """Packed in another order, with the depths that are wanted."""
-    model, made = tiny_model(), texts(8)
-    write_states(model, iter(made), plan(torch.float16), tmp_path, most_tokens=0, most_bytes=1e9)
-    kept = HiddenStateDataset(tmp_path, plan(torch.float16), (2, 4), length=45, seed=3)
-    captured = capture(model, made, plan(torch.float16))
-    found = [sequence for index in range(len(kept)) for sequence in [kept[index]]]
-    assert all(len(sequence) <= 45 and sequence.states.shape[1] == 2 for sequence in found)
-    pieces = {}
-    for sequence in found:
-        for text in sequence.texts.unique():
-            rows = sequence.texts == text
-            pieces[tuple(sequence.labels[rows].tolist())] = sequence.states[rows], sequence.own[rows]
-    assert len(pieces) == 8
-    for one in captured:
-        states, own = pieces[tuple(one.labels.tolist())]
-        assert states.equal(one.states[:, [1, 3]]) and own.equal(one.own)
-
-
 def test_states_that_overflow_are_refused() -> None:
     model = from_transformers(tiny_llama(initializer_range=0.02), layout="plain")
     embed = model.embed
@@ -427,60 +401,3 @@ def test_the_command_needs_data_and_a_folder_for_beside(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["train-exit", "--output-dir", str(tmp_path / "run"), *extra])
         assert result.exit_code == 2
         assert message in result.stderr
-
-
-def _launched(config: ExitTraining, lost_in_step: int | None = None) -> Path:
-    """Train in this process of several, of which the last may be lost."""
-    begin_launched()
-    gradient = ExitFit.gradient
-
-    def lost(self: Any, step: int) -> Any:
-        if step == lost_in_step and os.environ["RANK"] == "1":
-            os._exit(1)
-        return gradient(self, step)
-
-    ExitFit.gradient = lost  # type: ignore[method-assign]
-    return train_exit(config)
-
-
-def test_a_run_whose_process_was_lost_goes_on_with_as_many_as_there_are(checkpoint: Path, tmp_path: Path) -> None:
-    alone = train_exit(ExitTraining(**options(checkpoint, tmp_path / "one")))
-    config = ExitTraining(**options(checkpoint, tmp_path / "more"))
-    first, second = in_processes(2, _launched, config, 6)
-    assert isinstance(first, ProcessFailed)
-    assert second is None
-    latest = latest_checkpoint(tmp_path / "more" / "checkpoints")
-    assert latest is not None
-    assert latest[1] == 4
-    states = {path: path.stat().st_mtime_ns for path in (tmp_path / "more" / "states").rglob("*")}
-    results_of(3, _launched, config)
-    assert states == {path: path.stat().st_mtime_ns for path in (tmp_path / "more" / "states").rglob("*")}
-    for one, other in zip(weights(alone), weights(tmp_path / "more" / "exits")):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "more" / "log.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, len(steps) + 1))
-
-
-def test_states_of_a_model_that_one_device_does_not_hold(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A processor in the place of every GPU: the adapters are those of the model on one device."""
-    config = ExitTraining(**options(checkpoint, tmp_path / "spread", epochs=0.5, dtype="float32", device_map="auto"))
-    with pytest.raises(ValueError, match="spreads a model over several GPUs, and this machine has 0"):
-        train_exit(config)
-
-    def places(config: Any, *ignored: Any) -> dict[str, torch.device]:
-        layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
-        return dict.fromkeys(["model.embed_tokens", *layers, "model.norm", "lm_head"], torch.device("cpu"))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(spread_loading, "places", places)
-        patch.setattr(torch.cuda, "device_count", lambda: 2)
-        spread = train_exit(config)
-    whole = train_exit(replace(config, output_dir=str(tmp_path / "whole"), device_map=None))
-    for one, other in zip(weights(whole), weights(spread)):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-    with pytest.raises(ValueError, match="leave out device"):
-        replace(config, device="cpu")
-    (failed,) = {str(one).split("\n")[0] for one in in_processes(2, _launched, config)}
-    assert "from one process" in failed

@@ -3,24 +3,20 @@ import multiprocessing
 import os
 import signal
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import typer
 from transformers import AutoTokenizer, LlamaForCausalLM, Qwen2Config
-from typer.testing import CliRunner
 
 from launched_processes import results_of
 from layerskip_models import load_model
 from layerskip_models.checkpoints.named_models import NAMED_MODELS
 from layerskip_models.training import loop
 from layerskip_models.training.evaluation import evaluate, is_looping
-from layerskip_models.training.loop import command_for_config, train
-from layerskip_models.training.resumable_run import claim_output_dir
+from layerskip_models.training.loop import train
 from layerskip_models.training.saving import latest_checkpoint, rewind_log, write_folder
-from layerskip_models.training.training_config import TrainingConfig
 from tiny_training import TINY, begin_launched, tiny, weights, write_numbers
 
 
@@ -145,23 +141,6 @@ def test_micro_batches_change_nothing_but_rounding(text, finished, tmp_path):
         torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # raised, and usually hidden, by dynamo itself
-def test_compiled_layers_learn_the_same(text, finished, tmp_path, monkeypatch):
-    compiled = []
-    original = torch.compile
-
-    def traced(function):  # traced as for inductor, run by torch itself: no C++ compiler needed
-        compiled.append(function.__name__)
-        return original(function, backend="eager")
-
-    monkeypatch.setattr(torch, "compile", traced)
-    train(tiny(text, tmp_path / "out", compile=True))
-    assert compiled == ["run_layer"]
-    for name, value in weights(tmp_path / "out" / "model").items():
-        torch.testing.assert_close(value, weights(finished / "model")[name], rtol=1e-4, atol=1e-5)
-
-
 def test_continuing_from_a_checkpoint(text, finished, tmp_path):
     start = str(finished / "model")
     config = tiny(text, tmp_path / "out", init=start, max_steps=2, warmup_steps=0, learning_rate=1e-9, weight_decay=0)
@@ -244,48 +223,6 @@ def test_output_dir_of_another_run(text, finished, tmp_path):
         train(tiny(text, tmp_path))
 
 
-def test_a_run_from_before_an_option_existed_had_its_default(text, tmp_path):
-    config = tiny(text, tmp_path / "out", exit_loss="uniform", exit_loss_block=8)
-    claim_output_dir(config)
-    recorded = tmp_path / "out" / "config.json"
-    older = {name: value for name, value in json.loads(recorded.read_text()).items() if "exit_loss" not in name}
-    recorded.write_text(json.dumps(older))
-    (tmp_path / "out" / "checkpoints").mkdir()
-    claim_output_dir(config)
-    with pytest.raises(ValueError, match="another exit_loss:"):
-        claim_output_dir(replace(config, exit_loss="full"))
-
-
-def test_a_run_that_failed_before_it_learned_anything_leaves_its_folder_usable(text, tmp_path):
-    (tmp_path / "short.txt").write_text("a b c a b c")
-    folder = tmp_path / "out"
-    with pytest.raises(ValueError, match="too few for one sequence"):
-        train(tiny(str(tmp_path / "short.txt"), folder, vocab_size=258, holdout_fraction=0.0))
-    train(tiny(text, folder, max_steps=3))  # other data, and so another tokenizer
-    assert load_model(folder).num_layers == load_model(folder / "model").num_layers
-    with pytest.raises(ValueError, match="another seed"):  # now there is something to lose
-        train(tiny(text, folder, max_steps=3, seed=1))
-
-
-def test_the_command_says_where_the_model_is(text):
-    app = typer.Typer()
-    app.command()(command_for_config(lambda config: Path(config.output_dir) / "model"))
-    result = CliRunner().invoke(app, ["--data", text, "--output-dir", "out"])
-    assert result.exit_code == 0
-    assert result.stderr == 'saved to out/model; use it with: selfspec generate "Once" --model out/model\n'
-
-
-def test_ctrl_c_says_how_to_go_on(text):
-    def interrupted(config):
-        raise KeyboardInterrupt
-
-    app = typer.Typer()
-    app.command()(command_for_config(interrupted))
-    result = CliRunner().invoke(app, ["--data", text, "--output-dir", "out"])
-    assert (result.exit_code, result.stderr.count("\n")) == (130, 1)
-    assert "repeat the same command" in result.stderr
-
-
 def test_schedules(text, tmp_path):
     wsd = tiny(text, tmp_path, max_steps=10, warmup_steps=1, decay_fraction=0.5, learning_rate=1.0)
     # rise 1/2; constant until half; then (10 - step) / 5
@@ -296,25 +233,6 @@ def test_schedules(text, tmp_path):
     # (1 + cos(pi/2)) / 2 of the way between 1 and .1 in the middle
     assert [cosine.learning_rate_at(step, 10) for step in (0, 5)] == pytest.approx([1, 0.55])
     assert [wsd.sequence_length_at(step) for step in (7, 8)] == [16, 32]
-
-
-def test_options_are_the_fields(text, tmp_path):
-    seen = []
-    app = typer.Typer()
-    app.command()(command_for_config(lambda config: seen.append(config) or tmp_path))
-    arguments = ["--data", text, "--output-dir", str(tmp_path), "--exit-weights", "published", "--max-steps", "7"]
-    result = CliRunner().invoke(app, [*arguments, "--exclude", "a", "--exclude", "b", "--layer-dropout", "0.1"])
-    assert result.exit_code == 0, result.output
-    expected = TrainingConfig(
-        data=(text,),
-        output_dir=str(tmp_path),
-        exit_weights="published",
-        max_steps=7,
-        exclude=("a", "b"),
-        layer_dropout=0.1,
-    )
-    assert seen == [expected]
-    assert all(item.metadata["help"].endswith(".") for item in fields(TrainingConfig))
 
 
 def test_folders_are_written_whole(tmp_path):
