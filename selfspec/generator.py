@@ -194,8 +194,9 @@ class SelfSpecGenerator:
 
         options: those of `generate`, except `streamer`. They are checked before this returns, with the same errors.
         Returns an iterator over pieces of text (lists of token ids without a tokenizer), at most one for each round.
-        Leaving the loop ends the generation. When the text is complete, `result` is what `generate` would have returned;
-        the times in its statistics include what the caller did between pieces.
+        Where you may leave the loop early and keep the stream, write `with generator.stream(...) as stream:`, or `close` it.
+        When the text is complete, `result` is what `generate` would have returned; the times in its statistics include what
+        the caller did between pieces.
         """
         if "streamer" in options:
             raise TypeError("stream() takes no streamer: its pieces are what a streamer would get")
@@ -213,8 +214,8 @@ class SelfSpecGenerator:
 
         prompts: as in `generate`; a list of messages is one prompt.
         options: those of `generate`, except `streamer`: one value for all, or a list with one value for each prompt (seeds,
-            lengths, policies; for options that are lists themselves, such as stop_strings, a list of lists). Texts that share
-            a generator draw from it in turn; a seed is used for each text separately.
+            lengths, policies, stores; for options that are lists themselves, such as stop_strings, a list of lists). Texts
+            that share a generator draw from it in turn; a seed is used for each text separately.
         on_result: called with (index, result) as soon as a text is complete.
         Returns the results in the order of the prompts. All calls are checked before any runs, with the errors of `generate`.
         Raises BatchError, once all others are complete, if a text fails (with NaN logits, for example).

@@ -18,8 +18,9 @@ class GenerationStream(Iterator[str | list[int]]):
     """What `SelfSpecGenerator.stream` returns. A round runs in the caller's thread when its piece is asked for.
 
     Pieces are text, or lists of token ids if the generator has no tokenizer; joined they are `result.text` or
-    `result.new_tokens`. Leaving the loop early (`break`, an exception) or calling `close` ends the generation. So does the
-    end of a `with` statement, or garbage collection of the stream.
+    `result.new_tokens`. `close`, the end of a `with` statement, or garbage collection of the stream ends the generation.
+    Leaving a loop early (`break`, an exception) ends it only if nothing else holds the stream. Until the end its policy is in
+    use: another call gets a copy. Where you keep the stream, write `with generator.stream(...) as stream:`.
     result: what `generate` would have returned; None until the last piece was read, and for a text that broke off.
     """
 
