@@ -5,6 +5,7 @@ The texts are short, so that all of this takes a minute; `-m real` runs it alone
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from openai import OpenAI
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -114,6 +116,18 @@ def test_greedy_texts_are_transformers_own(each: int, exact: SelfSpecGenerator, 
             logits = reference(text, use_cache=False, logits_to_keep=text.shape[1] - start + 1).logits[0, :-1]
         chosen = logits.gather(1, text[0, start:, None]).squeeze(1)
         assert float((logits.amax(1) - chosen).max()) < NEAR_TIE
+
+
+def test_its_digits_are_split_first() -> None:
+    """As in the model's own tokenizer.json: single digits, then words as GPT-2 has them."""
+    tokenizer = load_tokenizer("smollm2")
+    right = copy.deepcopy(tokenizer.backend_tokenizer)
+    right.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    for text in (*TEXTS, *CODE, *REPEATING, "\n\n1. One", "a =  12", "|  7 |  12 |", "Total:\t\t42", "\n   3"):
+        assert tokenizer(text)["input_ids"] == right.encode(text).ids
+    assert tokenizer.tokenize("\n\n1. One") == ["ĊĊ", "1", ".", "ĠOne"]
 
 
 def test_a_text_is_the_same_alone_and_with_others(smollm2: SelfSpecGenerator) -> None:
