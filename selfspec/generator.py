@@ -154,8 +154,9 @@ class SelfSpecGenerator:
         messages: a conversation, [{"role": "user", "content": "..."}, ...], which the tokenizer's chat template turns into
             a prompt. If the last message is the assistant's, it is continued.
         max_new_tokens .. stop_strings: as in transformers' GenerationConfig, with its defaults and merging (this call
-            over `generation_config` over the checkpoint's). A temperature of 0 means greedy decoding. eos_token_id=[] means
-            that no token ends the text. Without any length, up to 128 new tokens are generated.
+            over `generation_config` over the checkpoint's). A temperature of 0 means greedy decoding. Where neither names an
+            eos_token_id, the tokenizer's end token ends a text as well as the checkpoint's; eos_token_id=[] means that no
+            token ends it. Without any length, up to 128 new tokens are generated.
         seed, generator: for sampling; give at most one. A generator must be on the model's device. A policy with measured
             cost (the default) drafts slightly differently in every process, so the same seed gives other samples. To repeat
             samples exactly, choose another policy, such as "auto:cost=layers".

@@ -182,7 +182,7 @@ def _sentencepiece(reader: GgufReader, tokens: Sequence[str], named: dict[str, s
     vocab = {token: place for place, token in enumerate(tokens)}
     merges = _merges(reader) if "tokenizer.ggml.merges" in reader.keys else None
     if merges is None:
-        scores = _list(reader, "scores", float, len(tokens))
+        scores = _list(reader, "scores", (int, float), len(tokens))
         merges = generate_merges(vocab, dict(zip(tokens, scores)))
     backend = Tokenizer(models.BPE(vocab, merges, unk_token=named.get("unk_token"), fuse_unk=True, byte_fallback=True))
     leads = bool(reader.value("tokenizer.ggml.add_space_prefix", True))
@@ -202,7 +202,7 @@ def _merges(reader: GgufReader) -> list[tuple[str, str]]:
     return [(merge[: (at := merge.index(" ", 1))], merge[at + 1 :]) for merge in merges]
 
 
-def _list(reader: GgufReader, name: str, kind: type, length: int | None = None) -> list[Any]:
+def _list(reader: GgufReader, name: str, kind: type | tuple[type, ...], length: int | None = None) -> list[Any]:
     """A list of the tokenizer's. length: that of the vocabulary, which it must have."""
     found = reader.value(f"tokenizer.ggml.{name}")
     if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
