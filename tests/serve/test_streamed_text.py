@@ -79,6 +79,15 @@ def test_a_stop_of_byte_tokens_ends_the_text_at_its_last_byte(stop: str) -> None
     assert text.push(tokens[:-2]) + text.finish() == "aB"
 
 
+def test_a_stop_may_begin_with_the_space_behind_the_prompt() -> None:
+    """Which is there only if the text is decoded after its prompt: SentencePiece tokenizers strip a text's first space."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    a, be, b = tokenizer.convert_tokens_to_ids(["▁a", "▁be", "b"])
+    assert stopped(StopTexts(tokenizer, [" be"], 1), [a, be, b], 1) == 2
+    text = TrimmedText(tokenizer, ["b"], prompt=[a])
+    assert text.push([be]) + text.finish() == " "
+
+
 def test_a_stop_is_found_where_tokens_are_shown_again() -> None:
     """A round that breaks off has shown tokens that are then not committed, or are shown once more."""
     a, be, dot, space = TOKENIZER.convert_tokens_to_ids(["a", " be", ".", " "])
@@ -98,8 +107,9 @@ PROMPT = "Question: Tom has 3 apples and buys 4 more. How many \N{DEER}\N{DEER}"
 
 def logged(offline: SelfSpecGenerator, **options: object) -> tuple[DraftLog, GenerationResult]:
     assert offline.tokenizer is not None
-    log, result = DraftLog(offline.tokenizer), None
-    for seconds, progress in enumerate(run_calls([offline.check(PROMPT, trace=True, **options)])):
+    call = offline.check(PROMPT, trace=True, **options)
+    log, result = DraftLog(offline.tokenizer, call.request.prompt), None
+    for seconds, progress in enumerate(run_calls([call])):
         log.add(Piece(index=0, steps=[progress], seconds=float(seconds)))
         result = progress.result
     assert result is not None
