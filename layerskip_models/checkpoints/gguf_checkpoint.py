@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from layerskip_models.checkpoints.config_checks import shell_of
-from layerskip_models.checkpoints.gguf_metadata import ROPE_FACTORS, architecture_of, read_config
+from layerskip_models.checkpoints.gguf_metadata import (
+    ROPE_FACTORS,
+    UnsupportedModelError,
+    architecture_of,
+    read_config,
+)
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.gguf_tokenizer import build_tokenizer
 from layerskip_models.checkpoints.gguf_weights import GgufWeights
@@ -127,6 +132,8 @@ def _named(path: Path) -> Iterator[None]:
     """Within it a ValueError, which begins with what the file does or has, is a sentence that also says what to do."""
     try:
         yield
+    except UnsupportedModelError as error:
+        raise ValueError(f"{path} {error}") from error
     except ValueError as error:
         raise ValueError(f"{path} {error}: load the checkpoint that the file was made from") from error
 
