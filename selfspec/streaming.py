@@ -2,8 +2,8 @@
 
 Text is passed on as soon as its characters are complete. The chunks together are what the new tokens add to the prompt's
 text: `tokenizer.decode(new_tokens, skip_special_tokens=True)`, and perhaps a space before it, since SentencePiece
-tokenizers strip the first one of every text that they decode. transformers' TextStreamer does not give that: it waits for spaces
-and decodes every line by itself, which loses the space at the beginning of a line with SentencePiece tokenizers (Llama 2).
+tokenizers strip the first one of every text that they decode. transformers' TextStreamer does not give that: it waits for
+spaces and decodes every line by itself, which loses the space at the beginning of a line with such tokenizers (Llama 2).
 DecodeStream of tokenizers 0.23 gives other texts or raises for byte-fallback tokens, drops incomplete characters at the end,
 and cannot look ahead at drafts.
 """

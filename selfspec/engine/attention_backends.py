@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.backends import cuda as backends
 
+from layerskip_models.fork_safe import fork_safe
+
 _AS_IT_IS = nullcontext()
 
 
@@ -19,7 +21,7 @@ class _WithoutCuDNN:
     """PyTorch's switches belong to the process, so whoever enters first sets them and whoever leaves last puts them back."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._inside = 0
         self._before = (True, True, True, True)
 

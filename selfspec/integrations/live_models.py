@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary, proxy
 
+from layerskip_models.fork_safe import fork_safe
 from selfspec.engine.draft_choice import DraftWeights
 from selfspec.generator import SelfSpecGenerator
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _generators: WeakKeyDictionary[PreTrainedModel, dict[str, SelfSpecGenerator]] = WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 
 
 def generator_of(model: PreTrainedModel, draft_weights: DraftWeights = "auto") -> SelfSpecGenerator:
