@@ -120,7 +120,9 @@ def build_tokenizer(path: Path, reader: GgufReader) -> PreTrainedTokenizerBase:
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"has a tokenizer of the kind {kind!r}, and 'gpt2' and 'llama' are read")
     tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(_list(reader, "tokens", str))]
-    types = _list(reader, "token_type", int, len(tokens))
+    types = [1] * len(tokens)
+    if "tokenizer.ggml.token_type" in reader.keys:
+        types = _list(reader, "token_type", int, len(tokens))
     if len({*tokens}) < len(tokens):
         raise ValueError("has two tokens of one spelling")
     ids = {} if kind == "gpt2" else {**_SENTENCEPIECE_IDS}
@@ -144,7 +146,6 @@ def build_tokenizer(path: Path, reader: GgufReader) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         name_or_path=str(path),
-        extra_special_tokens=sorted(special - {*named.values()}, key=tokens.index),
         clean_up_tokenization_spaces=False,
         **({"chat_template": template} if isinstance(template, str) else {}),
         **{"bos_token": None, "eos_token": None, **named, **adds},

@@ -145,12 +145,14 @@ def test_messages_are_written_as_the_tokenizer_writes_them(smollm2: SelfSpecGene
     assert "<|im_start|>system\nYou are a helpful AI assistant named SmolLM" in smollm2.tokenizer.decode(template)
 
 
-def test_the_tokenizer_is_the_one_that_transformers_finds(smollm2: SelfSpecGenerator) -> None:
+def test_the_tokenizer_is_the_one_that_transformers_finds_but_for_its_split(smollm2: SelfSpecGenerator) -> None:
     path = _MODEL.find()
     assert path is not None
     found, meant = smollm2.tokenizer, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    assert type(found) is type(meant)
-    assert found.backend_tokenizer.to_str() == meant.backend_tokenizer.to_str()
+    assert (found.get_vocab(), found.all_special_ids) == (meant.get_vocab(), meant.all_special_ids)
+    for text in (*QUESTIONS, *TEXTS, *REPEATING):
+        if not any(letter.isdigit() for letter in text):
+            assert found(text)["input_ids"] == meant(text)["input_ids"]
     assert (found.special_tokens_map, found.chat_template) == (meant.special_tokens_map, meant.chat_template)
 
 
