@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -93,10 +93,10 @@ def tried(
         return None
 
 
-def until_end(prompt: EncodedPrompt, engine: TimedEngine, max_new_tokens: int, end: int | None) -> EncodedPrompt:
-    """The prompt with the length of an engine's answer, which the token `end` ends; at least 2: decoding takes time."""
+def until_end(prompt: EncodedPrompt, engine: TimedEngine, max_new_tokens: int, ends: Collection[int]) -> EncodedPrompt:
+    """The prompt with the length of an engine's answer, which one of `ends` ends; at least 2: decoding takes time."""
     tokens = engine.generate(prompt.ids, max_new_tokens).tokens
-    size = tokens.index(end) + 1 if end in tokens else len(tokens)
+    size = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
     return replace(prompt, answer_tokens=max(size, 2))
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,19 +25,17 @@ _LONGEST_CUE = 60  # characters
 
 
 class Scorer:
-    """Scores the tokens that an engine generated for a prompt. tokenizer: of the model."""
+    """Scores the tokens that an engine generated for a prompt. tokenizer: of the model. ends: tokens that end a text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> None:
+        self._tokenizer, self._ends = tokenizer, ends
 
     def __call__(self, prompt: EncodedPrompt, tokens: Sequence[int]) -> dict[str, float] | None:
         """Metric -> score in [0, 1]; None for a prompt without a reference, or with one that cannot be scored."""
         if prompt.origin is None:
             return None
-        eos = self._tokenizer.eos_token_id
-        kept = list(tokens)
-        if eos in kept:  # engines are measured with EOS off, and go on after it
-            kept = kept[: kept.index(eos)]
+        # Engines are measured with EOS off, and go on after it.
+        kept = [*takewhile(lambda token: token not in self._ends, tokens)]
         return score(prompt.origin, self._tokenizer.decode(kept, skip_special_tokens=True))
 
 

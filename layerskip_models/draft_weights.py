@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from layerskip_models.decoder_layer import DecoderLayer, Linear
+from layerskip_models.fork_safe import fork_safe
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
 from layerskip_models.grouped_linear import GroupedLinear
 from layerskip_models.grouped_weight import GroupedWeight
@@ -33,7 +34,7 @@ from layerskip_models.model import LayerSkipModel
 DRAFT_BITS: dict[int, Layout] = {8: "int8", 4: "int4"}
 """The numbers of bits that drafts can be made in, and the layout of each."""
 _PIECE = 1 << 22  # numbers that are in float32 at a time
-_making = threading.Lock()
+_making = fork_safe(threading.Lock())
 
 
 def draft_bytes(model: LayerSkipModel, bits: int) -> int:

@@ -25,6 +25,7 @@ from layerskip_models.backends.protocol import Capture, LayerBackend
 from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.families import family_of, head_dim_of
+from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from layerskip_models.exits.steering import Steering
 
 _NO_TEAM = nullcontext()
-_growing = threading.Lock()  # while any model's rotary table grows
+_growing = fork_safe(threading.Lock())  # while any model's rotary table grows
 
 
 def resolve_kv_dtype(kv_dtype: str | torch.dtype, dtype: torch.dtype) -> torch.dtype:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.engine import run_calls
 from selfspec.engine.results import GenerationResult
@@ -35,8 +36,8 @@ def check_all(
 ) -> list[BoundRequest]:
     """Check every call of a batch.
 
-    options: each holds one value for all texts, or a list with one for each. Those that are lists themselves, such as
-    stop_strings, need a list of lists to hold one for each text.
+    options: each holds one value for all texts, or a list with one for each. The value of some is a list itself, such as
+    stop_strings: a list of these is one value for all, unless an item is None or such a value by itself.
     Raises ValueError for a list of the wrong length, and the same errors as `generate`, naming the text.
     """
     separate = {name: value for name, value in options.items() if _is_for_each(name, value)}
@@ -56,7 +57,14 @@ def check_all(
 
 
 def _is_for_each(name: str, value: object) -> bool:
-    return type(value) is list and (name not in _LISTS or any(item is None or isinstance(item, list) for item in value))
+    return type(value) is list and (name not in _LISTS or any(_is_whole(name, item) for item in value))
+
+
+def _is_whole(name: str, item: object) -> bool:
+    """Whether an item of a list is a value of this option by itself. A list of token ids to copy from is a part of one."""
+    if name == "copy_from" and isinstance(item, list) and all(type(token) is int for token in item):
+        return False
+    return item is None or isinstance(item, (list, tuple, CopyStore))
 
 
 def completed(checked: list[BoundRequest], batch_size: int) -> Generator[tuple[int, GenerationResult | Exception]]:

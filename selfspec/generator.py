@@ -152,8 +152,9 @@ class SelfSpecGenerator:
         messages: a conversation, [{"role": "user", "content": "..."}, ...], which the tokenizer's chat template turns into
             a prompt. If the last message is the assistant's, it is continued.
         max_new_tokens .. stop_strings: as in transformers' GenerationConfig, with its defaults and merging (this call
-            over `generation_config` over the checkpoint's). A temperature of 0 means greedy decoding. eos_token_id=[] means
-            that no token ends the text. Without any length, up to 128 new tokens are generated.
+            over `generation_config` over the checkpoint's). A temperature of 0 means greedy decoding. Where neither names an
+            eos_token_id, the tokenizer's end token ends a text as well as the checkpoint's; eos_token_id=[] means that no
+            token ends it. Without any length, up to 128 new tokens are generated.
         seed, generator: for sampling; give at most one. A generator must be on the model's device. A policy with measured
             cost (the default) drafts slightly differently in every process, so the same seed gives other samples. To repeat
             samples exactly, choose another policy, such as "auto:cost=layers".
@@ -192,8 +193,9 @@ class SelfSpecGenerator:
 
         options: those of `generate`, except `streamer`. They are checked before this returns, with the same errors.
         Returns an iterator over pieces of text (lists of token ids without a tokenizer), at most one for each round.
-        Leaving the loop ends the generation. When the text is complete, `result` is what `generate` would have returned;
-        the times in its statistics include what the caller did between pieces.
+        Where you may leave the loop early and keep the stream, write `with generator.stream(...) as stream:`, or `close` it.
+        When the text is complete, `result` is what `generate` would have returned; the times in its statistics include what
+        the caller did between pieces.
         """
         if "streamer" in options:
             raise TypeError("stream() takes no streamer: its pieces are what a streamer would get")
@@ -211,8 +213,8 @@ class SelfSpecGenerator:
 
         prompts: as in `generate`; a list of messages is one prompt.
         options: those of `generate`, except `streamer`: one value for all, or a list with one value for each prompt (seeds,
-            lengths, policies; for options that are lists themselves, such as stop_strings, a list of lists). Texts that share
-            a generator draw from it in turn; a seed is used for each text separately.
+            lengths, policies, stores; for options that are lists themselves, such as stop_strings, a list of lists). Texts
+            that share a generator draw from it in turn; a seed is used for each text separately.
         on_result: called with (index, result) as soon as a text is complete.
         Returns the results in the order of the prompts. All calls are checked before any runs, with the errors of `generate`.
         Raises BatchError, once all others are complete, if a text fails (with NaN logits, for example).

@@ -45,7 +45,7 @@ def read_template(choice: str | None) -> ChatTemplate:
     """ "plain", the path of a Jinja file, or None for the tokenizer's own. Raises OSError if there is no such file."""
     if choice is None:
         return OWN_TEMPLATE
-    return PLAIN_TEMPLATE if choice == PLAIN else ChatTemplate(Path(choice).read_text(encoding="utf-8"))
+    return PLAIN_TEMPLATE if choice == PLAIN else ChatTemplate(Path(choice).read_text(encoding="utf-8-sig"))
 
 
 def template_of(model: str | None, choice: str | None) -> ChatTemplate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from selfspec.engine.batch_slot import BoundRequest
@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 class GenerationStream(Iterator[str | list[int]]):
     """What `SelfSpecGenerator.stream` returns. A round runs in the caller's thread when its piece is asked for.
 
-    Pieces are text, or lists of token ids if the generator has no tokenizer; joined they are `result.text` or
-    `result.new_tokens`. Leaving the loop early (`break`, an exception) or calling `close` ends the generation. So does the
-    end of a `with` statement, or garbage collection of the stream.
+    Pieces are text, or lists of token ids if the generator has no tokenizer; joined they are `result.new_tokens`, or what
+    these add to the prompt's text: `result.text`, and perhaps a space before it, which SentencePiece tokenizers strip from a
+    text that is decoded by itself. `close`, the end of a `with` statement, or garbage collection of the stream ends the
+    generation. Leaving a loop early (`break`, an exception) ends it only if nothing else holds the stream. Until the end its
+    policy is in use: another call gets a copy. Where you keep the stream, write `with generator.stream(...) as stream:`.
     result: what `generate` would have returned; None until the last piece was read, and for a text that broke off.
     """
 
     def __init__(self, call: BoundRequest) -> None:
         self.result: GenerationResult | None = None
         self._steps = run_calls([call])
-        self._pieces: Iterator[str | list[int]] = _pieces(self._steps, call.tokenizer)
+        self._pieces: Iterator[str | list[int]] = _pieces(self._steps, call.tokenizer, call.request.prompt.tolist())
 
     def __iter__(self) -> GenerationStream:
         return self
@@ -58,10 +60,10 @@ class GenerationStream(Iterator[str | list[int]]):
 
 
 def _pieces(
-    steps: Iterator[StepOutput], tokenizer: PreTrainedTokenizerBase | None
+    steps: Iterator[StepOutput], tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int]
 ) -> Generator[str | list[int], None, GenerationResult | None]:
     """No method of the stream: a reference to it would delay its garbage collection."""
-    decoder = None if tokenizer is None else IncrementalDecoder(tokenizer)
+    decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt)
     result = None
     for step in steps:
         result = step.result

@@ -1,8 +1,9 @@
 """Committed text as it comes; on request the drafts too, and what became of each.
 
-Text is passed on as soon as its characters are complete. The chunks together are exactly
-`tokenizer.decode(new_tokens, skip_special_tokens=True)`. transformers' TextStreamer does not give that: it waits for spaces
-and decodes every line by itself, which loses the space at the beginning of a line with SentencePiece tokenizers (Llama 2).
+Text is passed on as soon as its characters are complete. The chunks together are what the new tokens add to the prompt's
+text: `tokenizer.decode(new_tokens, skip_special_tokens=True)`, and perhaps a space before it, since SentencePiece
+tokenizers strip the first one of every text that they decode. transformers' TextStreamer does not give that: it waits for
+spaces and decodes every line by itself, which loses the space at the beginning of a line with such tokenizers (Llama 2).
 DecodeStream of tokenizers 0.23 gives other texts or raises for byte-fallback tokens, drops incomplete characters at the end,
 and cannot look ahead at drafts.
 """
@@ -28,6 +29,8 @@ after a draft that was accepted completely. rejected: a draft that was not commi
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_CLEANED = 3
+"""Longest end of a text that clean_up_tokenization_spaces may change with what follows: a space and two more characters."""
 _MANY = 16
 """Number of pending tokens at which the decoder tries to release the first ones. No character has that many bytes."""
 
@@ -37,15 +40,22 @@ class IncrementalDecoder:
 
     Each piece is decoded together with the tokens of the piece before it, because some tokenizers strip the space at the
     beginning of a text. The cost of a token does not depend on how many came before it.
+    prompt: the ids that the text follows. After a special token a text begins anew, and no space is kept.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._special = _skipped(tokenizer)
         self._is_byte: dict[int, bool] = {}
         self._context: list[int] = []  # whose text was returned
         self._pending: list[int] = []
+        self._given = 0  # characters of what is pending that were returned
         self._many = _MANY
+        self._cleans = _cleans(tokenizer)
+        for token in prompt[-_MANY:]:
+            self._context = [] if token in self._special else [*self._context, token]
+        if self._held_from(text := self._decode(self._context)) < len(text) or text.endswith(_REPLACEMENT):
+            self._context = []  # ends within a character
 
     @property
     def num_pending(self) -> int:
@@ -61,21 +71,30 @@ class IncrementalDecoder:
         text = self.peek([])
         if text.endswith(_REPLACEMENT):
             return self._first_part(text)
+        held = self._held_from(text)
+        if held < len(text):
+            self._given += held
+            return text[:held]
         # Tokens without text are no context for the next piece, so the earlier context stays.
-        self._context = self._pending if text else self._context + self._pending
-        self._pending, self._many = [], _MANY
+        self._context = self._pending if text or self._given else self._context + self._pending
+        self._pending, self._given, self._many = [], 0, _MANY
         return text
 
     def peek(self, tokens: Sequence[int]) -> str:
         """The text that `tokens` would add to what `push` returned, complete or not. The state does not change."""
         before = self._decode(self._context)
-        return self._decode([*self._context, *self._pending, *tokens])[len(before) :]
+        return self._decode([*self._context, *self._pending, *tokens])[len(before) + self._given :]
 
     def finish(self) -> str:
         """The rest, with incomplete characters as U+FFFD. The decoder can then be used for another text."""
         text = self.peek([])
-        self._context, self._pending, self._many = [], [], _MANY
+        self._context, self._pending, self._given, self._many = [], [], 0, _MANY
         return text
+
+    def _held_from(self, text: str) -> int:
+        """Where the end of a text begins that a tokenizer may yet change: it takes the space out of " ," or " n't"."""
+        space = text.rfind(" ") if self._cleans else -1
+        return len(text) if space < 0 or len(text) - space > _CLEANED else space
 
     def _first_part(self, text: str) -> str:
         """The text of the first of many pending tokens. The last ones may be an incomplete character.
@@ -83,7 +102,7 @@ class IncrementalDecoder:
         They can be released where the text of the remaining tokens does not depend on them. Later bytes cannot change that,
         since at least as many tokens remain as a character has bytes.
         """
-        if len(self._pending) < self._many:
+        if len(self._pending) < self._many or self._given:
             return ""
         before = len(self._decode(self._context))
         for cut in range(len(self._pending) - 4, len(self._pending) - 12, -1):
@@ -114,6 +133,16 @@ def _skipped(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     if not tokenizer.is_fast:
         return frozenset(tokenizer.all_special_ids)
     return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
+
+
+def _cleans(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether decoding takes spaces out before punctuation."""
+    from tokenizers.decoders import WordPiece
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) or isinstance(
+        getattr(backend, "decoder", None), WordPiece
+    )
 
 
 def token_fates(record: RoundRecord) -> list[tuple[int, Fate]]:
@@ -169,7 +198,7 @@ class TextStreamer:
         write: Callable[[str], object],
         on_start: Callable[[], object] = lambda: None,
     ) -> None:
-        self._decoder = IncrementalDecoder(tokenizer)
+        self._tokenizer, self._decoder = tokenizer, IncrementalDecoder(tokenizer)
         self._write = write
         self._on_start = on_start
         self.started = False
@@ -180,6 +209,7 @@ class TextStreamer:
             self._show(value.tolist())
         else:
             self.started = True
+            self._decoder = IncrementalDecoder(self._tokenizer, value.flatten()[-_MANY:].tolist())
             self._on_start()
 
     def end(self) -> None:

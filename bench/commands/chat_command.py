@@ -33,9 +33,11 @@ from bench.record import Line
 from layerskip_models import load_model, load_tokenizer
 from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
+from layerskip_models.checkpoints.loading import find_source
 from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import one_line_errors
 from selfspec.defaults import DEFAULT_POLICY
+from selfspec.engine.request import end_tokens
 
 _FIRST = torch.tensor([0])
 """A prompt of one token: what happens only at the first call is part of loading."""
@@ -118,7 +120,8 @@ def chat(
         started, missing = start_all(dict(others), peer_timeout, running)
         processes = [ours, *started]
         engines = [peer.engines[0] for peer in processes]
-        samples = [until_end(sample, engines[0], max_new_tokens, tokenizer.eos_token_id) for sample in samples]
+        ends = end_tokens(find_source(path, None, True).generation_config(), tokenizer)
+        samples = [until_end(sample, engines[0], max_new_tokens, ends) for sample in samples]
         about = {
             **configuration(path.name, samples, max_new_tokens, repeats, warmups),
             "eos": "where plain decoding ends",

@@ -37,6 +37,7 @@ from policies import LayerCost, Policy, kept_between_texts, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli.notes import one_line_errors
 from selfspec.defaults import fixed_setting
+from selfspec.engine.request import end_tokens
 from selfspec.engine.runners.choice import resolve_runner
 
 DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
@@ -150,7 +151,7 @@ def run(
             warmups=warmups,
             grid=grid,
             sampled=sampling is not None,
-            score=Scorer(tokenizer),
+            score=Scorer(tokenizer, end_tokens(generator.model.generation_config, tokenizer)),
         )
         cost = measuring.costs()
         measuring.limits()

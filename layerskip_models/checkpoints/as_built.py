@@ -24,6 +24,8 @@ _HARMLESS_HOOKS = ("output_capturing_hook", "make_inputs_require_grads")
 _BIASED = tuple(f".{name}_proj" for name in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down"))
 """Linears whose bias is taken over, whatever the configuration says of it."""
 
+_OF_AN_EMPTY_CLASS = frozenset({"__module__", "__doc__", "__firstlineno__", "__static_attributes__", "config_class"})
+
 
 def check_as_built(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """ValueError that names the first module that computes something else than the family's class would."""
@@ -60,9 +62,15 @@ def _check_hooks(name: str, hooks: dict[int, Any]) -> None:
 
 def _check_class(name: str, module: nn.Module, expected: type[nn.Module]) -> None:
     """The module is of exactly the family's class, and nobody has replaced its forward."""
-    if module.__class__ is not expected:
+    own = module.__class__
+    if own is not expected and own.__base__ is expected and not vars(own).keys() - _OF_AN_EMPTY_CLASS:
         raise ValueError(
-            f"{name} is a {_called(module.__class__)} where the configuration builds a {_called(expected)}, and what it adds "
+            f"{name} is a {_called(own)}, a subclass of {_called(expected)}, and only the class itself is taken. It adds "
+            f"nothing, so make it one: module.__class__ = {expected.__qualname__}"
+        )
+    if own is not expected:
+        raise ValueError(
+            f"{name} is a {_called(own)} where the configuration builds a {_called(expected)}, and what it adds "
             f"would be left out: {MERGE}, or put the original module back"
         )
     owner = next(base for base in expected.__mro__ if "forward" in vars(base))

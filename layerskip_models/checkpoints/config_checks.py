@@ -41,6 +41,8 @@ def check_fields(config: Any, family: Family, name: str) -> None:
     if getattr(config, "head_dim", None) is not None:
         fits = _is_count(config.head_dim) and config.head_dim <= _LARGEST_HEAD
         _check(fits, name, config, "head_dim", f"a whole number from 1 to {_LARGEST_HEAD}")
+    fits = config.hidden_size // heads <= _LARGEST_HEAD
+    _check(fits, name, config, "hidden_size", f"at most {_LARGEST_HEAD} for each of {heads} heads")
     eps = config.rms_norm_eps
     _check(isinstance(eps, (int, float)) and 0 <= eps < math.inf, name, config, "rms_norm_eps", "a number from 0")
     if not getattr(config, "is_causal", True):

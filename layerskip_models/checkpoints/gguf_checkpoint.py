@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from layerskip_models.checkpoints.config_checks import shell_of
-from layerskip_models.checkpoints.gguf_metadata import ROPE_FACTORS, architecture_of, read_config
+from layerskip_models.checkpoints.gguf_metadata import (
+    ROPE_FACTORS,
+    UnsupportedModelError,
+    architecture_of,
+    read_config,
+)
 from layerskip_models.checkpoints.gguf_reader import GgufReader
+from layerskip_models.checkpoints.gguf_tokenizer import build_tokenizer
 from layerskip_models.checkpoints.gguf_weights import GgufWeights
 
 if TYPE_CHECKING:
@@ -92,20 +98,21 @@ def gguf_generation_config(path: Path, config: PreTrainedConfig) -> GenerationCo
 def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer beside the file, or the one that the file describes.
 
-    Raises FileNotFoundError where there is neither, or transformers cannot build it.
+    options: of transformers' `from_pretrained`, for one that lies beside the file.
+    Raises FileNotFoundError where there is neither, or the file's is of a kind that is not known.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
     if (path.parent / "tokenizer.json").is_file() or (path.parent / "tokenizer.model").is_file():
         return AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **options)
-    # The class that AutoTokenizer finds for a Llama, after it has read the whole file with gguf's own reader.
-    kind: Any = PreTrainedTokenizerFast if architecture_of(_reader(path)) == "llama" else AutoTokenizer
     try:
-        return kind.from_pretrained(path.parent, gguf_file=path.name, **options)
+        return build_tokenizer(path, _reader(path))
+    except OSError:
+        raise
     except Exception as error:  # of many kinds: the vocabulary is somebody else's
+        what = error if isinstance(error, ValueError) else f"has a tokenizer that cannot be built ({error})"
         raise FileNotFoundError(
-            f"{path} has no tokenizer that transformers can build ({error}): "
-            "put the tokenizer.json of the original checkpoint beside it"
+            f"{path} {what}: put the tokenizer.json of the original checkpoint beside it"
         ) from error
 
 
@@ -125,6 +132,8 @@ def _named(path: Path) -> Iterator[None]:
     """Within it a ValueError, which begins with what the file does or has, is a sentence that also says what to do."""
     try:
         yield
+    except UnsupportedModelError as error:
+        raise ValueError(f"{path} {error}") from error
     except ValueError as error:
         raise ValueError(f"{path} {error}: load the checkpoint that the file was made from") from error
 

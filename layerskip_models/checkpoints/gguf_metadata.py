@@ -18,6 +18,7 @@ import numpy as np
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.typed_fields import is_int, is_number
 from layerskip_models.families import FAMILIES
+from layerskip_models.families.unsupported import need_of
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
 """By llama.cpp's names, which are also transformers' names of the families. A Mistral's file is one of a Llama."""
@@ -31,6 +32,8 @@ _MORE_SIZES = (
     "rope.dimension_count",
     "vocab_size",
 )
+_TEXT_KINDS = {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "llama4": "llama4_text"}
+"""transformers' names of the language models that llama.cpp calls so."""
 _ROPE = ("rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor")
 _UNUSED = frozenset(
     {
@@ -41,9 +44,14 @@ _UNUSED = frozenset(
 )  # fmt: skip
 """Keys about embeddings, about how the file was made, and about "yarn", which is refused."""
 _READ = frozenset({*_SIZES, *_MORE_SIZES, *_ROPE, _EPS, _BASE, _WINDOW})
+_LARGEST_HEAD = 1 << 14
 _TOKENS = ("bos", "eos", "eot", "eom", "padding")
 _DEFAULT_BASE = 10000.0
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+class UnsupportedModelError(ValueError):
+    """No checkpoint of such a model is run, whatever its format."""
 
 
 def architecture_of(reader: GgufReader) -> str:
@@ -71,6 +79,8 @@ def read_keys(reader: GgufReader) -> dict[str, Any]:
             raise ValueError(f"says {prefix}{name} = {keys[name]!r}, and a number above 0 is meant")
     for name in sorted(keys.keys() - _READ - _UNUSED):
         if not _is_off(name, keys[name]):
+            if name == "expert_count":
+                raise UnsupportedModelError(f"has {keys[name]} experts, which would need {need_of('mixtral')}")
             raise ValueError(f"says {prefix}{name} = {keys[name]!r}, which is not read")
     for kind in _TOKENS:
         _token(reader, kind)
@@ -81,8 +91,15 @@ def read_config(reader: GgufReader) -> Any:
     """transformers' configuration of the model. Raises ValueError for what is not read, or what the family does not do."""
     kind = architecture_of(reader)
     if kind not in ARCHITECTURES:
-        raise ValueError(f"is a {kind!r} model; GGUF files of {', '.join(ARCHITECTURES)} are read")
+        read = f"GGUF files of {', '.join(ARCHITECTURES)} are read"
+        if kind not in FAMILIES:
+            raise UnsupportedModelError(
+                f"is a {kind!r} model, which would need {need_of(_TEXT_KINDS.get(kind, kind))}; {read}"
+            )
+        raise ValueError(f"is a {kind!r} model; {read}")
     keys = read_keys(reader)
+    if keys["block_count"] > len(reader.tensors):  # before anything is built of each
+        raise ValueError(f"says {kind}.block_count = {keys['block_count']}, and it has {len(reader.tensors)} tensors")
     vocab_size = keys.get("vocab_size") or reader.length("tokenizer.ggml.tokens")
     try:
         config: Any = FAMILIES[kind].config(
@@ -108,6 +125,8 @@ def _complete(config: Any, keys: dict[str, Any], reader: GgufReader) -> None:
         raise ValueError("lacks llama.attention.head_count_kv, without which transformers leaves keys in another order")
     config.num_key_value_heads = keys.get("attention.head_count_kv", heads)
     head_dim = keys.get("attention.key_length", width // heads)
+    if head_dim > _LARGEST_HEAD:
+        raise ValueError(f"has heads of {head_dim} numbers, and at most {_LARGEST_HEAD} are meant")
     if keys.get("attention.value_length", head_dim) != head_dim:
         raise ValueError("has values of another size than keys, which is not read")
     if hasattr(config, "head_dim") or head_dim != width // heads:

@@ -15,6 +15,7 @@ from layerskip_models.checkpoints.gguf_checkpoint import gguf_file, gguf_tokeniz
 from layerskip_models.checkpoints.quantised import has_few_bits, quantisation_of
 from layerskip_models.checkpoints.source import Source
 from layerskip_models.checkpoints.supported import DTYPES, check_config
+from layerskip_models.checkpoints.typed_fields import is_int
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
 from layerskip_models.linear import Layout, check_layout
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 DEMO_PATH = Path(__file__).parent.parent / "demo"
 """The checkpoint that ships with the package."""
+_MOST_LAYERS = 1 << 14
 FEW_BITS: tuple[Layout, ...] = ("int8", "int4")
 """Names of dtypes that are layouts of the weights."""
 
@@ -191,10 +193,16 @@ def load_config(
 
 
 def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -> PreTrainedConfig:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     with clear_errors(name):
         try:
+            # transformers makes lists as long as a configuration says.
+            said, _ = PreTrainedConfig.get_config_dict(name, revision=revision, local_files_only=local_files_only)
+            if is_int(layers := said.get("num_hidden_layers")) and layers > _MOST_LAYERS:
+                raise OSError(
+                    f"{name} has num_hidden_layers={layers}, and at most {_MOST_LAYERS} are meant: copy it again"
+                )
             config = AutoConfig.from_pretrained(
                 name, revision=revision, local_files_only=local_files_only, trust_remote_code=False
             )

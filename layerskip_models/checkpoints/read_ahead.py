@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from layerskip_models.fork_safe import fork_safe
+
 _AHEAD = 64 << 20  # bytes that are asked for before they are wanted: enough to keep a disk busy between two matrices
 
 
@@ -19,7 +21,7 @@ class ReadFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("rb", buffering=0)
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def read(self, room: memoryview, at: int) -> None:
         """Fill `room`, of bytes, from this place on. Raises OSError if the file ends before."""
@@ -61,7 +63,7 @@ class ReadAhead:
         self._starts: list[int] = []  # how many bytes come before each part
         self._turns: dict[tuple[Path, int], int] = {}
         self._total, self._asked = 0, 0
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def expect(self, parts: Iterable[tuple[ReadFile, int, int]]) -> None:
         """Add parts: each a file, a place in it, and a size."""

@@ -18,7 +18,7 @@ INLINE int as_integers(const Matrix *m) { return m->interleaved && m->kind != BF
 
 #define DIGITS 3         /* bytes per number of a row, for 8-bit weights */
 #define GROUPED_DIGITS 2 /* the same for weights in groups: beside that of 4-bit weights the error is a hundred-thousandth */
-#define FINER 64         /* weights in groups: a row gets more digits if its largest magnitude exceeds the mean this many times */
+#define FINER 64         /* weights in groups: a row gets more digits if its largest magnitude exceeds the others' mean this many times */
 #define FINER_BITS 15    /* bits by which the finer digits' unit is below the first digits' */
 #define CHUNK_INPUTS 64  /* inputs whose digits are prepared together */
 #define QUADS 16         /* runs of four inputs in a chunk */

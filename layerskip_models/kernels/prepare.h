@@ -115,11 +115,12 @@ INLINE void put_grouped_chunk(const vi *q, const Matrix *m, int64_t rows, int64_
   }
 }
 
-/* Whether most of a row is so much smaller than its largest number that two digits would lose too much. */
+/* Whether most of a row is so much smaller than its largest number that two digits would lose too much: compared with the mean of
+ * the others, since the largest alone may be all of a short row's mean. */
 INLINE int wants_finer(const float *x, int64_t in, float largest) {
   vf total = {0};
   for (int64_t i = 0; i < in; i += LANES) total += (vf)((vi)load(x + i) & 0x7fffffff);
-  return (double)largest * in > FINER * (double)sum(total);
+  return (double)largest * (in - 1) > FINER * ((double)sum(total) - largest);
 }
 
 /* Convert rows [rows, in] to digits for weights in groups. Layout: for each chunk of 64 inputs [run of four inputs, row, digit, 4],

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kernels.library import pool
 from layerskip_models.topology import num_physical_cores
 
@@ -36,7 +37,7 @@ class Usable:
 
 
 _kept: deque[tuple[int, tuple[object, ...]]] = deque()
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 _here = threading.local()
 _seen = (0.0, Usable(1, 1))  # what may be used, and until when that is valid (time.monotonic)
 

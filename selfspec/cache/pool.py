@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kv_cache import KVCache
 from selfspec.cache.prefix_cache import ANYONE, MOST_KEPT, Owner, PrefixCache, num_common
 from selfspec.cache.slots import CacheSlot, IdleSlots, no_tokens
@@ -62,7 +63,7 @@ class KVCachePool:
         self._times_forgotten = 0
         self._is_changing = False
         self._idle_runner: EagerRunner | None = None
-        self._lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
+        self._lock = fork_safe(threading.RLock())  # re-entered when a stream is finalised by the garbage collector
 
     @property
     def reuses(self) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kernels.threads import num_threads
 from layerskip_models.kv_cache import KVCache
 from policies import FixedExit, MeasuredCost, NeverStop, ObservationSpec, Policy
@@ -31,7 +32,7 @@ _DRAFTS = 4
 _SECONDS = 0.6  # for all timings together, once each has two
 _REPEATS = 24
 
-_measuring = threading.Lock()
+_measuring = fork_safe(threading.Lock())
 _measured: WeakKeyDictionary[LayerSkipModel, dict[RunnerName, MeasuredCost]] = WeakKeyDictionary()
 
 

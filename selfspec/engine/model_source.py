@@ -13,6 +13,7 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints.conversion import why_not_shared
 from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.exits.lean import ExitsChoice, with_exits
+from layerskip_models.fork_safe import fork_safe
 from selfspec.cache.pool import KVCachePool
 from selfspec.cache.prefix_cache import PrefixCache
 from selfspec.engine.draft_choice import DraftWeights, check_draft_weights, make_draft_weights
@@ -56,7 +57,7 @@ class ModelSource:
         self._kv_dtype = kv_dtype
         self._exits: ExitsChoice = exits
         self._prefixes = PrefixCache() if prefixes is None else prefixes
-        self._lock = threading.RLock()  # the garbage collector may finalise a stream while it is held
+        self._lock = fork_safe(threading.RLock())  # the garbage collector may finalise a stream while it is held
         self._source = None if isinstance(model, LayerSkipModel) else model
         self._watch: WeightWatch | None = None
         if isinstance(model, LayerSkipModel):

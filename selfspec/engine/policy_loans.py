@@ -8,6 +8,7 @@ meanwhile gets a copy, unless the policy wants to learn from all texts of a batc
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
+from layerskip_models.fork_safe import fork_safe
 from policies import Policy
 
 
@@ -22,12 +24,23 @@ class _Loan:
     """One call's use of a policy. round: held while the policy is at work, so that nobody copies it half changed."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+        self.policy, self.thread = policy, threading.get_ident()
         self.round = threading.RLock()  # a logits processor may itself make a call
 
 
 _lent: WeakValueDictionary[int, _Loan] = WeakValueDictionary()  # by the id of an exit or stopping policy
-_lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
+_lock = fork_safe(threading.RLock())  # re-entered when a stream is finalised by the garbage collector
+
+
+def _forget_other_threads() -> None:
+    """In a forked child: calls of the parent's other threads do not go on there, and never give back what they borrowed."""
+    for key, loan in [*_lent.items()]:
+        if loan.thread != threading.get_ident():
+            del _lent[key]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_other_threads)
 
 
 @contextmanager

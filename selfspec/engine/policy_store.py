@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 
+from layerskip_models.fork_safe import fork_safe
 from policies import CostModel, MeasuredCost, Policy, PreVerifier, autoregressive, check_exit_layer, parse_policy
 from policies.auto.policy import AutoExit
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
@@ -26,7 +27,7 @@ class PolicyStore:
 
     def __init__(self, default: str | Policy | None = None, *, most: int | None = None) -> None:
         self.default, self._most = default, most
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._kept: OrderedDict[Hashable, Policy] = OrderedDict()
 
     def __contains__(self, key: Hashable) -> bool:

@@ -279,6 +279,8 @@ def make_request(
         config.do_sample, config.temperature = False, 1.0
     if never_stops:
         config.eos_token_id = None
+    elif "eos_token_id" not in fields and getattr(generation_config, "eos_token_id", None) is None:
+        config.eos_token_id = end_tokens(config, tokenizer) or None
     refuse_fields(config)
 
     context, vocab_size = family_of(host.config).max_positions(host.config), host.config.vocab_size
@@ -326,6 +328,15 @@ def make_request(
         generator=sampler_source,
         shares_generator=generator is not None,
     )
+
+
+def end_tokens(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Return the tokens that end a text: those of a checkpoint's configuration, and its tokenizer's own.
+
+    Fine-tuned models often end their answers with the tokenizer's, while the configuration still names the base model's.
+    """
+    own = getattr(tokenizer, "eos_token_id", None)
+    return [*dict.fromkeys([*_as_list(config.eos_token_id), *([] if own is None else [own])])]
 
 
 def _as_list(ids: int | Sequence[int] | Tensor | None) -> list[int]:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.backends import cuda as backends
 
+from layerskip_models.fork_safe import fork_safe
 from selfspec.engine.runners.choice import on_device
 
 
@@ -20,7 +21,7 @@ class _WithoutCuDNN:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._inside = 0
         self._before = (True, True, True, True)
 

@@ -33,12 +33,13 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from layerskip_models.fork_safe import fork_safe
 from layerskip_models.transformers_names import CACHE_NAMES
 from policies import Policy
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.draft_choice import DraftWeights, check_draft_weights
 from selfspec.engine.engine import run_calls
-from selfspec.engine.request import Request, encode_prompt, refuse_fields, refuse_processors
+from selfspec.engine.request import Request, encode_prompt, end_tokens, refuse_fields, refuse_processors
 from selfspec.engine.results import GenerationResult
 from selfspec.engine.stats import GenerationStats
 from selfspec.engine.stopping import StopConditions
@@ -52,7 +53,7 @@ _PREPARED = ("attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logit
 
 
 _generators: WeakKeyDictionary[PreTrainedModel, dict[str, SelfSpecGenerator]] = WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 
 
 def generator_of(model: PreTrainedModel, draft_weights: DraftWeights = "auto") -> SelfSpecGenerator:
@@ -94,7 +95,8 @@ def custom_generate(
 
     policy, exit_layer, num_speculations: how to speculate, as in `SelfSpecGenerator.generate`. A call of `model.generate`
         may name its own.
-    tokenizer: for stop strings, since transformers does not pass its own `tokenizer` argument on.
+    tokenizer: for stop strings, since transformers does not pass its own `tokenizer` argument on. Its end token ends a row as
+        well as the checkpoint's, unless the call names another eos_token_id.
     streamer: for every call; the `streamer` argument of `model.generate` works as well.
     draft_weights: a copy of the weights in fewer bits to draft with, as in `SelfSpecGenerator`. Loops with different choices
         hold copies of their own.
@@ -161,6 +163,13 @@ class CustomGenerate:
                 raise ValueError(
                     f"a streamer takes one row at a time, the batch has {len(rows)}: call generate for each"
                 )
+            ends = [] if self.tokenizer is None else end_tokens(generation_config, self.tokenizer)
+            if ends and generation_config.eos_token_id == getattr(model.generation_config, "eos_token_id", None):
+                criteria.append(EosTokenCriteria(ends))
+                if (
+                    getattr(generation_config, "_pad_token_tensor", None) is None
+                ):  # transformers pads with the first, too
+                    generation_config._pad_token_tensor = torch.tensor(ends[0], device="cpu")
             do_sample, length = bool(generation_config.do_sample), input_ids.shape[1]
             requests, together = _requests(model, rows, length, logits_processor, criteria, do_sample)
             results = _run(generator_of(model, self.draft_weights).check_prepared(requests, **speculation), streamer)

@@ -22,6 +22,7 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
 from layerskip_models.text_files import write_text
 from layerskip_models.training.saving import write_tensors
+from selfspec.engine.request import end_tokens
 from selfspec.exits.hidden_state_dataset import states_dtype
 from selfspec.exits.training_texts import TextReader, digest, prompts_of
 from selfspec.generator import SelfSpecGenerator
@@ -112,8 +113,7 @@ def draft_traces(
         return
     if plan.positions and plan.positions < len(possible):
         possible = np.sort(np.random.default_rng(seed).choice(possible, plan.positions, replace=False))
-    eos = None if plan.ignore_eos else model.generation_config.eos_token_id
-    ids = [] if eos is None else np.ravel(eos).tolist()
+    ids = [] if plan.ignore_eos else end_tokens(model.generation_config, generator.tokenizer)
     stored = states_dtype(model)
     with torch.inference_mode():
         cache, contexts = _run_text(model, text, plan.exit_layers)

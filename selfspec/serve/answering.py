@@ -79,7 +79,11 @@ class Texts:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The texts of all choices, piece by piece as they come. Raises ApiError (status 400, 500 or 503) if one fails."""
-        logs = [DraftLog(self._tokenizer) for _ in self._choices] if self._show_drafts else None
+        logs = (
+            [DraftLog(self._tokenizer, choice.checked.request.prompt) for choice in self._choices]
+            if self._show_drafts
+            else None
+        )
         scored = {
             index: choice.scored.tokens for index, choice in enumerate(self._choices) if choice.scored is not None
         }

@@ -31,13 +31,13 @@ class DraftLog:
     """Keeps the tokens of one text with their fates until their text is sent.
 
     The server may hold text back, because it could be the beginning of a stop string, or cut it there. So `take` is told how
-    much text is sent, and returns the pieces of exactly that text.
+    much text is sent, and returns the pieces of exactly that text. prompt: the ids that it follows.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor) -> None:
         self._pieces = FatePieces()
         self._streamer = DraftStreamer(tokenizer, self._pieces.add)
-        self._streamer.put(torch.empty(0, dtype=torch.int64))  # the prompt, which is not shown
+        self._streamer.put(prompt)
         self._rounds: list[dict[str, int | None]] = []
         self._tokens = 0
         self._seconds = 0.0

@@ -248,7 +248,7 @@ class Translator:
         return Choice(
             # The server decodes the text piece by piece, so the engine need not do it again.
             checked=replace(checked, request=request, tokenizer=None),
-            text=TrimmedText(self.tokenizer, stops, body.min_tokens),
+            text=TrimmedText(self.tokenizer, stops, body.min_tokens, ids),
             echo=echo,
             recorder=recorder,
             scored=scored,

@@ -17,12 +17,14 @@ _FEW = 64
 class TrimmedText:
     """The text of one answer, cut before the first stop string.
 
-    min_tokens: in the text of this many first tokens no stop string is looked for.
+    min_tokens: in the text of this many first tokens no stop string is looked for. prompt: the ids that it follows.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], min_tokens: int = 0, prompt: Sequence[int] = ()
+    ) -> None:
         self._uncut = min_tokens
-        self._decoder, self._cutter = IncrementalDecoder(tokenizer), StopCutter(stops)
+        self._decoder, self._cutter = IncrementalDecoder(tokenizer, prompt), StopCutter(stops)
 
     @property
     def ended(self) -> bool:
@@ -57,12 +59,13 @@ class StopTexts(StoppingCriteria):
         self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], prompt_length: int, min_tokens: int = 0
     ) -> None:
         self._tokenizer, self._stops, self._min_tokens = tokenizer, stops, min_tokens
-        self._text = TrimmedText(tokenizer, stops, min_tokens)
+        self._text: TrimmedText | None = None
         self._prompt_length = self._seen = prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> bool:
-        if input_ids.shape[1] <= self._seen:  # a round failed, and its tokens were not committed
-            self._text, self._seen = TrimmedText(self._tokenizer, self._stops, self._min_tokens), self._prompt_length
+        if self._text is None or input_ids.shape[1] <= self._seen:  # a round failed, and its tokens were not committed
+            prompt, self._seen = input_ids[0, : self._prompt_length].tolist(), self._prompt_length
+            self._text = TrimmedText(self._tokenizer, self._stops, self._min_tokens, prompt)
         self._text.push(input_ids[0, self._seen :].tolist())
         self._seen = input_ids.shape[1]
         return self._text.ends_here

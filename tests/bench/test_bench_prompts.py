@@ -258,12 +258,12 @@ def test_of_several_answers_the_nearest_counts() -> None:
 def test_tokens_are_scored_up_to_the_first_eos() -> None:
     tokenizer = tiny_tokenizer()
     words = tokenizer("abcd")["input_ids"]
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
     encoded = EncodedPrompt(id="1", task="t", ids=torch.tensor([1]), origin=prompt("abcd", metric="rouge"))
-    scorer = Scorer(tokenizer)
+    scorer = Scorer(tokenizer, [0, 7])
     expected = scorer(encoded, words)
     assert expected is not None
-    assert scorer(encoded, [*words, tokenizer.eos_token_id, *words]) == expected
+    for end in (0, 7):
+        assert scorer(encoded, [*words, end, *words]) == expected
     assert scorer(EncodedPrompt(id="1", task="t", ids=torch.tensor([1])), words) is None
 
 

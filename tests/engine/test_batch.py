@@ -24,6 +24,7 @@ from batched_runs import generator_of
 from layerskip_models import from_transformers
 from policies import parse_policy
 from selfspec import BatchError, SelfSpecGenerator
+from selfspec.batch import check_all
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import GenerationResult, StepOutput
@@ -137,6 +138,27 @@ PER_TEXT: dict[str, tuple[Any, list[Any]]] = {
     "stopping_criteria": (StoppingCriteriaList([StopAt(9)]), [StoppingCriteriaList([StopAt(9)]), None, None]),
     "trace": (True, [True, False, True]),
 }
+
+
+def test_what_to_copy_from_for_all_and_for_each() -> None:
+    """A list of texts, as text or token ids, is one value for all; a store, None, or a list of texts is one text's own."""
+    generator = SelfSpecGenerator(generator_of("plain").model, tiny_tokenizer(), "copy:2")
+    texts = [[5, 1, 7, 2, 9], [9, 9, 3, 4]]
+    stores = [generator.copy_store([text]) for text in texts]
+    given: list[tuple[Any, list[Any]]] = [
+        (texts, [texts, texts]),
+        (stores[0], [stores[0]] * 2),
+        (stores, stores),
+        ([None, stores[1]], [None, stores[1]]),
+        ([[texts[0]], ["cabba"]], [[texts[0]], ["cabba"]]),
+    ]
+    for value, values in given:
+        checked = check_all(generator.check, [[5, 1, 7], [2, 9]], {"copy_from": value, "max_new_tokens": 4})
+        alone = [generator.check([2, 9], copy_from=one, max_new_tokens=4).request.copy_from for one in values]
+        for call, expected in zip(checked, alone, strict=True):
+            found = call.request.copy_from
+            assert (found is None) == (expected is None)
+            assert found is None or expected is None or len(found) == len(expected)
 
 
 @pytest.mark.parametrize("name", PER_TEXT)

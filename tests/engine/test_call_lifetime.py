@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
+from layerskip_models import from_transformers
+from layerskip_models.fork_safe import fork_safe
+from policies import Plan, Policy, RoundContext
+from scripted_policies import ScriptedExit
 from selfspec import SelfSpecGenerator
+from selfspec.engine.policy_loans import lend
 from selfspec.engine.runners.choice import RunnerName
 from test_generator import Recorder
 from tiny_llama import reference_greedy, tiny_llama
@@ -206,3 +214,53 @@ def test_the_caller_may_write_to_the_prompt_while_the_call_runs() -> None:
     streamer = Acting(1, lambda: prompt.fill_(0))
     result = SelfSpecGenerator(llama, policy="ls:2-4").generate(prompt, max_new_tokens=12, streamer=streamer)
     assert result.new_tokens == reference_greedy(llama, PROMPT, max_new_tokens=12)
+
+
+def in_a_child(work: Callable[[], object]) -> bool:
+    """Whether a forked process does this without an error, within some seconds."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends a process that waits for a lock
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_forked_child_does_not_wait_for_the_parents_other_threads() -> None:
+    """One is in a round with the policy at that moment, and holds a lock."""
+    main, inside, goes_on = threading.get_ident(), threading.Event(), threading.Event()
+
+    class Waits(ScriptedExit):
+        def plan(self, context: RoundContext) -> Plan:
+            if threading.get_ident() != main:
+                inside.set()
+                goes_on.wait()
+            return super().plan(context)
+
+    lock = fork_safe(threading.Lock())
+    policy = Policy(Waits([(2, 3)]), name="waits")
+    generator = SelfSpecGenerator(from_transformers(tiny_llama(seed=3), layout="plain"))
+    call = partial(generator.generate, [5, 1, 7], max_new_tokens=9, policy=policy)
+    expected = call().new_tokens
+
+    def decode() -> None:
+        with lock:
+            call()
+
+    def in_the_child() -> None:
+        assert lock.acquire(timeout=0)
+        with lend(policy) as (found, _):
+            assert found is policy
+        assert call().new_tokens == expected
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    try:
+        assert inside.wait(30)
+        assert in_a_child(in_the_child)
+    finally:
+        goes_on.set()
+        thread.join()

@@ -141,7 +141,7 @@ def test_a_role_that_the_template_does_not_know_is_read_as_the_systems_or_refuse
 
 def test_templates_by_name_and_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
-    file.write_text("{{ messages[0].content }}", encoding="utf-8")
+    file.write_text("{{ messages[0].content }}", encoding="utf-8-sig")  # of which the byte order mark is no part
     tokenizer = tiny_tokenizer()
     assert read_template(None) == ChatTemplate()
     assert read_template("plain") is PLAIN_TEMPLATE

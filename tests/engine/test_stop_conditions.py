@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxTimeCriteria
 
 from layerskip_models import from_transformers
-from selfspec import SelfSpecGenerator
+from selfspec import SelfSpecGenerator, custom_generate
 from selfspec.engine.sequence import Sequence
 from selfspec.engine.stopping import StopConditions
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
@@ -90,6 +91,29 @@ def test_an_eos_in_the_first_token_makes_no_round(llama: LlamaForCausalLM, engin
     result = engine.generate(PROMPT, max_new_tokens=20, eos_token_id=first)
     assert result.new_tokens == first
     assert (result.stats.rounds, result.stop_reason) == (0, "eos")
+
+
+def test_the_tokenizers_end_token_ends_a_text_as_well(llama: LlamaForCausalLM) -> None:
+    """Alone, in a batch and in transformers' generate. A call or its own configuration that names others has only those."""
+    free = reference_greedy(llama, PROMPT, max_new_tokens=20)
+    ends = sorted({*free}, key=free.index)[-2:]
+    tokenizer, model = tiny_tokenizer(), copy.deepcopy(llama)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+    expected = free[: free.index(ends[0]) + 1]
+    for own in (None, ends[1], ends):
+        model.generation_config.eos_token_id = own
+        generator = SelfSpecGenerator(model, tokenizer, "ls:2-3")
+        options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+        result = generator.generate(PROMPT, **options)
+        assert (result.new_tokens, result.stop_reason) == (expected, "eos")
+        assert [one.new_tokens for one in generator.generate_batch([PROMPT] * 2, **options)] == [expected] * 2
+        assert generator.generate(PROMPT, **options, eos_token_id=[]).new_tokens == free
+        for named in ({"eos_token_id": ends[1]}, {"generation_config": GenerationConfig(eos_token_id=ends[1])}):
+            assert generator.generate(PROMPT, **options, **named).new_tokens == free[: free.index(ends[1]) + 1]
+        loop = custom_generate("ls:2-3", tokenizer=tokenizer)
+        ids = torch.tensor([PROMPT, PROMPT])
+        found: Any = model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=loop, **options)
+        assert found[:, len(PROMPT) :].tolist() == [expected] * 2
 
 
 def test_a_drafted_eos_ends_drafting_and_is_kept(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:

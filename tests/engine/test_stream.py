@@ -12,6 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
+from selfspec.engine.policy_loans import lend
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 PROMPT = [5, 1, 7]
@@ -101,6 +102,19 @@ def test_leaving_early_ends_the_generation(way: str, engine: SelfSpecGenerator) 
     (idle,) = engine._models.current.pool._idle
     assert engine.generate(PROMPT, max_new_tokens=50).new_tokens == full.new_tokens
     assert [*engine._models.current.pool._idle] == [idle]
+
+
+def test_a_stream_that_is_kept_has_its_policy_until_it_is_closed(engine: SelfSpecGenerator) -> None:
+    policy = engine.policy
+    with engine.stream(PROMPT, max_new_tokens=50) as stream:
+        for _ in stream:
+            break
+        with lend(policy) as (found, _):
+            assert found is not policy
+    for _ in stream:
+        pytest.fail("a closed stream has no pieces")
+    with lend(policy) as (found, _):
+        assert found is policy
 
 
 def test_what_is_between_pieces_runs_in_the_callers_mode(engine: SelfSpecGenerator) -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, SequenceBiasLogitsProcessor
 
 from policies import RoundRecord
 from selfspec import SelfSpecGenerator
@@ -68,6 +68,49 @@ def test_pieces_of_any_tokens_add_up(kind, data):
         frequent += tokenizer.convert_tokens_to_ids(["▁", "▁a", "<0xC3>", "<0xA9>", "é"])
     token = st.one_of(st.sampled_from(frequent), st.integers(0, len(tokenizer) - 1))
     tokens = data.draw(st.lists(token, max_size=24))
+    decoder = IncrementalDecoder(tokenizer)
+    out = pieces(decoder, tokens, data.draw(st.lists(st.integers(0, 24))))
+    assert "".join(out) + decoder.finish() == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@given(data=st.data())
+def test_pieces_are_what_the_tokens_add_to_the_prompts_text(data):
+    """With the space between them, which decoding the tokens alone strips; after a special token there is none."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    tokens = st.lists(
+        st.sampled_from(tokenizer.convert_tokens_to_ids(["▁", "▁a", "▁be", "a", "b", "é", "."])), max_size=24
+    )
+    prompt, new = data.draw(tokens), data.draw(tokens)
+    before, whole = (tokenizer.decode(ids) for ids in (prompt, [*prompt, *new]))
+    decoder = IncrementalDecoder(tokenizer, prompt)
+    out = pieces(decoder, new, data.draw(st.lists(st.integers(0, 24))))
+    if any(
+        token != tokenizer.convert_tokens_to_ids("▁") for token in prompt[-16:]
+    ):  # else nothing of the prompt is text
+        assert "".join(out) + decoder.finish() == whole[len(before) :]
+    anew = IncrementalDecoder(tokenizer, [*prompt, tokenizer.eos_token_id])
+    assert anew.push(new) + anew.finish() == tokenizer.decode(new)
+
+
+def cleaning_tokenizers():
+    """Whose decoders take spaces out before punctuation."""
+    words = [".", ",", "'", "n", "t", "s", "ve", "a", "he", "?", "!"]
+    scored = [("▁", -1.0), ("▁▁", -3.0), *((f"▁{w}", -1.0) for w in words), *((w, -2.0) for w in words)]
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), *scored], 0, False))
+    unigram.decoder = decoders.Metaspace()
+    names = ["[UNK]", *words, *(f"##{word}" for word in words)]
+    wordpiece = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    wordpiece.decoder = decoders.WordPiece()
+    return [
+        PreTrainedTokenizerFast(tokenizer_object=made, unk_token=unk, clean_up_tokenization_spaces=True)
+        for made, unk in ((unigram, "<unk>"), (wordpiece, "[UNK]"))
+    ]
+
+
+@pytest.mark.parametrize("tokenizer", cleaning_tokenizers(), ids=["unigram", "wordpiece"])
+@given(data=st.data())
+def test_pieces_of_a_text_that_loses_spaces_add_up(tokenizer, data):
+    tokens = data.draw(st.lists(st.integers(1, len(tokenizer) - 1), max_size=24))
     decoder = IncrementalDecoder(tokenizer)
     out = pieces(decoder, tokens, data.draw(st.lists(st.integers(0, 24))))
     assert "".join(out) + decoder.finish() == tokenizer.decode(tokens, skip_special_tokens=True)
@@ -161,6 +204,18 @@ def test_streamers_write_what_the_result_holds_and_fates_match_the_statistics():
     fates = [fate for round_ in result.trace for _, fate in token_fates(round_)]
     assert fates.count("accepted") == result.stats.num_accepted
     assert fates.count("accepted") + fates.count("rejected") == result.stats.num_drafted
+
+
+def test_a_stream_has_the_space_behind_the_prompt_and_the_results_text_has_not():
+    tokenizer = TOKENIZERS["byte_fallback"]
+    prompt, time = tokenizer.convert_tokens_to_ids(["▁a", "▁be"])
+    model = tiny_llama(vocab_size=len(tokenizer), seed=3)
+    generator = SelfSpecGenerator(model, tokenizer, "ls:1-3")
+    options = {"max_new_tokens": 4, "logits_processor": [SequenceBiasLogitsProcessor([[[time], 1e4]])]}
+    written = []
+    result = generator.generate([prompt], streamer=TextStreamer(tokenizer, written.append), **options)
+    assert result.text == "be be be be"
+    assert "".join(written) == "".join(generator.stream([prompt], **options)) == " be be be be"
 
 
 def test_on_start_is_called_for_a_valid_call_only():

@@ -6,11 +6,18 @@ slow, a model's together.
 
 from __future__ import annotations
 
+from itertools import combinations
+from typing import Any
+
 import pytest
 
-from exact_cells import Cell, cells_of, check_cell, check_plain, drawn_cells
+from batched_runs import BATCH_SENSITIVE, Wish, assert_same, needs_native, run_alone, run_together
+from exact_cells import BITS, Cell, cells_of, check_cell, check_plain, drawn_cells
 from layerskip_models.families import FAMILIES
-from matrix_models import VARIANTS, WEIGHTS, exists
+from matrix_models import NONE, VARIANTS, WEIGHTS, exists, kernels_of, model_of
+from scripted_policies import EVERY_POLICY, named_policy
+from selfspec import SelfSpecGenerator
+from tiny_llama import tiny_tokenizer
 
 MODELS = [(f, w, v) for f in FAMILIES for w in WEIGHTS for v in VARIANTS if exists(f, w, v)]
 DRAWN = drawn_cells()
@@ -36,3 +43,20 @@ def test_all_cells(family: str, weights: str, variant: str) -> None:
 def test_plain_decoding_is_transformers(family: str, weights: str, variant: str) -> None:
     """Of the numbers that each format stands for, with every variant of the kernels."""
     check_plain(family, weights, variant)
+
+
+@needs_native
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 9, "seed": 11}], ids=["greedy", "seeded"])
+def test_every_pair_of_policies_that_learn_nothing(options: dict[str, Any]) -> None:
+    """Two texts that share their passes draft and accept what each does alone, wherever the exits and bits of both meet."""
+    variant = next(one for one in VARIANTS if one != NONE and exists("llama", "float32", one))
+    with kernels_of(variant):
+        model = model_of("llama", "float32", variant)
+        generator = SelfSpecGenerator(model, tiny_tokenizer(), prefix_cache=0)
+        fixed = [name for name in (*EVERY_POLICY, *BITS) if name not in BATCH_SENSITIVE]
+        names = [name for name in fixed if not named_policy(name, 2, model).learns]
+        wishes = [Wish(prompt=[3, 1, 4, 1], policy=name, options={"max_new_tokens": 12, **options}) for name in names]
+        alone = [run_alone(model, wish) for wish in wishes]
+        for pair in combinations(range(len(names)), 2):
+            for course, number in zip(run_together(generator, [wishes[number] for number in pair]), pair):
+                assert_same(course, alone[number])

@@ -104,14 +104,6 @@ COLUMNS: dict[str, Sequence[Any]] = {
 }
 
 
-def loses_its_rows_in_company(cell: Cell) -> bool:
-    """A known fault: drafts by all layers in fewer bits are other ones in company than alone.
-
-    Greedy text is right all the same, so only what is compared of the rounds, and sampled text, is left out.
-    """
-    return "bits:" in cell.policy and "layer=" not in cell.policy and cell.company != "alone"
-
-
 def possible(cell: Sequence[Any]) -> bool:
     """Whether there is such a cell."""
     cell = Cell(*cell)
@@ -125,9 +117,8 @@ def possible(cell: Sequence[Any]) -> bool:
         return False  # nothing multiplies with them, or there is nothing to gain
     if cell.policy in BATCH_SENSITIVE and cell.mode == "seeded" and cell.company != "alone":
         return False  # drafts otherwise in a batch, where a row costs less: sampled text is then drawn otherwise
-    if not cell.bitwise and cell.weights != "float64" and SETTINGS[cell.settings]:
-        return False  # processors move logits, and with them near-ties
-    return not (cell.mode == "seeded" and loses_its_rows_in_company(cell))
+    # Processors move logits, and with them near-ties.
+    return cell.bitwise or cell.weights == "float64" or not SETTINGS[cell.settings]
 
 
 def drawn_cells() -> list[Cell]:
@@ -214,7 +205,7 @@ def check_cell(cell: Cell) -> Course:
                 patch.setattr(selfspec.engine.engine, "PIECE_ROWS", 5)  # prompts in pieces while others decode
                 generator = SelfSpecGenerator(model, tiny_tokenizer(), prefix_cache=0)
                 course = run_together(generator, [COMPANY[0], replace(wish, joins=2), *COMPANY[1:]])[1]
-            rounds = cell.policy not in BATCH_SENSITIVE and not loses_its_rows_in_company(cell)
+            rounds = cell.policy not in BATCH_SENSITIVE
             assert_same(course, alone, rounds=rounds, exact=cell.bitwise and rounds)
         assert course.error is None and course.result is not None
         assert course.result.new_tokens == course.tokens

@@ -74,7 +74,8 @@ def write(
 ) -> None:
     """A file with these keys and tensors. Keys with "tokenizer." or "general." in front are not the architecture's."""
     writer = GGUFWriter(path, architecture)
-    writer.add_tokenizer_model("no_vocab")
+    if "tokenizer.ggml.model" not in keys:
+        writer.add_tokenizer_model("no_vocab")
     for name, value in keys.items():
         whole = name if name.startswith(("tokenizer.", "general.")) else f"{architecture}.{name}"
         if isinstance(value, bool):

@@ -81,7 +81,7 @@ static void put_number(const Expected *to, const Matrix *m, int64_t r, int64_t i
 static int is_finer(const float *x, int64_t in, double unit) {
   double largest = 0, total = 0;
   for (int64_t i = 0; i < in; i++) largest = fmax(largest, fabs(x[i])), total += fabs(x[i]);
-  return isfinite(unit) && largest * in > 64 * total;
+  return isfinite(unit) && largest * (in - 1) > 64 * (total - largest);
 }
 
 static int compare_digits(const float *x, int64_t rows, const Matrix *m, int *finer_rows) {

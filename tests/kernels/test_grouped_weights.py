@@ -43,6 +43,20 @@ def test_no_sum_is_too_large_for_its_integer(form: str, byte: int, variant: str)
     assert bool(((found - expected).abs() < bound).all())
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("columns", [64, 256])
+def test_an_outlier_costs_small_numbers_nothing(columns: int, variant: str) -> None:
+    """However short the row is: of 64 numbers none is more than 64 times the mean of all, itself included."""
+    weight = round_to_four_bits(drawn(32, columns), group=32, symmetric=True)
+    with use(variant):
+        linear = NativeGroupedLinear(weight)
+    x = drawn(2, columns, seed=1)
+    x[:, 5] = 1e4
+    expected = x.double() @ weight.values().double().T
+    bound = 1e-5 * (x.abs().double() @ weight.values().abs().double().T)
+    assert bool(((product(variant, linear.matrix, x, 32).double() - expected).abs() < bound).all())
+
+
 def test_parts_that_do_not_fit_together() -> None:
     weight = weight_of("Q4_K", 4, 512)
     with pytest.raises(ValueError, match="do not fit together"):

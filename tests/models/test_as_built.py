@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fuzz_models import draw_config, random_model
@@ -131,6 +131,19 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], None], str]] = {
     "a layer more": (a_layer_more, "the model has 5 layers and its configuration says 4"),
     "no parameter": (tensor_in_place_of_a_parameter, r"model\.norm\.weight is missing"),
 }
+
+
+def test_an_empty_subclass_is_refused_with_a_remedy_that_works() -> None:
+    class Empty(LlamaForCausalLM):
+        """Adds nothing."""
+
+    llama = tiny_llama(seed=3)
+    expected = from_transformers(llama)
+    llama.__class__ = Empty
+    with pytest.raises(ValueError, match=r"Empty, a subclass of .*adds nothing.*module\.__class__ = LlamaForCausalLM"):
+        from_transformers(llama)
+    llama.__class__ = LlamaForCausalLM
+    assert from_transformers(llama).num_layers == expected.num_layers
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -109,7 +109,6 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "a window of a Qwen2": ("qwen2", {"attention__sliding_window": 4}, "which is read for Phi-3 only"),
     "a pattern of windows": ("phi3", {"attention__sliding_window_pattern": 2}, r"sliding_window_pattern = 2"),
     "a window in some layers": ("phi3", {"attention__sliding_window_pattern": [True, False]}, "sliding_window_pattern"),
-    "experts": ("llama", {"expert_count": 8}, r"llama\.expert_count = 8"),
     "a factor on logits": ("llama", {"logit_scale": 0.5}, r"llama\.logit_scale = 0\.5"),
     "capped logits": ("qwen2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     "another scale of attention": ("qwen3", {"attention__scale": 0.25}, r"attention\.scale = 0\.25"),
@@ -134,6 +133,9 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "heads by layer": ("llama", {"attention__head_count_kv": [1, 2]}, "another llama.attention.head_count_kv in each layer"),
     "heads of text": ("llama", {"attention__head_count": "2"}, "head_count = '2'"),
     "fewer layers than tensors": ("llama", {"block_count": 1}, "tensors that are not the model"),
+    "more layers than any file has": ("llama", {"block_count": 2**32 - 1}, "block_count = 4294967295, and it has"),
+    "a head larger than any": ("qwen2", {"attention__key_length": 2**32 - 2}, "heads of 4294967294 numbers"),
+    "a width of one head": ("qwen2", {"embedding_length": 2**32 - 2, "attention__key_length": None}, "heads of 2147483647"),
     "more layers": ("llama", {"block_count": 3}, "lacks tensors of the model"),
     "another width": ("qwen2", {"feed_forward_length": 32}, r"has shape \[64, 32\], and what the file says"),
     "another vocabulary": ("qwen2", {"vocab_size": 20}, r"token_embd.weight has shape \[24, 32\]"),
@@ -147,6 +149,17 @@ def test_refused(name: str, tmp_path: Path) -> None:
     kind, changes, message = REFUSED[name]
     path = write(tmp_path, model_of(kind), **changes)
     with pytest.raises(ValueError, match=f"model.gguf.*{message}.*load the checkpoint that the file was made from"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3moe"])
+def test_of_a_model_that_no_checkpoint_helps_with_none_is_advised(kind: str, tmp_path: Path) -> None:
+    gguf_models.write(tmp_path / "model.gguf", kind, {}, {})
+    with pytest.raises(ValueError, match=f"is a '{kind}' model, which would need .*; GGUF files of") as caught:
+        load_model(tmp_path / "model.gguf")
+    assert "load the checkpoint" not in str(caught.value)
+    path = write(tmp_path, model_of("llama"), expert_count=8)
+    with pytest.raises(ValueError, match=r"has 8 experts, which would need a mixture of experts in place of the MLP$"):
         load_model(path)
 
 

@@ -5,6 +5,7 @@ The texts are short, so that all of this takes a minute; `-m real` runs it alone
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from openai import OpenAI
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -116,6 +118,18 @@ def test_greedy_texts_are_transformers_own(each: int, exact: SelfSpecGenerator, 
         assert float((logits.amax(1) - chosen).max()) < NEAR_TIE
 
 
+def test_its_digits_are_split_first() -> None:
+    """As in the model's own tokenizer.json: single digits, then words as GPT-2 has them."""
+    tokenizer = load_tokenizer("smollm2")
+    right = copy.deepcopy(tokenizer.backend_tokenizer)
+    right.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    for text in (*TEXTS, *CODE, *REPEATING, "\n\n1. One", "a =  12", "|  7 |  12 |", "Total:\t\t42", "\n   3"):
+        assert tokenizer(text)["input_ids"] == right.encode(text).ids
+    assert tokenizer.tokenize("\n\n1. One") == ["ĊĊ", "1", ".", "ĠOne"]
+
+
 def test_a_text_is_the_same_alone_and_with_others(smollm2: SelfSpecGenerator) -> None:
     prompts: list[Any] = [chat(QUESTIONS[0]), TEXTS[1], CODE[0], REPEATING[6], chat(QUESTIONS[4])]
     together = smollm2.generate_batch(prompts, max_new_tokens=14, policy="copy")
@@ -131,12 +145,14 @@ def test_messages_are_written_as_the_tokenizer_writes_them(smollm2: SelfSpecGene
     assert "<|im_start|>system\nYou are a helpful AI assistant named SmolLM" in smollm2.tokenizer.decode(template)
 
 
-def test_the_tokenizer_is_the_one_that_transformers_finds(smollm2: SelfSpecGenerator) -> None:
+def test_the_tokenizer_is_the_one_that_transformers_finds_but_for_its_split(smollm2: SelfSpecGenerator) -> None:
     path = _MODEL.find()
     assert path is not None
     found, meant = smollm2.tokenizer, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    assert type(found) is type(meant)
-    assert found.backend_tokenizer.to_str() == meant.backend_tokenizer.to_str()
+    assert (found.get_vocab(), found.all_special_ids) == (meant.get_vocab(), meant.all_special_ids)
+    for text in (*QUESTIONS, *TEXTS, *REPEATING):
+        if not any(letter.isdigit() for letter in text):
+            assert found(text)["input_ids"] == meant(text)["input_ids"]
     assert (found.special_tokens_map, found.chat_template) == (meant.special_tokens_map, meant.chat_template)
 
 

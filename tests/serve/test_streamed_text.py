@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
+from running_server import ask, running_server
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.engine.engine import run_calls
 from selfspec.serve.api_responses import Piece
 from selfspec.serve.draft_log import DraftLog
 from selfspec.serve.trimmed_text import StopTexts, TrimmedText
 from test_streaming import TOKENIZERS
-from tiny_llama import VOCAB_SIZE, tiny_tokenizer
+from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 STOPS = st.lists(st.text("ab c.\n", min_size=1, max_size=4), max_size=3)
@@ -79,6 +82,31 @@ def test_a_stop_of_byte_tokens_ends_the_text_at_its_last_byte(stop: str) -> None
     assert text.push(tokens[:-2]) + text.finish() == "aB"
 
 
+def test_a_stop_may_begin_with_the_space_behind_the_prompt() -> None:
+    """Which is there only if the text is decoded after its prompt: SentencePiece tokenizers strip a text's first space."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    a, be, b = tokenizer.convert_tokens_to_ids(["▁a", "▁be", "b"])
+    assert stopped(StopTexts(tokenizer, [" be"], 1), [a, be, b], 1) == 2
+    text = TrimmedText(tokenizer, ["b"], prompt=[a])
+    assert text.push([be]) + text.finish() == " "
+
+
+def test_a_completion_has_the_space_behind_its_prompt() -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    a, be = tokenizer.convert_tokens_to_ids(["▁a", "▁be"])
+    generator = SelfSpecGenerator(tiny_llama(vocab_size=len(tokenizer), seed=3), tokenizer, "ls:1-3")
+    asked = {"prompt": [a], "max_tokens": 2, "temperature": 0, "logit_bias": {str(be): 100}}
+    with running_server(generator, model_name="m") as server:
+
+        def choice(**more: Any) -> Any:
+            return json.loads(ask(server, "POST", "/v1/completions", {**asked, **more})[1])["choices"][0]
+
+        assert choice()["text"] == " be be"
+        assert choice(echo=True)["text"] == "a be be"
+        assert (choice(stop=[" be"])["text"], choice(stop=[" be"])["finish_reason"]) == ("", "stop")
+        assert choice(logprobs=1)["logprobs"]["text_offset"] == [0, 3]
+
+
 def test_a_stop_is_found_where_tokens_are_shown_again() -> None:
     """A round that breaks off has shown tokens that are then not committed, or are shown once more."""
     a, be, dot, space = TOKENIZER.convert_tokens_to_ids(["a", " be", ".", " "])
@@ -98,8 +126,9 @@ PROMPT = "Question: Tom has 3 apples and buys 4 more. How many \N{DEER}\N{DEER}"
 
 def logged(offline: SelfSpecGenerator, **options: object) -> tuple[DraftLog, GenerationResult]:
     assert offline.tokenizer is not None
-    log, result = DraftLog(offline.tokenizer), None
-    for seconds, progress in enumerate(run_calls([offline.check(PROMPT, trace=True, **options)])):
+    call = offline.check(PROMPT, trace=True, **options)
+    log, result = DraftLog(offline.tokenizer, call.request.prompt), None
+    for seconds, progress in enumerate(run_calls([call])):
         log.add(Piece(index=0, steps=[progress], seconds=float(seconds)))
         result = progress.result
     assert result is not None

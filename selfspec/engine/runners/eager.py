@@ -121,7 +121,7 @@ class EagerRunner:
             x = model.embed(sent(torch.tensor(found, dtype=torch.long, device="cpu"), model.device))
         if start < stop:
             x = model.run_layers(x, start, stop, _cache_rows(groups), _observer(groups, start, stop))
-            if stop < model.num_layers:
+            if head != "full":
                 _scatter(groups, x)
         if head is not None:
             self._run_head(groups, x, head)

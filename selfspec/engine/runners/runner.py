@@ -117,7 +117,7 @@ class Runner(Protocol):
         """Run rows through layers [start, stop), and then the head on them.
 
         Rows follow those that each cache holds for these layers. From layer 0 on, they begin as their tokens; else with
-        `hidden`, which then holds the output, unless stop is the last layer. Sets `outputs` or `logits` if there is a head.
+        `hidden`, which then holds the output, unless the full head follows. Sets `outputs` or `logits` if there is a head.
         start may equal stop.
         """
         ...

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kv_cache import KVCache
 from selfspec.engine.runners.choice import CaptureError
 
@@ -28,7 +29,7 @@ _HALF_PRECISION_BOUND = 0.2
 layers as a model has, with TensorFloat-32 if that is on. Logits are float32 whatever the model's dtype. A row at a wrong
 position, or of another token, differs by about its own norm."""
 
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 _checked: WeakKeyDictionary[LayerSkipModel, Counter[str]] = WeakKeyDictionary()
 
 

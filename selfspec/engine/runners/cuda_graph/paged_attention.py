@@ -19,6 +19,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.attention import repeat_rows, unseen
+from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kv_cache import KVCache
 
 PAGE = 256
@@ -37,7 +38,7 @@ _TRIAL_PAGES = 4  # enough that the operator divides the keys among blocks of it
 _TRIAL_LENGTHS = ((1, 3), (1, 600), (4, 600))  # rows, and the length of the text with them
 _BOUND = 0.05  # of a row's norm: what rounding to bfloat16 explains, several times
 
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 _decided: WeakKeyDictionary[LayerSkipModel, bool] = WeakKeyDictionary()
 
 

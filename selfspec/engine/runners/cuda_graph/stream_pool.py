@@ -12,13 +12,15 @@ from collections import deque
 
 import torch
 
+from layerskip_models.fork_safe import fork_safe
+
 CAPTURE_PRIORITY = -1
 """Priority of the streams that graphs are captured on. Other streams are made with priority 0, from another pool of
 PyTorch's, so that no work of theirs ever comes onto one of these."""
 MOST_STREAMS = 32
 """Streams of one priority that PyTorch has for a device."""
 
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 
 
 class HeldStream:

@@ -14,7 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_capturing = threading.RLock()
+from layerskip_models.fork_safe import fork_safe
+
+_capturing = fork_safe(threading.RLock())
 """Held while this process captures: PyTorch allows one capture at a time, whatever the thread and the device."""
 
 
