@@ -21,10 +21,12 @@ import openai
 import pytest
 import torch
 from openai import OpenAI
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from layerskip_models import DEMO_PATH
-from running_server import RunningServer, running_server
+from running_server import RunningServer, ask, running_server
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
@@ -263,6 +265,52 @@ def test_logprobs_are_the_models(client: OpenAI, offline: SelfSpecGenerator) -> 
     assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(12)]
 
 
+def test_answers_have_the_fields_of_openais_types_in_their_order(server: RunningServer) -> None:
+    """What the client's own types make of an answer is the answer."""
+    chat: dict[str, Any] = {
+        "messages": SUM,
+        "max_tokens": 5,
+        "temperature": 0,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    text: dict[str, Any] = {"prompt": "x \u2603", "max_tokens": 5, "temperature": 0, "logprobs": 2, "echo": True}
+    for path, kind, body in (
+        ("/v1/chat/completions", ChatCompletion, chat),
+        ("/v1/chat/completions", ChatCompletion, {"messages": SUM, "max_tokens": 5}),
+        ("/v1/completions", Completion, text),
+        ("/v1/completions", Completion, {"prompt": ["a", "b"], "max_tokens": 5}),
+    ):
+        _, raw, _ = ask(server, "POST", path, body)
+        made = kind.model_validate_json(raw) if kind is ChatCompletion else kind.model_construct(**json.loads(raw))
+        assert in_order(made.model_dump_json(exclude_unset=True, warnings=False)) == in_order(raw)
+        _, raw, _ = ask(server, "POST", path, {**body, "stream": True})
+        for line in raw.decode().split("\n\n")[:-2] if kind is ChatCompletion else []:
+            chunk = ChatCompletionChunk.model_validate_json(line[6:])
+            assert in_order(chunk.model_dump_json(exclude_unset=True)) == in_order(line[6:])
+
+
+def in_order(raw: str | bytes) -> Any:
+    return json.loads(raw, object_pairs_hook=list)
+
+
+def test_offsets_count_special_tokens_that_the_prompt_shows(server: RunningServer, offline: SelfSpecGenerator) -> None:
+    assert offline.tokenizer is not None
+    special = offline.tokenizer.eos_token
+    body = {"prompt": f"x{special}yz", "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 1}
+    for stream in (False, True):
+        text, names, offsets = "", list[str](), list[int]()
+        _, raw, _ = ask(server, "POST", "/v1/completions", {**body, "stream": stream})
+        events = [one[6:] for one in raw.decode().split("\n\n")[:-2]] if stream else [raw.decode()]
+        for (choice,) in (json.loads(event)["choices"] for event in events):
+            text += choice["text"]
+            names += choice["logprobs"]["tokens"]
+            offsets += choice["logprobs"]["text_offset"]
+        assert special in names and text.startswith(body["prompt"])
+        assert [text[at : at + len(name)] for name, at in zip(names, offsets)] == names
+
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -300,7 +348,9 @@ def test_json_schema(client: OpenAI, sampling: dict[str, Any]) -> None:
         ({"temperature": 3}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max-tokens": 3}, "max-tokens"),
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -17,6 +17,7 @@ from running_server import running_server
 from selfspec import SelfSpecGenerator
 from selfspec.serve import schema_check
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
+from selfspec.serve.grammar_worker import LIMITS
 from selfspec.serve.schema_bounds import MOST_DEPTH, MOST_REFERENCES, check_schema
 from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.structured_output import GrammarError, GrammarProcessor, Vocabulary
@@ -52,6 +53,28 @@ def test_rolled_back_masks_equal_fresh_ones(vocabulary: Vocabulary) -> None:
         else:
             json.loads(b"".join(map(vocabulary.bytes_of, text)))
     assert max(map(len, texts)) > 8
+
+
+def test_copies_of_a_matcher_do_not_take_each_others_budget(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The texts of a request share a compiled grammar. One that uses up the lexer's states does not end the others."""
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 400)
+    schema, random = {"type": "string", "pattern": "^(a|b)*a(a|b){9}$"}, Random(1)
+    matcher, scores = vocabulary.matcher(schema), torch.zeros(1, 4096)
+    start, *letters = load_tokenizer(DEMO_PATH).convert_tokens_to_ids(['"', "a", "b"])
+
+    def length(processor: GrammarProcessor) -> int:
+        """How long a text of it becomes."""
+        text = [start]
+        with pytest.raises(GrammarError, match="too complex"):
+            for _ in range(2000):
+                processor(torch.tensor([text]), scores)
+                text.append(random.choice(letters))
+        return len(text)
+
+    copies = [GrammarProcessor(vocabulary, schema, 0, matcher) for _ in range(3)]
+    assert all(length(one) > 50 for one in copies)
 
 
 def test_a_text_outside_the_grammar_is_refused_and_forgotten(vocabulary: Vocabulary) -> None:

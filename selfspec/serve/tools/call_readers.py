@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.serve.tools.tool_formats import BEGIN, END, ToolFormat
+from selfspec.serve.tools.tool_formats import BEGIN, END
 from selfspec.stop_text import StopCutter, before_stop
 
 _SEPARATOR = re.compile(r"[\s;,]*")
@@ -238,21 +238,6 @@ class OwnReader(CallReader):
         reasoning = message.get("reasoning_content") or message.get("thinking")
         written.reasoning = reasoning if isinstance(reasoning, str) else ""
         return written
-
-
-def make_reader(
-    written: ToolFormat,
-    tools: Sequence[dict[str, Any]],
-    most_calls: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Sequence[int],
-    stops: Sequence[str],
-) -> CallReader:
-    """The reader of one answer in this format. The arguments as for `OwnReader`."""
-    names = [tool["function"]["name"] for tool in tools]
-    if written.kind == "own":
-        return OwnReader(names, most_calls, tokenizer, prompt, tools, stops)
-    return (TagReader if written.kind == "tags" else BareReader)(names, most_calls)
 
 
 def _parsed(text: str) -> object:
