@@ -158,7 +158,8 @@ class Texts:
         if choice.reader is not None:
             piece.written = choice.reader.push(piece.text, [token for step in piece.steps for token in step.tokens])
             if piece.finish is not None:
-                piece.written.add(choice.reader.finish())
+                reason = self._results[piece.index].stop_reason
+                piece.written.add(choice.reader.finish(is_whole=reason == "eos"))
                 if piece.finish == "stop" and choice.reader.num_calls:
                     piece.finish = "tool_calls"
 

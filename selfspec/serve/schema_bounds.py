@@ -10,6 +10,8 @@ import networkx as nx
 
 MOST_NODES = 20_000
 """Most values in a schema, not counting keys."""
+MOST_NESTING = 120
+"""Most levels of nested values. The compiler reads JSON of up to 124."""
 MOST_DEPTH = 256
 """Most levels of nesting on a path through the schema, following references."""
 MOST_REFERENCES = 64
@@ -20,13 +22,16 @@ MOST_CHARACTERS = 4_096
 """Most characters of one string: a name, a constant, a pattern."""
 MOST_MULTIPLE = 10_000
 """Largest `multipleOf`, which becomes an automaton with as many states."""
+_FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 _DATA = frozenset({"const", "enum", "default", "examples", "example"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
 def check_schema(schema: dict[str, Any] | bool) -> None:
     """Raise ValueError that names the bound which the schema exceeds, or what it holds that clients may not use."""
-    if isinstance(schema, bool):
+    if schema is False:
+        raise ValueError("the schema is false, which no text follows")
+    if schema is True:
         return
     _check_values(schema)  # all of them, even those that no reference leads to
     definitions: dict[str, _Definition] = {}
@@ -37,6 +42,27 @@ def check_schema(schema: dict[str, Any] | bool) -> None:
             definitions[pointer] = _definition(_at(schema, pointer), schema)
             pointers += definitions[pointer].to
     _check_ways(definitions)
+
+
+def as_compiled(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    """The schema as the compiler takes it. Call `check_schema` before.
+
+    A format that the compiler does not know is no condition, as in JSON Schema. Neither is uniqueItems.
+    """
+
+    def part(value: Any, is_schema: bool) -> Any:
+        if isinstance(value, list):
+            return [part(item, is_schema) for item in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: item if is_schema and key in _DATA else part(item, not (is_schema and key in _NAMED))
+            for key, item in value.items()
+            if not (is_schema and (key == "uniqueItems" or (key == "format" and item not in _FORMATS)))
+        }
+
+    found: dict[str, Any] = part({} if schema is True else schema, True)
+    return found
 
 
 @dataclass(slots=True)
@@ -59,8 +85,8 @@ def _check_values(schema: dict[str, Any]) -> None:
         nodes += 1
         if nodes > MOST_NODES:
             raise ValueError(f"the schema has more than {MOST_NODES} values")
-        if depth > MOST_DEPTH:
-            raise ValueError(f"the schema is nested more than {MOST_DEPTH} levels deep")
+        if depth > MOST_NESTING:
+            raise ValueError(f"the schema is nested more than {MOST_NESTING} levels deep")
         if isinstance(value, dict):
             _check_size("properties", value)
             for key in value:

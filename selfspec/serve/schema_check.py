@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from selfspec.serve.schema_bounds import check_schema
+from selfspec.serve.schema_bounds import as_compiled, check_schema
 
 MOST_BYTES = 256 << 10
 """Limit on a schema as JSON."""
@@ -45,7 +45,7 @@ class SchemaCheck:
         key = sha256(written.encode()).digest()
         with self._lock:
             if key not in self._known:
-                self._known[key] = self._trial(written)
+                self._known[key] = self._trial(json.dumps(as_compiled(schema)))
                 if len(self._known) > _REMEMBERED:
                     self._known.popitem(last=False)
             self._known.move_to_end(key)

@@ -18,7 +18,8 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from selfspec.serve.grammar_worker import COMPACT, LIMITS
+from selfspec.serve.grammar_worker import COMPACT, LIMITS, one_line
+from selfspec.serve.schema_bounds import as_compiled
 
 Grammar = dict[str, Any] | bool | str
 """A JSON schema, or a grammar in Lark's form."""
@@ -79,10 +80,10 @@ class Vocabulary:
         if isinstance(schema, str):
             grammar = LLMatcher.grammar_from_lark(schema)
         else:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(as_compiled(schema)), defaults=COMPACT)
         matcher = LLMatcher(tokenizer, grammar, limits=LLParserLimits(**LIMITS), log_level=0)
         if matcher.is_error():
-            raise ValueError(f"the schema cannot be used: {matcher.get_error().splitlines()[0]}")
+            raise ValueError(f"the schema cannot be used: {one_line(matcher.get_error())}")
         return matcher
 
     def _get(self) -> LLTokenizer:
@@ -153,6 +154,6 @@ class GrammarProcessor(LogitsProcessor):
     def _check(self) -> None:
         """After an error a matcher is useless. The next call starts with a new one."""
         if self._matcher.is_error():
-            why = (self._matcher.get_error().splitlines() or ["no reason was given"])[0]
+            why = one_line(self._matcher.get_error())
             self._start_again()
-            raise GrammarError(f"the schema is too complex for this text: {why[:200]}")
+            raise GrammarError(f"the schema is too complex for this text: {why}")

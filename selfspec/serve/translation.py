@@ -36,6 +36,7 @@ from selfspec.serve.served_policies import ServedPolicies
 from selfspec.serve.server_settings import MOST_CHOICES, ServerSettings
 from selfspec.serve.structured_output import Grammar, GrammarProcessor, Vocabulary
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
+from selfspec.serve.tools.tool_formats import tool_template
 from selfspec.serve.tools.tool_requests import Tool
 from selfspec.serve.tools.tool_translation import ToolTranslator, named_results, schemas_of
 from selfspec.serve.trimmed_text import Stops, StopTexts, TrimmedText
@@ -166,14 +167,17 @@ class Translator:
                     param="messages",
                     code="no_chat_template",
                 )
+            template = self._template
+            if described or any(calls) or any(message.role == "tool" for message in messages):
+                template = tool_template(self.tokenizer, template)
             if ask is None:
-                return encode_messages(conversation, self.tokenizer, self._template, described)
-            return conversation_ids(conversation, self.tokenizer, self._template, ask=ask, tools=described)
+                return encode_messages(conversation, self.tokenizer, template, described)
+            return conversation_ids(conversation, self.tokenizer, template, ask=ask, tools=described)
 
     @property
     def chat_template(self) -> str | None:
         own = getattr(self.tokenizer, "chat_template", None)
-        return self._template.source or (own if isinstance(own, str) else None)
+        return self._template.source or (own.get("default") if isinstance(own, dict) else own)
 
     def tokens_of(self, text: str, *, special: bool) -> list[int]:
         """The ids of a text. special: with the tokenizer's special tokens. Raises ApiError for a text that is too long."""

@@ -18,7 +18,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.serve import schema_check
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
 from selfspec.serve.grammar_worker import LIMITS
-from selfspec.serve.schema_bounds import MOST_DEPTH, MOST_REFERENCES, check_schema
+from selfspec.serve.schema_bounds import MOST_NESTING, MOST_REFERENCES, as_compiled, check_schema
 from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.structured_output import GrammarError, GrammarProcessor, Vocabulary
 from test_serve import post
@@ -171,6 +171,49 @@ def test_what_people_write_is_taken(check: SchemaCheck) -> None:
         assert json.loads(check(schema)) == schema
 
 
+def nested(levels: int) -> Any:
+    """Values nested so many levels deep: a schema, its items, and so on, and its type."""
+    schema: Any = {"type": "integer"}
+    for _ in range(levels - 2):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True, {"type": "string", "format": "path"}, {"type": "string", "format": "binary"},
+        {"type": "array", "items": {"type": "string", "format": "password"}, "uniqueItems": True},
+        {"type": "object", "properties": {"format": {"type": "string"}, "uniqueItems": {}, "a": True}},
+        {"const": {"format": "path"}}, {"type": "string", "format": 7}, nested(MOST_NESTING),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_unknown_formats_and_every_allowed_depth_are_taken(
+    check: SchemaCheck, vocabulary: Vocabulary, schema: Any
+) -> None:
+    """Pydantic's Path, bytes, SecretStr and sets among them. What is no schema keeps the names of keywords."""
+    check(schema)
+    assert not vocabulary.matcher(schema).is_error()
+    assert not vocabulary.matcher(f"start: %json {json.dumps(as_compiled(schema))}\n").is_error()
+    if isinstance(schema, dict) and "properties" in schema:
+        assert as_compiled(schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"type": "string", "pattern": "("}, r"character 1 of a pattern, '\(': unclosed group"),
+        ({"type": "string", "pattern": "^(?=.*[A-Z]).{4,8}$"}, r"character 2 of a pattern, '\(\?=.*look-ahead"),
+        (False, "is false"),
+        (nested(MOST_NESTING + 1), f"more than {MOST_NESTING} levels"),
+    ],
+)
+def test_what_is_wrong_with_a_schema_is_told(check: SchemaCheck, schema: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check(schema)
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_the_longest_way_is_found(data: st.DataObject) -> None:
@@ -193,11 +236,8 @@ def test_the_longest_way_is_found(data: st.DataObject) -> None:
             check_schema(schema)
     else:
         check_schema(schema)
-    nested: Any = {"type": "null"}
-    for _ in range(MOST_DEPTH):
-        nested = {"not": nested}
     with pytest.raises(ValueError, match="deep"):
-        check_schema(nested)
+        check_schema(nested(MOST_NESTING + 1))
 
 
 def test_a_grammar_that_explodes_while_a_text_is_written_ends_that_text(vocabulary: Vocabulary) -> None:
