@@ -228,6 +228,17 @@ def _content(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def _few(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MOST_MESSAGES:
+        raise ValueError(f"{len(value)} messages: at most {MOST_MESSAGES} are supported")
+    return value
+
+
+MOST_MESSAGES = 8192
+"""Each takes some .05 ms to check and to render."""
+FewMessages = BeforeValidator(_few)
+
+
 class Message(Strict):
     """One message of a conversation. The template also gets name and reasoning_content.
 
@@ -295,7 +306,7 @@ class ChatRequest(GenerationRequest):
         if it is the assistant's, and answered otherwise.
     """
 
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    messages: Annotated[list[Message], Field(min_length=1), FailFast(), FewMessages]
     max_completion_tokens: Annotated[Integer, Field(ge=-1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None

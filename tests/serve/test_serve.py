@@ -30,6 +30,7 @@ from running_server import RunningServer, ask, running_server
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
+from selfspec.serve.running import open_socket
 
 ROOT = Path(__file__).parents[2]
 CODE = "def fibonacci(n):\n"
@@ -484,6 +485,8 @@ def test_a_key_a_full_queue_and_an_orderly_end(offline: SelfSpecGenerator) -> No
     settings: dict[str, Any] = {"batch_size": 1, "max_waiting": 1, "api_key": "secret", "chat_template": None}
     endless: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 1900, "logit_bias": {"0": -100}}
     with running_server(offline, **settings) as running, running.client("secret") as client:
+        for sent in ("bearer secret", "BEARER  secret"):
+            assert post(running, "/v1/completions", b"{}", Authorization=sent)[0] == 400  # past the key
         for key in ("wrong", "", "secre", "sécret"):
             status, answer, _ = post(running, "/v1/completions", b"{}", Authorization=f"Bearer {key}".encode())  # type: ignore[arg-type]
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
@@ -503,6 +506,21 @@ def test_a_key_a_full_queue_and_an_orderly_end(offline: SelfSpecGenerator) -> No
         running.thread.join(30)
         with pytest.raises(openai.APIConnectionError):
             client.models.list()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_key_with_an_accent(offline: SelfSpecGenerator, encoding: str) -> None:
+    """Clients differ in how they send it."""
+    with running_server(offline, api_key="clé") as running:
+        for key, status in (("clé", 200), ("cle", 401)):
+            sent: Any = f"Bearer {key}".encode(encoding)
+            assert post(running, "/tokenize", b'{"prompt": "x"}', Authorization=sent)[0] == status
+
+
+def test_a_server_without_an_address_is_refused() -> None:
+    """The system would listen on all of them."""
+    with pytest.raises(ValueError, match="--host"):
+        open_socket("", 0)
 
 
 def test_the_command_serves_and_ends_at_sigterm(offline: SelfSpecGenerator) -> None:

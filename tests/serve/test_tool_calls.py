@@ -396,6 +396,19 @@ def test_a_template_that_hides_earlier_calls() -> None:
         assert error["param"] == "messages.1.tool_calls" and "leaves out calls" in error["message"]
 
 
+def test_the_tokenizers_end_token_ends_an_answer() -> None:
+    """Also where the generation configuration names another, as fine-tunes of base models have it."""
+    generator = scripted_generator({"key: plain": SCRIPTS["key: plain"]}, TAGS)
+    assert generator.tokenizer is not None
+    end, other = (int(generator.tokenizer.convert_tokens_to_ids(one)) for one in (END, "a"))
+    generator.model.generation_config.eos_token_id = other
+    talk: dict[str, Any] = {"messages": asked("key: plain"), "temperature": 0, "max_tokens": 60}
+    with running_server(generator, chat_template=None) as server:
+        for more in ({}, {"ignore_eos": True, "stop": [END]}, {"ignore_eos": True, "stop_token_ids": [end]}):
+            choice = json.loads(ask(server, "POST", "/v1/chat/completions", {**talk, **more})[1])["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (SCRIPTS["key: plain"], "stop"), more
+
+
 def test_templates_by_name() -> None:
     """As Hermes 2 Pro has them: "default" shows neither tools nor calls, "tool_use" both."""
     generator = scripted_generator({"key: one": SCRIPTS["key: one"], "key: told": SCRIPTS["key: told"]}, TAGS)
