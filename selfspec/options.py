@@ -111,7 +111,8 @@ def check_ranges(options: Mapping[str, Any]) -> None:
         value, allowed = options.get(name), option.allowed
         if value is None or allowed is None:
             continue
-        numbers, wanted = ((int, float), "a number") if float in get_args(kind) else ((int, Integral), "an integer")
+        numbers: tuple[type[Any], ...] = (int, float) if float in get_args(kind) else (int, Integral)
+        wanted = "a number" if float in numbers else "an integer"
         if not isinstance(value, numbers) or isinstance(value, bool) or value not in allowed:
             wanted += f" {'of ' if str(allowed).startswith('at least') else ''}{allowed}"
             raise ValueError(f"{name} must be {wanted}, got {value!r}")

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList
 
 from bench.engines.servers import selfspec_server
-from hostile_clients import OPTIONS, HostileTrial, costly_trial, expected_answers
+from hostile_clients import COSTLY_OPTIONS, OPTIONS, HostileTrial, costly_trial, expected_answers
 from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.checkpoints.synthetic import Recipe, synthetic_llama
 from selfspec import SelfSpecGenerator
@@ -293,7 +293,8 @@ def main(arguments: list[str] | None = None) -> int:
     trial = HostileTrial(clients=given.clients, seed=given.seed, asked=expected_answers())
     with selfspec_server(DEMO_PATH, OPTIONS) as server:
         served = trial.run(server, seconds, most_wait=given.most_wait, most_growth=given.most_growth / 100)
-        print("\n".join(served.lines()), flush=True)
+    print("\n".join(served.lines()), flush=True)
+    with selfspec_server(DEMO_PATH, COSTLY_OPTIONS) as server:
         costly = costly_trial(server, min(30.0, seconds), most_wait=given.most_wait)
     print("\n".join(costly.lines()))
     return int(bool(calls.failures or served.failures or costly.failures))

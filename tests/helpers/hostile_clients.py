@@ -47,8 +47,7 @@ ATTACKS: tuple[Callable[[Server, Random], None], ...] = (
     many_salts, guesser(PROMPTS),
 )  # fmt: skip
 OPTIONS = (
-    "--allow-policy", "any", "--prefix-cache", "64MB", "--batch-size", "16", "--max-waiting", "64", "--max-tokens", "1900",
-    "--chat-template", "plain",
+    "--allow-policy", "any", "--prefix-cache", "64MB", "--batch-size", "16", "--max-waiting", "64", "--max-tokens", "400",
 )  # fmt: skip
 _BRANCHES = [
     {
@@ -68,6 +67,7 @@ COSTLY: tuple[tuple[str, dict[str, Any]], ...] = (
                           "top_logprobs": 20, "ignore_eos": True}),
 )  # fmt: skip
 """Small valid requests that are much work: many texts, biases, a large grammar, and long answers with log-probabilities."""
+COSTLY_OPTIONS = ("--chat-template", "plain")
 MOST_HEALTH_SECONDS = 0.5
 _MOST_FAILURES = 20
 _PAUSE_SECONDS = 0.3  # between requests of a client, at most: the machine is not to be full of honest work alone
