@@ -49,20 +49,20 @@ def as_compiled(schema: dict[str, Any] | bool) -> dict[str, Any]:
 
     A format that the compiler does not know is no condition, as in JSON Schema. Neither is uniqueItems.
     """
-
-    def part(value: Any, is_schema: bool) -> Any:
-        if isinstance(value, list):
-            return [part(item, is_schema) for item in value]
-        if not isinstance(value, dict):
-            return value
-        return {
-            key: item if is_schema and key in _DATA else part(item, not (is_schema and key in _NAMED))
-            for key, item in value.items()
-            if not (is_schema and (key == "uniqueItems" or (key == "format" and item not in _FORMATS)))
-        }
-
-    found: dict[str, Any] = part({} if schema is True else schema, True)
+    found: dict[str, Any] = _enforced({} if schema is True else schema, True)
     return found
+
+
+def _enforced(value: Any, is_schema: bool) -> Any:
+    if isinstance(value, list):
+        return [_enforced(item, is_schema) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: item if is_schema and key in _DATA else _enforced(item, not (is_schema and key in _NAMED))
+        for key, item in value.items()
+        if not (is_schema and (key == "uniqueItems" or (key == "format" and item not in _FORMATS)))
+    }
 
 
 @dataclass(slots=True)

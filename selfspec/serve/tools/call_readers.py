@@ -159,6 +159,7 @@ class TagReader(CallReader):
         return rest
 
     def finish(self, is_whole: bool = True) -> Written:
+        written = Written()
         if self._bare is not None:
             written = self._bare.finish()
             if written.calls or not written.content:
@@ -166,8 +167,6 @@ class TagReader(CallReader):
                 return written
             self._bare = None
             written = self.push(written.content)
-        else:
-            written = Written()
         if self._cutter.ended and is_whole:
             try:
                 call = self._call(_parsed(self._inside))
@@ -175,12 +174,6 @@ class TagReader(CallReader):
                 call = None
             if call is not None:
                 self._take(written, call)
-                return written
-            again = self._inside.find(BEGIN)
-            if again >= 0:
-                rest = self._go_on(written, BEGIN + self._inside[:again], self._inside[again:])
-                written.add(self.push(rest))
-                written.add(self.finish())
                 return written
         self._write(written, f"{BEGIN}{self._inside}" if self._cutter.ended else self._cutter.finish())
         if not self.num_calls:
