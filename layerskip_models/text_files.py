@@ -11,9 +11,11 @@ from pathlib import Path
 def write_text(path: Path, text: str) -> None:
     """Replace a file, or make it. A kill, a crash or a full disk at any moment leaves the old file or the new one.
 
-    Raises OSError, and leaves the old file as it was.
+    Raises OSError, and leaves the old file as it was. A device or a pipe is not replaced, but is such an error.
     """
     target = Path(os.path.realpath(path))  # what a link points to is replaced, not the link
+    if target.exists() and not target.is_file():
+        raise OSError(f"{path} is not a regular file: choose another path")
     temporary = target.with_name(f".{target.name}.writing")
     try:
         with temporary.open("w", encoding="utf-8") as stream:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
 from torch import Generator
@@ -73,7 +74,7 @@ class SamplingOptions(TypedDict, total=False):
     min_p: Annotated[
         float | None, Option("Draw only tokens at least this fraction as likely as the likeliest one.", Range(0, 1))
     ]
-    seed: Annotated[int | None, Option("Random seed.")]
+    seed: Annotated[int | None, Option("Random seed.", Range(-(2**63), 2**64 - 1))]
 
 
 class WrittenOptions(TextOptions, SamplingOptions, SpeculationOptions, total=False):
@@ -110,7 +111,8 @@ def check_ranges(options: Mapping[str, Any]) -> None:
         value, allowed = options.get(name), option.allowed
         if value is None or allowed is None:
             continue
-        numbers, wanted = ((int, float), "a number") if float in get_args(kind) else (int, "an integer")
+        numbers: tuple[type[Any], ...] = (int, float) if float in get_args(kind) else (int, Integral)
+        wanted = "a number" if float in numbers else "an integer"
         if not isinstance(value, numbers) or isinstance(value, bool) or value not in allowed:
             wanted += f" {'of ' if str(allowed).startswith('at least') else ''}{allowed}"
             raise ValueError(f"{name} must be {wanted}, got {value!r}")

@@ -63,6 +63,8 @@ def read_prompts(path: Path, options: Mapping[str, Any], copy_texts: Sequence[st
             values = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error.msg}") from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+            raise ValueError(f"{path}, line {number} cannot be read: {error}") from None
         prompt = _prompt_of(values) if isinstance(values, dict) else None
         if prompt is None:
             raise ValueError(
@@ -72,11 +74,18 @@ def read_prompts(path: Path, options: Mapping[str, Any], copy_texts: Sequence[st
         own = {name: value for name, value in values.items() if name not in ("prompt", "messages", "id", "task")}
         if unknown := sorted(own.keys() - set(OWN_OPTIONS)):
             raise ValueError(f"{path}, line {number}: {unknown[0]!r} is no option; there are {', '.join(OWN_OPTIONS)}")
+        name = values.get("id", number)
+        if not isinstance(name, (str, int)) or isinstance(name, bool):
+            raise ValueError(
+                f"{path}, line {number}: the id must be a text or an integer, got {json.dumps(name)[:100]}"
+            )
+        if not isinstance(own.get("policy", ""), (str, type(None))):
+            raise ValueError(f"{path}, line {number}: the policy must be a name, got {json.dumps(own['policy'])[:100]}")
         merged = {**options, **own}
         asked = {"copy_from": copied, **merged} if copy_texts else merged
         key = hashlib.sha256(json.dumps([prompt, asked], sort_keys=True).encode()).hexdigest()[:16]
         chooses = any(name in own for name in _SPECULATION)
-        found.append(PromptLine(id=values.get("id", number), prompt=prompt, options=merged, key=key, chooses=chooses))
+        found.append(PromptLine(id=name, prompt=prompt, options=merged, key=key, chooses=chooses))
     if not found:
         raise ValueError(f"{path} holds no prompts")
     if len({line.id for line in found}) < len(found):
@@ -103,9 +112,10 @@ def complete_results(path: Path, prompts: list[PromptLine]) -> dict[str | int, s
     for number, line in enumerate(lines, start=1):
         try:
             values = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
-        if not isinstance(values, dict) or wanted.get(values.get("id", "")) != values.get("key"):
+        known = isinstance(values, dict) and isinstance(values.get("id"), (str, int)) and wanted.get(values["id"])
+        if not known or known != values.get("key"):
             raise ValueError(f"{path}, line {number} is no result of these prompts and options: give another --output")
         if "error" not in values:  # failed prompts are tried again
             found[values["id"]] = line

@@ -85,7 +85,7 @@ class Conversation:
         """Continue with messages written by `save`. Raises ValueError for another file."""
         try:
             messages = json.loads(path.read_text(encoding="utf-8-sig"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a saved conversation: {error}") from error
         texts = are_messages(messages) and all(
             isinstance(message.get("role"), str) and isinstance(message.get("content"), str) for message in messages

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from transformers import StoppingCriteriaList
 
+from layerskip_models.output_paths import output_file
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.analysis.comparison import Comparison, compare, warm_up
 from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
@@ -136,6 +137,7 @@ def _generate_many(
     notes: Console,
 ) -> None:
     assert many.prompts is not None and many.output is not None
+    output_file(many.output, replaced=True)
     asked = read_prompts(
         many.prompts, {name: value for name, value in options.items() if value is not None}, copy_texts
     )

@@ -50,14 +50,15 @@ _CARD = """\
 # {title}, decoding with selfspec
 
 This folder decodes with selfspec: the first layers draft a few tokens, and the rest verify them in one pass. The weights are
-unchanged, and so is the output: greedy text is the model's own, samples follow its distribution.
+unchanged. In float32, as below, greedy text is the model's own, and samples follow its distribution. In bfloat16 or float16
+transformers rounds after each operation, and selfspec on a CPU does not, so texts may differ.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 name = "PATH_OR_NAME_OF_THIS_FOLDER"
 tokenizer = AutoTokenizer.from_pretrained(name)
-model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(name, dtype="float32", trust_remote_code=True)
 inputs = tokenizer("def fibonacci(n):", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```

@@ -63,12 +63,17 @@ class Texts:
         if len(self._results) < len(self._choices):
             self._scheduler.cancel(self._choices)
 
+    def fail(self, error: ApiError) -> None:
+        """End `pieces` with this error, after what has come."""
+        self._came.put_nowait(Piece(index=0, steps=[StepOutput(ticket=0, tokens=[], error=error)]))
+
     async def whole(self) -> list[Piece]:
         """Wait until all texts are complete, and return them. Errors as for `pieces`."""
         parts = [Piece(index=index) for index in range(len(self._choices))]
         async for piece in self.pieces():
             part = parts[piece.index]
             part.text += piece.text
+            part.echo += piece.echo
             part.finish = piece.finish
             if piece.written is not None:
                 part.written = part.written or Written()
@@ -95,7 +100,8 @@ class Texts:
             index = piece.index
             self._take(piece)
             if index in scored:  # the first token is there, so the prompt has been read
-                yield Piece(index=index, text=self._choices[index].echo, logprobs=scored.pop(index))
+                echo = self._choices[index].echo
+                yield Piece(index=index, text=echo, echo=echo, logprobs=scored.pop(index))
             self._write(piece)
             if logs is not None:
                 logs[index].add(piece)
@@ -156,7 +162,8 @@ class Texts:
         if choice.reader is not None:
             piece.written = choice.reader.push(piece.text, [token for step in piece.steps for token in step.tokens])
             if piece.finish is not None:
-                piece.written.add(choice.reader.finish())
+                reason = self._results[piece.index].stop_reason
+                piece.written.add(choice.reader.finish(is_whole=reason == "eos"))
                 if piece.finish == "stop" and choice.reader.num_calls:
                     piece.finish = "tool_calls"
 

@@ -49,6 +49,11 @@ def shutting_down() -> ApiError:
     return ApiError("the server is shutting down", status=503, code="shutting_down")
 
 
+def request_failed() -> ApiError:
+    """An error of the server's own. Call it where the exception is logged."""
+    return ApiError("the server failed on this request; its log says why", status=500)
+
+
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

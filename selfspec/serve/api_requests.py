@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 
 from selfspec.options import OPTIONS
-from selfspec.serve.bodies import Strict, wrong_field
+from selfspec.serve.bodies import Integer, Strict, wrong_field
 from selfspec.serve.server_settings import MOST_CHOICES
 from selfspec.serve.tools.tool_requests import MOST_TOOLS, PastCall, Tool, ToolChoice, ToolChoiceField
 
@@ -155,23 +155,23 @@ class GenerationRequest(Strict):
     }
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    max_tokens: Annotated[Integer, Field(ge=-1)] | None = None
+    min_tokens: Annotated[Integer, Field(ge=0)] = 0
     temperature: Annotated[float, _ranged("temperature", le=2)] | None = None
-    top_p: Annotated[float, _ranged("top_p")] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[Integer, Field(ge=-1)] | None = None
     min_p: Annotated[float, _ranged("min_p")] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[Integer, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Stop], FailFast(), BeforeValidator(_one_or_several_stops)] = Field(default_factory=list)
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_STOP_IDS), FailFast()] = Field(
-        default_factory=list
+    stop_token_ids: Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=_MOST_STOP_IDS), FailFast()] = (
+        Field(default_factory=list)
     )
     ignore_eos: bool = False
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -199,6 +199,10 @@ class GenerationRequest(Strict):
         return {"type": "object"} if isinstance(self.response_format, JsonObjectFormat) else None
 
     @property
+    def num_texts(self) -> int:
+        return self.n
+
+    @property
     def limit(self) -> tuple[str, int | None]:
         """This request's name for the maximum number of new tokens, and that number."""
         return "max_tokens", self.max_tokens
@@ -224,6 +228,17 @@ def _content(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def _few(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MOST_MESSAGES:
+        raise ValueError(f"{len(value)} messages: at most {MOST_MESSAGES} are supported")
+    return value
+
+
+MOST_MESSAGES = 8192
+"""Each takes some .05 ms to check and to render."""
+FewMessages = BeforeValidator(_few)
+
+
 class Message(Strict):
     """One message of a conversation. The template also gets name and reasoning_content.
 
@@ -231,7 +246,7 @@ class Message(Strict):
     """
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
-        "annotations", "cache_control", "id", "provider_specific_fields", "reasoning", "reasoning_details",
+        "annotations", "cache_control", "id", "parsed", "provider_specific_fields", "reasoning", "reasoning_details",
         "thinking_blocks",
     })  # fmt: skip
     _reasons: ClassVar[dict[str, str]] = {
@@ -291,10 +306,10 @@ class ChatRequest(GenerationRequest):
         if it is the assistant's, and answered otherwise.
     """
 
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1), FailFast(), FewMessages]
+    max_completion_tokens: Annotated[Integer, Field(ge=-1)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS), FailFast()] = Field(default_factory=list)
     tool_choice: ToolChoiceField = ToolChoice()
     parallel_tool_calls: bool | None = None
@@ -305,8 +320,9 @@ class ChatRequest(GenerationRequest):
     def _of_chat(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise wrong_field("top_logprobs", "top_logprobs needs logprobs=true")
-        if self.max_tokens == 0:
-            raise wrong_field("max_tokens", "max_tokens must be at least 1")
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0:
+                raise wrong_field(name, f"{name} must be at least 1")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise wrong_field("max_tokens", "max_tokens and max_completion_tokens are two names of one limit: give one")
         continued = self.messages[-1].role == "assistant"
@@ -345,13 +361,17 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompt
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None
 
     @model_validator(mode="after")
     def _of_completions(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.scores_prompts:
             raise wrong_field("max_tokens", "max_tokens must be at least 1, or 0 with echo and logprobs")
         return self
+
+    @property
+    def num_texts(self) -> int:
+        return self.n * len(self.prompts)
 
     @property
     def scores_prompts(self) -> bool:

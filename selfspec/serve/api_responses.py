@@ -1,31 +1,23 @@
-"""Answers as OpenAI's own types.
+"""Answers in the form of OpenAI's API, as JSON.
 
 In addition, the usage has `drafted`, `accepted`, `rounds`, and of the drafts those that were copied: `copied` and
 `copied_accepted`. Beside the usage of a single text there are its `timings`, with llama.cpp's names. With show_drafts, a
 chunk of a stream has a field `selfspec` (see `selfspec.serve.draft_log`).
+
+Log-probabilities are written token by token, because Python's JSON encoder lets no other thread run until it is done.
 """
 
 from __future__ import annotations
 
 import codecs
+import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import time
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from uuid import uuid4
-
-from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
-from openai.types.chat import chat_completion as whole
-from openai.types.chat import chat_completion_chunk as pieces
-from openai.types.chat.chat_completion_message_function_tool_call import (
-    ChatCompletionMessageFunctionToolCall,
-    Function,
-)
-from openai.types.chat.chat_completion_token_logprob import TopLogprob
-from openai.types.completion_choice import Logprobs
-from openai.types.completion_usage import PromptTokensDetails
 
 from selfspec import __version__
 from selfspec.engine.results import GenerationResult, StepOutput
@@ -42,24 +34,43 @@ def finish_reason(reason: StopReason) -> FinishReason:
     return "length" if reason in ("length", "max_time") else "stop"
 
 
-def usage(results: Sequence[GenerationResult], choices_per_prompt: int) -> CompletionUsage:
+class _Json(str):
+    """JSON already."""
+
+
+def _object(fields: dict[str, Any]) -> _Json:
+    written = (
+        f'"{name}":{value if isinstance(value, _Json) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))}'
+        for name, value in fields.items()
+    )
+    return _Json(f"{{{','.join(written)}}}")
+
+
+def _list(items: Sequence[str]) -> _Json:
+    return _Json(f"[{','.join(items)}]")
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity."""
+    return None if value is None or not math.isfinite(value) else value
+
+
+def usage(results: Sequence[GenerationResult], choices_per_prompt: int) -> dict[str, Any]:
     """The usage of all texts of a request. A prompt counts once, however many texts it has."""
     stats = [result.stats for result in results]
     prompt = sum(s.num_prompt_tokens for s in stats[::choices_per_prompt])
     new = sum(s.num_new_tokens for s in stats)
-    reused = sum(s.num_reused_tokens for s in stats[::choices_per_prompt])
-    details = PromptTokensDetails(cached_tokens=reused)
-    counts: dict[str, Any] = {
+    return {
+        "completion_tokens": new,
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(s.num_reused_tokens for s in stats[::choices_per_prompt])},
         "drafted": sum(s.num_drafted for s in stats),
         "accepted": sum(s.num_accepted for s in stats),
         "copied": sum(s.num_copied for s in stats),
         "copied_accepted": sum(s.num_copied_accepted for s in stats),
         "rounds": sum(s.rounds for s in stats),
     }
-    total = prompt + new
-    return CompletionUsage(
-        prompt_tokens=prompt, completion_tokens=new, total_tokens=total, prompt_tokens_details=details, **counts
-    )
 
 
 def timings(results: Sequence[GenerationResult]) -> dict[str, float | None] | None:
@@ -93,7 +104,8 @@ class Piece:
     """What several steps brought one choice, or its whole answer.
 
     seconds: from the request's arrival in the queue to the last step. drafts: the field of a chunk with show_drafts.
-    written: what the text is, if it may have tool calls in it.
+    written: what the text is, if it may have tool calls in it. echo: the part of the text that is the prompt's, if `logprobs`
+    has the prompt's tokens.
     """
 
     index: int
@@ -104,51 +116,45 @@ class Piece:
     finish: FinishReason | None = None
     drafts: dict[str, Any] | None = None
     written: Written | None = None
+    echo: str = ""
 
 
 class Answer(ABC):
     """One request's answer. An instance keeps what later chunks depend on."""
 
     prefix: str
-    whole_type: tuple[Any, str]
-    """OpenAI's type of the answer, and the name of that type in it."""
-    chunk_type: tuple[Any, str]
+    whole_name: str
+    """The name of the answer's type in it."""
+    chunk_name: str
 
     def __init__(self, model: str, vocabulary: Vocabulary) -> None:
-        self.head: dict[str, Any] = {
-            "id": f"{self.prefix}-{uuid4().hex}",
-            "created": int(time()),
-            "model": model,
-            "system_fingerprint": FINGERPRINT,
-        }
+        self._id = f"{self.prefix}-{uuid4().hex}"
+        self._about: dict[str, Any] = {"created": int(time()), "model": model}
         self._vocabulary = vocabulary
 
     def whole(self, parts: Sequence[Piece], results: Sequence[GenerationResult], choices_per_prompt: int) -> str:
-        """The body of an answer that is not streamed, as JSON."""
-        kind, name = self.whole_type
-        counts = _counts(results, choices_per_prompt)
-        made = kind(object=name, choices=[self._choice(part) for part in parts], **counts, **self.head)
-        return made.model_dump_json(exclude_unset=True)
+        """The body of an answer that is not streamed."""
+        return self._made(self.whole_name, [self._choice(part) for part in parts], _counts(results, choices_per_prompt))
 
     def chunk(self, piece: Piece) -> str:
-        """One chunk of a stream, as JSON."""
-        kind, name = self.chunk_type
+        """One chunk of a stream."""
         extra = {} if piece.drafts is None else {"selfspec": piece.drafts}
-        made = kind(object=name, choices=[self._delta(piece)], usage=None, **self.head, **extra)
-        return made.model_dump_json(exclude_unset=True)
+        return self._made(self.chunk_name, [self._delta(piece)], {"usage": None, **extra})
 
     def last_chunk(self, results: Sequence[GenerationResult], choices_per_prompt: int) -> str:
-        """The last chunk of a stream, with the usage and without a choice, as JSON."""
-        kind, name = self.chunk_type
-        made = kind(object=name, choices=[], **_counts(results, choices_per_prompt), **self.head)
-        return made.model_dump_json(exclude_unset=True)
+        """The last chunk of a stream, with the usage and without a choice."""
+        return self._made(self.chunk_name, [], _counts(results, choices_per_prompt))
+
+    def _made(self, name: str, choices: Sequence[_Json], more: dict[str, Any]) -> str:
+        head = {"id": self._id, "choices": _list(choices), **self._about, "object": name}
+        return _object({**head, "system_fingerprint": FINGERPRINT, **more})
 
     @abstractmethod
-    def _choice(self, part: Piece) -> Any:
+    def _choice(self, part: Piece) -> _Json:
         """A choice of a whole answer."""
 
     @abstractmethod
-    def _delta(self, part: Piece) -> Any:
+    def _delta(self, part: Piece) -> _Json:
         """A choice of a chunk."""
 
 
@@ -161,110 +167,98 @@ def _counts(results: Sequence[GenerationResult], choices_per_prompt: int) -> dic
 
 class ChatAnswer(Answer):
     prefix = "chatcmpl"
-    whole_type = ChatCompletion, "chat.completion"
-    chunk_type = ChatCompletionChunk, "chat.completion.chunk"
+    whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, model: str, vocabulary: Vocabulary) -> None:
         super().__init__(model, vocabulary)
         self._begun: set[int] = set()
 
-    def _choice(self, part: Piece) -> whole.Choice:
-        assert part.finish is not None
-        logprobs = None if part.logprobs is None else whole.ChoiceLogprobs(content=self._logprobs(part.logprobs))
-        message = ChatCompletionMessage(role="assistant", content=part.text)
-        if part.written is not None:
-            message.content = part.written.content or (None if part.written.calls else "")
-            if part.written.calls:
-                message.tool_calls = [
-                    ChatCompletionMessageFunctionToolCall(
-                        id=call.id, type="function", function=Function(name=call.name, arguments=call.arguments)
-                    )
-                    for call in part.written.calls
-                ]
-            if part.written.reasoning:
-                message.reasoning_content = part.written.reasoning  # type: ignore[attr-defined]
-        return whole.Choice(index=part.index, message=message, finish_reason=part.finish, logprobs=logprobs)
+    def _choice(self, part: Piece) -> _Json:
+        found = part.written or Written(part.text)
+        message: dict[str, Any] = {"content": found.content or (None if found.calls else ""), "role": "assistant"}
+        if found.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "function": {"arguments": call.arguments, "name": call.name}, "type": "function"}
+                for call in found.calls
+            ]
+        if found.reasoning:
+            message["reasoning_content"] = found.reasoning
+        head = {"finish_reason": part.finish, "index": part.index, "logprobs": self._logprobs(part.logprobs)}
+        return _object({**head, "message": message})
 
-    def _delta(self, part: Piece) -> pieces.Choice:
-        delta = pieces.ChoiceDelta(content=part.text) if part.written is None else _delta_of(part.written)
+    def _delta(self, part: Piece) -> _Json:
+        delta: dict[str, Any] = {}
+        if part.written is None or part.written.content:
+            delta["content"] = part.text if part.written is None else part.written.content
         if part.index not in self._begun:
             self._begun.add(part.index)
-            delta.role = "assistant"
-        logprobs = None if part.logprobs is None else pieces.ChoiceLogprobs(content=self._logprobs(part.logprobs))
-        return pieces.Choice(index=part.index, delta=delta, finish_reason=part.finish, logprobs=logprobs)
+            delta["role"] = "assistant"
+        if part.written is not None and part.written.calls:
+            delta["tool_calls"] = [
+                {
+                    "index": call.index,
+                    "id": call.id,
+                    "function": {"arguments": call.arguments, "name": call.name},
+                    "type": "function",
+                }
+                for call in part.written.calls
+            ]
+        if part.written is not None and part.written.reasoning:
+            delta["reasoning_content"] = part.written.reasoning
+        tail = {"index": part.index, "finish_reason": part.finish, "logprobs": self._logprobs(part.logprobs)}
+        return _object({"delta": delta, **tail})
 
-    def _logprobs(self, found: Sequence[TokenLogprob]) -> list[ChatCompletionTokenLogprob]:
-        def named(token: int) -> dict[str, Any]:
-            raw = self._vocabulary.bytes_of(token)
-            return {"token": raw.decode("utf-8", errors="replace"), "bytes": [*raw]}
-
-        return [
-            ChatCompletionTokenLogprob(
-                **named(one.token),
-                logprob=cast(float, one.logprob),  # only a completion's prompt has a token without
-                top_logprobs=[TopLogprob(**named(token), logprob=value) for token, value in one.top],
-            )
-            for one in found
-        ]
-
-
-def _delta_of(written: Written) -> pieces.ChoiceDelta:
-    delta = pieces.ChoiceDelta()
-    if written.content:
-        delta.content = written.content
-    if written.reasoning:
-        delta.reasoning_content = written.reasoning  # type: ignore[attr-defined]
-    if written.calls:
-        delta.tool_calls = [
-            pieces.ChoiceDeltaToolCall(
-                index=call.index,
-                id=call.id,
-                type="function",
-                function=pieces.ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments),
-            )
-            for call in written.calls
-        ]
-    return delta
+    def _logprobs(self, found: Sequence[TokenLogprob] | None) -> _Json | None:
+        if found is None:
+            return None
+        name = self._vocabulary.name_of
+        entries = []
+        for one in found:
+            top = [f'{{{name(token)},"logprob":{json.dumps(_finite(value))}}}' for token, value in one.top]
+            value = json.dumps(_finite(one.logprob))
+            entries.append(f'{{{name(one.token)},"logprob":{value},"top_logprobs":{_list(top)}}}')
+        return _object({"content": _list(entries)})
 
 
 class CompletionAnswer(Answer):
     prefix = "cmpl"
-    whole_type = chunk_type = Completion, "text_completion"
+    whole_name = chunk_name = "text_completion"
 
     def __init__(self, model: str, vocabulary: Vocabulary) -> None:
         super().__init__(model, vocabulary)
         self._offsets: dict[int, int] = {}
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}
 
-    def _choice(self, part: Piece) -> CompletionChoice:
-        logprobs = None if part.logprobs is None else self._logprobs(part.index, part.logprobs)
-        finish: Any = part.finish  # OpenAI sends null until the end, which the type does not allow
-        return CompletionChoice.model_construct(
-            index=part.index, text=part.text, finish_reason=finish, logprobs=logprobs
-        )
+    def _choice(self, part: Piece) -> _Json:
+        logprobs = None if part.logprobs is None else self._logprobs(part, part.logprobs)
+        head = {"finish_reason": part.finish, "index": part.index, "logprobs": logprobs}
+        return _object({**head, "text": part.text})
 
     _delta = _choice
 
-    def _logprobs(self, index: int, found: Sequence[TokenLogprob]) -> Logprobs:
-        decoder = self._decoders.setdefault(index, codecs.getincrementaldecoder("utf-8")("replace"))
-        offset = self._offsets.get(index, 0)
+    def _logprobs(self, part: Piece, found: Sequence[TokenLogprob]) -> dict[str, Any]:
+        decoder = self._decoders.setdefault(part.index, codecs.getincrementaldecoder("utf-8")("replace"))
+        offset = self._offsets.get(part.index, 0)
         offsets, names, top = [], [], []
         for one in found:
             raw = self._vocabulary.bytes_of(one.token)
             names.append(_shown_in_completions(raw))
             offsets.append(offset)
-            if not self._vocabulary.is_special(one.token):  # special tokens are not in the text
+            # The text shows no special tokens, but for those that a client has written into the prompt.
+            if not self._vocabulary.is_special(one.token) or part.echo.startswith(names[-1], offset):
                 offset += len(decoder.decode(raw))
-            likely = {_shown_in_completions(self._vocabulary.bytes_of(token)): value for token, value in one.top}
-            top.append(None if one.logprob is None else likely | {names[-1]: one.logprob})
-        self._offsets[index] = offset
-        # The first token of a prompt has null, which the type does not allow.
-        return Logprobs.model_construct(
-            tokens=names,
-            token_logprobs=cast(Any, [one.logprob for one in found]),
-            top_logprobs=cast(Any, top),
-            text_offset=offsets,
-        )
+            likely = {
+                _shown_in_completions(self._vocabulary.bytes_of(token)): _finite(value) for token, value in one.top
+            }
+            top.append(None if one.logprob is None else likely | {names[-1]: _finite(one.logprob)})
+        self._offsets[part.index] = offset
+        # The first token of a prompt has null.
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [_finite(one.logprob) for one in found],
+            "tokens": names,
+            "top_logprobs": top,
+        }
 
 
 def _shown_in_completions(raw: bytes) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from time import time
@@ -12,15 +13,14 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from openai.types import Model
 from starlette.types import Message, Receive, Scope, Send
 
 from selfspec import SelfSpecGenerator
 from selfspec.serve import api_errors
 from selfspec.serve.answering import Texts
-from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, shutting_down
+from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, request_failed, shutting_down
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest
-from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer
+from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, Piece
 from selfspec.serve.bodies import read_body
 from selfspec.serve.guard import Guard
 from selfspec.serve.lanes import Lanes
@@ -32,8 +32,12 @@ from selfspec.serve.token_routes import add_token_routes
 from selfspec.serve.translation import Translator
 from selfspec.serve.web_page import add_page
 
+log = logging.getLogger("selfspec.serve")
 PING_SECONDS = 10.0
 """Longest time between two events of a stream."""
+_LAST_SECONDS = 1.0  # for a stream to tell its client that the server ends
+_FEW_TEXTS = 4  # of a request, for which a thread would only be a delay
+_FEW_LOGPROBS = 256
 
 
 def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
@@ -43,14 +47,10 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
     """
     metrics = ServerMetrics()
     translator = Translator(generator, settings)
-    created = int(time())
-    served = Model(
-        id=settings.model_name,
-        created=created,
-        object="model",
-        owned_by="selfspec",
-        selfspec=translator.offers,  # type: ignore[call-arg]
-    )
+    served = {
+        "id": settings.model_name, "created": int(time()), "object": "model", "owned_by": "selfspec",
+        "selfspec": translator.offers,
+    }  # fmt: skip
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -73,7 +73,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
     async def answer(request: Request, kind: type[ChatRequest] | type[CompletionRequest], answer: Answer) -> Response:
         lanes, scheduler = request.app.state.lanes, request.app.state.scheduler
         body, size = await read_body(request, kind, lanes)
-        choices = await _translated(lanes, translator, body, size)
+        choices = await _translated(lanes, scheduler, translator, body, size)
         texts = Texts(scheduler, choices, translator.tokenizer, streamed=body.stream, show_drafts=body.show_drafts)
         scheduler.submit(choices)
         response = await (_stream if body.stream else _whole)(request, body, texts, answer)
@@ -90,12 +90,12 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [served.model_dump(exclude_unset=True)]})
+        return JSONResponse({"object": "list", "data": [served]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
         translator.check_name(name)
-        return JSONResponse(served.model_dump(exclude_unset=True))
+        return JSONResponse(served)
 
     @app.get("/health")
     async def health(request: Request) -> JSONResponse:
@@ -115,14 +115,29 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
 
 
 async def _translated(
-    lanes: Lanes, translator: Translator, body: ChatRequest | CompletionRequest, size: int
+    lanes: Lanes, scheduler: Scheduler, translator: Translator, body: ChatRequest | CompletionRequest, size: int
 ) -> list[Choice]:
-    """Translate in a thread if that may take long: for a long prompt, a schema, or a policy."""
-    work = partial(translator.chat, body) if isinstance(body, ChatRequest) else partial(translator.completions, body)
+    """Translate in a thread if that may take long: for a long prompt, many texts, biases, a grammar, or a policy.
+
+    The scheduler is asked for room first, and again when a thread is free: others may have taken the room meanwhile.
+    """
+
+    def work() -> list[Choice]:
+        scheduler.check_room(body.num_texts)
+        return translator.chat(body) if isinstance(body, ChatRequest) else translator.completions(body)
+
+    scheduler.check_room(body.num_texts)
     if translator.has_slow_schema(body, size):
         return await lanes.schemas.run(work)
-    is_quick = body.response_format is None and body.policy is None
-    return await lanes.prompts.run_by_size(size, work, is_quick=is_quick)
+    if body.num_texts > _FEW_TEXTS:
+        return await lanes.prompts.run(work)
+    return await lanes.prompts.run_by_size(size, work, is_quick=not translator.is_slow(body))
+
+
+async def _written(parts: Sequence[Piece], write: Callable[[], str]) -> str:
+    """Write an answer or a chunk, in a thread if it has many log-probabilities."""
+    is_long = sum(len(part.logprobs or ()) for part in parts) > _FEW_LOGPROBS
+    return await asyncio.to_thread(write) if is_long else write()
 
 
 async def _whole(request: Request, body: GenerationRequest, texts: Texts, answer: Answer) -> Response:
@@ -131,7 +146,8 @@ async def _whole(request: Request, body: GenerationRequest, texts: Texts, answer
     try:
         if not await _client_stays(request.receive, working):
             return Response(status_code=CLIENT_LEFT)
-        content = answer.whole(working.result(), texts.results, body.n)
+        parts = working.result()
+        content = await _written(parts, partial(answer.whole, parts, texts.results, body.n))
         return Response(content, media_type="application/json")
     finally:
         working.cancel()
@@ -140,7 +156,7 @@ async def _whole(request: Request, body: GenerationRequest, texts: Texts, answer
 
 async def _events(body: GenerationRequest, texts: Texts, answer: Answer) -> AsyncGenerator[str, None]:
     async for piece in texts.pieces():
-        yield f"data: {answer.chunk(piece)}\n\n"
+        yield f"data: {await _written([piece], partial(answer.chunk, piece))}\n\n"
     if body.stream_options is not None and body.stream_options.include_usage:
         yield f"data: {answer.last_chunk(texts.results, body.n)}\n\n"
     yield "data: [DONE]\n\n"
@@ -177,8 +193,11 @@ async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str
             following = asyncio.ensure_future(events.__anext__())
     except StopAsyncIteration:
         return
-    except ApiError as error:  # the status has been sent
-        yield f"data: {json.dumps(error.body())}\n\n"
+    except Exception as error:  # the status has been sent
+        if not isinstance(error, ApiError):
+            log.exception("a stream failed")
+            error = request_failed()
+        yield f"data: {json.dumps(error.body())}\n\ndata: [DONE]\n\n"
     finally:
         following.cancel()
         del following  # the traceback of its exception has this frame: a circle
@@ -209,6 +228,9 @@ class _EventStream(StreamingResponse):
         try:
             if await _client_stays(receive, sending):
                 sending.result()
+        except asyncio.CancelledError:  # the grace time is over
+            self._texts.fail(shutting_down())
+            await asyncio.wait({sending}, timeout=_LAST_SECONDS)
         finally:
             sending.cancel()
             self._texts.cancel()

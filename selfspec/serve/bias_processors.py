@@ -35,11 +35,12 @@ class BiasProcessor(LogitsProcessor):
     """
 
     def __init__(self, bias: Mapping[str, float], vocab_size: int, device: torch.device) -> None:
-        self._bias = torch.zeros(1, vocab_size, dtype=torch.float32, device=device)
-        for key, value in bias.items():
+        for key in bias:
             if not key.isascii() or not key.isdecimal() or int(key) >= vocab_size:
                 raise ValueError(f"logit_bias: {key!r} is no token id in [0, {vocab_size - 1}], the model's vocabulary")
-            self._bias[0, int(key)] = value
+        self._bias = torch.zeros(1, vocab_size, dtype=torch.float32)
+        self._bias[0, [int(key) for key in bias]] = torch.tensor([*bias.values()], dtype=torch.float32)
+        self._bias = self._bias.to(device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """scores: [1, vocab]. Returns the biased scores."""

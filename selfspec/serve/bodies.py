@@ -6,10 +6,18 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect
@@ -20,6 +28,7 @@ from selfspec.serve.lanes import Lanes
 MOST_KEYS = 5_000
 """Most keys of one JSON object. Every unknown key would be an error of its own."""
 
+_LONGEST_NAME = 256  # of an unknown field, in messages
 _TRIED = ("str", "bool", "dict")
 _FORMATS = (["text"], ["json_object"], ["json_schema"])
 UNSUPPORTED, WRONG = "unsupported_field", "wrong_field"
@@ -29,6 +38,14 @@ UNSUPPORTED, WRONG = "unsupported_field", "wrong_field"
 def wrong_field(name: str, message: str) -> PydanticCustomError:
     """An error for a model's validator: which field is wrong, and why."""
     return PydanticCustomError(WRONG, "{message}", {"name": name, "message": message})
+
+
+def _integer(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_integer)]
+"""An integer as JSON Schema counts it: 4.0 is one."""
 
 
 class Strict(BaseModel):
@@ -165,6 +182,7 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         code = "unsupported_parameter" if error["type"] == UNSUPPORTED else None
         return ApiError(error["msg"], param=param, code=code)
     if error["type"] == "extra_forbidden":
+        param = ".".join([*path[:-1], path[-1][:_LONGEST_NAME]])  # the last is the field, whatever characters it has
         return ApiError(f"{param} is not supported", param=param, code="unsupported_parameter")
     if error["type"] == "missing" and param is None:
         return ApiError("the body is empty: send a JSON object")

@@ -47,10 +47,10 @@ def refusal(schema: str, tokenizer: Any, llguidance: Any) -> str | None:
         grammar = matcher_type.grammar_from_json_schema(schema, defaults=COMPACT)
         matcher = matcher_type(tokenizer, grammar, limits=llguidance.LLParserLimits(**LIMITS), log_level=0)
     except ValueError as error:
-        return _line(str(error))
+        return one_line(str(error))
     for step in range(_STEPS):
         if matcher.is_error():
-            return _line(matcher.get_error())
+            return one_line(matcher.get_error())
         mask = matcher.compute_bitmask()
         allowed = [token for token in range(257) if mask[token // 8] >> (token % 8) & 1]
         if matcher.is_error() or not allowed:
@@ -59,12 +59,17 @@ def refusal(schema: str, tokenizer: Any, llguidance: Any) -> str | None:
         if token == 256:
             break
         matcher.consume_token(token)
-    return _line(matcher.get_error()) if matcher.is_error() else None
+    return one_line(matcher.get_error()) if matcher.is_error() else None
 
 
-def _line(text: str) -> str:
+def one_line(text: str) -> str:
+    """An error of the compiler's in a line. That of a pattern has several: the pattern, a mark below it, and the reason."""
     lines = text.splitlines() or ["no reason was given"]
-    return lines[0][:200]
+    if not lines[0].endswith("regex parse error:") or len(lines) < 4:
+        return lines[0][:200]
+    place = max(0, len(lines[2]) - len(lines[2].lstrip()) - 4)
+    part, reason = lines[1][4:][place : place + 20], lines[-1].removeprefix("error: ")
+    return f"at character {place + 1} of a pattern, {part!r}: {reason}"[:200]
 
 
 def main() -> None:
@@ -90,7 +95,7 @@ def main() -> None:
             try:
                 why = refusal(json.loads(schema), tokenizer, llguidance)
             except BaseException as error:  # a panic in the library, or no memory
-                why = _line(f"{type(error).__name__}: {error}")
+                why = one_line(f"{type(error).__name__}: {error}")
             answer |= {"seconds": time.thread_time() - started} if why is None else {"refused": why}
 
         signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from selfspec.serve.api_errors import ApiError, shutting_down
+from selfspec.serve.api_errors import ApiError, request_failed, shutting_down
 from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
 
@@ -28,7 +28,9 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, routes: frozenset[str]) -> None:
         self._app, self._metrics, self._routes = app, metrics, routes
-        self._key = None if settings.api_key is None else f"Bearer {settings.api_key}".encode()
+        # Headers are bytes, and clients differ in how they encode a key with accents.
+        key = settings.api_key
+        self._keys = None if key is None else (key.encode(), key.encode("latin-1", "replace"))
         self.most_bytes, self._hosts = settings.max_body_bytes, settings.allowed_hosts
         self.unfinished_bytes = 0  # of all bodies together
 
@@ -57,15 +59,14 @@ class Guard:
         try:
             await self._app(scope if wants_body else {**scope, "method": "GET"}, body.receive, counted)
         except asyncio.CancelledError:  # the grace time is over
-            if begun:
-                raise
+            if begun:  # the connection is closed
+                return
             await shutting_down().response()(scope, receive, counted)
         except Exception:
             if begun:
                 raise
             log.exception("a request failed")
-            failed = ApiError("the server failed on this request; its log says why", status=500)
-            await failed.response()(scope, receive, counted)
+            await request_failed().response()(scope, receive, counted)
         finally:
             body.end()
 
@@ -77,9 +78,10 @@ class Guard:
                 status=403,
                 code="host_not_allowed",
             )
-        if self._key is not None and path not in OPEN_PATHS:
-            given = headers.get("authorization", "").encode()
-            if not secrets.compare_digest(given, self._key):
+        if self._keys is not None and path not in OPEN_PATHS:
+            scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
+            same = [secrets.compare_digest(given.strip(), key) for key in self._keys]
+            if scheme.lower() != b"bearer" or not any(same):
                 return ApiError(
                     "a valid API key is needed: send it as 'Authorization: Bearer KEY'",
                     status=401,

@@ -65,7 +65,10 @@ class Lane:
 
 
 class Lanes:
-    """bodies: parsing large bodies. prompts: tokenising large prompts. schemas: requests with a new schema."""
+    """bodies: parsing large bodies. prompts: tokenising large prompts, and requests for many texts.
+
+    schemas: requests with a new schema.
+    """
 
     def __init__(self) -> None:
         before = threading.stack_size(_STACK_BYTES)  # a grammar's compiler is recursive

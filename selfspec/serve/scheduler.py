@@ -74,21 +74,26 @@ class Scheduler:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._closing
 
-    def submit(self, choices: Iterable[Choice]) -> None:
-        """Queue texts, all of them or none. Raises ApiError (status 400, 429 or 503)."""
-        choices = [*choices]
+    def check_room(self, texts: int) -> None:
+        """Raise ApiError (status 400, 429 or 503) without room for so many texts. To be asked before any work is done."""
         most = self._batch_size + self._max_waiting
-        if len(choices) > most:
-            message = f"{len(choices)} texts in one request, this server takes at most {most} at a time: ask for fewer"
+        if texts > most:
+            message = f"{texts} texts in one request, this server takes at most {most} at a time: ask for fewer"
             raise ApiError(message, param="n")
         with self._changed:
             if self._closing:
                 raise shutting_down()
             free = max(0, self._batch_size - len(self._joined))
-            if len(self._waiting) + len(choices) > self._max_waiting + free:
-                rounds = (len(self._waiting) + len(choices)) / self._batch_size
+            if len(self._waiting) + texts > self._max_waiting + free:
+                rounds = (len(self._waiting) + texts) / self._batch_size
                 seconds = max(1, round(rounds * self._choice_seconds))
                 raise queue_full(f"{len(self._waiting)} texts are waiting already", seconds)
+
+    def submit(self, choices: Iterable[Choice]) -> None:
+        """Queue texts, all of them or none. Raises as `check_room`."""
+        choices = [*choices]
+        with self._changed:
+            self.check_room(len(choices))
             for choice in choices:
                 choice.submitted = perf_counter()
             self._waiting += choices

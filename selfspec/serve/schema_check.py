@@ -15,59 +15,75 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from layerskip_models.fork_safe import fork_safe
+
 MOST_BYTES = 256 << 10
 """Limit on a schema as JSON."""
+MOST_NESTING = 120
+"""Most levels of nested values. The compiler reads JSON of up to 124."""
 TRIAL_SECONDS = 1.0
 """Limit on the processor time of a trial."""
 _WALL_SECONDS = 15.0  # for the same, on a busy machine
 _TRIAL_BYTES = 1 << 30
 _REMEMBERED = 256
 _QUICK_SECONDS = 0.05
+_FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 _DATA = frozenset({"const", "enum", "default", "examples", "example"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _UNSUPPORTED = ("x-guidance", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor")
 
 
-def check_references(schema: object) -> None:
-    """Raise ValueError for a reference that leads out of the schema, and for what clients may not use.
+def as_compiled(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    """The schema as the compiler takes it: without formats that it does not know, which are no condition, and uniqueItems.
 
-    How large, deep or circular a schema may be is for the trial to say.
+    Raises ValueError for a reference that leads out of the schema, for what clients may not use, and for one that no text
+    follows. How large and circular a schema may be is for the trial to say.
     """
-    todo = [(schema, True)]  # a value, and whether it is a schema
-    while todo:
-        value, is_schema = todo.pop()
-        if isinstance(value, list):
-            todo += [(item, is_schema) for item in value]
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                if is_schema and key == "$ref" and isinstance(item, str) and item[:2] not in ("#", "#/"):
-                    raise ValueError(
-                        f"the schema refers to {item[:100]!r}: references must be within it, such as '#/$defs/name'"
-                    )
-                if is_schema and key == "$id" and isinstance(item, str) and value is not schema:
-                    raise ValueError(
-                        "the schema has an $id inside: name its parts in $defs, and refer to them by '#/$defs/...'"
-                    )
-                if is_schema and key in _UNSUPPORTED:
-                    raise ValueError(f"the schema has {key}, which is not supported")
-                if not (is_schema and key in _DATA):
-                    todo.append((item, not (is_schema and key in _NAMED)))
+    if schema is False:
+        raise ValueError("the schema is false, which no text follows")
+    found: dict[str, Any] = _enforced({} if schema is True else schema, True, 1)
+    return found
+
+
+def _enforced(value: Any, is_schema: bool, depth: int) -> Any:
+    if depth > MOST_NESTING:
+        raise ValueError(f"the schema is nested more than {MOST_NESTING} levels deep")
+    if isinstance(value, list):
+        return [_enforced(item, is_schema, depth + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {}
+    for key, item in value.items():
+        if is_schema and key == "$ref" and isinstance(item, str) and item[:2] not in ("#", "#/"):
+            raise ValueError(
+                f"the schema refers to {item[:100]!r}: references must be within it, such as '#/$defs/name'"
+            )
+        if is_schema and key == "$id" and isinstance(item, str) and depth > 1:
+            raise ValueError(
+                "the schema has an $id inside: name its parts in $defs, and refer to them by '#/$defs/...'"
+            )
+        if is_schema and key in _UNSUPPORTED:
+            raise ValueError(f"the schema has {key}, which is not supported")
+        if not (is_schema and (key == "uniqueItems" or (key == "format" and item not in _FORMATS))):
+            is_data = is_schema and key in _DATA
+            found[key] = item if is_data else _enforced(item, not (is_schema and key in _NAMED), depth + 1)
+    return found
 
 
 class SchemaCheck:
     """Threads may share one; they take turns. The process starts with the first schema, and again after one that ended it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._process: subprocess.Popen[bytes] | None = None
         # By digest: why the schema cannot be used, if it cannot, and the seconds that compiling it took.
         self._known: OrderedDict[bytes, tuple[str | None, float]] = OrderedDict()
 
     def __call__(self, schema: dict[str, Any] | bool) -> str:
         """The schema as JSON. Raises ValueError that says in one line why it cannot be used."""
-        check_references(schema)
+        compiled = as_compiled(schema)
         try:
-            written = json.dumps(schema)
+            written, tried = json.dumps(schema), json.dumps(compiled)
         except RecursionError:
             raise ValueError("the schema is nested too deeply") from None
         if len(written) > MOST_BYTES:
@@ -75,7 +91,7 @@ class SchemaCheck:
         key = sha256(written.encode()).digest()
         with self._lock:
             if key not in self._known:
-                self._known[key] = self._trial(written)
+                self._known[key] = self._trial(tried)
                 if len(self._known) > _REMEMBERED:
                     self._known.popitem(last=False)
             self._known.move_to_end(key)

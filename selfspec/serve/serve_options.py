@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from layerskip_models import DEMO_PATH
@@ -69,6 +70,8 @@ class ServeOptions:
 
     def settings(self, model: str | None, host: str) -> ServerSettings:
         """The settings of a server that listens on `host`. Reads the files that are named; raises their errors."""
+        if not math.isfinite(self.max_body_mb):
+            raise ValueError(f"--max-body-mb must be a number of megabytes, got {self.max_body_mb}")
         return ServerSettings(
             model_name=self.served_name or default_name(str(DEMO_PATH) if model is None else model),
             policy=self.policy,

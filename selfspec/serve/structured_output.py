@@ -18,7 +18,9 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from selfspec.serve.grammar_worker import COMPACT, LIMITS
+from layerskip_models.fork_safe import fork_safe
+from selfspec.serve.grammar_worker import COMPACT, LIMITS, one_line
+from selfspec.serve.schema_check import as_compiled
 
 Grammar = dict[str, Any] | bool | str
 """A JSON schema, or a grammar in Lark's form."""
@@ -38,8 +40,17 @@ class Vocabulary:
         self.size = size
         self._tokenizer, self._eos = tokenizer, [*eos]
         self._special = frozenset(tokenizer.all_special_ids)
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._made: LLTokenizer | None = None
+        self._names: dict[int, str] = {}
+
+    def name_of(self, token: int) -> str:
+        """The fields of a token in a chat's log-probabilities, as JSON: its text and its bytes."""
+        if token not in self._names:
+            raw = self.bytes_of(token)
+            text = json.dumps(raw.decode("utf-8", errors="replace"), ensure_ascii=False)
+            self._names[token] = f'"token":{text},"bytes":[{",".join(map(str, raw))}]'
+        return self._names[token]
 
     def bytes_of(self, token: int) -> bytes:
         return self._get().decode_bytes([token])
@@ -70,11 +81,10 @@ class Vocabulary:
         if isinstance(schema, str):
             grammar = LLMatcher.grammar_from_lark(schema)
         else:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)
-        # Do not copy a matcher: copies share their lexer, so that the texts would affect each other.
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(as_compiled(schema)), defaults=COMPACT)
         matcher = LLMatcher(tokenizer, grammar, limits=LLParserLimits(**LIMITS), log_level=0)
         if matcher.is_error():
-            raise ValueError(f"the schema cannot be used: {matcher.get_error().splitlines()[0]}")
+            raise ValueError(f"the schema cannot be used: {one_line(matcher.get_error())}")
         return matcher
 
     def _get(self) -> LLTokenizer:
@@ -88,13 +98,17 @@ class Vocabulary:
 class GrammarProcessor(LogitsProcessor):
     """Allows only tokens after which the text can still become one that follows the grammar. For one text.
 
+    matcher: a fresh one, compiled before; it is copied. Copies share one budget of `grammar_worker.LIMITS`, so a text that
+    finds it used up goes on with a matcher of its own.
     Raises ValueError as `Vocabulary.matcher`, and GrammarError for a text that does not follow the grammar or exceeds
     `grammar_worker.LIMITS`.
     """
 
-    def __init__(self, vocabulary: Vocabulary, schema: Grammar, prompt_length: int) -> None:
-        self._made_of = vocabulary, schema, prompt_length
-        self._matcher = vocabulary.matcher(schema)
+    def __init__(
+        self, vocabulary: Vocabulary, schema: Grammar, prompt_length: int, matcher: LLMatcher | None = None
+    ) -> None:
+        self._made_of, self._is_copy = (vocabulary, schema), matcher is not None
+        self._matcher = vocabulary.matcher(schema) if matcher is None else matcher.deep_copy()
         self._prompt_length, self._vocab_size = prompt_length, vocabulary.size
         self._taken: list[int] = []
         self._mask = torch.zeros((vocabulary.size + 31) // 32, dtype=torch.int32, device="cpu")
@@ -102,11 +116,21 @@ class GrammarProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """input_ids: int64 [1, n]. scores: [1, vocab]. Returns the scores with -inf for forbidden tokens."""
-        self._go_to(input_ids[0, self._prompt_length :].tolist())
-        self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.numel() * self._mask.element_size())
-        self._check()
+        try:
+            self._go_to(input_ids[0, self._prompt_length :].tolist())
+            self._fill_mask()
+        except GrammarError:
+            if not self._is_copy:
+                raise
+            self._is_copy = False
+            self._start_again()
+            return self(input_ids, scores)
         allowed = ((self._mask.unsqueeze(-1) >> self._bits) & 1).flatten()[: self._vocab_size].bool()
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+
+    def _fill_mask(self) -> None:
+        self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.numel() * self._mask.element_size())
+        self._check()
 
     def _go_to(self, tokens: list[int]) -> None:
         common = 0
@@ -124,10 +148,13 @@ class GrammarProcessor(LogitsProcessor):
             self._check()
             raise GrammarError("the text has left the grammar")
 
+    def _start_again(self) -> None:
+        vocabulary, schema = self._made_of
+        self._matcher, self._taken = vocabulary.matcher(schema), []
+
     def _check(self) -> None:
         """After an error a matcher is useless. The next call starts with a new one."""
         if self._matcher.is_error():
-            why = (self._matcher.get_error().splitlines() or ["no reason was given"])[0]
-            vocabulary, schema, _ = self._made_of
-            self._matcher, self._taken = vocabulary.matcher(schema), []
-            raise GrammarError(f"the schema is too complex for this text: {why[:200]}")
+            why = one_line(self._matcher.get_error())
+            self._start_again()
+            raise GrammarError(f"the schema is too complex for this text: {why}")

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import FailFast, Field, model_validator
 
-from selfspec.serve.api_requests import OWN_TEMPLATE, Message, refusals
+from selfspec.serve.api_requests import OWN_TEMPLATE, FewMessages, Message, refusals
 from selfspec.serve.bodies import Strict, read_body, wrong_field
 from selfspec.serve.tools.tool_requests import MOST_TOOLS, Tool
 from selfspec.serve.translation import Translator
@@ -29,7 +29,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], FailFast()] = Field(default_factory=list)
+    messages: Annotated[list[Message], FailFast(), FewMessages] = Field(default_factory=list)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -6,10 +6,12 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
+from llguidance import LLMatcher
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -17,10 +19,11 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.cache.copy_index import copies_drafts
 from selfspec.cache.prefix_cache import ANYONE, Owner
-from selfspec.engine.request import COLDEST, ContextLengthError, check_context, encode_prompt
+from selfspec.engine.request import COLDEST, ContextLengthError, check_context, encode_prompt, end_tokens
 from selfspec.messages import conversation_ids, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest, Message
@@ -31,14 +34,36 @@ from selfspec.serve.scheduler import Choice
 from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.served_policies import ServedPolicies
 from selfspec.serve.server_settings import MOST_CHOICES, ServerSettings
-from selfspec.serve.structured_output import GrammarProcessor, Vocabulary
+from selfspec.serve.structured_output import Grammar, GrammarProcessor, Vocabulary
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
+from selfspec.serve.tools.tool_formats import tool_template
 from selfspec.serve.tools.tool_requests import Tool
 from selfspec.serve.tools.tool_translation import ToolTranslator, named_results, schemas_of
-from selfspec.serve.trimmed_text import StopTexts, TrimmedText
+from selfspec.serve.trimmed_text import Stops, StopTexts, TrimmedText
 
 _COMPLETION_TOKENS = 16
 """Used when a completion request gives no max_tokens, as in OpenAI's API."""
+
+
+_LEAST_TOP_P = 1e-9
+"""In place of 0: only the most likely token is left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Shared:
+    """What all texts of a request share.
+
+    ends: tokens that end a text. processors: those that are the same function for every text. compiled: what the texts must
+    follow, with a fresh matcher to copy. policy: of the first text; if sampling has a seed, each other text gets a copy.
+    """
+
+    owner: Owner
+    policy: Policy
+    sampling: dict[str, Any]
+    ends: list[int]
+    stops: Stops
+    processors: LogitsProcessorList
+    compiled: tuple[Grammar, LLMatcher] | None
 
 
 class Translator:
@@ -56,9 +81,9 @@ class Translator:
         self._template = settings.chat_template
         config = generator.model.generation_config
         self._sampling = config.to_dict() if config.do_sample else {}
-        eos = config.eos_token_id
-        self._vocab_size = generator.model.config.vocab_size
-        self._eos: list[int] = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        self._eos = [token for token in end_tokens(config, self.tokenizer) if token < self._vocab_size]
+        added = self.tokenizer.added_tokens_decoder.items()
+        self._special = {token: str(one.content) for token, one in added if one.special and one.content}
         self.vocabulary = Vocabulary(self.tokenizer, self._vocab_size, self._eos)
         self._tools = ToolTranslator(self.tokenizer, self._template, self.vocabulary)
 
@@ -70,6 +95,10 @@ class Translator:
         with _bad_request("tools"):
             schemas = [schema for _, schema in schemas_of(body)]
         return bool(schemas) and (size > LARGE_BODY or not all(map(self._schemas.is_quick, schemas)))
+
+    def is_slow(self, body: GenerationRequest) -> bool:
+        """Whether a small body may be much work: biases, a policy by name, a grammar."""
+        return bool(body.logit_bias or body.policy or schemas_of(body) or body.response_format)
 
     def _check_schema(self, body: GenerationRequest) -> None:
         """Compile its schemas on trial, which may take a second each. Raises ApiError if one cannot be used."""
@@ -102,16 +131,15 @@ class Translator:
             body.ignore("parallel_tool_calls")
         ids = self.chat_ids(body.messages, tools=body.tools if tools else ())
         room = self.most_tokens - len(ids)
-        limit = body.limit[1]
-        most = min(self._settings.default_chat_tokens, self._settings.most_new_tokens or room)
-        wanted = max(1, min(most, room)) if limit is None else limit
+        wanted = self._wanted(body.limit[1], self._settings.default_chat_tokens, room)
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         # The template's own stops are its end token.
         stops = (*body.stop, *(() if body.ignore_eos else self._template.stops))
-        owner = self._owner(body)
         with _bad_request("messages", body.limit):
             self._check_limit(len(ids), body.limit[0], wanted)
-            return [self._choice(body, owner, ids, "", wanted, stops, num_top, index) for index in range(body.n)]
+        shared = self._shared(body, stops)
+        with _bad_request("messages", body.limit):
+            return [self._choice(body, shared, ids, "", wanted, num_top, index) for index in range(body.n)]
 
     def chat_ids(self, messages: Sequence[Message], ask: bool | None = None, tools: Sequence[Tool] = ()) -> list[int]:
         """The prompt that asks for the next answer; if the last message is the assistant's, it is continued.
@@ -136,14 +164,17 @@ class Translator:
                     param="messages",
                     code="no_chat_template",
                 )
+            template = self._template
+            if described or any(calls) or any(message.role == "tool" for message in messages):
+                template = tool_template(self.tokenizer, template)
             if ask is None:
-                return encode_messages(conversation, self.tokenizer, self._template, described)
-            return conversation_ids(conversation, self.tokenizer, self._template, ask=ask, tools=described)
+                return encode_messages(conversation, self.tokenizer, template, described)
+            return conversation_ids(conversation, self.tokenizer, template, ask=ask, tools=described)
 
     @property
     def chat_template(self) -> str | None:
         own = getattr(self.tokenizer, "chat_template", None)
-        return self._template.source or (own if isinstance(own, str) else None)
+        return self._template.source or (own.get("default") if isinstance(own, dict) else own)
 
     def tokens_of(self, text: str, *, special: bool) -> list[int]:
         """The ids of a text. special: with the tokenizer's special tokens. Raises ApiError for a text that is too long."""
@@ -173,27 +204,35 @@ class Translator:
         if len(body.prompts) * body.n > MOST_CHOICES:
             raise ApiError(f"{len(body.prompts)} prompts with n={body.n}: at most {MOST_CHOICES} texts", param="n")
         self._check_schema(body)
-        wanted = body.max_tokens
-        if wanted is None:
-            wanted = min(_COMPLETION_TOKENS, self._settings.most_new_tokens or _COMPLETION_TOKENS)
-        owner = self._owner(body)
-        choices: list[Choice] = []
+        least = self._wanted(body.max_tokens, _COMPLETION_TOKENS, 1)
+        prompts: list[tuple[list[int], str, int]] = []
         for prompt in body.prompts:
-            with _bad_request("prompt", ("max_tokens", wanted)):
+            with _bad_request("prompt", ("max_tokens", least)):
                 if isinstance(prompt, str):
                     check_length(self.tokenizer, [prompt], self.most_tokens)
                 else:  # before every id is checked
-                    self._check_limit(len(prompt), "max_tokens", wanted)
+                    self._check_limit(len(prompt), "max_tokens", least)
                 ids = encode_prompt(prompt, self.tokenizer, self._vocab_size).tolist()
+                wanted = self._wanted(body.max_tokens, _COMPLETION_TOKENS, self.most_tokens - len(ids))
                 self._check_limit(len(ids), "max_tokens", wanted)
                 echo = ""
                 if body.echo:
                     echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
-                stops = tuple(body.stop)
+                prompts.append((ids, echo, wanted))
+        shared = self._shared(body, body.stop)
+        choices: list[Choice] = []
+        with _bad_request("prompt"):
+            for ids, echo, wanted in prompts:
                 for _ in range(body.n):
-                    choice = self._choice(body, owner, ids, echo, wanted, stops, body.logprobs, len(choices))
-                    choices.append(choice)
+                    choices.append(self._choice(body, shared, ids, echo, wanted, body.logprobs, len(choices)))
         return choices
+
+    def _wanted(self, limit: int | None, default: int, room: int) -> int:
+        """The limit of new tokens: the client's, or this default. -1 is all for which there is room."""
+        if limit is not None and limit >= 0:
+            return limit
+        most = min(room, self._settings.most_new_tokens or room)
+        return max(1, most if limit is not None else min(default, most))
 
     def _check_limit(self, num_prompt: int, name: str, wanted: int) -> None:
         """Raise an error for more tokens than the model has room for or the operator allows. name: of the client's limit."""
@@ -210,35 +249,51 @@ class Translator:
             return Owner(uuid4().hex, lasts=False)
         return Owner(json.dumps([body.cache_salt, body.user]))
 
+    def _shared(self, body: GenerationRequest, stops: Sequence[str]) -> _Shared:
+        """What is made once for a request, however many texts it asks for."""
+        sampling, ends = self._sampling_options(body), self._end_tokens(body)
+        with _bad_request("policy"):
+            policy = self._policies.choose(body.policy, repeats="seed" in sampling)
+        processors = LogitsProcessorList()
+        if body.logit_bias:
+            with _bad_request("logit_bias"):
+                processors.append(BiasProcessor(body.logit_bias, self._vocab_size, self._generator.model.device))
+        with _bad_request("response_format" if body.schema_ is not None else "tool_choice"):
+            grammar = self._tools.grammar(body)
+            compiled = None if grammar is None else (grammar, self.vocabulary.matcher(grammar))
+        return _Shared(
+            owner=self._owner(body), policy=policy, sampling=sampling, ends=ends, processors=processors, compiled=compiled,
+            stops=Stops(stops, body.min_tokens, self._special),
+        )  # fmt: skip
+
     def _choice(
         self,
         body: GenerationRequest,
-        owner: Owner,
+        shared: _Shared,
         ids: list[int],
         echo: str,
         max_new_tokens: int,
-        stops: tuple[str, ...],
         num_top: int | None,
         index: int,
     ) -> Choice:
         if body.min_tokens > max_new_tokens:
             raise ApiError(f"min_tokens={body.min_tokens} is above the limit of {max_new_tokens}", param="min_tokens")
-        sampling = self._sampling_options(body, index)
-        criteria = [StopTexts(self.tokenizer, stops, len(ids), body.min_tokens)] if stops else []
-        with _bad_request("policy"):
-            policy = self._policies.choose(body.policy, repeats="seed" in sampling)
+        sampling, policy = {**shared.sampling}, shared.policy
+        if "seed" in sampling and index:  # the choices of a request have the seeds seed, seed + 1, ...
+            sampling["seed"], policy = sampling["seed"] + index, deepcopy(policy)
+        criteria = [StopTexts(self.tokenizer, shared.stops, len(ids))] if shared.stops.texts else []
         checked = self._generator.check(
             ids,
             max_new_tokens=max(1, max_new_tokens),
             repetition_penalty=body.repetition_penalty,
-            eos_token_id=self._end_tokens(body),
+            eos_token_id=shared.ends,
             policy=policy,
             copy_from=self.copies if copies_drafts(policy.observes, self._generator.runner) else None,
-            logits_processor=self._processors(body, len(ids)),
+            logits_processor=self._processors(body, shared, len(ids)),
             stopping_criteria=StoppingCriteriaList(criteria),
             **sampling,
         )
-        request, recorder, scored = replace(checked.request, owner=owner), None, None
+        request, recorder, scored = replace(checked.request, owner=shared.owner), None, None
         if num_top is not None:
             recorder = LogprobRecorder(len(ids), num_top)
             request = replace(request, processors=LogitsProcessorList([recorder, *request.processors]))
@@ -248,7 +303,7 @@ class Translator:
         return Choice(
             # The server decodes the text piece by piece, so the engine need not do it again.
             checked=replace(checked, request=request, tokenizer=None),
-            text=TrimmedText(self.tokenizer, stops, body.min_tokens, ids),
+            text=TrimmedText(self.tokenizer, shared.stops, ids),
             echo=echo,
             recorder=recorder,
             scored=scored,
@@ -265,8 +320,8 @@ class Translator:
                 )
         return [*([] if body.ignore_eos else self._eos), *body.stop_token_ids]
 
-    def _sampling_options(self, body: GenerationRequest, index: int) -> dict[str, Any]:
-        """Arguments of `generate`. The choices of a request have the seeds seed, seed + 1, ..."""
+    def _sampling_options(self, body: GenerationRequest) -> dict[str, Any]:
+        """Arguments of `generate`."""
         own = self._sampling
         temperature = body.temperature
         if temperature is None:
@@ -274,28 +329,24 @@ class Translator:
         if temperature < COLDEST:
             return {"do_sample": False}
         options = {"do_sample": True, "temperature": temperature}
-        for name in ("top_p", "top_k", "min_p"):
+        for name, least in (("top_p", _LEAST_TOP_P), ("top_k", 0), ("min_p", 0)):  # top_k: -1 turns it off, as in vLLM
             given = getattr(body, name)
-            options[name] = own.get(name) if given is None else max(given, 0)  # top_k: -1 turns it off, as in vLLM
+            options[name] = own.get(name) if given is None else max(given, least)
         if body.seed is not None:
-            options["seed"] = body.seed + index
+            options["seed"] = body.seed
         return options
 
-    def _processors(self, body: GenerationRequest, prompt_length: int) -> LogitsProcessorList:
+    def _processors(self, body: GenerationRequest, shared: _Shared, prompt_length: int) -> LogitsProcessorList:
         processors = LogitsProcessorList()
         if body.presence_penalty or body.frequency_penalty:
             processors.append(PenaltyProcessor(body.presence_penalty, body.frequency_penalty, prompt_length))
-        if body.logit_bias:
-            with _bad_request("logit_bias"):
-                processors.append(BiasProcessor(body.logit_bias, self._vocab_size, self._generator.model.device))
-        ends = self._end_tokens(body)
-        if body.min_tokens and ends:
+        processors += shared.processors
+        if body.min_tokens and shared.ends:
             device = str(self._generator.model.device)
-            processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, body.min_tokens, ends, device))
-        with _bad_request("response_format" if body.schema_ is not None else "tool_choice"):
-            grammar = self._tools.grammar(body)
-            if grammar is not None:
-                processors.append(GrammarProcessor(self.vocabulary, grammar, prompt_length))
+            processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, body.min_tokens, shared.ends, device))
+        if shared.compiled is not None:
+            grammar, matcher = shared.compiled
+            processors.append(GrammarProcessor(self.vocabulary, grammar, prompt_length, matcher))
         return processors
 
 

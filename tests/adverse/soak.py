@@ -2,7 +2,8 @@
 
     python -m tests.adverse.soak --minutes 30 --seed 0
 
-The trial is `hostile_clients.HostileTrial`, on `selfspec serve` in a process of its own.
+The trials are those of `hostile_clients`, on `selfspec serve` in a process of its own: a third of the clients attack; then
+four ask for what costs most, beside one that asks for little.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import sys
 
 from bench.engines.servers import selfspec_server
-from hostile_clients import OPTIONS, HostileTrial, expected_answers
+from hostile_clients import COSTLY_OPTIONS, OPTIONS, HostileTrial, costly_trial, expected_answers
 from layerskip_models import DEMO_PATH
 
 
@@ -29,8 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
     trial = HostileTrial(clients=given.clients, seed=given.seed, asked=expected_answers())
     with selfspec_server(DEMO_PATH, OPTIONS) as server:
         report = trial.run(server, 60 * given.minutes, most_wait=given.most_wait, most_growth=given.most_growth / 100)
-    print("\n".join(report.lines()))
-    return int(bool(report.failures))
+    print("\n".join(report.lines()), flush=True)
+    with selfspec_server(DEMO_PATH, COSTLY_OPTIONS) as server:
+        costly = costly_trial(server, min(30.0, 60 * given.minutes), most_wait=given.most_wait)
+    print("\n".join(costly.lines()))
+    return int(bool(report.failures or costly.failures))
 
 
 if __name__ == "__main__":

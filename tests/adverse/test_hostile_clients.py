@@ -10,7 +10,7 @@ import pytest
 
 import hostile_clients
 from bench.engines.servers import Server
-from hostile_clients import PROMPTS, Asked, HostileTrial
+from hostile_clients import PROMPTS, Asked, HostileTrial, costly_trial
 from hostile_requests import guesser
 from layerskip_models import DEMO_PATH
 from running_server import RunningServer, running_server
@@ -64,3 +64,17 @@ def test_each_limit_can_be_broken(generator: SelfSpecGenerator, monkeypatch: pyt
     ):
         assert failure in told
     assert any(line.startswith("FAILED") for line in report.lines())
+
+
+def test_each_limit_beside_costly_requests_can_be_broken(
+    generator: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hostile_clients, "COSTLY", hostile_clients.COSTLY[:1])
+    monkeypatch.setattr(hostile_clients, "MOST_HEALTH_SECONDS", 0.0)
+    with running_server(generator) as server:
+        report = costly_trial(as_a_process(server), 0.5, most_wait=0)
+    assert [failure.partition(" took")[0] for failure in report.failures] == ["a first token", "/health"], (
+        report.failures
+    )
+    assert report.statuses["200"] and report.statuses["good 200"] == len(report.waits)
+    assert len(report.lines()) == 3

@@ -108,6 +108,13 @@ def test_commands(tmp_path: Path) -> None:
     other = Talk()
     other.conversation.load(file)
     assert other.conversation.messages == talk.conversation.messages == json.loads(file.read_text())
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # like a device, it is not replaced
+    assert "is not a regular file" in talk.type(f"/save {pipe}") and pipe.is_fifo()
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="not a saved conversation"):
+        other.conversation.load(deep)
     talk.type("/clear")
     assert talk.conversation.messages == [{"role": "system", "content": "fig"}]
     talk.type("/exit", "a bed")

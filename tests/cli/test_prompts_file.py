@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from layerskip_models.text_files import write_text
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 from selfspec.engine.engine import Engine
@@ -98,3 +100,44 @@ def test_a_second_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.
     assert {key: line["token_ids"] for key, line in again.items()} == {
         line["id"]: line["token_ids"] for line in map(json.loads, complete)
     }
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"prompt": "a", "policy": 7}', "line 1: the policy must be a name, got 7"),
+        ('{"prompt": "a", "id": ["x"]}', 'line 1: the id must be a text or an integer, got ["x"]'),
+        ('{"prompt": "a", "id": NaN}', "line 1: the id must be a text or an integer, got NaN"),
+        ('{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 1 cannot be read"),
+        ('{"prompt": ' + "1" * 5000 + "}", "line 1 cannot be read"),
+    ],
+    ids=["policy", "list", "nan", "deep", "digits"],
+)
+def test_a_line_that_cannot_be_used_is_named(folder: Path, tmp_path: Path, line: str, told: str) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(line + "\n", encoding="utf-8")
+    done = generate(folder, prompts, tmp_path / "o.jsonl")
+    assert done.exit_code == 2 and told in done.output, done.output
+    assert len(done.output.splitlines()) == 1
+
+
+def test_a_seed_beyond_64_bits_is_told_as_one(folder: Path, tmp_path: Path) -> None:
+    prompts = written(tmp_path / "p.jsonl", [{"prompt": "a", "do_sample": True, "seed": 10**22}])
+    assert generate(folder, prompts, tmp_path / "o.jsonl").exit_code == 1
+    assert "seed must be an integer in" in results(tmp_path / "o.jsonl")[1]["error"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes by name here")
+def test_results_go_to_regular_files_alone(folder: Path, tmp_path: Path) -> None:
+    """Not to a pipe or a device, which would be read without end or replaced, nor into the file of prompts."""
+    prompts, pipe = written(tmp_path / "p.jsonl", [{"prompt": "a"}]), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = generate(folder, prompts, pipe)
+    assert done.exit_code == 2 and "not a regular file" in done.output
+    assert pipe.is_fifo()
+    with pytest.raises(OSError, match="not a regular file"):
+        write_text(pipe, "x")
+    before = prompts.read_bytes()
+    done = generate(folder, prompts, prompts)
+    assert done.exit_code == 2 and "is no result of these prompts" in done.output
+    assert prompts.read_bytes() == before

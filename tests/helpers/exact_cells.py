@@ -29,7 +29,7 @@ from matrix_models import (
 from pairwise import all_cells, pairwise
 from scripted_policies import EVERY_POLICY, first_of_each
 from selfspec import SelfSpecGenerator
-from selfspec.serve.trimmed_text import TrimmedText
+from selfspec.serve.trimmed_text import Stops, TrimmedText
 from tiny_llama import VOCAB_SIZE, reference_greedy, tiny_tokenizer
 
 SEED = 52
@@ -224,7 +224,7 @@ def check_cell(cell: Cell) -> Course:
 
 def assert_cut(course: Course, stops: list[str]) -> None:
     """A server's text, which comes piece by piece, ends before the stop string."""
-    text, whole = TrimmedText(tiny_tokenizer(), stops), tiny_tokenizer().decode(course.tokens)
+    text, whole = TrimmedText(tiny_tokenizer(), Stops(stops)), tiny_tokenizer().decode(course.tokens)
     found = "".join(text.push([token]) for token in course.tokens) + text.finish()
     assert found == min((whole.split(stop)[0] for stop in stops), key=len)
     assert course.result is not None

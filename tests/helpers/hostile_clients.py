@@ -14,7 +14,9 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from statistics import median
 from typing import Any
@@ -47,6 +49,26 @@ ATTACKS: tuple[Callable[[Server, Random], None], ...] = (
 OPTIONS = (
     "--allow-policy", "any", "--prefix-cache", "64MB", "--batch-size", "16", "--max-waiting", "64", "--max-tokens", "400",
 )  # fmt: skip
+_BRANCHES = [
+    {
+        "type": "object",
+        "properties": {f"k{i}": {"type": "integer"}},
+        "required": [f"k{i}"],
+        "additionalProperties": False,
+    }
+    for i in range(300)
+]
+COSTLY: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("completions", {"prompt": "x", "n": 32, "seed": 1, "temperature": 1, "max_tokens": 1}),
+    ("completions", {"prompt": "x", "n": 32, "max_tokens": 1, "logit_bias": {str(i): 1 for i in range(1900)}}),
+    ("completions", {"prompt": "x", "n": 32, "max_tokens": 1, "response_format": {
+        "type": "json_schema", "json_schema": {"name": "branches", "schema": {"anyOf": _BRANCHES}}}}),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 4, "max_tokens": 1900, "logprobs": True,
+                          "top_logprobs": 20, "ignore_eos": True}),
+)  # fmt: skip
+"""Small valid requests that are much work: many texts, biases, a large grammar, and long answers with log-probabilities."""
+COSTLY_OPTIONS = ("--chat-template", "plain")
+MOST_HEALTH_SECONDS = 0.5
 _MOST_FAILURES = 20
 _PAUSE_SECONDS = 0.3  # between requests of a client, at most: the machine is not to be full of honest work alone
 _REQUEST_SECONDS = 120.0
@@ -221,6 +243,95 @@ class HostileTrial:
                 self.report.exact += 1
                 self.report.waits.append(wait)
             time.sleep(random.random() * _PAUSE_SECONDS)
+
+
+@dataclass(slots=True)
+class CostlyReport:
+    """Seconds to the first tokens of one good client and to answers of /health, and requests of the costly clients."""
+
+    waits: list[float] = field(default_factory=list)
+    health: list[float] = field(default_factory=list)
+    statuses: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """What is printed at the end."""
+        return [
+            f"beside costly requests ({dict(sorted(self.statuses.items()))}): first token after "
+            f"{median(self.waits or [0]):.3f} s (median), {max(self.waits, default=0):.3f} s (slowest of {len(self.waits)}); "
+            f"/health after {median(self.health or [0]):.3f} and {max(self.health, default=0):.3f} s ({len(self.health)})",
+            *(f"FAILED: {failure}" for failure in self.failures),
+        ]
+
+
+def costly_trial(server: Server, seconds: float, *, most_wait: float) -> CostlyReport:
+    """Four clients send a costly request each, over and over, beside one good client and one that looks at /health.
+
+    most_wait: seconds to the good client's first token, which may have to ask again when the queue is full.
+    """
+    report, end = CostlyReport(), time.monotonic() + seconds
+
+    def costly(path: str, body: dict[str, Any]) -> None:
+        while time.monotonic() < end:
+            with closing(server.connect(_REQUEST_SECONDS)) as connection:
+                sent = json.dumps({"model": server.model, **body})
+                connection.request("POST", f"/v1/{path}", sent, {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                answer = response.read()
+            assert response.status in (200, 429), answer
+            report.statuses[str(response.status)] += 1
+            time.sleep(0 if response.status == 200 else 0.01)
+
+    def good() -> None:
+        while time.monotonic() < end:
+            started = time.monotonic()
+            while not (status := _first_token(server)):
+                time.sleep(0.05)
+            report.waits.append(time.monotonic() - started)
+            report.statuses[f"good {status}"] += 1
+            time.sleep(0.05)
+
+    def health() -> None:
+        while time.monotonic() < end:
+            started = time.monotonic()
+            with closing(server.connect(_REQUEST_SECONDS)) as connection:
+                connection.request("GET", "/health")
+                assert connection.getresponse().status == 200
+            report.health.append(time.monotonic() - started)
+            time.sleep(0.05)
+
+    works: list[Callable[[], None]] = [partial(costly, path, body) for path, body in COSTLY] + [good, health]
+
+    def noting(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:
+            report.failures.append(traceback.format_exc())
+
+    threads = [threading.Thread(target=noting, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if not report.waits or max(report.waits) > most_wait:
+        report.failures.append(f"a first token took more than {most_wait:g} s beside costly requests")
+    if not report.health or max(report.health) > MOST_HEALTH_SECONDS:
+        report.failures.append(f"/health took more than {MOST_HEALTH_SECONDS:g} s beside costly requests")
+    return report
+
+
+def _first_token(server: Server) -> int:
+    """Status 200 once a stream has its first token; 0 if the queue is full."""
+    body = {"model": server.model, "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, "stream": True}
+    with closing(server.connect(_REQUEST_SECONDS)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status == 429:
+            return 0
+        assert response.status == 200, response.read(300)
+        while not (line := response.readline()).startswith(b"data: {"):
+            assert line, "the stream ended without a token"
+        return 200
 
 
 def _streamed(server: Server, asked: Asked, salt: str) -> float:

@@ -128,6 +128,19 @@ def test_what_is_in_the_folder(tmp_path: Path, checkpoint: Path) -> None:
     assert not (copied / "model.safetensors").is_symlink()
 
 
+def test_the_cards_example_keeps_its_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Greedy text is the model's own, also where the weights are saved in bfloat16."""
+    source = tmp_path / "source"
+    tiny_llama(seed=3, max_position_embeddings=128).to(torch.bfloat16).save_pretrained(source)
+    tiny_tokenizer().save_pretrained(source)
+    exported = export_hub(source, tmp_path / "exported", policy="ls:2-3")
+    (example,) = re.findall(r"```python\n(.*?)```", (exported / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(example.replace("PATH_OR_NAME_OF_THIS_FOLDER", str(exported)).replace("def fibonacci(n):", "a bed"), {})
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ids = tiny_tokenizer()("a bed", return_tensors="pt")
+    assert capsys.readouterr().out == tiny_tokenizer().decode(plain.generate(**ids, max_new_tokens=64)[0]) + "\n"
+
+
 def test_nothing_is_copied_that_is_not_part_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import BaseModel
 from transformers import PreTrainedModel
 
 from layerskip_models import DEMO_PATH, load_tokenizer
@@ -24,6 +25,7 @@ from running_server import RunningServer, ask, refusal, running_server
 from selfspec import SelfSpecGenerator
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
 from selfspec.serve.bodies import Strict
+from selfspec.stop_text import before_stop
 
 CONTEXTS = ["Tom has 3 apples", "def f(x):\n", "The sky is", "Tom has 3 apples and buys 4.\n" * 30, "a"]
 CONTINUATIONS = [" and buys 4", "    return x + 1", " blue.", "Tom has", "\u00e9!"]
@@ -173,6 +175,60 @@ def test_two_turns_with_our_own_answer(server: RunningServer) -> None:
             dumped = {"annotations": [], "audio": None, **answer.choices[0].message.model_dump()}
             assert {"refusal", "tool_calls", "function_call"} <= dumped.keys()
             talk += [dumped, {"role": "user", "content": "And Anna?"}]
+
+
+def test_two_turns_with_what_parse_returns(server: RunningServer) -> None:
+    """openai's `parse()` adds what it read to the message and its calls."""
+
+    class Count(BaseModel):
+        right: bool
+
+    talk: list[Any] = [{"role": "user", "content": "Tom has 3 apples."}]
+    with server.client() as client:
+        message = (
+            client.chat.completions.parse(
+                model="demo", messages=talk, max_tokens=60, temperature=0, response_format=Count
+            )
+            .choices[0]
+            .message
+        )
+        assert isinstance(message.parsed, Count)
+        dumped = message.model_dump(mode="json", warnings=False)  # its own types warn of what they hold
+        assert dumped["parsed"] == message.parsed.model_dump()
+        talk += [dumped, {"role": "user", "content": "And Anna?"}]
+        assert client.chat.completions.create(model="demo", messages=talk, max_tokens=4).choices
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+    Message.model_validate({"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]})
+
+
+def test_integers_and_limits_as_clients_write_them(server: RunningServer) -> None:
+    body = {"prompt": "def f", "max_tokens": 4.0, "n": 2.0, "seed": 1.0, "top_k": 3.0, "top_p": 0, "temperature": 1}
+    answer = answered(server, body)
+    greedy = answered(server, {"prompt": "def f", "max_tokens": 4, "temperature": 0})
+    assert [choice["text"] for choice in answer["choices"]] == 2 * [greedy["choices"][0]["text"]]
+    assert refusal(server, "/v1/completions", {**body, "max_tokens": 4.5})["param"] == "max_tokens"
+    unlimited = answered(server, {"prompt": "x", "max_tokens": -1, "ignore_eos": True, "temperature": 0})
+    assert unlimited["usage"]["total_tokens"] == 2048
+
+
+def test_lm_eval_means_what_its_own_models_mean(server: RunningServer, offline: SelfSpecGenerator) -> None:
+    """As lm-eval 0.4.13 sends `generation_kwargs` by `local-completions`: it keeps `do_sample` to itself.
+
+    `temperature` alone samples, `max_tokens` is its limit, and `repetition_penalty` is transformers'.
+    """
+    body = {"model": "demo", "prompt": [[774, 281]], "stop": ["\n\n"], "max_tokens": 12, "temperature": 0, "seed": 1234}
+    (plain,) = answered(server, body)["choices"]
+    texts = {answered(server, {**body, "temperature": 2.0, "seed": seed})["choices"][0]["text"] for seed in range(4)}
+    assert len(texts) > 1
+    assert (
+        answered(server, {**body, "stop": [], "max_tokens": 7, "ignore_eos": True})["usage"]["completion_tokens"] == 7
+    )
+    (held,) = answered(server, {**body, "repetition_penalty": 1.8})["choices"]
+    options: Any = {"max_new_tokens": 12, "do_sample": False, "stop_strings": ["\n\n"]}
+    for choice, penalty in ((plain, None), (held, 1.8)):
+        expected = offline.generate([774, 281], repetition_penalty=penalty, **options).text or ""
+        assert choice["text"] == before_stop(expected, ["\n\n"])
+    assert held["text"] != plain["text"]
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, Message, StreamOptions, TextPart])

@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,16 +17,19 @@ from urllib.parse import urlsplit
 import pytest
 
 from running_server import RunningServer, running_server
+from running_server import ask as raw_ask
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.serve import app as app_module
 from selfspec.serve import guard, patience, scheduler, translation
-from selfspec.serve.api_errors import ApiError
+from selfspec.serve.api_errors import ApiError, queue_full
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest
+from selfspec.serve.api_responses import CompletionAnswer
+from selfspec.serve.bias_processors import BiasProcessor
 from selfspec.serve.bodies import parse
 from selfspec.serve.prompts import check_length
 from selfspec.serve.server_settings import SAFE_POLICIES, allowed_hosts
-from test_serve import CODE, post, wait_until
+from test_serve import CODE, REPEATING, post, wait_until
 
 ASK: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 3, "temperature": 0}
 
@@ -47,6 +51,7 @@ def ask(server: RunningServer, path: str = "/v1/completions", **fields: Any) -> 
 
 LARGE: list[tuple[str, bytes]] = [
     ("messages", b'{"model":"demo","messages":[' + b",".join([b"{}"] * 400_000) + b"]}"),
+    ("8192", b'{"messages":[' + b",".join([b'{"role":"user","content":"x"}'] * 110_000) + b"]}"),
     ("prompt", b'{"model":"demo","prompt":[' + b",".join([b'"a",1'] * 300_000) + b"]}"),
     ("prompt", b'{"model":"demo","prompt":[' + b",".join([b"[]"] * 400_000) + b"]}"),
     ("prompt", b'{"model":"demo","prompt":[' + b",".join([b"1"] * 1_000_000) + b"]}"),
@@ -60,15 +65,15 @@ LARGE: list[tuple[str, bytes]] = [
 @pytest.mark.parametrize(("named", "body"), LARGE, ids=[f"{i}-{name}" for i, (name, _) in enumerate(LARGE)])
 def test_a_large_body_that_is_wrong_has_few_errors(named: str, body: bytes) -> None:
     """Whoever validates all of it makes an error of some hundred bytes for each item."""
-    kind: Any = ChatRequest if named == "messages" else CompletionRequest
-    if body is LARGE[3][1]:
+    kind: Any = ChatRequest if named in ("messages", "8192") else CompletionRequest
+    if body is LARGE[4][1]:
         assert len(parse(body, kind).prompt) == 1_000_000  # right as far as it goes; the context is looked at later
         return
     started = time.thread_time()
     with pytest.raises(ApiError) as error:
         parse(body, kind)
     assert error.value.status == 400
-    assert len(error.value.message) < 500
+    assert len(error.value.message) < 500 and (named != "8192" or "at most 8192" in error.value.message)
     assert time.thread_time() - started < 30  # it was minutes, and is a part of a second
 
 
@@ -95,6 +100,96 @@ def test_large_bodies_are_read_in_another_thread(server: RunningServer, monkeypa
     loops.clear()
     assert ask(server, policy="del")[0] == 200
     assert "policy in a pool" in loops and "policy in the loop" not in loops
+
+
+MANY: dict[str, dict[str, Any]] = {
+    "policy": {"seed": 1, "temperature": 1},
+    "bias": {"logit_bias": {str(token): 1 for token in range(100)}},
+    "grammar": {"response_format": {"type": "json_object"}},
+}
+
+
+def test_what_a_request_asks_for_is_made_once_and_not_for_every_text(
+    many: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not on the event loop, nor before there is room for the texts."""
+    made: Counter[str] = Counter()
+    threads = set[threading.Thread]()
+    translator, scheduler = many.app.state.translator, many.app.state.scheduler
+
+    def counting(name: str, work: Any) -> Any:
+        def counted(*given: Any, **options: Any) -> Any:
+            made[name] += 1
+            threads.add(threading.current_thread())
+            return work(*given, **options)
+
+        return counted
+
+    monkeypatch.setattr(translator._policies, "choose", counting("policy", translator._policies.choose))
+    monkeypatch.setattr(BiasProcessor, "__init__", counting("bias", BiasProcessor.__init__))
+    monkeypatch.setattr(translator.vocabulary, "matcher", counting("grammar", translator.vocabulary.matcher))
+    monkeypatch.setattr(translator, "completions", counting("all", translator.completions))
+    for name, fields in MANY.items():
+        made.clear()
+        status, answer = ask(many, n=8, **fields)
+        assert (status, len(answer["choices"])) == (200, 8)
+        assert made[name] == made["all"] == 1
+    assert many.thread not in threads
+    made.clear()
+    monkeypatch.setattr(scheduler, "check_room", lambda texts: (_ for _ in ()).throw(queue_full(f"{texts} texts")))
+    assert ask(many, n=8)[1]["error"]["message"].startswith("8 texts")
+    assert not made
+
+
+@pytest.fixture(scope="module")
+def many(offline: SelfSpecGenerator) -> Iterator[RunningServer]:
+    with running_server(offline) as made:
+        yield made
+
+
+def test_texts_of_one_grammar_are_those_of_single_requests(many: RunningServer) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}},
+        "required": ["a", "b"],
+    }
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    fields: dict[str, Any] = {"response_format": asked, "max_tokens": 24, "temperature": 1.3, "policy": REPEATING}
+    together = [choice["text"] for choice in ask(many, n=6, seed=3, **fields)[1]["choices"]]
+    assert together == [ask(many, seed=3 + index, **fields)[1]["choices"][0]["text"] for index in range(6)]
+    assert len(set(together)) > 1
+
+
+def test_long_answers_are_not_written_on_the_event_loop(many: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of some hundred tokens with log-probabilities, or a prompt with them; short ones are written at once."""
+    threads: list[bool] = []
+    for name in ("whole", "chunk"):
+        plain = getattr(CompletionAnswer, name)
+
+        def noting(*given: Any, plain: Any = plain) -> Any:
+            threads.append(threading.current_thread() is many.thread)
+            return plain(*given)
+
+        monkeypatch.setattr(CompletionAnswer, name, noting)
+    long = {"max_tokens": 300, "ignore_eos": True, "logprobs": 5}
+    assert ask(many, logprobs=5)[0] == 200 and threads == [True]
+    assert ask(many, **long)[0] == 200 and threads == [True, False]
+    threads.clear()
+    body = {**ASK, "prompt": [5] * 300, "echo": True, "logprobs": 5, "stream": True}
+    assert raw_ask(many, "POST", "/v1/completions", body)[0] == 200
+    assert threads[0] is False and all(threads[1:])
+
+
+def test_an_unexpected_error_ends_a_stream_with_an_event(
+    many: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CompletionAnswer, "last_chunk", lambda *given: 1 / 0)
+    body = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
+    with caplog.at_level(logging.CRITICAL):
+        status, raw, _ = raw_ask(many, "POST", "/v1/completions", body)
+    *_, error, done, rest = raw.decode().split("\n\n")
+    assert status == 200 and (done, rest) == ("data: [DONE]", "")
+    assert json.loads(error[6:])["error"]["type"] == "server_error"
 
 
 def test_a_prompt_is_refused_before_all_of_it_is_made_into_tokens(
@@ -304,13 +399,16 @@ def test_a_stream_that_fails_at_once_has_a_status(
 def test_a_stream_that_waits_says_so_and_the_end_is_503(
     offline: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    log: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handle", log.append)
     monkeypatch.setattr(app_module, "PING_SECONDS", 0.05)
     endless = {**ASK, "max_tokens": 1900, "logit_bias": {"0": -100}, "stream": True}
     with running_server(offline, batch_size=1, max_waiting=2, grace_seconds=1) as server:
         first, second, third = (http.client.HTTPConnection(server.base[7:], timeout=30) for _ in range(3))
         headers = {"Content-Type": "application/json"}
         first.request("POST", "/v1/completions", json.dumps(endless), headers)
-        assert first.getresponse().read(6) == b"data: "
+        running = first.getresponse()
+        assert running.read(6) == b"data: "
         second.request("POST", "/v1/completions", json.dumps({**ASK, "stream": True}), headers)
         waiting = second.getresponse()
         assert waiting.read(10) == b": waiting\n"
@@ -320,5 +418,11 @@ def test_a_stream_that_waits_says_so_and_the_end_is_503(
         server.server.should_exit = True
         answer = third.getresponse()
         assert (answer.status, json.loads(answer.read())["error"]["code"]) == (503, "shutting_down")
+        for stream in (running, waiting):  # each ends with the error and the last chunk
+            *_, error, done, rest = stream.read().decode().split("\n\n")
+            assert json.loads(error[6:])["error"]["code"] == "shutting_down"
+            assert (done, rest) == ("data: [DONE]", "")
+        server.thread.join(20)
+        assert [record.getMessage() for record in log if record.exc_info] == []
         for one in (first, second, third):
             one.close()

@@ -21,13 +21,16 @@ import openai
 import pytest
 import torch
 from openai import OpenAI
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from layerskip_models import DEMO_PATH
-from running_server import RunningServer, running_server
+from running_server import RunningServer, ask, running_server
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
+from selfspec.serve.running import open_socket
 
 ROOT = Path(__file__).parents[2]
 CODE = "def fibonacci(n):\n"
@@ -263,6 +266,52 @@ def test_logprobs_are_the_models(client: OpenAI, offline: SelfSpecGenerator) -> 
     assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(12)]
 
 
+def test_answers_have_the_fields_of_openais_types_in_their_order(server: RunningServer) -> None:
+    """What the client's own types make of an answer is the answer."""
+    chat: dict[str, Any] = {
+        "messages": SUM,
+        "max_tokens": 5,
+        "temperature": 0,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    text: dict[str, Any] = {"prompt": "x \u2603", "max_tokens": 5, "temperature": 0, "logprobs": 2, "echo": True}
+    for path, kind, body in (
+        ("/v1/chat/completions", ChatCompletion, chat),
+        ("/v1/chat/completions", ChatCompletion, {"messages": SUM, "max_tokens": 5}),
+        ("/v1/completions", Completion, text),
+        ("/v1/completions", Completion, {"prompt": ["a", "b"], "max_tokens": 5}),
+    ):
+        _, raw, _ = ask(server, "POST", path, body)
+        made = kind.model_validate_json(raw) if kind is ChatCompletion else kind.model_construct(**json.loads(raw))
+        assert in_order(made.model_dump_json(exclude_unset=True, warnings=False)) == in_order(raw)
+        _, raw, _ = ask(server, "POST", path, {**body, "stream": True})
+        for line in raw.decode().split("\n\n")[:-2] if kind is ChatCompletion else []:
+            chunk = ChatCompletionChunk.model_validate_json(line[6:])
+            assert in_order(chunk.model_dump_json(exclude_unset=True)) == in_order(line[6:])
+
+
+def in_order(raw: str | bytes) -> Any:
+    return json.loads(raw, object_pairs_hook=list)
+
+
+def test_offsets_count_special_tokens_that_the_prompt_shows(server: RunningServer, offline: SelfSpecGenerator) -> None:
+    assert offline.tokenizer is not None
+    special = offline.tokenizer.eos_token
+    body = {"prompt": f"x{special}yz", "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 1}
+    for stream in (False, True):
+        text, names, offsets = "", list[str](), list[int]()
+        _, raw, _ = ask(server, "POST", "/v1/completions", {**body, "stream": stream})
+        events = [one[6:] for one in raw.decode().split("\n\n")[:-2]] if stream else [raw.decode()]
+        for (choice,) in (json.loads(event)["choices"] for event in events):
+            text += choice["text"]
+            names += choice["logprobs"]["tokens"]
+            offsets += choice["logprobs"]["text_offset"]
+        assert special in names and text.startswith(body["prompt"])
+        assert [text[at : at + len(name)] for name, at in zip(names, offsets)] == names
+
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -300,7 +349,9 @@ def test_json_schema(client: OpenAI, sampling: dict[str, Any]) -> None:
         ({"temperature": 3}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max-tokens": 3}, "max-tokens"),
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -434,6 +485,8 @@ def test_a_key_a_full_queue_and_an_orderly_end(offline: SelfSpecGenerator) -> No
     settings: dict[str, Any] = {"batch_size": 1, "max_waiting": 1, "api_key": "secret", "chat_template": None}
     endless: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 1900, "logit_bias": {"0": -100}}
     with running_server(offline, **settings) as running, running.client("secret") as client:
+        for sent in ("bearer secret", "BEARER  secret"):
+            assert post(running, "/v1/completions", b"{}", Authorization=sent)[0] == 400  # past the key
         for key in ("wrong", "", "secre", "sécret"):
             status, answer, _ = post(running, "/v1/completions", b"{}", Authorization=f"Bearer {key}".encode())  # type: ignore[arg-type]
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
@@ -453,6 +506,21 @@ def test_a_key_a_full_queue_and_an_orderly_end(offline: SelfSpecGenerator) -> No
         running.thread.join(30)
         with pytest.raises(openai.APIConnectionError):
             client.models.list()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_key_with_an_accent(offline: SelfSpecGenerator, encoding: str) -> None:
+    """Clients differ in how they send it."""
+    with running_server(offline, api_key="clé") as running:
+        for key, status in (("clé", 200), ("cle", 401)):
+            sent: Any = f"Bearer {key}".encode(encoding)
+            assert post(running, "/tokenize", b'{"prompt": "x"}', Authorization=sent)[0] == status
+
+
+def test_a_server_without_an_address_is_refused() -> None:
+    """The system would listen on all of them."""
+    with pytest.raises(ValueError, match="--host"):
+        open_socket("", 0)
 
 
 def test_the_command_serves_and_ends_at_sigterm(offline: SelfSpecGenerator) -> None:

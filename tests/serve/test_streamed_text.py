@@ -17,7 +17,7 @@ from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.engine.engine import run_calls
 from selfspec.serve.api_responses import Piece
 from selfspec.serve.draft_log import DraftLog
-from selfspec.serve.trimmed_text import StopTexts, TrimmedText
+from selfspec.serve.trimmed_text import Stops, StopTexts, TrimmedText
 from test_streaming import TOKENIZERS
 from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
@@ -32,7 +32,7 @@ def test_pieces_are_the_text_before_the_first_stop(stops: list[str], blocks: lis
     tokens = [token for block in blocks for token in block]
     ends = (n for n in range(len(tokens)) if any(stop in TOKENIZER.decode(tokens[:n]) for stop in stops))
     tokens = tokens[: next(ends, len(tokens))]
-    text = TrimmedText(TOKENIZER, stops)
+    text = TrimmedText(TOKENIZER, Stops(stops))
     pieces, left = [], tokens
     for block in blocks:
         pieces.append(text.push(left[: len(block)]))
@@ -42,12 +42,12 @@ def test_pieces_are_the_text_before_the_first_stop(stops: list[str], blocks: lis
     places = [place for stop in stops if (place := whole.find(stop)) >= 0]
     assert "".join(pieces) == whole[: min(places, default=len(whole))]
     assert text.ended == bool(places)
-    at_once = TrimmedText(TOKENIZER, stops)
+    at_once = TrimmedText(TOKENIZER, Stops(stops))
     assert at_once.push(tokens) + at_once.finish() == "".join(pieces)
 
 
 def test_what_may_become_a_stop_is_held_back() -> None:
-    text = TrimmedText(TOKENIZER, ["be.", "."])
+    text = TrimmedText(TOKENIZER, Stops(["be.", "."]))
     a, be, dot = TOKENIZER.convert_tokens_to_ids(["a", " be", "."])
     assert text.push([a]) == "a"
     assert text.push([be]) == " "
@@ -57,6 +57,26 @@ def test_what_may_become_a_stop_is_held_back() -> None:
     assert text.push([dot, a]) == ""
     assert text.ended
     assert text.finish() == ""
+
+
+def test_a_stop_may_have_special_tokens_which_an_answer_does_not_show() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|im_start|>", "<|other|>"]})
+    a, be = tokenizer.convert_tokens_to_ids(["a", " be"])
+    end, begin, other = (
+        int(tokenizer.convert_tokens_to_ids(f"<|{name}|>")) for name in ("im_end", "im_start", "other")
+    )
+    special = {end: "<|im_end|>", begin: "<|im_start|>", other: "<|other|>"}
+    tokens = [a, begin, be, other, a, end, begin, a]
+    for stop, shown, length in (
+        ("<|im_end|>", "a bea", 6), ("<|im_end|><|im_start|>", "a bea", 7), ("<|im_start|>a", "a bea", 8),
+        ("ea", "a b", 5), ("<|im_end|>a", "a bea", 8), ("<|im_end|> ", "a beaa", None), ("<|other|>", "a be", 4),
+    ):  # fmt: skip
+        stops = Stops([stop], special=special)
+        assert stopped(StopTexts(tokenizer, stops, 0), tokens, 0) == length
+        text = TrimmedText(tokenizer, stops)
+        assert "".join(text.push([token]) for token in tokens[:length]) + text.finish() == shown
+        assert text.ended == (length is not None)
 
 
 def stopped(criterion: StoppingCriteria, tokens: list[int], prompt: int) -> int | None:
@@ -77,8 +97,8 @@ def test_a_stop_of_byte_tokens_ends_the_text_at_its_last_byte(stop: str) -> None
         "b",
     ]
     tokens = tokenizer.convert_tokens_to_ids(names)
-    assert stopped(StopTexts(tokenizer, [stop], 1), tokens, 1) == len(tokens) - 2
-    text = TrimmedText(tokenizer, [stop])
+    assert stopped(StopTexts(tokenizer, Stops([stop]), 1), tokens, 1) == len(tokens) - 2
+    text = TrimmedText(tokenizer, Stops([stop]))
     assert text.push(tokens[:-2]) + text.finish() == "aB"
 
 
@@ -110,7 +130,7 @@ def test_a_completion_has_the_space_behind_its_prompt() -> None:
 def test_a_stop_is_found_where_tokens_are_shown_again() -> None:
     """A round that breaks off has shown tokens that are then not committed, or are shown once more."""
     a, be, dot, space = TOKENIZER.convert_tokens_to_ids(["a", " be", ".", " "])
-    criterion = StopTexts(TOKENIZER, ["be."], 1)
+    criterion = StopTexts(TOKENIZER, Stops(["be."]), 1)
     shown = lambda tokens: bool(criterion(torch.tensor([tokens]), torch.empty(0)))  # noqa: E731
     assert not shown([space, a])
     assert not shown([space, a, be])

@@ -15,7 +15,8 @@ from running_server import running_server
 from selfspec import SelfSpecGenerator
 from selfspec.serve import schema_check
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
-from selfspec.serve.schema_check import SchemaCheck
+from selfspec.serve.grammar_worker import LIMITS
+from selfspec.serve.schema_check import MOST_NESTING, SchemaCheck, as_compiled
 from selfspec.serve.structured_output import GrammarError, GrammarProcessor, Vocabulary
 from test_serve import post
 
@@ -49,6 +50,28 @@ def test_rolled_back_masks_equal_fresh_ones(vocabulary: Vocabulary) -> None:
         else:
             json.loads(b"".join(map(vocabulary.bytes_of, text)))
     assert max(map(len, texts)) > 8
+
+
+def test_copies_of_a_matcher_do_not_take_each_others_budget(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The texts of a request share a compiled grammar. One that uses up the lexer's states does not end the others."""
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 400)
+    schema, random = {"type": "string", "pattern": "^(a|b)*a(a|b){9}$"}, Random(1)
+    matcher, scores = vocabulary.matcher(schema), torch.zeros(1, 4096)
+    start, *letters = load_tokenizer(DEMO_PATH).convert_tokens_to_ids(['"', "a", "b"])
+
+    def length(processor: GrammarProcessor) -> int:
+        """How long a text of it becomes."""
+        text = [start]
+        with pytest.raises(GrammarError, match="too complex"):
+            for _ in range(2000):
+                processor(torch.tensor([text]), scores)
+                text.append(random.choice(letters))
+        return len(text)
+
+    copies = [GrammarProcessor(vocabulary, schema, 0, matcher) for _ in range(3)]
+    assert all(length(one) > 50 for one in copies)
 
 
 def test_a_text_outside_the_grammar_is_refused_and_forgotten(vocabulary: Vocabulary) -> None:
@@ -105,10 +128,11 @@ def chain(length: int, last: str = "integer") -> dict[str, Any]:
     return {"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{length}": {"type": last}}}
 
 
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {}
-    for _ in range(depth):
-        schema = {"items": schema}
+def nested(levels: int) -> Any:
+    """Values nested so many levels deep: a schema, its items, and so on, and its type."""
+    schema: Any = {"type": "integer"}
+    for _ in range(levels - 2):
+        schema = {"type": "array", "items": schema}
     return schema
 
 
@@ -127,7 +151,7 @@ BOMBS: list[tuple[Any, str]] = [
     ({"properties": {"a": {"$id": "http://b/", "$ref": "#/x"}}}, r"\$id inside"),
     ({"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(1, 30)]}, TOO_MUCH),
     ({"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(2000)}}, "cannot be used"),
-    (nested(5000), "nested too deeply"),
+    (nested(5000), "levels deep"),
 ]  # fmt: skip
 
 
@@ -148,6 +172,41 @@ def test_what_people_write_is_taken(check: SchemaCheck) -> None:
         {"$id": "http://example.org/a", "type": "object", "properties": {"a~b/c": {}, "d": {"$ref": "#/properties/a~0b~1c"}}},
     ):  # fmt: skip
         assert json.loads(check(schema)) == schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True, {"type": "string", "format": "path"}, {"type": "string", "format": "binary"},
+        {"type": "array", "items": {"type": "string", "format": "password"}, "uniqueItems": True},
+        {"type": "object", "properties": {"format": {"type": "string"}, "uniqueItems": {}, "a": True}},
+        {"const": {"format": "path"}}, {"type": "string", "format": 7}, nested(MOST_NESTING),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_unknown_formats_and_every_allowed_depth_are_taken(
+    check: SchemaCheck, vocabulary: Vocabulary, schema: Any
+) -> None:
+    """Pydantic's Path, bytes, SecretStr and sets among them. What is no schema keeps the names of keywords."""
+    check(schema)
+    assert not vocabulary.matcher(schema).is_error()
+    assert not vocabulary.matcher(f"start: %json {json.dumps(as_compiled(schema))}\n").is_error()
+    if isinstance(schema, dict) and "properties" in schema:
+        assert as_compiled(schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"type": "string", "pattern": "("}, r"character 1 of a pattern, '\(': unclosed group"),
+        ({"type": "string", "pattern": "^(?=.*[A-Z]).{4,8}$"}, r"character 2 of a pattern, '\(\?=.*look-ahead"),
+        (False, "is false"),
+        (nested(MOST_NESTING + 1), f"more than {MOST_NESTING} levels"),
+    ],
+)
+def test_what_is_wrong_with_a_schema_is_told(check: SchemaCheck, schema: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check(schema)
 
 
 def test_a_grammar_that_explodes_while_a_text_is_written_ends_that_text(vocabulary: Vocabulary) -> None:

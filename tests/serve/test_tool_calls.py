@@ -50,6 +50,15 @@ SCRIPTS = {
     "key: bare two": '{"name": "now", "parameters": {}}; {"name": "add", "parameters": {"a": 2, "b": 1}}',
     "key: bare broken": '{"name": "weather", "parameters": {"city": ',
     "key: bare json": '{"colour": "blue"}',
+    "key: half": 'Let me see. <tool_call>{"name": "weather", "arguments": {"city": "x\\ud83dy"}}</tool_call>',
+    "key: endless": '<tool_call>{"name": "weather", "arguments": {"city": 1e999}}</tool_call>',
+    "key: open": tagged("weather", city="Bergen").removesuffix("\n</tool_call>"),
+    "key: no arguments": '<tool_call>{"name": "now"}</tool_call>',
+    "key: null": '<tool_call>{"name": "now", "arguments": null}</tool_call>',
+    "key: think": f"<think>A <tool_call> is due.</think>\n\n{tagged('weather', city='Roma')}",
+    "key: coder": '{"name": "weather", "arguments": {"city": "Lima"}}',
+    "key: an object": '{"colours": "blue", "name": "now", "arguments": {}}',
+    "key: names": '{"name": "now"}',
     "key: json": '{"r":1}',
     "key: told": "It rains in Oslo.",
 }
@@ -62,6 +71,15 @@ GOLDEN: dict[str, tuple[str | None, list[tuple[str, dict[str, Any]]]]] = {
     "key: unknown": (SCRIPTS["key: unknown"], []),
     "key: unclosed": (SCRIPTS["key: unclosed"], []),
     "key: end inside": (None, [("weather", {"city": "a </tool_call> b"})]),
+    "key: half": ("Let me see.", [("weather", {"city": "x\N{REPLACEMENT CHARACTER}y"})]),
+    "key: endless": (SCRIPTS["key: endless"], []),
+    "key: open": (None, [("weather", {"city": "Bergen"})]),
+    "key: no arguments": (None, [("now", {})]),
+    "key: null": (None, [("now", {})]),
+    "key: think": ("<think>A <tool_call> is due.</think>", [("weather", {"city": "Roma"})]),
+    "key: coder": (None, [("weather", {"city": "Lima"})]),
+    "key: an object": (SCRIPTS["key: an object"], []),
+    "key: names": (SCRIPTS["key: names"], []),
 }
 GOLDEN_BARE: dict[str, tuple[str | None, list[tuple[str, dict[str, Any]]]]] = {
     "key: plain": (SCRIPTS["key: plain"], []),
@@ -376,6 +394,43 @@ def test_a_template_that_hides_earlier_calls() -> None:
         assert error["param"] == "messages.1.tool_calls" and "leaves out calls" in error["message"]
 
 
+def test_the_tokenizers_end_token_ends_an_answer() -> None:
+    """Also where the generation configuration names another, as fine-tunes of base models have it."""
+    generator = scripted_generator({"key: plain": SCRIPTS["key: plain"]}, TAGS)
+    assert generator.tokenizer is not None
+    end, other = (int(generator.tokenizer.convert_tokens_to_ids(one)) for one in (END, "a"))
+    generator.model.generation_config.eos_token_id = other
+    talk: dict[str, Any] = {"messages": asked("key: plain"), "temperature": 0, "max_tokens": 60}
+    with running_server(generator, chat_template=None) as server:
+        for more in ({}, {"ignore_eos": True, "stop": [END]}, {"ignore_eos": True, "stop_token_ids": [end]}):
+            choice = json.loads(ask(server, "POST", "/v1/chat/completions", {**talk, **more})[1])["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (SCRIPTS["key: plain"], "stop"), more
+
+
+def test_templates_by_name() -> None:
+    """As Hermes 2 Pro has them: "default" shows neither tools nor calls, "tool_use" both."""
+    generator = scripted_generator({"key: one": SCRIPTS["key: one"], "key: told": SCRIPTS["key: told"]}, TAGS)
+    assert generator.tokenizer is not None
+    plain = _PLAIN.replace("{{ message.content }}", "{{ message.content or '' }}")
+    generator.tokenizer.chat_template = {"default": plain, "tool_use": TAGS}  # type: ignore[assignment]
+    with running_server(generator, chat_template=None) as server, server.client() as client:
+        assert answered(client, "key: one")[:2] == GOLDEN["key: one"]
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+        talk = [*asked("x"), {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "It rains."}]
+        for tools in ({}, {"tools": TOOLS}):  # without them, too, a call and its result are shown
+            ids = json.loads(ask(server, "POST", "/tokenize", {"messages": talk, **tools})[1])["tokens"]
+            read = json.loads(ask(server, "POST", "/detokenize", {"tokens": ids})[1])["prompt"]
+            assert '"arguments": {"a": 1}' in read and "It rains." in read
+        info = json.loads(ask(server, "GET", "/tokenizer_info")[1])
+        assert info["chat_template"] == plain
+
+
+_PLAIN = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ messages[-1].content }}{% endif %}"
+)
+
+
 def test_transformers_own_parser_where_the_tokenizer_has_it() -> None:
     described: dict[str, Any] = {
         "start_anchor_pattern": "<assistant>key: [a-z]+",
@@ -426,6 +481,8 @@ class TestFormats:
         for template in (PLAIN_TEMPLATE, ChatTemplate("{{ raise_exception('no') }}")):
             with pytest.raises(NoToolsError, match="knows no tools"):
                 format_of(tokenizer, template)
+        tokenizer.chat_template = {"default": PLAIN_TEMPLATE.source, "tool_use": TAGS}  # type: ignore[assignment]
+        assert format_of(tokenizer, OWN_TEMPLATE) == tags
         tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
         with pytest.raises(NoToolsError, match="special tokens"):
             found(TAGS)

@@ -1,7 +1,7 @@
 """Calls in what a model writes, found while it is written.
 
 A call is passed on once it is complete: what looks like one and is none is content, and content cannot be taken back. It is
-none if it is not JSON, lacks a name or arguments, or names a function that the request does not have.
+none if it is not JSON, lacks a name, or names a function that the request does not have.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.serve.tools.tool_formats import BEGIN, END, ToolFormat
+from selfspec.serve.tools.tool_formats import BEGIN, END
 from selfspec.stop_text import StopCutter, before_stop
 
 _SEPARATOR = re.compile(r"[\s;,]*")
 _WHITE = re.compile(r"\s*\Z")
+_HALF = re.compile("[\ud800-\udfff]")
+_BARE = re.compile(r'\s*(\Z|\{\s*(\Z|"([a-z]{0,10}\Z|(arguments|function|id|name|parameters|type)")))')
+"""The beginning of an answer that may be calls and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +67,21 @@ class CallReader(ABC):
         """What is certain with this text, and the tokens that it came from."""
 
     @abstractmethod
-    def finish(self) -> Written:
-        """The rest."""
+    def finish(self, is_whole: bool = True) -> Written:
+        """The rest. is_whole: the model has ended the answer itself, so a call may lack its end tag."""
 
     def _call(self, value: object) -> tuple[str, str] | None:
         """Name and arguments of a call, from the model's JSON; None if it is none."""
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or name not in self._names:
             return None
-        name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
-        if isinstance(arguments, str):
-            try:
-                arguments = _parsed(arguments)
-            except ValueError:
-                return None
-        if name not in self._names or not isinstance(arguments, dict):
+        arguments = value.get("arguments", value.get("parameters"))
+        try:
+            if isinstance(arguments, str):
+                arguments = _parsed(arguments or "{}")
+            written = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
+        except (ValueError, RecursionError):  # 1e999 is infinite, which JSON has no number for
             return None
-        return name, json.dumps(arguments, ensure_ascii=False)
+        return (name, _whole(written)) if written.startswith("{") else None
 
     def _take(self, written: Written, call: tuple[str, str]) -> None:
         self._white, self._behind_call = "", True
@@ -101,14 +103,20 @@ class CallReader(ABC):
 
 
 class TagReader(CallReader):
-    """Calls between BEGIN and END, with content around them."""
+    """Calls between BEGIN and END, with content around them; or an answer that is nothing but calls, without the tags."""
 
     def __init__(self, names: Sequence[str], most_calls: int | None = None) -> None:
         super().__init__(names, most_calls)
         self._cutter = StopCutter([BEGIN])
         self._inside = ""
+        self._bare: BareReader | None = BareReader(names, most_calls)  # until the answer is known to begin otherwise
 
     def push(self, text: str, tokens: Sequence[int] = ()) -> Written:
+        if self._bare is not None:
+            text = self._bare.push(text).content
+            if not self._bare.is_content:
+                return Written()
+            self._bare = None
         written = Written()
         while text:
             if not self._cutter.ended:
@@ -122,7 +130,9 @@ class TagReader(CallReader):
         return written
 
     def _close(self, written: Written, inside: str) -> str:
-        """Look for the end of a call. Returns the text behind it, "" if there is none yet."""
+        """Look for the end of a call. Returns the text behind what was none or is complete, "" if that is not clear yet."""
+        if (begun := inside.lstrip()) and not begun.startswith("{"):
+            return self._go_on(written, BEGIN, inside)  # the tag is only mentioned
         at = inside.find(END)
         while at >= 0:
             try:
@@ -133,16 +143,38 @@ class TagReader(CallReader):
                     at = inside.find(END, at + 1)  # this one is part of a string
                     continue
                 call = None
-            if call is None:
-                self._write(written, f"{BEGIN}{inside[:at]}{END}")
-            else:
+            if call is not None:
                 self._take(written, call)
-            self._cutter, self._inside = StopCutter([BEGIN]), ""
-            return inside[at + len(END) :]
+                return self._go_on(written, "", inside[at + len(END) :])
+            again = inside.find(BEGIN, 0, at)  # what was no call may have one in it
+            if again >= 0:
+                return self._go_on(written, BEGIN + inside[:again], inside[again:])
+            return self._go_on(written, BEGIN + inside[: at + len(END)], inside[at + len(END) :])
         return ""
 
-    def finish(self) -> Written:
+    def _go_on(self, written: Written, content: str, rest: str) -> str:
+        """Write content and look for the next call in the rest."""
+        self._write(written, content)
+        self._cutter, self._inside = StopCutter([BEGIN]), ""
+        return rest
+
+    def finish(self, is_whole: bool = True) -> Written:
         written = Written()
+        if self._bare is not None:
+            written = self._bare.finish()
+            if written.calls or not written.content:
+                self.num_calls = self._bare.num_calls
+                return written
+            self._bare = None
+            written = self.push(written.content)
+        if self._cutter.ended and is_whole:
+            try:
+                call = self._call(_parsed(self._inside))
+            except ValueError:
+                call = None
+            if call is not None:
+                self._take(written, call)
+                return written
         self._write(written, f"{BEGIN}{self._inside}" if self._cutter.ended else self._cutter.finish())
         if not self.num_calls:
             written.content += self._white
@@ -155,19 +187,18 @@ class BareReader(CallReader):
     def __init__(self, names: Sequence[str], most_calls: int | None = None) -> None:
         super().__init__(names, most_calls)
         self._held = ""
-        self._is_content = False
+        self.is_content = False
 
     def push(self, text: str, tokens: Sequence[int] = ()) -> Written:
-        if not self._is_content:
+        if not self.is_content:
             self._held += text
-            begun = self._held.lstrip()
-            if not begun or begun.startswith("{"):
+            if _BARE.match(self._held):
                 return Written()
-            text, self._held, self._is_content = self._held, "", True
+            text, self._held, self.is_content = self._held, "", True
         return Written(content=text)
 
-    def finish(self) -> Written:
-        calls = [] if self._is_content else self._calls(self._held)
+    def finish(self, is_whole: bool = True) -> Written:
+        calls = [] if self.is_content else self._calls(self._held)
         if not calls:
             return Written(content=self._held)
         written = Written()
@@ -185,7 +216,7 @@ class BareReader(CallReader):
             except (ValueError, RecursionError):
                 return []
             call = self._call(value)
-            if call is None:
+            if call is None or not {"arguments", "parameters"} & value.keys():
                 return []
             found.append(call)
             behind = _SEPARATOR.match(text, place)
@@ -218,7 +249,7 @@ class OwnReader(CallReader):
         self._tokens += tokens
         return Written()
 
-    def finish(self) -> Written:
+    def finish(self, is_whole: bool = True) -> Written:
         raw = before_stop(str(self._tokenizer.decode(self._tokens)), self._stops)
         try:
             message = self._tokenizer.parse_response(
@@ -234,25 +265,10 @@ class OwnReader(CallReader):
                 return Written(content=self._text)
             self._take(written, call)
         content = message.get("content")
-        written.content = content if isinstance(content, str) else ""
+        written.content = _whole(content) if isinstance(content, str) else ""
         reasoning = message.get("reasoning_content") or message.get("thinking")
-        written.reasoning = reasoning if isinstance(reasoning, str) else ""
+        written.reasoning = _whole(reasoning) if isinstance(reasoning, str) else ""
         return written
-
-
-def make_reader(
-    written: ToolFormat,
-    tools: Sequence[dict[str, Any]],
-    most_calls: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Sequence[int],
-    stops: Sequence[str],
-) -> CallReader:
-    """The reader of one answer in this format. The arguments as for `OwnReader`."""
-    names = [tool["function"]["name"] for tool in tools]
-    if written.kind == "own":
-        return OwnReader(names, most_calls, tokenizer, prompt, tools, stops)
-    return (TagReader if written.kind == "tags" else BareReader)(names, most_calls)
 
 
 def _parsed(text: str) -> object:
@@ -261,6 +277,11 @@ def _parsed(text: str) -> object:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _whole(text: str) -> str:
+    """The text without half characters, which escapes in JSON can make and no answer can hold."""
+    return _HALF.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _refuse(name: str) -> object:

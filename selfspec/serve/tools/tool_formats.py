@@ -71,12 +71,14 @@ class NoToolsError(ValueError):
 
 def format_of(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> ToolFormat:
     """The format of a model. Raises NoToolsError if its chat template knows no tools, or writes calls in another form."""
+    own = template.source is None
+    template = tool_template(tokenizer, template)
     told = _rendered(tokenizer, template, [_ASKED], [_TOOL])
     if _NAME not in told:
         raise NoToolsError("this model's chat template knows no tools")
     whole, twice = (_rendered(tokenizer, template, talk, None) for talk in (_TALK, _TWICE))
     shows = _VALUE in whole and _RESULT in whole
-    if getattr(tokenizer, "response_template", None) is not None and template.source is None:
+    if getattr(tokenizer, "response_template", None) is not None and own:
         return ToolFormat(kind="own", several=bool(twice), shows_calls=shows)
     if {BEGIN, END} & set(tokenizer.all_special_tokens):
         raise NoToolsError("this model writes tool calls with special tokens, which its text does not show")
@@ -97,6 +99,14 @@ def format_of(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> Too
     if _VALUE not in whole and BEGIN in told:
         return ToolFormat(kind="tags", before=f"{BEGIN}\n", after=f"\n{END}", between="\n", shows_calls=shows)
     raise NoToolsError("this model's chat template writes tool calls in a form that is not read here")
+
+
+def tool_template(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> ChatTemplate:
+    """The template of conversations with tools: of templates by name, which some tokenizers have, that for tools."""
+    named = getattr(tokenizer, "chat_template", None)
+    if template.source is not None or not isinstance(named, dict) or "tool_use" not in named:
+        return template
+    return ChatTemplate(named["tool_use"], template.stops)
 
 
 def _bare_keys(whole: str, plain: str) -> tuple[str, ...] | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from selfspec.serve.grammar_worker import COMPACT
+from selfspec.serve.schema_check import as_compiled
 from selfspec.serve.tools.tool_formats import BEGIN, END, ToolFormat
 from selfspec.serve.tools.tool_requests import Tool
 
@@ -36,7 +37,7 @@ def call_grammar(
     rules = [f"start: {calls}" if answer is None else f"start: answer | {calls}"]
     if answer is not None:
         # As `Vocabulary.matcher` makes it of the schema alone.
-        rules.append(f"answer: %json {_with_spaces(answer if isinstance(answer, dict) else {}, COMPACT)}")
+        rules.append(f"answer: %json {_with_spaces(answer, COMPACT)}")
     names = " | ".join(f"call_{number}" for number in range(len(tools)))
     before, after = _tagged(written.before, BEGIN, special_id), _tagged(written.after, END, special_id)
     rules.append(f"call: {before} ( {names} ) {after}")
@@ -52,8 +53,8 @@ def call_grammar(
     return "\n".join(rules) + "\n"
 
 
-def _with_spaces(schema: dict[str, Any], spaces: dict[str, Any]) -> str:
-    return json.dumps({"x-guidance": spaces, **schema})
+def _with_spaces(schema: dict[str, Any] | bool, spaces: dict[str, Any]) -> str:
+    return json.dumps({"x-guidance": spaces, **as_compiled(schema)})
 
 
 def _tagged(text: str, tag: str, special_id: Callable[[str], int | None]) -> str:

@@ -90,6 +90,7 @@ ToolChoiceField = Annotated[Any, BeforeValidator(_choice)]
 class CalledFunction(Strict):
     """arguments: JSON, as text."""
 
+    _harmless: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
     _kept_empty: ClassVar[frozenset[str]] = frozenset({"arguments"})
 
     name: str

@@ -11,7 +11,7 @@ from selfspec.messages import ChatTemplate, has_template
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import ChatRequest, GenerationRequest, JsonSchemaFormat, Message
 from selfspec.serve.structured_output import Grammar, Vocabulary
-from selfspec.serve.tools.call_readers import CallReader, make_reader
+from selfspec.serve.tools.call_readers import BareReader, CallReader, OwnReader, TagReader
 from selfspec.serve.tools.tool_formats import NoToolsError, ToolFormat, format_of
 from selfspec.serve.tools.tool_grammar import call_grammar
 from selfspec.serve.tools.tool_requests import Tool
@@ -72,8 +72,11 @@ class ToolTranslator:
             return None
         alone = body.parallel_tool_calls is False or body.tool_choice.name is not None or not self._format.several
         most = 1 if alone else None
-        tools = [tool.described for tool in body.callable_tools]
-        return make_reader(self._format, tools, most, self._tokenizer, ids, body.stop)
+        names = [tool.function.name for tool in body.callable_tools]
+        if self._format.kind == "own":
+            tools = [tool.described for tool in body.callable_tools]
+            return OwnReader(names, most, self._tokenizer, ids, tools, body.stop)
+        return (TagReader if self._format.kind == "tags" else BareReader)(names, most)
 
 
 def named_results(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
