@@ -81,6 +81,7 @@ class Translator:
         self._template = settings.chat_template
         config = generator.model.generation_config
         self._sampling = config.to_dict() if config.do_sample else {}
+        self._vocab_size = generator.model.config.vocab_size
         self._eos = [token for token in end_tokens(config, self.tokenizer) if token < self._vocab_size]
         added = self.tokenizer.added_tokens_decoder.items()
         self._special = {token: str(one.content) for token, one in added if one.special and one.content}
