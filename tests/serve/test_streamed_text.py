@@ -106,8 +106,8 @@ def test_a_stop_may_begin_with_the_space_behind_the_prompt() -> None:
     """Which is there only if the text is decoded after its prompt: SentencePiece tokenizers strip a text's first space."""
     tokenizer = TOKENIZERS["byte_fallback"]
     a, be, b = tokenizer.convert_tokens_to_ids(["▁a", "▁be", "b"])
-    assert stopped(StopTexts(tokenizer, [" be"], 1), [a, be, b], 1) == 2
-    text = TrimmedText(tokenizer, ["b"], prompt=[a])
+    assert stopped(StopTexts(tokenizer, Stops([" be"]), 1), [a, be, b], 1) == 2
+    text = TrimmedText(tokenizer, Stops(["b"]), prompt=[a])
     assert text.push([be]) + text.finish() == " "
 
 
