@@ -88,7 +88,9 @@ def nibbles(out: int, size: int) -> tuple[NativeLinear, Tensor, list[int]]:
     return linear, some.values(), rows
 
 
-@pytest.mark.parametrize("make", [floats, bytes_each, nibbles])
+@pytest.mark.parametrize(
+    "make", [floats, *(pytest.param(one, marks=pytest.mark.slow) for one in (bytes_each, nibbles))]
+)
 def test_a_matrix_of_over_two_to_the_31_numbers(make) -> None:  # type: ignore[no-untyped-def]
     linear, weight, rows = make(OUT, IN)
     assert OUT * IN > 1 << 31

@@ -54,7 +54,7 @@ def test_run_leaves_a_usable_model_and_a_log(finished):
     assert records[-2]["loss"].keys() == {"2", "3"}
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_training_learns(text, tmp_path, optimizer):
     config = tiny(
         text,
