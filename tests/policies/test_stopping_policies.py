@@ -168,6 +168,17 @@ def test_tables_learn_from_drafts_and_from_shadow_tokens() -> None:
     assert [table.accepted[2][index] for index in (1, 2, 3)] == [0, 1, 1]
 
 
+def test_a_reset_forgets_what_a_table_has_learned() -> None:
+    policy = parse_policy("spide:1", num_layers=3)
+    stopping = policy.stopping
+    assert isinstance(stopping, SpideStopping)
+    before = stopping.table.rate(1, 0.42)
+    stopping.observe(finished(2, 0, exit_layer=1, confidences=[0.42, 0.42]))
+    assert stopping.table.rate(1, 0.42) < before
+    policy.reset()
+    assert stopping.table.rate(1, 0.42) == before
+
+
 def test_when_sampling_tables_learn_probabilities() -> None:
     table = AcceptanceTable([1, 2])
     seen = shadow([1, 2], [[1, 1], [1, 1]], [[0.15, 0.25]] * 2, [[0.3, 0.4], [0.5, 0.6]])
