@@ -21,6 +21,8 @@ from selfspec.cli.serve_command import serve_command
 from selfspec.options import NAMES, OPTIONS, SpeculationOptions, check_ranges
 from selfspec.serve.api_requests import GenerationRequest
 from selfspec.serve.replica_options import ReplicaOptions
+from selfspec.serve.serve_options import ServeOptions
+from selfspec.serve.server_settings import ServerSettings
 
 WRITERS = [
     (bench.commands.bench_app.app, ["run", "-o"]),
@@ -251,3 +253,9 @@ def test_arguments_as_texts_become_settings(tmp_path: Path) -> None:
     assert ReplicaOptions(allow_policy=["del", "ar"]).settings().allowed_policies == ("del", "ar")
     with pytest.raises(ValueError, match="nonsense"):
         ReplicaOptions.model_validate({"nonsense": "1"})
+
+
+def test_an_option_of_serve_has_the_default_of_the_setting() -> None:
+    """Whoever makes an app in Python gets the server that the command gives."""
+    settings = ServeOptions().settings("m", "127.0.0.1")
+    assert settings == ServerSettings(model_name="m", allowed_hosts=settings.allowed_hosts)
