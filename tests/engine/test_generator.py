@@ -78,6 +78,7 @@ def test_statistics_add_up(engine: SelfSpecGenerator, policy: Policy | str, do_s
     assert stats.num_prompt_tokens == len(PROMPT)
     assert stats.rounds == len(trace)
     assert stats.loaded_layers == sum(record.loaded_layers for record in trace)
+    assert stats.preverifier_layers == 0 < stats.prefill_seconds
     counted = [record.counted_drafts for record in trace]
     assert (stats.num_drafted, stats.num_accepted) == (sum(d for d, _ in counted), sum(a for _, a in counted))
     for index, record in enumerate(trace):

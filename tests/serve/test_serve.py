@@ -30,6 +30,7 @@ from running_server import RunningServer, ask, running_server
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
+from selfspec.serve.api_responses import _shown_in_completions
 from selfspec.serve.running import open_socket
 
 ROOT = Path(__file__).parents[2]
@@ -322,6 +323,11 @@ SCHEMA = {
     "required": ["age", "colour", "tags"],
     "additionalProperties": False,
 }
+
+
+def test_a_part_of_a_character_is_named_by_its_bytes() -> None:
+    """Tokens are keys of a completion's log-probabilities, and must differ."""
+    assert [_shown_in_completions(raw) for raw in (b"a", "ä".encode(), b"\xe6\x97")] == ["a", "ä", r"bytes:\xe6\x97"]
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.2, "seed": 3}])
