@@ -172,6 +172,13 @@ def test_every_whole_number_of_a_name_is_bounded(name: str) -> None:
         parsed(name.format("9" * 5000))
 
 
+def test_a_round_drafts_at_most_64_tokens() -> None:
+    """As docs/security.md says."""
+    assert parsed("ls:3-64").exit.plan(None).max_speculations == 64
+    with pytest.raises(ValueError, match=r"an integer in \[0, 64\], got 65"):
+        parsed("ls:3-65")
+
+
 @pytest.mark.parametrize("name", ["del:omega={}", "auto:decay={}", "dv:2,start={}", "dv:2,target={}", "dv:2,step={}",
                                   "svip:2,threshold={}", "adaedl:2,start={}", "spide:2,tau={}", "pacer:folder,t={}",
                                   "pacer:folder,rho={}"])  # fmt: skip
