@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.choices import Choices
 from policies import AutoExit, MeasuredCost
 from selfspec import SelfSpecGenerator
-from selfspec.engine.calibrate import _every_row, calibrate, measured_cost
+from selfspec.engine.calibrate import _every_row, _timed, calibrate, measured_cost
 from tiny_llama import tiny_llama
 
 
@@ -27,6 +28,13 @@ def test_it_times_every_number_of_rows() -> None:
     for seconds in (cost.layer_seconds, cost.head_seconds):
         assert all(0 < a <= b for a, b in itertools.pairwise(seconds))
     assert cost.description.startswith("cpu float32")
+
+
+def test_a_call_is_made_once_before_it_is_timed() -> None:
+    """Twice, here, where no seconds are spent on timing."""
+    made: list[int] = []
+    assert len(_timed([partial(made.append, 0), partial(made.append, 1)], from_transformers(tiny_llama(seed=1)))) == 2
+    assert made == [0, 1] * 3
 
 
 def test_every_time_is_that_of_its_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

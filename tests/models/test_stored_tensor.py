@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from layerskip_models.checkpoints import stored_tensor
 from layerskip_models.checkpoints.fused_reading import read_eight_bits, read_floats, read_numbers
 from layerskip_models.checkpoints.gguf_blocks import GROUPED, numbers_of_blocks
 from layerskip_models.checkpoints.loading import load_transformers
-from layerskip_models.checkpoints.read_ahead import ReadFile
+from layerskip_models.checkpoints.read_ahead import ReadAhead, ReadFile
 from layerskip_models.checkpoints.stored_tensor import FLOATS, StoredTensor, TensorReader
 from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.kernels import library, native_linear
@@ -211,6 +212,19 @@ def test_numbers_that_are_not_finite_are_refused(form: str, tmp_path: Path) -> N
     if form in GROUPED:
         with pytest.raises(ValueError, match=message):
             one.own_numbers()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system cannot be asked to read ahead")
+def test_each_byte_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, begin, size, advice: asked.append((begin, size)))
+    (tmp_path / "weights").write_bytes(bytes(100))
+    file, ahead = ReadFile(tmp_path / "weights"), ReadAhead()
+    ahead.expect([(file, 60, 40), (file, 0, 60)])
+    for begin in (60, 0):
+        ahead.reached(file, begin, 5)
+    file.close()
+    assert asked == [(60, 40), (0, 60)]
 
 
 def test_a_file_that_becomes_shorter_is_named(tmp_path: Path) -> None:

@@ -28,10 +28,12 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from layerskip_models import DEMO_PATH
 from running_server import RunningServer, ask, running_server
 from selfspec import SelfSpecGenerator
+from selfspec.engine import calibrate
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
 from selfspec.serve.api_responses import _shown_in_completions
 from selfspec.serve.running import open_socket
+from selfspec.serve.served_policies import ServedPolicies
 
 ROOT = Path(__file__).parents[2]
 CODE = "def fibonacci(n):\n"
@@ -438,6 +440,12 @@ def test_an_engine_that_fails_takes_only_its_own_texts_along(
     assert client.completions.create(model="demo", prompt=CODE, temperature=0).choices[0].text
 
 
+def test_costs_are_measured_before_the_first_request(checkpoint: Path) -> None:
+    generator = SelfSpecGenerator.from_pretrained(checkpoint, policy="ar")
+    ServedPolicies(generator, None)
+    assert generator.model in calibrate._measured
+
+
 def test_metrics_and_health(server: RunningServer, client: OpenAI) -> None:
     client.completions.create(model="demo", prompt=CODE, max_tokens=20, temperature=0, extra_body={"policy": "ls:3-4"})
     address = urlsplit(server.base)
@@ -450,6 +458,7 @@ def test_metrics_and_health(server: RunningServer, client: OpenAI) -> None:
     lines = [line for line in text.splitlines() if line.startswith("selfspec_") and "_created" not in line]
     names = {re.sub(r"(_bucket|_sum|_count)?[{ ].*", "", line) for line in lines}
     assert float(re.findall(r'selfspec_drafted_tokens_total\{exit_layer="3"\} (\S+)', text)[0]) > 0
+    assert float(re.findall(r"selfspec_round_texts_count (\S+)", text)[0]) > 0
     dashboard = (ROOT / "docs" / "grafana-dashboard.json").read_text(encoding="utf-8")
     shown = set(re.findall(r"\b(selfspec_\w+?)(?:_bucket|_sum|_count)?(?=[\[{,) \"])", dashboard))
     assert shown == names, "the dashboard shows every metric, and no other"
