@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layerskip_models import from_transformers
 from policies import DelExit, LayerCost, MeasuredCost, RoundContext, ShadowTokens
 from records import finished
 from selfspec import SelfSpecGenerator
@@ -100,6 +101,13 @@ def test_hidden_states_are_not_kept_for_ever() -> None:
     for shadow in text:
         policy.observe(finished(1, 1, exit_layer=2, seen=shadow))
     assert [len(getattr(shadow, "asked", set())) for shadow in text] == [7, 7, 7, 7, 7, 0]
+
+
+def test_a_record_that_is_kept_holds_no_hidden_states() -> None:
+    engine = SelfSpecGenerator(from_transformers(tiny_llama(seed=3)))
+    trace = engine.generate([5, 1, 7], max_new_tokens=12, policy="del", trace=True).trace or ()
+    shadows = [record.shadow for record in trace if isinstance(record.shadow, DeferredShadow)]
+    assert shadows and all(shadow._hidden is None for shadow in shadows)
 
 
 def test_deferred_shadow_tokens_are_those_of_one_pass() -> None:

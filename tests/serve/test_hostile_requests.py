@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -426,3 +427,17 @@ def test_a_stream_that_waits_says_so_and_the_end_is_503(
         assert [record.getMessage() for record in log if record.exc_info] == []
         for one in (first, second, third):
             one.close()
+
+
+def test_nobody_waits_for_a_client_that_has_its_answer() -> None:
+    async def receive() -> Any:
+        await asyncio.sleep(3600)
+
+    async def answered() -> None:
+        work = asyncio.get_running_loop().create_future()
+        work.set_result(None)
+        assert await app_module._client_stays(receive, work)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(answered())
