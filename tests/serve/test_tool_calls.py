@@ -17,6 +17,7 @@ from running_server import RunningServer, ask, refusal, running_server
 from scripted_model import END, scripted_generator, scripted_tokenizer
 from selfspec.messages import OWN_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate, encode_messages
 from selfspec.serve.structured_output import Vocabulary
+from selfspec.serve.tools import call_readers
 from selfspec.serve.tools.call_readers import BareReader, CallReader, TagReader, Written
 from selfspec.serve.tools.tool_formats import BEGIN, NoToolsError, ToolFormat, format_of
 from selfspec.serve.tools.tool_grammar import call_grammar
@@ -498,6 +499,19 @@ PARTS = st.lists(
     ]),
     max_size=8,
 ).map("".join)  # fmt: skip
+
+
+def test_an_end_inside_a_string_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a long call that repeats it takes a time that grows with the square of its length, on the event loop."""
+    parsed, looks = call_readers._parsed, list[str]()
+    monkeypatch.setattr(call_readers, "_parsed", lambda text: looks.append(text) or parsed(text))
+    reader, written = TagReader(["f"]), Written()
+    arguments = {"a": call_readers.END * 30}
+    for character in BEGIN + json.dumps({"name": "f", "arguments": arguments}) + call_readers.END:
+        written.add(reader.push(character))
+    written.add(reader.finish())
+    assert [json.loads(call.arguments) for call in written.calls] == [arguments]
+    assert len(looks) == 31
 
 
 @given(text=PARTS, cuts=st.lists(st.integers(0, 200), max_size=12), kind=st.sampled_from([TagReader, BareReader]))

@@ -109,6 +109,7 @@ class TagReader(CallReader):
         super().__init__(names, most_calls)
         self._cutter = StopCutter([BEGIN])
         self._inside = ""
+        self._searched = 0  # characters of what is inside before which no end is
         self._bare: BareReader | None = BareReader(names, most_calls)  # until the answer is known to begin otherwise
 
     def push(self, text: str, tokens: Sequence[int] = ()) -> Written:
@@ -133,14 +134,15 @@ class TagReader(CallReader):
         """Look for the end of a call. Returns the text behind what was none or is complete, "" if that is not clear yet."""
         if (begun := inside.lstrip()) and not begun.startswith("{"):
             return self._go_on(written, BEGIN, inside)  # the tag is only mentioned
-        at = inside.find(END)
+        at = inside.find(END, self._searched)
         while at >= 0:
             try:
                 call = self._call(_parsed(inside[:at]))
             except ValueError as error:
                 unfinished = getattr(error, "pos", 0) >= len(inside[:at].rstrip()) or "Unterminated" in str(error)
                 if unfinished and inside[:at].strip():
-                    at = inside.find(END, at + 1)  # this one is part of a string
+                    self._searched = at + 1  # this one is part of a string, whatever follows
+                    at = inside.find(END, self._searched)
                     continue
                 call = None
             if call is not None:
@@ -155,7 +157,7 @@ class TagReader(CallReader):
     def _go_on(self, written: Written, content: str, rest: str) -> str:
         """Write content and look for the next call in the rest."""
         self._write(written, content)
-        self._cutter, self._inside = StopCutter([BEGIN]), ""
+        self._cutter, self._inside, self._searched = StopCutter([BEGIN]), "", 0
         return rest
 
     def finish(self, is_whole: bool = True) -> Written:
