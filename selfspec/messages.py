@@ -123,6 +123,8 @@ def _ids(
             **options,
         )
 
+    for message in messages:
+        check_characters(str(message.get("content")), "a message")
     try:
         found = render(_heard(messages, lambda conversation: render(conversation, False)), True)
     except UnheardError:
@@ -135,6 +137,15 @@ def _ids(
         ) from error
     ids: list[int] = list(found["input_ids"])
     return ids
+
+
+def check_characters(text: str, name: str) -> None:
+    """Raise ValueError for half a character, which JSON can write and no tokenizer takes. name: of the text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(f"{name} has half a character at {error.start}, {half}: leave it out") from None
 
 
 class UnheardError(ValueError):

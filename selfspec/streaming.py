@@ -45,7 +45,7 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._special = _skipped(tokenizer)
+        self._special = skipped_tokens(tokenizer)
         self._is_byte: dict[int, bool] = {}
         self._context: list[int] = []  # whose text was returned
         self._pending: list[int] = []
@@ -129,7 +129,8 @@ class IncrementalDecoder:
         return text
 
 
-def _skipped(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def skipped_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens that a text is decoded without: all special ones, whether or not they have a name."""
     if not tokenizer.is_fast:
         return frozenset(tokenizer.all_special_ids)
     return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)

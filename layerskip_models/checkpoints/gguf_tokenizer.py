@@ -159,7 +159,7 @@ _UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 def _byte_level(reader: GgufReader, tokens: Sequence[str], pre: object) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    if pre not in SPLITS:
+    if not isinstance(pre, str) or pre not in SPLITS:
         raise ValueError(f"has a vocabulary that is split by the name {pre!r} (tokenizer.ggml.pre), which is not known")
     backend = Tokenizer(
         models.BPE(
@@ -168,7 +168,7 @@ def _byte_level(reader: GgufReader, tokens: Sequence[str], pre: object) -> Any:
             ignore_merges=pre in _WHOLE_WORDS_FIRST,
         )
     )
-    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in SPLITS[str(pre)]]
+    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in SPLITS[pre]]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -181,10 +181,8 @@ def _sentencepiece(reader: GgufReader, tokens: Sequence[str], named: dict[str, s
     from transformers.tokenization_utils_base import generate_merges
 
     vocab = {token: place for place, token in enumerate(tokens)}
-    merges = _merges(reader) if "tokenizer.ggml.merges" in reader.keys else None
-    if merges is None:
-        scores = _list(reader, "scores", (int, float), len(tokens))
-        merges = generate_merges(vocab, dict(zip(tokens, scores)))
+    scores = _list(reader, "scores", (int, float), len(tokens))
+    merges = generate_merges(vocab, dict(zip(tokens, scores)))
     backend = Tokenizer(models.BPE(vocab, merges, unk_token=named.get("unk_token"), fuse_unk=True, byte_fallback=True))
     leads = bool(reader.value("tokenizer.ggml.add_space_prefix", True))
     first = [normalizers.Prepend(_SPACE)] if leads else []
@@ -198,7 +196,8 @@ def _sentencepiece(reader: GgufReader, tokens: Sequence[str], named: dict[str, s
 
 def _merges(reader: GgufReader) -> list[tuple[str, str]]:
     merges = _list(reader, "merges", str)
-    if wrong := next((merge for merge in merges if " " not in merge[1:]), None):
+    wrong = next((merge for merge in merges if " " not in merge[1:]), None)
+    if wrong is not None:
         raise ValueError(f"has the merge {wrong!r}, which is no pair of tokens")
     return [(merge[: (at := merge.index(" ", 1))], merge[at + 1 :]) for merge in merges]
 

@@ -19,7 +19,7 @@ from layerskip_models.families import family_of
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.stopping import StopConditions
-from selfspec.messages import are_messages, encode_messages
+from selfspec.messages import are_messages, check_characters, encode_messages
 from selfspec.options import NAMES, check_ranges
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, voc
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer: pass one to SelfSpecGenerator, or give token ids")
+        check_characters(prompt, "the prompt")
         prompt = list(tokenizer(prompt)["input_ids"])
     elif are_messages(prompt):
         prompt = encode_messages(prompt, tokenizer)

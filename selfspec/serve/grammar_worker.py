@@ -65,6 +65,8 @@ def refusal(schema: str, tokenizer: Any, llguidance: Any) -> str | None:
 def one_line(text: str) -> str:
     """An error of the compiler's in a line. That of a pattern has several: the pattern, a mark below it, and the reason."""
     lines = text.splitlines() or ["no reason was given"]
+    if lines[0] == "NoExtensionBias":  # what the library says of this
+        return "it refers to itself and to nothing else"
     if not lines[0].endswith("regex parse error:") or len(lines) < 4:
         return lines[0][:200]
     place = max(0, len(lines[2]) - len(lines[2].lstrip()) - 4)

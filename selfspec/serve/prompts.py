@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.engine.request import ContextLengthError
+from selfspec.messages import check_characters
 
 _USUAL = 8
 """A generous number of characters per token. Texts with fewer per position of the context are tokenised at once."""
@@ -15,8 +16,11 @@ _USUAL = 8
 def check_length(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most_tokens: int) -> None:
     """Raise ContextLengthError for texts that together have more than twice as many tokens as are possible.
 
-    They are counted piece by piece, which is right except for a token or two at the cuts.
+    They are counted piece by piece, which is right except for a token or two at the cuts. Raises ValueError for half a
+    character, which no tokenizer takes.
     """
+    for text in texts:
+        check_characters(text, "the text")
     if sum(map(len, texts)) <= _USUAL * most_tokens:
         return
     piece = max(1024, _USUAL * most_tokens // 2)

@@ -21,6 +21,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 from layerskip_models.fork_safe import fork_safe
 from selfspec.serve.grammar_worker import COMPACT, LIMITS, one_line
 from selfspec.serve.schema_check import as_compiled
+from selfspec.streaming import skipped_tokens
 
 Grammar = dict[str, Any] | bool | str
 """A JSON schema, or a grammar in Lark's form."""
@@ -39,7 +40,7 @@ class Vocabulary:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, eos: Sequence[int]) -> None:
         self.size = size
         self._tokenizer, self._eos = tokenizer, [*eos]
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._special = skipped_tokens(tokenizer)
         self._lock = fork_safe(threading.Lock())
         self._made: LLTokenizer | None = None
         self._names: dict[int, str] = {}

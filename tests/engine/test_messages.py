@@ -158,3 +158,11 @@ def test_the_plain_template() -> None:
     talk = [{"role": "system", "content": "Be brief."}, *TALK[:2], {"role": "user", "content": " And now? "}]
     text = tokenizer.decode(encode_messages(talk, tokenizer, PLAIN_TEMPLATE))
     assert text == "Be brief.\n\nQuestion: a bed\nAnswer: fig\n\nQuestion: And now?\nAnswer:"
+
+
+def test_half_a_character_is_named(generator: SelfSpecGenerator) -> None:
+    """JSON can write one, and no tokenizer takes it."""
+    with pytest.raises(ValueError, match=r"the prompt has half a character at 2, \\ud800: leave it out"):
+        generator.generate("a \ud800", max_new_tokens=1)
+    with pytest.raises(ValueError, match=r"a message has half a character at 0, \\udc00"):
+        generator.generate([{"role": "user", "content": "\udc00"}], max_new_tokens=1)

@@ -141,6 +141,8 @@ def test_special_tokens_need_not_be_spelled_in_bytes(tmp_path: Path) -> None:
         ({"model": "rwkv"}, "of the kind 'rwkv'"),
         ({"token_type": [1, 1]}, "has 2 values in tokenizer.ggml.token_type for"),
         ({"merges": ["ab"]}, "the merge 'ab'"),
+        ({"merges": [""]}, "the merge ''"),
+        ({"pre": ["gpt-2"]}, r"split by the name \['gpt-2'\]"),
         ({"merges": ["a nosuchtoken"]}, "cannot be built"),
         ({"tokens": ["a", "a"]}, "two tokens of one spelling"),
     ],

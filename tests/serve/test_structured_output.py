@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
 
 from layerskip_models import DEMO_PATH, load_tokenizer
 from running_server import running_server
@@ -90,6 +91,15 @@ def test_schemas_that_cannot_be_used() -> None:
         Vocabulary(tokenizer, 4096, [0]).matcher({"type": "?"})
     with pytest.raises(ValueError, match="end-of-sequence"):
         Vocabulary(tokenizer, 4096, []).matcher(SCHEMA)
+
+
+def test_special_tokens_without_a_name_are_special() -> None:
+    """Decoding leaves them out as well, so that offsets of what comes after them must."""
+    tokenizer = load_tokenizer(DEMO_PATH)
+    tokenizer.add_tokens([AddedToken("<file_sep>", special=True)])
+    token = tokenizer.convert_tokens_to_ids("<file_sep>")
+    assert token not in tokenizer.all_special_ids
+    assert Vocabulary(tokenizer, len(tokenizer), []).is_special(token)
 
 
 def test_penalties_count_generated_tokens_only() -> None:
@@ -201,6 +211,7 @@ def test_unknown_formats_and_every_allowed_depth_are_taken(
         ({"type": "string", "pattern": "("}, r"character 1 of a pattern, '\(': unclosed group"),
         ({"type": "string", "pattern": "^(?=.*[A-Z]).{4,8}$"}, r"character 2 of a pattern, '\(\?=.*look-ahead"),
         (False, "is false"),
+        ({"$ref": "#"}, "refers to itself and to nothing else"),
         (nested(MOST_NESTING + 1), f"more than {MOST_NESTING} levels"),
     ],
 )

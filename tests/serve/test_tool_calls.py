@@ -501,6 +501,18 @@ PARTS = st.lists(
 ).map("".join)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("around", "content"),
+    [("hi {} bye", "hi bye"), (" {} bye ", "bye"), ("hi\n{}\n", "hi"), ("a {} {} b", "a b"), ("{}x", "x")],
+)
+def test_words_around_a_call_stay_apart(around: str, content: str) -> None:
+    call = call_readers.BEGIN + '{"name": "f", "arguments": {}}' + call_readers.END
+    reader, text = TagReader(["f"]), around.replace("{}", call)
+    written = reader.push(text)
+    written.add(reader.finish())
+    assert (written.content, len(written.calls)) == (content, around.count("{}"))
+
+
 def test_an_end_inside_a_string_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a long call that repeats it takes a time that grows with the square of its length, on the event loop."""
     parsed, looks = call_readers._parsed, list[str]()

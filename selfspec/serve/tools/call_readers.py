@@ -59,8 +59,8 @@ class CallReader(ABC):
     def __init__(self, names: Sequence[str], most_calls: int | None = None) -> None:
         self._names, self._most = frozenset(names), most_calls
         self.num_calls = 0
-        self._white = ""  # between content and what comes next; beside calls it is dropped
-        self._behind_call = False
+        self._white = ""  # between content and what comes next; at the beginning and the end it is dropped beside calls
+        self._behind_call = self._has_content = False
 
     @abstractmethod
     def push(self, text: str, tokens: Sequence[int]) -> Written:
@@ -84,22 +84,23 @@ class CallReader(ABC):
         return (name, _whole(written)) if written.startswith("{") else None
 
     def _take(self, written: Written, call: tuple[str, str]) -> None:
-        self._white, self._behind_call = "", True
+        self._behind_call = True
+        if not self._has_content:
+            self._white = ""
         if self._most is None or self.num_calls < self._most:
             written.calls.append(ToolCall(*call, self.num_calls))
             self.num_calls += 1
 
     def _write(self, written: Written, text: str) -> None:
-        text = self._white + text
-        if self._behind_call:
-            text = text.lstrip()
-        if not text:
+        if self._behind_call and not (text := text.lstrip()):
             return
+        text = self._white + text
         self._behind_call = False
         found = _WHITE.search(text)
         assert found is not None
         self._white = text[found.start() :]
         written.content += text[: found.start()]
+        self._has_content = self._has_content or found.start() > 0
 
 
 class TagReader(CallReader):
