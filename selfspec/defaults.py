@@ -28,7 +28,7 @@ CodeLlama."""
 
 
 def fixed_policy(name: str | None, num_layers: int) -> str:
-    """The best known fixed setting: measured for this checkpoint, or published, or else exit after L/4 layers and draft 4.
+    """Name the best known fixed setting: measured for this checkpoint, or published, or else exit after L/4 layers, draft 4.
 
     name: hub name or local folder, None if unknown. Raises ValueError if the checkpoint's `selfspec.json` cannot be read.
     """

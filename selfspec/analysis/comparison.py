@@ -99,7 +99,7 @@ def compare(
 
 
 def summarise(results: list[GenerationResult], baselines: list[GenerationResult], *, greedy: bool) -> Comparison:
-    """The comparison of the pairs results[i], baselines[i]; at least one."""
+    """Compare the pairs results[i], baselines[i]; at least one."""
     runs, baseline_runs = tuple(r.stats for r in results), tuple(b.stats for b in baselines)
     speedups = [r.tokens_per_second / b.tokens_per_second for r, b in zip(runs, baseline_runs)]
     decode_speedups = [

@@ -68,7 +68,7 @@ class Reference:
 
 
 def every_policy(num_layers: int) -> list[str]:
-    """A name for each way to decide, at an exit layer that the model has. Some models cannot draft in fewer bits."""
+    """Name each way to decide, at an exit layer that the model has. Some models cannot draft in fewer bits."""
     exit_layer = max(num_layers // 4, 1)
     alone = [f"{name}:{exit_layer}" for name in ("dv", "svip", "adaedl", "spide")]
     return [
@@ -174,7 +174,7 @@ def sampled_policies(num_layers: int) -> list[str]:
 
 
 def check_kernels(model: LayerSkipModel) -> Check:
-    """What the layers run on; our own kernels must compute a row the same, bit for bit, in any batch."""
+    """Check what the layers run on; our own kernels must compute a row the same, bit for bit, in any batch."""
     wrong = None if model.kernels is None else fault()
     return Check(name="kernels", passed=wrong is None, detail=wrong or kernels_in_words(model.kernels))
 
@@ -336,7 +336,7 @@ def _cache_error(decoding: Sequence) -> float:
 
 
 def _decode(generator: SelfSpecGenerator, prompt: Tensor, policy: Policy, **options: Any) -> Sequence:
-    """A whole call, as a user makes it; the sequence still has its cache and its statistics."""
+    """Decode in a whole call, as a user makes it; the sequence still has its cache and its statistics."""
     call = generator.check(prompt, policy=policy, eos_token_id=[], temperature=1.0, top_p=1.0, **options)
     with Engine() as engine:
         ticket = engine.join(call)

@@ -11,7 +11,7 @@ from selfspec.generator import GenerationResult
 
 
 def watching_all_layers(policy: Policy, num_layers: int) -> Policy:
-    """The same policy, with the shadow tokens of all layers in every record. They cost time, and it learns from them."""
+    """Give the same policy, with all layers' shadow tokens in every record. They cost time, and it learns from them."""
     return Policy(
         policy.exit, policy.stopping, policy.name, also=ObservationSpec(shadow_layers=tuple(range(1, num_layers)))
     )

@@ -217,7 +217,7 @@ def text_agreement(model: LayerSkipModel, ids: torch.Tensor) -> list[float]:
 
 
 def _best(traces: Sequence[AgreementTrace], cost: CostModel) -> tuple[Setting, float]:
-    """The setting with most tokens per cost over all traces, and that over plain decoding's."""
+    """Find the setting with most tokens per cost over all traces, and that over plain decoding's."""
     by_policy: dict[str, list[Setting]] = {}
     for trace in traces:
         for setting in fixed_settings(trace, cost):
@@ -228,7 +228,7 @@ def _best(traces: Sequence[AgreementTrace], cost: CostModel) -> tuple[Setting, f
 
 
 def kernels_in_words(variant: str | None) -> str:
-    """What `LayerSkipModel.kernels` means, for people."""
+    """Say what `LayerSkipModel.kernels` means, for people."""
     return "PyTorch's operators" if variant is None else f"selfspec's own kernels for {variant}"
 
 

@@ -85,7 +85,7 @@ class AgreementTrace:
 
 
 def agreement_trace(result: GenerationResult, num_layers: int) -> AgreementTrace:
-    """What a run that kept its trace recorded. Tokens after a stop inside a round are left out."""
+    """Collect what a run that kept its trace recorded. Tokens after a stop inside a round are left out."""
     assert result.trace is not None, "generate with trace=True"
     size = max(len(result.new_tokens) - 1, 0)
     first = result.stats.num_prompt_tokens + 1
@@ -155,7 +155,7 @@ class Replay:
         return ratio(self.num_tokens, self.loaded_layers)
 
     def cost(self, cost: CostModel) -> float:
-        """What all rounds cost, in the cost model's unit. Rounds of one length cost the same."""
+        """Add up what all rounds cost, in the cost model's unit. Rounds of one length cost the same."""
         of_length = {
             count: cost.round(self.exit_layer, count) if count else cost.autoregressive() for count in {*self.drafted}
         }
@@ -163,7 +163,7 @@ class Replay:
 
 
 def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Replay:
-    """The rounds that `ls:E-G` would have on the traced text. num_speculations >= 1.
+    """Work out the rounds that `ls:E-G` would have on the traced text. num_speculations >= 1.
 
     Raises ValueError when the trace is not complete.
     """

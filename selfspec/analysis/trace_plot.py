@@ -64,7 +64,7 @@ def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, pat
 
 
 def trace_lines(records: Sequence[RoundRecord]) -> list[str]:
-    """A line per round: exit layer, drafts, threshold, estimated acceptance of the layer.
+    """Write a line per round: exit layer, drafts, threshold, estimated acceptance of the layer.
 
     + is a draft that was accepted, - one that was not; = an accepted copy, x one that was not.
     """

@@ -95,7 +95,7 @@ class CopyStore:
             self.places.extend(np.asarray([*text, BETWEEN], dtype=np.int32))
 
     def __len__(self) -> int:
-        """Number of tokens, with one separator after each text."""
+        """Count the tokens, with one separator after each text."""
         return len(self.places.tokens)
 
 
@@ -148,7 +148,7 @@ class CopyIndex:
         return [(hashed ^ token + 1) * _MIX & _MASK for hashed in (0, *self._hashes[: LONGEST - 1])]
 
     def _look_up(self, suffixes: Sequence[int]) -> tuple[int, int, array[int]]:
-        """The longest suffix that was seen before: its length, where it ended, and in what."""
+        """Look up the longest suffix that was seen before: its length, where it ended, and in what."""
         best, place, source = 0, -1, self._own.tokens
         for length, hashed in enumerate(suffixes, start=SHORTEST):
             if (found := self._own.find(hashed)) >= 0:
@@ -179,7 +179,7 @@ class CopyIndex:
         return Match(self._length, self._next)
 
     def continuation(self, count: int) -> list[int]:
-        """What followed the match, `count` tokens, fewer at the end of a text of the store.
+        """Return what followed the match, `count` tokens, fewer at the end of a text of the store.
 
         Where it runs into the end of this text it goes on with what it has copied: a loop is copied round and round.
         """
@@ -201,7 +201,7 @@ CopyFrom = CopyStore | Sequence[str | list[int] | Tensor]
 def make_store(
     texts: Iterable[str | list[int] | Tensor], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> CopyStore:
-    """A store of these texts, as text (which needs a tokenizer) or as token ids.
+    """Make a store of these texts, given as text (which needs a tokenizer) or as token ids.
 
     Raises TypeError for a single text instead of a list and for anything else; ValueError where a tokenizer is missing, for
     an id that the model does not have, and where there is nothing to copy.
@@ -240,7 +240,7 @@ def copies_drafts(observes: ObservationSpec, runner: RunnerName) -> bool:
 
 
 def how_to_copy(policy: Policy) -> str:
-    """The remedy for a policy that does not copy here."""
+    """Name the remedy for a policy that does not copy here."""
     if policy.observes.copies == "none":
         return "use auto, or copy"
     return 'captured rounds do not copy, so use runner="eager", or a policy that begins with copy'
@@ -253,7 +253,7 @@ def store_for(
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
 ) -> CopyStore | None:
-    """The store of one call, None for none.
+    """Give the store of one call, None for none.
 
     Raises ValueError for a policy that copies nothing, and for a store of another model's tokens; as `make_store` otherwise.
     """

@@ -82,7 +82,7 @@ class KVCachePool:
     def lend(
         self, num_tokens: int, prompt: Tensor | None = None, owner: Owner = ANYONE, *, alone: bool = True
     ) -> Iterator[CacheSlot]:
-        """A slot for one sequence of at most `num_tokens` tokens.
+        """Lend a slot for one sequence of at most `num_tokens` tokens.
 
         prompt: int64 [n] on the CPU. The slot's cache holds the rows of the longest prefix that a kept text of this owner
         has in common with the prompt; it may be empty. alone: whether the batch has no other sequence. In a batch a sequence
@@ -105,7 +105,7 @@ class KVCachePool:
 
     @contextmanager
     def eager_runner(self) -> Iterator[EagerRunner]:
-        """An eager runner for one caller."""
+        """Lend an eager runner to one caller."""
         with self._lock:
             runner, self._idle_runner = self._idle_runner, None
         runner = runner or EagerRunner(self._model)
@@ -165,7 +165,7 @@ class KVCachePool:
                 self._is_changing = False
 
     def _find(self, num_tokens: int, prompt: Tensor | None, owner: Owner, captured: bool) -> CacheSlot:
-        """An idle or a new slot, whose cache then holds the rows that can be reused. captured: with captures."""
+        """Find an idle slot or make one; its cache then holds the rows that can be reused. captured: with captures."""
         source, rows = self._longest_prefix(prompt, owner)
         if source is not None:
             source.wait_for_writes()
@@ -179,7 +179,7 @@ class KVCachePool:
         return slot
 
     def _longest_prefix(self, prompt: Tensor | None, owner: Owner) -> tuple[CacheSlot | None, int]:
-        """The slot of this owner whose text has the longest prefix in common with the prompt, and the prefix's length.
+        """Find the slot of this owner whose text has the longest prefix in common with the prompt, and the prefix's length.
 
         Slots in use are considered only without captures: captured passes may write over a whole cache, for padding or after
         a failure.
@@ -195,8 +195,8 @@ class KVCachePool:
         return best, rows
 
     def _with_room(self, num_tokens: int, source: CacheSlot | None, rows: int) -> CacheSlot | None:
-        """An idle slot without captures to overwrite: the one with the sequence's own prefix, or one that would be given up
-        for the sequence's memory."""
+        """Take an idle slot without captures to overwrite: the one with the sequence's own prefix, or one that would be given
+        up for the sequence's memory."""
         room = self._prefixes.num_bytes - num_tokens * self._row_bytes - self._idle.num_bytes
         found: CacheSlot | None = None
         own = source is not None and source.captured is None and source in self._idle
@@ -214,7 +214,7 @@ class KVCachePool:
         return found if found is not None and found.cache.max_length >= num_tokens else None
 
     def _with_captures(self, num_tokens: int, source: CacheSlot | None, rows: int) -> CacheSlot | None:
-        """An idle slot with captures, which take long to make. Its text is copied elsewhere if there is memory for that."""
+        """Pick an idle slot with captures, which take long to make. Its text is copied elsewhere if there is memory."""
         able = self._idle.captured(num_tokens)
         if not able:
             return None
@@ -230,7 +230,7 @@ class KVCachePool:
         return found
 
     def _take_back(self, slot: CacheSlot) -> None:
-        """A slot is idle again. Slots that no longer fit are given up."""
+        """Take back a slot that is idle again. Slots that no longer fit are given up."""
         if slot.captured is not None and self.kind == "eager":
             return
         limit = self._prefixes.num_bytes

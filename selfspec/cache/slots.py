@@ -63,18 +63,18 @@ class CacheSlot:
             self.captured.begin()
 
     def copy(self, model: LayerSkipModel, rows: int) -> CacheSlot:
-        """A slot with the first rows of the text, in as little memory as they need and without captures."""
+        """Copy the slot with the first rows of the text, in as little memory as they need and without captures."""
         cache = KVCache(model, rows)
         cache.take(self.cache, rows)
         kept = None if self.kept is None else PrefixHiddenStates(self.kept.layers, self.kept.rows[:, :rows].clone())
         return CacheSlot(cache, tokens=self.tokens[:rows], kept=kept, owner=self.owner)
 
     def begin_sequence(self, read: Callable[[], Tensor]) -> None:
-        """A sequence uses the slot now. Others may go on from the tokens that `read` returns, but not from hidden states."""
+        """Let a sequence use the slot. Others may go on from the tokens `read` returns, but not from hidden states."""
         self.read, self.kept = read, None
 
     def reusable_tokens(self) -> Tensor:
-        """The tokens that a prompt must begin with to go on from this cache."""
+        """Return the tokens that a prompt must begin with to go on from this cache."""
         return self.tokens if self.read is None else self.read()
 
     def end_sequence(self, tokens: Tensor, kept: PrefixHiddenStates | None) -> None:
@@ -136,13 +136,13 @@ class IdleSlots:
         self._put(number, other)
 
     def remove(self, slot: CacheSlot) -> None:
-        """Raises KeyError for a slot that is not here."""
+        """Remove the slot. Raises KeyError if it is not here."""
         number = self._numbers[slot]
         self._forget(number)
         del self._entries[number]
 
     def oldest(self, *, but: CacheSlot | None = None, captured: bool = True) -> CacheSlot | None:
-        """The slot used longest ago; None if there is none. `but` comes last. Slots with captures only if `captured`."""
+        """Find the slot used longest ago, if there is one. `but` comes last. Slots with captures only if `captured`."""
         found = None
         for entry in self._entries.values():
             if captured or entry.slot.captured is None:
@@ -157,11 +157,11 @@ class IdleSlots:
         return [slot for _, slot in sorted(able, key=lambda one: one[0])]
 
     def with_spare_room(self) -> CacheSlot | None:
-        """The slot used longest ago whose text needs less than half of its cache."""
+        """Find the slot used longest ago whose text needs less than half of its cache."""
         return next(iter(self._with_spare_room.values()), None)
 
     def longest_prefix(self, prompt: Tensor, owner: Owner) -> tuple[CacheSlot | None, int]:
-        """The slot of this owner whose text has the longest prefix in common with the prompt, and the prefix's length."""
+        """Find this owner's slot whose text shares the longest prefix with the prompt, and the prefix's length."""
         texts = self._texts.get(owner, [])
         at = bisect_left(texts, (_as_bytes(prompt), 0))
         best, rows, newest = None, 0, -1

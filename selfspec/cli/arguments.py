@@ -37,7 +37,7 @@ def load_generator(
     several_processes: bool = False,
     device_map: Literal["auto"] | None = None,
 ) -> SelfSpecGenerator:
-    """The checkpoint with its tokenizer; the demo if none is named. prefix_cache, device_map: as of `SelfSpecGenerator`.
+    """Load the checkpoint with its tokenizer; the demo if none is named. prefix_cache, device_map: as of `SelfSpecGenerator`.
 
     several_processes: the command may be launched as several, which each hold the whole model.
     Raises ValueError if several processes were launched for a command that runs in one.
@@ -54,7 +54,7 @@ def load_generator(
 def load_reference(
     model: str | None, texts: Sequence[str], dtype: str, device: str, notes: Console
 ) -> tuple[transformers.PreTrainedModel, list[torch.Tensor]]:
-    """The checkpoint as transformers loads it, and the prompts' token ids, int64 [n] each.
+    """Load the checkpoint as transformers does, and encode the prompts as token ids, int64 [n] each.
 
     Errors as for `load_generator`; ValueError for a prompt without tokens and for ids outside the vocabulary.
     """

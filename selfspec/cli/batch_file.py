@@ -94,7 +94,7 @@ def read_prompts(path: Path, options: Mapping[str, Any], copy_texts: Sequence[st
 
 
 def _prompt_of(values: Mapping[str, Any]) -> str | Messages | None:
-    """The prompt or messages of a line; None unless it has exactly one of the two."""
+    """Read the prompt or messages of a line; None unless it has exactly one of the two."""
     prompt, messages = values.get("prompt"), values.get("messages")
     if messages is None:
         return prompt if isinstance(prompt, str) and prompt else None

@@ -215,7 +215,7 @@ class Chat:
 
 
 def _line_reader() -> Callable[[str], str]:
-    """A function that reads a line of standard input. In a terminal the arrow keys edit it and recall earlier lines."""
+    """Make a function that reads a line of standard input; in a terminal arrow keys edit it and recall earlier ones."""
     if not sys.stdin.isatty():
         return lambda prompt: input()
     with suppress(ImportError):  # not every system has it

@@ -92,7 +92,7 @@ def save_drafts(path: Path, title: str, prompt: str, tokens: Iterable[tuple[str,
 
 
 def legend(styles_shown: bool) -> Text:
-    """What the styles of `write_token` mean; if they are off, how to turn them on."""
+    """Say what the styles of `write_token` mean; if they are off, how to turn them on."""
     if not styles_shown:
         return Text("colours are off, standard output is not a terminal; FORCE_COLOR=1 turns them on")
     return Text(", ").join(Text(meaning, FATE_STYLES[fate]) for meaning, fate in _LEGEND)

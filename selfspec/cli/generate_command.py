@@ -218,7 +218,7 @@ class _Session:
             warm_up(self._generate, max(1, tokens))
 
     def run(self, shown: OutputOptions) -> GenerationResult:
-        """The run that the user sees, on standard output unless JSON is asked for."""
+        """Make the run that the user sees, on standard output unless JSON is asked for."""
         writer = TextWriter(Console(highlight=False))
 
         def on_start() -> None:

@@ -88,7 +88,7 @@ class _Command(TyperCommand):
         return self.imported().make_context(info_name, args, parent, **extra)
 
     def imported(self) -> Any:
-        """The command itself."""
+        """Import the command itself."""
         module, _, function = self._place.partition(":")
         with collecting_later():
             called = getattr(import_module(module), function)

@@ -21,12 +21,12 @@ _VISIBLE_LINE = {**_VISIBLE, ord("\n"): "\u23ce", ord("\t"): "\u21e5"}
 
 
 def visible(text: str) -> str:
-    """The text with visible control characters, except tab and newline."""
+    """Make control characters in the text visible, except tab and newline."""
     return text.translate(_VISIBLE)
 
 
 def visible_line(text: str) -> str:
-    """The same on one line: tab and newline become visible too."""
+    """Do the same on one line: tab and newline become visible too."""
     return text.translate(_VISIBLE_LINE)
 
 
@@ -41,7 +41,7 @@ class NotesConsole(Console):
 
 
 def notes_console(quiet: bool = False) -> Console:
-    """Standard error, for everything but the generated text."""
+    """Make a console on standard error, for everything but the generated text."""
     return NotesConsole(quiet=quiet)
 
 

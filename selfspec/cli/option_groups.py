@@ -22,7 +22,7 @@ ModelArgument = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 
 
 def option(default: Any, help: str, panel: str | None = None, *flags: str, **others: Any) -> Any:
-    """A field of a group, as `option_fields.option`. A flag that is off by default needs its name among the flags."""
+    """Make a field of a group, as `option_fields.option`. A flag off by default needs its name among the flags."""
     return option_field(default, help, flags=flags, rich_help_panel=panel, **others)
 
 
@@ -74,7 +74,7 @@ class LoadOptions(DeviceOptions):
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with one option for every field of the groups among its parameters.
+    """Give the command one option for every field of the groups among its parameters.
 
     A group is a dataclass of `option`s, or a TypedDict of `selfspec.options`. The function gets an instance of it. In a
     TypedDict an option that was not given is None.

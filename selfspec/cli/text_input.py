@@ -30,7 +30,7 @@ PromptArgument = Annotated[
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
-    """The prompt. "-" means standard input; so does no prompt when something is piped in.
+    """Read the prompt. "-" means standard input; so does no prompt when something is piped in.
 
     Files and standard input are UTF-8; one newline at the end does not count. Raises ValueError if two sources are given, or
     if one is empty or not UTF-8; OSError if the file cannot be read.
@@ -49,7 +49,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
 
 
 def read_copy_files(files: Sequence[Path] | None) -> list[str]:
-    """The text of each file. Raises ValueError if one is empty or not UTF-8, OSError if it cannot be read."""
+    """Read the text of each file. Raises ValueError if one is empty or not UTF-8, OSError if it cannot be read."""
     texts = [_read(path, "--copy-from takes the path of") for path in files or ()]
     for path, text in zip(files or (), texts):
         if not text:
@@ -60,7 +60,7 @@ def read_copy_files(files: Sequence[Path] | None) -> list[str]:
 def store_of_files(
     generator: SelfSpecGenerator, texts: Sequence[str], policy: Policy | None = None
 ) -> CopyStore | None:
-    """The texts as a copy store for this model; None without texts.
+    """Make the texts a copy store for this model; None without texts.
 
     Raises ValueError if `policy` copies nothing, or if the texts have too few tokens.
     """
