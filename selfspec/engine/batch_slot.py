@@ -91,7 +91,7 @@ class BatchSlot:
         return self._cache_slot.cache.num_bytes
 
     def leave_captures(self, for_good: bool = False) -> None:
-        """The coming rounds run eagerly."""
+        """Let the coming rounds run eagerly."""
         if self._captured is not None and not self._is_away:
             self._captured.begin()
             self._is_away = self._ran_eagerly = True
@@ -99,7 +99,7 @@ class BatchSlot:
             self._captured = None
 
     def captured_runner(self) -> CudaGraphRunner | None:
-        """The runner that this sequence can use while it is alone, if there is one."""
+        """Return the runner that this sequence can use while it is alone, if there is one."""
         if self._captured is not None and self._is_away:
             if self.call.bound.pool.kind == "eager":  # graphs were given up in the meantime
                 self._captured = None

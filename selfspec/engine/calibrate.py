@@ -43,7 +43,7 @@ class StoppedError(Exception):
 def measured_cost(
     model: LayerSkipModel, runner: RunnerName = "eager", stopped: Callable[[], bool] = lambda: False
 ) -> MeasuredCost:
-    """The model's costs on its device: calibrated on the first call, remembered as long as the model lives.
+    """Return the model's costs on its device: calibrated on the first call, remembered as long as the model lives.
 
     stopped: asked between timings; raises StoppedError once it says so.
     """
@@ -104,7 +104,7 @@ def calibrate(
 
 
 def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> tuple[tuple[int, float], ...]:
-    """What each exit's adapter adds to a draft step: the difference between a draft with it and one without."""
+    """Measure what each exit's adapter adds to a draft step: the difference between a draft with it and one without."""
     exits = sorted(model.adapters)
     makers = [_draft_calls(one, cache, runner) for one in (model, model.with_adapters({}))]
     calls = [make(exit_layer) for exit_layer in exits for make in makers]
@@ -114,7 +114,7 @@ def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) 
 
 
 def _draft_calls(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> Callable[[int], Callable[[], object]]:
-    """Makes drafts of `_DRAFTS` steps at an exit layer, all on one runner."""
+    """Prepare drafts of `_DRAFTS` steps at an exit layer, all on one runner."""
     drafter: Runner = CudaGraphRunner(model, cache, cleared=True) if runner == "captured" else EagerRunner(model)
 
     def make(exit_layer: int) -> Callable[[], object]:
@@ -156,7 +156,7 @@ def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int
 
 
 def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
-    """The same costs from captures; layers without the first, which only ever runs for one row."""
+    """Make the same calls from captures; layers without the first, which only ever runs for one row."""
     runner = CudaGraphRunner(model, cache, cleared=True)  # it is full
     last = model.num_layers
     calls: list[Callable[[], object]] = []
@@ -171,7 +171,7 @@ def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[
 
 
 def _round_of_drafts(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> SequenceRound:
-    """A round of `_DRAFTS` drafts at one exit, at the end of a text. The policy asks for each confidence."""
+    """Make a round of `_DRAFTS` drafts at one exit, at the end of a text. The policy asks for each confidence."""
     from transformers import LogitsProcessorList
 
     policy = Policy(FixedExit(exit_layer, _DRAFTS, num_layers=model.num_layers), NeverStop())

@@ -159,14 +159,14 @@ class Draft:
         return "cap" if row.num_drafted + 1 == seq_round.max_speculations else None
 
     def _output_of(self, logits: Tensor) -> HeadOutput:
-        """What the policy wants to know of a row whose token is sampled or processed."""
+        """Return what the policy wants to know of a row whose token is sampled or processed."""
         if self.rows.detail == "token":
             return NOTHING
         looked = look if self.seq_round.sampler.native and takes(logits) and logits.is_contiguous() else choices_of
         return looked(logits, self.rows.detail).outputs()[0]
 
     def _pick(self, output: HeadOutput, logits: Tensor | None) -> int | None:
-        """The next draft: the argmax after processors, or a draw from q, which is kept.
+        """Pick the next draft: the argmax after processors, or a draw from q, which is kept.
 
         None where the row gives none: nothing can be drawn from it, or a processor refuses the text. That text holds drafts,
         so plain decoding may never come to it. The draft then ends, which depends on nothing that is drawn later, and
@@ -187,14 +187,14 @@ class Draft:
 
 
 def detail_of(observes: ObservationSpec) -> Detail:
-    """What to compute of every row for a policy that needs this."""
+    """Say what to compute of every row for a policy that needs this."""
     if observes.entropy or observes.features:
         return "all"
     return "confidence" if observes.confidence else "token"
 
 
 def _features(output: HeadOutput, device: torch.device) -> Tensor:
-    """What `draft_features` computes from logits."""
+    """Return what `draft_features` computes from logits."""
     p = output.confidence
     features = [math.log(p) if p > 0 else p, output.margin, output.entropy]
     return sent(torch.tensor(features, dtype=torch.float32, device="cpu"), device)

@@ -27,7 +27,7 @@ log = logging.getLogger("selfspec")
 
 
 def check_draft_weights(choice: str) -> DraftWeights:
-    """Raises ValueError for anything else than the names."""
+    """Return the choice. Raises ValueError for anything else than the names."""
     for known in get_args(DraftWeights):
         if choice == known:
             return known

@@ -45,7 +45,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def lend(policy: Policy) -> Iterator[tuple[Policy, threading.RLock]]:
-    """The policy for one call, and a lock that the call holds during each of its rounds.
+    """Lend the policy to one call, with a lock that the call holds during each of its rounds.
 
     It is the policy itself, or a copy if another call is using it (or another `Policy` of the same parts). A copy knows what
     the policy has learned so far; what it learns itself is lost. Raises RuntimeError for a policy that cannot be copied.

@@ -38,7 +38,7 @@ class PolicyStore:
             return self._keep(key, self._kept[key])
 
     def find(self, key: Hashable, make: Callable[[], Policy]) -> Policy:
-        """The policy that is kept under this key; `make` is called if there is none."""
+        """Return the policy that is kept under this key; `make` is called if there is none."""
         with self._lock:  # two simultaneous first calls share one calibration and policy
             policy = self._kept.get(key)
             return self._keep(key, make() if policy is None else policy)
@@ -62,7 +62,7 @@ class PolicyStore:
         exit_layer: int | None = None,
         num_speculations: int | None = None,
     ) -> Policy:
-        """The policy of a call with these arguments, and weights in fewer bits if it drafts with them.
+        """Find the policy of a call with these arguments, and make weights in fewer bits if it drafts with them.
 
         Raises ValueError for a policy that does not fit the model, or for arguments that contradict each other.
         """
@@ -93,7 +93,7 @@ class PolicyStore:
         return parse_policy(f"ls:{chosen_exit}-{chosen_length}", num_layers=model.num_layers)
 
     def _with_draft_weights(self, bound: BoundModel, name: str, key: Hashable) -> Policy:
-        """The policy of this name. Where it chooses what to draft with, it knows the weights that there are now."""
+        """Find the policy of this name. Where it chooses what to draft with, it knows the weights there are now."""
         model = bound.model
         policy = self.find(key, partial(make_policy, bound, name))
         chooser = policy.exit
@@ -121,7 +121,7 @@ def make_policy(
     measure: Callable[[], CostModel] | None = None,
     preverifier: Callable[[str | None], PreVerifier] | None = None,
 ) -> Policy:
-    """A new policy for the model.
+    """Make a new policy for the model.
 
     measure, preverifier: as for `parse_policy`; by default the model's calibration and its loader of pre-verifiers.
     """

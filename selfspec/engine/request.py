@@ -69,7 +69,7 @@ _MEANT = {
 
 @cache
 def config_fields() -> frozenset[str]:
-    """The fields of transformers' GenerationConfig."""
+    """List the fields of transformers' GenerationConfig."""
     from transformers import GenerationConfig
 
     return frozenset(vars(GenerationConfig()))
@@ -109,7 +109,7 @@ class Request:
 
 
 def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Tensor:
-    """A prompt in any accepted form as int64 ids [n] on the CPU.
+    """Encode a prompt in any accepted form as int64 ids [n] on the CPU.
 
     prompt: text (needs a tokenizer, which adds its special tokens), messages (need its chat template), a list of ids, or an
     integer tensor [n] or [1, n].
@@ -158,7 +158,7 @@ def check_ids(ids: Tensor, vocab_size: int, *, from_tokenizer: bool) -> None:
 
 
 def _describe(prompt: object) -> str:
-    """The type of a prompt. For a list, also the type of its first item that is not a token id."""
+    """Name the type of a prompt. For a list, also the type of its first item that is not a token id."""
     if isinstance(prompt, (list, tuple)):
         wrong = next((item for item in prompt if not isinstance(item, int) or isinstance(item, bool)), None)
         return f"a {type(prompt).__name__} that holds a {type(wrong).__name__}"
@@ -228,7 +228,7 @@ def check_context(num_prompt: int, max_new_tokens: int, context: int) -> None:
 def make_generator(
     seed: int | None, generator: torch.Generator | None, device: torch.device, do_sample: bool
 ) -> torch.Generator | None:
-    """The random generator of one call: the given one, one seeded by `seed`, or a freshly seeded one; None when greedy.
+    """Choose one call's random generator: the given one, one seeded by `seed`, or a freshly seeded one; None when greedy.
 
     Raises ValueError if both are given or the generator is on another device.
     """

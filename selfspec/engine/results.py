@@ -17,7 +17,7 @@ _SHOWN = 60  # characters, or ids, of the new text in a repr
 
 
 def to_keep(error: Exception) -> Exception:
-    """The error, and those that led to it, without tracebacks; from Python 3.11 on a note tells where each was raised.
+    """Rid the error, and those that led to it, of tracebacks; from Python 3.11 on a note tells where each was raised.
 
     The functions in a traceback, and those that called them, hold what keeps the error: with it, all that they refer to would
     stay until Python looks for circles.
@@ -68,7 +68,7 @@ class RoundResult:
 
     @staticmethod
     def broken(error: Exception | None) -> RoundResult:
-        """The result of a sequence that cannot go on."""
+        """Make the result of a sequence that cannot go on."""
         return RoundResult(
             draft_tokens=(),
             num_accepted=0,

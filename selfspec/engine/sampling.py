@@ -51,7 +51,7 @@ def prefix_free() -> frozenset[type]:
 
 
 def warp_of(processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsProcessor], Warp]:
-    """The processors before the last ones that our kernels know, and those."""
+    """Return the processors before the last ones that our kernels know, and those."""
     from transformers.generation import logits_process as theirs
 
     first, known = list(processors), {}
@@ -73,7 +73,7 @@ class NonFiniteLogitsError(RuntimeError):
 
 
 def non_finite(where: str) -> NonFiniteLogitsError:
-    """The error for NaN logits, or a row to sample from in which every token is masked or one is infinitely likely."""
+    """Make the error for NaN logits, or a row to sample from whose tokens are all masked or one infinitely likely."""
     return NonFiniteLogitsError(
         f"no usable next-token distribution at {where}: the logits hold NaN, or the logits processors masked every token "
         "that could be drawn. "
@@ -114,7 +114,7 @@ class Sampler:
         return self.generator is not None
 
     def state(self) -> Tensor | None:
-        """What `rewind` takes to draw the same once more; None if there is nothing to set back."""
+        """Return what `rewind` takes to draw the same once more; None if there is nothing to set back."""
         return self.generator.get_state() if self.generator is not None and self._rewinds else None
 
     def rewind(self, state: Tensor) -> None:
@@ -139,7 +139,7 @@ class Sampler:
         return torch.cat([*rows])
 
     def probabilities(self, logits: Tensor, tokens: Tensor, length: int, out: Tensor | None = None) -> Tensor:
-        """The float32 distribution after the processors, [rows, vocab]; other arguments as in `process`.
+        """Compute the float32 distribution after the processors, [rows, vocab]; other arguments as in `process`.
 
         out: float32 [rows, vocab], where to write it; a new tensor by default.
         """
@@ -156,7 +156,7 @@ class Sampler:
         return distribution(scores) if out is None else out.copy_(distribution(scores))
 
     def next_token(self, logits: Tensor, tokens: Tensor, length: int) -> int:
-        """The next token as plain decoding takes it: drawn, or the likeliest one.
+        """Take the next token as plain decoding does: drawn, or the likeliest one.
 
         logits: [1, vocab]; the other arguments as in `process`. Raises NonFiniteLogitsError, naming the position, for NaN
         logits, and when sampling for a row in which every token is masked.
@@ -211,7 +211,7 @@ class Sampler:
         return int(torch.multinomial(weights, 1, generator=self.generator))
 
     def _uniform(self) -> float:
-        """A number in [0, 1) for a draw by our kernels."""
+        """Draw a number in [0, 1) for a draw by our kernels."""
         return float(torch.rand((), generator=self.generator, dtype=torch.float64, device="cpu"))
 
     def uniforms(self, count: int, device: torch.device) -> Tensor:
@@ -220,14 +220,14 @@ class Sampler:
 
 
 def _found(token: int | None, where: str) -> int:
-    """What our kernels have drawn. Raises NonFiniteLogitsError if they found nothing to draw from."""
+    """Return what our kernels have drawn. Raises NonFiniteLogitsError if they found nothing to draw from."""
     if token is None:
         raise non_finite(where)
     return token
 
 
 def _apply(processors: Sequence[LogitsProcessor], prefix: Tensor, logits: Tensor) -> Tensor:
-    """What calling transformers' list does, without its inspecting every processor's signature at every token."""
+    """Do what calling transformers' list does, without its inspecting every processor's signature at every token."""
     for processor in processors:
         logits = processor(prefix, logits)
     return logits

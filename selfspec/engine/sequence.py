@@ -127,7 +127,7 @@ class Sequence:
         return min(self.length - 1, self.cache.length)
 
     def prompt_read(self) -> Tensor:
-        """The tokens of the prompt whose rows the cache holds, int64 [rows] on the CPU. Any thread may ask."""
+        """Return the tokens of the prompt whose rows the cache holds, int64 [rows] on the CPU. Any thread may ask."""
         return self.request.prompt[: self.cache.length]
 
     @property
@@ -141,7 +141,7 @@ class Sequence:
         return self.length - self.cache.length if self.reading else 0
 
     def next_piece(self, most: int = MOST_ROWS) -> PromptPiece:
-        """What to read next of the prompt, about `most` rows at most."""
+        """Choose what to read next of the prompt, about `most` rows at most."""
         # If this piece or the first token broke off before: to rows that all layers hold, before those that are learned from.
         self.cache.roll_back(min(self.cache.length, self.length - max(self._prompt_rows, 1)))
         capture = None
@@ -161,7 +161,7 @@ class Sequence:
             self._rows_shown = self.cache.length
 
     def begin(self, hidden: Tensor, logits: Tensor) -> None:
-        """The prompt is read: commit the first new token.
+        """Commit the first new token, once the prompt is read.
 
         hidden: [rows, hidden], of the last piece. logits: [1, vocab], of its last row.
         """
@@ -194,7 +194,7 @@ class Sequence:
             prefill(self.model, self.tokens[0, : self.length - 1], self.cache)
 
     def _open(self) -> None:
-        """A round begins: from the committed text, whatever an interrupted round has left.
+        """Begin a round from the committed text, whatever an interrupted round has left.
 
         What was drawn in a round that broke off is drawn again, unless the caller's own generator was used, which others may
         have drawn from since.
@@ -265,7 +265,7 @@ class Sequence:
         return Planned(plan=plan, seq_round=seq_round, context=context, threshold=threshold)
 
     def _copied(self, most: int) -> list[int]:
-        """What may be copied now: up to an EOS, after which nothing would be committed."""
+        """Return what may be copied now: up to an EOS, after which nothing would be committed."""
         assert self.copies is not None
         copied = self.copies.continuation(most)
         for index, token in enumerate(copied):
@@ -331,7 +331,7 @@ class Sequence:
         return record
 
     def _shadow_tokens(self, seq_round: SequenceRound, result: RoundResult) -> Shadow | None:
-        """What the candidate layers would have said for the rows 0..m, if the policy learns in this round."""
+        """Find what the candidate layers would have said for the rows 0..m, if the policy learns in this round."""
         if (
             not seq_round.learns
             or seq_round.states is None
@@ -389,7 +389,7 @@ class Sequence:
         return seen
 
     def _index_anew(self) -> None:
-        """An index of the committed text, which comes to it as it came the first time."""
+        """Make an index of the committed text, which comes to it as it came the first time."""
         self.copies = CopyIndex(self.request.copy_from)
         self.copies.read(self.request.prompt)
         self._index(self.copies, self.tokens[0, self._num_prompt : self.length].tolist())

@@ -78,7 +78,7 @@ class GenerationStats:
     num_discarded_rows: int
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON has them: the counts' keys are text."""
+        """Give the fields as JSON has them: the counts' keys are text."""
         fields = asdict(self)
         for name in ("rounds_by_exit_layer", "rounds_by_length"):
             fields[name] = {str(key): count for key, count in fields[name].items()}
@@ -141,7 +141,7 @@ class StatsBuilder:
         calibration_seconds: float = 0.0,
         num_reused_tokens: int = 0,
     ) -> GenerationStats:
-        """The statistics. seconds: of the whole call; first_token: until the first token was committed.
+        """Make the statistics. seconds: of the whole call; first_token: until the first token was committed.
 
         num_new_tokens: those of rounds that an error broke off are among them, though nothing else of these rounds is known.
         """

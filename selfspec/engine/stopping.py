@@ -32,14 +32,14 @@ class StopConditions:
     clocks: tuple[MaxTimeCriteria, ...] = ()
 
     def start(self) -> None:
-        """The text begins now."""
+        """Start the clocks: the text begins now."""
         for clock in self.clocks:
             clock.initial_timestamp = time.time()
 
     def first_stop(
         self, block: Sequence[int], text: Tensor | None, length: int, num_new: int
     ) -> tuple[int, StopReason | None]:
-        """The number of tokens of a block that are committed, and the reason if the text ends there.
+        """Count the tokens of a block that are committed, and give the reason if the text ends there.
 
         block: the round's tokens. text: int64 [1, capacity] on the CPU, so that no criterion waits for a device; it holds the
         block already, at positions length .. None where there are no criteria. num_new: new tokens before the block.

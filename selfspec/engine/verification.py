@@ -109,7 +109,7 @@ def verify_greedy(sampler: Sampler, logits: Tensor, tokens: Tensor, length: int,
 def verify_outputs(
     chosen: list[int], values: Sequence[float], length: int, drafts: Sequence[int], failure: Exception | None = None
 ) -> Verification:
-    """The same, from each row's argmax and its logit. failure: why the last row has none."""
+    """Do the same from each row's argmax and its logit. failure: why the last row has none."""
     sound = len(chosen) - (failure is not None)
     accepted = accept_greedy(drafts[:sound], chosen)
     for index, value in enumerate(values[: accepted + 1]):
@@ -209,7 +209,7 @@ def _spoilt(draft: Draft, verification: Verification) -> bool:
 
 
 def _plain_result(runner: Runner, draft: Draft) -> RoundResult:
-    """The round once more, without drafts."""
+    """Run the round once more, without drafts."""
     seq_round = draft.seq_round
     seq_round.cache.roll_back(seq_round.length - 1)
     runner.clear(seq_round.length - 1)

@@ -83,7 +83,7 @@ class WeightWatch:
 
 
 def _numbers(parameter: Tensor) -> Tensor:
-    """A parameter's memory as integers of the same width, [numbers]; all of its storage if it is not contiguous."""
+    """View a parameter's memory as integers of the same width, [numbers]; all its storage if it is not contiguous."""
     values = parameter.detach()
     if values.is_contiguous():
         return values.view(-1).view(_INTEGERS[values.element_size()])
@@ -92,5 +92,5 @@ def _numbers(parameter: Tensor) -> Tensor:
 
 
 def _sampled(numbers: Tensor) -> Tensor:
-    """A view of some numbers. The step is odd, so that it covers all columns of a matrix with a power of two of them."""
+    """View some numbers. The step is odd, so that it covers all columns of a matrix with a power of two of them."""
     return numbers[:: numbers.numel() // _SAMPLES | 1][:_SAMPLES]

@@ -21,7 +21,7 @@ class CaptureError(RuntimeError):
 
 
 def resolve_runner(runner: str, device: torch.device) -> RunnerName:
-    """The runner by name: "auto" is captured on CUDA and eager elsewhere. ValueError with the choices for another name."""
+    """Name the runner: "auto" is captured on CUDA and eager elsewhere. ValueError with the choices for another name."""
     if runner not in get_args(RunnerChoice):
         raise ValueError(f"runner must be one of {', '.join(get_args(RunnerChoice))}, got {runner!r}")
     if runner == "auto":
@@ -30,5 +30,5 @@ def resolve_runner(runner: str, device: torch.device) -> RunnerName:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which a CUDA device is the current one, whose streams and events are used where none is named."""
+    """Make a context in which a CUDA device is the current one: its streams and events serve where none is named."""
     return torch.cuda.device(device) if device.type == "cuda" else _AS_IT_IS

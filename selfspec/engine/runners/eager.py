@@ -105,7 +105,7 @@ class EagerRunner:
                 _hand_out(groups, outputs, logits)
 
     def _native_for(self, groups: Sequence[SequenceRows]) -> NativeForward | None:
-        """What runs this pass in a single call, if something does: few rows."""
+        """Return what runs this pass in a single call, if something does: few rows."""
         if self._native is None or only_operators():
             return None
         total = sum(rows.end - rows.first for rows in groups)
@@ -187,7 +187,7 @@ def _cache_rows(groups: Sequence[SequenceRows]) -> CacheRows:
 
 
 def _gathered(groups: Sequence[SequenceRows]) -> Tensor:
-    """The hidden states of all rows, [rows, hidden]."""
+    """Gather the hidden states of all rows, [rows, hidden]."""
     parts = [rows.hidden[rows.first : rows.end] for rows in groups]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -206,12 +206,12 @@ def _hand_out(groups: Sequence[SequenceRows], outputs: Sequence[HeadOutput], log
 
 
 def _most_detail(groups: Sequence[SequenceRows]) -> Detail:
-    """The detail that is enough for all of these."""
+    """Find the detail that is enough for all of these."""
     return groups[0].detail if len(groups) == 1 else max((rows.detail for rows in groups), key=_DETAILS.index)
 
 
 def _observer(groups: Sequence[SequenceRows], start: int, stop: int) -> Callable[[int, Tensor], None] | None:
-    """Shows the output of each layer to every sequence that observes any of these layers: its own rows."""
+    """Show the output of each layer to every sequence that observes any of these layers: its own rows."""
     observing = [
         (rows.seq_round.states, rows.first, begin, end)
         for rows, begin, end in _places(groups)

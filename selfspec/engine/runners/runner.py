@@ -67,7 +67,7 @@ class RowBuffers:
         self._q = torch.empty(0, dtype=torch.float32, device=model.device)
 
     def q(self, rows: int) -> Tensor:
-        """The distributions that drafts are drawn from, float32 [rows or more, vocab]."""
+        """Return the distributions that drafts are drawn from, float32 [rows or more, vocab]."""
         if self._q.shape[0] < rows:
             size = rows, self._model.vocab_size
             self._q = torch.empty(*size, dtype=torch.float32, device=self._model.device)
@@ -123,16 +123,16 @@ class Runner(Protocol):
         ...
 
     def rounded(self, bits: int) -> Runner:
-        """What runs rows through the model's weights in 8 or 4 bits, on the same caches and buffers.
+        """Return what runs rows through the model's weights in 8 or 4 bits, on the same caches and buffers.
 
         Raises ValueError where this runner cannot (`layerskip_models.draft_weights`).
         """
         ...
 
     def states(self, states: HiddenStates, rows: int) -> HiddenStates:
-        """What keeps hidden states in a round of `rows` rows: `states` itself, or the runner's own buffers."""
+        """Return what keeps hidden states in a round of `rows` rows: `states` itself, or the runner's own buffers."""
         ...
 
     def clear(self, start: int) -> None:
-        """The sequence's cache may hold NaN from this position on: make sure that no later row sees them."""
+        """Make sure that no later row sees NaN, which the sequence's cache may hold from this position on."""
         ...

@@ -75,7 +75,7 @@ class StaticPass:
             start = end
 
     def head(self, kind: Head, rows: int, exit_layer: int, detail: Detail, ahead: bool = False) -> None:
-        """The head on rows first .. last, of which there are at most `rows`: `logits`, `outputs`, and the token after the
+        """Run the head on rows first .. last, of which there are at most `rows`: `logits`, `outputs`, and the token after the
         last row. exit_layer: whose adapter the rows pass before the draft head."""
         adapted = exit_layer if kind == "draft" and exit_layer in self._model.adapters else None
 

@@ -92,21 +92,21 @@ class RecordedOperations(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in it."""
+    """Find the tensors in it."""
     if isinstance(value, Tensor):  # usually, and at once
         return [value]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _memory(tensor: Tensor) -> int:
-    """Identifies a tensor's memory. A packed weight has none to look at, and is never a view: -1."""
+    """Identify a tensor's memory. A packed weight has none to look at, and is never a view: -1."""
     if tensor.layout is not torch.strided:
         return -1
     return tensor.untyped_storage()._cdata
 
 
 def _reason(error: RuntimeError) -> str:
-    """The error that ended a capture, with what went wrong in it. In a function whose frame the error does not keep."""
+    """Say which error ended a capture, and what went wrong in it. In a function whose frame the error does not keep."""
     return str(error) if error.__context__ is None else f"{error} ({error.__context__})"
 
 

@@ -85,8 +85,8 @@ def _rows(cache: KVCache, position: int, end: int) -> tuple[Tensor, Tensor]:
 
 
 def _difference(ours: Tensor, theirs: Tensor, size: Tensor | None = None) -> float:
-    """The largest difference of any row as a share of the row's norm in `size`, or in `theirs`; equal numbers differ by 0,
-    NaN and NaN as well."""
+    """Find the largest difference of any row as a share of the row's norm in `size`, or in `theirs`; equal numbers differ by
+    0, NaN and NaN as well."""
     ours, theirs = ours.double(), theirs.double()
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     norm = (theirs if size is None else size.double()).norm(dim=-1)

@@ -90,7 +90,7 @@ class StaticForward:
         return model.walk(hidden, start, stop, attention, capture)
 
     def _mask(self, positions: Tensor, span: int, window: int | None) -> Tensor:
-        """What hides the positions that a row does not attend to, [rows * group, span]."""
+        """Make the mask of the positions that a row does not attend to, [rows * group, span]."""
         model = self.model
         hidden_places = unseen(positions, self._places[:span], window)  # [rows, span]
         mask = torch.zeros(hidden_places.shape, dtype=model.dtype, device=model.device)

@@ -31,8 +31,8 @@ class GraphSpace:
         self.memory: Any = torch.cuda.graph_pool_handle()
 
     def abandon_capture(self) -> None:
-        """A capture failed: its memory pool is no longer being allocated from. PyTorch would leave the pool open for good,
-        and with it every later use of the allocator in the state of a capture."""
+        """Clean up after a capture that failed: its memory pool is no longer being allocated from. PyTorch would leave the
+        pool open for good, and with it every later use of the allocator in the state of a capture."""
         self.held.keep()  # it may still have a workspace in that memory
         with suppress(RuntimeError):  # the pool is closed if the capture came to its end
             torch._C._cuda_endAllocateToPool(self.stream.device_index, self.memory)

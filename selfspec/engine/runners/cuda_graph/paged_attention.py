@@ -144,7 +144,7 @@ def attends_by_pages(model: LayerSkipModel) -> bool:
 
 
 def whole_pages(length: int) -> int:
-    """This many positions, rounded up to whole pages."""
+    """Round this many positions up to whole pages."""
     return -(-length // PAGE) * PAGE
 
 
@@ -195,7 +195,7 @@ def _trial(model: LayerSkipModel) -> str | None:
 
 
 def _expected(query: Tensor, keys: Tensor, values: Tensor, length: int, window: int | None) -> Tensor:
-    """The same with a mask, in float32."""
+    """Compute the same with a mask, in float32."""
     rows, kv_heads = query.shape[0], keys.shape[0]
     places = torch.arange(length, device=query.device)
     hidden = unseen(places[length - rows :], places, window)

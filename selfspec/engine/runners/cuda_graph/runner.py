@@ -88,12 +88,12 @@ class CudaGraphRunner:
         return self._earlier[1] + self._pass.captures.seconds
 
     def begin(self) -> None:
-        """A sequence begins, leaves for the eager runner or comes back: rely on nothing that was launched ahead for it."""
+        """Rely on nothing that was launched ahead: a sequence begins, leaves for the eager runner or comes back."""
         self._ahead = None
         self._streams.resume()
 
     def clear(self, start: int) -> None:
-        """What is masked is still multiplied by 0, which gives 0 only for numbers."""
+        """Zero what is masked: it is still multiplied by 0, which gives 0 only for numbers."""
         self.begin()
         with torch.inference_mode():
             self.cache.keys[..., start:].zero_()
@@ -239,7 +239,7 @@ class CudaGraphRunner:
 
 
 def _spans(max_length: int, limit: int) -> list[int]:
-    """The spans that texts of up to `max_length` tokens go through."""
+    """List the spans that texts of up to `max_length` tokens go through."""
     spans = [min(SMALLEST_SPAN, limit)]
     while spans[-1] < max_length:
         spans.append(min(2 * spans[-1], limit))

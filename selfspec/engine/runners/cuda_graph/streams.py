@@ -24,7 +24,7 @@ class Event(Protocol):
     """A point in the work of a stream."""
 
     def record(self) -> None:
-        """The point after everything launched on the current stream so far; an earlier point is forgotten."""
+        """Mark the point after everything launched on the current stream so far; an earlier point is forgotten."""
         ...
 
     def synchronize(self) -> None:
@@ -51,7 +51,7 @@ class Streams(Protocol):
 
 
 def streams_for(device: torch.device) -> Streams:
-    """The streams of a device."""
+    """Make the streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else NoStreams()
 
 
@@ -134,6 +134,6 @@ class HostRead:
         self.event.record()
 
     def wait(self) -> list[float]:
-        """The numbers of the last `start`."""
+        """Wait for the numbers of the last `start`."""
         self.event.synchronize()
         return self._host[: self._size].tolist()
