@@ -46,11 +46,11 @@ class Streamer(Protocol):
     """The interface of transformers' BaseStreamer. A streamer with `on_round(record)` also gets every round's record."""
 
     def put(self, value: Tensor) -> None:
-        """Called with the prompt's ids first, then with the committed ids of every round, int64 [n] on the CPU."""
+        """Take the prompt's ids first, then the committed ids of every round, int64 [n] on the CPU."""
         ...
 
     def end(self) -> None:
-        """Called when the text is complete, or generation failed."""
+        """End the text, which is complete, or whose generation failed."""
         ...
 
 
@@ -246,7 +246,7 @@ class SelfSpecGenerator:
         return make_store(texts, self.tokenizer, self.model.vocab_size)
 
     def engine(self) -> Engine:
-        """An engine that texts join and leave between rounds (`selfspec.engine.engine`), for servers and loops of your own.
+        """Make an engine that texts join and leave between rounds (`selfspec.engine.engine`), for servers and your own loops.
 
         with generator.engine() as engine:
             ticket = engine.add("Once upon a time", max_new_tokens=100)
@@ -313,7 +313,7 @@ class SelfSpecGenerator:
         return [BoundRequest(request=request, tokenizer=None, keep_trace=False, **found) for request in requests]
 
     def _bind(self, **speculation: Unpack[SpeculationOptions]) -> dict[str, Any]:
-        """The model as it is now, and the policy: everything of a `BoundRequest` but what a request has of its own."""
+        """Bind the model as it is now, and the policy: all of a `BoundRequest` but what a request has of its own."""
         started = perf_counter()
         bound = self._models.bind()
         resolving = perf_counter()
@@ -404,7 +404,7 @@ class SelfSpecGenerator:
         exit_layer: int | None = None,
         num_speculations: int | None = None,
     ) -> Policy:
-        """The policy of a call of `generate` with these arguments, with what it has learned so far.
+        """Return the policy of a call of `generate` with these arguments, with what it has learned so far.
 
         Raises ValueError as `generate` does.
         """

@@ -49,7 +49,7 @@ def read_template(choice: str | None) -> ChatTemplate:
 
 
 def template_of(model: str | None, choice: str | None) -> ChatTemplate:
-    """The template of a model. The demo (None) is a base model, whose default is "plain". Raises as `read_template`."""
+    """Read a model's template. The demo (None) is a base model, whose default is "plain". Raises as `read_template`."""
     return read_template(PLAIN if choice is None and model is None else choice)
 
 
@@ -69,7 +69,7 @@ def encode_messages(
     template: ChatTemplate = OWN_TEMPLATE,
     tools: Tools | None = None,
 ) -> list[int]:
-    """The ids of a prompt that asks for the next answer; if the last message is the assistant's, it is continued.
+    """Encode a prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
     tools: what the model may call, for a template that tells it of them.
     Raises ValueError without a tokenizer or a template, and for messages that the template refuses or leaves out.
@@ -96,7 +96,7 @@ def conversation_ids(
     ask: bool,
     tools: Tools | None = None,
 ) -> list[int]:
-    """The ids of a complete conversation. ask: add the start of the next answer. Raises ValueError as `encode_messages`."""
+    """Encode a complete conversation. ask: add the start of the next answer. Raises ValueError as `encode_messages`."""
     if not has_template(tokenizer, template):
         raise ValueError(
             "this model's tokenizer has no chat template, which messages need: choose one with --chat-template (docs/chat.md)"
@@ -159,7 +159,7 @@ class UnheardError(ValueError):
 
 
 def _heard(messages: Messages, render: Callable[[Messages], str]) -> Messages:
-    """The messages with roles that the template knows: "developer" becomes "system" if the template has no such role.
+    """Give the messages roles that the template knows: "developer" becomes "system" if the template has no such role.
 
     Templates silently skip roles that they do not know. Messages of the usual roles are not checked, since some templates
     leave out earlier answers on purpose. Raises UnheardError for a message of another role that is left out.
@@ -177,7 +177,7 @@ def _heard(messages: Messages, render: Callable[[Messages], str]) -> Messages:
 
 
 def _unheard(messages: Messages, places: Sequence[int], render: Callable[[Messages], str]) -> list[int]:
-    """The messages among `places` whose text is missing in the prompt, found by rendering unique words in their place.
+    """Find the messages among `places` whose text is missing in the prompt, by rendering unique words in their place.
 
     If the template refuses these words, it may be refusing the role "developer": then the messages of that role.
     """
@@ -193,7 +193,7 @@ def _unheard(messages: Messages, places: Sequence[int], render: Callable[[Messag
 
 
 def _with_text(message: Mapping[str, Any], text: str) -> Mapping[str, Any] | None:
-    """The message with another text; None if it has no text, or tool calls that a template may show instead."""
+    """Give the message another text; None if it has no text, or tool calls that a template may show instead."""
     content = message.get("content")
     if message.get("tool_calls") or not content:
         return None

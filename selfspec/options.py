@@ -94,7 +94,7 @@ class GenerationOptions(WrittenOptions, total=False):
 
 
 def described(group: Any) -> dict[str, tuple[Any, Option]]:
-    """The type and the description of every option of one of these classes that has a description."""
+    """Collect the type and the description of every option of one of these classes that has a description."""
     hints = get_type_hints(group, include_extras=True)
     return {
         name: (get_args(hint)[0], get_args(hint)[1]) for name, hint in hints.items() if hasattr(hint, "__metadata__")
@@ -137,5 +137,5 @@ def spelled_out(function: _Function) -> _Function:
 
 
 def _as_written(hint: Any) -> Any:
-    """A type as the source has it: transformers' classes are not imported to show their names."""
+    """Write a type as the source has it: transformers' classes are not imported to show their names."""
     return getattr(hint, "__forward_arg__", hint)

@@ -38,7 +38,7 @@ def card(
     train: Mapping[str, Any],
     held_out: Mapping[str, Any],
 ) -> str:
-    """The text of README.md. lines: of the figures. train, held_out: as returned by `write_states`."""
+    """Write the text of README.md. lines: of the figures. train, held_out: as returned by `write_states`."""
     command = " \\\n      ".join(
         ["selfspec train-exit" + (f" {_named(config.model)}" if config.model else ""), *_options(config)]
     )
@@ -68,7 +68,7 @@ average, greedily, along the text.{steering}
 
 
 def _options(config: ExitTraining) -> list[str]:
-    """The options that differ from their defaults, as on a command line."""
+    """List the options that differ from their defaults, as on a command line."""
     words = []
     for item in fields(config):
         value = getattr(config, item.name)
@@ -84,5 +84,5 @@ def _options(config: ExitTraining) -> list[str]:
 
 
 def _named(value: str) -> str:
-    """The last part of a path, with its share: the rest of it means nothing on another machine."""
+    """Keep the last part of a path, with its share: the rest of it means nothing on another machine."""
     return Path(value).name if Path(value.rpartition(":")[0] or value).exists() else value

@@ -69,14 +69,14 @@ class ExitFit:
         _set_scales(adapters, sequences, depths)
 
     def _outputs(self, sequence: ExitSequence, rows: Tensor, draw: np.random.Generator) -> list[Tensor]:
-        """What replaces each exit's states; steered adapters are steered by a row at a random distance."""
+        """Compute what replaces each exit's states; steered adapters are steered by a row at a random distance."""
         distance = rows
         if self.adapters.steering is not None:
             distance = torch.from_numpy(draw.integers(1, FARTHEST + 1, len(rows))).to(rows.device)
         return exit_outputs(self.adapters, sequence, self.depths, rows, distance)
 
     def gradient(self, step: int) -> StepFigures:
-        """The gradient of one batch, a mean over its scored rows, summed over the processes."""
+        """Compute the gradient of one batch, a mean over its scored rows, summed over the processes."""
         settings, accelerator, device = self.settings, self.accelerator, self.head.weight.device
         batch = min(settings.batch, len(self.sequences))
         chosen = block_order(step, batch, len(self.sequences), settings.seed)
@@ -227,7 +227,10 @@ class _Tally:
         self._accepted = self._drafts = 0
 
     def add(self, result: Tensor, runs: Tensor) -> None:
-        """result: [3, rows]; agreement, overlap, KL. Drafts start at every row that has WINDOW rows ahead in its stretch."""
+        """Add a sequence's figures.
+
+        result: [3, rows]; agreement, overlap, KL. Drafts start at every row that has WINDOW rows ahead in its stretch.
+        """
         self.rows += len(runs)
         self._sums += result.double().sum(dim=1).cpu()
         agrees = result[0].bool()

@@ -99,7 +99,7 @@ class FrozenHead:
         return self._of_normed(self._normed(hidden)[0])
 
     def target(self, hidden: Tensor) -> Target:
-        """The model's distribution at these rows. hidden: of the last layer, [rows, hidden]."""
+        """Compute the model's distribution at these rows. hidden: of the last layer, [rows, hidden]."""
         logits = self.logits(hidden)
         tokens = logits.argmax(dim=-1)
         logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
@@ -117,7 +117,7 @@ class FrozenHead:
         kl_weight: float = 1.0,
         gradient: Tensor | None = None,
     ) -> ExitLoss:
-        """An exit's losses, row by row. hidden: [rows, hidden], the norm's input. labels: int64 [rows].
+        """Compute an exit's losses, row by row. hidden: [rows, hidden], the norm's input. labels: int64 [rows].
 
         gradient: if given, float32 [rows, hidden]; filled with the derivative of ce_weight * ce + kl_weight * kl.
         """
@@ -139,6 +139,6 @@ class FrozenHead:
 
     @torch.no_grad()
     def overlap(self, hidden: Tensor, target: Target) -> Tensor:
-        """The chance, at temperature 1, that a token which the exit draws is accepted: sum of min(p, q), [rows]."""
+        """Sum min(p, q), [rows]: the chance, at temperature 1, that a token which the exit draws is accepted."""
         q = self.logits(hidden).softmax(dim=-1)
         return torch.minimum(q, target.probabilities, out=q).sum(dim=-1)

@@ -120,13 +120,13 @@ def predicting(text: TrainingText) -> Tensor:
 def plan_for(
     exit_layers: Sequence[int], model: LayerSkipModel, dtype: torch.dtype, steering_layers: Sequence[int] = ()
 ) -> StatesPlan:
-    """What adapters for these exits of a model need. steering_layers: of steered ones, whose states are needed, too."""
+    """Plan what adapters for these exits need. steering_layers: of steered ones, whose states are needed, too."""
     depths = tuple(sorted({*exit_layers, *steering_layers, model.num_layers}))
     return StatesPlan(depths=depths, dtype=dtype, rows_before=FARTHEST if steering_layers else 0)
 
 
 def states_dtype(model: LayerSkipModel) -> torch.dtype:
-    """The model's own where it has 16 bits, else float16: half the disk, and rounded less than bfloat16 would."""
+    """Take the model's own dtype if it has 16 bits, else float16: half the disk, and rounded less than bfloat16."""
     return model.dtype if model.dtype.itemsize == 2 else torch.float16
 
 

@@ -75,7 +75,7 @@ def own_answers(
 
 
 def recorded_answers(path: Path) -> list[dict[str, Any]]:
-    """The answers written before. A line that a kill cut short is removed from the file."""
+    """Read the answers written before. A line that a kill cut short is removed from the file."""
     if not path.exists():
         return []
     cut_last_line(path)

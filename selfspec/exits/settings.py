@@ -141,7 +141,7 @@ class ExitTraining(ExitLossSettings, FrozenModelSettings):
         return Path(self.states_of or self.output_dir) / "states"
 
     def checkpoint_folder(self) -> Path:
-        """The checkpoint's folder, which `beside` copies into. ValueError for a model without one."""
+        """Find the checkpoint's folder, which `beside` copies into. ValueError for a model without one."""
         folder = None if self.model is None else Path(resolve_checkpoint(self.model))
         if folder is None or not folder.is_dir():
             raise ValueError(
@@ -150,7 +150,7 @@ class ExitTraining(ExitLossSettings, FrozenModelSettings):
         return folder
 
     def layers(self, model: LayerSkipModel) -> tuple[int, ...]:
-        """The exits, ascending. ValueError for one that the model does not have."""
+        """List the exits, ascending. ValueError for one that the model does not have."""
         count = model.num_layers
         for layer in self.exit_layers:
             if not 1 <= layer < count:
@@ -161,7 +161,7 @@ class ExitTraining(ExitLossSettings, FrozenModelSettings):
         return self.rank or default_rank(model)
 
     def fit_settings(self, num_sequences: int) -> FitSettings:
-        """The steps of a fit to this many sequences."""
+        """Give the steps of a fit to this many sequences."""
         batch = min(max(self.batch_tokens // self.sequence_length, 1), num_sequences)
         shared = {item.name: getattr(self, item.name) for item in fields(ExitLossSettings)}
         return FitSettings(steps=self.num_steps(num_sequences, batch), batch=batch, **shared)
@@ -182,5 +182,5 @@ def default_exit_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def default_rank(model: LayerSkipModel) -> int:
-    """A quarter of the hidden size, or as much as a tenth of a layer's weights allows."""
+    """Take a quarter of the hidden size, or as much as a tenth of a layer's weights allows."""
     return max(min(model.hidden_size // 4, model.layer_weights // (10 * 3 * model.hidden_size)), 1)

@@ -15,7 +15,7 @@ from selfspec.exits.hidden_state_dataset import ExitSequence
 
 
 def rows_before(sequence: ExitSequence, rows: Tensor, distance: Tensor) -> Tensor:
-    """Indices of the rows `distance` positions before these in the same text; -1 where there is none.
+    """Find the rows `distance` positions before these in the same text, as indices; -1 where there is none.
 
     rows, distance: int64 [n].
     """
@@ -30,7 +30,7 @@ def rows_before(sequence: ExitSequence, rows: Tensor, distance: Tensor) -> Tenso
 def exit_outputs(
     adapters: ExitAdapters, sequence: ExitSequence, depths: Sequence[int], rows: Tensor, distance: Tensor
 ) -> list[Tensor]:
-    """What replaces each exit's states at these rows, float32 [n, hidden] for each exit.
+    """Compute what replaces each exit's states at these rows, float32 [n, hidden] for each exit.
 
     depths: of the sequence's states. distance: int64 [n], how far before each row the row is that steers it, if one does;
     where there is no such row, nothing steers.

@@ -117,7 +117,7 @@ def _step(fit: ExitFit, step: int) -> StepReport:
 
 
 def _recorded_plan(config: ExitTraining, model: LayerSkipModel, needed: StatesPlan) -> StatesPlan:
-    """The plan that the states in the folder follow, or will follow.
+    """Return the plan that the states in the folder follow, or will follow.
 
     ValueError unless they are of this model and hold what is needed, or if those of another run are not complete.
     """
@@ -220,7 +220,7 @@ def training_texts(
 def _write_adapters(
     config: ExitTraining, adapters: ExitAdapters, figures: dict[int, ExitFigures], stored: torch.dtype | None
 ) -> None:
-    """The finished folder with its card. stored: dtype of the weights, None for float32."""
+    """Write the finished folder with its card. stored: dtype of the weights, None for float32."""
     target = Path(config.output_dir) / FOLDER
 
     def write(path: Path) -> None:

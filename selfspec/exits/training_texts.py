@@ -41,7 +41,7 @@ class TextReader:
     length: int
 
     def texts(self, example: Example) -> list[TrainingText]:
-        """The texts of one example, perhaps none. ValueError for a prompt without a completion."""
+        """Make the texts of one example, perhaps none. ValueError for a prompt without a completion."""
         if example.text is not None:
             return self._pieces(example.text)
         if example.messages is not None:
@@ -55,7 +55,7 @@ class TextReader:
         return [self._fitting(TrainingText(tokens, [(first, len(tokens))]))]
 
     def prompts(self, example: Example, most: int, draw: np.random.Generator) -> list[list[int]]:
-        """What the model is to answer: each question of a conversation, a prompt, or pieces of a text that it continues.
+        """List what the model is to answer: each question of a conversation, a prompt, or pieces of a text that it continues.
 
         most: maximum tokens of a prompt. Longer prompts keep their last ones; pieces of text have at least an eighth of it.
         """
@@ -126,7 +126,7 @@ class TextReader:
         return separate
 
     def _fitting(self, text: TrainingText) -> TrainingText:
-        """A text of at most `length` tokens: without its end, and without its beginning if no answer is near."""
+        """Cut a text to at most `length` tokens: without its end, and without its beginning if no answer is near."""
         if len(text.tokens) <= self.length:
             return text
         first = text.scored[0][0]
@@ -137,19 +137,19 @@ class TextReader:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common beginning."""
+    """Return the length of the common beginning."""
     return next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def texts_of(config: FrozenModelSettings, reader: TextReader, *, held_out: bool) -> Iterator[TrainingText]:
-    """The texts of a run's data, each source giving its share of the tokens."""
+    """Read the texts of a run's data, each source giving its share of the tokens."""
     shares, examples = examples_of(config, held_out=held_out)
     texts = [(text for example in found for text in reader.texts(example)) for found in examples]
     return in_shares(texts, shares, lambda text: text.num_scored)
 
 
 def prompts_of(config: FrozenModelSettings, reader: TextReader, most: int, *, held_out: bool) -> Iterator[list[int]]:
-    """The prompts of a run's data, of at most `most` tokens, each source giving its share."""
+    """Read the prompts of a run's data, of at most `most` tokens, each source giving its share."""
     draw = np.random.default_rng([config.seed, held_out])
     shares, examples = examples_of(config, held_out=held_out)
     prompts = [(prompt for example in found for prompt in reader.prompts(example, most, draw)) for found in examples]
@@ -157,5 +157,5 @@ def prompts_of(config: FrozenModelSettings, reader: TextReader, most: int, *, he
 
 
 def digest(tokens: Sequence[object]) -> str:
-    """What tells a prompt, or a list of prompts, from any other."""
+    """Make what tells a prompt, or a list of prompts, from any other."""
     return sha256(json.dumps(tokens).encode()).hexdigest()[:12]

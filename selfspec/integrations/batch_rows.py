@@ -47,7 +47,7 @@ class BatchRow:
     prompt: Tensor
 
     def padded(self, ids: Tensor) -> Tensor:
-        """The row's text as in the batch: after its padding; [1, length]."""
+        """Put the row's text after its padding, as in the batch; [1, length]."""
         return torch.cat([self.padding.to(ids.device), ids], dim=1) if self.padding.numel() else ids
 
     @property
@@ -57,7 +57,7 @@ class BatchRow:
 
 
 def split_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> list[BatchRow]:
-    """The rows of a batch, without their padding.
+    """Split a batch into its rows, without their padding.
 
     input_ids: int64 [rows, length]. attention_mask: [rows, length], zeros only on the left; None if nothing is padded.
     position_ids: [rows or 1, length]; each row must count from 0 after its padding.
@@ -113,7 +113,7 @@ class RowProcessor(LogitsProcessor):
 
 
 def row_processor(processor: Any, row: BatchRow) -> Any:
-    """What does for one row what the processor does for the batch."""
+    """Make what does for one row what the processor does for the batch."""
     # Prefix-free processors do not see the text, and the engine runs them over many positions at once.
     if row.alone or type(processor) in prefix_free():
         return processor
@@ -158,7 +158,7 @@ class StopTogether:
         return max((count for count in self._ended if count is not None), default=self._max_new_tokens)
 
     def criterion(self, criteria: Sequence[Any], row: BatchRow) -> Callable[..., bool]:
-        """The criterion of one row, in place of its own criteria."""
+        """Make the criterion of one row, in place of its own criteria."""
 
         def may_end(input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
             holds = any(bool(torch.as_tensor(criterion(input_ids, scores)).any()) for criterion in criteria)

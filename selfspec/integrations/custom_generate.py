@@ -57,7 +57,7 @@ _lock = fork_safe(threading.Lock())
 
 
 def generator_of(model: PreTrainedModel, draft_weights: DraftWeights = "auto") -> SelfSpecGenerator:
-    """The generator of a transformers model, made at the first call; another for each choice of draft weights.
+    """Return the generator of a transformers model, made at the first call; another for each choice of draft weights.
 
     On a CPU it copies the weights, again when they have changed; on CUDA it shares them (see `SelfSpecGenerator`). Its
     reference to the model is weak, so that it is freed with the model. Call its `refresh` after writing a few numbers of a
@@ -91,7 +91,7 @@ def custom_generate(
     streamer: BaseStreamer | None = None,
     draft_weights: DraftWeights = "auto",
 ) -> CustomGenerate:
-    """What `model.generate(..., custom_generate=...)` takes, to decode with selfspec.
+    """Make what `model.generate(..., custom_generate=...)` takes, to decode with selfspec.
 
     policy, exit_layer, num_speculations: how to speculate, as in `SelfSpecGenerator.generate`. A call of `model.generate`
         may name its own.
@@ -134,7 +134,7 @@ class CustomGenerate:
         num_speculations: int | None = None,
         **prepared: Any,
     ) -> Tensor | SelfSpecOutput:
-        """Called by transformers, which has prepared everything except streamers and stop strings.
+        """Decode for transformers, which calls this once it has prepared everything except streamers and stop strings.
 
         Returns int64 [rows, length] on the device of `input_ids`, in which rows that ended early are padded, or a
         `SelfSpecOutput`. Raises ValueError that names what the engine does not support.
@@ -216,7 +216,7 @@ def _requests(
     criteria: StoppingCriteriaList,
     do_sample: bool,
 ) -> tuple[list[Request], StopTogether | None]:
-    """The request of each row, and what makes the rows end together, if they must.
+    """Make the request of each row, and what makes the rows end together, if they must.
 
     length: of the padded prompts, from which transformers counts.
     """
@@ -262,7 +262,7 @@ def _run(checked: list[BoundRequest], streamer: BaseStreamer | None) -> list[Gen
 
 
 def _padded(input_ids: Tensor, texts: Sequence[Sequence[int]], config: GenerationConfig) -> Tensor:
-    """The prompts as they came, followed by the new tokens; short rows are padded on the right."""
+    """Put the new tokens after the prompts as they came; short rows are padded on the right."""
     longest = max(map(len, texts))
     fill = getattr(config, "_pad_token_tensor", None)
     if fill is None and any(len(text) < longest for text in texts):
@@ -275,7 +275,7 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def _arguments_of_generate(caller: FrameType | None) -> dict[str, Any]:
-    """The arguments of `model.generate` that transformers does not pass on, if it is the caller or the caller's caller.
+    """Find the arguments of `model.generate` that transformers does not pass on, if it is the caller or the caller's caller.
 
     It passes neither its streamer nor its assistant model to a callable. They are looked up in its frame, because otherwise
     the streamer would stay silent and the assistant model be ignored.

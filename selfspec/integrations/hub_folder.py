@@ -131,7 +131,7 @@ def _check_policy(policy: str, num_layers: int) -> None:
 
 
 def _card(name: str, source: Path, policy: str) -> str:
-    """The README: how to use the folder, then the checkpoint's own card with its metadata, such as the licence."""
+    """Write the README: how to use the folder, then the checkpoint's card with its metadata, such as the licence."""
     original = source / "README.md"
     found = ModelCard.load(original, ignore_metadata_errors=True) if original.is_file() else None
     data = ModelCardData() if found is None else found.data

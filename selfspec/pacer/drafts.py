@@ -46,7 +46,7 @@ class DraftRecorder(NeverStop):
         return self._mismatch and self._left == 0
 
     def accepted(self, draft: Sequence[int]) -> int:
-        """The number of the draft's tokens before its first mismatch with the text."""
+        """Count the draft's tokens before its first mismatch with the text."""
         return num_matching(draft, self.text)
 
 

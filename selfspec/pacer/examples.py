@@ -138,7 +138,7 @@ def draft_traces(
 
 
 def _run_text(model: LayerSkipModel, text: Tensor, exit_layers: Sequence[int]) -> tuple[KVCache, dict[int, Tensor]]:
-    """The KV cache of a text's first exit layers, and every row's hidden state at each of them."""
+    """Compute the KV cache of a text's first exit layers, and every row's hidden state at each of them."""
     cache = KVCache(model, text.numel())
     contexts = {
         layer: torch.empty(text.numel(), model.hidden_size, dtype=model.dtype, device=model.device)

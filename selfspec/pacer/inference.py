@@ -160,7 +160,7 @@ class PreVerifiers:
         self._loaded: dict[str, LeanPreVerifier] = {}
 
     def __call__(self, folder: str | None = None) -> PreVerification:
-        """A folder's pre-verifier, or the checkpoint's own, ready for one policy.
+        """Load a folder's pre-verifier, or the checkpoint's own, ready for one policy.
 
         Raises FileNotFoundError or ValueError if there is none, or if it was trained for another model.
         """
@@ -172,7 +172,7 @@ class PreVerifiers:
         return PreVerification(self._loaded[path], self._own_seconds if folder is None else None)
 
     def beside(self) -> str:
-        """The folder of the checkpoint's own pre-verifier. ValueError if there is none."""
+        """Find the folder of the checkpoint's own pre-verifier. ValueError if there is none."""
         name = self._model.name
         if not has_preverifier(name):
             raise ValueError(
@@ -183,5 +183,5 @@ class PreVerifiers:
 
 
 def has_preverifier(name: str | None) -> bool:
-    """True if the checkpoint of this name is a folder that holds a pre-verifier."""
+    """Say whether the checkpoint of this name is a folder that holds a pre-verifier."""
     return name is not None and (Path(name) / FOLDER / CONFIG_FILE).is_file()

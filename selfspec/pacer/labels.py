@@ -39,7 +39,7 @@ class DraftTrace:
             raise ValueError(f"the trace has {len(self.hidden)} rows, its lengths add up to {rows}")
 
     def draft_index(self) -> Tensor:
-        """The number of each row in its draft, from 1: int64 [rows]."""
+        """Number each row in its draft, from 1: int64 [rows]."""
         return torch.cat([_numbers(1, length + 1) for length in self.lengths.tolist()])
 
     def draft_of_row(self) -> Tensor:
@@ -55,7 +55,7 @@ class DraftTrace:
         return self.draft_index() <= self.accepted[self.draft_of_row()] + 1
 
     def up_to_mismatch(self, more: int = 0) -> DraftTrace:
-        """The trace without the rows that follow a first mismatch, but for `more` of them."""
+        """Return the trace without the rows that follow a first mismatch, but for `more` of them."""
         lengths = torch.minimum(self.lengths, self.accepted + 1 + more)
         keep = self.draft_index() <= lengths[self.draft_of_row()]
         return replace(self, lengths=lengths, hidden=self.hidden[keep], features=self.features[keep])

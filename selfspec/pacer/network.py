@@ -93,7 +93,7 @@ _LAYER_FIELDS = (
 
 
 def describe_layer(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of a LlamaConfig for a pre-verifier of this model, as JSON has them. Its layer is Llama's in any family."""
+    """Give LlamaConfig's fields for this model's pre-verifier as JSON has them. Its layer is Llama's in any family."""
     described = {name: getattr(config, name) for name in _LAYER_FIELDS if getattr(config, name, None) is not None}
     rope = described["rope_parameters"]
     if rope["rope_type"] not in LLAMA.ropes or rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -133,7 +133,7 @@ class PreVerifierModule(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def offsets(self) -> Tensor:
-        """What the exit layer and a row's draft index add to the row: [exit layers, MOST_DRAFTS + 1 or more, hidden]."""
+        """Sum what the exit layer and the draft index add to a row: [exit layers, MOST_DRAFTS + 1 or more, hidden]."""
         config = self.config
         last = max(MOST_DRAFTS, config.max_drafts)
         offsets = self.norm.weight.new_zeros(len(config.exit_layers), last + 1, len(self.norm.weight))

@@ -17,7 +17,7 @@ from selfspec.pacer.tuning import PlayedDraft
 
 
 def trace_logits(module: PreVerifierModule, trace: DraftTrace) -> Tensor:
-    """The network's output for every draft row of a trace, float32 [rows]."""
+    """Compute the network's output for every draft row of a trace, float32 [rows]."""
     packed = pack(trace, scope=module.config.scope, block=module.config.block)
     device = module.head.weight.device
     logits: Tensor = module(*(part.to(device) for part in packed), trace.exit_layer)
@@ -37,18 +37,18 @@ def _learned_from(module: PreVerifierModule, trace: DraftTrace) -> DraftTrace:
 
 @torch.inference_mode()
 def trace_estimates(module: PreVerifierModule, trace: DraftTrace) -> tuple[Tensor, Tensor]:
-    """What the network says of each row, and that the draft holds up to it: float32 [rows] each, on the CPU."""
+    """Return what the network says of each row, and that the draft holds up to it: float32 [rows] each, on the CPU."""
     own = trace_logits(module, trace).sigmoid().cpu()
     return own, running_products(own, trace.lengths) if module.config.estimates == "conditional" else own
 
 
 def running_products(estimates: Tensor, lengths: Tensor) -> Tensor:
-    """The product of each draft's estimates up to every row, float32 [rows]."""
+    """Multiply each draft's estimates up to every row, float32 [rows]."""
     return torch.cat([part.cumprod(0) for part in estimates.split(lengths.tolist())])
 
 
 def played_drafts(module: PreVerifierModule, traces: Sequence[DraftTrace], window: int) -> list[PlayedDraft]:
-    """The traces' drafts with the network's estimates, for `selfspec.pacer.tuning`."""
+    """Pair the traces' drafts with the network's estimates, for `selfspec.pacer.tuning`."""
     played = []
     for trace in traces:
         lengths = trace.lengths.tolist()
@@ -78,7 +78,7 @@ def calibrate_estimates(module: PreVerifierModule, traces: Sequence[DraftTrace])
 
 
 def fit_calibration(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """(a, b) for which a * logits + b has the least binary cross-entropy against labels 0 and 1, [tokens] each.
+    """Fit the (a, b) for which a * logits + b has the least binary cross-entropy against labels 0 and 1, [tokens] each.
 
     Platt's scaling. (1, 0) where all labels are the same, which teach nothing.
     """
@@ -102,7 +102,7 @@ def confidence_table(traces: Sequence[DraftTrace]) -> AcceptanceTable:
 
 
 def confidence_estimates(traces: Sequence[DraftTrace], table: AcceptanceTable) -> tuple[Tensor, Tensor]:
-    """What SPIDE's table estimates for each row, and the running product of that over each draft: float32 [rows] each."""
+    """Look up SPIDE's estimate for each row, and multiply these up to it in each draft: float32 [rows] each."""
     own, products = [], []
     for trace in traces:
         confidences = trace.features[:, 0].exp().clamp(max=1.0).tolist()
@@ -113,7 +113,7 @@ def confidence_estimates(traces: Sequence[DraftTrace], table: AcceptanceTable) -
 
 
 def scikit_learn_metrics() -> Any:
-    """The module `sklearn.metrics`. Raises ValueError where scikit-learn, of the extra `dev`, is not installed."""
+    """Import `sklearn.metrics`. Raises ValueError where scikit-learn, of the extra `dev`, is not installed."""
     try:
         from sklearn import metrics
     except ImportError:
@@ -129,7 +129,7 @@ def auc(scores: Tensor, labels: Tensor) -> float:
 
 
 def calibration_error(scores: Tensor, labels: Tensor, bins: int = 20) -> float:
-    """Expected calibration error: mean of |mean score - share accepted| over equally filled bins, by their sizes.
+    """Compute the expected calibration error: mean of |mean score - share accepted| over equally filled bins, by their sizes.
 
     scikit-learn's `calibration_curve` has such bins, but doesn't tell their sizes; torchmetrics' bins are equally wide.
     """
@@ -202,7 +202,7 @@ def evaluate(
 
 
 def quality_lines(measured: dict[str, dict[str, Any]]) -> list[str]:
-    """The held-out figures as a Markdown table."""
+    """Write the held-out figures as a Markdown table."""
     lines = [
         "| exit layer | estimates | AUC, token | calibration error, token | AUC, prefix | calibration error, prefix |"
         " stop precision | stop recall |",

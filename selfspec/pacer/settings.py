@@ -70,7 +70,7 @@ class PreVerifierTraining(DataPlan, FrozenModelSettings):
     results: ClassVar[tuple[str, ...]] = ("data", "checkpoints", MODEL_FOLDER)
 
     def data_plan(self, exit_layers: tuple[int, ...]) -> DataPlan:
-        """The options of the data, for these exits."""
+        """Collect the options of the data, for these exits."""
         shared = {item.name: getattr(self, item.name) for item in fields(DataPlan)}
         return DataPlan(**{**shared, "exit_layers": exit_layers})
 

@@ -124,7 +124,7 @@ class PreVerifierFit:
         )
 
     def gradient(self, step: int) -> StepReport:
-        """The gradient of one batch, summed over the processes."""
+        """Compute the gradient of one batch, summed over the processes."""
         accelerator = self._accelerator
         chosen = block_order(step, self.batch, len(self._traces), self._seed)
         total = torch.zeros(1, dtype=torch.float32, device=accelerator.device)

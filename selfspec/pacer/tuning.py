@@ -67,7 +67,7 @@ def play(drafts: Iterable[PlayedDraft], num_layers: int, *, b: int, t: float, rh
 
 
 def best_settings(drafts: Sequence[PlayedDraft], num_layers: int, *, max_length: int) -> list[PlayedSetting]:
-    """The best setting of each exit layer, best layer first."""
+    """Find the best setting of each exit layer, best layer first."""
     best = []
     for layer in sorted({draft.exit_layer for draft in drafts}):
         of_layer = [draft for draft in drafts if draft.exit_layer == layer]
