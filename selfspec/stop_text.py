@@ -8,7 +8,7 @@ from selfspec.streaming import Fate, FatePieces
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of these strings."""
+    """Keep the text up to the first of these strings."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(found, default=len(text))]
 

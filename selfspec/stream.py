@@ -34,7 +34,7 @@ class GenerationStream(Iterator[str | list[int]]):
         return self
 
     def __next__(self) -> str | list[int]:
-        """The next piece, never an empty one. A text piece ends with a complete character."""
+        """Return the next piece, never an empty one. A text piece ends with a complete character."""
         try:
             return next(self._pieces)
         except StopIteration as end:

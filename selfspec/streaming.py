@@ -63,7 +63,7 @@ class IncrementalDecoder:
         return len(self._pending)
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that is now certain; "" while a character is incomplete."""
+        """Return the text that is now certain; "" while a character is incomplete."""
         # Skipped tokens have no text. If they were kept, every later token would decode them again.
         self._pending += [token for token in tokens if token not in self._special]
         if not self._pending or self._is_byte_token(self._pending[-1]):
@@ -81,12 +81,12 @@ class IncrementalDecoder:
         return text
 
     def peek(self, tokens: Sequence[int]) -> str:
-        """The text that `tokens` would add to what `push` returned, complete or not. The state does not change."""
+        """Give the text that `tokens` would add to what `push` returned, complete or not. The state does not change."""
         before = self._decode(self._context)
         return self._decode([*self._context, *self._pending, *tokens])[len(before) + self._given :]
 
     def finish(self) -> str:
-        """The rest, with incomplete characters as U+FFFD. The decoder can then be used for another text."""
+        """Return the rest, with incomplete characters as U+FFFD. The decoder can then be used for another text."""
         text = self.peek([])
         self._context, self._pending, self._given, self._many = [], [], 0, _MANY
         return text
@@ -97,7 +97,7 @@ class IncrementalDecoder:
         return len(text) if space < 0 or len(text) - space > _CLEANED else space
 
     def _first_part(self, text: str) -> str:
-        """The text of the first of many pending tokens. The last ones may be an incomplete character.
+        """Return the text of the first of many pending tokens. The last ones may be an incomplete character.
 
         They can be released where the text of the remaining tokens does not depend on them. Later bytes cannot change that,
         since at least as many tokens remain as a character has bytes.
@@ -147,7 +147,7 @@ def _cleans(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def token_fates(record: RoundRecord) -> list[tuple[int, Fate]]:
-    """The tokens of a round in reading order: accepted drafts (copied ones first), rejected drafts, the full model's token.
+    """List a round's tokens in reading order: accepted drafts (copied ones first), rejected drafts, the full model's token.
 
     If the text ended inside the accepted drafts, nothing after the end is included.
     """
@@ -174,7 +174,7 @@ class FatePieces:
             self._pieces.append((text, fate))
 
     def take(self, length: int) -> list[tuple[str, Fate]]:
-        """The pieces of the next `length` characters, with the rejected drafts among them and directly after them."""
+        """Take the pieces of the next `length` characters, with the rejected drafts among and directly after them."""
         taken: list[tuple[str, Fate]] = []
         while self._pieces and (length or self._pieces[0][1] == "rejected"):
             text, fate = self._pieces.popleft()
@@ -205,7 +205,7 @@ class TextStreamer:
         self.started = False
 
     def put(self, value: Tensor) -> None:
-        """Gets the prompt first, which is not written, then the committed tokens of each round, int64 [n]."""
+        """Take the prompt first, which is not written, then the committed tokens of each round, int64 [n]."""
         if self.started:
             self._show(value.tolist())
         else:
@@ -238,7 +238,7 @@ class DraftStreamer(TextStreamer):
         self._record: RoundRecord | None = None
 
     def on_round(self, record: RoundRecord) -> None:
-        """The round whose tokens `put` gets next."""
+        """Keep the record of the round whose tokens `put` gets next."""
         self._record = record
 
     def _show(self, tokens: list[int]) -> None:

@@ -83,7 +83,7 @@ class Texts:
         return parts
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The texts of all choices, piece by piece as they come. Raises ApiError (status 400, 500 or 503) if one fails."""
+        """Yield all choices' texts piece by piece as they come. Raises ApiError (status 400, 500, 503) if one fails."""
         logs = (
             [DraftLog(self._tokenizer, choice.checked.request.prompt) for choice in self._choices]
             if self._show_drafts

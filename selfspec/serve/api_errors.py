@@ -50,7 +50,7 @@ def shutting_down() -> ApiError:
 
 
 def request_failed() -> ApiError:
-    """An error of the server's own. Call it where the exception is logged."""
+    """Make an error of the server's own. Call it where the exception is logged."""
     return ApiError("the server failed on this request; its log says why", status=500)
 
 
@@ -58,7 +58,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 def _whole(text: str) -> str:
-    """A field of the request may hold half a character, which cannot be sent."""
+    """Replace half a character, which a field of the request may hold and which cannot be sent."""
     return text.encode("utf-8", "replace").decode()
 
 

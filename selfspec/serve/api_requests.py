@@ -25,12 +25,12 @@ _CONTINUED = "the last message is continued if it is the assistant's, else answe
 
 
 def refusals(message: str, *fields: str) -> dict[str, str]:
-    """The message of each field. message: has {} in place of the field."""
+    """Write the message of each field. message: has {} in place of the field."""
     return {field: message.format(field) for field in fields}
 
 
 def _one_or_several_stops(value: Any) -> Any:
-    """A list of stop strings. The error is in plain words; pydantic's would be about two types."""
+    """Make a list of stop strings. The error is in plain words; pydantic's would be about two types."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -63,7 +63,7 @@ def _prompts(value: Any) -> Any:
 
 
 def _ranged(name: str, **own: float) -> Any:
-    """The range of an option of a generation, narrowed by what is given here."""
+    """Give the range of an option of a generation, narrowed by what is given here."""
     allowed = OPTIONS[name][1].allowed
     assert allowed is not None
     bounds: dict[str, Any] = {"ge" if allowed.ends[0] == "[" else "gt": allowed.low, "le": allowed.high, **own}

@@ -56,7 +56,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def usage(results: Sequence[GenerationResult], choices_per_prompt: int) -> dict[str, Any]:
-    """The usage of all texts of a request. A prompt counts once, however many texts it has."""
+    """Add up the usage of all texts of a request. A prompt counts once, however many texts it has."""
     stats = [result.stats for result in results]
     prompt = sum(s.num_prompt_tokens for s in stats[::choices_per_prompt])
     new = sum(s.num_new_tokens for s in stats)
@@ -133,7 +133,7 @@ class Answer(ABC):
         self._vocabulary = vocabulary
 
     def whole(self, parts: Sequence[Piece], results: Sequence[GenerationResult], choices_per_prompt: int) -> str:
-        """The body of an answer that is not streamed."""
+        """Write the body of an answer that is not streamed."""
         return self._made(self.whole_name, [self._choice(part) for part in parts], _counts(results, choices_per_prompt))
 
     def chunk(self, piece: Piece) -> str:
@@ -142,7 +142,7 @@ class Answer(ABC):
         return self._made(self.chunk_name, [self._delta(piece)], {"usage": None, **extra})
 
     def last_chunk(self, results: Sequence[GenerationResult], choices_per_prompt: int) -> str:
-        """The last chunk of a stream, with the usage and without a choice."""
+        """Write the last chunk of a stream, with the usage and without a choice."""
         return self._made(self.chunk_name, [], _counts(results, choices_per_prompt))
 
     def _made(self, name: str, choices: Sequence[_Json], more: dict[str, Any]) -> str:
@@ -151,15 +151,15 @@ class Answer(ABC):
 
     @abstractmethod
     def _choice(self, part: Piece) -> _Json:
-        """A choice of a whole answer."""
+        """Make a choice of a whole answer."""
 
     @abstractmethod
     def _delta(self, part: Piece) -> _Json:
-        """A choice of a chunk."""
+        """Make a choice of a chunk."""
 
 
 def _counts(results: Sequence[GenerationResult], choices_per_prompt: int) -> dict[str, Any]:
-    """The fields of an answer that say what it took."""
+    """Collect the fields of an answer that say what it took."""
     found = timings(results)
     used = {"usage": usage(results, choices_per_prompt)}
     return used if found is None else {**used, "timings": found}
@@ -262,7 +262,7 @@ class CompletionAnswer(Answer):
 
 
 def _shown_in_completions(raw: bytes) -> str:
-    """The text of a token; part of a character as "bytes:\\xe2", since these names are keys and must differ."""
+    """Show the text of a token; part of a character as "bytes:\\xe2", since these names are keys and must differ."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:

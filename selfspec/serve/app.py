@@ -41,7 +41,7 @@ _FEW_LOGPROBS = 256
 
 
 def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
-    """The app of one model. Its scheduler runs from the app's start to its shutdown.
+    """Make the app of one model. Its scheduler runs from the app's start to its shutdown.
 
     generator: has a tokenizer. Raises ValueError for a policy that does not fit the model.
     """
@@ -141,7 +141,7 @@ async def _written(parts: Sequence[Piece], write: Callable[[], str]) -> str:
 
 
 async def _whole(request: Request, body: GenerationRequest, texts: Texts, answer: Answer) -> Response:
-    """The answer, or nothing if the client leaves before it is complete: its texts are then cancelled at once."""
+    """Send the answer, or nothing if the client leaves before it is complete: its texts are then cancelled at once."""
     working = asyncio.ensure_future(texts.whole())
     try:
         if not await _client_stays(request.receive, working):
@@ -163,8 +163,8 @@ async def _events(body: GenerationRequest, texts: Texts, answer: Answer) -> Asyn
 
 
 async def _stream(request: Request, body: GenerationRequest, texts: Texts, answer: Answer) -> Response:
-    """A stream, or an error with its status if nothing was sent before. During a long wait the client gets comments, since a
-    proxy may close a silent connection."""
+    """Send a stream, or an error with its status if nothing was sent before. During a long wait the client gets comments,
+    since a proxy may close a silent connection."""
     events = _events(body, texts, answer)
     first = asyncio.ensure_future(events.__anext__())
     begun = False

@@ -36,7 +36,7 @@ UNSUPPORTED, WRONG = "unsupported_field", "wrong_field"
 
 
 def wrong_field(name: str, message: str) -> PydanticCustomError:
-    """An error for a model's validator: which field is wrong, and why."""
+    """Make an error for a model's validator: which field is wrong, and why."""
     return PydanticCustomError(WRONG, "{message}", {"name": name, "message": message})
 
 
@@ -131,7 +131,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 async def read_body(request: Request, kind: type[B], lanes: Lanes) -> tuple[B, int]:
-    """The body as an object, and its size in bytes. Raises ApiError for a wrong body."""
+    """Read the body as an object, and its size in bytes. Raises ApiError for a wrong body."""
     content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content != "application/json" and not content.endswith("+json"):
         # A browser sends other types for any page without asking, but this one only to the page's own origin.
@@ -170,7 +170,7 @@ def _bounded(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The error in a request's body, naming the field. If several types were tried, the one that got furthest counts."""
+    """Make the error for a body, naming the field. If several types were tried, the one that got furthest counts."""
     error = max(errors, key=lambda one: len(one["loc"]))
     # After the name, pydantic says which of several types it tried.
     path = [str(part) for part in error["loc"]]

@@ -43,7 +43,7 @@ class DraftLog:
         self._seconds = 0.0
 
     def add(self, piece: Piece) -> None:
-        """What steps brought. At the end of the text, an incomplete character becomes text."""
+        """Add what steps brought. At the end of the text, an incomplete character becomes text."""
         self._seconds = piece.seconds
         for step in piece.steps:
             self._tokens += len(step.tokens)
@@ -59,7 +59,7 @@ class DraftLog:
                 self._streamer.end()
 
     def take(self, length: int) -> dict[str, Any]:
-        """The field of a chunk with `length` characters of text, which must have been added."""
+        """Take the field of a chunk with `length` characters of text, which must have been added."""
         pieces = [
             {"text": text, "fate": "accepted", "copied": True} if fate == "copied" else {"text": text, "fate": fate}
             for text, fate in self._pieces.take(length)

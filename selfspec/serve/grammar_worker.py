@@ -63,7 +63,7 @@ def refusal(schema: str, tokenizer: Any, llguidance: Any) -> str | None:
 
 
 def one_line(text: str) -> str:
-    """An error of the compiler's in a line. That of a pattern has several: the pattern, a mark below it, and the reason."""
+    """Put the compiler's error in a line. A pattern's has several: the pattern, a mark below it, and the reason."""
     lines = text.splitlines() or ["no reason was given"]
     if lines[0] == "NoExtensionBias":  # what the library says of this
         return "it refers to itself and to nothing else"

@@ -107,7 +107,7 @@ class _Body:
         self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
 
     async def receive(self) -> Message:
-        """The next part. Raises HTTPException for a body that is too large or too slow, and if there are too many."""
+        """Receive the next part. Raises HTTPException for a body too large or too slow, and if there are too many."""
         if self._complete:
             return await self._receive()
         left = self._deadline - asyncio.get_running_loop().time()
@@ -130,14 +130,14 @@ class _Body:
         return message
 
     def end(self) -> None:
-        """The body is complete or was given up."""
+        """End the body, which is complete or was given up."""
         self._complete = True
         self._guard.unfinished_bytes -= self._held
         self._held = 0
 
 
 def _name(host: str) -> str:
-    """A Host header without its port: "[::1]:8000" gives "::1"."""
+    """Return a Host header without its port: "[::1]:8000" gives "::1"."""
     name = host.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]

@@ -20,7 +20,7 @@ def _one_or_several(value: object) -> object:
 
 
 def _fields(group: type[Any]) -> dict[str, Any]:
-    """The fields of a group of command-line options as pydantic takes them."""
+    """Give the fields of a group of command-line options as pydantic takes them."""
     hints = get_type_hints(group)
     for name, kind in hints.items():
         if any(part is list or getattr(part, "__origin__", None) is list for part in get_args(kind)):
@@ -49,7 +49,7 @@ class ReplicaOptions(_OfServe):
     num_gpus: float = 0
 
     def settings(self) -> ServerSettings:
-        """The settings of the app in each replica. Reads the files that are named; raises OSError and ValueError for them."""
+        """Make the settings of each replica's app. Reads the files named; raises OSError and ValueError for them."""
         return ServeOptions(**self._of(ServeOptions)).settings(self.model, "0.0.0.0")  # Ray's proxy listens
 
     def generator(self) -> SelfSpecGenerator:

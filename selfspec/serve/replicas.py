@@ -21,13 +21,13 @@ class Replica:
     app: FastAPI
 
     def check_health(self) -> None:
-        """Called by Ray every few seconds. Raises RuntimeError if the engine has ended: Ray then starts another."""
+        """Raise RuntimeError if the engine has ended: Ray, which asks every few seconds, then starts another."""
         if not self.app.state.scheduler.alive:
             raise RuntimeError("the engine has ended")
 
 
 def build(options: ReplicaOptions) -> Application:
-    """The application for `serve run` or a Serve configuration. Each replica loads the model; nothing is loaded here."""
+    """Build the application for `serve run` or a Serve configuration. Each replica loads the model; this does not."""
 
     def load() -> FastAPI:
         return make_app(options.generator(), options.settings())

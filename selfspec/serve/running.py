@@ -12,7 +12,7 @@ from selfspec.serve.patience import PatientProtocol
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises OSError if it is taken, ValueError for an empty address."""
+    """Open a listening socket; port 0 takes a free one. Raises OSError if taken, ValueError for an empty address."""
     if not host.strip():  # the system takes it for all addresses
         raise ValueError("the address to listen on is empty: give --host 127.0.0.1, or 0.0.0.0 for all addresses")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

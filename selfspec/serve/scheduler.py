@@ -194,7 +194,7 @@ class Scheduler:
             self._metrics.waiting.set(len(kept))
 
     def _deliver(self, progress: StepOutput) -> threading.Event | None:
-        """Returns an event if it is worth waiting for."""
+        """Deliver an output, and return an event if it is worth waiting for."""
         choice = self._joined[progress.ticket]
         now = perf_counter()
         sending = choice.deliver(progress)

@@ -34,7 +34,7 @@ _UNSUPPORTED = ("x-guidance", "$dynamicRef", "$recursiveRef", "$anchor", "$dynam
 
 
 def as_compiled(schema: dict[str, Any] | bool) -> dict[str, Any]:
-    """The schema as the compiler takes it: without formats that it does not know, which are no condition, and uniqueItems.
+    """Make the schema one the compiler takes: without formats that it does not know, which are no condition, and uniqueItems.
 
     Raises ValueError for a reference that leads out of the schema, for what clients may not use, and for one that no text
     follows. How large and circular a schema may be is for the trial to say.
@@ -80,7 +80,7 @@ class SchemaCheck:
         self._known: OrderedDict[bytes, tuple[str | None, float]] = OrderedDict()
 
     def __call__(self, schema: dict[str, Any] | bool) -> str:
-        """The schema as JSON. Raises ValueError that says in one line why it cannot be used."""
+        """Write the schema as JSON. Raises ValueError that says in one line why it cannot be used."""
         compiled = as_compiled(schema)
         try:
             written, tried = json.dumps(schema), json.dumps(compiled)
@@ -156,7 +156,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _line(process: subprocess.Popen[bytes], deadline: float) -> bytes:
-    """The process's answer; empty if it ended or did not answer in time."""
+    """Read the process's answer; empty if it ended or did not answer in time."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as ready:
         ready.register(process.stdout, selectors.EVENT_READ)

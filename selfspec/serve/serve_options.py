@@ -69,7 +69,7 @@ class ServeOptions:
     )
 
     def settings(self, model: str | None, host: str) -> ServerSettings:
-        """The settings of a server that listens on `host`. Reads the files that are named; raises their errors."""
+        """Make the settings of a server that listens on `host`. Reads the files that are named; raises their errors."""
         if not math.isfinite(self.max_body_mb):
             raise ValueError(f"--max-body-mb must be a number of megabytes, got {self.max_body_mb}")
         return ServerSettings(

@@ -60,7 +60,7 @@ class ServerSettings:
 
 
 def default_name(model: str) -> str:
-    """The name of a model for clients: its folder's name, or its hub name without the owner."""
+    """Name a model for clients: its folder's name, or its hub name without the owner."""
     return Path(re.sub(r"[/\\]+$", "", model)).resolve().name if Path(model).is_dir() else model.rpartition("/")[2]
 
 

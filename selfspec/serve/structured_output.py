@@ -46,7 +46,7 @@ class Vocabulary:
         self._names: dict[int, str] = {}
 
     def name_of(self, token: int) -> str:
-        """The fields of a token in a chat's log-probabilities, as JSON: its text and its bytes."""
+        """Write the fields of a token in a chat's log-probabilities, as JSON: its text and its bytes."""
         if token not in self._names:
             raw = self.bytes_of(token)
             text = json.dumps(raw.decode("utf-8", errors="replace"), ensure_ascii=False)
@@ -60,7 +60,7 @@ class Vocabulary:
         return token in self._special
 
     def special_id(self, text: str) -> int | None:
-        """The id of a text that is one token and special for llguidance; None if it is not.
+        """Find the id of a text that is one token and special for llguidance; None if it is not.
 
         llguidance counts every added token of the form <...> as special, whatever the tokenizer says, and a grammar must then
         name it by its id.
@@ -70,7 +70,7 @@ class Vocabulary:
         return token if known and self._get().is_special_token(token) else None
 
     def matcher(self, schema: Grammar) -> LLMatcher:
-        """A fresh matcher for JSON that follows a schema, or for text that follows a grammar in Lark's form.
+        """Make a fresh matcher for JSON that follows a schema, or for text that follows a grammar in Lark's form.
 
         Raises ValueError for an invalid schema, or one that llguidance does not support. A schema from an untrusted client
         must pass `selfspec.serve.schema_check` first, because the compiler can end the process.

@@ -54,7 +54,7 @@ class LogprobRecorder(LogitsProcessor):
         return scores
 
     def committed(self, tokens: Sequence[int]) -> list[TokenLogprob]:
-        """The log-probabilities of newly committed tokens, at least one. Call it once for each block, in order."""
+        """Give the log-probabilities of newly committed tokens, at least one. Call it once for each block, in order."""
         first, self._next = self._next, self._next + len(tokens)
         rows = torch.stack([self._rows[place] for place in range(first, self._next)])
         self._rows = {place: row for place, row in self._rows.items() if place >= self._next}

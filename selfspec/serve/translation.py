@@ -124,7 +124,7 @@ class Translator:
         }
 
     def chat(self, body: ChatRequest) -> list[Choice]:
-        """The choices of a chat request."""
+        """Make the choices of a chat request."""
         self.check_name(body.model)
         self._check_schema(body)
         tools = body.callable_tools
@@ -143,7 +143,7 @@ class Translator:
             return [self._choice(body, shared, ids, "", wanted, num_top, index) for index in range(body.n)]
 
     def chat_ids(self, messages: Sequence[Message], ask: bool | None = None, tools: Sequence[Tool] = ()) -> list[int]:
-        """The prompt that asks for the next answer; if the last message is the assistant's, it is continued.
+        """Encode the prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
         ask: treat all messages as complete, and say whether the beginning of the next answer follows them. tools: those
         that the model is told of.
@@ -178,13 +178,13 @@ class Translator:
         return self._template.source or (own.get("default") if isinstance(own, dict) else own)
 
     def tokens_of(self, text: str, *, special: bool) -> list[int]:
-        """The ids of a text. special: with the tokenizer's special tokens. Raises ApiError for a text that is too long."""
+        """Encode a text. special: with the tokenizer's special tokens. Raises ApiError for a text that is too long."""
         with _bad_request("prompt"):
             check_length(self.tokenizer, [text], self.most_tokens)
             return [*self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included. Raises ApiError for too many tokens or unknown ids."""
+        """Decode tokens to text, special ones included. Raises ApiError for too many tokens or unknown ids."""
         with _bad_request("tokens"):
             if len(ids) > 2 * self.most_tokens:
                 raise ContextLengthError(len(ids), 1, self.most_tokens)
@@ -200,7 +200,7 @@ class Translator:
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
     def completions(self, body: CompletionRequest) -> list[Choice]:
-        """The n continuations of every prompt, those of the first prompt first."""
+        """Make the n continuations of every prompt, those of the first prompt first."""
         self.check_name(body.model)
         if len(body.prompts) * body.n > MOST_CHOICES:
             raise ApiError(f"{len(body.prompts)} prompts with n={body.n}: at most {MOST_CHOICES} texts", param="n")
@@ -229,7 +229,7 @@ class Translator:
         return choices
 
     def _wanted(self, limit: int | None, default: int, room: int) -> int:
-        """The limit of new tokens: the client's, or this default. -1 is all for which there is room."""
+        """Choose the limit of new tokens: the client's, or this default. -1 is all for which there is room."""
         if limit is not None and limit >= 0:
             return limit
         most = min(room, self._settings.most_new_tokens or room)
@@ -251,7 +251,7 @@ class Translator:
         return Owner(json.dumps([body.cache_salt, body.user]))
 
     def _shared(self, body: GenerationRequest, stops: Sequence[str]) -> _Shared:
-        """What is made once for a request, however many texts it asks for."""
+        """Make what a request needs only once, however many texts it asks for."""
         sampling, ends = self._sampling_options(body), self._end_tokens(body)
         with _bad_request("policy"):
             policy = self._policies.choose(body.policy, repeats="seed" in sampling)

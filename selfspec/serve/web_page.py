@@ -27,7 +27,7 @@ def add_page(app: FastAPI) -> None:
 
 
 def content_policy(page: str) -> str:
-    """The Content-Security-Policy: the page may run its own script and style, and call its own server.
+    """Write the Content-Security-Policy: the page may run its own script and style, and call its own server.
 
     Text of a model that became HTML by mistake could neither run nor load anything.
     """

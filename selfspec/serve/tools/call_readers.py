@@ -64,11 +64,11 @@ class CallReader(ABC):
 
     @abstractmethod
     def push(self, text: str, tokens: Sequence[int]) -> Written:
-        """What is certain with this text, and the tokens that it came from."""
+        """Return what is certain with this text, and the tokens that it came from."""
 
     @abstractmethod
     def finish(self, is_whole: bool = True) -> Written:
-        """The rest. is_whole: the model has ended the answer itself, so a call may lack its end tag."""
+        """Return the rest. is_whole: the model has ended the answer itself, so a call may lack its end tag."""
 
     def _call(self, value: object) -> tuple[str, str] | None:
         """Name and arguments of a call, from the model's JSON; None if it is none."""
@@ -275,7 +275,7 @@ class OwnReader(CallReader):
 
 
 def _parsed(text: str) -> object:
-    """The value of JSON. Raises ValueError."""
+    """Read the value of JSON. Raises ValueError."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError:
@@ -283,7 +283,7 @@ def _parsed(text: str) -> object:
 
 
 def _whole(text: str) -> str:
-    """The text without half characters, which escapes in JSON can make and no answer can hold."""
+    """Replace half characters in the text, which escapes in JSON can make and no answer can hold."""
     return _HALF.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

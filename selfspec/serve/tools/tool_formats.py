@@ -70,7 +70,7 @@ class NoToolsError(ValueError):
 
 
 def format_of(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> ToolFormat:
-    """The format of a model. Raises NoToolsError if its chat template knows no tools, or writes calls in another form."""
+    """Find a model's format. Raises NoToolsError if its template knows no tools, or writes calls in another form."""
     own = template.source is None
     template = tool_template(tokenizer, template)
     told = _rendered(tokenizer, template, [_ASKED], [_TOOL])
@@ -102,7 +102,7 @@ def format_of(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> Too
 
 
 def tool_template(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> ChatTemplate:
-    """The template of conversations with tools: of templates by name, which some tokenizers have, that for tools."""
+    """Choose the template of conversations with tools: of named ones, which some tokenizers have, that for tools."""
     named = getattr(tokenizer, "chat_template", None)
     if template.source is not None or not isinstance(named, dict) or "tool_use" not in named:
         return template
@@ -110,14 +110,14 @@ def tool_template(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) ->
 
 
 def _bare_keys(whole: str, plain: str) -> tuple[str, ...] | None:
-    """The keys of a call that stands where an answer without calls would begin. plain: the same talk with such an answer."""
+    """Read the keys of a call where an answer without calls would begin. plain: the same talk with such an answer."""
     before, said, _ = plain.partition(_SAID)
     found = _BARE.match(whole, len(before)) if said and whole.startswith(before) else None
     return None if found is None else _keys(found[0])
 
 
 def _keys(text: str) -> tuple[str, ...] | None:
-    """The keys of a call; None if it is not the call that was asked for."""
+    """Read the keys of a call; None if it is not the call that was asked for."""
     try:
         call = json.loads(text)
     except ValueError:
@@ -135,7 +135,7 @@ def _rendered(
     talk: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> str:
-    """What the template makes of a conversation; "" if it refuses it."""
+    """Return what the template makes of a conversation; "" if it refuses it."""
     try:
         return str(tokenizer.decode(conversation_ids(talk, tokenizer, template, ask=True, tools=tools)))
     except ValueError:

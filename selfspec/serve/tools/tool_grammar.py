@@ -23,7 +23,7 @@ def call_grammar(
     special_id: Callable[[str], int | None],
     answer: dict[str, Any] | bool | None = None,
 ) -> str:
-    """An answer that consists of calls of these tools, whose arguments follow their schemas.
+    """Write the grammar of an answer that consists of calls of these tools, whose arguments follow their schemas.
 
     several: more than one call is possible, if the format has that. special_id: of a text that is one special token, see
     `Vocabulary.special_id`. answer: a schema that the answer may follow instead.
@@ -58,7 +58,7 @@ def _with_spaces(schema: dict[str, Any] | bool, spaces: dict[str, Any]) -> str:
 
 
 def _tagged(text: str, tag: str, special_id: Callable[[str], int | None]) -> str:
-    """A text that begins or ends with a tag, or is empty."""
+    """Write the grammar of a text that begins or ends with a tag, or is empty."""
     token = special_id(tag)
     if not text or token is None:
         return _literal(text)

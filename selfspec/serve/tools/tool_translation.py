@@ -55,7 +55,7 @@ class ToolTranslator:
             )
 
     def grammar(self, body: GenerationRequest) -> Grammar | None:
-        """What the text must follow; None if any text will do. Raises ValueError for what does not go together."""
+        """Say what the text must follow; None if any text will do. Raises ValueError for what does not go together."""
         if not isinstance(body, ChatRequest) or (body.schema_ is None and not body.tool_choice.forces):
             return body.schema_
         tools = body.callable_tools
@@ -67,7 +67,7 @@ class ToolTranslator:
         return call_grammar(self._format, tools, several=several, special_id=self._vocabulary.special_id, answer=answer)
 
     def reader(self, body: GenerationRequest, ids: list[int]) -> CallReader | None:
-        """Finds the calls in an answer; None if there may be none."""
+        """Make what finds the calls in an answer; None if there may be none."""
         if not isinstance(body, ChatRequest) or not body.callable_tools or self._format is None:
             return None
         alone = body.parallel_tool_calls is False or body.tool_choice.name is not None or not self._format.several
@@ -93,8 +93,8 @@ def named_results(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def schemas_of(body: GenerationRequest) -> list[tuple[str, dict[str, Any] | bool]]:
-    """The schemas of clients that the text must follow, each with its field. Raises ValueError for parameters of a tool that
-    are no object."""
+    """List the schemas of clients that the text must follow, each with its field. Raises ValueError for parameters of a tool
+    that are no object."""
     found: list[tuple[str, dict[str, Any] | bool]] = []
     if isinstance(body.response_format, JsonSchemaFormat):
         found.append(("response_format", body.response_format.json_schema.schema_))
