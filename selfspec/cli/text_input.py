@@ -60,7 +60,7 @@ def read_copy_files(files: Sequence[Path] | None) -> list[str]:
 def store_of_files(
     generator: SelfSpecGenerator, texts: Sequence[str], policy: Policy | None = None
 ) -> CopyStore | None:
-    """Make the texts a copy store for this model; None without texts.
+    """Make a copy store of the texts for this model; None without texts.
 
     Raises ValueError if `policy` copies nothing, or if the texts have too few tokens.
     """

@@ -39,7 +39,7 @@ class DraftTrace:
             raise ValueError(f"the trace has {len(self.hidden)} rows, its lengths add up to {rows}")
 
     def draft_index(self) -> Tensor:
-        """Number each row in its draft, from 1: int64 [rows]."""
+        """Give the number of each row in its draft, from 1: int64 [rows]."""
         return torch.cat([_numbers(1, length + 1) for length in self.lengths.tolist()])
 
     def draft_of_row(self) -> Tensor:
