@@ -64,7 +64,7 @@ class EncodedPrompt:
 
 
 def shipped_names() -> list[str]:
-    """The files of prompts that ship with the package, without their ending."""
+    """List the files of prompts that ship with the package, without their ending."""
     return sorted(file.stem for file in SHIPPED_PROMPTS.glob("*.jsonl"))
 
 
@@ -114,7 +114,7 @@ def _parse(line: str, place: str) -> Prompt:
 
 
 def select_prompts(prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:
-    """The first `num_samples` prompts, taking one of each task in turn, so that a few cover all tasks.
+    """Select the first `num_samples` prompts, taking one of each task in turn, so that a few cover all tasks.
 
     Fewer come back when there are fewer. Raises ValueError for num_samples < 1.
     """

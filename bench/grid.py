@@ -43,12 +43,12 @@ def grid_line(prompt: EncodedPrompt, trace: AgreementTrace, lengths: Sequence[in
 
 
 def grid_lines(lines: Iterable[Line]) -> list[Line]:
-    """The grid lines of a record."""
+    """Return the grid lines of a record."""
     return [line for line in lines if line["kind"] == "grid"]
 
 
 def fixed_in_hindsight(grid: Sequence[Line], cost: str = LAYERS) -> dict[str, str]:
-    """The best fixed setting of each task; under "all" the best single setting over all tasks."""
+    """Find the best fixed setting of each task; under "all" the best single setting over all tasks."""
     result = {task: _best([line for line in grid if line["task"] == task], cost) for task in _tasks(grid)}
     return {**result, ALL: _best(grid, cost)}
 

@@ -78,7 +78,7 @@ def in_turn(items: Sequence[Item], turn: int) -> list[Item]:
 def tried(
     engine: HasLabel, engines: Sequence[HasLabel], lost: dict[str, str], call: Callable[[], Result]
 ) -> Result | None:
-    """What a call of an engine gives; None where the engine was lost before or is lost now, which `lost` then says.
+    """Return what a call of an engine gives; None if the engine was lost before or is lost now, which `lost` then says.
 
     Raises EngineLostError for the first engine.
     """
@@ -94,7 +94,7 @@ def tried(
 
 
 def until_end(prompt: EncodedPrompt, engine: TimedEngine, max_new_tokens: int, ends: Collection[int]) -> EncodedPrompt:
-    """The prompt with the length of an engine's answer, which one of `ends` ends; at least 2: decoding takes time."""
+    """Give the prompt the length of an engine's answer, which one of `ends` ends; at least 2: decoding takes time."""
     tokens = engine.generate(prompt.ids, max_new_tokens).tokens
     size = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
     return replace(prompt, answer_tokens=max(size, 2))
@@ -190,7 +190,7 @@ def num_runs(num_engines: int, num_prompts: int, *, repeats: int, warmups: int) 
 
 
 def reference_of(engine: TimedEngine, engines: Sequence[TimedEngine]) -> TimedEngine:
-    """The engine that another's outputs are compared with: the first with its weights. That one's, with the first of all."""
+    """Return the engine to compare outputs with: the first with the same weights; for that one, the first of all."""
     first = next(other for other in engines if other.weights == engine.weights)
     return engines[0] if first is engine else first
 
@@ -198,7 +198,7 @@ def reference_of(engine: TimedEngine, engines: Sequence[TimedEngine]) -> TimedEn
 def compare_outputs(
     prompt: Tensor, reference: Sequence[int], tokens: Sequence[int], engine: TimedEngine, dtype: torch.dtype | None
 ) -> Difference | None:
-    """The first difference between two continuations of a prompt, or None.
+    """Find the first difference between two continuations of a prompt, or None.
 
     engine: made `reference`, and is asked for its logits there. What follows a first difference has another prefix, so
     it is not compared. dtype: whose near-ties count as such; None for outputs of other weights, which are not judged.
@@ -237,5 +237,5 @@ def _sample(engine: TimedEngine, prompt: EncodedPrompt, repeat: int, max_new_tok
 
 
 def _digest(tokens: Sequence[int]) -> str:
-    """What tells one output from another in a record."""
+    """Return what tells one output from another in a record."""
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]

@@ -57,12 +57,12 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that weights of this one are multiplied in: on a CPU our layers widen those of 16 bits to float32."""
+    """Return the dtype that weights of this one are multiplied in: on a CPU our layers widen 16 bits to float32."""
     return torch.float32 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def public_argument(argument: str) -> str:
-    """A command-line argument without this machine's folders: an absolute path relative to here, or its last part."""
+    """Strip a command-line argument of this machine's folders: an absolute path becomes relative, or its last part."""
     path = Path(argument)
     if not path.is_absolute():
         return argument
@@ -71,7 +71,7 @@ def public_argument(argument: str) -> str:
 
 
 def cpu_fields() -> dict[str, str]:
-    """What Linux says of the first core, by the names of /proc/cpuinfo; nothing elsewhere."""
+    """Read what Linux says of the first core, by the names of /proc/cpuinfo; nothing elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -81,8 +81,10 @@ def cpu_fields() -> dict[str, str]:
 
 
 def processor(fields: Mapping[str, str]) -> dict[str, Any]:
-    """The processor's name as the operating system gives it, and what tells its generation: virtual machines say no more in
-    the name than "AMD EPYC"."""
+    """Return the processor's name as the operating system gives it, and what tells its generation.
+
+    Virtual machines say no more in the name than "AMD EPYC".
+    """
     numbers = [int(fields[name]) if fields.get(name, "").isdecimal() else None for name in ("cpu family", "model")]
     return {
         "cpu": fields.get("model name") or platform.processor() or None,
@@ -104,7 +106,7 @@ def host_kind(
 
 
 def microarchitecture(vendor: str | None, family: int | None, model: int | None) -> str | None:
-    """The name of a generation of x86 processors; None for one that is not in the list."""
+    """Name a generation of x86 processors; None for one that is not in the list."""
     if family is None or model is None:
         return None
     for known_vendor, known_family, first, last, name in _GENERATIONS:
@@ -121,7 +123,7 @@ def available_cores() -> int | None:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit checked out in a folder that is the root of a repository, with "+changes" appended if files differ."""
+    """Return the commit checked out in a folder that is a repository's root; "+changes" is appended if files differ."""
     if not (folder / ".git").exists():
         return None
     try:

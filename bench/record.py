@@ -30,7 +30,7 @@ _PART = ".part"
 
 
 def matching(lines: Iterable[Line], kind: str, **fields: Any) -> list[Line]:
-    """The lines of a kind with these values."""
+    """Return the lines of a kind with these values."""
     return [line for line in lines if line["kind"] == kind and all(line[name] == fields[name] for name in fields)]
 
 
@@ -72,7 +72,7 @@ class RecordWriter:
                 part_of(self.path).replace(self.path)
 
     def earlier(self, kind: str, **fields: Any) -> Line | None:
-        """A line with these values that this run began with; None for what is still to be measured."""
+        """Find a line with these values that this run began with; None for what is still to be measured."""
         return next(iter(matching(self._earlier, kind, **fields)), None)
 
     def complete(self, lines: Sequence[Line]) -> None:
@@ -106,7 +106,7 @@ def part_of(path: Path) -> Path:
 
 
 def read_part(path: Path) -> list[Line]:
-    """The lines that a run to this path left when it broke off; a last line that is not whole is dropped."""
+    """Read the lines that a run to this path left when it broke off; a last line that is not whole is dropped."""
     part, lines = part_of(path), []
     for text in read_lines(part) if part.exists() else ():
         try:
@@ -117,7 +117,7 @@ def read_part(path: Path) -> list[Line]:
 
 
 def read_record(path: Path) -> list[Line]:
-    """The lines of a record, which may be packed (`gzip record.jsonl`).
+    """Read the lines of a record, which may be packed (`gzip record.jsonl`).
 
     Raises ValueError, with the remedy, for a file that is not a record or cannot be read.
     """

@@ -54,7 +54,7 @@ class Run:
         return self.grid * prompts + num_runs(engines, prompts, repeats=self.repeats, warmups=self.warmups)
 
     def costs(self) -> MeasuredCost:
-        """This machine's calibration, or the resumed run's."""
+        """Return this machine's calibration, or the resumed run's."""
         known = self.record.earlier("costs")
         if known is None:
             known = {"kind": "costs", **measured_cost(self.generator.model, self.generator.runner).as_dict()}
@@ -130,7 +130,7 @@ class Run:
 
 
 def resumable(previous: Sequence[Line], run: Mapping[str, Any]) -> Sequence[Line]:
-    """The lines that a run which broke off left, if it measured what `run` describes; else that line alone.
+    """Return the lines that a broken-off run left, if it measured what `run` describes; else `run` alone.
 
     Raises ValueError when it was a run of something else.
     """

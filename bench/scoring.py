@@ -54,7 +54,7 @@ def score(prompt: Prompt, text: str) -> dict[str, float] | None:
 
 
 def metric_of(prompt: Prompt) -> str | None:
-    """The prompt's own metric, or one by the form of its reference; None for no reference and for code.
+    """Return the prompt's own metric, or one by the form of its reference; None for no reference and for code.
 
     "#### 42" at the end or nothing but a number: number. "The answer is B." at the end: choice. Anything else: rouge.
     """
@@ -71,7 +71,7 @@ def metric_of(prompt: Prompt) -> str | None:
 
 
 def until_next_example(prompt: str, text: str) -> str:
-    """The text up to where a base model goes on with an example of its own, which begins as the prompt does ("Question:")."""
+    """Cut the text where a base model adds an example of its own, which begins as the prompt does ("Question:")."""
     first_line = prompt.lstrip().partition("\n")[0]
     cue, colon, _ = first_line.partition(":")
     if not colon or len(cue) > _LONGEST_CUE:
@@ -80,14 +80,14 @@ def until_next_example(prompt: str, text: str) -> str:
 
 
 def final_number(text: str) -> float | None:
-    """The number after "####" as GSM8K marks it, else the last one in the text; None if there is none."""
+    """Find the number after "####" as GSM8K marks it, else the last one in the text; None if there is none."""
     marked = _MARKED_NUMBER.search(text)
     found = [marked[1]] if marked else _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
 
 def final_choice(text: str) -> str | None:
-    """The letter in the last "The answer is X", else one that the text begins with ("B", "(B) 12"); None if there is none."""
+    """Find the letter in the last "The answer is X", else one that the text begins with ("B", "(B) 12"), else None."""
     found = _CHOICE.findall(text)
     if found:
         return str(found[-1])

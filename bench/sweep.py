@@ -53,7 +53,7 @@ class Cell:
     predicted_speedup: float
 
     def as_line(self) -> dict[str, Any]:
-        """The record's line. Rates are means over prompts, counts sums."""
+        """Make the record's line. Rates are means over prompts, counts sums."""
         return {
             "kind": "cell",
             "policy": self.policy,
@@ -143,7 +143,7 @@ def _cell(policy: str, values: Mapping[str, str], counts: Sequence[Counts], cost
 
 
 def best_line(lines: Sequence[Line], cells: Sequence[Cell]) -> dict[str, Any]:
-    """The record's line on the fastest measured cell."""
+    """Make the record's line on the fastest measured cell."""
     samples = Samples(lines)
     measured = {cell.policy: samples.speedup(f"selfspec:{cell.policy}", "selfspec:ar") for cell in cells}
     policy, speedup = max(measured.items(), key=lambda item: item[1].value)

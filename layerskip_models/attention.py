@@ -138,7 +138,10 @@ class _TextAttention:
             self._scale = torch.tensor(dim**-0.5, dtype=dtype, device=device)
 
     def _sight(self, position: int, rows: int, window: int | None, values: Tensor, dtype: torch.dtype) -> _Sight:
-        """What rows from `position` on see in layers of this window. values: of one layer, up to and with these rows."""
+        """Return what rows from `position` on see in layers of this window.
+
+        values: of one layer, up to and with these rows.
+        """
         (_, end, _), device = values.shape, values.device
         first = 0 if window is None else max(0, position - window + 1)
         mask: Tensor | None = None
@@ -182,7 +185,7 @@ class _TextAttention:
         return attended.squeeze(0).transpose(0, 1).flatten(1)
 
     def _attend_few(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """A few rows in three kernels: on a CPU, `scaled_dot_product_attention` spends more on its own views.
+        """Attend in three kernels for a few rows: on CPUs, `scaled_dot_product_attention` spends more on its own views.
 
         query: is overwritten. mask: [rows, 1, n], is added to the last n positions.
         """

@@ -81,7 +81,10 @@ def choices_of(logits: Tensor, detail: Detail) -> Choices:
 
 
 def choices_in_pieces(hidden: Tensor, vocab_size: int, logits: Callable[[Tensor], Tensor], detail: Detail) -> Choices:
-    """The same for rows whose logits would be too many at once. hidden: [rows, hidden]; logits: makes them of such rows."""
+    """Do the same for rows whose logits would be too many at once.
+
+    hidden: [rows, hidden]; logits: makes them of such rows.
+    """
     rows = max(_LOGITS // vocab_size, 1)
     if hidden.shape[0] <= rows:
         return choices_of(logits(hidden), detail)

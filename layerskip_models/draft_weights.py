@@ -63,7 +63,7 @@ def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
 
 
 def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
-    """The model with its weights rounded to 8 or 4 bits, to draft with. It shares everything else with the model.
+    """Return the model with its weights rounded to 8 or 4 bits, to draft with. It shares all else with the model.
 
     Of a model that is divided over processes each rounds its own part.
 
@@ -79,7 +79,7 @@ def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
 
 
 def drafter_of(model: LayerSkipModel, bits: int) -> LayerSkipModel:
-    """The model's drafter, made when it is first asked for. Any thread may ask. Raises as `drafter`."""
+    """Return the model's drafter, made when it is first asked for. Any thread may ask. Raises as `drafter`."""
     found = model.drafters.get(bits)
     if found is None:
         with _making:
@@ -107,7 +107,7 @@ def _rounded(layer: DecoderLayer, layout: Layout, index: int) -> DecoderLayer:
 
 
 def rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:
-    """A linear rounded to the layout's bits; itself if it has no more. layer: that it belongs to, or None for the head."""
+    """Round a linear to the layout's bits, unless it has no more. layer: that it belongs to, or None for the head."""
     in_four = layout == "int4" and not keeps_eight_bits(layer)
     if _bits_of(linear) <= (4 if in_four else 8):
         return linear

@@ -22,7 +22,7 @@ _EXPONENTS = range(-6, 16)  # of a row's largest number, for scales that float16
 
 
 def round_to_four_bits(weight: Tensor, *, group: int, symmetric: bool) -> GroupedWeight:
-    """A weight [out, in] in groups of `group` inputs, or of 64 or 32 if these do not divide the inputs.
+    """Round a weight [out, in] in groups of `group` inputs, or of 64 or 32 if these do not divide the inputs.
 
     symmetric: a scale for each group, 4 + 16 / group bits a weight; else also an offset, 4 + 48 / group bits.
     NaN stays NaN. Raises ValueError where the number of inputs is not a multiple of 64 (`fits_four_bits`).
@@ -107,7 +107,7 @@ def _symmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _with_offsets(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with numbers around the middle of a group's smallest and largest."""
+    """Do the same with numbers around the middle of a group's smallest and largest."""
     low, high = x.amin(2, keepdim=True), x.amax(2, keepdim=True)
     middle, inverse = (low + high) / 2, _quotient(torch.ones_like(low), high - low)
     best, numbers = torch.full_like(low, torch.inf), torch.zeros_like(x)

@@ -35,7 +35,7 @@ def pack_nibbles(values: Tensor) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """The numbers 0 to 15, uint8 [out, in], of `pack_nibbles`."""
+    """Unpack the numbers 0 to 15, uint8 [out, in], of `pack_nibbles`."""
     halves = packed.unflatten(1, (-1, CHUNK // 2))
     return torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)
 
@@ -50,7 +50,7 @@ def pack_sixes(values: Tensor) -> Tensor:
 
 
 def unpack_sixes(packed: Tensor) -> Tensor:
-    """The numbers 0 to 63, uint8 [out, in], of `pack_sixes`."""
+    """Unpack the numbers 0 to 63, uint8 [out, in], of `pack_sixes`."""
     chunks = packed.unflatten(1, (-1, 3 * CHUNK // 4))
     upper = torch.stack([chunks[..., CHUNK // 2 :] >> 2 * part & 3 for part in range(4)], dim=2).flatten(1)
     return unpack_nibbles(chunks[..., : CHUNK // 2].flatten(1)) | upper << 4
@@ -139,7 +139,7 @@ class GroupedWeight:
         return all(bool(tensor.isfinite().all()) for tensor in self.tensors[1:] if tensor is not None)
 
     def scales_and_offsets(self, rows: slice = _ALL) -> tuple[Tensor, Tensor]:
-        """The scales and offsets of these outputs, two tensors of float32 [outputs, in / group]."""
+        """Return the scales and offsets of these outputs, two tensors of float32 [outputs, in / group]."""
         scales = self.groups[rows].float()
         if self.blocks is None:
             return scales, -self.zero * scales if self.offsets is None else self.offsets[rows]
@@ -148,7 +148,7 @@ class GroupedWeight:
         return scales, -self.zero * scales if self.offsets is None else -(self.offsets[rows].float() * blocks[..., 1])
 
     def values(self, first: int = 0, last: int | None = None) -> Tensor:
-        """The numbers of outputs first .. last - 1, all by default, as float32 [outputs, in]."""
+        """Return the numbers of outputs first .. last - 1, all by default, as float32 [outputs, in]."""
         rows = slice(first, last)
         scales, offsets = (one.unsqueeze(2) for one in self.scales_and_offsets(rows))
         values = _UNPACK[self.bits](self.packed[rows]).float().unflatten(1, (-1, self.group))
@@ -160,7 +160,7 @@ class GroupedWeight:
         return self._of(Tensor.contiguous)
 
     def reordered(self, order: Tensor) -> GroupedWeight:
-        """The outputs in another order; order: int64 [out]."""
+        """Return the weight with its outputs in another order; order: int64 [out]."""
         return self._of(lambda tensor: tensor[order])
 
     def in_groups_of(self, size: int) -> GroupedWeight:
@@ -204,7 +204,7 @@ class GroupedWeight:
 
     @classmethod
     def cat(cls, weights: Sequence[GroupedWeight]) -> GroupedWeight:
-        """The outputs of several weights of the same inputs, one after another, with every number kept exactly."""
+        """Join the outputs of several weights of the same inputs, one after another, with every number kept exactly."""
         if not all(weights[0]._is_like(weight) for weight in weights):
             in_blocks = [weight.as_bytes_in_blocks() for weight in weights if weight.blocks is not None]
             fits = len(in_blocks) == len(weights) and all(weight.is_finite() for weight in in_blocks)

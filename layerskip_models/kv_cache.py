@@ -89,7 +89,7 @@ class KVCache:
         return rows[0]
 
     def room(self, start: int, stop: int, rows: int) -> int:
-        """The same, after a check that `rows` more fit. Raises ValueError if they do not."""
+        """Return the same, after a check that `rows` more fit. Raises ValueError if they do not."""
         position = self.position(start, stop)
         if position + rows > self.max_length:
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def late_names(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The package's `__getattr__` and `__dir__` (PEP 562). places: the module of each name."""
+    """Make the package's `__getattr__` and `__dir__` (PEP 562). places: the module of each name."""
     own = vars(sys.modules[package])
 
     def get(name: str) -> Any:

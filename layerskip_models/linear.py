@@ -50,7 +50,7 @@ class PlainLinear:
 
 
 def int8_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """A weight rounded to 8 bits, with a scale for each output: on our own kernels, or where there are none on operators."""
+    """Round a weight to 8 bits, a scale for each output: on our own kernels, or where there are none on operators."""
     if native_works(weight.device, weight.dtype):
         return NativeInt8Linear(weight, bias)
     rounded, scale = round_to_eight_bits(weight)
@@ -65,14 +65,14 @@ def int8_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def int4_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """A weight rounded to 4 bits in groups of inputs; to 8 bits where it has no number of inputs that makes whole groups."""
+    """Round a weight to 4 bits in groups of inputs; to 8 bits where no number of inputs makes whole groups."""
     if not fits_four_bits(weight.shape[1]):
         return int8_linear(weight, bias)
     return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), bias, own=True)
 
 
 def grouped_linear(weight: GroupedWeight, bias: Tensor | None = None, *, own: bool = False) -> Linear:
-    """A weight that is in groups already, on a CPU, for float32: on our own kernels, or where there are none on operators.
+    """Make a linear of a weight already in groups, on a CPU, for float32: on our own kernels, or if none, on operators.
 
     own: whether nobody else needs the weight's tensors, whose memory the linear may then reorder.
     """
@@ -111,7 +111,7 @@ def check_layout(layout: Layout, weight: Tensor) -> Layout:
 
 
 def default_layout(weight: Tensor) -> Layout:
-    """The layout for a weight, [out, in], where none is asked for.
+    """Choose the layout for a weight, [out, in], where none is asked for.
 
     Our own kernels wherever they run: they are the fastest, and a row's result does not depend on the other rows.
     """

@@ -44,7 +44,7 @@ _growing = fork_safe(threading.Lock())  # while any model's rotary table grows
 
 
 def resolve_kv_dtype(kv_dtype: str | torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of keys and values for a model that computes in `dtype`. kv_dtype: "auto", a name or a dtype.
+    """Return the dtype of keys and values for a model that computes in `dtype`. kv_dtype: "auto", a name or a dtype.
 
     Raises ValueError for anything but the model's own dtype and bfloat16.
     """
@@ -205,7 +205,7 @@ class LayerSkipModel:
         return F.embedding(tokens, self._embedding).to(self.dtype)
 
     def embed_one(self, token: int) -> Tensor:
-        """The embedding of one token as [1, hidden]."""
+        """Embed one token as [1, hidden]."""
         # Copies only if the embedding is kept in fewer bits.
         return self._embedding[token : token + 1].to(self.dtype).contiguous()
 
@@ -251,7 +251,7 @@ class LayerSkipModel:
         return other
 
     def with_layers(self, layers: Sequence[DecoderLayer], head: Linear) -> LayerSkipModel:
-        """The same model with other matrices: those of these layers, and this head for drafts and for all else."""
+        """Return the same model with other matrices: those of these layers, and this head, for drafts and all else."""
         other = copy.copy(self)
         other._head = other._draft_head = head
         other.adapters, other.steering, other.drafters = {}, None, {}
@@ -259,14 +259,14 @@ class LayerSkipModel:
         return other
 
     def with_adapters(self, adapters: Mapping[int, LeanAdapter]) -> LayerSkipModel:
-        """The same model, sharing its weights, with exactly these adapters after its exits."""
+        """Return the same model, sharing its weights, with exactly these adapters after its exits."""
         other = copy.copy(self)
         other.adapters = dict(adapters)
         other.steering = next((one.steering for one in adapters.values() if one.steering is not None), None)
         return other
 
     def with_kv_dtype(self, kv_dtype: str | torch.dtype) -> LayerSkipModel:
-        """The same model, sharing its weights, that keeps keys and values in this dtype.
+        """Return the same model, sharing its weights, that keeps keys and values in this dtype.
 
         kv_dtype: "auto" or the model's own dtype, which is the default; or "bfloat16", which needs half the memory of float32
         and lets attention read half as much. Rows are rounded once, when they are written. The arithmetic does not change,
@@ -282,7 +282,7 @@ class LayerSkipModel:
         return adapter is not None and adapter.steering is not None
 
     def at_exit(self, hidden: Tensor, exit_layer: int, steering: Tensor | None = None) -> Tensor:
-        """The states drafts are chosen from: [rows, hidden] of the exit, passed through its adapter if it has one.
+        """Return the states that drafts are chosen from: [rows, hidden] of the exit, through its adapter if any.
 
         steering: what `self.steering` made of the row that was verified last, for the exits that it steers.
         """
@@ -313,7 +313,7 @@ class LayerSkipModel:
         return self._rotary
 
     def on_one_team(self) -> AbstractContextManager[None]:
-        """A context in which this thread's PyTorch operators start no threads of their own, if our kernels run.
+        """Return a context in which this thread's PyTorch operators start no threads of their own, if our kernels run.
 
         For the engine's rounds, whose operators are small; see `kernels.threads`.
         """
@@ -334,11 +334,11 @@ class LayerSkipModel:
         return self._head_logits(self._draft_head, hidden)
 
     def choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
-        """The best token of each row of `logits`; our kernels do not store the logits, and operators make them in pieces."""
+        """Choose the best token of each row of `logits`; our kernels store no logits, operators make them in pieces."""
         return self._head_choices(self._head, hidden, detail)
 
     def draft_choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
-        """The best token of each row of `draft_logits`."""
+        """Choose the best token of each row of `draft_logits`."""
         return self._head_choices(self._draft_head, hidden, detail)
 
     def _head_logits(self, head: Linear, hidden: Tensor) -> Tensor:

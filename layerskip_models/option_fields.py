@@ -41,7 +41,7 @@ def option(
     flags: Sequence[str] = (),
     **others: Any,
 ) -> Any:
-    """A field of a dataclass. default: MISSING for a field that must be given.
+    """Make a field of a dataclass. default: MISSING for a field that must be given.
 
     allowed: a range of numbers, or the words to choose from. argument: the command line takes it without a name.
     flags: its names on the command line, if not just its own. others: arguments of `typer.Option`.
@@ -51,7 +51,7 @@ def option(
 
 
 def parameters_of(group: type[Any]) -> list[inspect.Parameter]:
-    """The fields of a dataclass as typer reads them, required ones first. Tuples become lists, which is what typer has."""
+    """List a dataclass's fields as typer reads them, required ones first. Tuples become lists, as typer has them."""
     hints = get_type_hints(group, include_extras=True)
     parameters = []
     for item in sorted(fields(group), key=lambda item: item.default is not MISSING):

@@ -32,7 +32,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_lines(path: Path) -> list[str]:
-    """A file's lines without their ends, as JSON lines and `wc` count them: only a line feed ends a line.
+    """Read a file's lines without their ends, as JSON lines and `wc` count them: only a line feed ends a line.
 
     A byte order mark at the beginning is left out. Raises UnicodeDecodeError for what is not UTF-8, but for a last line that
     was cut short within a character.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same numbers on a device. tensor: in the host's memory; the host does not wait until they are there."""
+    """Send the numbers to a device. tensor: in the host's memory; the host does not wait until they are there."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -14,6 +14,6 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 
 def with_cache(model: PreTrainedModel, cache: Cache) -> dict[str, Any]:
-    """The argument that hands a KV cache to the model's `forward`."""
+    """Return the argument that hands a KV cache to the model's `forward`."""
     parameters = inspect.signature(model.forward).parameters
     return {next(name for name in CACHE_NAMES if name in parameters): cache}

@@ -31,7 +31,7 @@ class Bins:
         return len(self.midpoints)
 
     def index(self, confidence: float) -> int:
-        """The bin of a confidence in [0, 1]."""
+        """Find the bin of a confidence in [0, 1]."""
         return bisect_right(self.edges, confidence)
 
 
@@ -147,7 +147,7 @@ class AcceptanceTable:
         return confidences
 
     def state(self) -> dict[str, Any]:
-        """Counts per layer and bin, and the bins' edges, for JSON."""
+        """Return counts per layer and bin, and the bins' edges, for JSON."""
         return {
             "edges": list(self.bins.edges),
             "accepted": {str(layer): list(row) for layer, row in self.accepted.items()},
@@ -177,7 +177,7 @@ class AcceptanceTable:
 
 
 def draft_acceptance(record: RoundRecord) -> list[float]:
-    """Acceptance of each draft whose fate is known: 1, or 0 for a rejected one; min(1, p/q) when sampling."""
+    """Return the acceptance of each draft of known fate: 1, or 0 for a rejected one; min(1, p/q) when sampling."""
     known = min(record.num_accepted + 1, record.num_drafted)
     if record.acceptance_probabilities is not None:
         return list(record.acceptance_probabilities[:known])
@@ -185,7 +185,10 @@ def draft_acceptance(record: RoundRecord) -> list[float]:
 
 
 def shadow_acceptance(shadow: Shadow) -> list[list[float]]:
-    """Acceptance of each shadow token, [layers][rows]: whether it is the target's choice; p(shadow token) when sampling."""
+    """Return the acceptance of each shadow token, [layers][rows].
+
+    Whether it is the target's choice; p(shadow token) when sampling.
+    """
     return _acceptance(shadow).tolist()
 
 

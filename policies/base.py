@@ -27,15 +27,15 @@ class Learner(Protocol):
     """Looks at outcomes. What it learned can be dropped, saved and restored."""
 
     def begin_text(self) -> None:
-        """Called at the start of every call, before anything else: what was seen so far belongs to earlier texts."""
+        """Begin a text; called at the start of every call, before all else: what was seen is of earlier texts."""
         ...
 
     def observe_prompt(self, shadow: Shadow) -> None:
-        """Called after prefill with the last prompt rows, if `observes.prompt_rows` asked for them."""
+        """Observe the last prompt rows; called after prefill if `observes.prompt_rows` asked for them."""
         ...
 
     def observe(self, record: RoundRecord) -> None:
-        """Called after every round, also one that drafted nothing at an exit."""
+        """Observe a round; called after every one, also one that drafted nothing at an exit."""
         ...
 
     def reset(self) -> None:
@@ -43,7 +43,7 @@ class Learner(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What was learned, for JSON."""
+        """Return what was learned, for JSON."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class ExitPolicy(_Observer, Protocol):
         ...
 
     def plan(self, context: RoundContext) -> Plan:
-        """The decision for the coming round."""
+        """Return the decision for the coming round."""
         ...
 
 
@@ -75,26 +75,26 @@ class StoppingPolicy(_Observer, Protocol):
     """Decides at every drafted token whether to go on."""
 
     def start_round(self, plan: Plan) -> None:
-        """Called after the plan is made, before the first row."""
+        """Start a round; called after the plan is made, before the first row."""
         ...
 
     def stop_before_draw(self, row: DraftRow) -> bool:
-        """True: draw no token from this row; what was kept so far goes to verification."""
+        """Say whether to draw no token from this row; what was kept so far then goes to verification."""
         ...
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        """True: the token is kept, and drafting ends."""
+        """Say whether drafting ends with this token, which is kept."""
         ...
 
     def threshold(self, exit_layer: int) -> float | None:
-        """What a row of this layer is compared with at the moment, for the trace; None if there is no such number.
+        """Return what a row of this layer is now compared with, for the trace; None if there is no such number.
 
         exit_layer: or another place where drafts are made (`RoundRecord.place`).
         """
         ...
 
     def spent(self) -> Spent:
-        """What its decisions cost in this round, in addition to the rows that it looked at."""
+        """Return what its decisions cost in this round, in addition to the rows that it looked at."""
         ...
 
 
@@ -201,7 +201,7 @@ class Policy:
         return bool(getattr(self.exit, "learns_together", False))
 
     def clone_for_sequence(self) -> Policy:
-        """The policy for one more text of the batch: the same exit policy, and a stopping policy with a round of its own."""
+        """Make one more text's policy in the batch: the same exit policy, a stopping policy with a round of its own."""
         make = getattr(self.exit, "own_stopping", None)
         own = None if make is None else make()
         return replace(self, stopping=own if type(own) is type(self.stopping) else deepcopy(self.stopping))
@@ -233,7 +233,7 @@ class Policy:
             self.stopping.reset()
 
     def state(self) -> dict[str, Any]:
-        """What both have learned, as JSON can hold it."""
+        """Return what both have learned, as JSON can hold it."""
         return {"exit": self.exit.state(), "stopping": None if self.stopping is None else self.stopping.state()}
 
     def restore(self, state: dict[str, Any]) -> None:

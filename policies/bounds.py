@@ -39,7 +39,7 @@ def check_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
 
 
 def check_draft_layer(exit_layer: int, num_layers: int, bits: int | None) -> int:
-    """The same for a draft with weights of `bits` bits, which may go through all layers; None: with the model's own."""
+    """Check the same of a draft with weights of `bits` bits, which may go through all layers; None: the model's own."""
     if bits is not None and exit_layer == num_layers:
         return exit_layer
     return check_exit_layer(exit_layer, num_layers)

@@ -39,7 +39,7 @@ class Setup:
         return tuple(range(1, self.num_layers)) if self.exit_layers is None else self.exit_layers
 
     def cost(self, kind: str) -> CostModel:
-        """The cost model of a `cost=` option."""
+        """Make the cost model of a `cost=` option."""
         cost = self._cost(kind)
         if self.ended_by is None:
             return cost

@@ -58,7 +58,7 @@ class CostModel:
     verify_factor: float = 1.0
 
     def autoregressive(self) -> float:
-        """A round without speculation: one row through all layers and the head."""
+        """Price a round without speculation: one row through all layers and the head."""
         return self._layers(self.num_layers, self.batch_size) + self._head(self.batch_size)
 
     def look(self, exit_layer: int) -> float:
@@ -66,7 +66,7 @@ class CostModel:
         return self.draft_factor * self._look(exit_layer, self.batch_size)
 
     def drafting(self, exit_layer: int, num_drafts: int, bits: int | None = None) -> float:
-        """The draft steps of a round: each a row through the first E layers, and a look at it. bits: of their weights."""
+        """Price a round's draft steps: each a row through the first E layers, and a look at it. bits: of weights."""
         if num_drafts == 0:
             return 0.0
         if bits is not None:
@@ -76,7 +76,7 @@ class CostModel:
         return self.draft_factor * (num_drafts * later + (first - later))
 
     def round(self, exit_layer: int, num_drafts: int) -> float:
-        """A round that drafts `num_drafts` >= 0 tokens, looking at as many rows, and verifies num_drafts + 1 rows.
+        """Price a round that drafts `num_drafts` >= 0 tokens, looks at as many rows, and verifies num_drafts + 1 rows.
 
         The last row goes through the first E layers alone, and then all rows together through the others and the head.
         """
@@ -92,7 +92,7 @@ class CostModel:
         return cost
 
     def rounded_round(self, exit_layer: int, num_drafts: int, bits: int) -> float:
-        """A round whose drafts are made with weights in fewer bits: all rows are verified through all layers."""
+        """Price a round whose drafts are made with weights in fewer bits: all rows are verified through all layers."""
         verifying = self.copying(num_drafts)
         return self.drafting(exit_layer, num_drafts, bits) + verifying + self.round_seconds / self.batch_size
 
@@ -104,18 +104,18 @@ class CostModel:
         return found.for_batch_size(self.batch_size)
 
     def copying(self, copied: int) -> float:
-        """A round that copies: `copied` + 1 rows at once through all layers. All texts of a batch copy alike."""
+        """Price a round that copies: `copied` + 1 rows at once through all layers. All texts of a batch copy alike."""
         rows = (copied + 1) * self.batch_size
         cost = self.num_layers * _at(self.layer_seconds, rows) + _at(self.head_seconds, rows)
         # As a verification, whose rows most of it is.
         return self.verify_factor * (cost / self.batch_size) + (1 - self.verify_factor) * self.autoregressive()
 
     def for_batch_size(self, texts: int) -> Self:
-        """The cost for each of `texts` texts that share their passes."""
+        """Return the cost for each of `texts` texts that share their passes."""
         return self if texts == self.batch_size else replace(self, batch_size=texts)
 
     def _layers(self, layers: int, rows: float) -> float:
-        """A text's share of the cost of these layers over these rows."""
+        """Return a text's share of the cost of these layers over these rows."""
         return layers * _at(self.layer_seconds, rows) / self.batch_size
 
     def _head(self, rows: float) -> float:
@@ -142,7 +142,7 @@ class LayerCost(CostModel):
     """
 
     def for_batch_size(self, texts: int) -> Self:
-        """The same cost: rows are free, so a batch divides all costs alike."""
+        """Return the same cost: rows are free, so a batch divides all costs alike."""
         return self
 
 
@@ -157,7 +157,7 @@ class MeasuredCost(CostModel):
                 raise ValueError(f"{name} must hold at least two positive timings (1 row, 2 rows, ...), got {values!r}")
 
     def as_dict(self) -> dict[str, Any]:
-        """What was timed, for a JSON record; `MeasuredCost.from_dict` reads it."""
+        """Return what was timed, for a JSON record; `MeasuredCost.from_dict` reads it."""
         derived = ("batch_size", "block", "block_seconds", "draft_factor", "verify_factor", "rounded")
         found = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in derived}
         rounded = [(bits, cost.as_dict()) for bits, cost in self.rounded if isinstance(cost, MeasuredCost)]
@@ -165,7 +165,7 @@ class MeasuredCost(CostModel):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MeasuredCost:
-        """The cost that `as_dict` described."""
+        """Make the cost that `as_dict` described."""
         lists = {name: tuple(values[name]) for name in ("layer_seconds", "head_seconds")}
         adapters = tuple((int(layer), float(seconds)) for layer, seconds in values.get("adapter_seconds", ()))
         rounded = tuple((int(bits), cls.from_dict(cost)) for bits, cost in values.get("rounded", ()))
@@ -199,7 +199,7 @@ def _setting_costs(cost: CostModel, layers: tuple[int, ...], max_speculations: i
 
 
 def cost_of_round(record: RoundRecord, cost: CostModel) -> float:
-    """What a finished round costs: all rows that it ran, including one that was dropped."""
+    """Price a finished round: all rows that it ran, including one that was dropped."""
     if record.exit_layer is None:
         return cost.copying(record.num_drafted)
     layer, drafted, dropped = record.exit_layer, record.num_drafted, record.stop_cause == "before_draw"
@@ -209,7 +209,7 @@ def cost_of_round(record: RoundRecord, cost: CostModel) -> float:
 
 
 def tokens_per_cost(acceptance: float, exit_layer: int, num_drafts: int, cost: CostModel) -> float:
-    """Expected tokens of a round divided by its cost; with `LayerCost` DEL's TPL(l, d).
+    """Divide the expected tokens of a round by its cost; with `LayerCost` DEL's TPL(l, d).
 
     acceptance: chance that a draft is accepted if those before it were, alike for each, in [0, 1]. 1 + a + ... + a^d is the
     expectation, written as a sum so that a = 1 is no special case. num_drafts = 0 is an autoregressive round.
@@ -227,7 +227,7 @@ def tokens_per_cost(acceptance: float, exit_layer: int, num_drafts: int, cost: C
 def best_setting(
     acceptance: Mapping[int, float], max_speculations: int, cost: CostModel, *, first: int = 0
 ) -> tuple[int, int, float]:
-    """The (exit layer, length, tokens per cost) with most tokens per cost; lengths first .. max_speculations.
+    """Find the (exit layer, length, tokens per cost) with most tokens per cost; lengths first .. max_speculations.
 
     acceptance: of every candidate exit layer. Of equals the lowest layer wins, then the shortest length.
     """

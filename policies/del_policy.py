@@ -83,7 +83,7 @@ class DecayedMatches:
                     self._learn(layer)
 
     def _learn(self, layer: int) -> _LayerMeans:
-        """The layer's means, with all its rounds in them."""
+        """Return the layer's means, with all its rounds in them."""
         own = self._of[layer]
         if not own.waiting:
             return own
@@ -101,11 +101,11 @@ class DecayedMatches:
         return own
 
     def knows(self, layer: int) -> bool:
-        """True if no round of this layer waits."""
+        """Tell whether no round of this layer waits."""
         return not self._of[layer].waiting
 
     def most_accepted(self, layer: int) -> float | None:
-        """What `acceptance` can come to at most; itself where nothing waits. None before any row was compared."""
+        """Return what `acceptance` can come to at most; itself if nothing waits. None before any row was compared."""
         own = self._of[layer]
         if own.most.mean is None or self.knows(layer):
             return self.acceptance(layer)
@@ -228,7 +228,7 @@ class DelEstimates:
         self.current = self.rounds
 
     def state(self) -> dict[str, Any]:
-        """What lasts from one text to the next: the rounds' means if they are kept, else nothing."""
+        """Return what lasts from one text to the next: the rounds' means if they are kept, else nothing."""
         return {} if self._forgets else self.rounds.state()
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -282,13 +282,13 @@ class DelExit(DelegatingPolicy):
         return cls(num_layers=setup.num_layers, cost=setup.cost(cost), max_speculations=d_max, **options)
 
     def own_stopping(self, on_stop: str = "drop") -> DelThreshold | None:
-        """The threshold that ends its drafts; None where it plans their length (length=tpl)."""
+        """Make the threshold that ends its drafts; None where it plans their length (length=tpl)."""
         if self._length == "tpl":
             return None
         return DelThreshold(num_layers=self._cost.num_layers, on_stop=on_stop, shared=self.estimates)
 
     def plan(self, context: RoundContext) -> Plan:
-        """The layer of the highest TPL; before anything was seen, the lowest candidate with one draft."""
+        """Choose the layer of the highest TPL; before anything was seen, the lowest candidate with one draft."""
         cost = self._cost = self._cost.for_batch_size(context.batch_size)
         known = self._contenders(cost)
         if not known:
@@ -300,7 +300,7 @@ class DelExit(DelegatingPolicy):
         return Plan(exit_layer=exit_layer, max_speculations=cap, acceptance=known)
 
     def _contenders(self, cost: CostModel) -> dict[int, float]:
-        """Acceptance of the layer that is best, and of others that were looked at on the way to it.
+        """Return the acceptance of the layer that is best, and of others that were looked at on the way to it.
 
         A layer whose TPL could not be the highest even if all its unseen rows matched is not looked at: the choice is the
         same as with all of them.
@@ -362,7 +362,7 @@ class DelThreshold(DelegatingPolicy, NeverStop):
         return not self._drops and self._below(row)
 
     def threshold(self, exit_layer: int) -> float:
-        """The current tau of a layer, in [0, 1]."""
+        """Return the current tau of a layer, in [0, 1]."""
         return self.estimates.current.threshold(exit_layer)
 
     def _below(self, row: DraftRow) -> bool:

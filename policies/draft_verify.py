@@ -39,7 +39,7 @@ class AdaptiveStopping(NeverStop):
         self._rate: float | None = None
 
     def stops(self, score: float, row: DraftRow) -> bool:
-        """True if this token is the last: its score is below the threshold, or it is the `max_length`th."""
+        """Tell whether this token is the last: its score is below the threshold, or it is the `max_length`th."""
         return score < self._value or row.num_drafted + 1 >= self.max_length
 
     def threshold(self, exit_layer: int) -> float:

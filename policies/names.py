@@ -176,7 +176,7 @@ def parse_policy(
 
 
 def kept_between_texts(text: str) -> str:
-    """The name with state=kept wherever the policy has that option and the name does not say: "del" is "del:state=kept"."""
+    """Add state=kept wherever the policy has that option and the name does not say: "del" becomes "del:state=kept"."""
     parts = []
     for part, known in zip(text.strip().split("+"), (EXITS, STOPPINGS)):
         name, arguments = _split(part)
@@ -205,7 +205,7 @@ def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
 
 
 def _with_own_stopping(setup: Setup, name: str, arguments: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
-    """An exit policy with the stopping policy that it comes with, if any."""
+    """Make an exit policy with the stopping policy that it comes with, if any."""
     values = _values(name, EXITS[name], arguments)
     if "on_stop" in values and values.get("length") == "tpl":
         raise ValueError("on_stop= changes nothing with length=tpl, which drafts without a threshold")
@@ -217,7 +217,7 @@ def _with_own_stopping(setup: Setup, name: str, arguments: str) -> tuple[ExitPol
 
 
 def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> tuple[ExitPolicy, StoppingPolicy]:
-    """An exit policy with another stopping policy, which learns the layers that the exit policy may choose."""
+    """Make an exit policy with another stopping policy, which learns the layers that the exit policy may choose."""
     other, other_arguments = _split(tail)
     if other not in STOPPINGS:
         raise ValueError(f"unknown stopping policy {other!r}{_suggestion(other, [*STOPPINGS])}")
@@ -276,7 +276,7 @@ def _keep_to_layers(values: dict[str, Any], layers: tuple[int, ...], chooses: bo
 
 
 def _with_fixed_exit(setup: Setup, name: str, arguments: str) -> tuple[ExitPolicy, StoppingPolicy]:
-    """A stopping policy after a fixed exit layer, which comes first: "dv:3", "fs:3-6"; "pacer" knows its own."""
+    """Make a stopping policy after a fixed exit layer, which comes first: "dv:3", "fs:3-6"; "pacer" knows its own."""
     if name == "pacer":
         values = _values(name, STOPPINGS[name], arguments)
         stopped = PacerStopping.from_args(setup, **values)
@@ -338,7 +338,7 @@ def _position(name: str, position: str, example: str, text: str) -> dict[str, An
 
 
 def _suggestion(name: str, known: list[str]) -> str:
-    """The end of a message about an unknown name: the closest known ones, or all of them, by name only."""
+    """Write the end of a message about an unknown name: the closest known ones, or all of them, by name only."""
     close = get_close_matches(name.lower(), known, n=2, cutoff=0.6)
     if close:
         return f"; did you mean {' or '.join(close)}?"

@@ -96,7 +96,7 @@ class PacerStopping(NeverStop):
         return stops
 
     def _score(self, block: list[DraftRow]) -> float:
-        """What is compared with t. One pass of the pre-verifier, with one wait for the device."""
+        """Compute what is compared with t. One pass of the pre-verifier, with one wait for the device."""
         started = perf_counter()
         first = block[0]
         assert first.context is not None
@@ -119,5 +119,5 @@ class PacerStopping(NeverStop):
         return self._current
 
     def spent(self) -> Spent:
-        """The pre-verifier's passes in this round, each a layer, and their time."""
+        """Return the pre-verifier's passes in this round, each a layer, and their time."""
         return self._spent

@@ -172,7 +172,7 @@ def loading_line(peer: PeerProcess) -> Line:
 
 
 def load_once(name: str, make: Callable[[], Peer], timeout: float) -> Line | None:
-    """The line for an engine in a process that ends as soon as it has loaded; None if it cannot load."""
+    """Return the line for an engine in a process that ends as soon as it has loaded; None if it cannot load."""
     with ExitStack() as running:
         try:
             return loading_line(start(name, make, timeout, running))
@@ -181,7 +181,7 @@ def load_once(name: str, make: Callable[[], Peer], timeout: float) -> Line | Non
 
 
 def _loaded(make: Callable[[], tuple[TimedEngine, Mapping[str, Any]]], importing: str) -> Peer:
-    """The engine that `make` gives with what the parent is to know of it, once it has said a first token.
+    """Return the engine that `make` gives with what the parent is to know of it, once it has said a first token.
 
     importing: the line with which a program imports it.
     """

@@ -145,7 +145,7 @@ def load(
 
 
 def _place(name: str) -> Path:
-    """The file or folder on this machine that a name stands for. Raises ValueError for a name on the hub."""
+    """Find the file or folder on this machine that a name stands for. Raises ValueError for a name on the hub."""
     found = resolve_checkpoint(name)
     place = gguf_file(found) or Path(found)
     if not weight_files(place):

@@ -117,7 +117,10 @@ def openvino_peer(path: Path, max_tokens: int) -> Peer:
 
 
 def transformers_peer(checkpoint: str, dtype: str, device: str, setting: tuple[int, int] | None = None) -> Peer:
-    """transformers' own decoding. setting: exit layer and length of its early exit; None for plain decoding alone."""
+    """Make transformers' own decoding.
+
+    setting: exit layer and length of its early exit; None for plain decoding alone.
+    """
     network = load_network(checkpoint, dtype, device)
     return Peer(
         engines=[transformers_generate(network)] if setting is None else transformers_engines(network, *setting)

@@ -48,7 +48,7 @@ def configuration(
     warmups: int,
     sampling: Sampling | None = None,
 ) -> dict[str, Any]:
-    """What a record says about any run. A local checkpoint is named by its folder alone. sampling: None if greedy."""
+    """Return what a record says about any run; a local checkpoint by its folder alone. sampling: None if greedy."""
     is_folder = Path(checkpoint).is_dir()
     return {
         "model": model_name(checkpoint),
@@ -75,7 +75,7 @@ def model_name(checkpoint: str) -> str:
 def run_line(
     command: str, configuration: Mapping[str, Any], engines: Sequence[HasLabel], provenance: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A record's first line."""
+    """Make a record's first line."""
     return {
         "kind": "run",
         "command": command,
@@ -93,7 +93,7 @@ def encoded(
 
 
 def is_synthetic(checkpoint: str) -> bool:
-    """True for a name that stands for a shape with random weights."""
+    """Tell whether a name stands for a shape with random weights."""
     return checkpoint.startswith(PREFIX)
 
 
@@ -105,12 +105,12 @@ def num_layers_of(checkpoint: str) -> int:
 
 
 def open_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer; synthetic weights know no words, and take the demo's for their prompts."""
+    """Open the checkpoint's tokenizer; synthetic weights know no words, and take the demo's for their prompts."""
     return load_tokenizer(str(DEMO_PATH) if is_synthetic(checkpoint) else checkpoint)
 
 
 def open_model(checkpoint: str, dtype: str, device: str) -> LayerSkipModel:
-    """The model alone, so that its weights are in memory once."""
+    """Open the model alone, so that its weights are in memory once."""
     if is_synthetic(checkpoint):
         layout = dtype if dtype in FEW_BITS else None
         network = load_network(checkpoint, dtype if layout is None else "float32", device)
@@ -119,7 +119,7 @@ def open_model(checkpoint: str, dtype: str, device: str) -> LayerSkipModel:
 
 
 def load_network(checkpoint: str, dtype: str, device: str) -> PreTrainedModel:
-    """transformers' own model, for engines that share its weights."""
+    """Load transformers' own model, for engines that share its weights."""
     if is_synthetic(checkpoint):
         shape, recipe = parse_synthetic(checkpoint)
         target = resolve_device(device)
@@ -142,7 +142,7 @@ def transformers_engines(
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr; yields a function that advances it by one. Hidden where stderr is not a terminal."""
+    """Show a progress bar on stderr, if that is a terminal; yield a function that advances the bar by one."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -186,7 +186,7 @@ def _after_interrupt(writer: RecordWriter, resume: str | None) -> str:
 
 
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
-    """The record's tables and its headline, on standard output."""
+    """Print the record's tables and its headline on standard output."""
     records: list[Line] = [dict(line) for line in lines]
     typer.echo("\n\n".join([*(table.markdown(aligned=True) for table in tables(records)), headline(records)]))
 

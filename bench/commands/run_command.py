@@ -172,13 +172,13 @@ def sampling_of(do_sample: bool, asked: Mapping[str, Any]) -> Sampling | None:
 
 
 def _resuming() -> str:
-    """The command line that goes on with this one."""
+    """Return the command line that goes on with this one."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--resume"]
     return shlex.join(["selfspec-bench", *arguments, "--resume"])
 
 
 def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int) -> list[Prompt]:
-    """The first `num_samples` prompts of every task, from the files or the shipped ones; a task they lack comes from the hub.
+    """Choose the first `num_samples` prompts of every task: from the files or the shipped ones, or else from the hub.
 
     Raises ValueError for an unknown task, or when two files share an id.
     """
@@ -201,7 +201,7 @@ def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int
 
 
 def kept_policies(asked: Sequence[str], names: Sequence[str], parse: Callable[[str], Policy]) -> list[str]:
-    """The policies to run a second time with what they have learned: the named ones; "all" means all that learn.
+    """Return the policies to run a second time with what they have learned: the named ones; "all": all that learn.
 
     Raises ValueError for one that learns nothing, or keeps nothing of it from prompt to prompt.
     """

@@ -46,11 +46,10 @@ def serving(
     ] = True,
     output: options.OutputOption = None,
 ) -> None:
-    """Serving: throughput and time to first token over the number of clients. CPU, float32, greedy, EOS ignored where the
-    checkpoint has none.
+    """Measure serving: throughput and time to first token over the number of clients; CPU, float32, greedy.
 
-    All servers run on one folder, and are measured in turn, as is generate_batch in this process. Ends with status 1 if
-    our server's texts differ from generate_batch's.
+    EOS is ignored where the checkpoint has none. All servers run on one folder, and are measured in turn, as is
+    generate_batch in this process. Ends with status 1 if our server's texts differ from generate_batch's.
     """
     with one_line_errors():
         checkpoint = str(model or DEMO_PATH)

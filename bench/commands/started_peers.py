@@ -39,12 +39,12 @@ def start_all(
 
 
 def versions_of(started: Sequence[PeerProcess]) -> dict[str, Any]:
-    """The versions of other engines that the peers loaded, as a record's provenance names them."""
+    """Return the versions of other engines that the peers loaded, as a record's provenance names them."""
     return {name: version for peer in started for name, version in peer.about.get("versions", {}).items()}
 
 
 def without_lost(lines: Sequence[Line], missing: Mapping[str, str], lost: Mapping[str, str]) -> list[Line]:
-    """The record without the engines that were lost before their last run; a line for each says why.
+    """Return the record without the engines that were lost before their last run; a line for each says why.
 
     missing: peers that never began, by name. lost: engines that began, by name.
     """

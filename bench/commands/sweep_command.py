@@ -161,7 +161,7 @@ def _ranges(exit_layers: str | None, num_speculations: str | None, num_layers: i
 
 
 def _is_fixed(policy: str, num_layers: int) -> bool:
-    """True if replay decides the policy's rounds. Raises ValueError for an unknown policy."""
+    """Tell whether replay decides the policy's rounds. Raises ValueError for an unknown policy."""
     if "pacer" not in policy:  # which can be resolved for the loaded model only
         parse_policy(policy, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
     return fixed_setting_of(policy) is not None

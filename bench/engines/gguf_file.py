@@ -71,7 +71,7 @@ def written_gguf(model: LlamaForCausalLM, kind: str) -> Iterator[Path]:
 
 
 def _kind_of(name: str, tensor: Tensor, kind: str, num_layers: int) -> str:
-    """The type of one tensor in a file whose matrices are of `kind`."""
+    """Choose the type of one tensor in a file whose matrices are of `kind`."""
     if tensor.dim() != 2:
         return "F32"
     if kind == "Q4_K_M":
@@ -106,7 +106,7 @@ def _describe(writer: GGUFWriter, config: LlamaConfig, rope_attention: float) ->
 
 
 def _tensors(model: LlamaForCausalLM) -> dict[str, Tensor]:
-    """The tensors by their names in the file, in transformers' layout."""
+    """Return the tensors by their names in the file, in transformers' layout."""
     config, rotary = model.config, model.model.rotary_emb
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
     found: dict[str, Tensor] = {}

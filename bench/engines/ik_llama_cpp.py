@@ -58,7 +58,7 @@ class IkLlamaCppFile:
 
     @contextmanager
     def _room(self, prompts: Sequence[Tensor]) -> Iterator[tuple[Any, Any]]:
-        """A context and a batch for these texts and what continues them."""
+        """Yield a context and a batch for these texts and what continues them."""
         settings = library.llama_context_default_params()
         settings.n_ctx = settings.n_batch = len(prompts) * (-(-self._max_tokens // 256) * 256)
         settings.n_seq_max = len(prompts)
@@ -108,7 +108,7 @@ class IkLlamaCppFile:
             return torch.tensor(self._logits(context, place))
 
     def _choices(self, context: Any, batch: Any, rows: Sequence[tuple[int, list[int], int]]) -> list[int]:
-        """The likeliest next token of each text after one pass."""
+        """Return the likeliest next token of each text after one pass."""
         return [int(self._logits(context, place).argmax()) for place in self._decode(context, batch, rows)]
 
     def _decode(self, context: Any, batch: Any, rows: Sequence[tuple[int, list[int], int]]) -> list[int]:
@@ -128,5 +128,5 @@ def _from_start(prompts: Sequence[Tensor]) -> list[tuple[int, list[int], int]]:
 
 
 def ik_llama_cpp_version() -> str:
-    """The package's version."""
+    """Return the package's version."""
     return version("ik-llama-cpp-python")

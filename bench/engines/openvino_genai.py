@@ -48,7 +48,7 @@ class OpenVinoEngine:
         )
 
     def _call(self, ids: NDArray[np.int64], max_new_tokens: int) -> tuple[Any, float]:
-        """What it gives for ids [texts, n], and the seconds that it took."""
+        """Return what it gives for ids [texts, n], and the seconds that it took."""
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         settings = openvino_genai.GenerationConfig(
             max_new_tokens=max_new_tokens, ignore_eos=True, do_sample=False, apply_chat_template=False
@@ -78,15 +78,15 @@ class OpenVinoEngine:
         return
 
     def next_logits(self, ids: Tensor) -> Tensor:
-        """Raises RuntimeError: OpenVINO GenAI keeps its logits to itself. No other engine has its weights, so none asks."""
+        """Raise RuntimeError: OpenVINO GenAI keeps its logits to itself. No engine shares its weights, so none asks."""
         raise RuntimeError(f"{self.label} does not tell its logits")
 
 
 def openvino_version() -> str:
-    """The versions of the library that runs models and of the one that generates text."""
+    """Return the versions of the library that runs models and of the one that generates text."""
     return f"{openvino.get_version()}, GenAI {openvino_genai.get_version()}"
 
 
 def openvino_name(path: Path) -> str:
-    """What a record calls the engine on this file or folder."""
+    """Return what a record calls the engine on this file or folder."""
     return f"openvino:{'the file' if path.suffix == '.gguf' else path.name.removeprefix('openvino-')}"

@@ -109,7 +109,7 @@ class TimedEngine(HasLabel, Protocol):
         ...
 
     def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
-        """Rounds and drafts of that continuation, from an untimed run; None if `generate` counts them or there are none."""
+        """Count that continuation's rounds and drafts, untimed; None if `generate` counts them or there are none."""
         ...
 
     def next_logits(self, ids: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class SelfSpecEngine:
         )
 
     def forget(self) -> None:
-        """What was learned from warm-up runs."""
+        """Forget what was learned from warm-up runs."""
         self._prompt = self._known = self._learned = None
 
     def capture_ahead(self, max_length: int) -> None:

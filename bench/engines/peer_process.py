@@ -90,7 +90,7 @@ class PeerProcess:
         return self._process.pid
 
     def call(self, engine: int, method: str, *arguments: Any) -> Any:
-        """What a method of one of the engines returns. Raises EngineLostError if there is no answer."""
+        """Return what a method of one of the engines returns. Raises EngineLostError if there is no answer."""
         if self._lost is not None:
             raise EngineLostError(self._lost)
         with suppress(OSError):  # it has ended: `_answer` says how
@@ -165,7 +165,7 @@ class RemoteEngine:
 
 
 def _serve(pipe: Connection, parents: Connection, path: str, make: Callable[[], Peer]) -> None:
-    """What the child does until the parent closes the pipe."""
+    """Run the child: answer the parent's calls until it closes the pipe."""
     parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -193,7 +193,7 @@ def _serve(pipe: Connection, parents: Connection, path: str, make: Callable[[], 
 
 
 def _ids(sent: list[int] | list[list[int]]) -> Tensor | list[Tensor]:
-    """A text's ids, or those of several, as an engine takes them."""
+    """Turn a text's ids, or those of several, into what an engine takes."""
     if sent and isinstance(sent[0], list):
         return [torch.tensor(text, dtype=torch.long) for text in sent]
     return torch.tensor(sent, dtype=torch.long)

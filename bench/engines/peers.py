@@ -143,7 +143,7 @@ class TransformersEngine:
         return BatchRun(tokens=sequences[:, ids.shape[1] :].tolist(), seconds=perf_counter() - start)
 
     def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
-        """Rounds, drafted and accepted tokens of assisted generation, which transformers does not return."""
+        """Count rounds, drafted and accepted tokens of assisted generation, which transformers does not return."""
         if "assistant_early_exit" not in self._arguments:
             return None
         drafted: list[int] = []

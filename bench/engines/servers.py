@@ -35,7 +35,7 @@ class Server:
     process: psutil.Process
 
     def connect(self, timeout: float = 300) -> http.client.HTTPConnection:
-        """A new connection, without delays for small packets."""
+        """Open a new connection, without delays for small packets."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         connection.connect()
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -59,7 +59,7 @@ def selfspec_server(folder: Path, options: Sequence[str] = (), label: str = "sel
 
 @contextmanager
 def transformers_server(folder: Path, dtype: str, *, continuous_batching: bool) -> Iterator[Server]:
-    """`transformers serve FOLDER`, one request after the other or with continuous batching."""
+    """Run `transformers serve FOLDER`, one request after the other or with continuous batching."""
     kind = "--continuous-batching" if continuous_batching else "--no-continuous-batching"
     program = "from transformers.cli.transformers import main; main()"
     command = [sys.executable, "-c", program, "serve", str(folder), "--dtype", dtype, kind]
@@ -106,7 +106,7 @@ def _await(server: Server, process: subprocess.Popen[bytes], errors: IO[bytes]) 
 
 @contextmanager
 def served_folder(folder: Path | None, network: PreTrainedModel | None) -> Iterator[Path]:
-    """A temporary folder that servers can load: links to a checkpoint's files, or a network's weights.
+    """Make a temporary folder that servers can load: links to a checkpoint's files, or a network's weights.
 
     Where there is no tokenizer it gets one with a word for every id: texts are then as long as their tokens.
     """

@@ -43,7 +43,7 @@ def measure_bandwidth(device: torch.device) -> float:
 
 
 def bandwidth_fields(measured: Sequence[float]) -> dict[str, Any]:
-    """What a record says of bandwidths measured in turn with what is timed: the median, bytes per second, and all.
+    """Return what a record says of bandwidths measured in turn with what is timed: median and all, bytes per second.
 
     A shared host's memory is not as fast in one minute as in the next.
     """
@@ -62,7 +62,7 @@ class WeightBytes:
 
     @classmethod
     def of(cls, model: LayerSkipModel) -> WeightBytes:
-        """A model's bytes as stored: 16-bit weights count as 16 bits, whatever dtype they are computed in."""
+        """Count a model's bytes as stored: 16-bit weights count as 16 bits, whatever dtype they are computed in."""
         kv = 2 * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
         return cls(layer=model.layer_bytes, head=model.head_bytes, kv=kv, draft_head=model.draft_head_bytes)
 

@@ -32,7 +32,7 @@ MESSAGE_TOKENS = 32
 
 
 def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedPrompt:
-    """The shipped prompts one after another, repeated as often as needed, cut to `num_tokens` tokens."""
+    """Put the shipped prompts one after another, repeated as often as needed, and cut them to `num_tokens` tokens."""
     text = "\n\n".join(prompt.prompt for prompt in load_prompts())
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
     repeated = ids.repeat(-(-num_tokens // ids.numel()))[:num_tokens]
@@ -111,7 +111,7 @@ def _decode(generator: SelfSpecGenerator, policy: str, prompt: EncodedPrompt, ma
 
 
 def measure_transformers(network: PreTrainedModel, prompt: EncodedPrompt, max_new_tokens: int) -> Line:
-    """transformers' own `generate` on the same prompt: time to the first token, and decoding after it, in one call."""
+    """Time transformers' own `generate` on the same prompt: to the first token, and decoding after it, in one call."""
     first: list[float] = []
 
     def clock() -> None:

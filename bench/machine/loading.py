@@ -29,7 +29,7 @@ _READ_BYTES = 8 << 20
 
 
 def weight_files(checkpoint: Path) -> list[Path]:
-    """The files with a checkpoint's weights. checkpoint: a folder with safetensors, or a file."""
+    """List the files with a checkpoint's weights. checkpoint: a folder with safetensors, or a file."""
     return [checkpoint] if checkpoint.is_file() else sorted(checkpoint.glob("*.safetensors"))
 
 

@@ -18,7 +18,7 @@ def private_bytes() -> int | None:
 
 
 def peak_bytes_of(pid: int | None = None) -> int | None:
-    """The most that has been in memory since the process began, or since `forget_peak`."""
+    """Return the most that has been in memory since the process began, or since `forget_peak`."""
     return _field(pid, "VmHWM")
 
 

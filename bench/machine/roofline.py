@@ -40,7 +40,7 @@ def calls(
     exit_layers: Sequence[int],
     learning: Mapping[int, float],
 ) -> list[Call]:
-    """The calls that rounds consist of, at the context that the cost was timed at.
+    """List the calls that rounds consist of, at the context that the cost was timed at.
 
     learning: seconds of one learning step by rows.
     """
@@ -95,7 +95,7 @@ def measure_phases(
     weights: WeightBytes,
     cost: CostModel,
 ) -> Line:
-    """The phases of one run after the first token."""
+    """Measure the phases of one run after the first token."""
     result = run_afresh(generator, policy, prompt.ids, max_new_tokens, trace=True)
     assert result.trace is not None
     stats = result.stats
@@ -121,5 +121,5 @@ def measure_phases(
 
 
 def best_fixed(generator: SelfSpecGenerator, prompt: EncodedPrompt, max_new_tokens: int, cost: CostModel) -> str:
-    """The fixed setting that measured costs call best on this prompt, by replay of one traced run."""
+    """Find the fixed setting that measured costs call best on this prompt, by replay of one traced run."""
     return fixed_settings(trace_agreement(generator, prompt.ids, max_new_tokens), cost)[0].policy

@@ -28,7 +28,7 @@ class Reply:
 def stream(
     connection: http.client.HTTPConnection, server: Server, prompt: str, max_tokens: int, **fields: Any
 ) -> Reply:
-    """A greedy completion, streamed. Raises RuntimeError for anything but a complete one."""
+    """Stream a greedy completion. Raises RuntimeError for anything but a complete one."""
     body = {"model": server.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     start = perf_counter()
     connection.request("POST", "/v1/completions", json.dumps(body | fields), {"Content-Type": "application/json"})

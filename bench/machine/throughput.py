@@ -30,7 +30,7 @@ class BatchRun:
 
 
 def after_prompts(tokens: list[list[int]], seconds: float, prompt_seconds: float) -> BatchRun:
-    """A batch whose texts all have their first token after `prompt_seconds` of `seconds`, and end together."""
+    """Describe a batch whose texts all have their first token after `prompt_seconds` of `seconds`, and end together."""
     return BatchRun(
         tokens=tokens,
         seconds=seconds,

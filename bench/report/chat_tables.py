@@ -26,7 +26,7 @@ def decode_speed(line: Line) -> float:
 
 
 def answer_speed(line: Line) -> float:
-    """New tokens per second of the whole call."""
+    """Return the new tokens per second of the whole call."""
     return float(line["num_new_tokens"] / line["seconds"])
 
 

@@ -14,7 +14,7 @@ _MACHINE = ("cpu", "device", "threads", "dtype", "torch", "transformers", "commi
 
 
 def compare_records(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[str], Table]:
-    """What differs in how the two were made, and a row per engine that both measured.
+    """Return what differs in how the two were made, and a row per engine that both measured.
 
     Raises ValueError if they have no engine in common.
     """

@@ -63,7 +63,7 @@ def interval_tables(lines: Sequence[Line], runs: Mapping[str, Sequence[Line]]) -
 
 
 def interval(values: Callable[[Floats], Floats], draws: Floats) -> str:
-    """A figure of all prompts, and in brackets its interval.
+    """Write a figure of all prompts, and in brackets its interval.
 
     values: of several weightings of the prompts, [weightings, prompts], of which `draws` are such; returns [weightings].
     """
@@ -78,7 +78,7 @@ def rate(row: PolicyRow, weights: Floats) -> Floats:
 
 
 def speed(row: PolicyRow, weights: Floats) -> Floats:
-    """The sum over prompts of tokens per second. weights: [.., prompts]; returns [..]."""
+    """Sum the tokens per second over prompts. weights: [.., prompts]; returns [..]."""
     assert row.speeds is not None
     return np.asarray(weights @ row.speeds)
 
@@ -102,7 +102,7 @@ def _drawn(tasks: tuple[str, ...], draws: int) -> Floats:
 
 
 def policy_row(samples: Samples, engine: str, own: Sequence[Line]) -> PolicyRow:
-    """What one engine's runs give. own: its first run on each prompt."""
+    """Return what one engine's runs give. own: its first run on each prompt."""
     by_prompt = {line["prompt"]: line for line in own}
     timed_runs = by_value(samples.of_engine(engine), "prompt")
     timed = [timed_runs[prompt] for prompt in samples.prompts]

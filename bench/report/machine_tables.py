@@ -79,7 +79,7 @@ def kernels_tables(lines: Sequence[Line]) -> list[Table]:
 
 
 def roofline_tables(lines: Sequence[Line]) -> list[Table]:
-    """Calls, then phases."""
+    """Make two tables: calls, then phases."""
     bandwidth = _bandwidth(lines)
     positions = lines[0]["configuration"]["timed_context"]
     calls = (
@@ -129,7 +129,7 @@ def _phase_row(policy: str, runs: Sequence[Line], bandwidth: float) -> dict[str,
 
 
 def _of_policy(lines: Sequence[Line], policy: str) -> list[Line]:
-    """The median run of each prompt."""
+    """Return the median run of each prompt."""
     by_prompt: dict[str, list[Line]] = {}
     for run in matching(lines, "phases", policy=policy):
         by_prompt.setdefault(run["prompt"], []).append(run)
@@ -141,7 +141,7 @@ def _bandwidth(lines: Sequence[Line]) -> float:
 
 
 def _bytes(runs: Sequence[Line]) -> float:
-    """What rounds must read; learning is not part of it: a faster engine would not need it."""
+    """Count the bytes that rounds must read, without those of learning: a faster engine would not need them."""
     return float(sum(run["bytes"]["draft"] + run["bytes"]["verify"] for run in runs))
 
 

@@ -22,17 +22,17 @@ _WITH_SPREAD = ("run", "peers", "sweep")
 
 
 def tables(lines: Sequence[Line]) -> list[Table]:
-    """What the record measured. Raises ValueError for a command that has no tables."""
+    """Make the tables of what the record measured. Raises ValueError for a command that has no tables."""
     return _shown(lines)[1](lines)
 
 
 def headline(lines: Sequence[Line]) -> str:
-    """What came out, in a sentence or two."""
+    """Say what came out, in a sentence or two."""
     return _shown(lines)[0](lines)
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """The whole record: tables, and where the numbers come from."""
+    """Write the whole record: tables, and where the numbers come from."""
     made = [*tables(lines), machine_table(lines)]
     return "\n\n".join([headline(lines), *(table.markdown() for table in made)]) + "\n"
 
@@ -73,7 +73,7 @@ def _weights(configuration: Mapping[str, Any]) -> str:
 
 
 def _processor(where: Mapping[str, Any]) -> str:
-    """The processor's generation, which its name does not tell on a virtual machine."""
+    """Name the processor's generation, which its name does not tell on a virtual machine."""
     if where.get("cpu_family") is None:
         return "generation not recorded"
     name, numbers = where["microarchitecture"], f"family {where['cpu_family']}, model {where['cpu_model']}"

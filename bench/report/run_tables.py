@@ -66,7 +66,7 @@ def decoding_text(lines: Sequence[Line]) -> str:
 
 
 def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
-    """A column that no engine has a figure for is left out."""
+    """Make the table of speeds, without columns that no engine has a figure for."""
 
     def over(name: str, baseline: str) -> str:
         return times(samples.speedup(name, baseline)) if baseline in samples.engines else UNKNOWN
@@ -150,7 +150,7 @@ def _by_task(name: str, title: str, samples: Samples, cell: Callable[[str, Seque
 
 
 def scores_by_run(samples: Samples) -> Scores:
-    """The scores of a record's outputs."""
+    """Collect the scores of a record's outputs."""
     found: Scores = {}
     for line in samples.samples:
         for metric, value in (line.get("scores") or {}).items():
@@ -200,7 +200,7 @@ def source_tables(samples: Samples) -> list[Table]:
 
 
 def _shares(stats: Sequence[Line]) -> tuple[str, ...]:
-    """The cells after the speed-up, of these runs together."""
+    """Make the cells after the speed-up, of these runs together."""
 
     def total(name: str) -> int:
         return sum(each.get(name, 0) for each in stats)

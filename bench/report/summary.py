@@ -83,7 +83,7 @@ class Samples:
         return Spread(value=_macro(ours) / _macro(theirs), low=min(ratios), high=max(ratios))
 
     def summary(self, engine: str) -> EngineSummary:
-        """The engine's row."""
+        """Make the engine's row."""
         lines = self.of_engine(engine)
         outputs = matching(self.outputs, "output", engine=engine)
         of_prompt = by_value(lines, "prompt")

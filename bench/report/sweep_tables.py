@@ -41,7 +41,7 @@ class Sweep:
 
 
 def sweep_headline(lines: Sequence[Line]) -> str:
-    """The best measured setting."""
+    """Name the best measured setting."""
     model, best = lines[0]["configuration"]["model"], matching(lines, "best")[0]
     spread = times(Spread(value=best["speedup"], low=best["low"], high=best["high"]))
     return f"Best measured setting for {model}: `{best['policy']}`, {spread} its own autoregressive mode."
@@ -81,7 +81,7 @@ def _grid(name: str, title: str, sweep: Sweep, cell: Callable[[str, str], str]) 
 
 
 def _cell_table(lines: Sequence[Line], sweep: Sweep) -> Table:
-    """A row per cell, where not just two axes vary: in the grid's order for one, else the best prediction first."""
+    """Make a row per cell, unless just two axes vary: in the grid's order for one, else the best prediction first."""
     places = list(sweep.cells)
     if len(sweep.axes) == 1:
         order = next(iter(sweep.axes.values()))

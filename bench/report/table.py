@@ -38,7 +38,10 @@ class Table:
         return replace(self, columns=columns, rows=tuple(rest))
 
     def markdown(self, *, aligned: bool = False) -> str:
-        """The table in Markdown, the first column left, the others right. aligned: columns look so in a terminal, too."""
+        """Write the table in Markdown, the first column left, the others right.
+
+        aligned: columns look so in a terminal, too.
+        """
         left = [True, *[self.prose] * (len(self.columns) - 1)]
         rule = tuple(":--" if first else "--:" for first in left)
         rows = [self.columns, rule, *self.rows]
@@ -56,14 +59,14 @@ def number(value: float | None, pattern: str, factor: float = 1) -> str:
 
 
 def subject(lines: Sequence[Line]) -> str:
-    """What a record measured, and where."""
+    """Say what a record measured, and where."""
     model, where = lines[0]["configuration"]["model"], lines[0]["provenance"]
     device = where["cpu"] if where["device"] == "cpu" else where["device"]
     return f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {counted(where['threads'], 'thread')}."
 
 
 def counted(count: int, what: str) -> str:
-    """A number with its noun: "1 prompt", "2 prompts"."""
+    """Write a number with its noun: "1 prompt", "2 prompts"."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
@@ -73,7 +76,7 @@ def spread_text(spread: Spread) -> str:
 
 
 def times(spread: Spread) -> str:
-    """A ratio, and in brackets the lowest and highest repeat where they differ."""
+    """Write a ratio, and in brackets the lowest and highest repeat where they differ."""
     return _with_range(spread, "{:.2f}", "×")
 
 
@@ -99,7 +102,10 @@ def cross_table(
     columns: Mapping[Column, str],
     cell: Callable[[Row, Column], str],
 ) -> Table:
-    """A cell for each pair of a row and a column, which are given with their headings. corner: what the rows are."""
+    """Make a table with a cell for each pair of a row and a column, given with their headings.
+
+    corner: what the rows are.
+    """
     cells = tuple((heading, *(cell(row, column) for column in columns)) for row, heading in rows.items())
     return Table(name=name, title=title, columns=(corner, *columns.values()), rows=cells)
 

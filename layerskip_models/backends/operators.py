@@ -89,7 +89,7 @@ class OperatorLayers:
 
 
 def _finish(layer: DecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
-    """The layer's output from its input and the output of attention, [rows, heads * head_dim]."""
+    """Return the layer's output, from its input and the output of attention, [rows, heads * head_dim]."""
     hidden = _add(hidden, attended, layer.output, layer.output_norm)
     normed = hidden if layer.post_attention_norm is None else layer.post_attention_norm(hidden)
     gate, up = layer.gate_up(normed).view(hidden.shape[0], 2, -1).unbind(1)

@@ -50,5 +50,5 @@ class SpreadLayers:
 
 
 def spread(model: LayerSkipModel, devices: Sequence[torch.device], last: torch.device) -> LayerSkipModel:
-    """The model whose layers are on these devices. last: device of the last norm and the head."""
+    """Return the model whose layers are on these devices. last: device of the last norm and the head."""
     return model.with_backend(SpreadLayers(model.operators, devices, model.device), devices, last)

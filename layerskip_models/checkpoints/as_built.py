@@ -61,7 +61,7 @@ def _check_hooks(name: str, hooks: dict[int, Any]) -> None:
 
 
 def _check_class(name: str, module: nn.Module, expected: type[nn.Module]) -> None:
-    """The module is of exactly the family's class, and nobody has replaced its forward."""
+    """Check that a module is of exactly the family's class, and that nobody has replaced its forward."""
     own = module.__class__
     if own is not expected and own.__base__ is expected and not vars(own).keys() - _OF_AN_EMPTY_CLASS:
         raise ValueError(
@@ -106,6 +106,6 @@ def _called(thing: Any) -> str:
 
 
 def rotary_angles(rotary: Any) -> Tensor:
-    """The frequencies of transformers' rotary embedding; of longrope for short texts, whatever it read last."""
+    """Return the frequencies of transformers' rotary embedding; of longrope for short texts, whatever it read last."""
     found: Tensor = rotary.original_inv_freq if rotary.rope_type == "longrope" else rotary.inv_freq
     return found.detach()

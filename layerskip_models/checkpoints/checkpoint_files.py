@@ -16,7 +16,7 @@ _WEIGHTS = (FILE, INDEX)
 
 
 def resolve_checkpoint(name_or_path: str | Path) -> str:
-    """The folder or hub name to load from.
+    """Return the folder or hub name to load from.
 
     A GGUF file, or a folder with one, is a checkpoint, too. The output folder of `selfspec train` stands for the `model/`
     folder inside it. A short name such as "smollm2" stands for the file that `selfspec get` downloads, unless a folder here

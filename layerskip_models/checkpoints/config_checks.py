@@ -57,7 +57,7 @@ def check_fields(config: Any, family: Family, name: str) -> None:
 
 
 def built_on_meta(config: Any, name: str) -> PreTrainedModel:
-    """The model that transformers builds from a configuration, without memory. ValueError, of one line, if it builds none."""
+    """Let transformers build a configuration's model, without memory. ValueError, of one line, if it builds none."""
     try:
         with torch.device("meta"):
             return family_of(config).model(copy.deepcopy(config))
@@ -69,7 +69,7 @@ def built_on_meta(config: Any, name: str) -> PreTrainedModel:
 
 
 def shell_of(config: Any, name: str) -> Shell:
-    """The parameters of the model that transformers would build, without memory. Errors as in `built_on_meta`."""
+    """Make the parameters of the model that transformers would build, without memory. Errors as in `built_on_meta`."""
     try:
         return Shell(copy.deepcopy(config))
     except Exception as error:  # of any kind: numbers that don't go together fail anywhere
@@ -79,7 +79,7 @@ def shell_of(config: Any, name: str) -> Shell:
 
 
 def shapes_of(config: Any, name: str) -> dict[str, torch.Size]:
-    """The shape of every tensor of the model that transformers would build. Errors as in `built_on_meta`."""
+    """Return the shape of every tensor of the model that transformers would build. Errors as in `built_on_meta`."""
     return {tensor: value.shape for tensor, value in shell_of(config, name).state_dict().items()}
 
 

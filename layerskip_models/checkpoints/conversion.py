@@ -58,7 +58,7 @@ _NOTHING: Packed = MappingProxyType({})
 
 
 def arithmetic_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
-    """What a model with weights of this dtype is computed in: on a CPU, 16-bit weights take part in float32 arithmetic.
+    """Return the dtype that a model with weights of this dtype is computed in: float32 on a CPU for weights of 16 bits.
 
     PyTorch's products of 16-bit matrices on a CPU depend on how many rows they have, so that a text would depend on how it
     was drafted. In float32 it depends on the model and the prompt. Elsewhere a model is computed in its own dtype.
@@ -196,7 +196,7 @@ def convert(
 
 
 def _inv_freq(rotary: Any, config: Any) -> Tensor:
-    """The frequencies of transformers' rotary embedding, [numbers that rotate / 2].
+    """Return the frequencies of transformers' rotary embedding, [numbers that rotate / 2].
 
     ValueError for frequencies that are not numbers, and for part of a head where transformers rotates all of it.
     """
@@ -227,7 +227,7 @@ def convert_layer(
     share: bool = False,
     packed: Packed = _NOTHING,
 ) -> DecoderLayer:
-    """A transformers layer in the fused layout.
+    """Convert a transformers layer to the fused layout.
 
     layout_of: the layout of one of its four matrices. dtype: what the layer is computed in. index: its number in the model.
     rotated: how many numbers of a head rotate, its first ones; None for all.
@@ -327,12 +327,15 @@ def _keeps_numbers(weight: GroupedWeight | StoredTensor) -> bool:
 
 
 def _floats(weight: Tensor, known: GroupedWeight | StoredTensor | None) -> Tensor:
-    """The numbers of a matrix, of which something else than its weight may be known."""
+    """Return the numbers of a matrix, of which something else than its weight may be known."""
     return weight if known is None else known.values() if isinstance(known, GroupedWeight) else known.tensor()
 
 
 def in_its_layout(weight: Tensor, dtype: torch.dtype, layout_of: Callable[[Tensor], Layout]) -> tuple[Tensor, Layout]:
-    """A weight in the dtype that it is computed in, and its layout. Our kernels keep 16 bits, bfloat16 where it is exact."""
+    """Return a weight in the dtype that it is computed in, and its layout.
+
+    Our kernels keep 16 bits, bfloat16 where it is exact.
+    """
     if weight.dtype in (torch.bfloat16, torch.float16) and layout_of(weight.new_empty(0, dtype=dtype)) == "native":
         return _in_bfloat16(weight), "native"
     weight = weight.to(dtype)
@@ -340,7 +343,7 @@ def in_its_layout(weight: Tensor, dtype: torch.dtype, layout_of: Callable[[Tenso
 
 
 def _in_bfloat16(weight: Tensor) -> Tensor:
-    """A weight of 16 bits as `without_loss` would keep its numbers."""
+    """Return a weight of 16 bits as `without_loss` would keep its numbers."""
     return weight.bfloat16() if weight.dtype != torch.bfloat16 and _fits_bfloat16(weight) else weight
 
 

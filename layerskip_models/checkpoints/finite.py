@@ -18,7 +18,7 @@ def check_finite(value: Tensor, checkpoint: str, name: str) -> None:
 
 
 def not_finite(checkpoint: str, name: str) -> ValueError:
-    """The error for a tensor with a number that is NaN or infinite."""
+    """Make the error for a tensor with a number that is NaN or infinite."""
     return ValueError(
         f"{checkpoint} holds NaN or infinite weights, first in {name}: the checkpoint is damaged or its training "
         "diverged; load another one"

@@ -36,7 +36,7 @@ def rounds_while_reading(parts: Sequence[StoredTensor], layout: Layout, dtype: t
 
 
 def read_eight_bits(parts: Sequence[StoredTensor], places: Tensor | None, bias: Tensor | None) -> NativeInt8Linear:
-    """What `NativeInt8Linear` makes of their numbers, bit for bit."""
+    """Read the numbers as what `NativeInt8Linear` makes of them, bit for bit."""
     rounded = torch.empty(_shape(parts), dtype=torch.int8, device="cpu")
     scales = torch.empty(len(rounded), dtype=torch.float32, device="cpu")
     expect_large_pages(rounded)

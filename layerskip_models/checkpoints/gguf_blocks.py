@@ -77,7 +77,10 @@ def room_for_numbers(rows: int, columns: int, form: str) -> GroupedWeight:
 
 
 def numbers_of_blocks(data: Tensor, form: str) -> GroupedWeight:
-    """A tensor's bytes, uint8 [out, bytes of a row], in our layout, by PyTorch's operators. form: one of `GROUPED`."""
+    """Convert a tensor's bytes, uint8 [out, bytes of a row], to our layout, by PyTorch's operators.
+
+    form: one of `GROUPED`.
+    """
     kept = GROUPED[form]
     return _READERS[form](data.unflatten(1, (-1, kept.block_bytes)), kept)
 
@@ -88,7 +91,7 @@ def _halves(blocks: Tensor) -> Tensor:
 
 
 def _nibbles(blocks: Tensor) -> Tensor:
-    """The low four bits of all bytes, then the high ones."""
+    """Return the low four bits of all bytes, then the high ones."""
     return torch.cat((blocks & 15, blocks >> 4), dim=2)
 
 

@@ -33,7 +33,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file that a name stands for: itself, or the only one of a folder without a checkpoint in safetensors.
+    """Find the GGUF file that a name stands for: itself, or the only one of a folder without a safetensors checkpoint.
 
     Raises ValueError for a folder with several, and for a file that is one part of several.
     """
@@ -74,7 +74,10 @@ class GgufCheckpoint:
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
-    """Raises ValueError for what is not read, or where something would be left out; OSError for a damaged file."""
+    """Open a GGUF file.
+
+    Raises ValueError for what is not read, or where something would be left out; OSError for a damaged file.
+    """
     reader = _reader(path)
     with _named(path):
         config = read_config(reader)
@@ -96,7 +99,7 @@ def gguf_generation_config(path: Path, config: PreTrainedConfig) -> GenerationCo
 
 
 def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the file, or the one that the file describes.
+    """Return the tokenizer beside the file, or the one that the file describes.
 
     options: of transformers' `from_pretrained`, for one that lies beside the file.
     Raises FileNotFoundError where there is neither, or the file's is of a kind that is not known.
@@ -139,7 +142,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str]:
-    """The file's tensor for each parameter of the model.
+    """Find the file's tensor for each parameter of the model.
 
     Raises ValueError unless the file has these tensors, of these shapes, and no others.
     """

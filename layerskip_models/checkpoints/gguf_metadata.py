@@ -63,7 +63,7 @@ def architecture_of(reader: GgufReader) -> str:
 
 
 def read_keys(reader: GgufReader) -> dict[str, Any]:
-    """The keys of the file's own architecture, without its name. ValueError for those that are not read, or are wrong."""
+    """Read the keys of the file's own architecture, without its name. ValueError for those not read, or wrong."""
     prefix = f"{architecture_of(reader)}."
     keys = {name.removeprefix(prefix): reader.value(name) for name in reader.keys if name.startswith(prefix)}
     for name in (*_SIZES, _EPS):
@@ -88,7 +88,10 @@ def read_keys(reader: GgufReader) -> dict[str, Any]:
 
 
 def read_config(reader: GgufReader) -> Any:
-    """transformers' configuration of the model. Raises ValueError for what is not read, or what the family does not do."""
+    """Read transformers' configuration of the model.
+
+    Raises ValueError for what is not read, or what the family does not do.
+    """
     kind = architecture_of(reader)
     if kind not in ARCHITECTURES:
         read = f"GGUF files of {', '.join(ARCHITECTURES)} are read"
@@ -147,7 +150,10 @@ def _complete(config: Any, keys: dict[str, Any], reader: GgufReader) -> None:
 
 
 def _set_window(config: Any, keys: dict[str, Any]) -> None:
-    """The sliding window, which the file has without saying of which layers. transformers' Phi-3 has it in all of them."""
+    """Set the sliding window, which the file has without saying of which layers.
+
+    transformers' Phi-3 has it in all of them.
+    """
     window = keys.get(_WINDOW) or 0
     if not is_int(window) or window < 0:
         raise ValueError(f"says {_WINDOW} = {window!r}, and a number is meant")
@@ -178,7 +184,7 @@ def _token(reader: GgufReader, kind: str) -> int | None:
 
 
 def _ends(reader: GgufReader) -> list[int] | None:
-    """The tokens that end a text or a turn."""
+    """List the tokens that end a text or a turn."""
     found = [_token(reader, kind) for kind in ("eos", "eot", "eom")]
     return list(dict.fromkeys(end for end in found if end is not None)) or None
 
@@ -210,7 +216,7 @@ def _rope(keys: dict[str, Any], theta: float, head_dim: int, reader: GgufReader)
 
 
 def _llama_3_factors(theta: float, head_dim: int, rope: dict[str, Any]) -> np.ndarray:
-    """What Llama 3 divides each rotary frequency by, [head_dim / 2], of those `rope_parameters`."""
+    """Return what Llama 3 divides each rotary frequency by, [head_dim / 2], of those `rope_parameters`."""
     waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = np.clip((rope["original_max_position_embeddings"] / waves - low) / (high - low), 0.0, 1.0)

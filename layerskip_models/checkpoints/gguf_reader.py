@@ -77,7 +77,7 @@ class GgufReader:
         return [*self._places]
 
     def value(self, key: str, default: Any = None) -> Any:
-        """A key's value: a number, a bool, a string, or a list of these."""
+        """Return a key's value: a number, a bool, a string, or a list of these."""
         if key not in self._places:
             return default
         before, self._at = self._at, self._places[key]
@@ -115,7 +115,7 @@ class GgufReader:
         return str(self._take(self._number("Q")), "utf-8")
 
     def _value(self, kind: int, *, skip: bool = False, nested: int = 0) -> Any:
-        """The value at hand. skip: pass over it and return None."""
+        """Read the value at hand. skip: pass over it and return None."""
         if kind in _FORMATS:
             found = self._number(_FORMATS[kind])
             return bool(found) if kind == _BOOL else found
@@ -148,7 +148,7 @@ class GgufReader:
         self._at = at
 
     def _described(self) -> tuple[str, tuple[int, ...], int, int]:
-        """A tensor's name, shape, type and distance from the first one's place."""
+        """Read a tensor's name, shape, type and distance from the first one's place."""
         name, dimensions = self._string(), self._number("I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"its tensor {name} has {dimensions} dimensions")

@@ -203,7 +203,7 @@ def _merges(reader: GgufReader) -> list[tuple[str, str]]:
 
 
 def _list(reader: GgufReader, name: str, kind: type | tuple[type, ...], length: int | None = None) -> list[Any]:
-    """A list of the tokenizer's. length: that of the vocabulary, which it must have."""
+    """Read a list of the tokenizer's. length: that of the vocabulary, which it must have."""
     found = reader.value(f"tokenizer.ggml.{name}")
     if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
         raise ValueError(f"lacks the list tokenizer.ggml.{name}, or has other values there")

@@ -99,14 +99,17 @@ class GgufWeights(StoredWeights):
         return torch.from_numpy(np.array(dequantize(data, kind)))
 
     def _data(self, name: str) -> np.ndarray:
-        """A copy of what the file has, rows in the order of the parameter."""
+        """Copy what the file has, rows in the order of the parameter."""
         data = self._tensors[name].data
         order = _order(name, self._config) if self._permuted else None
         return np.array(data if order is None else data[order.numpy()])
 
 
 def floats_of_eight_bits(data: Tensor) -> Tensor:
-    """A tensor of type Q8_0 in float32, [out, in]: what gguf computes, on all cores. data: uint8 [out, bytes of a row]."""
+    """Convert a tensor of type Q8_0 to float32, [out, in]: what gguf computes, on all cores.
+
+    data: uint8 [out, bytes of a row].
+    """
     blocks = data.unflatten(1, (-1, 34))
     scales = blocks[..., :2].contiguous().view(torch.float16).float()
     return (blocks[..., 2:].view(torch.int8) * scales).flatten(1)

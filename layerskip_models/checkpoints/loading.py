@@ -32,7 +32,7 @@ FEW_BITS: tuple[Layout, ...] = ("int8", "int4")
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
-    """The device to run on: "auto" takes CUDA when there is one. ValueError for one that this machine lacks."""
+    """Return the device to run on: "auto" takes CUDA when there is one. ValueError for one that this machine lacks."""
     if str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -44,7 +44,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device, checkpoint: torch.dtype | None) -> torch.dtype:
-    """The dtype to run in: "auto" is float32 on a CPU (exact, and fast there) and the checkpoint's own elsewhere."""
+    """Return the dtype to run in: "auto" is float32 on a CPU (exact, fast there) and the checkpoint's own elsewhere."""
     if isinstance(dtype, torch.dtype):
         chosen = dtype
     elif dtype in FEW_BITS:
@@ -100,7 +100,7 @@ def load_model(
 
 
 def find_source(name_or_path: str | Path, revision: str | None, local_files_only: bool) -> Source:
-    """A checkpoint with its checked configuration; arguments and errors as in `load_model`."""
+    """Find a checkpoint with its checked configuration; arguments and errors as in `load_model`."""
     name = resolve_checkpoint(name_or_path)
     origin: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     file = gguf_file(name)
@@ -113,7 +113,7 @@ def find_source(name_or_path: str | Path, revision: str | None, local_files_only
 def resolve_layout(
     config: PreTrainedConfig, dtype: str | torch.dtype, layout: Layout | None, device: str | torch.device
 ) -> tuple[str | torch.dtype, Layout | None, int]:
-    """What weights are read in, their layout, and of how many bits the checkpoint's own numbers may be to stay what they are.
+    """Return what weights are read in, their layout, and up to how many bits the checkpoint's numbers stay as is.
 
     Arguments as those of `load_model`. Raises ValueError for a dtype of few bits that does not run there.
     """
@@ -127,7 +127,10 @@ def resolve_layout(
 
 
 def _half_or_full(config: PreTrainedConfig) -> torch.dtype:
-    """What weights are loaded in that are then rounded to fewer bits: 16 bits if they came in these, for half the memory."""
+    """Choose what weights are loaded in that are then rounded to fewer bits.
+
+    16 bits if they came in these, for half the memory.
+    """
     own = getattr(config, "dtype", None)
     is_half = own in (torch.bfloat16, torch.float16) and quantisation_of(config) is None
     return own if is_half and own is not None else torch.float32
@@ -141,7 +144,7 @@ def load_transformers(
     revision: str | None = None,
     local_files_only: bool = False,
 ) -> PreTrainedModel:
-    """The checkpoint as transformers' own model, in evaluation mode; arguments and errors as in `load_model`.
+    """Load the checkpoint as transformers' own model, in evaluation mode; arguments and errors as in `load_model`.
 
     Of one that is quantised: the float weights that its files stand for.
     """
@@ -154,7 +157,7 @@ def _resolve(source: Source, dtype: str | torch.dtype, device: str | torch.devic
 
 
 def _load_transformers(source: Source, dtype: str | torch.dtype, device: str | torch.device) -> PreTrainedModel:
-    """Raises ValueError for weights that are missing or of another shape: transformers would make random ones."""
+    """Raise ValueError for weights that are missing or of another shape: transformers would make random ones."""
     target, chosen = _resolve(source, dtype, device)
     config, quantised = source.float_config(), quantisation_of(source.config) is not None
     with source.open() as weights:  # which is checked before memory is taken for what the configuration says
@@ -188,7 +191,7 @@ def _load_transformers(source: Source, dtype: str | torch.dtype, device: str | t
 def load_config(
     name_or_path: str | Path, *, revision: str | None = None, local_files_only: bool = False
 ) -> PreTrainedConfig:
-    """The checked configuration of a checkpoint; errors as in `load_model`."""
+    """Load the checked configuration of a checkpoint; errors as in `load_model`."""
     return find_source(name_or_path, revision, local_files_only).config
 
 
@@ -223,7 +226,7 @@ def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -
 
 
 def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside a checkpoint. Raises OSError that names the remedy where there is none."""
+    """Load the tokenizer that lies beside a checkpoint. Raises OSError that names the remedy where there is none."""
     name = resolve_checkpoint(name_or_path)
     file = gguf_file(name)
     if file is not None:
@@ -244,5 +247,5 @@ def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTok
 def load_demo(
     *, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto"
 ) -> tuple[LayerSkipModel, PreTrainedTokenizerBase]:
-    """The demo checkpoint and its tokenizer, from the package, without a network."""
+    """Load the demo checkpoint and its tokenizer, from the package, without a network."""
     return load_model(DEMO_PATH, dtype=dtype, device=device, local_files_only=True), load_tokenizer(DEMO_PATH)

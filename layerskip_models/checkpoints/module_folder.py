@@ -29,7 +29,7 @@ M = TypeVar("M", bound=nn.Module)
 def read_module(
     config: Path, weights: Path, make: Callable[[dict[str, Any]], M], *, what: str, missing: str, remedy: str
 ) -> M:
-    """The network that `make` builds from the fields of a JSON file, with the file's weights in float32, on the CPU.
+    """Build what `make` makes of the fields of a JSON file, with the other file's weights in float32, on the CPU.
 
     what: it is, for messages. missing, remedy: what to do if it is not there, or cannot be read. Raises FileNotFoundError
     without the JSON file, and ValueError that names the folder, or the file with weights that are not finite.
@@ -64,5 +64,5 @@ def write_module(
 
 
 def with_tuples(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The fields, with the named ones as tuples: JSON has lists. Raises TypeError or KeyError for one that is not a list."""
+    """Turn the named fields into tuples: JSON has lists. Raises TypeError or KeyError for one that is not a list."""
     return {**fields, **{name: tuple(fields[name]) for name in names}}

@@ -27,7 +27,7 @@ class NamedModel:
         return f"{self.package}=={self.version}"
 
     def find(self) -> Path | None:
-        """The model's file; None if the package is not installed."""
+        """Find the model's file; None if the package is not installed."""
         try:
             path = Path(str(distribution(self.package).locate_file(self.file)))
         except PackageNotFoundError:
@@ -47,7 +47,7 @@ NAMED_MODELS = {
 
 
 def named_file(name: str) -> Path | None:
-    """The file of a model with a short name; None for other names. FileNotFoundError if it has not been downloaded."""
+    """Find the file of a model with a short name; None for other names. FileNotFoundError if it is not downloaded."""
     model = NAMED_MODELS.get(name)
     if model is None:
         return None

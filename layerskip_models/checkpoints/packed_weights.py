@@ -66,7 +66,7 @@ class _Numbers:
 
 
 def dequantise(parts: Stored, *, scheme: Scheme = NOTHING_SAID) -> Tensor:
-    """The weight that a module's tensors stand for, float32 [out, in].
+    """Compute the weight that a module's tensors stand for, float32 [out, in].
 
     parts: of one of the three layouts. scheme: what is said of them.
     Raises ValueError for tensors that do not fit together or are not what is said, such as other numbers of bits than 4 and
@@ -177,7 +177,7 @@ def _part(parts: Stored, name: str) -> Tensor:
 
 
 def _matrix(stored: Tensor, name: str) -> tuple[int, int]:
-    """The shape of what must be a matrix."""
+    """Return the shape of what must be a matrix."""
     shape = [*stored.shape]
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"{name} has shape {shape}, which is no matrix")
@@ -191,7 +191,7 @@ def _of_words(words: Tensor, name: str) -> Tensor:
 
 
 def _scale(parts: Stored, name: str, rows: int, columns: int, scheme: Scheme) -> Tensor:
-    """The scales as [out, groups].
+    """Return the scales as [out, groups].
 
     Raises ValueError for other shapes, such as those of blocks of a matrix, other types, and another number of groups than is
     said.
@@ -230,7 +230,7 @@ def _zeros(stored: Tensor, stored_scale: Tensor, scale: Tensor, middle: int, lar
 
 
 def _groups(parts: Stored, name: str, columns: int, count: int, scheme: Scheme) -> Tensor | None:
-    """The group of each input, int [in]; None for equal groups of neighbours.
+    """Return the group of each input, int [in]; None for equal groups of neighbours.
 
     -1 everywhere means groups of neighbours, too. Raises ValueError for groups that there are not, and where nothing says
     which inputs they have.
@@ -258,7 +258,7 @@ def _groups(parts: Stored, name: str, columns: int, count: int, scheme: Scheme) 
 
 
 def _check_shape(rows: int, columns: int, scheme: Scheme) -> None:
-    """Raises ValueError for another shape than is said."""
+    """Raise ValueError for another shape than is said."""
     if scheme.shape not in (None, (rows, columns)):
         raise ValueError(f"it has another shape, {[rows, columns]}, which config.json does not fit")
 
@@ -275,7 +275,7 @@ def _bits(words: int, columns: int, scheme: Scheme) -> int:
 
 
 def modules_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The modules that are stored quantised, each with those of its tensors that are there.
+    """Find the modules that are stored quantised, each with those of its tensors that are there.
 
     names: of all tensors of a checkpoint.
     """

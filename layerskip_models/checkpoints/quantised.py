@@ -32,7 +32,7 @@ _REMEDIES = {
 
 
 def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """What a configuration says of quantised weights; None if they are not quantised."""
+    """Return what a configuration says of quantised weights; None if they are not quantised."""
     found = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if found is None:
         return None
@@ -42,7 +42,7 @@ def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def unquantised(config: Any) -> Any:
-    """The configuration of the same model with float weights."""
+    """Return the configuration of the same model with float weights."""
     plain = copy.deepcopy(config)
     for field in ("quantization_config", "compression_config"):
         if hasattr(plain, field):

@@ -47,7 +47,7 @@ NOTHING_SAID = Scheme()
 
 
 def schemes_of(settings: Mapping[str, Any]) -> SchemeOf:
-    """The schemes of a `quantization_config`. Raises ValueError that says why it is not read ("its format is ..").
+    """Read the schemes of a `quantization_config`. Raises ValueError that says why it is not read ("its format is ..").
 
     Values of other types than are meant may raise any other error.
     """
@@ -120,7 +120,7 @@ _MATCHES: tuple[Callable[[str, str], bool], ...] = (  # the most exact first, as
 
 
 def _scheme_of_group(group: Mapping[str, Any]) -> Scheme:
-    """The scheme of one of compressed-tensors' `config_groups`."""
+    """Return the scheme of one of compressed-tensors' `config_groups`."""
     weights = group.get("weights") or {}
     if group.get("input_activations") or group.get("output_activations"):
         raise ValueError(
@@ -143,7 +143,7 @@ def _scheme_of_group(group: Mapping[str, Any]) -> Scheme:
 
 
 def _strategy_and_size(strategy: str | None, size: Any) -> tuple[str | None, int | None]:
-    """What has a scale of its own, by its name or else by the size of a group, of which -1 means all inputs of an output."""
+    """Tell what has its own scale: by name, or else by the size of a group, where -1 means all inputs of an output."""
     if size is not None and not isinstance(size, int):
         raise ValueError(f"its group_size is {size!r}")
     if strategy is None and size is not None:

@@ -41,7 +41,7 @@ class Source:
     gguf: GgufCheckpoint | None = None
 
     def float_config(self) -> PreTrainedConfig:
-        """The configuration of the same model with float weights, under the checkpoint's name."""
+        """Return the configuration of the same model with float weights, under the checkpoint's name."""
         config = unquantised(self.config)
         config.name_or_path = self.name
         return config
@@ -84,7 +84,7 @@ class Source:
         return shapes_of(self.config, self.name).keys() - tied <= there
 
     def generation_config(self) -> GenerationConfig:
-        """The checkpoint's, or what follows from its configuration."""
+        """Read the checkpoint's own, or make what follows from its configuration."""
         from transformers import GenerationConfig
 
         if self.gguf is not None:
@@ -102,7 +102,7 @@ class Source:
         *,
         keep_bits: int = 0,
     ) -> LayerSkipModel:
-        """A model in which one layer after the other gets its weights: peak memory is the model and one layer.
+        """Read a model in which one layer after the other gets its weights: peak memory is the model and one layer.
 
         device_of: a module, by its name. keep_bits: as in `StoredWeights`.
         """
@@ -147,7 +147,7 @@ class Source:
 
 
 def _in_order(shell: Any) -> list[str]:
-    """The parameters in the order in which they are filled."""
+    """List the parameters in the order in which they are filled."""
     names = [name for name, _ in shell.named_parameters()]
     return [*(name for name in names if not name.startswith("model.layers.")), *names]
 

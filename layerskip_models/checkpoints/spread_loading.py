@@ -30,7 +30,7 @@ def load_spread(
     exits: ExitsChoice = "auto",
     max_memory: Mapping[int, int] | None = None,
 ) -> LayerSkipModel:
-    """A checkpoint over all GPUs of this machine, as accelerate divides it; arguments as of `load_model`.
+    """Load a checkpoint over all GPUs of this machine, as accelerate divides it; arguments as of `load_model`.
 
     max_memory: bytes of each GPU that may be used, by its number; None for nearly all that are free.
     Raises what `load_model` raises; ValueError without two GPUs, for quantised checkpoints, and where all GPUs together do
@@ -53,7 +53,7 @@ def load_spread(
 
 
 def places(config: Any, dtype: torch.dtype, max_memory: Mapping[int, int] | None = None) -> dict[str, torch.device]:
-    """The device of the embedding, of each layer, of the last norm and of the head, by their names.
+    """Choose the device of the embedding, of each layer, of the last norm and of the head, by their names.
 
     Raises ValueError where they do not fit.
     """
@@ -79,7 +79,7 @@ def places(config: Any, dtype: torch.dtype, max_memory: Mapping[int, int] | None
 
 
 def _of(name: str, found: Mapping[str, Any]) -> Any:
-    """The place of a module, or of what it is in."""
+    """Return the place of a module, or of what it is in."""
     while name not in found and name:
         name = name.rpartition(".")[0]
     return found.get(name)

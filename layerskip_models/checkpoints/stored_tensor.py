@@ -166,7 +166,7 @@ class StoredTensor:
             raise not_finite(self.checkpoint, self.name)
 
     def _read(self, piece: range, room: Tensor | None = None) -> Tensor:
-        """These rows as the file has them, uint8 [rows, row_bytes]: in `room`, or in the thread's scratch."""
+        """Read these rows as the file has them, uint8 [rows, row_bytes]: into `room`, or the thread's scratch."""
         size = len(piece) * self.row_bytes
         flat = self.reader.scratch("read", size) if room is None else room.view(torch.uint8).view(-1)
         self.file.read(flat.numpy().data, self.begin + piece.start * self.row_bytes)
@@ -231,13 +231,13 @@ class StoredTensor:
         return bool(kernels.block_rows(_KINDS[self.form], *rows, _address(places), byref(to)))
 
     def _of_kernels(self, piece: range) -> tuple[int, Tensor]:
-        """These rows in a form that the native library reads: its number, and uint8 [rows, bytes]."""
+        """Read these rows in a form that the native library reads: its number, and uint8 [rows, bytes]."""
         if self.form in _KINDS:
             return _KINDS[self.form], self._read(piece)
         return _KINDS["F32"], self._floats(piece).float().contiguous().view(torch.uint8)
 
     def _floats(self, piece: range) -> Tensor:
-        """These rows as gguf converts them, [rows, in]."""
+        """Read these rows as gguf converts them, [rows, in]."""
         found = self._read(piece)
         if self.form in FLOATS:
             return found.view(FLOATS[self.form])
@@ -254,12 +254,12 @@ def _are_finite(found: Tensor, form: str) -> bool:
 
 
 def _described(found: Tensor, columns: int) -> tuple[int, int, int, int]:
-    """The native library's arguments for rows of a file."""
+    """Make the native library's arguments for rows of a file."""
     return found.data_ptr(), len(found), columns, found.shape[1]
 
 
 def _rows_from(room: Tensor, piece: range, places: Tensor | None) -> Tensor:
-    """What places are counted from: all of it, or the rows that these rows of the file go to in order."""
+    """Return what places are counted from: all of it, or the rows that these rows of the file go to in order."""
     return room if places is not None else room[piece.start :]
 
 

@@ -57,7 +57,7 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def stored(self, name: str, dtype: torch.dtype) -> StoredTensor | None:
-        """A parameter that stays in its file until it is asked for; None where only `read` knows what it stands for.
+        """Find a parameter that stays in its file until asked for; None where only `read` knows what it stands for.
 
         dtype: that its numbers are rounded to. They keep the file's own 16 bits where that is float32, which is wider.
         """
@@ -69,14 +69,14 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def floats(self, name: str) -> Tensor:
-        """A parameter as the floats that the file stands for."""
+        """Read a parameter as the floats that the file stands for."""
 
     @abstractmethod
     def own_numbers(self, module: str) -> GroupedWeight | None:
-        """A module's weight with the file's own numbers; None if they cannot be kept."""
+        """Read a module's weight with the file's own numbers; None if they cannot be kept."""
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A parameter in new memory. Raises ValueError for one that is missing, of another shape, or not finite."""
+        """Read a parameter into new memory. ValueError for one that is missing, of another shape, or not finite."""
         value = self.floats(name).to(device=device, dtype=dtype).contiguous()
         check_finite(value, self.name, name)
         return value
@@ -148,7 +148,7 @@ class SafetensorsWeights(StoredWeights):
         return not name.endswith("rotary_emb.inv_freq") and bool(self._slice(name)[...].any())
 
     def _slice(self, name: str) -> Any:
-        """A tensor in an open file, which `[...]` reads. ValueError for one that is not there."""
+        """Return a tensor in an open file, which `[...]` reads. ValueError for one that is not there."""
         path = self._where.get(name)
         if path is None:
             raise ValueError(
@@ -196,7 +196,7 @@ class SafetensorsWeights(StoredWeights):
         return self._read(in_four_bits, module) if module in self._quantised else None
 
     def _read(self, read: Any, module: str) -> Any:
-        """A quantised module, by `dequantise` or `in_four_bits`. Errors name it."""
+        """Read a quantised module, by `dequantise` or `in_four_bits`. Errors name it."""
         assert self._scheme_of is not None
         scheme = replace(self._scheme_of(module), shape=tuple(self._shapes[f"{module}.weight"]))
         stored = {part: self._slice(f"{module}.{part}")[...] for part in self._quantised[module]}

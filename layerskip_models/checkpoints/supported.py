@@ -58,7 +58,7 @@ def _supported() -> str:
 
 
 def check_transformers(model: Any) -> PreTrainedConfig:
-    """The configuration of a model in memory; ValueError if `from_transformers` cannot copy it."""
+    """Return the configuration of a model in memory; ValueError if `from_transformers` cannot copy it."""
     if not any(family.has_built(model) for family in FAMILIES.values()):
         if hasattr(model, "merge_and_unload"):
             raise ValueError(f"a {type(model).__name__} holds adapters beside the weights: {MERGE}")

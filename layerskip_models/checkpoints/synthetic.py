@@ -136,7 +136,7 @@ def synthetic_llama(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "auto",
 ) -> LlamaForCausalLM:
-    """A transformers model with such weights, made on the device in the dtype; its name says that it is synthetic.
+    """Make a transformers model with such weights, on the device, in the dtype; its name says that it is synthetic.
 
     shape: a name out of `SHAPES`, or a configuration of one's own. The same arguments give the same weights on the same kind
     of device. `from_transformers(model, release=True)` turns it into a `LayerSkipModel` without a second copy.
@@ -168,7 +168,7 @@ def synthetic_llama(
 
 
 def _fill(model: LlamaForCausalLM, recipe: Recipe, generator: torch.Generator) -> None:
-    """Normal weights; norms 1; biases, where there are any, 0."""
+    """Fill with normal weights; norms with 1; biases, where there are any, with 0."""
     hidden = model.config.hidden_size
     tied = model.config.tie_word_embeddings
     # A tied head is the embedding: it keeps the head's scale, which the first norm takes out of the stream.

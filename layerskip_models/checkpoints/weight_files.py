@@ -19,7 +19,7 @@ _AGAIN = "copy or download it again"
 
 
 def tensor_files(name: str, origin: Mapping[str, Any]) -> dict[str, Path]:
-    """The file of every tensor of a checkpoint. name: a folder or hub name. origin: revision and local_files_only.
+    """Find the file of every tensor of a checkpoint. name: a folder or hub name. origin: revision and local_files_only.
 
     Raises FileNotFoundError or OSError for files that are missing or damaged, and names them.
     """
@@ -37,7 +37,7 @@ def tensor_files(name: str, origin: Mapping[str, Any]) -> dict[str, Path]:
 
 
 def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]]:
-    """The files, and the tensors that an index lists (none without one); later files go before earlier ones.
+    """Find the files, and the tensors that an index lists (none without one); later files go before earlier ones.
 
     Raises FileNotFoundError for one that is missing, OSError for a damaged index.
     """
@@ -65,7 +65,7 @@ def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]
 
 
 def listed_files(index: Path) -> dict[str, str]:
-    """The file of every tensor that an index lists. OSError for one that cannot be read."""
+    """Read the file of every tensor that an index lists. OSError for one that cannot be read."""
     try:
         said = json.loads(index.read_text(encoding="utf-8"))
         listed = {str(tensor): str(file) for tensor, file in said["weight_map"].items()}

@@ -64,7 +64,7 @@ def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu
 
 
 def _config(fields: dict[str, Any]) -> AdapterConfig:
-    """The fields without those of other forms, which earlier versions wrote, and with tuples for JSON's lists."""
+    """Take the fields without those of other forms, which earlier versions wrote, and with tuples for JSON's lists."""
     steered = fields.get("form") == STEERED
     others = _OF_ATTENTION if steered else (*_OF_ATTENTION, *_OF_STEERING)
     known = {name: value for name, value in fields.items() if name not in others}
@@ -92,7 +92,7 @@ def check_fits(config: AdapterConfig, model: LayerSkipModel, where: str | Path) 
 
 
 def adapters_beside(name: str | None) -> Path | None:
-    """The folder of the adapters that lie beside the checkpoint of this name, a folder; None if there are none."""
+    """Find the folder of the adapters that lie beside the checkpoint of this name, a folder; None if there are none."""
     if name is None or not (Path(name) / FOLDER / CONFIG_FILE).is_file():
         return None
     return Path(name) / FOLDER

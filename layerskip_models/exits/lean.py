@@ -122,7 +122,7 @@ def lean_adapters(
 
 
 def with_exits(model: LayerSkipModel, exits: ExitsChoice = "auto") -> LayerSkipModel:
-    """The same model, weights shared, that drafts with these adapters.
+    """Return the same model, weights shared, that drafts with these adapters.
 
     Raises FileNotFoundError or ValueError for a folder that holds none, or some that were trained for another model.
     """

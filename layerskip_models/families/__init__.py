@@ -30,13 +30,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def find_family(config: object) -> Family | None:
-    """The family of a configuration; None for one that is not supported."""
+    """Find the family of a configuration; None for one that is not supported."""
     family = FAMILIES.get(getattr(config, "model_type", ""))
     return family if family is not None and isinstance(config, family.config) else None
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a configuration that `checkpoints.supported` has accepted."""
+    """Return the family of a configuration that `checkpoints.supported` has accepted."""
     family = find_family(config)
     assert family is not None, config.model_type
     return family

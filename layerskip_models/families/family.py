@@ -111,5 +111,5 @@ class Family:
 
 
 def listed_windows(config: Any, layer: int) -> int | None:
-    """The sliding window of configurations that list a type for every layer."""
+    """Return the sliding window of configurations that list a type for every layer."""
     return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None

@@ -41,5 +41,5 @@ NEEDS: Mapping[str, str] = MappingProxyType(
 
 
 def need_of(model_type: str) -> str:
-    """What such a model would need, in words that follow "would need"."""
+    """Say what such a model would need, in words that follow "would need"."""
     return NEEDS.get(model_type, "a description of its layers, which nobody has written")

@@ -117,12 +117,12 @@ class _Drawn:
         ]
 
     def four_bits(self, outputs: int) -> NativeGroupedLinear:
-        """A 4-bit linear with offsets."""
+        """Make a 4-bit linear with offsets."""
         weight = round_to_four_bits(self(outputs, GROUPED) * GROUPED**-0.5, group=64, symmetric=False)
         return NativeGroupedLinear(weight, self(outputs))
 
     def six_bits(self, outputs: int) -> NativeGroupedLinear:
-        """A linear of 6 bits, whose scales are integers that a block's scale multiplies."""
+        """Make a linear of 6 bits, whose scales are integers that a block's scale multiplies."""
         numbers = (self(outputs, BLOCK) * 10 + 32).clamp(0, 63)
         scales, blocks = (self(outputs, BLOCK // 16) * 20).to(torch.int8), self(outputs, 1, 1) / 5000
         weight = GroupedWeight(pack_sixes(numbers), scales, blocks=blocks.half(), bits=6, zero=32)
@@ -141,7 +141,7 @@ class _Drawn:
 
 
 def fault() -> str | None:
-    """What this process's kernels compute wrongly, or None."""
+    """Say what this process's kernels compute wrongly; None if nothing."""
     with OneTeam(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
         drawn = _Drawn()
         x = drawn(ROWS, HIDDEN)
@@ -260,7 +260,10 @@ def _fault_of_layers(described: list[DecoderLayer], x: Tensor, angles: Tensor, e
 
 
 def _reference(layer: DecoderLayer, x: Tensor, rotary: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The layer in float64 with PyTorch's operators. x: [rows, hidden]. rotary: for x. keys, values: of earlier rows."""
+    """Compute the layer in float64 with PyTorch's operators.
+
+    x: [rows, hidden]. rotary: for x. keys, values: of earlier rows.
+    """
     qkv, output, gate_up, down = map(_native, (layer.qkv, layer.output, layer.gate_up, layer.down))
     rows = _normed(x, layer.input_norm) @ qkv.weight.double().T + qkv.tensors[-1].double()
     query, key, value = rows.view(ROWS, -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), 1)
@@ -306,7 +309,7 @@ def _near(found: Tensor, expected: Tensor, bound: float = _BOUND) -> bool:
 
 
 def native_variant(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The kernel variant that a model on this device and in this dtype would use, or None. For records."""
+    """Name the kernel variant that a model on this device and in this dtype would use, or None. For records."""
     chosen = library.kernels()
     return chosen.variant if chosen is not None and native_works(device, dtype) else None
 

@@ -28,7 +28,7 @@ def interleaved_floats(weight: Tensor) -> Tensor:
 
 
 def floats_in_rows(stored: Tensor) -> Tensor:
-    """What `interleaved_floats` was given."""
+    """Return what `interleaved_floats` was given."""
     return _in_rows(stored, words=True)
 
 
@@ -38,12 +38,12 @@ def interleave_bytes(rounded: Tensor) -> None:
 
 
 def bytes_in_rows(stored: Tensor) -> Tensor:
-    """What `interleave_bytes` was given."""
+    """Return what `interleave_bytes` was given."""
     return (_in_rows(stored, words=True).view(torch.uint8) ^ 128).view(torch.int8)
 
 
 def interleaved(weight: GroupedWeight, *, in_place: bool = False) -> GroupedWeight:
-    """A weight in groups in that order, but for its outputs' factors. Shapes stay, and no longer say what is where.
+    """Return a weight in groups in that order, except its outputs' factors. Shapes stay, but do not say what is where.
 
     in_place: in the memory of `weight`, which is then of no more use.
     """
@@ -64,7 +64,7 @@ def _own(tensor: Tensor, in_place: bool) -> Tensor:
 
 
 def in_rows(weight: GroupedWeight) -> GroupedWeight:
-    """What `interleaved` was made of, in memory of its own."""
+    """Return what `interleaved` was made of, in memory of its own."""
     packed, groups, offsets, factors, blocks = weight.tensors
     assert packed is not None
     others = (None if one is None else _in_rows(one) for one in (groups, offsets, blocks))

@@ -241,7 +241,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The loaded library. Raises KernelsUnavailableError."""
+    """Load the library. Raises KernelsUnavailableError."""
     if not LIBRARY.is_file():
         raise KernelsUnavailableError(
             f"{LIBRARY.name} is not in the installed package: reinstall selfspec on a machine with a C compiler, "
@@ -277,7 +277,7 @@ class Pool:
 
 @cache
 def pool() -> Pool:
-    """The native library's threads, which end with the interpreter. Raises KernelsUnavailableError."""
+    """Return the native library's threads, which end with the interpreter. Raises KernelsUnavailableError."""
     library = _library()
     library.pool_oldest.restype = c_int64
     atexit.register(library.pool_stop)
@@ -285,7 +285,10 @@ def pool() -> Pool:
 
 
 def runnable_variants() -> tuple[str, ...]:
-    """The variants that were built and that this processor can run, best first. Raises KernelsUnavailableError."""
+    """List the variants that were built and that this processor can run, best first.
+
+    Raises KernelsUnavailableError.
+    """
     library = _library()
     return tuple(
         name for name in VARIANTS if hasattr(library, f"step_{name}") and getattr(library, f"runs_{name}", int)()
@@ -294,7 +297,7 @@ def runnable_variants() -> tuple[str, ...]:
 
 @cache
 def load(variant: str | None = None) -> Kernels:
-    """The functions of one variant, the best one for this processor by default. Raises KernelsUnavailableError."""
+    """Load the functions of one variant, the best one for this processor by default. Raises KernelsUnavailableError."""
     runnable = runnable_variants()
     if not runnable or (variant is not None and variant not in runnable):
         raise KernelsUnavailableError(
@@ -311,7 +314,7 @@ def load(variant: str | None = None) -> Kernels:
 
 @cache
 def kernels() -> Kernels | None:
-    """The functions to use in this process, or None if PyTorch's operators do the work. See SELFSPEC_NATIVE above.
+    """Return this process's functions, or None if PyTorch's operators do the work. See SELFSPEC_NATIVE above.
 
     Raises KernelsUnavailableError if the environment demands kernels that cannot be used, ValueError if it asks for something
     unknown.

@@ -29,7 +29,7 @@ KV_DTYPES = (torch.float32, torch.bfloat16)
 
 @functools.cache
 def _array_of_spans(num: int) -> Any:
-    """The type, made once. Each time it is made it leaves a circle of objects behind, for Python's collector to find."""
+    """Make the type, once. Each time it leaves a circle of objects behind, for Python's collector to find."""
     return Span * num
 
 
@@ -56,7 +56,7 @@ class Memory:
 
     @classmethod
     def checked(cls, keys: Tensor, values: Tensor, kv_heads: int, dim: int) -> Memory:
-        """Raises ValueError unless both have the memory layout that the kernels read and write."""
+        """Describe them. Raises ValueError unless both have the memory layout that the kernels read and write."""
         if not (values.dtype is keys.dtype and values.dtype in KV_DTYPES and values.is_cpu and keys.is_cpu):
             raise ValueError("keys and values must be float32 on the CPU, or both bfloat16")
         strides = values.stride()
@@ -246,12 +246,12 @@ class NativeLayers:
         return Division(*found)
 
     def check_rows(self, hidden: Tensor, start: int, stop: int, rows: CacheRows, rotary: Tensor) -> None:
-        """Raises ValueError if hidden, [rows, hidden], does not fit the other arguments of a pass."""
+        """Raise ValueError if hidden, [rows, hidden], does not fit the other arguments of a pass."""
         check_rows("hidden", hidden, self._hidden_size)
         self.check(hidden.shape[0], start, stop, rows, rotary)
 
     def check(self, count: int, start: int, stop: int, rows: CacheRows, rotary: Tensor) -> list[int]:
-        """The position of each text's first row. Raises ValueError if `count` rows do not fit the other arguments."""
+        """Return the position of each text's first row. ValueError if `count` rows do not fit the other arguments."""
         positions: list[int] = []
         if not 0 <= start <= stop <= len(self._layers):
             raise ValueError(f"layers [{start}, {stop}) are not among {len(self._layers)}")
@@ -291,7 +291,7 @@ class NativeLayers:
         return rotary
 
     def workspace(self) -> Workspace:
-        """The calling thread's workspace."""
+        """Return the calling thread's workspace."""
         held: Workspace | None = getattr(self._own, "workspace", None)
         if held is None:
             held = self._own.workspace = Workspace(self)

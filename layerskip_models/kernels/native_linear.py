@@ -68,14 +68,14 @@ def without_loss(weight: Tensor) -> Tensor:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """The tensor as C reads it: contiguous, its data aligned to the element size. Copied only if it is not so already."""
+    """Return the tensor as C reads it: contiguous, data aligned to the element size; copied only if it is not so."""
     tensor = tensor.contiguous()
     # a tensor in a mapped file may begin at any address
     return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
 
 
 def pointer(name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
-    """A tensor's address, for C. ValueError unless the tensor is contiguous, on the CPU, and has this dtype and shape."""
+    """Return a tensor's address, for C. ValueError unless it is contiguous, on the CPU, of this dtype and shape."""
     if tensor is None:
         return None
     if tensor.dtype is not dtype or tensor.shape != shape or not (tensor.is_cpu and tensor.is_contiguous()):
@@ -279,7 +279,7 @@ class NativeLinear:
         return choices
 
     def _scratch_for(self, rows: int) -> Tensor:
-        """The calling thread's scratch for `pick`, large enough for this many rows."""
+        """Return the calling thread's scratch for `pick`, large enough for this many rows."""
         held: tuple[int, Tensor] | None = getattr(self._scratch, "memory", None)
         if held is None or held[0] < rows:
             size = self._pick_scratch(self._address, rows)
@@ -315,7 +315,7 @@ class NativeInt8Linear(NativeLinear):
 
     @classmethod
     def of_rounded(cls, rounded: Tensor, scale: Tensor, bias: Tensor | None = None) -> NativeInt8Linear:
-        """A linear of numbers that are rounded already, int8 [out, in], and their scales, float32 [out].
+        """Make a linear of numbers that are rounded already, int8 [out, in], and their scales, float32 [out].
 
         It takes the memory of `rounded`, and may reorder it.
         """
@@ -324,7 +324,7 @@ class NativeInt8Linear(NativeLinear):
         return made
 
     def _keep(self, rounded: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        """rounded: becomes the linear's own."""
+        """Keep these tensors. rounded: becomes the linear's own."""
         self._set(rounded, scale, bias)
         if takes_interleaved(KINDS[torch.int8], *rounded.shape):
             self.interleave()

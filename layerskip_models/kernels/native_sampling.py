@@ -97,7 +97,7 @@ def remainder(p: Tensor, q: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: float) -> int | None:
-    """The token that a number in [0, 1) selects: each with the probability of its share of the weights' sum.
+    """Draw the token that a number in [0, 1) selects: each with the probability of its share of the weights' sum.
 
     weights: [vocab], unnormalised, as `takes` says. None if their sum is 0, infinite or NaN. Raises ValueError for other
     tensors.
@@ -123,7 +123,7 @@ def sample(logits: Tensor, warp: Warp, uniform: float, out: Tensor) -> int | Non
 
 @functools.cache
 def _array(kind: type, count: int) -> Any:
-    """The type of an array, made once: each leaves a circle of objects behind, for Python's collector to find."""
+    """Make the type of an array, once: each leaves a circle of objects behind, for Python's collector to find."""
     return kind * count  # type: ignore[operator]
 
 

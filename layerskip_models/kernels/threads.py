@@ -100,14 +100,14 @@ def _warn_of_binding() -> None:
 
 
 def processors() -> tuple[int, ...]:
-    """The system's numbers of the processors that this process may use (its affinity mask). A core's threads count each."""
+    """List the system's numbers of the processors that this process may use (affinity mask), each thread of a core."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def usable() -> Usable:
-    """What this process may use, by its affinity mask and its control group's quota (rounded up)."""
+    """Count what this process may use, by its affinity mask and its control group's quota (rounded up)."""
     numbers, quota = processors(), cpu_quota()
     most = len(numbers) if quota is None else max(1, math.ceil(quota))
     return Usable(min(len(numbers), most), min(_num_cores(numbers), most))

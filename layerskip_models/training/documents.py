@@ -83,7 +83,7 @@ def read_documents(path: Path, exclude: Sequence[str] = DEFAULT_EXCLUDES) -> Ite
 
 
 def open_text(path: Path) -> TextIO:
-    """A UTF-8 file, packed if its name ends in .gz. Only a line feed ends a line."""
+    """Open a UTF-8 file, packed if its name ends in .gz. Only a line feed ends a line."""
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8-sig", newline="\n")
     return path.open(encoding="utf-8-sig", newline="\n")
@@ -113,13 +113,13 @@ def split_document(text: str, max_chars: int) -> Iterator[str]:
 
 
 def is_held_out(document: str, fraction: float) -> bool:
-    """True if a document is kept for evaluation. A hash of its text decides, so its place and the seed do not matter."""
+    """Tell whether a document is kept for evaluation: a hash of its text decides, so place and seed do not matter."""
     digest = hashlib.sha256(document.encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE over the documents: any text round-trips, digits stay single, <|endoftext|> is the EOS token.
+    """Train a byte-level BPE on documents: any text round-trips, digits stay single, <|endoftext|> is the EOS token.
 
     No normaliser, no prefix space, no cleaning-up when decoding. vocab_size counts the 256 bytes and the EOS token.
     Raises ValueError when vocab_size < 257, or when the text is too short to learn that many tokens.
@@ -199,7 +199,7 @@ def pack_streams(
 
 
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    """The token ids of each text and EOS, uint32."""
+    """Return the token ids of each text and EOS, uint32."""
     if not texts:
         return []
     ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
@@ -214,12 +214,12 @@ def block(stream: np.ndarray, indices: Iterable[int], length: int) -> Tensor:
 
 
 def num_blocks(stream: np.ndarray, length: int) -> int:
-    """Number of blocks of length + 1 tokens that `block` can cut from the stream."""
+    """Count the blocks of length + 1 tokens that `block` can cut from the stream."""
     return max(len(stream) - 1, 0) // length
 
 
 def block_order(step: int, batch_size: int, available: int, seed: int) -> list[int]:
-    """Indices of the blocks of one step: all blocks in a shuffled order, then in another, and so on.
+    """List the indices of the blocks of one step: all blocks in a shuffled order, then in another, and so on.
 
     A function of its arguments alone, so that a resumed run goes on with the data that the killed one would have had.
     """

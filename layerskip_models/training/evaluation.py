@@ -39,7 +39,7 @@ class ExitCurve:
 
 @torch.no_grad()
 def exit_sums(model: LlamaForCausalLM, input_ids: Tensor, labels: Tensor, first_row: int = 0) -> Tensor:
-    """Sums over rows, float64 [2, L]: cross-entropy against labels, and agreement with the last layer.
+    """Sum over rows, float64 [2, L]: cross-entropy against labels, and agreement with the last layer.
 
     input_ids, labels: int64 [batch, length]. Rows before position first_row are left out. Logits exist for
     CHUNK_ROWS rows of one layer at a time.
@@ -121,7 +121,7 @@ def own_text_curve(
 
 
 def is_looping(tokens: Sequence[int]) -> bool:
-    """True if the last 32 tokens have a period of at most 16, or if a 4-gram occurs 4 times.
+    """Tell whether the last 32 tokens have a period of at most 16, or a 4-gram occurs 4 times.
 
     A period p means that each of these tokens equals the one p places before it.
     """
@@ -187,7 +187,7 @@ def evaluate(
 
 
 def held_out_by_path(paths: Sequence[Path], exclude: Sequence[str], holdout_fraction: float) -> list[list[str]]:
-    """The documents of each path that a training with this holdout_fraction leaves out."""
+    """Return the documents of each path that a training with this holdout_fraction leaves out."""
     return [
         [document for document in read_documents(path, exclude) if is_held_out(document, holdout_fraction)]
         for path in paths
@@ -195,7 +195,7 @@ def held_out_by_path(paths: Sequence[Path], exclude: Sequence[str], holdout_frac
 
 
 def equal_shares(by_path: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[str]:
-    """The first documents of each path, an equal share of max_tokens from each, so that no large file hides the others."""
+    """Take each path's first documents, an equal share of max_tokens from each, so that no large file hides others."""
     documents: list[str] = []
     for held in by_path:
         budget = max_tokens // len(by_path)

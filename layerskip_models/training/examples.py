@@ -28,7 +28,7 @@ class Example:
 
 
 def read_examples(path: Path, exclude: Sequence[str]) -> list[Example]:
-    """The items of a .jsonl[.gz], .txt[.gz] or .py file, or a folder of texts.
+    """Read the items of a .jsonl[.gz], .txt[.gz] or .py file, or a folder of texts.
 
     Raises ValueError for any other file, for a line that has another form, and if there is nothing to read.
     """
@@ -76,7 +76,7 @@ def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def examples_of(config: FrozenModelSettings, *, held_out: bool) -> tuple[list[float], list[list[Example]]]:
-    """The shares of a run's sources, and their examples as of `sampled_examples`."""
+    """Return the shares of a run's sources, and their examples as of `sampled_examples`."""
     sources = data_sources(config.evaluate_on) if held_out and config.evaluate_on else config.sources()
     fraction = config.holdout_fraction
     if config.evaluate_on:
@@ -95,7 +95,7 @@ def sampled_examples(
     exclude: Sequence[str],
     seed: int,
 ) -> list[list[Example]]:
-    """The held-out examples of each source, or the others, in a random order. ValueError if no source has any."""
+    """Return each source's held-out examples, or the others, in a random order. ValueError if no source has any."""
     found: list[list[Example]] = []
     for number, source in enumerate(sources):
         read = read_examples(source.path, exclude)

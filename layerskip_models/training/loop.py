@@ -108,7 +108,7 @@ class LayerSkipTraining:
         return [torch.optim.AdamW([decayed, plain], lr=config.learning_rate, betas=betas)]
 
     def gradient(self, step: int) -> StepReport:
-        """The gradient of one batch. Reports the mean loss of each enabled exit over the whole batch."""
+        """Compute the gradient of one batch. Reports the mean loss of each enabled exit over the whole batch."""
         config, accelerator = self.config, self.accelerator
         weights = config.weights(len(self.model.model.layers))
         length = config.sequence_length_at(step)
@@ -137,7 +137,7 @@ class LayerSkipTraining:
         )
 
     def _micro_batches(self, num_rows: int, rows_at_once: int) -> list[list[int]]:
-        """This process's rows of a batch, pass by pass. The processes do not wait for each other: one may have none."""
+        """List this process's rows of a batch by pass. The processes do not wait for each other: one may have none."""
         mine = list(range(self.accelerator.process_index, num_rows, self.accelerator.num_processes))
         return [mine[start : start + rows_at_once] for start in range(0, len(mine), rows_at_once)]
 
@@ -232,7 +232,7 @@ class LayerSkipTraining:
         self.accelerator.wait_for_everyone()
 
     def export(self, path: Path) -> None:
-        """The model with its tokenizer, in export_dtype; its generation settings are init's, or plain greedy."""
+        """Save the model with its tokenizer, in export_dtype; its generation settings are init's, or plain greedy."""
         dtype = getattr(torch, self.config.export_dtype)
         tensors = self.model.state_dict()
         with init_empty_weights():

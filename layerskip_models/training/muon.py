@@ -58,7 +58,7 @@ class Muon(torch.optim.Optimizer):
                     parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
 
     def _direction(self, parameter: Parameter, momentum: float) -> Tensor:
-        """The gradient averaged with those before it."""
+        """Average the gradient with those before it."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if not state:

@@ -20,7 +20,7 @@ def command_for_config(
     about: str = "Train a Llama with the LayerSkip recipe: layer dropout and early-exit loss.",
     next_step: str = 'selfspec generate "Once" --model {}',
 ) -> Callable[..., None]:
-    """A typer-ready function that has an option for each field of the class and calls `run` with an instance.
+    """Make a typer-ready function that has an option for each field of the class and calls `run` with an instance.
 
     run: returns the folder of what it made. config_class: a dataclass whose fields are made by `option_fields.option`.
     about: the command's own help. next_step: how the result is used; {} stands for its folder.

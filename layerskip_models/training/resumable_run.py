@@ -35,7 +35,7 @@ from layerskip_models.training.settings import FrozenModelSettings, RunSettings
 
 
 def quiet_console() -> Console:
-    """Standard error, without colours of our own: what a training says on the way."""
+    """Return a console on standard error, without colours of our own, for what a training says on the way."""
     return Console(stderr=True, highlight=False, markup=False)
 
 
@@ -90,7 +90,7 @@ def _delete(path: Path) -> None:
 
 @contextmanager
 def progress_bar(console: Console, total: int, *, shown: bool = True) -> Iterator[Callable[[str, int], None]]:
-    """A bar with the time left, on a terminal only; yields show(what is being done, how much of the total is done)."""
+    """Show the time left in a bar, on terminals only; yield show(what is being done, how much of the total is done)."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f}"))
     with Progress(
         *columns,
@@ -186,7 +186,7 @@ class ResumableRun:
             stream.write(json.dumps(line) + "\n")
 
     def _print(self, done: int, seconds: float, report: StepReport, evaluation: StepReport | None) -> None:
-        """A line for each line of the log; where a terminal shows the bar, for evaluations only."""
+        """Print a line for each line of the log; where a terminal shows the bar, for evaluations only."""
         if evaluation is None and self.console.is_terminal:
             return
         minutes = seconds / done * (self.steps - done) / 60

@@ -47,12 +47,12 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """The folder of the checkpoint after `step` steps."""
+    """Return the folder of the checkpoint after `step` steps."""
     return folder / f"{PREFIX}{step:08d}"
 
 
 def latest_checkpoint(folder: Path) -> tuple[Path, int] | None:
-    """The newest complete checkpoint and its number of steps, or None."""
+    """Find the newest complete checkpoint and its number of steps, or None."""
     found = sorted(folder.glob(f"{PREFIX}*")) if folder.is_dir() else []
     return (found[-1], int(found[-1].name.removeprefix(PREFIX))) if found else None
 

@@ -18,7 +18,7 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def with_default(base: type[Any], name: str, default: Any) -> Any:
-    """The field of this name of a base class, with another default."""
+    """Return the field of this name of a base class, with another default."""
     return field(default=default, metadata=base.__dataclass_fields__[name].metadata)
 
 
@@ -58,11 +58,11 @@ class OptimizerSettings:
         check_fields(self)
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """The learning rate of step 0, 1, ... of a run of `steps` steps."""
+        """Return the learning rate of step 0, 1, ... of a run of `steps` steps."""
         return self.learning_rate * self.warm_up(step) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
     def warm_up(self, step: int) -> float:
-        """The share of the peak learning rate that the linear rise has reached."""
+        """Return the share of the peak learning rate that the linear rise has reached."""
         return min(1.0, (step + 1) / (self.warmup_steps + 1))
 
 
@@ -98,11 +98,11 @@ class RunSettings(OptimizerSettings):
             raise ValueError("data must name at least one file or folder (--data PATH[:weight])")
 
     def sources(self) -> list[DataSource]:
-        """The files and folders of `data`. ValueError for one that does not exist."""
+        """List the files and folders of `data`. ValueError for one that does not exist."""
         return data_sources(self.data)
 
     def fingerprint(self) -> str:
-        """A hash of the settings that decide the finished weights. A new option at its default does not change it."""
+        """Hash the settings that decide the finished weights. A new option at its default does not change it."""
         decisive = {
             item.name: getattr(self, item.name)
             for item in fields(self)
@@ -134,11 +134,11 @@ class FrozenModelSettings(RunSettings):
         data_sources(self.evaluate_on)
 
     def model_name(self) -> str:
-        """The model's hub name or the last part of its path, since the path means nothing on another machine."""
+        """Return the model's hub name or the last part of its path, since the path means nothing on another machine."""
         if self.model is None:
             return DEMO_PATH.name
         return Path(self.model).name if Path(self.model).exists() else self.model
 
     def num_steps(self, items: int, batch: int) -> int:
-        """Steps of `batch` items each that make `epochs` passes over the items, at least one."""
+        """Count the steps of `batch` items each that make `epochs` passes over the items, at least one."""
         return max(round(items * self.epochs / batch), 1)

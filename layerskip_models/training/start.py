@@ -15,7 +15,7 @@ from layerskip_models.training.training_config import OWN_TEXT_PROMPT, TrainingC
 
 
 def own_tokenizer(config: TrainingConfig, output_dir: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer, which is kept in output_dir/tokenizer. Raises ValueError when it has no EOS token."""
+    """Return the tokenizer, which is kept in output_dir/tokenizer. Raises ValueError when it has no EOS token."""
     own = output_dir / "tokenizer"
     if own.exists():
         return AutoTokenizer.from_pretrained(own)
@@ -34,7 +34,7 @@ def own_tokenizer(config: TrainingConfig, output_dir: Path) -> PreTrainedTokeniz
 
 
 def described_model(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-    """What the model will be.
+    """Describe what the model will be.
 
     Raises ValueError when init is no Llama, its context is too short or its vocabulary smaller than the tokenizer's.
     """
@@ -59,7 +59,7 @@ def described_model(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) 
 
 
 def initial_model(config: TrainingConfig, described: LlamaConfig) -> LlamaForCausalLM:
-    """The model in float32 at its start: init's, or a new one."""
+    """Make the model in float32 at its start: init's, or a new one."""
     torch.manual_seed(config.seed)
     if config.init is None:
         return LlamaForCausalLM(described).train()

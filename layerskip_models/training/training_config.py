@@ -174,7 +174,10 @@ class TrainingConfig(RunSettings):
         return max(*self.sequence_lengths(), own_text)
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """A linear rise, then a half cosine to a tenth of the peak, or a constant rate with a linear fall to zero."""
+        """Return the learning rate of a step.
+
+        A linear rise, then a half cosine to a tenth of the peak, or a constant rate with a linear fall to zero.
+        """
         if self.lr_schedule == "wsd":
             fall = min(1.0, (steps - step) / max(self.decay_fraction * steps, 1))
         else:

@@ -80,12 +80,12 @@ class AcceptanceModel:
         self._parameters += step
 
     def acceptance(self, accepted: Array, seen: Array) -> Array:
-        """The estimate for every layer and bin, in (0, 1): a mean of what the fit says and what was seen there."""
+        """Estimate it for every layer and bin, in (0, 1): a mean of what the fit says and what was seen there."""
         result: Array = (accepted + TUNING.fit_count * self._line()) / (seen + TUNING.fit_count)
         return result
 
     def _line(self) -> Array:
-        """Acceptance by the parameters alone, [layers, bins]."""
+        """Compute acceptance by the parameters alone, [layers, bins]."""
         line: Array = 1 / (1 + np.exp(-self._log_odds(self._parameters)))
         return line
 

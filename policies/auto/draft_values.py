@@ -62,7 +62,7 @@ class DraftValues:
         return self._start
 
     def accepted(self) -> NDArray[np.float64]:
-        """Expected number of accepted drafts of a round that follows these values, [layers]."""
+        """Return the expected number of accepted drafts of a round that follows these values, [layers]."""
         return self._drafts[:, -1]
 
     def after(self, layer_index: int, depth: int, reliability: float) -> float:

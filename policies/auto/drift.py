@@ -100,7 +100,7 @@ class CostDrift:
         return self._complete(current)
 
     def forget_unfinished(self) -> None:
-        """The batch has changed: a round in which some text failed, so that its record never came, does not count."""
+        """Forget a round in which some text failed, so that its record never came: the batch has changed."""
         self._current = _Round()
 
     def _complete(self, done: _Round) -> bool:

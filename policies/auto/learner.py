@@ -73,7 +73,7 @@ class AutoLearner:
         self.copy_costs = [cost.copying(copied) for copied in range(MOST + 1)]
 
     def _prices(self, exits_in: Sequence[int]) -> _Prices:
-        """What drafts cost where exits may also draft in these bits: each does where that makes its usual round cheapest."""
+        """Price drafts if exits may also draft in these bits: each does where that makes its usual round cheapest."""
         cost, all_layers = self.cost, self.cost.num_layers
         full = round_costs(cost, self.max_speculations)
         usual = min(TUNING.usual_length, self.max_speculations)
@@ -175,7 +175,7 @@ class AutoLearner:
         return more**2 > TUNING.surprise**2 * (variance + TUNING.surprise_least)
 
     def longest(self, place: int) -> int:
-        """The longest draft there: short ones first where all is supposed, as of drafts in fewer bits."""
+        """Return the longest draft there: short ones first where all is supposed, as of drafts in fewer bits."""
         is_known = place > 0 or sum(self.table.seen[place]) >= TUNING.tried
         return self.max_speculations if is_known else min(TUNING.usual_length, self.max_speculations)
 
@@ -202,7 +202,7 @@ class AutoLearner:
         self._solve(*counts)
 
     def _accepted_and_seen(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Counts, [layers, bins] each."""
+        """Return the counts, [layers, bins] each."""
         accepted, seen = self.table.accepted, self.table.seen
         return np.array([accepted[layer] for layer in self.layers]), np.array([seen[layer] for layer in self.layers])
 
@@ -232,7 +232,10 @@ class AutoLearner:
                 self._find_best_round(frequency, there)
 
     def _find_best_round(self, frequency: NDArray[np.float64], count: int) -> None:
-        """The best of the first `count` places, its round, and the rate. frequency: of each confidence, [layers, bins]."""
+        """Find the best of the first `count` places, its round, and the rate.
+
+        frequency: of each confidence, [layers, bins].
+        """
         plain = self.cost.autoregressive()
         for _ in range(TUNING.passes):
             self.rate = self._next_rate
@@ -255,7 +258,7 @@ class AutoLearner:
         self.best_layer = self.likeliest_layer if pays else None
 
     def round_cost(self, record: RoundRecord) -> float:
-        """What a round has cost, at present costs."""
+        """Return what a round has cost, at present costs."""
         if record.num_copied:
             return self.cost.copying(record.num_copied)
         if record.exit_layer is None:
@@ -263,13 +266,13 @@ class AutoLearner:
         return self._round_list[self._index[self.place_of(record.exit_layer, record.bits)]][record.num_drafted]
 
     def gain(self, layer: int, depth: int, reliability: float) -> float:
-        """What keeping draft number depth + 1 is worth, when all of the draft including it holds with `reliability`."""
+        """Return what keeping draft number depth + 1 is worth, if the whole draft with it holds with `reliability`."""
         index = self._index[layer]
         step = self.rate * self._step_list[index][depth]
         return reliability + self.values.after(index, depth + 1, reliability) - step
 
     def going_on(self, layer: int, depth: int, reliability: float) -> float:
-        """What looking at one more row is worth after `depth` drafts."""
+        """Return what looking at one more row is worth after `depth` drafts."""
         return self.values.after(self._index[layer], depth, reliability)
 
     def needed(self, layer: int) -> float:

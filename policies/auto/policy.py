@@ -134,7 +134,7 @@ class AutoExit(DelegatingPolicy):
         return made
 
     def own_stopping(self) -> AutoStopping:
-        """The stopping policy that ends its drafts."""
+        """Make the stopping policy that ends its drafts."""
         return AutoStopping(self.learner)
 
     @property
@@ -160,7 +160,7 @@ class AutoExit(DelegatingPolicy):
         self._text_tokens, self._text_cost = 0, 0.0
 
     def expect_batch_size(self, texts: int) -> None:
-        """This many texts share the passes from now on. The more there are, the less a row costs and a draft gains."""
+        """Expect this many texts in passes from now on. The more there are, the less a row costs and a draft gains."""
         if texts != self._batch_size:
             self._batch_size = texts
             self._drift.forget_unfinished()
@@ -204,7 +204,7 @@ class AutoExit(DelegatingPolicy):
         )
 
     def _copying(self, context: RoundContext) -> Plan | None:
-        """A copy, if it is worth more than drafting at the rate of tokens per cost that the text is decoded at.
+        """Plan a copy, if it is worth more than drafting at the rate of tokens per cost that the text is decoded at.
 
         Where much is copied, that rate is well above the rate of drafts, and time has a higher price.
         """
@@ -220,7 +220,7 @@ class AutoExit(DelegatingPolicy):
         return Plan(exit_layer=None, max_speculations=0, copied=choice.copied, acceptance=learner.layer_acceptance)
 
     def _learns_now(self) -> bool:
-        """True for at most one in a round of the texts that learn together: they learn as much as one text alone."""
+        """Let at most one of the texts that learn together learn in a round: they learn as much as one text alone."""
         self._plans += 1
         return self._plans % (self._sharing * (TUNING.idle if self._idle else 1)) == 0
 
@@ -272,7 +272,7 @@ class AutoStopping(NeverStop):
             self._place = self._learner.place_of(plan.exit_layer, plan.bits)
 
     def stop_before_draw(self, row: DraftRow) -> bool:
-        """True if the token is not worth one more pass through the exit layer."""
+        """Tell whether the token is not worth one more pass through the exit layer."""
         assert row.confidence is not None
         place = self._learner.place_of(row.exit_layer, row.bits)
         reliability = self._reliability * self._learner.chance(place, row.confidence)
@@ -282,10 +282,10 @@ class AutoStopping(NeverStop):
         return False
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        """True if not even looking at the next row is worth its head."""
+        """Tell whether not even looking at the next row is worth its head."""
         place = self._learner.place_of(row.exit_layer, row.bits)
         return self._learner.going_on(place, row.num_drafted + 1, self._reliability) <= 0
 
     def threshold(self, exit_layer: int) -> float:
-        """The acceptance that a first draft needs to be worth its pass, were it the only one: rate * cost."""
+        """Return the acceptance that a first draft needs to be worth its pass, were it the only one: rate * cost."""
         return self._learner.needed(self._place)
