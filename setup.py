@@ -58,7 +58,7 @@ class BuildKernels(build_ext):
         self.only_here = bool(self.inplace)
 
     def get_ext_filename(self, fullname: str) -> str:
-        """A plain library: it uses nothing of Python, so any version of Python can load it."""
+        """Name a plain library: it uses nothing of Python, so any version of Python can load it."""
         return fullname.replace(".", "/") + ".so"
 
     def build_extension(self, ext: Extension) -> None:
