@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Send the numbers to a device. tensor: in the host's memory; the host does not wait until they are there."""
     if device.type != "cuda":
         return tensor.to(device)

@@ -43,7 +43,7 @@ from layerskip_models.training.resumable_run import (
 from layerskip_models.training.saving import write_folder
 from layerskip_models.training.start import described_model, initial_model, own_tokenizer, token_streams
 from layerskip_models.training.training_config import OWN_TEXT_PROMPT, TrainingConfig
-from layerskip_models.transfer import sent
+from layerskip_models.transfer import to_device
 
 
 def train(config: TrainingConfig) -> Path:
@@ -122,7 +122,7 @@ class LayerSkipTraining:
         totals = {layer: torch.zeros((), device=accelerator.device) for layer in shares}
         for rows in self._micro_batches(batch_size, max(config.micro_batch_tokens // length, 1)):
             ids = training_data.block(self.streams.train, [order[row] for row in rows], length)
-            ids = sent(ids, accelerator.device)
+            ids = to_device(ids, accelerator.device)
             share = len(rows) / batch_size
             kept = None if keep is None else keep[:, rows]
             found = self._backward(ids[:, :-1], ids[:, 1:], shares, share, keep=kept)

@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from layerskip_models.transfer import sent
+from layerskip_models.transfer import to_device
 
 DROPOUT_TIMES = ("continual", "scratch")
 CURRICULA = ("rotational", "gradual", "all", "none")
@@ -165,7 +165,7 @@ def exit_hidden_states(
         if kept is None:
             hidden = run(layer, hidden, position_ids, position_embeddings)
         elif len(kept):
-            rows = sent(kept, hidden.device)
+            rows = to_device(kept, hidden.device)
             output = run(layer, hidden[rows], position_ids, position_embeddings)
             hidden = hidden.index_copy(0, rows, output.to(hidden.dtype))
         if index in wanted:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from layerskip_models.choices import Detail, HeadOutput, choices_of
 from layerskip_models.kernels.native_sampling import look, takes
-from layerskip_models.transfer import sent
+from layerskip_models.transfer import to_device
 from policies import DraftRow, ObservationSpec
 from policies.records import StopCause
-from selfspec.engine.results import to_keep
+from selfspec.engine.results import without_traceback
 from selfspec.engine.runners.runner import RowBuffers, Runner, SequenceRound, SequenceRows
 
 NOTHING = HeadOutput(-1, math.nan)
@@ -45,9 +45,9 @@ def make_drafts(runner: Runner, seq_rounds: Sequence[SequenceRound]) -> list[Dra
                 used.run([draft.rows for draft in alike if draft.exit_layer >= stop], start, stop, None)
                 start = stop
             used.run([draft.rows for draft in alike], start, start, "draft")
-        going = [draft for draft in going if draft.goes_on()]
+        going = [draft for draft in going if draft.extend()]
     for draft in drafts:
-        draft.forget_rounded()
+        draft.discard_low_bit_rows()
     return drafts
 
 
@@ -89,7 +89,7 @@ class Draft:
         """As in `RoundRecord`."""
         return tuple(self._seen) if self.seq_round.observes.confidence and self.seq_round.exit_layer else None
 
-    def forget_rounded(self) -> None:
+    def discard_low_bit_rows(self) -> None:
         """Forget what weights in fewer bits have computed: verification runs every row through every layer in full.
 
         Keys and values of these rows lie after the committed ones, where verification writes its own.
@@ -98,12 +98,12 @@ class Draft:
             self.seq_round.cache.roll_back(self.seq_round.length - 1)
             self.exit_layer = self.rows.exit_layer = 0
 
-    def goes_on(self) -> bool:
+    def extend(self) -> bool:
         """Take what the head says of the rows that were run. Returns whether drafting goes on."""
         try:
             going = self._grow()
         except Exception as error:
-            self.error = to_keep(error)
+            self.error = without_traceback(error)
             return False
         self.rows.first, self.rows.end = self.num_rows, len(self.rows.tokens)
         return going
@@ -197,4 +197,4 @@ def _features(output: HeadOutput, device: torch.device) -> Tensor:
     """Return what `draft_features` computes from logits."""
     p = output.confidence
     features = [math.log(p) if p > 0 else p, output.margin, output.entropy]
-    return sent(torch.tensor(features, dtype=torch.float32, device="cpu"), device)
+    return to_device(torch.tensor(features, dtype=torch.float32, device="cpu"), device)

@@ -16,7 +16,7 @@ from selfspec.engine.batch_slot import BatchSlot, BoundRequest
 from selfspec.engine.model_source import BoundModel
 from selfspec.engine.policy_loans import BatchPolicies
 from selfspec.engine.results import StepOutput
-from selfspec.engine.round import Found, read_prompts, run_round, tell
+from selfspec.engine.round import Outputs, emit, read_prompts, run_round
 from selfspec.engine.runners.choice import CaptureError
 from selfspec.engine.runners.runner import Runner
 from selfspec.engine.sequence import Sequence
@@ -49,7 +49,7 @@ class Engine:
         self._runners: dict[BoundModel, tuple[Runner, ExitStack]] = {}
         # What sequences got in this step, and what of that is ready to be returned. A step that raises leaves both to the
         # next one.
-        self._got: Found = []
+        self._got: Outputs = []
         self._outputs: list[StepOutput] = []
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ class Engine:
         self._report()
         for slot in [*self._slots.values()]:
             if slot.sequence.unsent:
-                tell(slot.sequence, self._got, StepOutput(tokens=slot.sequence.unsent))
+                emit(slot.sequence, self._got, StepOutput(tokens=slot.sequence.unsent))
         self._report()
 
     def _report(self) -> None:
@@ -151,7 +151,7 @@ class Engine:
             if slot is not None:
                 slot.complete(output)
             outputs = [] if slot is None else [output]
-            # Nothing is called here, so no signal comes between: see `tell`.
+            # Nothing is called here, so no signal comes between: see `emit`.
             self._outputs, self._got = [*self._outputs, *outputs], self._got[1:]
 
     def _by_model(self) -> list[list[BatchSlot]]:

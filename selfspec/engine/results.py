@@ -16,7 +16,7 @@ from selfspec.engine.stopping import StopReason
 _SHOWN = 60  # characters, or ids, of the new text in a repr
 
 
-def to_keep(error: Exception) -> Exception:
+def without_traceback(error: Exception) -> Exception:
     """Rid the error, and those that led to it, of tracebacks; from Python 3.11 on a note tells where each was raised.
 
     The functions in a traceback, and those that called them, hold what keeps the error: with it, all that they refer to would

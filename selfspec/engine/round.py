@@ -14,16 +14,16 @@ from torch import Tensor
 
 from layerskip_models.prefill import MOST_ROWS, PromptPiece, read_pieces
 from selfspec.engine.draft import make_drafts
-from selfspec.engine.results import StepOutput, to_keep
+from selfspec.engine.results import StepOutput, without_traceback
 from selfspec.engine.runners.runner import Runner
 from selfspec.engine.sequence import Planned, Sequence
 from selfspec.engine.verification import accept, verify
 
-Found = list[tuple[Sequence, StepOutput]]
+Outputs = list[tuple[Sequence, StepOutput]]
 """What sequences got so far in a step. Keep it to go on after an error: a sequence that is in it is not run again."""
 
 
-def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Found | None = None) -> list[StepOutput]:
+def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Outputs | None = None) -> list[StepOutput]:
     """One round of all these sequences. An error that concerns one of them ends that one; the others go on.
 
     found: gets each sequence's output as soon as it is complete, so that an error of all loses nothing.
@@ -36,7 +36,7 @@ def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Found | 
             # 1. Plan: where to exit, how far to draft (0: a plain step).
             going.append((sequence, sequence.plan(runner, len(sequences))))
         except Exception as error:
-            tell(sequence, found, StepOutput(tokens=sequence.unsent, error=to_keep(error)))
+            emit(sequence, found, StepOutput(tokens=sequence.unsent, error=without_traceback(error)))
     if going:
         seq_rounds = [planned.seq_round for _, planned in going]
         started = perf_counter()
@@ -53,27 +53,27 @@ def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Found | 
                 # 5. Commit them and one token more. Only lengths change.
                 tokens = None if result.error is not None else sequence.commit(result)
                 if tokens is None:
-                    tell(sequence, found, StepOutput(tokens=sequence.unsent, error=result.error or result.failure))
+                    emit(sequence, found, StepOutput(tokens=sequence.unsent, error=result.error or result.failure))
                     continue
                 # 6. Learn: the policy sees what came of its plan.
                 record = sequence.learn(planned, result, tokens, *shares)
                 if result.failure is not None:  # the text ended before it
                     runner.clear(sequence.length - 1)
-                tell(sequence, found, StepOutput(tokens=sequence.unsent, record=record))
+                emit(sequence, found, StepOutput(tokens=sequence.unsent, record=record))
             except Exception as error:
-                tell(sequence, found, StepOutput(tokens=sequence.unsent, error=to_keep(error)))
+                emit(sequence, found, StepOutput(tokens=sequence.unsent, error=without_traceback(error)))
     outputs = dict(found[first:])
     return [outputs[sequence] for sequence in sequences]
 
 
-def tell(sequence: Sequence, found: Found, output: StepOutput) -> None:
+def emit(sequence: Sequence, found: Outputs, output: StepOutput) -> None:
     """Hand over what a text got. Nothing is called here, so no signal comes between: no token is lost or told twice."""
     found += [(sequence, output)]
     sequence.unsent = []
 
 
 def read_prompts(
-    sequences: abc.Sequence[Sequence], most: int = MOST_ROWS, enough: int = 1, found: Found | None = None
+    sequences: abc.Sequence[Sequence], most: int = MOST_ROWS, enough: int = 1, found: Outputs | None = None
 ) -> list[tuple[Sequence, StepOutput]]:
     """Read the next pieces of prompts in one pass: of `most` rows, about; no further prompt once `enough` rows are in it.
 
@@ -102,13 +102,13 @@ def read_prompts(
             continue
         try:
             sequence.begin(states, scores)
-            tell(sequence, found, StepOutput(tokens=sequence.unsent))
+            emit(sequence, found, StepOutput(tokens=sequence.unsent))
         except Exception as error:
-            tell(sequence, found, StepOutput(tokens=sequence.unsent, error=to_keep(error)))
+            emit(sequence, found, StepOutput(tokens=sequence.unsent, error=without_traceback(error)))
     return found[first:]
 
 
-def _show_prompts(sequences: abc.Sequence[Sequence], hidden: abc.Sequence[Tensor], found: Found) -> set[Sequence]:
+def _show_prompts(sequences: abc.Sequence[Sequence], hidden: abc.Sequence[Tensor], found: Outputs) -> set[Sequence]:
     """Let those who watch prompts see what was read. Returns the texts where that fails."""
     failed = set()
     for sequence, states in zip(sequences, hidden):
@@ -116,5 +116,5 @@ def _show_prompts(sequences: abc.Sequence[Sequence], hidden: abc.Sequence[Tensor
             sequence.show_prompt(states)
         except Exception as error:
             failed.add(sequence)
-            tell(sequence, found, StepOutput(tokens=sequence.unsent, error=to_keep(error)))
+            emit(sequence, found, StepOutput(tokens=sequence.unsent, error=without_traceback(error)))
     return failed

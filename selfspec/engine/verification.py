@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from layerskip_models.transfer import read_rows, sent
+from layerskip_models.transfer import read_rows, to_device
 from selfspec.engine.accept import accept_greedy, accept_sampled, acceptance_probabilities
 from selfspec.engine.draft import Draft
-from selfspec.engine.results import RoundResult, to_keep
+from selfspec.engine.results import RoundResult, without_traceback
 from selfspec.engine.runners.runner import Runner
 from selfspec.engine.sampling import NonFiniteLogitsError, Sampler, non_finite
 
@@ -56,7 +56,7 @@ def accept(runner: Runner, draft: Draft) -> RoundResult:
         verification = _verification(draft)
         is_spoilt = verification.failure is not None and _spoilt(draft, verification)
     except Exception as error:
-        return RoundResult.broken(to_keep(error))
+        return RoundResult.broken(without_traceback(error))
     return _plain_result(runner, draft) if is_spoilt else _result(draft, verification)
 
 
@@ -93,7 +93,7 @@ def verify_greedy(sampler: Sampler, logits: Tensor, tokens: Tensor, length: int,
             try:
                 row = sampler.process(logits[index : index + 1], tokens, length + index)
             except Exception as error:
-                failure = to_keep(error)
+                failure = without_traceback(error)
                 chosen.append(NO_TOKEN)
                 values.append(0.0)
                 break
@@ -160,7 +160,7 @@ def verify_sampled(
             try:
                 rows.append(sampler.probabilities(logits[index : index + 1], tokens, length + index))
             except Exception as error:
-                failure = to_keep(error)
+                failure = without_traceback(error)
                 rows.append(torch.full_like(logits[:1], torch.nan))  # accepts nothing
             if index < num_drafts and not bounds[index] < float(rows[index][0, drafts[index]]):
                 break
@@ -172,7 +172,7 @@ def verify_sampled(
         try:
             token = sampler.draw(weights, f"position {length + accepted}")
         except NonFiniteLogitsError as error:
-            failure = to_keep(error)
+            failure = without_traceback(error)
     rates = acceptance_probabilities(p, q[:known], drafted[:known]).tolist() if known else []
     return Verification(
         num_accepted=accepted,
@@ -224,7 +224,9 @@ def _result(draft: Draft, verification: Verification) -> RoundResult:
     if seq_round.learns and verification.p is not None:
         target = verification.p.argmax(dim=-1)
     elif seq_round.learns:
-        target = sent(torch.tensor(verification.target_tokens, dtype=torch.long, device="cpu"), seq_round.tokens.device)
+        target = to_device(
+            torch.tensor(verification.target_tokens, dtype=torch.long, device="cpu"), seq_round.tokens.device
+        )
     return RoundResult(
         draft_tokens=tuple(draft.tokens),
         num_accepted=verification.num_accepted,

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from layerskip_models.attention import repeat_rows
 from layerskip_models.choices import Choices
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.transfer import read_rows, sent
+from layerskip_models.transfer import read_rows, to_device
 from policies import ShadowTokens
 from policies.acceptance_table import AcceptanceTable, Bins, read_shadow
 from pretended_devices import PretendedDevices
@@ -95,7 +95,7 @@ def test_greedy_rows_are_verified_from_one_copy() -> None:
 
 def test_what_is_sent_is_what_was_there() -> None:
     tensor = torch.tensor([1.0, math.nan])
-    assert sent(tensor, torch.device("cpu")) is tensor
+    assert to_device(tensor, torch.device("cpu")) is tensor
 
 
 # Masks

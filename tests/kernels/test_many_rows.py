@@ -280,8 +280,8 @@ def test_each_layer_s_weights_are_read_once_in_a_pass(seed: int, monkeypatch: py
             passes.append([(first, last) for _, _, first, last, _ in calls[seen[0] :]])
         seen[:] = [len(calls)]
 
-    goes_on = Draft.goes_on
-    monkeypatch.setattr(Draft, "goes_on", lambda self: (end_of_pass(), goes_on(self))[1])  # a draft step is over
+    extend = Draft.extend
+    monkeypatch.setattr(Draft, "extend", lambda self: (end_of_pass(), extend(self))[1])  # a draft step is over
     for name in ("make_drafts", "verify"):
         monkeypatch.setattr(selfspec.engine.round, name, counted(getattr(selfspec.engine.round, name)))
     run_together(SelfSpecGenerator(model_of("native"), tiny_tokenizer()), texts)

@@ -21,7 +21,7 @@ from layerskip_models.draft_weights import drafter_of
 from layerskip_models.kernels.native_forward import STEP_ROWS, NativeForward
 from layerskip_models.kernels.native_linear import only_operators
 from layerskip_models.kv_cache import CacheRows
-from layerskip_models.transfer import sent
+from layerskip_models.transfer import to_device
 from selfspec.engine.hidden_states import HiddenStates
 from selfspec.engine.runners.runner import Head, RowBuffers, SequenceRows
 
@@ -118,7 +118,7 @@ class EagerRunner:
             x = _gathered(groups)
         else:
             found = [token for rows in groups for token in rows.tokens[rows.first : rows.end]]
-            x = model.embed(sent(torch.tensor(found, dtype=torch.long, device="cpu"), model.device))
+            x = model.embed(to_device(torch.tensor(found, dtype=torch.long, device="cpu"), model.device))
         if start < stop:
             x = model.run_layers(x, start, stop, _cache_rows(groups), _observer(groups, start, stop))
             if head != "full":
