@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from layerskip_models.late_names import late_names
+from layerskip_models.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from layerskip_models.checkpoints.conversion import from_transformers
@@ -30,4 +30,4 @@ _PLACES = {
 }
 """The module of each name, which is imported when the name is first asked for."""
 
-__getattr__, __dir__ = late_names(__name__, _PLACES)
+__getattr__, __dir__ = lazy_imports(__name__, _PLACES)

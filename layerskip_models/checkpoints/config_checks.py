@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerskip_models.checkpoints.shell import Shell
+from layerskip_models.checkpoints.shell import MetaModel
 from layerskip_models.checkpoints.typed_fields import is_int
 from layerskip_models.families import Family, family_of
 
@@ -68,10 +68,10 @@ def built_on_meta(config: Any, name: str) -> PreTrainedModel:
         ) from error
 
 
-def shell_of(config: Any, name: str) -> Shell:
+def shell_of(config: Any, name: str) -> MetaModel:
     """Make the parameters of the model that transformers would build, without memory. Errors as in `built_on_meta`."""
     try:
-        return Shell(copy.deepcopy(config))
+        return MetaModel(copy.deepcopy(config))
     except Exception as error:  # of any kind: numbers that don't go together fail anywhere
         raise ValueError(
             f"the configuration of {name} builds no model ({type(error).__name__}: {' '.join(str(error).split())})"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from layerskip_models.families import Family, family_of, head_dim_of
 
 
-class Shell(nn.Module):
+class MetaModel(nn.Module):
     """config: one that `checkpoints.supported` has accepted. The parameters are on the meta device, a tied head is one."""
 
     def __init__(self, config: Any) -> None:

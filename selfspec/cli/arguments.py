@@ -19,7 +19,7 @@ from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.checkpoints.progress import telling
 from layerskip_models.output_paths import output_file
 from selfspec import SelfSpecGenerator
-from selfspec.cli.notes import collecting_later, one_line_errors
+from selfspec.cli.notes import gc_paused, one_line_errors
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.engine.request import check_ids
 from selfspec.options import SamplingOptions
@@ -74,7 +74,7 @@ def loading(model: str | None, notes: Console) -> Iterator[str]:
     """Show a status line while a checkpoint is loaded; yields its name."""
     name = str(DEMO_PATH) if model is None else model
     text = f"Loading {'the demo model' if model is None else model} ..."
-    with notes.status(text) as status, collecting_later(), telling(partial(_show_progress, status, text)):
+    with notes.status(text) as status, gc_paused(), telling(partial(_show_progress, status, text)):
         import transformers
         from huggingface_hub.utils import logging as hub_logging
 

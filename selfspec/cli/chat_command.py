@@ -83,8 +83,8 @@ def chat_command(
         if (seed := options.pop("seed")) is not None:  # one random generator for all answers
             options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
         preparation = None
-        if policy is None and not copy_texts and Preparation.helps(generator):
-            chosen, preparation = None, Preparation(generator)
+        if policy is None and not copy_texts and BackgroundCalibration.helps(generator):
+            chosen, preparation = None, BackgroundCalibration(generator)
         else:
             with notes.status("Calibrating ..."):  # only if the policy uses measured costs
                 chosen = generator.resolve_policy(policy)
@@ -121,7 +121,11 @@ class Chat:
     """Reads lines and carries them out: commands, and messages to answer."""
 
     def __init__(
-        self, conversation: Conversation, writer: TextWriter, notes: Console, preparation: Preparation | None = None
+        self,
+        conversation: Conversation,
+        writer: TextWriter,
+        notes: Console,
+        preparation: BackgroundCalibration | None = None,
     ) -> None:
         self._conversation, self._writer, self._notes = conversation, writer, notes
         self._preparation = preparation
@@ -236,7 +240,7 @@ def _greeting(model: str | None, generator: SelfSpecGenerator) -> str:
     return "\n".join(lines)
 
 
-class Preparation(threading.Thread):
+class BackgroundCalibration(threading.Thread):
     """What the first answer needs, done while the person types: the default policy's costs, and late imports.
 
     For a model on a processor. An error is left to the answer, which meets it again.

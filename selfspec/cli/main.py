@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from selfspec.cli.notes import collecting_later, one_line_errors
+from selfspec.cli.notes import gc_paused, one_line_errors
 from selfspec.removed import refuse_removed
 
 COMMANDS = {
@@ -90,7 +90,7 @@ class _Command(TyperCommand):
     def imported(self) -> Any:
         """Import the command itself."""
         module, _, function = self._place.partition(":")
-        with collecting_later():
+        with gc_paused():
             called = getattr(import_module(module), function)
         alone = typer.Typer(add_completion=False)
         alone.command(self.name)(called)

@@ -76,7 +76,7 @@ def _status(error: Exception) -> int | None:
 
 
 @contextmanager
-def collecting_later() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Within it Python does not search for cyclic garbage. A start, which makes many objects and none, takes a tenth less."""
     was_on = gc.isenabled()
     gc.disable()

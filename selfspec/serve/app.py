@@ -24,7 +24,7 @@ from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, P
 from selfspec.serve.bodies import read_body
 from selfspec.serve.guard import Guard
 from selfspec.serve.lanes import Lanes
-from selfspec.serve.memory_return import MemoryReturn, lasting_objects
+from selfspec.serve.memory_return import MemoryReturn, gc_frozen
 from selfspec.serve.scheduler import Choice, Scheduler
 from selfspec.serve.server_metrics import CONTENT_TYPE, ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
@@ -58,7 +58,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
         app.state.lanes = Lanes()
         memory = MemoryReturn()
         try:
-            with lasting_objects():
+            with gc_frozen():
                 yield
         finally:
             app.state.lanes.close()

@@ -53,7 +53,7 @@ class MemoryReturn:
 
 
 @contextmanager
-def lasting_objects() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Within it, Python's collector leaves alone what exists now: modules, the model, the app.
 
     A full collection looks at half a million of such objects while all threads wait (0.3 s), and comes only when a quarter as

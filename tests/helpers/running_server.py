@@ -60,7 +60,7 @@ def running_server(
     }  # a test may name any policy; what a server allows by itself has its own tests
     app = make_app(generator, ServerSettings(**{"model_name": "demo", **chat, **free, **settings}))
     up = threading.Event()
-    frozen = nullcontext() if freezes else patch.object(serve_app, "lasting_objects", nullcontext)
+    frozen = nullcontext() if freezes else patch.object(serve_app, "gc_frozen", nullcontext)
     with frozen, open_socket("127.0.0.1", 0) as listening:
         server = make_server(app, grace_seconds=grace_seconds, on_start=up.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

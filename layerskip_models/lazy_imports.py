@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 
-def late_names(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_imports(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Make the package's `__getattr__` and `__dir__` (PEP 562). places: the module of each name."""
     own = vars(sys.modules[package])
 
