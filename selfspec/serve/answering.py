@@ -16,7 +16,7 @@ from selfspec.engine.sampling import NonFiniteLogitsError
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_responses import Piece, finish_reason
 from selfspec.serve.draft_log import DraftLog
-from selfspec.serve.scheduler import Choice, Scheduler
+from selfspec.serve.scheduler import Scheduler, ServedSequence
 from selfspec.serve.structured_output import GrammarError
 from selfspec.serve.tools.call_readers import Written
 
@@ -25,7 +25,7 @@ _PAUSE_SECONDS = 0.05
 engine down. Rounds of larger models take longer than this and are sent at once."""
 
 
-class Texts:
+class RequestStream:
     """The choices of one request. Made and used in an event loop.
 
     streamed: `pieces` will be read; otherwise `whole`, for which the loop is woken only when a text ends.
@@ -34,7 +34,7 @@ class Texts:
     def __init__(
         self,
         scheduler: Scheduler,
-        choices: Sequence[Choice],
+        choices: Sequence[ServedSequence],
         tokenizer: PreTrainedTokenizerBase,
         *,
         streamed: bool,
@@ -112,7 +112,7 @@ class Texts:
             self._sent[index].set()
 
     def deliver(self, index: int, step: StepOutput) -> threading.Event | None:
-        """Take a step of one choice, in the scheduler's thread. See `Choice.deliver`."""
+        """Take a step of one choice, in the scheduler's thread. See `ServedSequence.deliver`."""
         now = perf_counter()
         choice, piece = self._choices[index], self._unsent[index]
         piece.steps.append(step)
@@ -172,11 +172,12 @@ class Texts:
 class _Delivery:
     """What the scheduler calls with every step of a choice.
 
-    It does not keep the texts alive. `Texts` has the choices, and each choice has this: a strong reference would close the
-    circle, and a text with all that it holds would stay in memory until Python's next full collection, many minutes later.
+    It does not keep the texts alive. `RequestStream` has the choices, and each choice has this: a strong reference would
+    close the circle, and a text with all that it holds would stay in memory until Python's next full collection, many
+    minutes later.
     """
 
-    texts: weakref.ref[Texts]
+    texts: weakref.ref[RequestStream]
     index: int
 
     def __call__(self, step: StepOutput) -> threading.Event | None:

@@ -17,15 +17,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from selfspec import SelfSpecGenerator
 from selfspec.serve import api_errors
-from selfspec.serve.answering import Texts
+from selfspec.serve.answering import RequestStream
 from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, request_failed, shutting_down
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, Piece
 from selfspec.serve.bodies import read_body
 from selfspec.serve.guard import Guard
-from selfspec.serve.lanes import Lanes
+from selfspec.serve.lanes import WorkerQueues
 from selfspec.serve.memory_return import MemoryReturn, gc_frozen
-from selfspec.serve.scheduler import Choice, Scheduler
+from selfspec.serve.scheduler import Scheduler, ServedSequence
 from selfspec.serve.server_metrics import CONTENT_TYPE, ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
 from selfspec.serve.token_routes import add_token_routes
@@ -55,7 +55,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.scheduler = Scheduler(generator, settings, metrics)
-        app.state.lanes = Lanes()
+        app.state.lanes = WorkerQueues()
         memory = MemoryReturn()
         try:
             with gc_frozen():
@@ -74,10 +74,12 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
         lanes, scheduler = request.app.state.lanes, request.app.state.scheduler
         body, size = await read_body(request, kind, lanes)
         choices = await _translated(lanes, scheduler, translator, body, size)
-        texts = Texts(scheduler, choices, translator.tokenizer, streamed=body.stream, show_drafts=body.show_drafts)
+        texts = RequestStream(
+            scheduler, choices, translator.tokenizer, streamed=body.stream, show_drafts=body.show_drafts
+        )
         scheduler.submit(choices)
         response = await (_stream if body.stream else _whole)(request, body, texts, answer)
-        response.headers.update(body.told)
+        response.headers.update(body.ignored_fields_header)
         return response
 
     @app.post("/v1/chat/completions")
@@ -115,14 +117,14 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
 
 
 async def _translated(
-    lanes: Lanes, scheduler: Scheduler, translator: Translator, body: ChatRequest | CompletionRequest, size: int
-) -> list[Choice]:
+    lanes: WorkerQueues, scheduler: Scheduler, translator: Translator, body: ChatRequest | CompletionRequest, size: int
+) -> list[ServedSequence]:
     """Translate in a thread if that may take long: for a long prompt, many texts, biases, a grammar, or a policy.
 
     The scheduler is asked for room first, and again when a thread is free: others may have taken the room meanwhile.
     """
 
-    def work() -> list[Choice]:
+    def work() -> list[ServedSequence]:
         scheduler.check_room(body.num_texts)
         return translator.chat(body) if isinstance(body, ChatRequest) else translator.completions(body)
 
@@ -140,7 +142,7 @@ async def _written(parts: Sequence[Piece], write: Callable[[], str]) -> str:
     return await asyncio.to_thread(write) if is_long else write()
 
 
-async def _whole(request: Request, body: GenerationRequest, texts: Texts, answer: Answer) -> Response:
+async def _whole(request: Request, body: GenerationRequest, texts: RequestStream, answer: Answer) -> Response:
     """Send the answer, or nothing if the client leaves before it is complete: its texts are then cancelled at once."""
     working = asyncio.ensure_future(texts.whole())
     try:
@@ -154,7 +156,7 @@ async def _whole(request: Request, body: GenerationRequest, texts: Texts, answer
         texts.cancel()
 
 
-async def _events(body: GenerationRequest, texts: Texts, answer: Answer) -> AsyncGenerator[str, None]:
+async def _events(body: GenerationRequest, texts: RequestStream, answer: Answer) -> AsyncGenerator[str, None]:
     async for piece in texts.pieces():
         yield f"data: {await _written([piece], partial(answer.chunk, piece))}\n\n"
     if body.stream_options is not None and body.stream_options.include_usage:
@@ -162,7 +164,7 @@ async def _events(body: GenerationRequest, texts: Texts, answer: Answer) -> Asyn
     yield "data: [DONE]\n\n"
 
 
-async def _stream(request: Request, body: GenerationRequest, texts: Texts, answer: Answer) -> Response:
+async def _stream(request: Request, body: GenerationRequest, texts: RequestStream, answer: Answer) -> Response:
     """Send a stream, or an error with its status if nothing was sent before. During a long wait the client gets comments,
     since a proxy may close a silent connection."""
     events = _events(body, texts, answer)
@@ -210,7 +212,7 @@ class _EventStream(StreamingResponse):
     would watch for the client with anyio, which leaves all that was cancelled in a circle of its exception and a frame.
     """
 
-    def __init__(self, texts: Texts, events: AsyncIterator[str]) -> None:
+    def __init__(self, texts: RequestStream, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._texts = texts
 

@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect
 
 from selfspec.serve.api_errors import CLIENT_LEFT, ApiError
-from selfspec.serve.lanes import Lanes
+from selfspec.serve.lanes import WorkerQueues
 
 MOST_KEYS = 5_000
 """Most keys of one JSON object. Every unknown key would be an error of its own."""
@@ -100,7 +100,7 @@ class Strict(BaseModel):
         self._ignored = (*self._ignored, name)
 
     @property
-    def told(self) -> dict[str, str]:
+    def ignored_fields_header(self) -> dict[str, str]:
         """The header of the answer that names the ignored fields, if there are any."""
         names = sorted(set(_ignored_in(self)))
         return {"x-selfspec-ignored": ", ".join(names)} if names else {}
@@ -130,7 +130,7 @@ def _ignored_in(value: object) -> Iterator[str]:
 B = TypeVar("B", bound=BaseModel)
 
 
-async def read_body(request: Request, kind: type[B], lanes: Lanes) -> tuple[B, int]:
+async def read_body(request: Request, kind: type[B], lanes: WorkerQueues) -> tuple[B, int]:
     """Read the body as an object, and its size in bytes. Raises ApiError for a wrong body."""
     content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content != "application/json" and not content.endswith("+json"):

@@ -19,7 +19,7 @@ LARGE_BODY = 1 << 17
 _STACK_BYTES = 16 << 20
 
 
-class Lane:
+class WorkerQueue:
     """One thread, first come first served. While `most_waiting` requests are waiting, further ones get status 429.
 
     rests: pause before the next work, as a multiple of the time of the last. Parsing holds Python's lock, which the decoding
@@ -64,7 +64,7 @@ class Lane:
             self._rested = time.monotonic() + self._rests * (time.thread_time() - started)
 
 
-class Lanes:
+class WorkerQueues:
     """bodies: parsing large bodies. prompts: tokenising large prompts, and requests for many texts.
 
     schemas: requests with a new schema.
@@ -73,9 +73,9 @@ class Lanes:
     def __init__(self) -> None:
         before = threading.stack_size(_STACK_BYTES)  # a grammar's compiler is recursive
         try:
-            self.bodies = Lane("large requests", most_waiting=32, rests=3.0)
-            self.prompts = Lane("large prompts", most_waiting=32)
-            self.schemas = Lane("schemas", most_waiting=16)
+            self.bodies = WorkerQueue("large requests", most_waiting=32, rests=3.0)
+            self.prompts = WorkerQueue("large prompts", most_waiting=32)
+            self.schemas = WorkerQueue("schemas", most_waiting=16)
         finally:
             threading.stack_size(before)
 

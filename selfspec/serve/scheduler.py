@@ -28,7 +28,7 @@ _SEND_SECONDS = 0.003
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Choice:
+class ServedSequence:
     """One text on its way through the server: what to generate, and how to build its answer.
 
     text: makes text of its tokens. echo: text put in front of it. recorder: keeps log-probabilities. scored: those of the
@@ -62,10 +62,10 @@ class Scheduler:
         self._generator, self._metrics = generator, metrics
         self._batch_size, self._max_waiting = settings.batch_size, settings.max_waiting
         self._changed = threading.Condition()
-        self._waiting: deque[Choice] = deque()
-        self._left: set[Choice] = set()  # cancelled, perhaps in the engine
+        self._waiting: deque[ServedSequence] = deque()
+        self._left: set[ServedSequence] = set()  # cancelled, perhaps in the engine
         self._closing = False
-        self._joined: dict[int, Choice] = {}  # those in the engine, by ticket; used by the thread only
+        self._joined: dict[int, ServedSequence] = {}  # those in the engine, by ticket; used by the thread only
         self._choice_seconds = 1.0  # moving average from joining to the end
         self._thread = threading.Thread(target=self._run, name="selfspec-engine", daemon=True)
         self._thread.start()
@@ -89,7 +89,7 @@ class Scheduler:
                 seconds = max(1, round(rounds * self._choice_seconds))
                 raise queue_full(f"{len(self._waiting)} texts are waiting already", seconds)
 
-    def submit(self, choices: Iterable[Choice]) -> None:
+    def submit(self, choices: Iterable[ServedSequence]) -> None:
         """Queue texts, all of them or none. Raises as `check_room`."""
         choices = [*choices]
         with self._changed:
@@ -100,7 +100,7 @@ class Scheduler:
             self._metrics.waiting.set(len(self._waiting))
             self._changed.notify()
 
-    def cancel(self, choices: Iterable[Choice]) -> None:
+    def cancel(self, choices: Iterable[ServedSequence]) -> None:
         """Drop texts, waiting or decoding, after the current round. Complete ones are left alone."""
         with self._changed:
             self._left.update(choices)
@@ -208,7 +208,7 @@ class Scheduler:
             return None
         return sending
 
-    def _refuse(self, choices: Iterable[Choice], error: Exception) -> None:
+    def _refuse(self, choices: Iterable[ServedSequence], error: Exception) -> None:
         for choice in choices:
             choice.deliver(StepOutput(ticket=0, tokens=[], error=error))
 

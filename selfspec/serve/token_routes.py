@@ -71,7 +71,7 @@ def add_token_routes(app: FastAPI, translator: Translator) -> None:
         found: dict[str, Any] = {"count": len(ids), "max_model_len": translator.most_tokens, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
-        return JSONResponse(found, headers=body.told)
+        return JSONResponse(found, headers=body.ignored_fields_header)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> JSONResponse:
@@ -79,7 +79,7 @@ def add_token_routes(app: FastAPI, translator: Translator) -> None:
         body, size = await read_body(request, DetokenizeRequest, lanes)
         translator.check_name(body.model)
         text = await lanes.prompts.run_by_size(size, lambda: translator.text_of(body.tokens))
-        return JSONResponse({"prompt": text}, headers=body.told)
+        return JSONResponse({"prompt": text}, headers=body.ignored_fields_header)
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> JSONResponse:

@@ -30,7 +30,7 @@ from selfspec.serve.api_requests import ChatRequest, CompletionRequest, Generati
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
 from selfspec.serve.lanes import LARGE_BODY
 from selfspec.serve.prompts import check_length
-from selfspec.serve.scheduler import Choice
+from selfspec.serve.scheduler import ServedSequence
 from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.served_policies import ServedPolicies
 from selfspec.serve.server_settings import MOST_CHOICES, ServerSettings
@@ -123,7 +123,7 @@ class Translator:
             "policy": self._policies.choose(None, repeats=False).name,
         }
 
-    def chat(self, body: ChatRequest) -> list[Choice]:
+    def chat(self, body: ChatRequest) -> list[ServedSequence]:
         """Make the choices of a chat request."""
         self.check_name(body.model)
         self._check_schema(body)
@@ -199,7 +199,7 @@ class Translator:
             message = f"there is no model {model!r} here, this server has {served!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
-    def completions(self, body: CompletionRequest) -> list[Choice]:
+    def completions(self, body: CompletionRequest) -> list[ServedSequence]:
         """Make the n continuations of every prompt, those of the first prompt first."""
         self.check_name(body.model)
         if len(body.prompts) * body.n > MOST_CHOICES:
@@ -221,7 +221,7 @@ class Translator:
                     echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
                 prompts.append((ids, echo, wanted))
         shared = self._shared(body, body.stop)
-        choices: list[Choice] = []
+        choices: list[ServedSequence] = []
         with _bad_request("prompt"):
             for ids, echo, wanted in prompts:
                 for _ in range(body.n):
@@ -276,7 +276,7 @@ class Translator:
         max_new_tokens: int,
         num_top: int | None,
         index: int,
-    ) -> Choice:
+    ) -> ServedSequence:
         if body.min_tokens > max_new_tokens:
             raise ApiError(f"min_tokens={body.min_tokens} is above the limit of {max_new_tokens}", param="min_tokens")
         sampling, policy = {**shared.sampling}, shared.policy
@@ -301,7 +301,7 @@ class Translator:
             if isinstance(body, CompletionRequest) and body.scores_prompts:
                 scored = PromptLogprobs(checked.bound.model, request.prompt, num_top)
                 request = replace(request, watch_prompt=scored)
-        return Choice(
+        return ServedSequence(
             # The server decodes the text piece by piece, so the engine need not do it again.
             checked=replace(checked, request=request, tokenizer=None),
             text=TrimmedText(self.tokenizer, shared.stops, ids),
