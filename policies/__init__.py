@@ -24,12 +24,12 @@ from policies.records import (
     DraftRow,
     ObservationSpec,
     Plan,
+    PolicyCost,
     PreVerifier,
     RoundContext,
     RoundRecord,
     Shadow,
     ShadowTokens,
-    Spent,
 )
 from policies.spide import SpideStopping
 
@@ -57,12 +57,12 @@ __all__ = [
     "PacerStopping",
     "Plan",
     "Policy",
+    "PolicyCost",
     "PreVerifier",
     "RoundContext",
     "RoundRecord",
     "Shadow",
     "ShadowTokens",
-    "Spent",
     "SpideStopping",
     "StatelessPolicy",
     "StoppingPolicy",

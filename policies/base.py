@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from policies.building import Setup
-from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow, Spent
+from policies.records import DraftRow, ObservationSpec, Plan, PolicyCost, RoundContext, RoundRecord, Shadow
 
 
 class Learner(Protocol):
@@ -93,7 +93,7 @@ class StoppingPolicy(_Observer, Protocol):
         """
         ...
 
-    def spent(self) -> Spent:
+    def spent(self) -> PolicyCost:
         """Return what its decisions cost in this round, in addition to the rows that it looked at."""
         ...
 
@@ -169,8 +169,8 @@ class NeverStop(StatelessPolicy):
     def threshold(self, exit_layer: int) -> float | None:
         return None
 
-    def spent(self) -> Spent:
-        return Spent()
+    def spent(self) -> PolicyCost:
+        return PolicyCost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class Policy:
 
     def clone_for_sequence(self) -> Policy:
         """Make one more text's policy in the batch: the same exit policy, a stopping policy with a round of its own."""
-        make = getattr(self.exit, "own_stopping", None)
+        make = getattr(self.exit, "default_stopping", None)
         own = None if make is None else make()
         return replace(self, stopping=own if type(own) is type(self.stopping) else deepcopy(self.stopping))
 

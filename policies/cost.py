@@ -61,7 +61,7 @@ class CostModel:
         """Price a round without speculation: one row through all layers and the head."""
         return self._layers(self.num_layers, self.batch_size) + self._head(self.batch_size)
 
-    def look(self, exit_layer: int) -> float:
+    def head_cost(self, exit_layer: int) -> float:
         """Adapter, head and decision for the first draft row, which went through `exit_layer` layers."""
         return self.draft_factor * self._look(exit_layer, self.batch_size)
 
@@ -205,7 +205,7 @@ def cost_of_round(record: RoundRecord, cost: CostModel) -> float:
     layer, drafted, dropped = record.exit_layer, record.num_drafted, record.stop_cause == "before_draw"
     if record.bits is not None:  # no row of the draft serves verification
         return cost.rounded_round(layer, drafted, record.bits) + dropped * cost.drafting(layer, 1, record.bits)
-    return cost.round(layer, drafted) + dropped * cost.look(layer)
+    return cost.round(layer, drafted) + dropped * cost.head_cost(layer)
 
 
 def tokens_per_cost(acceptance: float, exit_layer: int, num_drafts: int, cost: CostModel) -> float:

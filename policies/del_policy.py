@@ -281,7 +281,7 @@ class DelExit(DelegatingPolicy):
     def from_args(cls, setup: Setup, *, cost: str = "layers", d_max: int = MAX_SPECULATIONS, **options: Any) -> DelExit:
         return cls(num_layers=setup.num_layers, cost=setup.cost(cost), max_speculations=d_max, **options)
 
-    def own_stopping(self, on_stop: str = "drop") -> DelThreshold | None:
+    def default_stopping(self, on_stop: str = "drop") -> DelThreshold | None:
         """Make the threshold that ends its drafts; None where it plans their length (length=tpl)."""
         if self._length == "tpl":
             return None

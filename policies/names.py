@@ -67,12 +67,12 @@ _PAIRS = {"E-G": ("exit_layer", "length"), "B-G": ("bits", "length")}
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class PolicySpec:
     """One name: what it builds, and what its ARGS may be.
 
     build: given a Setup and ARGS as keywords. takes: the names of its options, separated by blanks.
     position: what comes first in ARGS, a key of `_POSITIONS`, in brackets if it may be left out; "" for nothing.
-    own_stopping: makes the stopping policy that an exit policy comes with, if any.
+    default_stopping: makes the stopping policy that an exit policy comes with, if any.
     """
 
     about: str
@@ -80,7 +80,7 @@ class Named:
     build: Callable[..., Any]
     takes: str = ""
     position: str = ""
-    own_stopping: Callable[..., StoppingPolicy | None] | None = None
+    default_stopping: Callable[..., StoppingPolicy | None] | None = None
 
     @property
     def options(self) -> dict[str, Convert]:
@@ -89,54 +89,56 @@ class Named:
 
 
 EXITS = {
-    "ar": Named("plain decoding", "ar", FixedExit.from_args),
-    "copy": Named(
+    "ar": PolicySpec("plain decoding", "ar", FixedExit.from_args),
+    "copy": PolicySpec(
         "what followed the same words earlier",
         "copy:10",
         CopyExit.from_args,
         "min",
         position="[G]",
     ),
-    "ls": Named("fixed exit layer and length", "ls:3-6", FixedExit.from_args, position="E-G"),
-    "bits": Named(
+    "ls": PolicySpec("fixed exit layer and length", "ls:3-6", FixedExit.from_args, position="E-G"),
+    "bits": PolicySpec(
         "drafts with the model's weights in 8 or 4 bits", "bits:8-5", FewBits.from_args, "layer", position="B-G"
     ),
-    "del": Named(
+    "del": PolicySpec(
         "DEL: exit layer by tokens per layer, dynamic threshold",
         "del:on_stop=keep",
         DelExit.from_args,
         "cost layers d_max omega length no_speculation on_stop state prompt alpha",
-        own_stopping=DelExit.own_stopping,
+        default_stopping=DelExit.default_stopping,
     ),
-    "auto": Named(
+    "auto": PolicySpec(
         "exit layer and length by tokens per cost",
         "auto:cost=layers",
         AutoExit.from_args,
         "cost layers d_max decay prompt_rows learn_every learn_first copy bits",
-        own_stopping=AutoExit.own_stopping,
+        default_stopping=AutoExit.default_stopping,
     ),
 }
 """Policies that choose the exit layer."""
 
 STOPPINGS = {
-    "fs": Named("finite-state length", "fs:3-6", FiniteStateLength.from_args, position="[G]"),
-    "dv": Named("Draft&Verify's threshold", "dv:3", DraftVerifyThreshold.from_args, "start target step max_length"),
-    "svip": Named("SVIP's entropy bound", "svip:3,threshold=0.6", SvipThreshold.from_args, "threshold max_length"),
-    "adaedl": Named("AdaEDL's entropy bound", "adaedl:3", AdaEdlThreshold.from_args, "start max_length"),
-    "spide": Named(
+    "fs": PolicySpec("finite-state length", "fs:3-6", FiniteStateLength.from_args, position="[G]"),
+    "dv": PolicySpec(
+        "Draft&Verify's threshold", "dv:3", DraftVerifyThreshold.from_args, "start target step max_length"
+    ),
+    "svip": PolicySpec("SVIP's entropy bound", "svip:3,threshold=0.6", SvipThreshold.from_args, "threshold max_length"),
+    "adaedl": PolicySpec("AdaEDL's entropy bound", "adaedl:3", AdaEdlThreshold.from_args, "start max_length"),
+    "spide": PolicySpec(
         "SPIDE's reliability",
         "spide:3,tau=0.7",
         SpideStopping.from_args,
         "tau max_length learn_every shadow prompt_rows bins",
     ),
-    "pacer": Named(
+    "pacer": PolicySpec(
         "Pacer's pre-verifier",
         "pacer:FOLDER,t=0.7",
         PacerStopping.from_args,
         "exit_layer b t rho criterion scope max_length",
         position="[PATH]",
     ),
-    "del": Named("DEL's dynamic threshold", "ls:3-18+del", DelThreshold.from_args, "on_stop omega state prompt"),
+    "del": PolicySpec("DEL's dynamic threshold", "ls:3-18+del", DelThreshold.from_args, "on_stop omega state prompt"),
 }
 """Policies that end a draft. Alone, all but "del" take a fixed exit layer first ("dv:3")."""
 _OF_EXITS = frozenset({"del", "pacer"})
@@ -191,7 +193,7 @@ def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
     name, arguments = _split(head)
     if name in EXITS:
         if not plus:
-            return _with_own_stopping(setup, name, arguments)
+            return _with_default_stopping(setup, name, arguments)
         if name == "copy":
             raise ValueError(
                 f"copies no longer go before another policy: say {head} alone, or auto, which copies and drafts"
@@ -204,7 +206,7 @@ def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
     return _with_fixed_exit(setup, name, arguments)
 
 
-def _with_own_stopping(setup: Setup, name: str, arguments: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
+def _with_default_stopping(setup: Setup, name: str, arguments: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
     """Make an exit policy with the stopping policy that it comes with, if any."""
     values = _values(name, EXITS[name], arguments)
     if "on_stop" in values and values.get("length") == "tpl":
@@ -212,7 +214,7 @@ def _with_own_stopping(setup: Setup, name: str, arguments: str) -> tuple[ExitPol
     own = {"on_stop": values.pop("on_stop")} if "on_stop" in values else {}
     built = EXITS[name].build(setup, **values)
     _check_schedule(values, built.observes, ObservationSpec(), "")
-    stopping = EXITS[name].own_stopping
+    stopping = EXITS[name].default_stopping
     return built, None if stopping is None else stopping(built, **own)
 
 
@@ -304,7 +306,7 @@ def _split(part: str) -> tuple[str, str]:
     return name, arguments
 
 
-def _values(name: str, named: Named, arguments: str) -> dict[str, Any]:
+def _values(name: str, named: PolicySpec, arguments: str) -> dict[str, Any]:
     """ARGS as keyword arguments. Raises ValueError for what the name does not take."""
     parts = [part.strip() for part in arguments.split(",")] if arguments else []
     values: dict[str, Any] = {}

@@ -11,7 +11,7 @@ import torch
 from policies.base import NeverStop
 from policies.bounds import MOST_DRAFTS, check_number
 from policies.building import Setup
-from policies.records import DraftRow, ObservationSpec, Plan, PreVerifier, Spent
+from policies.records import DraftRow, ObservationSpec, Plan, PolicyCost, PreVerifier
 
 BLOCK = 4
 THRESHOLD = 0.7
@@ -60,7 +60,7 @@ class PacerStopping(NeverStop):
         self._current = t
         self._cap = max_length
         self._block: list[DraftRow] = []
-        self._spent = Spent()
+        self._spent = PolicyCost()
 
     @classmethod
     def from_args(
@@ -81,7 +81,7 @@ class PacerStopping(NeverStop):
         self._current = self.t
         self._cap = min(self.max_length, plan.max_speculations)
         self._block = []
-        self._spent = Spent()
+        self._spent = PolicyCost()
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         """At the end of a block: when its estimates are too low. At the cap always."""
@@ -109,7 +109,7 @@ class PacerStopping(NeverStop):
             torch.stack([row.features for row in block if row.features is not None]),
             self.scope,
         )
-        self._spent = self._spent + Spent(layers=1, seconds=perf_counter() - started)
+        self._spent = self._spent + PolicyCost(layers=1, seconds=perf_counter() - started)
         if self.criterion == "mean":
             return sum(estimates) / len(estimates)
         return min(estimates) if self.criterion == "any" else estimates[-1]
@@ -118,6 +118,6 @@ class PacerStopping(NeverStop):
         """t, for the next block."""
         return self._current
 
-    def spent(self) -> Spent:
+    def spent(self) -> PolicyCost:
         """Return the pre-verifier's passes in this round, each a layer, and their time."""
         return self._spent

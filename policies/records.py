@@ -193,14 +193,14 @@ class DraftRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
+class PolicyCost:
     """What a stopping policy itself ran in a round: layers loaded in addition to the model's, and seconds."""
 
     layers: int = 0
     seconds: float = 0.0
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(layers=self.layers + other.layers, seconds=self.seconds + other.seconds)
+    def __add__(self, other: PolicyCost) -> PolicyCost:
+        return PolicyCost(layers=self.layers + other.layers, seconds=self.seconds + other.seconds)
 
 
 class Shadow(Protocol):

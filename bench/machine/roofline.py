@@ -52,7 +52,7 @@ def calls(
         Call("norm and head, 1 row", cost.head_seconds[0], head),
     ]
     for exit_layer in exit_layers:
-        seconds = exit_layer * cost.layer_seconds[0] + cost.look(exit_layer)
+        seconds = exit_layer * cost.layer_seconds[0] + cost.head_cost(exit_layer)
         found.append(Call(f"draft step, E = {exit_layer}", seconds, exit_layer * layer + weights.draft_head))
     for rows in ROWS:
         if rows <= len(cost.layer_seconds):

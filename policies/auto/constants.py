@@ -16,40 +16,40 @@ class Tuning:
     prompt_rows: int = 8
     """Last rows of a prompt that teach what every layer would have said (22, Z3: 12 and 4 are worse)."""
     prompt_rows_taught: int = 4
-    """The same once earlier calls taught more than `taught` (22, Z3). By replay 8 decides no better."""
-    taught: int = 24
+    """The same once earlier calls taught more than `enough_observations` (22, Z3). By replay 8 decides no better."""
+    enough_observations: int = 24
     """Observations per layer from which on prompts teach with fewer rows and texts may be idle. Chosen, not measured."""
     prompt_every: int = 8
     """New tokens that must be to come for each row of the prompt: a short text learns from fewer (22, Z5: time)."""
     learn_every: int = 32
     """One row in this many teaches every layer, and not only its own (22, I: counted in rows, not in rounds)."""
-    idle: int = 4
+    idle_learning_divisor: int = 4
     """Texts that know that drafts do not pay learn this many times less often (23, Z3: four texts; 24: one text)."""
     margin_in_batch: float = 0.05
     """How much better than plain steps drafts must be in a batch (23, Z3): its texts end at different times, so the last are
     in a smaller batch than they were promised."""
     memory: int = 128
     """Observations per layer that earlier calls count for, at most, when a call begins (22, Z5: 64 to 512 are within 1 %)."""
-    news: float = 4.0
+    resolve_growth: float = 4.0
     """Values are solved again at this many times as many rows; a solution takes one or two milliseconds (22, Z3)."""
     surprise: float = 3.0
     """They are also solved again when drafts at one place were accepted this many standard deviations more or less often than
     supposed. Chosen: rarely by chance, and soon where what is usual does not hold."""
-    surprise_least: float = 0.1
+    surprise_floor: float = 0.1
     """Variance that is added before that: of nearly sure drafts one rejection says little, and two say much. Chosen."""
-    settled: float = 0.1
+    rate_tolerance: float = 0.1
     """Relative change of the rate below which another of Dinkelbach's steps is not worth its time (22, Z5)."""
     usual_length: int = 4
     """Drafts for which an exit's price in full and in fewer bits is compared. Chosen to be near what is drafted."""
-    tried: int = 8
+    min_low_bit_drafts: int = 8
     """Drafts in fewer bits that must have been seen before one is longer than `usual_length`. Chosen: a model that they do
     not suit loses two rounds or three."""
     promised_gain: float = 0.1
     """By how much drafts in bits that nobody has tried must promise to beat the best exit and plain steps, before the weights
     are made that they need. Chosen: it is memory for as long as the process lives."""
-    promised_after: int = 8
+    min_observations_for_offer: int = 8
     """Observations per layer before that: a prompt's rows. Chosen to be those of one prompt."""
-    passes: int = 5
+    max_rate_steps: int = 5
     """Most such steps at a time. By replay 2 and 99 decide as well: this only keeps the loop finite."""
 
     # The acceptance model (`policies.auto.acceptance_model`). Twice or half as much changes 1.3 % at most (by replay).

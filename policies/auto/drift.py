@@ -34,7 +34,7 @@ def _parts(cost: CostModel, exit_layer: int, drafts: int, early: bool, bits: int
     verifying = cost.round(exit_layer, drafts) - drafting
     if early:
         drafting = cost.drafting(exit_layer, drafts + 1)
-        verifying -= cost.drafting(exit_layer, 1) - cost.look(exit_layer)
+        verifying -= cost.drafting(exit_layer, 1) - cost.head_cost(exit_layer)
     return drafting, verifying
 
 

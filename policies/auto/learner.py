@@ -23,7 +23,7 @@ from policies.records import RoundRecord, Shadow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Prices:
+class _CostTable:
     """bits: that drafts are made in at each place, None for the model's own weights. rounds: of 0, 1, .. drafts,
     [places, drafts + 1]. look: at one more row, [places]."""
 
@@ -69,10 +69,10 @@ class AutoLearner:
         rounded = [-place for place in self.layers[len(self.exits) :]]
         self._in_full = self._prices(())
         self._in_bits = self._prices(rounded) if rounded else self._in_full
-        self._charge(self._in_bits if len(rounded) > self._offered else self._in_full)
+        self._use_costs(self._in_bits if len(rounded) > self._offered else self._in_full)
         self.copy_costs = [cost.copying(copied) for copied in range(MOST + 1)]
 
-    def _prices(self, exits_in: Sequence[int]) -> _Prices:
+    def _prices(self, low_bit_options: Sequence[int]) -> _CostTable:
         """Price drafts if exits may also draft in these bits: each does where that makes its usual round cheapest."""
         cost, all_layers = self.cost, self.cost.num_layers
         full = round_costs(cost, self.max_speculations)
@@ -81,21 +81,21 @@ class AutoLearner:
         rows, looks = [], []
         for place in self.layers:
             found = -place if place < 0 else None
-            if place > 0 and exits_in:
-                price, best = min((cost.rounded_round(place, usual, number), number) for number in exits_in)
+            if place > 0 and low_bit_options:
+                price, best = min((cost.rounded_round(place, usual, number), number) for number in low_bit_options)
                 found = best if price < full[place - 1, usual] else None
             bits.append(found)
             if found is None:  # a row at an exit is needed by verification anyway
                 rows.append(full[place - 1])
-                looks.append(cost.look(place))
+                looks.append(cost.head_cost(place))
             else:  # one that weights in fewer bits ran is not
                 layers = place if place > 0 else all_layers
                 counts = range(self.max_speculations + 1)
                 rows.append(np.array([cost.rounded_round(layers, count, found) for count in counts]))
                 looks.append(cost.drafting(layers, 1, found))
-        return _Prices(bits=tuple(bits), rounds=np.array(rows), look=np.array(looks))
+        return _CostTable(bits=tuple(bits), rounds=np.array(rows), look=np.array(looks))
 
-    def _charge(self, prices: _Prices) -> None:
+    def _use_costs(self, prices: _CostTable) -> None:
         """Charge these prices from now on."""
         self._place_bits = prices.bits
         self._rounds, self._look = prices.rounds, prices.look
@@ -113,7 +113,7 @@ class AutoLearner:
         return -bits if bits is not None and exit_layer == self.cost.num_layers else exit_layer
 
     @property
-    def hopeless(self) -> bool:
+    def drafting_never_pays(self) -> bool:
         """True if no draft would pay even if all were accepted. Then there is nothing to learn for."""
         best = ((np.arange(self.max_speculations + 1) + 1) / self._rounds).max()
         return bool(best <= 1 / self.cost.autoregressive())
@@ -158,7 +158,7 @@ class AutoLearner:
             index = self._index[-record.bits]
             for confidence in record.confidences:
                 self.frequency[index, DOUBT_BINS.index(confidence)] += 1
-        if self._rows > TUNING.news * self._solved_at or self._is_surprised(record):
+        if self._rows > TUNING.resolve_growth * self._solved_at or self._is_surprised(record):
             self.learn()
 
     def _is_surprised(self, record: RoundRecord) -> bool:
@@ -172,11 +172,11 @@ class AutoLearner:
             more += (index < record.num_accepted) - chance
             variance += chance * (1 - chance)
         self._surprise[place] = more, variance
-        return more**2 > TUNING.surprise**2 * (variance + TUNING.surprise_least)
+        return more**2 > TUNING.surprise**2 * (variance + TUNING.surprise_floor)
 
     def longest(self, place: int) -> int:
         """Return the longest draft there: short ones first where all is supposed, as of drafts in fewer bits."""
-        is_known = place > 0 or sum(self.table.seen[place]) >= TUNING.tried
+        is_known = place > 0 or sum(self.table.seen[place]) >= TUNING.min_low_bit_drafts
         return self.max_speculations if is_known else min(TUNING.usual_length, self.max_speculations)
 
     def _count(self, layers: tuple[int, ...], read: list[list[float]]) -> None:
@@ -220,15 +220,15 @@ class AutoLearner:
             self._find_best_round(frequency, len(self.layers))
             return
         there = len(self.layers) - self._offered
-        self._charge(self._in_full)
+        self._use_costs(self._in_full)
         self._find_best_round(frequency, there)
-        if self.known >= TUNING.promised_after:
+        if self.known >= TUNING.min_observations_for_offer:
             without = max(self._next_rate, 1 / self.cost.autoregressive())
-            self._charge(self._in_bits)
+            self._use_costs(self._in_bits)
             self._find_best_round(frequency, len(self.layers))
             rounded = self.best_layer is not None and self.bits_at(self.best_layer) is not None
             if not rounded or self._next_rate < (1 + TUNING.promised_gain) * without:
-                self._charge(self._in_full)
+                self._use_costs(self._in_full)
                 self._find_best_round(frequency, there)
 
     def _find_best_round(self, frequency: NDArray[np.float64], count: int) -> None:
@@ -237,7 +237,7 @@ class AutoLearner:
         frequency: of each confidence, [layers, bins].
         """
         plain = self.cost.autoregressive()
-        for _ in range(TUNING.passes):
+        for _ in range(TUNING.max_rate_steps):
             self.rate = self._next_rate
             self.values = DraftValues(frequency, self.acceptance, self.rate * self._steps, self.rate * self._look)
             start = self.values.start()
@@ -247,7 +247,7 @@ class AutoLearner:
             tokens = 1 + float(self.values.accepted()[best])
             cost = (tokens - float(rounds[best])) / self.rate
             self._next_rate = max(tokens / cost, 1 / plain)
-            if abs(self._next_rate / self.rate - 1) < TUNING.settled:
+            if abs(self._next_rate / self.rate - 1) < TUNING.rate_tolerance:
                 break
         self.best_tokens, self.best_cost = tokens, cost
         pays = start[best] > 0 and rounds[best] > 1 - self.rate * plain

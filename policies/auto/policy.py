@@ -133,7 +133,7 @@ class AutoExit(DelegatingPolicy):
         made.takes_bits = bits
         return made
 
-    def own_stopping(self) -> AutoStopping:
+    def default_stopping(self) -> AutoStopping:
         """Make the stopping policy that ends its drafts."""
         return AutoStopping(self.learner)
 
@@ -142,7 +142,7 @@ class AutoExit(DelegatingPolicy):
         """Fewer of the next prompt's rows when earlier calls have taught enough, none where no draft pays."""
         if self._hopeless or self._idle:
             return replace(self._observes, prompt_rows=0)
-        if self.learner.known < TUNING.taught:
+        if self.learner.known < TUNING.enough_observations:
             return self._observes
         rows = min(TUNING.prompt_rows_taught, self._observes.prompt_rows)
         return replace(self._observes, prompt_rows=-(-rows // self._sharing))
@@ -172,7 +172,7 @@ class AutoExit(DelegatingPolicy):
         if cost == self.learner.cost:  # a batch size that changes no cost must change no plan
             return
         self.learner.use_cost(cost, margin=TUNING.margin_in_batch if self._batch_size > 1 else 0.0)
-        self._hopeless = self._batch_size > 1 and self.learner.hopeless
+        self._hopeless = self._batch_size > 1 and self.learner.drafting_never_pays
         if not self._hopeless:
             self.learner.learn()
 
@@ -222,7 +222,7 @@ class AutoExit(DelegatingPolicy):
     def _learns_now(self) -> bool:
         """Let at most one of the texts that learn together learn in a round: they learn as much as one text alone."""
         self._plans += 1
-        return self._plans % (self._sharing * (TUNING.idle if self._idle else 1)) == 0
+        return self._plans % (self._sharing * (TUNING.idle_learning_divisor if self._idle else 1)) == 0
 
     @property
     def _sharing(self) -> int:
@@ -233,7 +233,7 @@ class AutoExit(DelegatingPolicy):
     def _idle(self) -> bool:
         """True if it knows that no exit pays. Learning about exits is then most of what `auto` costs."""
         best = self.learner.best_layer
-        return (best is None or best < 0) and self.learner.known >= TUNING.taught
+        return (best is None or best < 0) and self.learner.known >= TUNING.enough_observations
 
     def observe(self, record: RoundRecord) -> None:
         if self._observes.copies != "none":

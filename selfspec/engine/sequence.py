@@ -16,7 +16,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MOST_ROWS, PromptPiece, piece_end, prefill
-from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent
+from policies import Plan, Policy, PolicyCost, RoundContext, RoundRecord, Shadow
 from policies.bounds import check_draft_layer
 from selfspec.cache.copy_index import CopyIndex, copies_drafts
 from selfspec.engine.draft_choice import make_offered
@@ -295,7 +295,7 @@ class Sequence:
         seq_round, plan = planned.seq_round, planned.plan
         speculative = seq_round.exit_layer is not None
         drafting = speculative or bool(seq_round.copied)
-        spent = self.policy.stopping.spent() if speculative and self.policy.stopping is not None else Spent()
+        spent = self.policy.stopping.spent() if speculative and self.policy.stopping is not None else PolicyCost()
         num_layers = self.model.num_layers
         record = RoundRecord(
             index=planned.context.round_index,

@@ -64,7 +64,7 @@ def test_bytes_of_phases_by_hand() -> None:
     dropped = finished(3, 2, exit_layer=2, cause="before_draw")
     read, seconds = phase_bytes([dropped], WEIGHTS, 4, COST)
     assert read == {"draft": 4 * (2 * layer + 30), "verify": 2 * layer + 30, "learn": 0}
-    assert seconds == COST.round(2, 3) + COST.look(2)
+    assert seconds == COST.round(2, 3) + COST.head_cost(2)
     copied = replace(finished(3, 2, cause="cap"), exit_layer=None, num_copied=3)
     read, seconds = phase_bytes([copied], WEIGHTS, 4, COST)
     assert read == {"draft": 0, "verify": 4 * layer + 30, "learn": 0}

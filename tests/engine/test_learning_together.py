@@ -29,7 +29,7 @@ class Together(ScriptedExit):
         super().__init__([(2, 3), (1, 2)])
         self.rounds = 0
 
-    def own_stopping(self) -> StopBelow:
+    def default_stopping(self) -> StopBelow:
         return StopBelow(0.3)
 
     def observe(self, record: RoundRecord) -> None:
@@ -50,7 +50,7 @@ def test_texts_with_one_policy_that_learns_together_share_its_state() -> None:
     """All their rounds teach it; each has a round of its own at hand. When the last has left it is free again."""
     generator = generator_of("plain")
     exit_policy = Together()
-    policy = Policy(exit_policy, exit_policy.own_stopping(), name="together")
+    policy = Policy(exit_policy, exit_policy.default_stopping(), name="together")
     with generator.engine() as engine:
         for length in (12, 6):
             engine.add(PROMPT, max_new_tokens=length, policy=policy)
@@ -198,13 +198,13 @@ def test_texts_that_know_that_drafts_do_not_pay_learn_less(batch_size: int) -> N
     assert policy.observes.prompt_rows > 0
     learner = policy.exit.learner  # type: ignore[attr-defined]
     layers = policy.observes.shadow_layers
-    wrong = torch.zeros(len(layers), 2 * TUNING.taught, dtype=torch.long)
+    wrong = torch.zeros(len(layers), 2 * TUNING.enough_observations, dtype=torch.long)
     policy.observe_prompt(
         ShadowTokens(layers=layers, tokens=wrong, confidences=wrong + 0.1, target_tokens=wrong[0] + 1)
     )
-    assert learner.known >= TUNING.taught
-    assert learner.best_layer is None and not learner.hopeless
+    assert learner.known >= TUNING.enough_observations
+    assert learner.best_layer is None and not learner.drafting_never_pays
     assert policy.observes.prompt_rows == 0
     context = RoundContext(round_index=0, num_committed=9, remaining_tokens=99, batch_size=batch_size)
-    learns = [policy.exit.plan(context).learn for _ in range(batch_size * TUNING.idle * 10)]
+    learns = [policy.exit.plan(context).learn for _ in range(batch_size * TUNING.idle_learning_divisor * 10)]
     assert sum(learns) == 10

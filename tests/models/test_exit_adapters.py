@@ -253,9 +253,9 @@ def test_an_adapter_is_part_of_a_draft_steps_price() -> None:
     priced = MeasuredCost(num_layers=4, layer_seconds=(1.0, 1.5), head_seconds=(2.0, 2.5), adapter_seconds=((2, 0.25),))
     assert priced.round(2, 3) == bare.round(2, 3) + 3 * 0.25
     assert priced.round(1, 3) == bare.round(1, 3)
-    assert priced.for_batch_size(2).look(2) == bare.for_batch_size(2).look(2) + 0.25 / 2
+    assert priced.for_batch_size(2).head_cost(2) == bare.for_batch_size(2).head_cost(2) + 0.25 / 2
     assert MeasuredCost.from_dict(priced.as_dict()) == priced
-    assert LayerCost(4).look(2) == 0
+    assert LayerCost(4).head_cost(2) == 0
 
 
 @pytest.mark.parametrize("runner", ["eager", "captured"])

@@ -154,7 +154,7 @@ def test_cost_with_a_preverifier() -> None:
     """9 drafts at layer 2 of 8: 9 * 2 + 8, and a pass behind the 4th and the 8th."""
     cost = LayerCost(8, block=4)
     assert cost.round(2, 9) == 9 * 2 + 8 + 2
-    assert (cost.autoregressive(), cost.look(2), cost.num_layers) == (8.0, 0.0, 8)
+    assert (cost.autoregressive(), cost.head_cost(2), cost.num_layers) == (8.0, 0.0, 8)
     assert LayerCost(8, block=4, block_seconds=2.5).round(2, 9) == 9 * 2 + 8 + 2 * 2.5
 
 

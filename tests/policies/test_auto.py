@@ -166,8 +166,8 @@ def taught(policy: AutoExit, rows: int) -> AutoExit:
 def test_earlier_calls_save_learning_and_are_outweighed() -> None:
     policy = AutoExit(num_layers=8)
     fresh = policy.observes.prompt_rows
-    assert taught(policy, TUNING.taught // 2).observes.prompt_rows == fresh
-    assert taught(policy, TUNING.taught // 2).observes.prompt_rows == TUNING.prompt_rows_taught < fresh
+    assert taught(policy, TUNING.enough_observations // 2).observes.prompt_rows == fresh
+    assert taught(policy, TUNING.enough_observations // 2).observes.prompt_rows == TUNING.prompt_rows_taught < fresh
     for _ in range(3):
         taught(policy, TUNING.memory)
         assert policy.learner.known <= 2 * TUNING.memory  # as much as TUNING.memory from before, and this prompt
@@ -249,7 +249,7 @@ def test_what_an_exit_drafts_in_fewer_bits_is_experience_with_that_exit() -> Non
     policy.observe_prompt(shadow([6, 8], [[1] * 8] * 2, [[0.5] * 8] * 2))
     plan = policy.plan(CONTEXT)
     assert (plan.exit_layer, plan.bits) == (6, 8)
-    stopping = policy.own_stopping()
+    stopping = policy.default_stopping()
     stopping.start_round(plan)
     assert stopping.threshold(-8) == policy.learner.needed(6)
     before = [sum(policy.learner.table.seen[place]) for place in (6, -8)]

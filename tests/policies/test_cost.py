@@ -49,7 +49,7 @@ def test_best_setting_by_hand() -> None:
 
 def test_measured_round_by_hand() -> None:
     assert MEASURED.autoregressive() == 4 * 1.0 + 2.0
-    assert MEASURED.look(2) == 2.5
+    assert MEASURED.head_cost(2) == 2.5
     # d = 0: one row through 2 layers, through the other 2, one head, and the round's own 0.25.
     assert MEASURED.round(2, 0) == 2 + 2 + 2 + 0.25
     # d = 2: three rows one by one through 2 layers, two looks; three rows at once through 2 layers; head of three.
@@ -100,7 +100,7 @@ def test_company_by_hand() -> None:
     )
     pair = alone.for_batch_size(2)
     assert pair.autoregressive() == pytest.approx((4 * 12 + 6) / 2)
-    assert pair.look(1) == pytest.approx((6 + 1) / 2)
+    assert pair.head_cost(1) == pytest.approx((6 + 1) / 2)
     # After layer 1, one draft is a step that both texts share, a look, and a pass of the draft's own row; a second one is
     # shared with a quarter of the other text. Then four or six rows go through the other three layers and the head.
     assert pair.round(1, 0) == pytest.approx(pair.autoregressive())
@@ -177,7 +177,7 @@ def test_a_round_of_the_scaled_cost_by_hand() -> None:
         changed = drift.observe(RoundRecord(**{**fields(slow), "draft_seconds": 3 * slow.draft_seconds}))
         assert changed == (index == 15)  # eight of each
     assert drift.cost.round(2, 2) == pytest.approx(3 * 8 + 11.4)
-    assert drift.cost.look(2) == pytest.approx(3 * 2.0)
+    assert drift.cost.head_cost(2) == pytest.approx(3 * 2.0)
     assert drift.cost.autoregressive() == TRUE.autoregressive() and drift.cost.num_layers == LAYERS
 
 
