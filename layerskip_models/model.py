@@ -29,7 +29,7 @@ from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
-from layerskip_models.kernels.threads import OneTeam
+from layerskip_models.kernels.threads import SingleThreadedOperators
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.norm import RMSNorm
 
@@ -318,7 +318,7 @@ class LayerSkipModel:
         For the engine's rounds, whose operators are small; see `kernels.threads`.
         """
         native = self.kernels is not None or isinstance(self._head, NativeLinear)
-        return OneTeam() if native else _NO_TEAM
+        return SingleThreadedOperators() if native else _NO_TEAM
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""

@@ -159,8 +159,8 @@ def convert(
     head: Linear
     draft_head: Linear | None = None
     head_layout = layout_of(head_weight.new_empty(0, dtype=dtype))
-    if own_head is not None and own_head.keeps_numbers:
-        head = grouped_linear(own_head.own_numbers(), own=True)
+    if own_head is not None and own_head.is_quantised:
+        head = grouped_linear(own_head.quantised(), own=True)
     elif own_head is not None and rounds_while_reading([own_head], head_layout, dtype):
         head = read_eight_bits([own_head], None, None)
     else:
@@ -290,7 +290,7 @@ def convert_layer(
         if len(kept) == len(own):
             whole = read_numbers(stored, rows_of_whole) if is_stored else None
             if whole is None:
-                known = [weight.own_numbers() if isinstance(weight, StoredTensor) else weight for weight in kept]
+                known = [weight.quantised() if isinstance(weight, StoredTensor) else weight for weight in kept]
                 whole = GroupedWeight.cat(known)
                 whole = whole if order is None else whole.reordered(order)
             projections[kind] = grouped_linear(whole, bias, own=True)
@@ -323,7 +323,7 @@ def convert_layer(
 
 
 def _keeps_numbers(weight: GroupedWeight | StoredTensor) -> bool:
-    return weight.keeps_numbers if isinstance(weight, StoredTensor) else True
+    return weight.is_quantised if isinstance(weight, StoredTensor) else True
 
 
 def _floats(weight: Tensor, known: GroupedWeight | StoredTensor | None) -> Tensor:

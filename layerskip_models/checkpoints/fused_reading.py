@@ -52,7 +52,7 @@ def read_numbers(parts: Sequence[StoredTensor], places: Tensor | None) -> Groupe
     for tensor in room.tensors:
         if tensor is not None:
             expect_large_pages(tensor)
-    _each(parts, places, room.tensors, lambda part, rooms, own: part.numbers_into(room.with_tensors(rooms), own))
+    _each(parts, places, room.tensors, lambda part, rooms, own: part.read_quantised_into(room.with_tensors(rooms), own))
     return room
 
 

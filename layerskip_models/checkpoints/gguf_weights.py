@@ -49,10 +49,10 @@ class GgufWeights(StoredWeights):
         self._config, self._permuted = config, architecture_of(reader) == "llama"
         self.names = self._tensors.keys()
 
-    def may_keep(self, name: str) -> bool:
+    def keeps_quantised(self, name: str) -> bool:
         """Heads do, too. The embedding counts as one, since it may be tied to it."""
         is_head = name in ("lm_head.weight", "model.embed_tokens.weight")
-        return super().may_keep(name) or (is_head and self._keep_bits == 8)
+        return super().keeps_quantised(name) or (is_head and self._keep_bits == 8)
 
     def stored(self, name: str, dtype: torch.dtype) -> StoredTensor | None:
         from gguf import GGML_QUANT_SIZES
@@ -63,7 +63,7 @@ class GgufWeights(StoredWeights):
             return None
         block, width = GGML_QUANT_SIZES[tensor.tensor_type]
         own = FLOATS.get(form, torch.float32)
-        packed = self.may_keep(name) and keeps_form(form, shape[-1], self._keep_bits)
+        packed = self.keeps_quantised(name) and keeps_form(form, shape[-1], self._keep_bits)
         return StoredTensor(
             reader=self._reader,
             file=self._file(self._mapped.path),
@@ -75,10 +75,10 @@ class GgufWeights(StoredWeights):
             checkpoint=self.name,
             name=name,
             order=_order(name, self._config) if self._permuted else None,
-            keeps_numbers=packed and len(shape) == 2,
+            is_quantised=packed and len(shape) == 2,
         )
 
-    def own_numbers(self, module: str) -> GroupedWeight | None:
+    def quantised(self, module: str) -> GroupedWeight | None:
         name = f"{module}.weight"
         tensor = self._tensors[name]
         if not keeps_form(tensor.tensor_type.name, int(tensor.shape[0]), self._keep_bits):

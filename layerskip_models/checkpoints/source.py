@@ -138,7 +138,7 @@ class Source:
             module = "model.embed_tokens" if tied else "lm_head"
             if device_of("lm_head").type == "cpu" and f"{module}.weight" in weights.names:
                 own = weights.stored(f"{module}.weight", dtype)
-                head = None if own is None or (tied and not own.keeps_numbers) else own
+                head = None if own is None or (tied and not own.is_quantised) else own
             _fill_ends(shell, fill, tied=tied, fills_head=head is None and (has_head or not tied))
             decoder = shell.model
             decoder.rotary_emb = RotaryFrequencies(config).to(device_of("model.embed_tokens"))

@@ -75,7 +75,7 @@ class StoredTensor:
     """A matrix [out, in] in a file, or a vector, which is one row.
 
     form: of its numbers, as safetensors and GGUF files call it. row_bytes: of a row in the file. dtype: that its numbers are
-    meant to have. order: the file's row of each row of the parameter; None where they are in order. keeps_numbers: whether
+    meant to have. order: the file's row of each row of the parameter; None where they are in order. is_quantised: whether
     they are to be kept. checkpoint, name: for messages.
     """
 
@@ -89,7 +89,7 @@ class StoredTensor:
     checkpoint: str
     name: str
     order: Tensor | None = None
-    keeps_numbers: bool = False
+    is_quantised: bool = False
 
     @property
     def rows(self) -> int:
@@ -130,14 +130,14 @@ class StoredTensor:
         """
         self._for_rows(partial(self._round, rounded, scales), places)
 
-    def numbers_into(self, room: GroupedWeight, places: Tensor | None) -> None:
+    def read_quantised_into(self, room: GroupedWeight, places: Tensor | None) -> None:
         """Write its own numbers to rows of a weight that `room_for_numbers` made."""
         self._for_rows(partial(self._repack, room), places, alone=library.kernels() is None)
 
-    def own_numbers(self) -> GroupedWeight:
+    def quantised(self) -> GroupedWeight:
         """Its own numbers in new memory."""
         room = room_for_numbers(self.rows, self.columns, self.form)
-        self.numbers_into(room, None)
+        self.read_quantised_into(room, None)
         return room
 
     def _for_rows(self, work: _Work, places: Tensor | None, *, alone: bool = False) -> None:

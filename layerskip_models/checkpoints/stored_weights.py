@@ -51,7 +51,7 @@ class StoredWeights(ABC):
             self._files[path] = ReadFile(path)
         return self._files[path]
 
-    def may_keep(self, name: str) -> bool:
+    def keeps_quantised(self, name: str) -> bool:
         """Whether this parameter keeps its numbers where our layout holds them."""
         return self._keep_bits > 0 and name.startswith("model.layers.")
 
@@ -72,7 +72,7 @@ class StoredWeights(ABC):
         """Read a parameter as the floats that the file stands for."""
 
     @abstractmethod
-    def own_numbers(self, module: str) -> GroupedWeight | None:
+    def quantised(self, module: str) -> GroupedWeight | None:
         """Read a module's weight with the file's own numbers; None if they cannot be kept."""
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -83,9 +83,9 @@ class StoredWeights(ABC):
 
     def read_packed(self, module: str) -> GroupedWeight | None:
         """As `read`, but with the file's own numbers; None where they are not kept."""
-        if not self.may_keep(f"{module}.weight"):
+        if not self.keeps_quantised(f"{module}.weight"):
             return None
-        weight = self.own_numbers(module)
+        weight = self.quantised(module)
         if weight is not None and not weight.is_finite():
             raise ValueError(f"{self.name} holds NaN or infinite scales, first in {module}: copy or download it again")
         return weight
@@ -119,7 +119,7 @@ class SafetensorsWeights(StoredWeights):
         self.names = (where.keys() - taken) | weights
         if scheme_of is None:
             self._check_floats()
-        elif unread := sorted(one for one in self.names - shapes.keys() if one in weights or self._matters(one)):
+        elif unread := sorted(one for one in self.names - shapes.keys() if one in weights or self._is_used(one)):
             raise ValueError(
                 f"{name} holds tensors that no part of the model reads, {len(unread)} in all, first {unread[0]}: {ORIGINAL}"
             )
@@ -143,7 +143,7 @@ class SafetensorsWeights(StoredWeights):
                     "checkpoint that it was made from"
                 )
 
-    def _matters(self, name: str) -> bool:
+    def _is_used(self, name: str) -> bool:
         """Whether leaving a tensor out may change the model. GPTQ writes biases of zeros for linears without any."""
         return not name.endswith("rotary_emb.inv_freq") and bool(self._slice(name)[...].any())
 
@@ -192,7 +192,7 @@ class SafetensorsWeights(StoredWeights):
             name=name,
         )
 
-    def own_numbers(self, module: str) -> GroupedWeight | None:
+    def quantised(self, module: str) -> GroupedWeight | None:
         return self._read(in_four_bits, module) if module in self._quantised else None
 
     def _read(self, read: Any, module: str) -> Any:

@@ -26,7 +26,7 @@ from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.native_sampling import Warp, distribute, draw, look, remainder
-from layerskip_models.kernels.threads import OneTeam, num_threads, on_threads
+from layerskip_models.kernels.threads import SingleThreadedOperators, num_threads, on_threads
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.norm import RMSNorm
 
@@ -142,7 +142,7 @@ class _Drawn:
 
 def fault() -> str | None:
     """Say what this process's kernels compute wrongly; None if nothing."""
-    with OneTeam(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
+    with SingleThreadedOperators(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
         drawn = _Drawn()
         x = drawn(ROWS, HIDDEN)
         layers = drawn.layers()

@@ -154,7 +154,7 @@ def _quota_of(folder: Path) -> float | None:
         return None
 
 
-class OneTeam:
+class SingleThreadedOperators:
     """Run this thread's PyTorch operators on one thread while the context is active; our kernels keep their team.
 
     PyTorch does little between our calls, and its own team waits by spinning: on a busy machine it waits for threads that are

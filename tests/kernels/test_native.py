@@ -18,7 +18,7 @@ from layerskip_models.kernels.native_linear import (
     MOST_ROWS,
     NativeLinear,
 )
-from layerskip_models.kernels.threads import OneTeam
+from layerskip_models.kernels.threads import SingleThreadedOperators
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import default_layout
 from layerskip_models.norm import RMSNorm
@@ -92,7 +92,7 @@ def test_layers_are_those_of_transformers(variant: str, changes: dict[str, Any])
 @needs_native
 def test_where_kernels_run_they_are_used() -> None:
     assert default_layout(drawn(8, 8)) == "native"
-    assert from_transformers(tiny_llama(seed=2)).on_one_team().__class__ is OneTeam
+    assert from_transformers(tiny_llama(seed=2)).on_one_team().__class__ is SingleThreadedOperators
 
 
 @needs_native

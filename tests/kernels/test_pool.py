@@ -272,12 +272,12 @@ def test_operators_start_no_team_within_a_round(four_threads: None, monkeypatch:
     monkeypatch.delenv("SELFSPEC_NUM_THREADS", raising=False)
     monkeypatch.setattr(threads, "_usable", lambda: threads.Usable(64, 64))
     elsewhere: list[int] = []
-    with threads.OneTeam():
+    with threads.SingleThreadedOperators():
         assert (torch.get_num_threads(), threads.num_threads()) == (1, 4)
         other = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
         other.start()
         other.join()
-        with threads.OneTeam():
+        with threads.SingleThreadedOperators():
             assert (torch.get_num_threads(), threads.num_threads()) == (1, 4)
         assert threads.num_threads() == 4
     assert torch.get_num_threads() == 4 and elsewhere == [4]

@@ -158,15 +158,13 @@ def test_numbers_that_are_kept_stand_for_what_gguf_says(
     data, order, places = data_of(form), torch.randperm(ROWS), torch.randperm(2 * ROWS)
     parts = [stored(tmp_path / "0", data, form, order=order), stored(tmp_path / "1", data, form)]
     expected = meant(data, form)
-    same_numbers(parts[1].own_numbers().values(), expected)
-    same_numbers(parts[0].own_numbers().values(), expected[order])
+    same_numbers(parts[1].quantised().values(), expected)
+    same_numbers(parts[0].quantised().values(), expected[order])
     found = read_numbers(parts, places)
     assert found is not None
     same_numbers(found.values()[places], torch.cat([expected[order], expected]))
-    same_numbers(
-        GroupedWeight.cat([one.own_numbers() for one in parts]).values(), torch.cat([expected[order], expected])
-    )
-    assert numbers_of_blocks(torch.from_numpy(data), form).num_bytes == parts[0].own_numbers().num_bytes
+    same_numbers(GroupedWeight.cat([one.quantised() for one in parts]).values(), torch.cat([expected[order], expected]))
+    assert numbers_of_blocks(torch.from_numpy(data), form).num_bytes == parts[0].quantised().num_bytes
 
 
 def test_blocks_whose_offsets_float16_does_not_hold(tmp_path: Path) -> None:
@@ -176,7 +174,7 @@ def test_blocks_whose_offsets_float16_does_not_hold(tmp_path: Path) -> None:
         np.uint8
     )
     parts = [stored(tmp_path / form, one, form) for form, one in data.items()]
-    whole = GroupedWeight.cat([part.own_numbers() for part in parts])
+    whole = GroupedWeight.cat([part.quantised() for part in parts])
     same_numbers(whole.values(), torch.cat([meant(one, form) for form, one in data.items()]))
 
 
@@ -190,7 +188,7 @@ def test_parts_of_several_forms_are_one_weight(forms: tuple[str, str], tmp_path:
     data = [data_of(form) for form in forms]
     parts = [stored(tmp_path / form, one, form) for form, one in zip(forms, data)]
     assert read_numbers(parts, None) is None
-    whole = GroupedWeight.cat([part.own_numbers() for part in parts])
+    whole = GroupedWeight.cat([part.quantised() for part in parts])
     same_numbers(whole.values(), torch.cat([meant(one, form) for form, one in zip(forms, data)]))
 
 
@@ -211,7 +209,7 @@ def test_numbers_that_are_not_finite_are_refused(form: str, tmp_path: Path) -> N
             read_eight_bits([one], None, None)
     if form in GROUPED:
         with pytest.raises(ValueError, match=message):
-            one.own_numbers()
+            one.quantised()
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system cannot be asked to read ahead")
