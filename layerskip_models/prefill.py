@@ -11,7 +11,7 @@ from torch import Tensor
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
 
-MOST_ROWS = 1024
+MAX_ROWS = 1024
 """Rows of a pass, so that a long text's activations stay small."""
 _MASK_ELEMENTS = 4 << 20  # and rows * positions of the pass's attention mask: 16 MB in float32
 _FEWEST_ROWS = 128
@@ -20,7 +20,7 @@ CaptureAt = Callable[[int, int, Tensor], None]
 """capture(first, layers_done, hidden [rows, hidden]): the first row's position, and what these layers put out."""
 
 
-def piece_end(first: int, length: int, *, most: int = MOST_ROWS, together: int = 0) -> int:
+def piece_end(first: int, length: int, *, most: int = MAX_ROWS, together: int = 0) -> int:
     """Where the pass ends that begins at position `first` of a text of `length` tokens.
 
     most: rows of a pass. together: how many of the text's last rows must all be in the last pass.
@@ -74,7 +74,7 @@ def prefill(
     *,
     stop: int | None = None,
     capture: CaptureAt | None = None,
-    most: int = MOST_ROWS,
+    most: int = MAX_ROWS,
 ) -> Tensor:
     """Read all tokens, int64 [n], that are not in the cache yet; through all layers, or the first `stop`.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MOST_DRAFTS = 64
+MAX_DRAFTS = 64
 """Drafts in a round. Nothing that was measured gains from more than about 20, and memory and time grow with them."""
-MOST_PROMPT_ROWS = 256
+MAX_PROMPT_ROWS = 256
 """Rows of a prompt that teach a policy: their hidden states of all layers are kept until the prompt is read."""
-MOST_LEARN_EVERY = 1 << 20
+MAX_LEARN_EVERY = 1 << 20
 """Rows between two that teach all layers, and the first rows of a call that do."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from policies.base import DelegatingPolicy, Learner, NeverStop, StatelessPolicy
-from policies.bounds import MOST_DRAFTS, check_layers, check_number
+from policies.bounds import MAX_DRAFTS, check_layers, check_number
 from policies.building import Setup
 from policies.cost import CostModel, LayerCost, best_setting
 from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow
@@ -21,9 +21,9 @@ LENGTHS = ("max", "tpl")
 STATES = ("fresh", "kept")
 PROMPTS = ("first", "counted")
 ALPHAS = ("rows", "paper")
-_MOST_WAITING = 256  # rows of a layer: their hidden states are kept until then
+_MAX_WAITING = 256  # rows of a layer: their hidden states are kept until then
 _ROUNDING = 1e-9  # by which a bound may be too low
-_MOST_ALPHA = 1000.0  # of the paper's ratio: its powers up to MOST_DRAFTS stay finite
+_MAX_ALPHA = 1000.0  # of the paper's ratio: its powers up to MAX_DRAFTS stay finite
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class DecayedMatches:
     """Decayed means over rounds, per layer: how many rows matched, and the confidence of those that did and did not.
 
     A round's shadow tokens are only asked for when something depends on them: until then a layer's rounds wait, and
-    `most_accepted` says what they could come to at most. Results are the same as if every round were learned at once.
+    `max_accepted` says what they could come to at most. Results are the same as if every round were learned at once.
     alpha: what the matches c_r are divided by. "rows": the rows n_r = u_r + 1 among which they are counted. "paper": u_r, as
     eq. 2 is printed, so that the ratio can exceed 1; n_r is taken while S(u) = 0, where the paper divides by 0.
     Source: DEL (Entezari Zarch et al. 2025), section 4.2 and Algorithm 1, lines 20 to 23.
@@ -79,7 +79,7 @@ class DecayedMatches:
                 own.most.add(rows, rows, self._omega)
                 own.valid.add(rows - left_out, 0.0, self._omega)
                 own.rows_waiting += rows
-                if own.rows_waiting > _MOST_WAITING:
+                if own.rows_waiting > _MAX_WAITING:
                     self._learn(layer)
 
     def _learn(self, layer: int) -> _LayerMeans:
@@ -104,7 +104,7 @@ class DecayedMatches:
         """Tell whether no round of this layer waits."""
         return not self._of[layer].waiting
 
-    def most_accepted(self, layer: int) -> float | None:
+    def max_accepted(self, layer: int) -> float | None:
         """Return what `acceptance` can come to at most; itself if nothing waits. None before any row was compared."""
         own = self._of[layer]
         if own.most.mean is None or self.knows(layer):
@@ -122,7 +122,7 @@ class DecayedMatches:
         """S(c) / S(n), which is given, as S(c) / S(u) if the paper's alpha was asked for."""
         if "valid" not in self._names or own.valid.weight == 0:
             return mean
-        return min(mean * counted.weight / own.valid.weight, _MOST_ALPHA)
+        return min(mean * counted.weight / own.valid.weight, _MAX_ALPHA)
 
     def threshold(self, layer: int) -> float:
         """tau: half of the mean confidences of matched and of mismatched rows.
@@ -266,7 +266,7 @@ class DelExit(DelegatingPolicy):
     ) -> None:
         if length not in LENGTHS:
             raise ValueError(f"length must be one of {', '.join(LENGTHS)}, got {length!r}")
-        check_number("d_max (max_speculations)", max_speculations, 1, MOST_DRAFTS)
+        check_number("d_max (max_speculations)", max_speculations, 1, MAX_DRAFTS)
         self.exit_layers = check_layers(tuple(range(1, num_layers) if layers is None else layers), num_layers)
         self.estimates = self.learner = DelEstimates(
             self.exit_layers, omega=omega, state=state, prompt=prompt, alpha=alpha
@@ -306,7 +306,7 @@ class DelExit(DelegatingPolicy):
         same as with all of them.
         """
         estimates = self.estimates.current
-        most = {layer: estimates.most_accepted(layer) for layer in self.exit_layers}
+        most = {layer: estimates.max_accepted(layer) for layer in self.exit_layers}
         bounds = {layer: value for layer, value in most.items() if value is not None}
         if not bounds:
             return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from policies.base import NeverStop
-from policies.bounds import MOST_DRAFTS, check_number
+from policies.bounds import MAX_DRAFTS, check_number
 from policies.records import DraftRow, ObservationSpec, RoundRecord
 
 TARGET = 0.9  # alpha, the acceptance rate aimed at
@@ -31,7 +31,7 @@ class AdaptiveStopping(NeverStop):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {value}")
         self._start, self._target, self._step = start, target, step
-        self.max_length = check_number("max_length", max_length, 1, MOST_DRAFTS)
+        self.max_length = check_number("max_length", max_length, 1, MAX_DRAFTS)
         self.reset()
 
     def reset(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from policies.base import NeverStop
-from policies.bounds import MOST_DRAFTS, check_number
+from policies.bounds import MAX_DRAFTS, check_number
 from policies.draft_verify import AdaptiveStopping
 from policies.records import DraftRow, ObservationSpec
 
@@ -28,7 +28,7 @@ class SvipThreshold(NeverStop):
             raise ValueError(f"threshold must be above 0, got {threshold}")
         self.observes = ObservationSpec(entropy=True)
         self._threshold = threshold
-        self.max_length = check_number("max_length", max_length, 1, MOST_DRAFTS)
+        self.max_length = check_number("max_length", max_length, 1, MAX_DRAFTS)
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         assert row.entropy is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from policies.base import NeverStop
-from policies.bounds import MOST_DRAFTS, check_number
+from policies.bounds import MAX_DRAFTS, check_number
 from policies.records import DraftRow, RoundRecord
 
 MAX_LENGTH = 20  # where the growth ends; a draft of 20 tokens that is accepted as a whole has nothing left to gain
@@ -20,7 +20,7 @@ class FiniteStateLength(NeverStop):
     """
 
     def __init__(self, length: int = 4, *, max_length: int = MAX_LENGTH) -> None:
-        check_number("max_length", max_length, 1, MOST_DRAFTS)
+        check_number("max_length", max_length, 1, MAX_DRAFTS)
         if not 1 <= length <= max_length:
             raise ValueError(f"the first length must be in [1, {max_length}], got {length}")
         self._start = length

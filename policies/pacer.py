@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from policies.base import NeverStop
-from policies.bounds import MOST_DRAFTS, check_number
+from policies.bounds import MAX_DRAFTS, check_number
 from policies.building import Setup
 from policies.records import DraftRow, ObservationSpec, Plan, PolicyCost, PreVerifier
 
@@ -44,8 +44,8 @@ class PacerStopping(NeverStop):
         scope: str | None = None,
         max_length: int = MAX_LENGTH,
     ) -> None:
-        check_number("b", b, 1, MOST_DRAFTS)
-        check_number("max_length", max_length, 1, MOST_DRAFTS)
+        check_number("b", b, 1, MAX_DRAFTS)
+        check_number("max_length", max_length, 1, MAX_DRAFTS)
         if not 0 < t < 1:
             raise ValueError(f"t must be in (0, 1), got {t}")
         if not 0 < rho < math.inf:

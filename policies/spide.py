@@ -8,7 +8,7 @@ from typing import Any
 
 from policies.acceptance_table import BINS, PRIOR_COUNT, AcceptanceTable
 from policies.base import NeverStop
-from policies.bounds import MOST_DRAFTS, MOST_LEARN_EVERY, MOST_PROMPT_ROWS, check_layers, check_number
+from policies.bounds import MAX_DRAFTS, MAX_LEARN_EVERY, MAX_PROMPT_ROWS, check_layers, check_number
 from policies.building import Setup
 from policies.records import DraftRow, ObservationSpec, Plan, RoundRecord, Shadow
 
@@ -46,9 +46,9 @@ class SpideStopping(NeverStop):
     ) -> None:
         if not 0 < tau < 1:
             raise ValueError(f"tau must be in (0, 1), got {tau}")
-        check_number("max_length", max_length, 1, MOST_DRAFTS)
-        check_number("learn_every", learn_every, 1, MOST_LEARN_EVERY)
-        check_number("prompt_rows", prompt_rows, 0, MOST_PROMPT_ROWS)
+        check_number("max_length", max_length, 1, MAX_DRAFTS)
+        check_number("learn_every", learn_every, 1, MAX_LEARN_EVERY)
+        check_number("prompt_rows", prompt_rows, 0, MAX_PROMPT_ROWS)
         if bins not in BINS:
             raise ValueError(f"bins must be one of {', '.join(BINS)}, got {bins!r}")
         places = tuple(layers)

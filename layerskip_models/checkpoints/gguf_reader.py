@@ -23,7 +23,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 """Formats of `struct` for values of a fixed size, by their type."""
 _LEAST_KEY, _LEAST_TENSOR = 13, 24  # bytes of an entry with nothing in it
-_MOST_NESTED, _MOST_DIMENSIONS = 4, 4
+_MAX_NESTED, _MAX_DIMENSIONS = 4, 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +122,7 @@ class GgufReader:
         if kind == _STRING:
             text = self._take(self._number("Q"))
             return None if skip else str(text, "utf-8")
-        if kind != _ARRAY or nested == _MOST_NESTED:
+        if kind != _ARRAY or nested == _MAX_NESTED:
             raise ValueError(f"its header has a value of type {kind}")
         inner, count = self._number("I"), self._number("Q")
         if inner in _FORMATS:
@@ -150,7 +150,7 @@ class GgufReader:
     def _described(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read a tensor's name, shape, type and distance from the first one's place."""
         name, dimensions = self._string(), self._number("I")
-        if dimensions > _MOST_DIMENSIONS:
+        if dimensions > _MAX_DIMENSIONS:
             raise ValueError(f"its tensor {name} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))
         return name, shape, self._number("I"), self._number("Q")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEMO_PATH = Path(__file__).parent.parent / "demo"
 """The checkpoint that ships with the package."""
-_MOST_LAYERS = 1 << 14
+_MAX_LAYERS = 1 << 14
 FEW_BITS: tuple[Layout, ...] = ("int8", "int4")
 """Names of dtypes that are layouts of the weights."""
 
@@ -202,9 +202,9 @@ def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -
         try:
             # transformers makes lists as long as a configuration says.
             said, _ = PreTrainedConfig.get_config_dict(name, revision=revision, local_files_only=local_files_only)
-            if is_int(layers := said.get("num_hidden_layers")) and layers > _MOST_LAYERS:
+            if is_int(layers := said.get("num_hidden_layers")) and layers > _MAX_LAYERS:
                 raise OSError(
-                    f"{name} has num_hidden_layers={layers}, and at most {_MOST_LAYERS} are meant: copy it again"
+                    f"{name} has num_hidden_layers={layers}, and at most {_MAX_LAYERS} are meant: copy it again"
                 )
             config = AutoConfig.from_pretrained(
                 name, revision=revision, local_files_only=local_files_only, trust_remote_code=False

@@ -38,7 +38,7 @@ _PIECE = 1 << 19  # bytes of a file that are read at a time, and worked on while
 _SHARE = 1 << 22
 """Bytes that one thread reads before it takes others. Two threads that write to one large page for the first time would both
 prepare it, one of them for nothing."""
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 _Work = Callable[[range, Tensor | None], bool]
 """Called with some rows of a file and the places where they go; says whether their numbers are finite."""
 
@@ -48,7 +48,7 @@ class TensorReader:
 
     def __init__(self) -> None:
         self.ahead = ReadAhead()
-        self._threads = max(1, min(num_threads(), _MOST_THREADS))
+        self._threads = max(1, min(num_threads(), _MAX_THREADS))
         self._pool = ThreadPoolExecutor(self._threads, "reading")
         self._scratch = threading.local()
 

@@ -18,7 +18,7 @@ from layerskip_models.exits.steering import Steering
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import AdapterWeights
 from layerskip_models.kernels.native_linear import (
-    MOST_ROWS,
+    MAX_ROWS,
     NativeLinear,
     check_rows,
     only_operators,
@@ -92,7 +92,7 @@ class LeanAdapter:
         chosen = library.kernels()
         assert chosen is not None
         rows, size = hidden.shape
-        adapted, gated = torch.empty_like(hidden), hidden.new_empty(min(rows, MOST_ROWS), self.rank)
+        adapted, gated = torch.empty_like(hidden), hidden.new_empty(min(rows, MAX_ROWS), self.rank)
         for first, count in pieces(rows):
             offset = 4 * first * size
             job = chosen.adapt(

@@ -18,7 +18,7 @@ from layerskip_models.choices import Detail, HeadOutput
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS
 from layerskip_models.kernels.native_layers import Division, NativeLayers, Workspace
-from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear, check_rows, pointer
+from layerskip_models.kernels.native_linear import MAX_ROWS, NativeLinear, check_rows, pointer
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.norm import RMSNorm
 
@@ -61,7 +61,7 @@ class NativeForward:
         fits = embedding.dtype in _EMBEDDINGS and embedding.is_cpu and embedding.is_contiguous()
         if chosen is None or factors is None or not fits:
             raise RuntimeError("no native steps here")
-        assert STEP_ROWS <= MOST_ROWS
+        assert STEP_ROWS <= MAX_ROWS
         if any(adapter.address is None for adapter in adapters.values()):
             raise RuntimeError("no native steps with adapters that run on PyTorch's operators")
         self._layers, self._heads = layers, {"full": head, "draft": draft_head}

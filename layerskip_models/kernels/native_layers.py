@@ -15,7 +15,7 @@ from torch import Tensor
 from layerskip_models.decoder_layer import DecoderLayer
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS, SECTION, Layer, Shape, Span, Step
-from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear, check_rows, pointer, readable
+from layerskip_models.kernels.native_linear import MAX_ROWS, NativeLinear, check_rows, pointer, readable
 from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.kv_cache import CacheRows, KVCache
 from layerskip_models.norm import RMSNorm
@@ -307,9 +307,9 @@ def _norms(layer: DecoderLayer) -> list[RMSNorm | None]:
 
 
 def portions(rows: CacheRows) -> Iterator[CacheRows]:
-    """Split the rows into portions of at most `MOST_ROWS`."""
+    """Split the rows into portions of at most `MAX_ROWS`."""
     part: list[tuple[KVCache, int]] = []
-    left = MOST_ROWS
+    left = MAX_ROWS
     for cache, number in rows:
         while number:
             taken = min(number, left)
@@ -317,6 +317,6 @@ def portions(rows: CacheRows) -> Iterator[CacheRows]:
             number, left = number - taken, left - taken
             if not left:
                 yield part
-                part, left = [], MOST_ROWS
+                part, left = [], MAX_ROWS
     if part:
         yield part

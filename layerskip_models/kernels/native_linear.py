@@ -27,7 +27,7 @@ from layerskip_models.kernels.pages import expect_large_pages, use_large_pages
 from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.norm import RMSNorm
 
-MOST_ROWS = 128
+MAX_ROWS = 128
 """Most rows per call, which bounds the scratch. With this many, reading the weights costs next to nothing."""
 _CONVERTED = 1 << 23  # numbers converted at a time for PyTorch's product: few enough that no new memory is mapped
 _ROUNDED = 1 << 20  # numbers rounded to 8 bits at a time, which fit into a cache
@@ -51,8 +51,8 @@ def only_operators() -> bool:
 
 def pieces(rows: int) -> Iterator[tuple[int, int]]:
     """(first row, number of rows) of each call needed for this many rows."""
-    for first in range(0, rows, MOST_ROWS):
-        yield first, min(MOST_ROWS, rows - first)
+    for first in range(0, rows, MAX_ROWS):
+        yield first, min(MAX_ROWS, rows - first)
 
 
 def without_loss(weight: Tensor) -> Tensor:
@@ -253,13 +253,13 @@ class NativeLinear:
         if factors is None or _operators_only.get():
             return choices_in_pieces(x, self._out, lambda piece: self.of_normalised(norm, piece), detail)
         x = x.contiguous()
-        if x.shape[0] <= MOST_ROWS:
+        if x.shape[0] <= MAX_ROWS:
             return self._choices(factors, norm.eps, x, detail)
-        parts = [self._choices(factors, norm.eps, part, detail) for part in x.split(MOST_ROWS)]
+        parts = [self._choices(factors, norm.eps, part, detail) for part in x.split(MAX_ROWS)]
         return Choices(torch.cat([p.tokens for p in parts]), torch.cat([p.numbers for p in parts], dim=1))
 
     def _choices(self, factors: Tensor, eps: float, x: Tensor, detail: Detail) -> Choices:
-        """x: contiguous, at most `MOST_ROWS` rows."""
+        """x: contiguous, at most `MAX_ROWS` rows."""
         rows = x.shape[0]
         choices, scratch = empty_choices(rows, detail), self._scratch_for(rows)
         job = self._pick(

@@ -25,7 +25,7 @@ from policies.auto.copy_values import best_copy
 from policies.auto.drift import CostDrift
 from policies.auto.learner import AutoLearner
 from policies.base import DelegatingPolicy, NeverStop
-from policies.bounds import MOST_DRAFTS, MOST_LEARN_EVERY, MOST_PROMPT_ROWS, check_layers, check_number
+from policies.bounds import MAX_DRAFTS, MAX_LEARN_EVERY, MAX_PROMPT_ROWS, check_layers, check_number
 from policies.building import Setup
 from policies.cost import CostModel, LayerCost, MeasuredCost
 from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord
@@ -77,10 +77,10 @@ class AutoExit(DelegatingPolicy):
         bits: Iterable[int] = (),
         offered_bits: Iterable[int] = (),
     ) -> None:
-        check_number("d_max (max_speculations)", max_speculations, 1, MOST_DRAFTS)
-        check_number("prompt_rows", prompt_rows, 0, MOST_PROMPT_ROWS)
-        check_number("learn_every", learn_every, 1, MOST_LEARN_EVERY)
-        check_number("learn_first", learn_first, 0, MOST_LEARN_EVERY)
+        check_number("d_max (max_speculations)", max_speculations, 1, MAX_DRAFTS)
+        check_number("prompt_rows", prompt_rows, 0, MAX_PROMPT_ROWS)
+        check_number("learn_every", learn_every, 1, MAX_LEARN_EVERY)
+        check_number("learn_first", learn_first, 0, MAX_LEARN_EVERY)
         candidates = check_layers(tuple(default_layers(num_layers) if layers is None else layers), num_layers)
         bits, self.offered_bits = tuple(sorted(bits)), tuple(sorted(offered_bits))
         places = (*candidates, *(-number for number in (*bits, *self.offered_bits)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kv_cache import KVCache
-from selfspec.cache.prefix_cache import ANYONE, MOST_KEPT, Owner, PrefixCache, num_common
+from selfspec.cache.prefix_cache import ANYONE, MAX_KEPT, Owner, PrefixCache, num_common
 from selfspec.cache.slots import CacheSlot, IdleSlots, no_tokens
 from selfspec.engine.runners.choice import RunnerName
 from selfspec.engine.runners.cuda_graph.paged_attention import attends_by_pages
@@ -247,7 +247,7 @@ class KVCachePool:
         while self._idle.num_bytes > limit and (spacious := self._idle.with_spare_room()) is not None:
             self._idle.replace(spacious, spacious.copy(self._model, len(spacious.tokens)))
         with_captures = next(reversed(self._idle.captured(0)), None)
-        while len(self._idle) > 1 and (self._idle.num_bytes > limit or len(self._idle) > MOST_KEPT):
+        while len(self._idle) > 1 and (self._idle.num_bytes > limit or len(self._idle) > MAX_KEPT):
             oldest = self._idle.oldest(but=with_captures)
             assert oldest is not None
             self._idle.remove(oldest)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-MOST_KEPT = 4096
+MAX_KEPT = 4096
 """Texts that are kept at most, however much memory there is: each also takes some memory besides its rows."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 

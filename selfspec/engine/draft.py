@@ -25,9 +25,7 @@ def make_drafts(runner: Runner, seq_rounds: Sequence[SequenceRound]) -> list[Dra
     Step j runs one row of every sequence that still drafts. Where exits differ, a row leaves the pass at its own, and the
     draft head then looks at all rows together. Rows that are drafted with weights in fewer bits have a pass of their own.
     """
-    drafts = [
-        Draft(seq_round, runner.buffers(index, seq_round.most_rows)) for index, seq_round in enumerate(seq_rounds)
-    ]
+    drafts = [Draft(seq_round, runner.buffers(index, seq_round.max_rows)) for index, seq_round in enumerate(seq_rounds)]
     going = [draft for draft in drafts if draft.exit_layer]
     kinds = {draft.seq_round.bits for draft in going}
     while going:
@@ -82,7 +80,7 @@ class Draft:
     @property
     def q(self) -> Tensor:
         """float32 [max_speculations or more, vocab]: the distributions that drafts are drawn from, when sampling."""
-        return self.buffers.q(self.seq_round.most_rows)
+        return self.buffers.q(self.seq_round.max_rows)
 
     @property
     def confidences(self) -> tuple[float, ...] | None:

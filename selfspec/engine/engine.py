@@ -11,7 +11,7 @@ from time import perf_counter
 from torch import Tensor
 
 from layerskip_models.kernels.threads import reclaim_buffers
-from layerskip_models.prefill import MOST_ROWS
+from layerskip_models.prefill import MAX_ROWS
 from selfspec.engine.batch_slot import BatchSlot, BoundRequest
 from selfspec.engine.model_source import BoundModel
 from selfspec.engine.policy_loans import BatchPolicies
@@ -168,7 +168,7 @@ class Engine:
 
         alone: no sequence is past its prompt, so nobody waits for this pass, which may be as long as memory allows.
         """
-        most, enough = (MOST_ROWS, FULL_ROWS) if alone else (PIECE_ROWS, PIECE_ROWS)
+        most, enough = (MAX_ROWS, FULL_ROWS) if alone else (PIECE_ROWS, PIECE_ROWS)
         read_prompts([slot.sequence for slot in waiting], most, enough, self._got)
 
     def _round(self, slots: list[BatchSlot]) -> None:

@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from layerskip_models.prefill import MOST_ROWS, PromptPiece, read_pieces
+from layerskip_models.prefill import MAX_ROWS, PromptPiece, read_pieces
 from selfspec.engine.draft import make_drafts
 from selfspec.engine.results import StepOutput, without_traceback
 from selfspec.engine.runners.runner import Runner
@@ -73,7 +73,7 @@ def emit(sequence: Sequence, found: Outputs, output: StepOutput) -> None:
 
 
 def read_prompts(
-    sequences: abc.Sequence[Sequence], most: int = MOST_ROWS, enough: int = 1, found: Outputs | None = None
+    sequences: abc.Sequence[Sequence], most: int = MAX_ROWS, enough: int = 1, found: Outputs | None = None
 ) -> list[tuple[Sequence, StepOutput]]:
     """Read the next pieces of prompts in one pass: of `most` rows, about; no further prompt once `enough` rows are in it.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.prefill import MOST_ROWS, PromptPiece, piece_end, prefill
+from layerskip_models.prefill import MAX_ROWS, PromptPiece, piece_end, prefill
 from policies import Plan, Policy, PolicyCost, RoundContext, RoundRecord, Shadow
 from policies.bounds import check_draft_layer
 from selfspec.cache.copy_index import CopyIndex, copies_drafts
@@ -140,7 +140,7 @@ class Sequence:
         """Tokens of the prompt still to be read."""
         return self.length - self.cache.length if self.reading else 0
 
-    def next_piece(self, most: int = MOST_ROWS) -> PromptPiece:
+    def next_piece(self, most: int = MAX_ROWS) -> PromptPiece:
         """Choose what to read next of the prompt, about `most` rows at most."""
         # If this piece or the first token broke off before: to rows that all layers hold, before those that are learned from.
         self.cache.roll_back(min(self.cache.length, self.length - max(self._prompt_rows, 1)))

@@ -20,7 +20,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.exits.steering import FARTHEST
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.prefill import MOST_ROWS, PromptPiece, prefill, read_pieces
+from layerskip_models.prefill import MAX_ROWS, PromptPiece, prefill, read_pieces
 from layerskip_models.text_files import write_text
 from layerskip_models.training.saving import write_tensors
 from selfspec.exits.training_texts import TrainingText
@@ -139,7 +139,7 @@ def capture(model: LayerSkipModel, texts: Sequence[TrainingText], plan: StatesPl
     sequences: list[ExitSequence] = []
     group: list[TrainingText] = []
     for text in texts:
-        if group and sum(len(one.tokens) for one in group) + len(text.tokens) > MOST_ROWS:
+        if group and sum(len(one.tokens) for one in group) + len(text.tokens) > MAX_ROWS:
             sequences += _capture_together(model, group, plan)
             group = []
         group.append(text)
@@ -178,13 +178,13 @@ def write_states(
     plan: StatesPlan,
     folder: Path,
     *,
-    most_tokens: int,
-    most_bytes: float,
+    max_tokens: int,
+    max_bytes: float,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> dict[str, Any]:
-    """Keep the states of texts until there are most_tokens scored ones, or the next text would exceed most_bytes.
+    """Keep the states of texts until there are max_tokens scored ones, or the next text would exceed max_bytes.
 
-    A text that goes beyond most_tokens is kept whole. advance: called with the scored tokens so far. Returns, and writes to
+    A text that goes beyond max_tokens is kept whole. advance: called with the scored tokens so far. Returns, and writes to
     done.json, how many texts, rows, scored tokens and bytes there are, and why it ended: "data", "tokens" or "budget".
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def write_states(
             continue
         rows = len(plan.rows(text))
         size = rows * plan.bytes_per_row(model.hidden_size)
-        if tally["bytes"] + size > most_bytes:
+        if tally["bytes"] + size > max_bytes:
             ended = "budget"
             break
         tally.update(texts=1, rows=rows, tokens=text.num_scored, bytes=size)
@@ -213,7 +213,7 @@ def write_states(
                 shards.append(_write_shard(capture(model, waiting, plan), folder, len(shards)))
                 waiting, waiting_bytes = [], 0
         advance(tally["tokens"])
-        if most_tokens and tally["tokens"] >= most_tokens:
+        if max_tokens and tally["tokens"] >= max_tokens:
             ended = "tokens"
             break
     if waiting:

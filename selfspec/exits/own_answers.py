@@ -20,7 +20,7 @@ def own_answers(
     prompts: Iterator[list[int]],
     path: Path,
     *,
-    most_tokens: int,
+    max_tokens: int,
     temperature: float = 0.0,
     batch_size: int = 8,
     seed: int = 0,
@@ -50,7 +50,7 @@ def own_answers(
         results = generator.generate_batch(
             list(asked),
             batch_size=batch_size,
-            max_new_tokens=[min(most_tokens, generator.model.max_positions - len(prompt)) for prompt in asked],
+            max_new_tokens=[min(max_tokens, generator.model.max_positions - len(prompt)) for prompt in asked],
             repetition_penalty=1.0,
             on_result=count,
             **options,

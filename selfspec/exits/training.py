@@ -168,8 +168,8 @@ def _make_states(config: ExitTraining, generator: SelfSpecGenerator, plan: State
                 texts,
                 plan,
                 folder / part,
-                most_tokens=most,
-                most_bytes=budget,
+                max_tokens=most,
+                max_bytes=budget,
                 advance=partial(show, f"hidden states, {part}"),
             )
         budget -= result["bytes"]
@@ -209,7 +209,7 @@ def training_texts(
         generator,
         prompts_of(config, reader, most, held_out=held_out),
         config.states_folder / f"answers-{_PARTS[held_out]}.jsonl",
-        most_tokens=min(config.answer_tokens, reader.length - 1),
+        max_tokens=min(config.answer_tokens, reader.length - 1),
         temperature=config.temperature,
         batch_size=config.answer_batch,
         seed=config.seed + (1 << 20) * held_out,

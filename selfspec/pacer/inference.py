@@ -15,7 +15,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from policies import ContextStates
-from policies.bounds import MOST_DRAFTS, check_number
+from policies.bounds import MAX_DRAFTS, check_number
 from selfspec.engine.torch_mode import engine_mode
 from selfspec.pacer.network import (
     CONFIG_FILE,
@@ -104,9 +104,9 @@ class PreVerification:
     def pass_seconds(self, block: int) -> float:
         """See `policies.PreVerifier`: of a pass over the block and what a round commits, at position 250 or so. Timed once.
 
-        Raises ValueError for a block outside [1, MOST_DRAFTS].
+        Raises ValueError for a block outside [1, MAX_DRAFTS].
         """
-        check_number("b", block, 1, MOST_DRAFTS)
+        check_number("b", block, 1, MAX_DRAFTS)
         if block not in self._known_seconds:
             self._known_seconds[block] = self._timed(block)
         return self._known_seconds[block]

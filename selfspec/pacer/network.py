@@ -27,7 +27,7 @@ from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout, PlainLinear
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
-from policies.bounds import MOST_DRAFTS
+from policies.bounds import MAX_DRAFTS
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedConfig
@@ -133,9 +133,9 @@ class PreVerifierModule(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def offsets(self) -> Tensor:
-        """Sum what the exit layer and the draft index add to a row: [exit layers, MOST_DRAFTS + 1 or more, hidden]."""
+        """Sum what the exit layer and the draft index add to a row: [exit layers, MAX_DRAFTS + 1 or more, hidden]."""
         config = self.config
-        last = max(MOST_DRAFTS, config.max_drafts)
+        last = max(MAX_DRAFTS, config.max_drafts)
         offsets = self.norm.weight.new_zeros(len(config.exit_layers), last + 1, len(self.norm.weight))
         if self.exit is not None:
             offsets = offsets + self.exit.weight.unsqueeze(1)

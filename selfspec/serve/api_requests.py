@@ -11,11 +11,11 @@ from pydantic import BeforeValidator, FailFast, Field, field_validator, model_va
 
 from selfspec.options import OPTIONS
 from selfspec.serve.bodies import Integer, Strict, wrong_field
-from selfspec.serve.server_settings import MOST_CHOICES
-from selfspec.serve.tools.tool_requests import MOST_TOOLS, PastCall, Tool, ToolChoice, ToolChoiceField
+from selfspec.serve.server_settings import MAX_CHOICES
+from selfspec.serve.tools.tool_requests import MAX_TOOLS, PastCall, Tool, ToolChoice, ToolChoiceField
 
-_MOST_STOPS = 16
-_MOST_STOP_IDS = 64
+_MAX_STOPS = 16
+_MAX_STOP_IDS = 64
 _LONGEST_NAME = 256
 NO_TOOLS = "tools go with messages, to /v1/chat/completions: leave out {}"
 _OLD_TOOLS = "{} is not supported: give tools"
@@ -34,10 +34,10 @@ def _one_or_several_stops(value: Any) -> Any:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise ValueError(f"give a string or a list of up to {_MOST_STOPS}")
+        raise ValueError(f"give a string or a list of up to {_MAX_STOPS}")
     stops = [stop for stop in value if stop is not None]
-    if len(stops) > _MOST_STOPS:
-        raise ValueError(f"{len(stops)} stop strings: at most {_MOST_STOPS} are supported")
+    if len(stops) > _MAX_STOPS:
+        raise ValueError(f"{len(stops)} stop strings: at most {_MAX_STOPS} are supported")
     return stops
 
 
@@ -54,8 +54,8 @@ def _prompts(value: Any) -> Any:
     several = all(type(one) is str for one in value) or all(type(one) is list for one in value)
     if not several:
         raise ValueError("the list mixes types: give a list of texts, a list of token ids, or a list of such lists")
-    if len(value) > MOST_CHOICES:
-        raise ValueError(f"{len(value)} prompts: at most {MOST_CHOICES} are supported in one request")
+    if len(value) > MAX_CHOICES:
+        raise ValueError(f"{len(value)} prompts: at most {MAX_CHOICES} are supported in one request")
     for index, one in enumerate(value):
         if isinstance(one, list) and not (one and all(type(token) is int for token in one)):
             raise ValueError(f"item {index} is not a list of at least one token id")
@@ -163,7 +163,7 @@ class GenerationRequest(Strict):
     min_p: Annotated[float, _ranged("min_p")] | None = None
     seed: Annotated[Integer, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Stop], FailFast(), BeforeValidator(_one_or_several_stops)] = Field(default_factory=list)
-    stop_token_ids: Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=_MOST_STOP_IDS), FailFast()] = (
+    stop_token_ids: Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=_MAX_STOP_IDS), FailFast()] = (
         Field(default_factory=list)
     )
     ignore_eos: bool = False
@@ -171,7 +171,7 @@ class GenerationRequest(Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
+    n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -229,12 +229,12 @@ def _content(value: Any) -> Any:
 
 
 def _few(value: Any) -> Any:
-    if isinstance(value, list) and len(value) > MOST_MESSAGES:
-        raise ValueError(f"{len(value)} messages: at most {MOST_MESSAGES} are supported")
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise ValueError(f"{len(value)} messages: at most {MAX_MESSAGES} are supported")
     return value
 
 
-MOST_MESSAGES = 8192
+MAX_MESSAGES = 8192
 """Each takes some .05 ms to check and to render."""
 FewMessages = BeforeValidator(_few)
 
@@ -259,7 +259,7 @@ class Message(Strict):
     content: Annotated[list[TextPart], FailFast(), BeforeValidator(_content)]
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[PastCall] | None, Field(max_length=MOST_TOOLS)] = None
+    tool_calls: Annotated[list[PastCall] | None, Field(max_length=MAX_TOOLS)] = None
     tool_call_id: str | None = None
 
     @model_validator(mode="before")
@@ -310,7 +310,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[Integer, Field(ge=-1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS), FailFast()] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
     tool_choice: ToolChoiceField = ToolChoice()
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None

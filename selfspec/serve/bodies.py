@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from selfspec.serve.api_errors import CLIENT_LEFT, ApiError
 from selfspec.serve.lanes import WorkerQueues
 
-MOST_KEYS = 5_000
+MAX_KEYS = 5_000
 """Most keys of one JSON object. Every unknown key would be an error of its own."""
 
 _LONGEST_NAME = 256  # of an unknown field, in messages
@@ -164,8 +164,8 @@ def parse(raw: bytes, kind: type[B]) -> B:
 
 
 def _bounded(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(pairs) > MOST_KEYS:
-        raise ApiError(f"the body has an object with {len(pairs)} keys, at most {MOST_KEYS} are possible")
+    if len(pairs) > MAX_KEYS:
+        raise ApiError(f"the body has an object with {len(pairs)} keys, at most {MAX_KEYS} are possible")
     return dict(pairs)
 
 

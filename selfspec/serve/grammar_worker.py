@@ -76,7 +76,7 @@ def one_line(text: str) -> str:
 
 def main() -> None:
     sys.path.append(sys.argv[1])
-    seconds, most_bytes = float(sys.argv[2]), int(sys.argv[3])
+    seconds, max_bytes = float(sys.argv[2]), int(sys.argv[3])
     import os
     import resource
     import signal
@@ -87,7 +87,7 @@ def main() -> None:
     os.nice(5)
     tokenizer = llguidance.LLTokenizer(TokenizerWrapper(_Bytes()))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     threading.stack_size(STACK_BYTES)
     for line in sys.stdin:
         answer: dict[str, object] = {}

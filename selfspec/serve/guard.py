@@ -19,7 +19,7 @@ OPEN_PATHS = ("/health", "/")
 """Served without a key: the health check, and a page that asks for the key."""
 BODY_SECONDS = 60.0
 """Time within which a body must be complete."""
-MOST_UNFINISHED = 16
+MAX_UNFINISHED = 16
 """Limit on the bytes of all incomplete bodies together, in bodies of the largest size."""
 
 
@@ -31,7 +31,7 @@ class Guard:
         # Headers are bytes, and clients differ in how they encode a key with accents.
         key = settings.api_key
         self._keys = None if key is None else (key.encode(), key.encode("latin-1", "replace"))
-        self.most_bytes, self._hosts = settings.max_body_bytes, settings.allowed_hosts
+        self.max_bytes, self._hosts = settings.max_body_bytes, settings.allowed_hosts
         self.unfinished_bytes = 0  # of all bodies together
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,13 +89,13 @@ class Guard:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > self.most_bytes:
+        if length.isdecimal() and int(length[:20]) > self.max_bytes:
             return ApiError(self.too_large, status=413, code="body_too_large")
         return None
 
     @property
     def too_large(self) -> str:
-        return f"the body is larger than {self.most_bytes} bytes"
+        return f"the body is larger than {self.max_bytes} bytes"
 
 
 class _Body:
@@ -118,9 +118,9 @@ class _Body:
                 408, f"the body did not come within {BODY_SECONDS:g} s", {"Connection": "close"}
             ) from None
         guard, more = self._guard, len(message.get("body", b""))
-        if self._held + more > guard.most_bytes:
+        if self._held + more > guard.max_bytes:
             raise HTTPException(413, guard.too_large)
-        if guard.unfinished_bytes + more > MOST_UNFINISHED * guard.most_bytes:
+        if guard.unfinished_bytes + more > MAX_UNFINISHED * guard.max_bytes:
             headers = {"Retry-After": "1", "Connection": "close"}
             raise HTTPException(429, "too many bodies are on their way: try again in a second", headers)
         guard.unfinished_bytes += more

@@ -20,14 +20,14 @@ _STACK_BYTES = 16 << 20
 
 
 class WorkerQueue:
-    """One thread, first come first served. While `most_waiting` requests are waiting, further ones get status 429.
+    """One thread, first come first served. While `max_waiting` requests are waiting, further ones get status 429.
 
     rests: pause before the next work, as a multiple of the time of the last. Parsing holds Python's lock, which the decoding
     thread needs, so without pauses a series of large bodies would slow down everybody.
     """
 
-    def __init__(self, name: str, *, most_waiting: int, rests: float = 0.0) -> None:
-        self._name, self._most_waiting, self._rests = name, most_waiting, rests
+    def __init__(self, name: str, *, max_waiting: int, rests: float = 0.0) -> None:
+        self._name, self._max_waiting, self._rests = name, max_waiting, rests
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"selfspec-{name}")
         self._waiting = 0
         self._rested = 0.0
@@ -35,7 +35,7 @@ class WorkerQueue:
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` in the thread and return its result. Raises ApiError (status 429) if too many are waiting."""
-        if self._waiting >= self._most_waiting:
+        if self._waiting >= self._max_waiting:
             raise queue_full(f"{self._waiting} {self._name} are waiting already")
         self._waiting += 1
         try:
@@ -73,9 +73,9 @@ class WorkerQueues:
     def __init__(self) -> None:
         before = threading.stack_size(_STACK_BYTES)  # a grammar's compiler is recursive
         try:
-            self.bodies = WorkerQueue("large requests", most_waiting=32, rests=3.0)
-            self.prompts = WorkerQueue("large prompts", most_waiting=32)
-            self.schemas = WorkerQueue("schemas", most_waiting=16)
+            self.bodies = WorkerQueue("large requests", max_waiting=32, rests=3.0)
+            self.prompts = WorkerQueue("large prompts", max_waiting=32)
+            self.schemas = WorkerQueue("schemas", max_waiting=16)
         finally:
             threading.stack_size(before)
 

@@ -14,11 +14,11 @@ HEAD_SECONDS = 20.0
 """Longest time from a connection, or the end of its last answer, to the end of a request's head."""
 TAKEN_SECONDS = 60.0
 """Time within which a client must read some of an answer that waits for it."""
-MOST_HEAD_BYTES = 1 << 16
+MAX_HEAD_BYTES = 1 << 16
 """Limit on a request's line and headers."""
-MOST_REST_BYTES = 64 << 20
+MAX_REST_BYTES = 64 << 20
 """Limit on the rest of a body that was refused before it was complete."""
-MOST_WAITED_FOR = 512
+MAX_WAITED_FOR = 512
 """Limit on connections that still have to send (the rest of) a request. Beyond it, the one waited for longest is closed."""
 _LOOK_SECONDS = 2.0
 
@@ -31,9 +31,9 @@ class PatientProtocol(Protocol):
         self._idle_since = self._taken_at = self._waited_since = self.loop.time()
         self._unread = self._unsent = 0
         self._next_look = self.loop.call_later(_LOOK_SECONDS, self._look)
-        if len(self.connections) > MOST_WAITED_FOR:
+        if len(self.connections) > MAX_WAITED_FOR:
             waited_for = [one for one in self.connections if isinstance(one, PatientProtocol) and one._is_waited_for]
-            if len(waited_for) > MOST_WAITED_FOR:
+            if len(waited_for) > MAX_WAITED_FOR:
                 min(waited_for, key=lambda one: one._waited_since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -45,7 +45,7 @@ class PatientProtocol(Protocol):
         self._unread = 0 if self._is_answering else self._unread + len(data)
         cycle: Any = self.cycle
         # A client reads a refusal only after it has sent its body, so the rest of that is received and dropped.
-        if self._unread > (MOST_REST_BYTES if cycle is not None and cycle.more_body else MOST_HEAD_BYTES):
+        if self._unread > (MAX_REST_BYTES if cycle is not None and cycle.more_body else MAX_HEAD_BYTES):
             self.transport.abort()
 
     @property

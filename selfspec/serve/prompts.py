@@ -13,7 +13,7 @@ _USUAL = 8
 """A generous number of characters per token. Texts with fewer per position of the context are tokenised at once."""
 
 
-def check_length(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most_tokens: int) -> None:
+def check_length(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_tokens: int) -> None:
     """Raise ContextLengthError for texts that together have more than twice as many tokens as are possible.
 
     They are counted piece by piece, which is right except for a token or two at the cuts. Raises ValueError for half a
@@ -21,13 +21,13 @@ def check_length(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most_
     """
     for text in texts:
         check_characters(text, "the text")
-    if sum(map(len, texts)) <= _USUAL * most_tokens:
+    if sum(map(len, texts)) <= _USUAL * max_tokens:
         return
-    piece = max(1024, _USUAL * most_tokens // 2)
+    piece = max(1024, _USUAL * max_tokens // 2)
     count = 0
     for text in texts:
         for start in range(0, len(text), piece):
             part = text[start : start + piece]
             count += len(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
-            if count > 2 * most_tokens:
-                raise ContextLengthError(count, 1, most_tokens)
+            if count > 2 * max_tokens:
+                raise ContextLengthError(count, 1, max_tokens)

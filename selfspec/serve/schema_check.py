@@ -17,9 +17,9 @@ from typing import Any
 
 from layerskip_models.fork_safe import fork_safe
 
-MOST_BYTES = 256 << 10
+MAX_BYTES = 256 << 10
 """Limit on a schema as JSON."""
-MOST_NESTING = 120
+MAX_NESTING = 120
 """Most levels of nested values. The compiler reads JSON of up to 124."""
 TRIAL_SECONDS = 1.0
 """Limit on the processor time of a trial."""
@@ -46,8 +46,8 @@ def as_compiled(schema: dict[str, Any] | bool) -> dict[str, Any]:
 
 
 def _enforced(value: Any, is_schema: bool, depth: int) -> Any:
-    if depth > MOST_NESTING:
-        raise ValueError(f"the schema is nested more than {MOST_NESTING} levels deep")
+    if depth > MAX_NESTING:
+        raise ValueError(f"the schema is nested more than {MAX_NESTING} levels deep")
     if isinstance(value, list):
         return [_enforced(item, is_schema, depth + 1) for item in value]
     if not isinstance(value, dict):
@@ -86,8 +86,8 @@ class SchemaCheck:
             written, tried = json.dumps(schema), json.dumps(compiled)
         except RecursionError:
             raise ValueError("the schema is nested too deeply") from None
-        if len(written) > MOST_BYTES:
-            raise ValueError(f"the schema has {len(written)} bytes, at most {MOST_BYTES} are possible")
+        if len(written) > MAX_BYTES:
+            raise ValueError(f"the schema has {len(written)} bytes, at most {MAX_BYTES} are possible")
         key = sha256(written.encode()).digest()
         with self._lock:
             if key not in self._known:
@@ -103,8 +103,8 @@ class SchemaCheck:
     def check_together(self, schemas: Sequence[dict[str, Any] | bool]) -> None:
         """Raise ValueError if one grammar of all these schemas, each of which was checked, would exceed the bounds of one."""
         written = [json.dumps(schema) for schema in schemas]
-        if sum(map(len, written)) > MOST_BYTES:
-            raise ValueError(f"the schemas have more than {MOST_BYTES} bytes together")
+        if sum(map(len, written)) > MAX_BYTES:
+            raise ValueError(f"the schemas have more than {MAX_BYTES} bytes together")
         known = [self._known.get(sha256(one.encode()).digest()) for one in written]
         if sum(one[1] for one in known if one is not None) > TRIAL_SECONDS:
             raise ValueError(f"the schemas take more than {TRIAL_SECONDS:g} s together to compile")

@@ -85,6 +85,6 @@ class ServeOptions:
             allowed_policies=SAFE_POLICIES if self.allow_policy is None else tuple(self.allow_policy),
             allowed_hosts=allowed_hosts(host, self.api_key, self.allow_host or ()),
             share_prefixes=self.share_prefixes,
-            most_new_tokens=self.max_tokens,
-            most_context=self.max_context,
+            max_new_tokens=self.max_tokens,
+            max_context=self.max_context,
         )

@@ -12,11 +12,11 @@ from selfspec.messages import OWN_TEMPLATE, ChatTemplate
 ANY_POLICY = "any"
 SAFE_POLICIES = ("ar", "auto", "auto:cost=layers", "copy", "del", "pacer")
 """Policies whose cost a client cannot choose: each decides for itself how much it drafts."""
-MOST_CHOICES = 32
+MAX_CHOICES = 32
 """Largest `n`, and the most prompts of one completion request."""
 
 _COUNTS = (
-    "batch_size", "max_waiting", "max_body_bytes", "default_chat_tokens", "most_new_tokens", "most_context",
+    "batch_size", "max_waiting", "max_body_bytes", "default_chat_tokens", "max_new_tokens", "max_context",
 )  # fmt: skip
 
 
@@ -32,7 +32,7 @@ class ServerSettings:
     allowed_policies: names that requests may choose besides the server's own; `ANY_POLICY` allows every name.
     allowed_hosts: names and addresses, without ports, by which clients may call the server; None for all.
     share_prefixes: a prompt may reuse any other request's text; otherwise only texts with the same cache_salt.
-    most_new_tokens: limit on a text. most_context: limit on a prompt with its new tokens; None for the model's context.
+    max_new_tokens: limit on a text. max_context: limit on a prompt with its new tokens; None for the model's context.
     """
 
     model_name: str
@@ -47,8 +47,8 @@ class ServerSettings:
     allowed_policies: tuple[str, ...] = SAFE_POLICIES
     allowed_hosts: tuple[str, ...] | None = None
     share_prefixes: bool = False
-    most_new_tokens: int | None = None
-    most_context: int | None = None
+    max_new_tokens: int | None = None
+    max_context: int | None = None
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

@@ -10,7 +10,7 @@ from pydantic import FailFast, Field, model_validator
 
 from selfspec.serve.api_requests import OWN_TEMPLATE, FewMessages, Message, refusals
 from selfspec.serve.bodies import Strict, read_body, wrong_field
-from selfspec.serve.tools.tool_requests import MOST_TOOLS, Tool
+from selfspec.serve.tools.tool_requests import MAX_TOOLS, Tool
 from selfspec.serve.translation import Translator
 
 
@@ -33,7 +33,7 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS), FailFast()] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -68,7 +68,7 @@ def add_token_routes(app: FastAPI, translator: Translator) -> None:
         lanes = request.app.state.lanes
         body, size = await read_body(request, TokenizeRequest, lanes)
         ids = await lanes.prompts.run_by_size(size, lambda: _tokens(translator, body))
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": translator.most_tokens, "tokens": ids}
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": translator.max_context, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
         return JSONResponse(found, headers=body.ignored_fields_header)
@@ -87,7 +87,7 @@ def add_token_routes(app: FastAPI, translator: Translator) -> None:
         return JSONResponse(
             {
                 "tokenizer_class": type(tokenizer).__name__,
-                "model_max_length": translator.most_tokens,
+                "model_max_length": translator.max_context,
                 **{name: getattr(tokenizer, name, None) for name in names},
                 "chat_template": translator.chat_template,
             }

@@ -33,7 +33,7 @@ from selfspec.serve.prompts import check_length
 from selfspec.serve.scheduler import ServedSequence
 from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.served_policies import ServedPolicies
-from selfspec.serve.server_settings import MOST_CHOICES, ServerSettings
+from selfspec.serve.server_settings import MAX_CHOICES, ServerSettings
 from selfspec.serve.structured_output import Grammar, GrammarProcessor, Vocabulary
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
 from selfspec.serve.tools.tool_formats import tool_template
@@ -76,7 +76,7 @@ class Translator:
         self._policies = ServedPolicies(generator, settings.policy, settings.allowed_policies)
         self._schemas = SchemaCheck()
         context = generator.model.max_positions
-        self.most_tokens = min(context, settings.most_context or context)  # of a prompt and its new tokens
+        self.max_context = min(context, settings.max_context or context)  # of a prompt and its new tokens
         self.copies = generator.copy_store(settings.copy_from) if settings.copy_from else None
         self._template = settings.chat_template
         config = generator.model.generation_config
@@ -131,7 +131,7 @@ class Translator:
         if body.parallel_tool_calls is not None and not tools:
             body.ignore("parallel_tool_calls")
         ids = self.chat_ids(body.messages, tools=body.tools if tools else ())
-        room = self.most_tokens - len(ids)
+        room = self.max_context - len(ids)
         wanted = self._wanted(body.limit[1], self._settings.default_chat_tokens, room)
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         # The template's own stops are its end token.
@@ -157,7 +157,7 @@ class Translator:
             texts = [message.text for message in messages]
             calls = [message.get("tool_calls") for message in conversation]
             check_length(
-                self.tokenizer, [*texts, *map(json.dumps, filter(None, [described, *calls]))], self.most_tokens
+                self.tokenizer, [*texts, *map(json.dumps, filter(None, [described, *calls]))], self.max_context
             )
             if not has_template(self.tokenizer, self._template):
                 raise ApiError(
@@ -180,14 +180,14 @@ class Translator:
     def tokens_of(self, text: str, *, special: bool) -> list[int]:
         """Encode a text. special: with the tokenizer's special tokens. Raises ApiError for a text that is too long."""
         with _bad_request("prompt"):
-            check_length(self.tokenizer, [text], self.most_tokens)
+            check_length(self.tokenizer, [text], self.max_context)
             return [*self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Decode tokens to text, special ones included. Raises ApiError for too many tokens or unknown ids."""
         with _bad_request("tokens"):
-            if len(ids) > 2 * self.most_tokens:
-                raise ContextLengthError(len(ids), 1, self.most_tokens)
+            if len(ids) > 2 * self.max_context:
+                raise ContextLengthError(len(ids), 1, self.max_context)
             if any(not 0 <= token < self._vocab_size for token in ids):
                 raise ValueError(f"tokens must be in [0, {self._vocab_size - 1}], the model's vocabulary")
         return str(self.tokenizer.decode([*ids]))
@@ -202,19 +202,19 @@ class Translator:
     def completions(self, body: CompletionRequest) -> list[ServedSequence]:
         """Make the n continuations of every prompt, those of the first prompt first."""
         self.check_name(body.model)
-        if len(body.prompts) * body.n > MOST_CHOICES:
-            raise ApiError(f"{len(body.prompts)} prompts with n={body.n}: at most {MOST_CHOICES} texts", param="n")
+        if len(body.prompts) * body.n > MAX_CHOICES:
+            raise ApiError(f"{len(body.prompts)} prompts with n={body.n}: at most {MAX_CHOICES} texts", param="n")
         self._check_schema(body)
         least = self._wanted(body.max_tokens, _COMPLETION_TOKENS, 1)
         prompts: list[tuple[list[int], str, int]] = []
         for prompt in body.prompts:
             with _bad_request("prompt", ("max_tokens", least)):
                 if isinstance(prompt, str):
-                    check_length(self.tokenizer, [prompt], self.most_tokens)
+                    check_length(self.tokenizer, [prompt], self.max_context)
                 else:  # before every id is checked
                     self._check_limit(len(prompt), "max_tokens", least)
                 ids = encode_prompt(prompt, self.tokenizer, self._vocab_size).tolist()
-                wanted = self._wanted(body.max_tokens, _COMPLETION_TOKENS, self.most_tokens - len(ids))
+                wanted = self._wanted(body.max_tokens, _COMPLETION_TOKENS, self.max_context - len(ids))
                 self._check_limit(len(ids), "max_tokens", wanted)
                 echo = ""
                 if body.echo:
@@ -232,15 +232,15 @@ class Translator:
         """Choose the limit of new tokens: the client's, or this default. -1 is all for which there is room."""
         if limit is not None and limit >= 0:
             return limit
-        most = min(room, self._settings.most_new_tokens or room)
+        most = min(room, self._settings.max_new_tokens or room)
         return max(1, most if limit is not None else min(default, most))
 
     def _check_limit(self, num_prompt: int, name: str, wanted: int) -> None:
         """Raise an error for more tokens than the model has room for or the operator allows. name: of the client's limit."""
-        most = self._settings.most_new_tokens
+        most = self._settings.max_new_tokens
         if most is not None and wanted > most:
             raise ApiError(f"{name} is {wanted}, at most {most} are possible here", param=name)
-        check_context(num_prompt, wanted, self.most_tokens)
+        check_context(num_prompt, wanted, self.max_context)
 
     def _owner(self, body: GenerationRequest) -> Owner:
         """Whose texts a request's prompts may reuse: its own, and those of earlier requests with the same salt and user."""

@@ -41,7 +41,7 @@ _CLEANING = frozenset(
     {"__exit__", "close", "leave_captures"}
 )  # Python itself cannot take these back once they have begun
 _UNLEARNING = re.compile(r"ar|ls:[0-9]+-[0-9]+")  # no round depends on what earlier ones were like
-_MOST_STEPS = 400
+_MAX_STEPS = 400
 
 
 class Fault:
@@ -132,7 +132,7 @@ def decode(
     courses: list[_Course | None] = [None] * len(batch_size.cases)
     texts: dict[int, tuple[_Course, Sequence]] = {}
     with model.engine.engine() as engine:
-        for step in range(_MOST_STEPS):
+        for step in range(_MAX_STEPS):
             for index, joins in enumerate(batch_size.joins):
                 if joins == step:
                     try:
@@ -170,7 +170,7 @@ def decode(
                         continue
                     end = text.length - 1
                     course.rows = torch.stack([text.cache.keys.mT[:, :, :end], text.cache.values[:, :, :end]])
-    raise RuntimeError(f"the texts did not end within {_MOST_STEPS} steps")
+    raise RuntimeError(f"the texts did not end within {_MAX_STEPS} steps")
 
 
 def _compare(model: FuzzModel, index: int, found: _Course, wanted: _Course, broke: bool) -> str | None:

@@ -29,10 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     trial = HostileTrial(clients=given.clients, seed=given.seed, asked=expected_answers())
     with selfspec_server(DEMO_PATH, OPTIONS) as server:
-        report = trial.run(server, 60 * given.minutes, most_wait=given.most_wait, most_growth=given.most_growth / 100)
+        report = trial.run(server, 60 * given.minutes, max_wait=given.most_wait, max_growth=given.most_growth / 100)
     print("\n".join(report.lines()), flush=True)
     with selfspec_server(DEMO_PATH, COSTLY_OPTIONS) as server:
-        costly = costly_trial(server, min(30.0, 60 * given.minutes), most_wait=given.most_wait)
+        costly = costly_trial(server, min(30.0, 60 * given.minutes), max_wait=given.most_wait)
     print("\n".join(costly.lines()))
     return int(bool(report.failures or costly.failures))
 

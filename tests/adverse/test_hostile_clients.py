@@ -38,9 +38,9 @@ def as_a_process(server: RunningServer) -> Server:
 @pytest.mark.slow
 def test_a_server_stands_some_seconds_of_it(generator: SelfSpecGenerator) -> None:
     trial = HostileTrial(clients=6, seed=1, asked=[asked(generator, prompt) for prompt in PROMPTS])
-    settings: dict[str, Any] = {"batch_size": 8, "allowed_hosts": ("localhost", "127.0.0.1"), "most_new_tokens": 400}
+    settings: dict[str, Any] = {"batch_size": 8, "allowed_hosts": ("localhost", "127.0.0.1"), "max_new_tokens": 400}
     with running_server(generator, **settings) as server:
-        report = trial.run(as_a_process(server), 6, most_wait=60, most_growth=10)
+        report = trial.run(as_a_process(server), 6, max_wait=60, max_growth=10)
     assert not report.failures, report.lines()
     assert report.exact and report.attacks.total() > 5 and report.statuses["200"]
 
@@ -53,7 +53,7 @@ def test_each_limit_can_be_broken(generator: SelfSpecGenerator, monkeypatch: pyt
     trial = HostileTrial(clients=3, seed=1, asked=[right, wrong])
     with running_server(generator, share_prefixes=True) as server:
         server.app.state.metrics.requests.labels("/v1/completions", "500").inc()
-        report = trial.run(as_a_process(server), 0.8, most_wait=0, most_growth=-1)
+        report = trial.run(as_a_process(server), 0.8, max_wait=0, max_growth=-1)
     told = "\n".join(report.failures)
     for failure in (
         "an honest request",
@@ -70,9 +70,9 @@ def test_each_limit_beside_costly_requests_can_be_broken(
     generator: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hostile_clients, "COSTLY", hostile_clients.COSTLY[:1])
-    monkeypatch.setattr(hostile_clients, "MOST_HEALTH_SECONDS", 0.0)
+    monkeypatch.setattr(hostile_clients, "MAX_HEALTH_SECONDS", 0.0)
     with running_server(generator) as server:
-        report = costly_trial(as_a_process(server), 0.5, most_wait=0)
+        report = costly_trial(as_a_process(server), 0.5, max_wait=0)
     assert [failure.partition(" took")[0] for failure in report.failures] == ["a first token", "/health"], (
         report.failures
     )

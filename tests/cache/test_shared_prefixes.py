@@ -178,7 +178,7 @@ def test_what_a_text_costs_the_pool_does_not_grow_with_what_is_kept(
 
 
 def test_no_more_than_some_texts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache_pool, "MOST_KEPT", 3)
+    monkeypatch.setattr(kv_cache_pool, "MAX_KEPT", 3)
     pool = pool_of(1 << 30)
     for token in range(5):
         leave_text(pool, [token] * 9, Owner(str(token)))

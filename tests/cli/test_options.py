@@ -246,7 +246,7 @@ def test_arguments_as_texts_become_settings(tmp_path: Path) -> None:
     assert (options.num_replicas, options.num_cpus) == (3, 0.5)
     settings = options.settings()
     assert (settings.model_name, settings.batch_size, settings.share_prefixes) == ("demo", 2, True)
-    assert (settings.max_body_bytes, settings.default_chat_tokens, settings.most_new_tokens) == (1 << 19, 7, 9)
+    assert (settings.max_body_bytes, settings.default_chat_tokens, settings.max_new_tokens) == (1 << 19, 7, 9)
     assert (settings.allowed_policies, settings.copy_from) == (("del",), ("to copy from",))
     assert settings.allowed_hosts is not None and "api.example" in settings.allowed_hosts
     assert ReplicaOptions().settings().allowed_hosts is None

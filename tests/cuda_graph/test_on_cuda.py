@@ -30,7 +30,7 @@ from selfspec.engine.runners.cuda_graph.paged_attention import (
     _has_expected_schema,
     attends_by_pages,
 )
-from selfspec.engine.runners.cuda_graph.stream_pool import MOST_STREAMS
+from selfspec.engine.runners.cuda_graph.stream_pool import MAX_STREAMS
 from selfspec.engine.runners.cuda_graph.streams import CudaStreams
 from selfspec.engine.torch_mode import engine_mode
 from test_captured import OPTIONS, PROMPT, pair
@@ -377,9 +377,9 @@ def test_a_capture_that_fails_gives_its_memory_back() -> None:
 def test_streams_that_are_captured_on_are_nobody_else_s() -> None:
     spaces: list[GraphSpace] = []
     with pytest.raises(RuntimeError, match="are in use"):  # after a failed capture, its stream is never given out again
-        while len(spaces) <= MOST_STREAMS:
+        while len(spaces) <= MAX_STREAMS:
             spaces.append(GraphSpace(torch.device("cuda", 0)))
     captured_on = {space.stream.cuda_stream for space in spaces}
-    others = {torch.cuda.Stream("cuda:0").cuda_stream for _ in range(2 * MOST_STREAMS)}
-    assert len(captured_on) == len(spaces) > MOST_STREAMS // 2
+    others = {torch.cuda.Stream("cuda:0").cuda_stream for _ in range(2 * MAX_STREAMS)}
+    assert len(captured_on) == len(spaces) > MAX_STREAMS // 2
     assert not captured_on & others

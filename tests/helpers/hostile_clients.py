@@ -68,8 +68,8 @@ COSTLY: tuple[tuple[str, dict[str, Any]], ...] = (
 )  # fmt: skip
 """Small valid requests that are much work: many texts, biases, a large grammar, and long answers with log-probabilities."""
 COSTLY_OPTIONS = ("--chat-template", "plain")
-MOST_HEALTH_SECONDS = 0.5
-_MOST_FAILURES = 20
+MAX_HEALTH_SECONDS = 0.5
+_MAX_FAILURES = 20
 _PAUSE_SECONDS = 0.3  # between requests of a client, at most: the machine is not to be full of honest work alone
 _REQUEST_SECONDS = 120.0
 _IDLE_SECONDS = 20.0
@@ -169,10 +169,10 @@ class HostileTrial:
         server: Server,
         seconds: float,
         *,
-        most_wait: float,
-        most_growth: float,
+        max_wait: float,
+        max_growth: float,
     ) -> HostileReport:
-        """All clients at once, for so long. most_wait: seconds to a first token. most_growth: of memory, as a share."""
+        """All clients at once, for so long. max_wait: seconds to a first token. max_growth: of memory, as a share."""
         report, started = self.report, time.monotonic()
         looks = self._serve_all(server, seconds)
         if not server.process.is_running() or server.get("/health")[0] != 200:
@@ -189,10 +189,10 @@ class HostileTrial:
             report.failures.append("requests were answered with an error of the server's own")
         if len(server.process.children(recursive=True)) > 1:
             report.failures.append("the server has more processes than the one that tries schemas")
-        if report.growth > most_growth:
-            report.failures.append(f"memory grew by {report.growth:.1%}, at most {most_growth:.1%} are allowed")
-        if report.slowest > most_wait:
-            report.failures.append(f"a first token took {report.slowest:.2f} s, at most {most_wait:g} are allowed")
+        if report.growth > max_growth:
+            report.failures.append(f"memory grew by {report.growth:.1%}, at most {max_growth:.1%} are allowed")
+        if report.slowest > max_wait:
+            report.failures.append(f"a first token took {report.slowest:.2f} s, at most {max_wait:g} are allowed")
         return report
 
     def _serve_all(self, server: Server, seconds: float) -> list[int]:
@@ -217,7 +217,7 @@ class HostileTrial:
             self.report.failures.append(text)
 
     def _goes_on(self, end: float) -> bool:
-        return time.monotonic() < end and len(self.report.failures) < _MOST_FAILURES
+        return time.monotonic() < end and len(self.report.failures) < _MAX_FAILURES
 
     def _hostile_client(self, server: Server, random: Random, end: float) -> None:
         while self._goes_on(end):
@@ -264,10 +264,10 @@ class CostlyReport:
         ]
 
 
-def costly_trial(server: Server, seconds: float, *, most_wait: float) -> CostlyReport:
+def costly_trial(server: Server, seconds: float, *, max_wait: float) -> CostlyReport:
     """Four clients send a costly request each, over and over, beside one good client and one that looks at /health.
 
-    most_wait: seconds to the good client's first token, which may have to ask again when the queue is full.
+    max_wait: seconds to the good client's first token, which may have to ask again when the queue is full.
     """
     report, end = CostlyReport(), time.monotonic() + seconds
 
@@ -313,10 +313,10 @@ def costly_trial(server: Server, seconds: float, *, most_wait: float) -> CostlyR
         thread.start()
     for thread in threads:
         thread.join()
-    if not report.waits or max(report.waits) > most_wait:
-        report.failures.append(f"a first token took more than {most_wait:g} s beside costly requests")
-    if not report.health or max(report.health) > MOST_HEALTH_SECONDS:
-        report.failures.append(f"/health took more than {MOST_HEALTH_SECONDS:g} s beside costly requests")
+    if not report.waits or max(report.waits) > max_wait:
+        report.failures.append(f"a first token took more than {max_wait:g} s beside costly requests")
+    if not report.health or max(report.health) > MAX_HEALTH_SECONDS:
+        report.failures.append(f"/health took more than {MAX_HEALTH_SECONDS:g} s beside costly requests")
     return report
 
 

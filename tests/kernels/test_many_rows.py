@@ -21,7 +21,7 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.library import Step
 from layerskip_models.kernels.native_forward import STEP_ROWS
 from layerskip_models.kernels.native_layers import NativeLayers
-from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear
+from layerskip_models.kernels.native_linear import MAX_ROWS, NativeLinear
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
@@ -56,10 +56,10 @@ def operator_model(shape: int, path: str) -> LayerSkipModel:
 class Pass:
     """Random rows of random texts through a random range of layers, and two equal sets of caches to run them on."""
 
-    def __init__(self, model: LayerSkipModel, seed: int, most_texts: int, most_rows: int) -> None:
+    def __init__(self, model: LayerSkipModel, seed: int, max_texts: int, max_rows: int) -> None:
         random = Random(seed)
         self.model = model
-        self.sizes = [random.choice([1, 1, random.randint(1, most_rows)]) for _ in range(random.randint(1, most_texts))]
+        self.sizes = [random.choice([1, 1, random.randint(1, max_rows)]) for _ in range(random.randint(1, max_texts))]
         positions = [random.choice([0, random.randint(0, 60)]) for _ in self.sizes]
         self.start, self.stop = sorted(random.sample(range(model.num_layers + 1), 2))
         self.hidden = drawn(sum(self.sizes), model.hidden_size, seed=seed).to(model.dtype)
@@ -146,12 +146,12 @@ def test_a_pass_over_several_texts_is_their_rows_one_by_one_on_operators(
 def test_more_rows_than_fit_a_call_are_run_in_as_few_calls_as_can_be() -> None:
     """A text's rows may be in two of them: the later ones attend to the earlier ones all the same."""
     model = cached_native(RUNNABLE[0], 0)
-    sizes = [MOST_ROWS - 5, 1, 1, 30, 100]
+    sizes = [MAX_ROWS - 5, 1, 1, 30, 100]
     caches = [KVCache(model, size) for size in sizes]
     hidden = drawn(sum(sizes), model.hidden_size)
     with native_calls(model) as calls:
         found = model.run_layers(hidden, 0, 4, [*zip(caches, sizes)])
-    assert [call[:2] for call in calls] == [(4, MOST_ROWS), (2, sum(sizes) - MOST_ROWS)]
+    assert [call[:2] for call in calls] == [(4, MAX_ROWS), (2, sum(sizes) - MAX_ROWS)]
     alone = [model.run_layers(part, 0, 4, KVCache(model, len(part))) for part in hidden.split(sizes)]
     assert torch.equal(found, torch.cat(alone))
 
@@ -234,7 +234,7 @@ def test_a_draft_step_is_one_call_and_so_is_a_verification(
 @needs_native
 def test_more_rows_than_a_step_has_room_for_are_verified_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 20 * 5
-    assert STEP_ROWS < rows <= MOST_ROWS
+    assert STEP_ROWS < rows <= MAX_ROWS
     last = [(20, 20, 0, 2, False), (20, rows, 2, 4, False), (0, rows, 4, 4, True)]
     for round_calls in rounds_of(texts_of(20, "ls:{E}-4"), monkeypatch)[1:5]:
         drafted = [call for call in round_calls if call[3] == 2][:-1]
@@ -298,5 +298,5 @@ def test_native_linears_read_their_weight_once_for_all_rows() -> None:
     calls: list[int] = []
     original = linear._run
     linear._run = lambda *arguments: calls.append(arguments[2]) or original(*arguments)
-    linear(drawn(MOST_ROWS, 16))
-    assert calls == [MOST_ROWS]
+    linear(drawn(MAX_ROWS, 16))
+    assert calls == [MAX_ROWS]

@@ -15,7 +15,7 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels import check, library
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import (
-    MOST_ROWS,
+    MAX_ROWS,
     NativeLinear,
 )
 from layerskip_models.kernels.threads import SingleThreadedOperators
@@ -76,10 +76,10 @@ def test_layers_are_those_of_transformers(variant: str, changes: dict[str, Any])
     llama, model = native_model(variant, **changes)
     text = [
         int(token)
-        for token in torch.randint(0, VOCAB_SIZE, (MOST_ROWS + 9,), generator=torch.Generator().manual_seed(1))
+        for token in torch.randint(0, VOCAB_SIZE, (MAX_ROWS + 9,), generator=torch.Generator().manual_seed(1))
     ]
     expected = full_logits(llama, text)
-    for rows in (1, 2, 7, MOST_ROWS, len(text)):  # the last one in two pieces
+    for rows in (1, 2, 7, MAX_ROWS, len(text)):  # the last one in two pieces
         cache, parts = KVCache(model, len(text)), []
         for first in range(0, len(text), rows):
             chunk, seen = torch.tensor(text[first : first + rows]), dict[int, Tensor]()

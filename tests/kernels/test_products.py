@@ -18,7 +18,7 @@ from exact_rooms import exact_rooms
 from layerskip_models.checkpoints.gguf_blocks import GROUPED, numbers_of_blocks
 from layerskip_models.grouped_weight import GroupedWeight, pack_nibbles
 from layerskip_models.kernels.native_grouped import NativeGroupedLinear
-from layerskip_models.kernels.native_linear import MOST_ROWS, NativeInt8Linear, NativeLinear, operators_only
+from layerskip_models.kernels.native_linear import MAX_ROWS, NativeInt8Linear, NativeLinear, operators_only
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.norm import RMSNorm
 from test_integer_rows import CUT_ROWS
@@ -92,7 +92,7 @@ def linear_of(kind: str, outputs: int, inputs: int, seed: int, bias: bool) -> Na
 @example(kind="int8", outputs=37, inputs=4096, blocks=16, rows=70, threads=3, bias=True, outliers=True, seed=0)
 @example(kind="int4 32", outputs=37, inputs=0, blocks=16, rows=70, threads=2, bias=True, outliers=True, seed=0)
 @example(
-    kind="float32", outputs=1031, inputs=40, blocks=1, rows=2 * MOST_ROWS, threads=2, bias=True, outliers=False, seed=1
+    kind="float32", outputs=1031, inputs=40, blocks=1, rows=2 * MAX_ROWS, threads=2, bias=True, outliers=False, seed=1
 )
 def test_a_row_has_its_product_in_any_company(
     variant: str, kind: str, outputs: int, inputs: int, blocks: int, rows: int, threads: int, bias: bool, outliers: bool,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from layerskip_models import from_transformers
 from policies import EXITS, STOPPINGS, CopyExit, DelExit, FixedExit, PacerStopping, Policy, SvipThreshold, parse_policy
 from policies.auto.policy import AutoExit
-from policies.bounds import MOST_DRAFTS
+from policies.bounds import MAX_DRAFTS
 from policies.names import _integer, _layers
 from scripted_policies import made_up_cost
 from selfspec import SelfSpecGenerator
@@ -190,7 +190,7 @@ def test_no_fraction_is_none(name: str) -> None:
 
 
 def test_the_same_bounds_hold_for_objects() -> None:
-    most = MOST_DRAFTS
+    most = MAX_DRAFTS
     assert FixedExit(2, most, num_layers=4) and CopyExit(32)
     for make in (
         lambda: FixedExit(2, most + 1, num_layers=4),

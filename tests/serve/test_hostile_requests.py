@@ -39,9 +39,7 @@ ASK: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 3, "temper
 def server(offline: SelfSpecGenerator) -> Iterator[RunningServer]:
     """As a newcomer starts it."""
     settings: dict[str, Any] = {"allowed_policies": SAFE_POLICIES, "allowed_hosts": allowed_hosts("127.0.0.1", None)}
-    with running_server(
-        offline, batch_size=1, max_waiting=1, most_new_tokens=400, most_context=600, **settings
-    ) as made:
+    with running_server(offline, batch_size=1, max_waiting=1, max_new_tokens=400, max_context=600, **settings) as made:
         yield made
 
 
@@ -235,7 +233,7 @@ def test_memory_is_as_the_operator_says_and_is_given_back(
     row = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
     reserved: list[float] = []
     plain = Engine.step
-    with running_server(offline, most_context=600, default_chat_tokens=100_000) as server:
+    with running_server(offline, max_context=600, default_chat_tokens=100_000) as server:
 
         def watched(engine: Engine) -> list[Any]:
             reserved.append(server.metric("kv_cache_bytes"))
@@ -351,7 +349,7 @@ def test_of_too_many_connections_that_send_nothing_the_oldest_is_closed(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So those who hold connections open cannot keep others out. One that is being answered stays."""
-    monkeypatch.setattr(patience, "MOST_WAITED_FOR", 5)
+    monkeypatch.setattr(patience, "MAX_WAITED_FOR", 5)
     halves = [b"", b"POST /v1/comp", POST_HEAD % 9 + b"{"]
     with contextlib.ExitStack() as stack:
         streaming = stack.enter_context(contextlib.closing(http.client.HTTPConnection(server.base[7:], timeout=30)))
@@ -370,7 +368,7 @@ def test_of_too_many_connections_that_send_nothing_the_oldest_is_closed(
 
 def test_bodies_that_do_not_end_are_bounded_together(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may be as large as a body may be, so there may not be many of them."""
-    monkeypatch.setattr(guard, "MOST_UNFINISHED", 2)
+    monkeypatch.setattr(guard, "MAX_UNFINISHED", 2)
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(connected(server)) for _ in range(4)]
         for one in opened:

@@ -17,7 +17,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.serve import schema_check
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
 from selfspec.serve.grammar_worker import LIMITS
-from selfspec.serve.schema_check import MOST_NESTING, SchemaCheck, as_compiled
+from selfspec.serve.schema_check import MAX_NESTING, SchemaCheck, as_compiled
 from selfspec.serve.structured_output import GrammarError, GrammarProcessor, Vocabulary
 from test_serve import post
 
@@ -190,7 +190,7 @@ def test_what_people_write_is_taken(check: SchemaCheck) -> None:
         True, {"type": "string", "format": "path"}, {"type": "string", "format": "binary"},
         {"type": "array", "items": {"type": "string", "format": "password"}, "uniqueItems": True},
         {"type": "object", "properties": {"format": {"type": "string"}, "uniqueItems": {}, "a": True}},
-        {"const": {"format": "path"}}, {"type": "string", "format": 7}, nested(MOST_NESTING),
+        {"const": {"format": "path"}}, {"type": "string", "format": 7}, nested(MAX_NESTING),
     ],
     ids=str,
 )  # fmt: skip
@@ -212,7 +212,7 @@ def test_unknown_formats_and_every_allowed_depth_are_taken(
         ({"type": "string", "pattern": "^(?=.*[A-Z]).{4,8}$"}, r"character 2 of a pattern, '\(\?=.*look-ahead"),
         (False, "is false"),
         ({"$ref": "#"}, "refers to itself and to nothing else"),
-        (nested(MOST_NESTING + 1), f"more than {MOST_NESTING} levels"),
+        (nested(MAX_NESTING + 1), f"more than {MAX_NESTING} levels"),
     ],
 )
 def test_what_is_wrong_with_a_schema_is_told(check: SchemaCheck, schema: Any, told: str) -> None:

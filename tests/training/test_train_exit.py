@@ -208,10 +208,10 @@ def test_states_stop_at_the_budget_and_are_taken_up_again(tmp_path: Path, monkey
     made = texts(12)
     per_row = kept.bytes_per_row(16)
     assert per_row == 4 * 16 * 2 + 8
-    limits: dict[str, Any] = {"most_tokens": 0, "most_bytes": 100 * per_row}
+    limits: dict[str, Any] = {"max_tokens": 0, "max_bytes": 100 * per_row}
     monkeypatch.setattr(hidden_state_dataset, "_SHARD_BYTES", 40 * per_row)
     whole = write_states(model, iter(made), kept, tmp_path / "whole", **limits)
-    assert whole["ended"] == "budget" and whole["texts"] == 5 and whole["bytes"] <= limits["most_bytes"]
+    assert whole["ended"] == "budget" and whole["texts"] == 5 and whole["bytes"] <= limits["max_bytes"]
     shards = sorted((tmp_path / "whole").glob("shard-*"))
     assert sum(path.stat().st_size for path in shards) < 1.3 * whole["bytes"] and len(shards) == 2
 
@@ -229,9 +229,9 @@ def test_states_stop_at_the_budget_and_are_taken_up_again(tmp_path: Path, monkey
     assert (tmp_path / "parts" / shards[0].name).stat().st_mtime_ns == first
     for path in shards:
         assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes()
-    few = write_states(model, iter(made), kept, tmp_path / "few", most_tokens=30, most_bytes=1e9)
+    few = write_states(model, iter(made), kept, tmp_path / "few", max_tokens=30, max_bytes=1e9)
     assert (few["texts"], few["tokens"], few["ended"]) == (2, 37, "tokens")
-    assert write_states(model, iter(made[:1]), kept, tmp_path / "all", most_tokens=0, most_bytes=1e9)["ended"] == "data"
+    assert write_states(model, iter(made[:1]), kept, tmp_path / "all", max_tokens=0, max_bytes=1e9)["ended"] == "data"
 
 
 def test_states_that_overflow_are_refused() -> None:

@@ -310,7 +310,7 @@ def test_own_answers_are_the_models_and_are_not_written_twice(tmp_path: Path) ->
 
     def answers(count: int) -> list[Any]:
         path = tmp_path / "answers.jsonl"
-        return list(own_answers(engine, iter(prompts[:count]), path, most_tokens=9, advance=made.append))
+        return list(own_answers(engine, iter(prompts[:count]), path, max_tokens=9, advance=made.append))
 
     assert len(answers(3)) == 3
     with (tmp_path / "answers.jsonl").open("a") as stream:
@@ -321,7 +321,7 @@ def test_own_answers_are_the_models_and_are_not_written_twice(tmp_path: Path) ->
         assert text.own and text.scored == [(len(prompt), len(text.tokens))]
         assert text.tokens[len(prompt) :] == reference_greedy(llama, prompt, max_new_tokens=9, eos_token_id=6)
     with pytest.raises(ValueError, match="other prompts"):
-        list(own_answers(engine, iter([[1]]), tmp_path / "answers.jsonl", most_tokens=9))
+        list(own_answers(engine, iter([[1]]), tmp_path / "answers.jsonl", max_tokens=9))
 
 
 def test_sampled_answers_follow_their_seeds(tmp_path: Path) -> None:
@@ -330,6 +330,6 @@ def test_sampled_answers_follow_their_seeds(tmp_path: Path) -> None:
     runs = []
     for name, seed, count in (("a", 3, 2), ("b", 3, 2), ("c", 4, 2)):
         prompts = iter([[1, 2]] * count)
-        answered = own_answers(engine, prompts, tmp_path / name, most_tokens=12, temperature=1.0, seed=seed)
+        answered = own_answers(engine, prompts, tmp_path / name, max_tokens=12, temperature=1.0, seed=seed)
         runs.append([text.tokens for text in answered])
     assert runs[0] == runs[1] != runs[2] and runs[0][0] != runs[0][1]

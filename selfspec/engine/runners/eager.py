@@ -97,7 +97,7 @@ class EagerRunner:
         else:
             tokens = [token for rows in groups for token in rows.tokens[rows.first : rows.end]]
             x, where, record = self._together[: len(tokens)], _cache_rows(groups), self._record(groups)
-            detail = _most_detail(groups) if head == "draft" else "token"
+            detail = _max_detail(groups) if head == "draft" else "token"
             outputs = native.tokens(tokens, where, stop, x, head=head, detail=detail, record=record, logits=logits)
             _scatter(groups, x)
             self._hand_out_states(groups, 0, stop)
@@ -139,7 +139,7 @@ class EagerRunner:
             part_of = [rows for rows, _ in chosen]
             hidden = chosen[0][1] if len(chosen) == 1 else torch.cat([part for _, part in chosen])
             if greedy:
-                detail = _most_detail(part_of) if drafts else "token"
+                detail = _max_detail(part_of) if drafts else "token"
                 choices = model.draft_choices(hidden, detail) if drafts else model.choices(hidden)
                 _hand_out(part_of, choices.outputs())
             else:
@@ -205,7 +205,7 @@ def _hand_out(groups: Sequence[SequenceRows], outputs: Sequence[HeadOutput], log
             rows.logits = logits[begin:end]
 
 
-def _most_detail(groups: Sequence[SequenceRows]) -> Detail:
+def _max_detail(groups: Sequence[SequenceRows]) -> Detail:
     """Find the detail that is enough for all of these."""
     return groups[0].detail if len(groups) == 1 else max((rows.detail for rows in groups), key=_DETAILS.index)
 

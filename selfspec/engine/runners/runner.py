@@ -51,7 +51,7 @@ class SequenceRound:
     steering: Tensor | None = None
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Rows that the round may come to: the pending token and every draft."""
         return 1 + len(self.copied) + self.max_speculations
 

@@ -54,10 +54,10 @@ class Written:
 
 
 class CallReader(ABC):
-    """Reads one answer. names: of the functions that may be called. most_calls: further calls are dropped."""
+    """Reads one answer. names: of the functions that may be called. max_calls: further calls are dropped."""
 
-    def __init__(self, names: Sequence[str], most_calls: int | None = None) -> None:
-        self._names, self._most = frozenset(names), most_calls
+    def __init__(self, names: Sequence[str], max_calls: int | None = None) -> None:
+        self._names, self._most = frozenset(names), max_calls
         self.num_calls = 0
         self._white = ""  # between content and what comes next; at the beginning and the end it is dropped beside calls
         self._behind_call = self._has_content = False
@@ -106,12 +106,12 @@ class CallReader(ABC):
 class TagReader(CallReader):
     """Calls between BEGIN and END, with content around them; or an answer that is nothing but calls, without the tags."""
 
-    def __init__(self, names: Sequence[str], most_calls: int | None = None) -> None:
-        super().__init__(names, most_calls)
+    def __init__(self, names: Sequence[str], max_calls: int | None = None) -> None:
+        super().__init__(names, max_calls)
         self._cutter = StopCutter([BEGIN])
         self._inside = ""
         self._searched = 0  # characters of what is inside before which no end is
-        self._bare: BareReader | None = BareReader(names, most_calls)  # until the answer is known to begin otherwise
+        self._bare: BareReader | None = BareReader(names, max_calls)  # until the answer is known to begin otherwise
 
     def push(self, text: str, tokens: Sequence[int] = ()) -> Written:
         if self._bare is not None:
@@ -187,8 +187,8 @@ class TagReader(CallReader):
 class BareReader(CallReader):
     """An answer that is a call and nothing else, or several with a semicolon between them. Any other text is content."""
 
-    def __init__(self, names: Sequence[str], most_calls: int | None = None) -> None:
-        super().__init__(names, most_calls)
+    def __init__(self, names: Sequence[str], max_calls: int | None = None) -> None:
+        super().__init__(names, max_calls)
         self._held = ""
         self.is_content = False
 
@@ -237,13 +237,13 @@ class OwnReader(CallReader):
     def __init__(
         self,
         names: Sequence[str],
-        most_calls: int | None,
+        max_calls: int | None,
         tokenizer: PreTrainedTokenizerBase,
         prompt: Sequence[int],
         tools: Sequence[dict[str, Any]],
         stops: Sequence[str],
     ) -> None:
-        super().__init__(names, most_calls)
+        super().__init__(names, max_calls)
         self._tokenizer, self._prompt, self._tools, self._stops = tokenizer, [*prompt], [*tools], [*stops]
         self._text, self._tokens = "", list[int]()
 

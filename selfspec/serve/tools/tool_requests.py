@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from selfspec.serve.bodies import Strict
 
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 """Most tools of a request, as in OpenAI's API."""
 _MODES = ("none", "auto", "required")
 

@@ -147,7 +147,7 @@ class CudaGraphRunner:
         captured.head(head, _power_of_two(count), rows.exit_layer, detail)
         if rows.greedy:
             self._read.start(captured.outputs[: NUMBERS[detail], :count].flatten())
-            if head == "draft" and rows.end < seq_round.most_rows:
+            if head == "draft" and rows.end < seq_round.max_rows:
                 self._run_ahead(rows, stop)
             rows.outputs = head_outputs(self._read.wait(), count)
             if self._ahead is not None:

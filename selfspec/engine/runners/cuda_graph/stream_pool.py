@@ -17,7 +17,7 @@ from layerskip_models.fork_safe import fork_safe
 CAPTURE_PRIORITY = -1
 """Priority of the streams that graphs are captured on. Other streams are made with priority 0, from another pool of
 PyTorch's, so that no work of theirs ever comes onto one of these."""
-MOST_STREAMS = 32
+MAX_STREAMS = 32
 """Streams of one priority that PyTorch has for a device."""
 
 _lock = fork_safe(threading.Lock())
@@ -53,12 +53,12 @@ class _Shelf:
         with _lock:
             if self.free:
                 return self.free.popleft()
-            for _ in range(MOST_STREAMS):
+            for _ in range(MAX_STREAMS):
                 stream = torch.cuda.Stream(device, priority=priority)
                 if stream.cuda_stream not in self._known:
                     self._known.add(stream.cuda_stream)
                     return stream
-        raise RuntimeError(f"all {MOST_STREAMS} streams of priority {priority} on {device} are in use")
+        raise RuntimeError(f"all {MAX_STREAMS} streams of priority {priority} on {device} are in use")
 
 
 _shelves: dict[tuple[int, int], _Shelf] = {}
