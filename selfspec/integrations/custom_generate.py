@@ -166,9 +166,8 @@ class CustomGenerate:
             ends = [] if self.tokenizer is None else end_tokens(generation_config, self.tokenizer)
             if ends and generation_config.eos_token_id == getattr(model.generation_config, "eos_token_id", None):
                 criteria.append(EosTokenCriteria(ends))
-                if (
-                    getattr(generation_config, "_pad_token_tensor", None) is None
-                ):  # transformers pads with the first, too
+                # Where nothing pads, transformers takes the first end token for it, and so does this.
+                if getattr(generation_config, "_pad_token_tensor", None) is None:
                     generation_config._pad_token_tensor = torch.tensor(ends[0], device="cpu")
             do_sample, length = bool(generation_config.do_sample), input_ids.shape[1]
             requests, together = _requests(model, rows, length, logits_processor, criteria, do_sample)

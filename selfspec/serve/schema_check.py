@@ -54,20 +54,23 @@ def _enforced(value: Any, is_schema: bool, depth: int) -> Any:
         return value
     found = {}
     for key, item in value.items():
-        if is_schema and key == "$ref" and isinstance(item, str) and item[:2] not in ("#", "#/"):
-            raise ValueError(
-                f"the schema refers to {item[:100]!r}: references must be within it, such as '#/$defs/name'"
-            )
-        if is_schema and key == "$id" and isinstance(item, str) and depth > 1:
-            raise ValueError(
-                "the schema has an $id inside: name its parts in $defs, and refer to them by '#/$defs/...'"
-            )
-        if is_schema and key in _UNSUPPORTED:
-            raise ValueError(f"the schema has {key}, which is not supported")
-        if not (is_schema and (key == "uniqueItems" or (key == "format" and item not in _FORMATS))):
-            is_data = is_schema and key in _DATA
-            found[key] = item if is_data else _enforced(item, not (is_schema and key in _NAMED), depth + 1)
+        if not is_schema:  # a name, of a property or a definition
+            found[key] = _enforced(item, True, depth + 1)
+            continue
+        _check_keyword(key, item, is_root=depth == 1)
+        if key != "uniqueItems" and (key != "format" or item in _FORMATS):
+            found[key] = item if key in _DATA else _enforced(item, key not in _NAMED, depth + 1)
     return found
+
+
+def _check_keyword(key: str, value: Any, *, is_root: bool) -> None:
+    """Raise ValueError for a reference out of the schema, and for what clients may not use."""
+    if key == "$ref" and isinstance(value, str) and value[:2] not in ("#", "#/"):
+        raise ValueError(f"the schema refers to {value[:100]!r}: references must be within it, such as '#/$defs/name'")
+    if key == "$id" and isinstance(value, str) and not is_root:
+        raise ValueError("the schema has an $id inside: name its parts in $defs, and refer to them by '#/$defs/...'")
+    if key in _UNSUPPORTED:
+        raise ValueError(f"the schema has {key}, which is not supported")
 
 
 class SchemaCheck:
