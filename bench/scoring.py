@@ -80,7 +80,7 @@ def until_next_example(prompt: str, text: str) -> str:
 
 
 def final_number(text: str) -> float | None:
-    """Find the number after "####" as GSM8K marks it, else the last one in the text; None if there is none."""
+    """Find the number after "####" as GSM8K marks it, else the last one in the text, or None."""
     marked = _MARKED_NUMBER.search(text)
     found = [marked[1]] if marked else _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None

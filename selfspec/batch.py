@@ -61,7 +61,7 @@ def _is_for_each(name: str, value: object) -> bool:
 
 
 def _is_whole(name: str, item: object) -> bool:
-    """Whether an item of a list is a value of this option by itself. A list of token ids to copy from is a part of one."""
+    """Say whether an item of a list is a value of this option by itself. A list of ids to copy from is a part of one."""
     if name == "copy_from" and isinstance(item, list) and all(type(token) is int for token in item):
         return False
     return item is None or isinstance(item, (list, tuple, CopyStore))

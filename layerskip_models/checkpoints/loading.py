@@ -226,7 +226,7 @@ def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -
 
 
 def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that lies beside a checkpoint. Raises OSError that names the remedy where there is none."""
+    """Load the tokenizer that lies beside a checkpoint. Without one, raise OSError that names the remedy."""
     name = resolve_checkpoint(name_or_path)
     file = gguf_file(name)
     if file is not None:

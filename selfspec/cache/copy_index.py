@@ -232,7 +232,7 @@ def _ids(text: object, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
 
 
 def copies_drafts(observes: ObservationSpec, runner: RunnerName) -> bool:
-    """Whether anything is copied for a policy that needs this, by a generator with this runner.
+    """Say whether anything is copied for a policy that needs this, by a generator with this runner.
 
     Captured rounds do not copy, so a policy that only may copy does not copy there.
     """

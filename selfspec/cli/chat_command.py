@@ -241,7 +241,7 @@ def _greeting(model: str | None, generator: SelfSpecGenerator) -> str:
 
 
 class BackgroundCalibration(threading.Thread):
-    """What the first answer needs, done while the person types: the default policy's costs, and late imports.
+    """Measures the default policy's costs and does late imports while the person types the first message.
 
     For a model on a processor. An error is left to the answer, which meets it again.
     """
@@ -252,7 +252,7 @@ class BackgroundCalibration(threading.Thread):
 
     @staticmethod
     def helps(generator: SelfSpecGenerator) -> bool:
-        """Whether the default policy times the model, and may do so in a thread of its own."""
+        """Say whether the default policy times the model, and may do so in a thread of its own."""
         model = generator.model
         return model.num_layers > 1 and model.device.type == "cpu"
 

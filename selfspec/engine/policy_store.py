@@ -38,7 +38,7 @@ class PolicyStore:
             return self._keep(key, self._kept[key])
 
     def find(self, key: Hashable, make: Callable[[], Policy]) -> Policy:
-        """Return the policy that is kept under this key; `make` is called if there is none."""
+        """Return the policy that is kept under this key, or make one and keep it."""
         with self._lock:  # two simultaneous first calls share one calibration and policy
             policy = self._kept.get(key)
             return self._keep(key, make() if policy is None else policy)

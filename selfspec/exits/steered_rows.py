@@ -15,7 +15,7 @@ from selfspec.exits.hidden_state_dataset import ExitSequence
 
 
 def rows_before(sequence: ExitSequence, rows: Tensor, distance: Tensor) -> Tensor:
-    """Find the rows `distance` positions before these in the same text, as indices; -1 where there is none.
+    """Find the rows `distance` positions before these in the same text, as indices; -1 for a row that is missing.
 
     rows, distance: int64 [n].
     """

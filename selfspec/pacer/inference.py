@@ -172,7 +172,7 @@ class PreVerifiers:
         return PreVerification(self._loaded[path], self._own_seconds if folder is None else None)
 
     def beside(self) -> str:
-        """Find the folder of the checkpoint's own pre-verifier. ValueError if there is none."""
+        """Find the folder of the checkpoint's own pre-verifier. Raise ValueError without one."""
         name = self._model.name
         if not has_preverifier(name):
             raise ValueError(

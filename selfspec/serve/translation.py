@@ -89,7 +89,7 @@ class Translator:
         self._tools = ToolTranslator(self.tokenizer, self._template, self.vocabulary)
 
     def has_slow_schema(self, body: GenerationRequest, size: int) -> bool:
-        """Whether it has a schema that takes long to compile, or that was not compiled yet.
+        """Say whether it has a schema that takes long to compile, or that was not compiled yet.
 
         size: of the body in bytes; the schema of a large one takes long to look up.
         """
@@ -98,7 +98,7 @@ class Translator:
         return bool(schemas) and (size > LARGE_BODY or not all(map(self._schemas.is_quick, schemas)))
 
     def is_slow(self, body: GenerationRequest) -> bool:
-        """Whether a small body may be much work: biases, a policy by name, a grammar."""
+        """Say whether a small body may be much work: biases, a policy by name, a grammar."""
         return bool(body.logit_bias or body.policy or schemas_of(body) or body.response_format)
 
     def _check_schema(self, body: GenerationRequest) -> None:
