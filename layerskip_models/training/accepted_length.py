@@ -12,10 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ARMS = ("uniform", "cumulative", "full")
+ALPHA, BLOCK = 0.5, 8  # as in the paper, where alpha from .3 to .7 hardly matters
 
 
 @torch.no_grad()
-def accepted_length_weights(losses: Tensor, valid: Tensor, *, arm: str, alpha: float, block: int) -> Tensor:
+def accepted_length_weights(
+    losses: Tensor, valid: Tensor, *, arm: str, alpha: float = ALPHA, block: int = BLOCK
+) -> Tensor:
     """Return each row's weight, [batch, length], of mean 1 over the valid rows of a sequence; equal where all would be 0.
 
     losses: [batch, length], -log q of each row's label. valid: bool, the same shape; other rows get 0 and end a draft.

@@ -151,54 +151,45 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenStreams:
-    """Packed token ids: training documents shuffled, held-out documents, each document followed by EOS."""
-
-    train: np.ndarray  # uint32 [tokens]
-    held_out: np.ndarray  # uint32 [tokens]
-
-
 def split_sources(
     sources: Sequence[DataSource], exclude: Sequence[str], holdout_fraction: float
-) -> tuple[list[tuple[DataSource, list[str]]], list[str]]:
-    """Read every source; return (source, its training documents) pairs and the held-out documents of all of them.
+) -> tuple[list[tuple[float, list[str]]], list[str]]:
+    """Read every source; return (weight, training documents) of each, and the held-out documents of all of them.
 
     Raises ValueError when a source has no document.
     """
-    train: list[tuple[DataSource, list[str]]] = []
+    train: list[tuple[float, list[str]]] = []
     held_out: list[str] = []
     for source in sources:
         documents = list(read_documents(source.path, exclude))
         if not documents:
             raise ValueError(f"data path holds no text: {str(source.path)!r} (looked for .txt, .txt.gz and .py files)")
-        train.append((source, [text for text in documents if not is_held_out(text, holdout_fraction)]))
+        train.append((source.weight, [text for text in documents if not is_held_out(text, holdout_fraction)]))
         held_out.extend(text for text in documents if is_held_out(text, holdout_fraction))
     return train, held_out
 
 
 def pack_streams(
-    train: Sequence[tuple[DataSource, Sequence[str]]],
-    held_out: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-) -> TokenStreams:
-    """Tokenise, repeat or thin out by weight, shuffle and join the documents, with EOS after each."""
+    train: Sequence[tuple[float, Sequence[str]]], held_out: Sequence[str], tokenizer: PreTrainedTokenizerBase, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokenise, repeat or thin out by weight, shuffle and join the documents, with EOS after each.
+
+    Returns the training and the held-out documents, uint32 [tokens].
+    """
     rng = np.random.default_rng(seed)
     documents: list[np.ndarray] = []
-    for source, texts in train:
-        encoded = encode(texts, tokenizer)
-        whole, rest = divmod(source.weight, 1.0)
+    for weight, texts in train:
+        encoded = _encode(texts, tokenizer)
+        whole, rest = divmod(weight, 1.0)
         documents += encoded * int(whole)
-        extra = rng.permutation(len(encoded))[: round(rest * len(encoded))]
-        documents += [encoded[index] for index in extra]
-    shuffled = [documents[index] for index in rng.permutation(len(documents))]
+        documents += [encoded[index] for index in rng.permutation(len(encoded))[: round(rest * len(encoded))]]
     empty = np.zeros(0, np.uint32)
-    kept = encode([held_out[index] for index in rng.permutation(len(held_out))], tokenizer)
-    return TokenStreams(train=np.concatenate([empty, *shuffled]), held_out=np.concatenate([empty, *kept]))
+    shuffled = [documents[index] for index in rng.permutation(len(documents))]
+    kept = _encode([held_out[index] for index in rng.permutation(len(held_out))], tokenizer)
+    return np.concatenate([empty, *shuffled]), np.concatenate([empty, *kept])
 
 
-def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
     """Return the token ids of each text and EOS, uint32."""
     if not texts:
         return []

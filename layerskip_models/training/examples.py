@@ -10,8 +10,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from layerskip_models.training.documents import ALL, DataSource, is_held_out, open_text, read_documents
-from layerskip_models.training.settings import FrozenModelSettings, data_sources
+from layerskip_models.training.documents import ALL, is_held_out, open_text, read_documents
+from layerskip_models.training.settings import FrozenModelSettings
 
 _FORMS = '"messages", "prompt" with "completion", "prompt" alone (for --own-answers) or "text"'
 
@@ -76,31 +76,18 @@ def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def examples_of(config: FrozenModelSettings, *, held_out: bool) -> tuple[list[float], list[list[Example]]]:
-    """Return the shares of a run's sources, and their examples as of `sampled_examples`."""
-    sources = data_sources(config.evaluate_on) if held_out and config.evaluate_on else config.sources()
-    fraction = config.holdout_fraction
-    if config.evaluate_on:
-        fraction = ALL if held_out else 0.0
-    examples = sampled_examples(
-        sources, held_out=held_out, holdout_fraction=fraction, exclude=config.exclude, seed=config.seed
-    )
-    return [source.weight for source in sources], examples
+    """Return the shares of a run's sources, and each one's held-out examples, or the others, in a random order.
 
-
-def sampled_examples(
-    sources: Sequence[DataSource],
-    *,
-    held_out: bool,
-    holdout_fraction: float,
-    exclude: Sequence[str],
-    seed: int,
-) -> list[list[Example]]:
-    """Return each source's held-out examples, or the others, in a random order. ValueError if no source has any."""
+    Raises ValueError if no source has any.
+    """
+    sources, fraction = config.sources(), config.holdout_fraction
+    if other := config.evaluation_sources():
+        sources, fraction = (other, ALL) if held_out else (sources, 0.0)
     found: list[list[Example]] = []
     for number, source in enumerate(sources):
-        read = read_examples(source.path, exclude)
-        chosen = [example for example in read if is_held_out(example.key, holdout_fraction) == held_out]
-        order = np.random.default_rng([seed, held_out, number]).permutation(len(chosen))
+        read = read_examples(source.path, config.exclude)
+        chosen = [example for example in read if is_held_out(example.key, fraction) == held_out]
+        order = np.random.default_rng([config.seed, held_out, number]).permutation(len(chosen))
         found.append([chosen[index] for index in order])
     if not any(found):
         raise ValueError(
@@ -108,7 +95,7 @@ def sampled_examples(
             if held_out
             else "every document is held out for the figures: lower holdout_fraction, or give more data"
         )
-    return found
+    return [source.weight for source in sources], found
 
 
 def in_shares(streams: Sequence[Iterator[Any]], shares: Sequence[float], size: Callable[[Any], int]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""The LayerSkip training recipe as functions: layer dropout, exit-loss weights, curricula, early-exit loss.
+"""The LayerSkip training recipe as functions: layer dropout, exit-loss weights, curricula, hidden states at exits.
 
 Layers are numbered l = 0..L-1 as in the paper; the exit of layer l reads the hidden state after l + 1 layers, so
 exit_layer E of the decoding engine is l = E - 1. Steps are t = 0..T-1.
@@ -9,11 +9,10 @@ Source: Elhoushi et al. 2024, "LayerSkip: Enabling Early Exit Inference and Self
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -22,7 +21,7 @@ from layerskip_models.transfer import to_device
 DROPOUT_TIMES = ("continual", "scratch")
 CURRICULA = ("rotational", "gradual", "all", "none")
 EXIT_WEIGHTS = ("published", "uniform")
-IGNORED = -100  # label of rows without a loss
+EVALUATION_ROWS = 1024
 
 
 def dropout_depth_scale(num_layers: int) -> list[float]:
@@ -173,72 +172,21 @@ def exit_hidden_states(
     return states
 
 
-def early_exit_backward(
-    model: LlamaForCausalLM,
-    states: Mapping[int, Tensor],
-    labels: Tensor | Mapping[int, Tensor],
-    weights: Mapping[int, float],
-    *,
-    scale: float = 1.0,
-    chunk_rows: int = 2048,
-    unwanted: Tensor | None = None,
-    row_weights: Callable[[Tensor, Tensor], Tensor] | None = None,
-    drafted: Tensor | None = None,
-) -> dict[int, Tensor]:
-    """Accumulate the gradient of scale * sum_l weights[l] * loss(l) into the parameters; return each exit's mean loss.
+@torch.no_grad()
+def exit_sums(model: LlamaForCausalLM, input_ids: Tensor, labels: Tensor) -> Tensor:
+    """Sum over rows, float64 [2, L]: cross-entropy against labels, and agreement with the last layer.
 
-    loss(l) is the mean cross-entropy of lm_head(norm(states[l])) against labels, int64 [batch, length], one tensor or one
-    per layer; rows labelled IGNORED are left out. Where unwanted, bool [batch, length], is True the row's loss is
-    -log(1 - p(label)) instead: the label is a token that the model should not say.
-    row_weights: of exits below the last layer. Called with a chunk's losses [sequences, length] and a bool tensor of that
-        shape, it returns the rows' weights, whose mean should be 1; the bool tensor says which rows a draft may contain.
-        A labelled row that no draft contains keeps a weight of 1. The losses returned are without these weights.
-    drafted: bool [batch, length], for row_weights: False where no draft goes on, such as rows between two documents. Rows
-        that are IGNORED or unwanted are left out in any case.
-    states: layer -> [batch, length, hidden], still attached to the decoder's graph, which is consumed.
-    Logits exist for one exit and chunk_rows rows at a time: each chunk is taken back to its hidden state at once, and
-    the decoder's own backward pass then runs a single time from the gradients gathered at the exits. With row_weights
-    a chunk holds whole sequences: at least one, however small chunk_rows is.
+    input_ids, labels: int64 [batch, length]. Logits exist for EVALUATION_ROWS rows of one layer at a time.
     """
-    flat_unwanted = None if unwanted is None else rearrange(unwanted, "batch length -> (batch length)")
-    may_draft = True if drafted is None else rearrange(drafted, "batch length -> (batch length)")
-    if flat_unwanted is not None:
-        may_draft = ~flat_unwanted & may_draft
-    last = len(model.model.layers) - 1
-    losses: dict[int, Tensor] = {}
-    roots, gradients = [], []
-    for layer, weight in weights.items():
-        state = states[layer]
-        flat = rearrange(state.detach(), "batch length hidden -> (batch length) hidden")
-        layer_labels = labels if isinstance(labels, Tensor) else labels[layer]
-        flat_labels = rearrange(layer_labels, "batch length -> (batch length)")
-        labelled = flat_labels != IGNORED
-        in_drafts = labelled & may_draft
-        num_rows = labelled.sum().clamp(min=1)
-        total = torch.zeros((), device=state.device)
-        pieces = []
-        length = state.shape[1]
-        weigh = None if layer == last else row_weights
-        rows_at_once = chunk_rows if weigh is None else max(chunk_rows // length, 1) * length
-        for start in range(0, len(flat), rows_at_once):
-            chunk = slice(start, start + rows_at_once)
-            rows = flat[chunk].requires_grad_()
-            logits = model.lm_head(model.model.norm(rows)).float()  # [chunk, vocab]
-            losses_of_rows = F.cross_entropy(logits, flat_labels[chunk], reduction="none", ignore_index=IGNORED)
-            if flat_unwanted is not None:
-                avoided = -torch.log1p(1e-6 - torch.exp(-losses_of_rows))
-                losses_of_rows = torch.where(flat_unwanted[chunk], avoided, losses_of_rows)
-            total += losses_of_rows.detach().sum() / num_rows
-            if weigh is not None:
-                of_drafts = in_drafts[chunk]
-                by_sequence = weigh(losses_of_rows.detach().view(-1, length), of_drafts.view(-1, length))
-                losses_of_rows = losses_of_rows * torch.where(of_drafts, by_sequence.flatten(), 1.0)
-            loss = losses_of_rows.sum() / num_rows
-            (loss * (weight * scale)).backward()
-            assert rows.grad is not None
-            pieces.append(rows.grad)
-        losses[layer] = total
-        roots.append(state)
-        gradients.append(torch.cat(pieces).view_as(state))
-    torch.autograd.backward(roots, gradients)
-    return losses
+    num_layers = len(model.model.layers)
+    states = exit_hidden_states(model, input_ids, range(num_layers))
+    sums = torch.zeros(2, num_layers, dtype=torch.float64)
+    for start in range(0, labels.numel(), EVALUATION_ROWS):
+        chunk, chosen = slice(start, start + EVALUATION_ROWS), None
+        for layer in reversed(range(num_layers)):
+            logits = model.lm_head(model.model.norm(states[layer].flatten(0, 1)[chunk])).float()
+            argmax = logits.argmax(-1)
+            chosen = argmax if chosen is None else chosen
+            sums[0, layer] += F.cross_entropy(logits, labels.flatten()[chunk], reduction="sum").item()
+            sums[1, layer] += (argmax == chosen).sum().item()
+    return sums

@@ -1,17 +1,21 @@
-"""The settings that training runs share. Each field declares its help text and the values that it allows."""
+"""The settings that training runs share, each field with its help text and the values that it allows; their command line."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
+import typer
+
 from layerskip_models.checkpoints.loading import DEMO_PATH
-from layerskip_models.option_fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Range, option
+from layerskip_models.option_fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Range, option, parameters_of
 from layerskip_models.training.documents import DEFAULT_EXCLUDES, DataSource, parse_data_source
 
 PRECISIONS = ("fp32", "bf16")
@@ -22,54 +26,17 @@ def with_default(base: type[Any], name: str, default: Any) -> Any:
     return field(default=default, metadata=base.__dataclass_fields__[name].metadata)
 
 
-def check_fields(settings: Any) -> None:
-    """Raise ValueError that names the field, what it allows and what it has, unless all fields have allowed values."""
-    for item in fields(settings):
-        allowed, value = item.metadata.get("allowed"), getattr(settings, item.name)
-        if isinstance(allowed, Range):
-            require(value in allowed, item.name, str(allowed), value)
-        elif allowed is not None and value not in allowed:
-            raise ValueError(f"{item.name} must be one of {', '.join(allowed)}, got {value!r}")
-
-
 def require(holds: bool, name: str, wanted: str, value: object) -> None:
     """Raise ValueError that says what the field must be and is, unless the condition holds."""
     if not holds:
         raise ValueError(f"{name} must be {wanted}, got {value}")
 
 
-def data_sources(paths: Sequence[str]) -> list[DataSource]:
-    return [parse_data_source(path) for path in paths]
-
-
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """Learning rate, weight decay and seed. Wrong values raise ValueError on construction, which names the field."""
+class RunSettings:
+    """One training run in a folder of its own, which an interruption does not spoil (`training.loop`).
 
-    learning_rate: float = option(
-        1e-3, "Peak learning rate; it rises over warmup_steps and falls to 0 in a half cosine.", ABOVE_0
-    )
-    warmup_steps: int = option(20, "Steps in which the learning rate rises.", AT_LEAST_0)
-    weight_decay: float = option(0.0, "Decoupled weight decay of matrices.", AT_LEAST_0)
-    max_grad_norm: float = option(1.0, "Maximum norm of the gradient.", ABOVE_0)
-    seed: int = option(0, "Random seed.", AT_LEAST_0)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def learning_rate_at(self, step: int, steps: int) -> float:
-        """Return the learning rate of step 0, 1, ... of a run of `steps` steps."""
-        return self.learning_rate * self.warm_up(step) * 0.5 * (1 + math.cos(math.pi * step / steps))
-
-    def warm_up(self, step: int) -> float:
-        """Return the share of the peak learning rate that the linear rise has reached."""
-        return min(1.0, (step + 1) / (self.warmup_steps + 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings(OptimizerSettings):
-    """One training run in a folder of its own, which an interruption does not spoil (`ResumableRun`).
-
+    Wrong values raise ValueError on construction, which names the field.
     operational: fields that may differ when a run is resumed, since they do not change the weights it arrives at.
     preparation, results: names in output_dir of what a run makes before its first step, and of what holds its work.
     """
@@ -80,6 +47,13 @@ class RunSettings(OptimizerSettings):
     holdout_fraction: float = option(
         0.02, "Share of the documents kept out of training, for evaluation.", Range(0, 1, "()")
     )
+    learning_rate: float = option(
+        1e-3, "Peak learning rate; it rises over warmup_steps and falls to 0 in a half cosine.", ABOVE_0
+    )
+    warmup_steps: int = option(20, "Steps in which the learning rate rises.", AT_LEAST_0)
+    weight_decay: float = option(0.0, "Decoupled weight decay of matrices.", AT_LEAST_0)
+    max_grad_norm: float = option(1.0, "Maximum norm of the gradient.", ABOVE_0)
+    seed: int = option(0, "Random seed.", AT_LEAST_0)
     precision: str = option("fp32", "fp32, or bf16 for autocast.", PRECISIONS)
     log_every: int = option(20, "Steps between lines in the log.", AT_LEAST_1)
     save_every: int = option(100, "Steps between checkpoints, the most that an interruption loses.", AT_LEAST_1)
@@ -89,17 +63,27 @@ class RunSettings(OptimizerSettings):
     results: ClassVar[tuple[str, ...]] = ("checkpoints",)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_data()
-        self.sources()
-
-    def check_data(self) -> None:
+        for item in fields(self):
+            allowed, value = item.metadata.get("allowed"), getattr(self, item.name)
+            if isinstance(allowed, Range):
+                require(value in allowed, item.name, str(allowed), value)
+            elif allowed is not None and value not in allowed:
+                raise ValueError(f"{item.name} must be one of {', '.join(allowed)}, got {value!r}")
         if not self.data:
             raise ValueError("data must name at least one file or folder (--data PATH[:weight])")
+        self.sources()
 
     def sources(self) -> list[DataSource]:
         """List the files and folders of `data`. ValueError for one that does not exist."""
-        return data_sources(self.data)
+        return [parse_data_source(path) for path in self.data]
+
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """Return the learning rate of step 0, 1, ... of a run of `steps` steps."""
+        return self.learning_rate * self.warm_up(step) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    def warm_up(self, step: int) -> float:
+        """Return the share of the peak learning rate that the linear rise has reached."""
+        return min(1.0, (step + 1) / (self.warmup_steps + 1))
 
     def fingerprint(self) -> str:
         """Hash the settings that decide the finished weights. A new option at its default does not change it."""
@@ -131,7 +115,11 @@ class FrozenModelSettings(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        data_sources(self.evaluate_on)
+        self.evaluation_sources()
+
+    def evaluation_sources(self) -> list[DataSource]:
+        """List the files and folders of `evaluate_on`, perhaps none."""
+        return [parse_data_source(path) for path in self.evaluate_on]
 
     def model_name(self) -> str:
         """Return the model's hub name or the last part of its path, since the path means nothing on another machine."""
@@ -142,3 +130,34 @@ class FrozenModelSettings(RunSettings):
     def num_steps(self, items: int, batch: int) -> int:
         """Count the steps of `batch` items each that make `epochs` passes over the items, at least one."""
         return max(round(items * self.epochs / batch), 1)
+
+
+def command_for_config(
+    run: Callable[[Any], Path], config_class: type[Any], about: str, next_step: str
+) -> Callable[..., None]:
+    """Make a typer-ready function that has an option for each field of the class and calls `run` with an instance.
+
+    run: returns the folder of what it made. about: the command's own help. next_step: how the result is used; {} stands for
+    its folder.
+    A ValueError or OSError (a wrong value, a missing file) becomes one line on stderr and exit status 2; Ctrl-C, one
+    line and exit status 130.
+    """
+    parameters = parameters_of(config_class)
+
+    def command(**values: Any) -> None:
+        try:
+            values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+            folder = run(config_class(**values))
+        except (ValueError, OSError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted: repeat the same command to go on from the newest checkpoint", err=True)
+            raise typer.Exit(130) from None
+        if os.environ.get("RANK", "0") == "0":  # one message for all processes of a launcher
+            typer.echo(f"saved to {folder}; use it with: {next_step.format(folder)}", err=True)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = about
+    return command

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
-from torch import Tensor
-
-from layerskip_models.training.accepted_length import ARMS, accepted_length_weights
+from layerskip_models.training.accepted_length import ARMS
 from layerskip_models.training.recipe import CURRICULA, DROPOUT_TIMES, EXIT_WEIGHTS, exit_loss_weights
 from layerskip_models.training.settings import (
     ABOVE_0,
@@ -26,7 +22,6 @@ from layerskip_models.training.settings import (
 
 OPTIMIZERS = ("muon", "adamw")
 LR_SCHEDULES = ("cosine", "wsd")
-OWN_TEXT_PROMPT = 64  # tokens of training text before a continuation of the model's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,20 +78,8 @@ class TrainingConfig(RunSettings):
         "Weights of the tokens in the exits' losses: uniform, or cumulative or full, by accepted length.",
         ARMS,
     )
-    exit_loss_alpha: float = option(
-        0.5, "Smoothing of the weights by accepted length: 0 none, 1 equal weights.", Range(0, 1)
-    )
-    exit_loss_block: int = option(8, "Tokens of the draft whose accepted length counts in these weights.", AT_LEAST_1)
     curriculum: str = option("rotational", "rotational, gradual, all, or none (plain training).", CURRICULA)
     rotation: int = option(4, "R of the rotational curriculum: every R-th layer, rotating.", AT_LEAST_1)
-    own_text_steps: int = option(
-        0, "Last steps that also train on the model's own greedy text, against its loops.", AT_LEAST_0
-    )
-    own_text_rows: int = option(16, "Prompts continued in each of these steps, over all processes.", AT_LEAST_1)
-    own_text_tokens: int = option(
-        100, f"Greedy tokens after each of these prompts, which are {OWN_TEXT_PROMPT} tokens long.", AT_LEAST_1
-    )
-    own_text_weight: float = option(0.5, "Weight of that loss; the loss on the data has 1.", AT_LEAST_0)
 
     eval_every: int = option(100, "Steps between evaluations on held-out text.", AT_LEAST_1)
     eval_tokens: int = option(8192, "Held-out tokens per evaluation.", AT_LEAST_1)
@@ -138,12 +121,13 @@ class TrainingConfig(RunSettings):
                 raise ValueError(
                     f"batch_tokens must be a multiple of the sequence length {length}, got {self.batch_tokens}"
                 )
-        if self.init is None and self.longest_sequence() > self.context_length:
-            raise ValueError(
-                f"sequences of {self.longest_sequence()} tokens are longer than context_length {self.context_length}:"
-                " shorten the sequences or raise context_length"
-            )
         if self.init is None:
+            longest = max(self.sequence_lengths())
+            if longest > self.context_length:
+                raise ValueError(
+                    f"sequences of {longest} tokens are longer than context_length {self.context_length}:"
+                    " shorten the sequences or raise context_length"
+                )
             self.weights(self.num_layers)
 
     def weights(self, num_layers: int) -> list[float]:
@@ -154,24 +138,12 @@ class TrainingConfig(RunSettings):
                 kind = [float(number) for number in self.exit_weights.split(",")]
         return exit_loss_weights(num_layers, kind, e_scale=self.e_scale, last_exit_weight=self.last_exit_weight)
 
-    def row_weights(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """Weights of an exit's rows from their losses, for `early_exit_backward`; None when they are uniform."""
-        if self.exit_loss == "uniform":
-            return None
-        return partial(
-            accepted_length_weights, arm=self.exit_loss, alpha=self.exit_loss_alpha, block=self.exit_loss_block
-        )
-
     def sequence_length_at(self, step: int) -> int:
         return self.long_sequence_length if step >= self.max_steps - self.long_steps else self.sequence_length
 
     def sequence_lengths(self) -> set[int]:
         """All sequence lengths of the run."""
         return {self.sequence_length_at(0), self.sequence_length_at(self.max_steps - 1)}
-
-    def longest_sequence(self) -> int:
-        own_text = OWN_TEXT_PROMPT + self.own_text_tokens if self.own_text_steps else 0
-        return max(*self.sequence_lengths(), own_text)
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """Return the learning rate of a step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerskip_models.training.options import command_for_config
+from layerskip_models.training.settings import command_for_config
 from selfspec.exits.settings import ExitTraining
 from selfspec.exits.training import train_exit
 from selfspec.pacer.settings import PreVerifierTraining

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,53 +11,19 @@ from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
 from layerskip_models.exits.adapter import FORMS, LOW_RANK, STEERED
 from layerskip_models.exits.folder import FOLDER
 from layerskip_models.exits.steering import STEERING_SIZE
-from layerskip_models.training.accepted_length import ARMS
 from layerskip_models.training.settings import (
-    ABOVE_0,
     AT_LEAST_0,
     AT_LEAST_1,
     FrozenModelSettings,
-    OptimizerSettings,
     Range,
     option,
     require,
     with_default,
 )
 
-STATES_DTYPES = ("auto", "float16", "bfloat16", "float32")
-
 
 @dataclass(frozen=True, kw_only=True)
-class ExitLossSettings(OptimizerSettings):
-    """What adapters are fitted to."""
-
-    learning_rate: float = with_default(OptimizerSettings, "learning_rate", 5e-3)
-    positions: int = option(
-        0, "Scored rows that a step uses of each sequence, a random stretch; 0 for all.", AT_LEAST_0
-    )
-    kl_weight: float = option(1.0, "Weight of KL(model || exit).", AT_LEAST_0)
-    ce_weight: float = option(0.1, "Weight of the cross-entropy on the model's own tokens.", AT_LEAST_0)
-    arm: str = option(
-        "uniform", "Weights of positions: uniform, or D-PACE's: cumulative, full (docs/exit-adapters.md).", ARMS
-    )
-    alpha: float = option(0.5, "Smoothing of D-PACE's weights, in [0, 1].", Range(0, 1))
-    block: int = option(8, "Draft length that D-PACE's weights count with.", AT_LEAST_1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.kl_weight + self.ce_weight > 0, "kl_weight and ce_weight together", "above 0", 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitSettings(ExitLossSettings):
-    """A fit of some steps, each over `batch` sequences."""
-
-    steps: int
-    batch: int = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExitTraining(ExitLossSettings, FrozenModelSettings):
+class ExitTraining(FrozenModelSettings):
     """One run, data and training. Checked on construction: ValueError says which field, its range, what to do."""
 
     model: str | None = option(
@@ -101,27 +67,28 @@ class ExitTraining(ExitLossSettings, FrozenModelSettings):
     temperature: float = option(0.0, "Sampling temperature of such answers; 0 is greedy.", AT_LEAST_0)
     answer_batch: int = option(8, "Answers that are written at a time.", AT_LEAST_1)
 
-    max_tokens: int = option(
-        400_000, "Maximum number of training tokens; 0 for all that the data and the disk budget give.", AT_LEAST_0
-    )
+    max_tokens: int = option(400_000, "Maximum number of training tokens; 0 for all that the data give.", AT_LEAST_0)
     held_out_tokens: int = option(20_000, "Maximum number of tokens to evaluate on.", AT_LEAST_1)
     sequence_length: int = option(
-        512, "Tokens of a text, and rows of a packed sequence. Longer texts are cut.", Range(8)
+        512, "Maximum length of a text, longer ones are cut; short ones are packed to this length.", Range(8)
     )
-    disk_gb: float = option(20.0, "Disk budget for hidden states, in gigabytes.", ABOVE_0)
-    states_dtype: str = option(
-        "auto", "Type of states on disk: auto (16 bits), float16, bfloat16 or float32.", STATES_DTYPES
-    )
-    states_of: str | None = option(None, "Folder of another run whose states to use, instead of making the same again.")
-
     epochs: float = with_default(FrozenModelSettings, "epochs", 3.0)
-    batch_tokens: int = option(2048, "Rows per optimiser step, over all processes.", AT_LEAST_1)
+    batch_tokens: int = option(2048, "Tokens per optimiser step, over all processes.", AT_LEAST_1)
+    learning_rate: float = with_default(FrozenModelSettings, "learning_rate", 5e-3)
+    kl_weight: float = option(1.0, "Weight of KL(model || exit).", AT_LEAST_0)
+    ce_weight: float = option(0.1, "Weight of the cross-entropy on the model's own tokens.", AT_LEAST_0)
 
     operational: ClassVar[tuple[str, ...]] = (*FrozenModelSettings.operational, "device_map", "beside", "answer_batch")
-    results: ClassVar[tuple[str, ...]] = ("states", "checkpoints", FOLDER)
+    preparation: ClassVar[tuple[str, ...]] = (
+        *FrozenModelSettings.preparation,
+        "answers-train.jsonl",
+        "answers-held-out.jsonl",
+    )
+    results: ClassVar[tuple[str, ...]] = ("checkpoints", FOLDER)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self.kl_weight + self.ce_weight > 0, "kl_weight and ce_weight together", "above 0", 0)
         if self.device_map is not None:
             if self.device_map != "auto":
                 raise ValueError(f"device_map must be auto, got {self.device_map!r}")
@@ -131,14 +98,6 @@ class ExitTraining(ExitLossSettings, FrozenModelSettings):
             raise ValueError(f"steering_size is of form {STEERED}: choose that form, or leave it out")
         if self.beside:
             self.checkpoint_folder()
-
-    def check_data(self) -> None:
-        if self.states_of is None:
-            super().check_data()
-
-    @property
-    def states_folder(self) -> Path:
-        return Path(self.states_of or self.output_dir) / "states"
 
     def checkpoint_folder(self) -> Path:
         """Find the checkpoint's folder, which `beside` copies into. ValueError for a model without one."""
@@ -156,22 +115,6 @@ class ExitTraining(ExitLossSettings, FrozenModelSettings):
             if not 1 <= layer < count:
                 raise ValueError(f"exit_layers must be in [1, {count - 1}] for this {count}-layer model, got {layer}")
         return tuple(sorted({*self.exit_layers})) or default_exit_layers(count)
-
-    def width(self, model: LayerSkipModel) -> int:
-        return self.rank or default_rank(model)
-
-    def fit_settings(self, num_sequences: int) -> FitSettings:
-        """Give the steps of a fit to this many sequences."""
-        batch = min(max(self.batch_tokens // self.sequence_length, 1), num_sequences)
-        shared = {item.name: getattr(self, item.name) for item in fields(ExitLossSettings)}
-        return FitSettings(steps=self.num_steps(num_sequences, batch), batch=batch, **shared)
-
-
-DATA_FIELDS = (
-    "data", "exclude", "evaluate_on", "holdout_fraction", "chat_template", "own_answers", "answer_tokens", "prompt_tokens",
-    "temperature", "max_tokens", "held_out_tokens", "sequence_length", "disk_gb", "seed",
-)  # fmt: skip
-"""What decides which texts there are states of."""
 
 
 def default_exit_layers(num_layers: int) -> tuple[int, ...]:

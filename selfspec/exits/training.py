@@ -1,7 +1,7 @@
-"""`selfspec train-exit`: texts, hidden states and the fitting of exit adapters, in one resumable run.
+"""`selfspec train-exit`: texts, and the fitting of exit adapters to a frozen model, in one resumable run.
 
-In several processes with `accelerate launch` or `torchrun` in front, the first computes the states and all fit, each on a
-part of every batch. docs/exit-adapters.md explains the options.
+In several processes with `accelerate launch` or `torchrun` in front, each takes a part of every batch. docs/exit-adapters.md
+explains the options.
 """
 
 from __future__ import annotations
@@ -9,51 +9,52 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 
-from layerskip_models import LayerSkipModel
-from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
-from layerskip_models.exits.adapter import STEERED, ExitAdapters
+from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import FOLDER, config_for, save_adapters
+from layerskip_models.exits.steering import FARTHEST
 from layerskip_models.output_paths import output_folder
-from layerskip_models.text_files import write_text
-from layerskip_models.training.resumable_run import (
-    ResumableRun,
-    StepReport,
-    claim_output_dir,
+from layerskip_models.training.documents import block_order
+from layerskip_models.training.loop import (
+    Batch,
+    Report,
+    fit,
     make_accelerator,
+    my_share,
     progress_bar,
     quiet_console,
 )
-from layerskip_models.training.saving import write_folder
+from layerskip_models.training.run_folder import claim_output_dir, write_folder
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.option_groups import LoadOptions
-from selfspec.exits.card import card, figure_lines
-from selfspec.exits.fitting import ExitFigures, ExitFit, measure
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.hidden_state_dataset import HiddenStateDataset, StatesPlan, plan_for, states_dtype, write_states
+from selfspec.exits.hidden_states import exit_rows
+from selfspec.exits.loss import WINDOW, ExitAdapterLoss, ExitQuality, measure, set_scales
 from selfspec.exits.own_answers import own_answers
-from selfspec.exits.settings import DATA_FIELDS, ExitTraining
+from selfspec.exits.settings import ExitTraining, default_rank
 from selfspec.exits.training_texts import TextReader, TrainingText, prompts_of, texts_of
 from selfspec.generator import SelfSpecGenerator
 from selfspec.messages import template_of
 
-_PARTS = ("train", "held-out")
+_SCALE_SEQUENCES = 16  # from whose rows an exit's scale is taken
 
 
 def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
     """Run to the end, from where an earlier call was interrupted; return the folder of the finished adapters.
 
-    output_dir receives config.json, states/, log.jsonl, checkpoints/ and, at the end, exits/: the adapters, their card and
-    their figures on held-out text. A resumed run is the uninterrupted one. Raises ValueError for data that is missing, an
-    output_dir of another run, or layers that the model does not have.
+    output_dir receives config.json, the model's answers if it writes them, log.jsonl, checkpoints/ and, at the end, exits/:
+    the adapters, their card and their figures on held-out text. A resumed run is the uninterrupted one. Raises ValueError for
+    data that is missing, an output_dir of another run, or layers that the model does not have.
     """
     console = console or quiet_console()
     spread = config.device_map is not None
@@ -62,7 +63,7 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
             "device_map spreads the model over the GPUs from one process: start this without accelerate launch or torchrun"
         )
     accelerator = make_accelerator(config)
-    with accelerator.main_process_first():
+    with accelerator.main_process_first():  # which writes the answers that the others read
         output_dir = claim_output_dir(config)
         if config.beside:
             output_folder(config.checkpoint_folder() / FOLDER)
@@ -75,128 +76,122 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
             several_processes=True,
             device_map="auto" if spread else None,
         )
-        model = generator.model
-        described = config_for(
-            model, exit_layers=config.layers(model), rank=config.width(model), form=config.form,
-            steering_size=config.steering_size, base_model=config.model_name(),
-        )  # fmt: skip
-        dtype = states_dtype(model) if config.states_dtype == "auto" else getattr(torch, config.states_dtype)
-        needed = plan_for(described.exit_layers, model, dtype, described.steering_layers)
-        plan = _recorded_plan(config, model, needed)
-        if accelerator.is_main_process and config.states_of is None:
-            _make_states(config, generator, plan, console)
-    head = FrozenHead(model, torch.bfloat16 if config.precision == "bf16" else torch.float32)
-    stored = model.weights_dtype if model.weights_dtype.itemsize == 2 else None
-    del generator, model  # the head is all that fitting needs
-    torch.manual_seed(config.seed)
-    adapters = ExitAdapters(described).to(head.weight.device)
-    train, held_out = (
-        HiddenStateDataset(
-            config.states_folder / part, plan, needed.depths, length=config.sequence_length, seed=config.seed
-        )
-        for part in _PARTS
+        layers = config.layers(generator.model)
+        train, held_out = (_sequences(config, generator, console, held_out=part) for part in (False, True))
+    training = _ExitFit(config, accelerator, generator, layers, train)
+    fit(
+        config,
+        accelerator,
+        training.loss,
+        [torch.optim.AdamW(training.adapters.parameters(), betas=(0.9, 0.99), weight_decay=config.weight_decay)],
+        training.batches,
+        training.report,
+        steps=config.num_steps(len(train), training.batch),
+        console=console,
     )
-    fit = ExitFit(adapters, train, needed.depths, head, config.fit_settings(len(train)), accelerator)
-    run = ResumableRun(config, accelerator, adapters, [fit.optimizer], steps=fit.settings.steps, console=console)
-    run.execute(partial(_step, fit))
     if accelerator.is_main_process:
-        figures = measure(adapters, held_out, needed.depths, head)
-        _write_adapters(config, adapters, figures, stored)
+        figures = measure(training.loss, (exit_rows(training.model, texts, training.loss.depths) for texts in held_out))
+        stored = training.model.weights_dtype
+        _write_adapters(config, training.adapters, figures, stored if stored.itemsize == 2 else None)
         console.print("\n".join(figure_lines(figures)), soft_wrap=True)
     accelerator.wait_for_everyone()
     return output_dir / FOLDER
 
 
-def _step(fit: ExitFit, step: int) -> StepReport:
-    figures = fit.gradient(step)
-    rounded = {
-        name: {str(layer): round(value, 5) for layer, value in by_layer.items()}
-        for name, by_layer in asdict(figures).items()
-    }
-    return StepReport(figures=rounded, summary=f"KL {figures.mean_kl:.3f}")
+class _ExitFit:
+    """What is fitted, its batches, and what is reported of them. sequences: the texts of each."""
 
+    def __init__(
+        self,
+        config: ExitTraining,
+        accelerator: Accelerator,
+        generator: SelfSpecGenerator,
+        layers: Sequence[int],
+        sequences: Sequence[Sequence[TrainingText]],
+    ) -> None:
+        self.config, self.accelerator, self.model, self.sequences = config, accelerator, generator.model, sequences
+        self.batch = min(max(config.batch_tokens // config.sequence_length, 1), len(sequences))
+        described = config_for(
+            self.model,
+            exit_layers=tuple(layers),
+            rank=config.rank or default_rank(self.model),
+            form=config.form,
+            steering_size=config.steering_size,
+            base_model=config.model_name(),
+        )
+        torch.manual_seed(config.seed)
+        self.adapters = ExitAdapters(described).to(self.model.device)
+        depths = sorted({*layers, *described.steering_layers, self.model.num_layers})
+        weights = {"kl_weight": config.kl_weight, "ce_weight": config.ce_weight}
+        self.loss = ExitAdapterLoss(self.adapters, FrozenHead(self.model), depths, **weights)
+        set_scales(self.loss, (exit_rows(self.model, texts, depths) for texts in sequences[:_SCALE_SEQUENCES]))
 
-def _recorded_plan(config: ExitTraining, model: LayerSkipModel, needed: StatesPlan) -> StatesPlan:
-    """Return the plan that the states in the folder follow, or will follow.
+    def batches(self, step: int) -> list[Batch]:
+        """Run this process's sequences of a step through the frozen model."""
+        config = self.config
+        order = block_order(step, self.batch, len(self.sequences), config.seed)
+        chosen = [self.sequences[index] for index in order]
+        mine = my_share(self.accelerator, range(len(chosen)))
+        rows = exit_rows(self.model, [text for place in mine for text in chosen[place]], self.loss.depths)
+        # A row is steered by a row at a random distance, which its place in the batch decides.
+        distance = [
+            np.random.default_rng([config.seed, step, place]).integers(1, FARTHEST + 1, _num_scored(chosen[place]))
+            for place in mine
+        ]
+        share = len(rows.scored) / sum(map(_num_scored, chosen))
+        return [(share, (rows, torch.from_numpy(np.concatenate(distance)).to(rows.scored.device)))]
 
-    ValueError unless they are of this model and hold what is needed, or if those of another run are not complete.
-    """
-    folder = config.states_folder
-    path = folder / "states.json"
-    if config.states_of is not None:
-        if not all(file.exists() for file in (path, *(folder / part / "done.json" for part in _PARTS))):
-            raise ValueError(f"{folder} holds no complete states: let the run that states_of names make them first")
-    elif not path.exists():
-        described = {
-            "fingerprint": fingerprint(model),
-            "depths": needed.depths,
-            "dtype": str(needed.dtype).removeprefix("torch."),
-            "rows_before": needed.rows_before,
-            "data": {name: getattr(config, name) for name in DATA_FIELDS},
+    def report(self, step: int, figures: list[float]) -> Report:
+        """Report the means over the scored rows of a step, by exit."""
+        by_name = {
+            name: {str(layer): round(float(value), 5) for layer, value in zip(self.loss.layers, values)}
+            for name, values in zip(("ce", "kl", "agreement"), np.reshape(figures, (3, -1)))
         }
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(described, indent=1) + "\n")
-    recorded = json.loads(path.read_text(encoding="utf-8"))
-    if not same_weights(recorded["fingerprint"], fingerprint(model)):
-        raise ValueError(f"{folder} holds states of another model: choose another output_dir, or delete it")
-    missing = sorted({*needed.depths} - {*recorded["depths"]})
-    if missing:
-        raise ValueError(
-            f"{folder} holds no states after layers {', '.join(map(str, missing))}: name them in the run that makes them"
-        )
-    kept = recorded.get("rows_before", 0)  # earlier versions kept none
-    if kept < needed.rows_before:
-        raise ValueError(
-            f"{folder} holds no rows before those with a loss, which steer: let a run with form {STEERED} make the states"
-        )
-    return StatesPlan(depths=tuple(recorded["depths"]), dtype=getattr(torch, recorded["dtype"]), rows_before=kept)
+        return Report(figures=by_name, summary=f"KL {np.mean([*by_name['kl'].values()]):.3f}")
 
 
-def _make_states(config: ExitTraining, generator: SelfSpecGenerator, plan: StatesPlan, console: Console) -> None:
-    folder, model = config.states_folder, generator.model
-    per_row = plan.bytes_per_row(model.hidden_size)
-    budget = config.disk_gb * 1e9
-    console.print(
-        f"hidden states: {per_row / 1e3:.1f} KB a row; {config.disk_gb:g} GB hold {budget / per_row:,.0f} rows"
-    )
-    for part, most in (("held-out", config.held_out_tokens), ("train", config.max_tokens)):
-        with progress_bar(console, most) as show:
-            done = (folder / part / "done.json").exists()  # then the data need not be read again
-            texts = iter(()) if done else training_texts(config, generator, held_out=part == "held-out", show=show)
-            result = write_states(
-                model,
-                texts,
-                plan,
-                folder / part,
-                max_tokens=most,
-                max_bytes=budget,
-                advance=partial(show, f"hidden states, {part}"),
-            )
-        budget -= result["bytes"]
-        why_ended = {
-            "data": "all of the data",
-            "tokens": "enough tokens",
-            "budget": f"stopped at the disk budget of {config.disk_gb:g} GB",
-        }[result["ended"]]
-        console.print(
-            f"{part}: {result['tokens']:,} tokens of {result['texts']:,} texts, {result['bytes'] / 1e6:,.0f} MB; {why_ended}"
-        )
-        if result["tokens"] == 0:
-            raise ValueError(
-                f"nothing was kept of the {part} data: raise disk_gb"
-                if result["ended"] == "budget"
-                else f"the {part} data has no answers to learn from: give more, or use --own-answers"
-            )
+def _num_scored(texts: Sequence[TrainingText]) -> int:
+    return sum(text.num_scored for text in texts)
 
 
-def training_texts(
-    config: ExitTraining, generator: SelfSpecGenerator, *, held_out: bool, show: Callable[[str, int], None]
+def _sequences(
+    config: ExitTraining, generator: SelfSpecGenerator, console: Console, *, held_out: bool
+) -> list[list[TrainingText]]:
+    """Read the texts of one part of the data, until there are enough tokens, and pack them in a random order."""
+    part, most = ("held-out", config.held_out_tokens) if held_out else ("train", config.max_tokens)
+    texts: list[TrainingText] = []
+    tokens = 0
+    with progress_bar(console, most) as show:
+        for text in _training_texts(config, generator, part, partial(show, f"reading texts, {part}")):
+            if text.num_scored > 0:
+                texts.append(text)
+                tokens += text.num_scored
+                if most and tokens >= most:
+                    break
+    if not texts:
+        raise ValueError(f"the {part} data has no answers to learn from: give more, or use --own-answers")
+    console.print(f"{part}: {tokens:,} tokens of {len(texts):,} texts")
+    sequences: list[list[TrainingText]] = []
+    room = 0
+    for index in np.random.default_rng(config.seed).permutation(len(texts)).tolist():
+        size = len(texts[index].tokens)
+        if size > room:
+            sequences.append([])
+            room = config.sequence_length
+        sequences[-1].append(texts[index])
+        room -= size
+    return sequences
+
+
+def _training_texts(
+    config: ExitTraining, generator: SelfSpecGenerator, part: str, advance: Any
 ) -> Iterator[TrainingText]:
     """Texts in the order in which they are used, each source giving its share of the tokens.
 
-    show: called with what is being done, and how many tokens of it are done, while the model writes answers.
+    advance: called with how many tokens of its answers the model has written.
     """
     assert generator.tokenizer is not None
+    held_out = part == "held-out"
     reader = TextReader(
         tokenizer=generator.tokenizer,
         template=template_of(config.model, config.chat_template),
@@ -208,31 +203,75 @@ def training_texts(
     return own_answers(
         generator,
         prompts_of(config, reader, most, held_out=held_out),
-        config.states_folder / f"answers-{_PARTS[held_out]}.jsonl",
+        Path(config.output_dir) / f"answers-{part}.jsonl",
         max_tokens=min(config.answer_tokens, reader.length - 1),
         temperature=config.temperature,
         batch_size=config.answer_batch,
         seed=config.seed + (1 << 20) * held_out,
-        advance=partial(show, "writing answers"),
+        advance=advance,
     )
 
 
-def _write_adapters(
-    config: ExitTraining, adapters: ExitAdapters, figures: dict[int, ExitFigures], stored: torch.dtype | None
-) -> None:
-    """Write the finished folder with its card. stored: dtype of the weights, None for float32."""
+Figures = dict[int, tuple[ExitQuality, ExitQuality]]
+
+
+def figure_lines(figures: Figures) -> list[str]:
+    """Held-out figures as a Markdown table."""
+    lines = [
+        "| exit layer | agreement, bare | with adapter | accepted at temperature 1, bare | with adapter |"
+        f" accepted of {WINDOW} drafts, bare | with adapter |",
+        "| --: | --: | --: | --: | --: | --: | --: |",
+    ]
+    for layer, (one, other) in figures.items():
+        lines.append(
+            f"| {layer} | {one.agreement:.3f} | {other.agreement:.3f} | {one.overlap:.3f} | {other.overlap:.3f} |"
+            f" {one.run:.2f} | {other.run:.2f} |"
+        )
+    return lines
+
+
+def _write_adapters(config: ExitTraining, adapters: ExitAdapters, figures: Figures, dtype: torch.dtype | None) -> None:
+    """Write the finished folder with its card. dtype: of the weights, None for float32."""
     target = Path(config.output_dir) / FOLDER
 
     def write(path: Path) -> None:
-        save_adapters(adapters, path, stored)
-        measured: dict[str, Any] = {str(layer): asdict(found) for layer, found in figures.items()}
+        save_adapters(adapters, path, dtype)
+        measured = {
+            str(layer): {"bare": asdict(one), "adapted": asdict(other)} for layer, (one, other) in figures.items()
+        }
         (path / "figures.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
-        done = [json.loads((config.states_folder / part / "done.json").read_text()) for part in _PARTS]
-        (path / "README.md").write_text(card(config, adapters.config, figure_lines(figures), *done), encoding="utf-8")
-
-    def copy(path: Path) -> None:
-        shutil.copytree(target, path, dirs_exist_ok=True)
+        (path / "README.md").write_text(card(config, adapters.config, figure_lines(figures)), encoding="utf-8")
 
     write_folder(target, write)
     if config.beside:
-        write_folder(config.checkpoint_folder() / FOLDER, copy)
+        write_folder(
+            config.checkpoint_folder() / FOLDER, lambda path: shutil.copytree(target, path, dirs_exist_ok=True)
+        )
+
+
+def card(config: ExitTraining, adapters: AdapterConfig, lines: Sequence[str]) -> str:
+    """Write the text of README.md. Of paths only the last part: the rest means nothing on another machine."""
+    changed = []
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if value != item.default:
+            values = [
+                Path(one).name if isinstance(one, str) else one
+                for one in (value if isinstance(value, tuple) else [value])
+            ]
+            changed.append(f"    {item.name}: {', '.join(map(str, values))}")
+    whose = "answers that the model wrote itself" if config.own_answers else "the data's own text"
+    return "\n".join(
+        [
+            f"# Exit adapters for {adapters.base_model}\n",
+            f"Form {adapters.form}, rank {adapters.rank}, for exits after layers {', '.join(map(str, adapters.exit_layers))}."
+            " They change what early exits draft, and nothing that verification sees: the model's output stays what it is.\n",
+            f"Trained with `selfspec train-exit` on {whose}, with these options, all others at their defaults:\n",
+            *changed,
+            "\nOn held-out text, the exits alone and with their adapters. Agreement: the likeliest token is the model's."
+            " Accepted at temperature 1: the chance that a drawn token is. Accepted drafts: how many of"
+            f" {WINDOW} are accepted on average, greedily, along the text.\n",
+            *lines,
+            "",
+        ]
+    )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
@@ -21,9 +22,7 @@ from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
 from layerskip_models.text_files import write_text
-from layerskip_models.training.saving import write_tensors
 from selfspec.engine.request import end_tokens
-from selfspec.exits.hidden_state_dataset import states_dtype
 from selfspec.exits.training_texts import TextReader, digest, prompts_of
 from selfspec.generator import SelfSpecGenerator
 from selfspec.messages import template_of
@@ -31,6 +30,7 @@ from selfspec.pacer.drafts import drafts_at
 from selfspec.pacer.labels import DraftTrace
 from selfspec.pacer.settings import DataPlan, PreVerifierTraining
 
+_SHARD_RESPONSES = 16  # the most that an interruption loses
 _PARTS = ("starts", "lengths", "accepted", "hidden", "features", "context")
 
 
@@ -56,38 +56,34 @@ def make_data(
     folder: Path,
     advance: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Write the shards that are missing. advance: called with the number of responses made.
+    """Write the shards that are missing. plan: names its exit layers. advance: called with the number of responses made.
 
     Raises ValueError when the folder's data were made by another plan, from other prompts or with another model.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    described = {
-        **asdict(plan),
-        "num_prompts": len(prompts),
-        "prompts": digest(prompts),
-        "fingerprint": fingerprint(generator.model),
-    }
-    mine = json.loads(json.dumps(described))
-    recorded = folder / "data.json"
+    options = {item.name: getattr(plan, item.name) for item in fields(DataPlan)}
+    mine = json.loads(json.dumps({**options, "num_prompts": len(prompts), "prompts": digest(prompts)}))
+    own_fingerprint, recorded = fingerprint(generator.model), folder / "data.json"
     if recorded.exists():
         theirs = json.loads(recorded.read_text(encoding="utf-8"))
-        same = same_weights(theirs.get("fingerprint", ()), mine["fingerprint"])
-        if not same or {**theirs, "fingerprint": mine["fingerprint"]} != mine:
+        same = same_weights(theirs.pop("fingerprint", ()), own_fingerprint)
+        if not same or theirs != mine:
             raise ValueError(f"{folder} holds data made with other options: choose another folder, or delete it")
     else:
-        write_text(recorded, json.dumps(mine, indent=1) + "\n")
-    size = plan.shard_responses
-    for number, first in enumerate(range(0, len(prompts), size)):
-        path = folder / f"shard-{number:05d}.safetensors"
+        write_text(recorded, json.dumps({**mine, "fingerprint": own_fingerprint}, indent=1) + "\n")
+    for number, first in enumerate(range(0, len(prompts), _SHARD_RESPONSES)):
+        path, end = folder / f"shard-{number:05d}.safetensors", min(first + _SHARD_RESPONSES, len(prompts))
         if not path.exists():
             tensors: dict[str, Tensor] = {}
-            for index, prompt in enumerate(prompts[first : first + size]):
+            for index, prompt in enumerate(prompts[first:end]):
                 for trace in draft_traces(generator, prompt, plan, seed=plan.seed + first + index):
                     for part in _PARTS:
                         tensors[f"{index}/{trace.exit_layer}/{part}"] = getattr(trace, part).contiguous().cpu()
                 advance(first + index + 1)
-            write_tensors(path, tensors)
-        advance(min(first + size, len(prompts)))
+            temporary = path.with_suffix(".writing")
+            save_file(tensors, temporary)
+            temporary.replace(path)
+        advance(end)
 
 
 def draft_traces(
@@ -95,7 +91,7 @@ def draft_traces(
 ) -> Iterator[DraftTrace]:
     """Respond to one prompt, then draft from the response's positions at every exit layer; a trace per layer.
 
-    A response too short to draft in (under 2 tokens) gives none. Hidden states come in `states_dtype`.
+    A response too short to draft in (under 2 tokens) gives none. Hidden states come in 16 bits.
     """
     model = generator.model
     room = min(plan.response_tokens, model.max_positions - len(prompt))
@@ -114,7 +110,7 @@ def draft_traces(
     if plan.positions and plan.positions < len(possible):
         possible = np.sort(np.random.default_rng(seed).choice(possible, plan.positions, replace=False))
     ids = [] if plan.ignore_eos else end_tokens(model.generation_config, generator.tokenizer)
-    stored = states_dtype(model)
+    stored = model.dtype if model.dtype.itemsize == 2 else torch.float16  # rounded less than bfloat16
     with torch.inference_mode():
         cache, contexts = _run_text(model, text, plan.exit_layers)
         for layer in plan.exit_layers:

@@ -21,7 +21,6 @@ from selfspec.pacer.network import (
     CONFIG_FILE,
     FEATURES,
     FOLDER,
-    SCOPES,
     LeanPreVerifier,
     check_fits,
     load_preverifier,
@@ -68,34 +67,27 @@ class PreVerification:
         first_index: int,
         hidden: Tensor,
         features: Tensor,
-        scope: str | None,
+        scope: str | None = None,
     ) -> list[float]:
-        """See `policies.PreVerifier`. Raises ValueError for an unknown scope."""
-        scope = self.network.config.scope if scope is None else scope
-        if scope not in SCOPES:
-            raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
+        """See `policies.PreVerifier`. Raises ValueError for a scope other than "full", the only one that is left."""
+        if scope not in (None, "full"):
+            raise ValueError(f"scope must be full, got {scope!r}")
         if self._text is None or self._text() is not context:
             self._committed.clear()
             self._text = ref(context)
         cache = self._cache(exit_layer, context.max_length)
         rows = self.network.draft_inputs(hidden, features, first_index, exit_layer)
-        if scope == "full":
-            start = position - first_index + 1  # of the draft: the committed rows are those before it
-            if first_index == 1:  # the last round's drafts are overwritten
-                # The cache holds fewer rows than were to be committed to it if a pass was broken off.
-                seen = min(self._committed.get(exit_layer, 0), start, cache.length)
-                cache.roll_back(seen)
-                while start - cache.length > _CHUNK:
-                    self._run(self._context(context, exit_layer, cache.length, cache.length + _CHUNK), cache)
-                if cache.length < start:  # in one pass with the block
-                    rows = torch.cat([self._context(context, exit_layer, cache.length, start), rows])
-            self._committed[exit_layer] = start
-        elif scope != "draft" or first_index == 1:  # positions are relative, so rows out of scope may be missing
-            cache.roll_back(0)
+        start = position - first_index + 1  # of the draft: the committed rows are those before it
+        if first_index == 1:  # the last round's drafts are overwritten
+            # The cache holds fewer rows than were to be committed to it if a pass was broken off.
+            cache.roll_back(min(self._committed.get(exit_layer, 0), start, cache.length))
+            while start - cache.length > _CHUNK:
+                self._run(self._context(context, exit_layer, cache.length, cache.length + _CHUNK), cache)
+            if cache.length < start:  # in one pass with the block
+                rows = torch.cat([self._context(context, exit_layer, cache.length, start), rows])
+        self._committed[exit_layer] = start
         out = self._run(rows, cache)[-hidden.shape[0] :]
         estimates = self.network.estimates(out, exit_layer)
-        if self.network.config.estimates == "prefix":
-            return estimates
         before = 1.0 if first_index == 1 else self._reliability
         chances = [*accumulate(estimates, mul, initial=before)][1:]
         self._reliability = chances[-1]
@@ -122,7 +114,7 @@ class PreVerification:
         with engine_mode(device), network.layer.on_one_team():
             for position in range(_TIMED_POSITIONS // 2, _TIMED_POSITIONS - block, _TIMED_COMMITTED):
                 start = perf_counter()
-                asked.estimate(text, layer, position, 1, hidden, features, None)
+                asked.estimate(text, layer, position, 1, hidden, features)
                 times.append(perf_counter() - start)
         return sorted(times[1:])[len(times) // 4]  # the first had all the text before it
 

@@ -75,24 +75,18 @@ class Packed(NamedTuple):
     mask: Tensor
 
 
-def pack(trace: DraftTrace, *, scope: str = "full", block: int = 4) -> Packed:
+def pack(trace: DraftTrace) -> Packed:
     """Pack a trace (Appendix D, Figure 5).
 
-    A draft row attends to the context before its draft's start, the earlier rows of its own draft and itself: all of that
-    with scope "full", only its own draft with "draft", only its own block of `block` rows with "block".
+    A draft row attends to the context before its draft's start, the earlier rows of its own draft and itself.
     """
     size = len(trace.context)
     index, draft = trace.draft_index(), trace.draft_of_row()
     starts, rows = trace.starts[draft], len(index)
     mask = torch.zeros(size + rows, size + rows, dtype=torch.bool, device="cpu")
     mask[:size, :size] = _numbers(0, size).unsqueeze(1) >= _numbers(0, size)
-    own = (draft.unsqueeze(1) == draft) & (index.unsqueeze(1) >= index)
-    if scope == "full":
-        mask[size:, :size] = _numbers(0, size) < (starts - 1).unsqueeze(1)
-    elif scope == "block":
-        number = (index - 1) // block
-        own &= number.unsqueeze(1) == number
-    mask[size:, size:] = own
+    mask[size:, :size] = _numbers(0, size) < (starts - 1).unsqueeze(1)
+    mask[size:, size:] = (draft.unsqueeze(1) == draft) & (index.unsqueeze(1) >= index)
     return Packed(
         hidden=torch.cat([trace.context, trace.hidden]).float(),
         features=torch.cat([trace.features.new_zeros(size, trace.features.shape[1]), trace.features]),

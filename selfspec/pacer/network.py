@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 FOLDER = "pacer"
 """The name of the folder, next to the weights, that holds a checkpoint's own pre-verifier."""
 CONFIG_FILE, WEIGHTS_FILE = "preverifier.json", "preverifier.safetensors"
-SCOPES = ("full", "draft", "block")
-ESTIMATES = ("conditional", "prefix")
 FEATURES = ("log_confidence", "log_margin", "entropy")
 """Features of a draft row's distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
+_EARLIER = {"position_embedding": True, "features": True, "estimates": "conditional", "scope": "full", "block": 4}
+"""Fields that earlier versions wrote, and what they say of the one network that is left."""
 CONTEXT = 0
 """The draft index of a committed row; drafts are counted from 1."""
 
@@ -50,11 +50,6 @@ class PreVerifierConfig:
     base_model: name of the model whose drafts it estimates. fingerprint: of that model's weights, see `fingerprint`.
     exit_layers: those it was trained on. layer: of its own layer, the fields of a LlamaConfig of the base model's shape.
     max_drafts: draft positions that have an embedding of their own; later ones share the last.
-    estimates: what the network's output means: the chance that a token is accepted if all before it in its draft are
-        ("conditional"), or that it and all before it are ("prefix", as in the paper).
-    position_embedding, features: which parts of the design are switched on.
-    scope: which rows a draft row attends to: the whole text, its own draft, or its own block; `block` is the block size that
-        "block" was trained with.
     policy: the stopping rule's best known settings: exit_layer, b, t, rho.
     Raises ValueError for impossible values.
     """
@@ -64,21 +59,12 @@ class PreVerifierConfig:
     exit_layers: tuple[int, ...]
     layer: dict[str, Any]
     max_drafts: int = 50
-    position_embedding: bool = True
-    features: bool = True
-    estimates: str = "conditional"
-    scope: str = "full"
-    block: int = 4
     policy: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.scope not in SCOPES:
-            raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {self.scope!r}")
-        if self.estimates not in ESTIMATES:
-            raise ValueError(f"estimates must be one of {', '.join(ESTIMATES)}, got {self.estimates!r}")
-        if not self.exit_layers or self.max_drafts < 1 or self.block < 1:
-            raise ValueError("a pre-verifier needs at least one exit layer, max_drafts >= 1 and block >= 1")
+        if not self.exit_layers or self.max_drafts < 1:
+            raise ValueError("a pre-verifier needs at least one exit layer and max_drafts >= 1")
 
     def llama_config(self) -> LlamaConfig:
         from transformers import LlamaConfig
@@ -117,9 +103,9 @@ class PreVerifierModule(nn.Module):
         self.config = config
         size = llama.hidden_size
         self.input_norm = LlamaRMSNorm(size, llama.rms_norm_eps)
-        self.position = nn.Embedding(config.max_drafts + 1, size) if config.position_embedding else None
+        self.position = nn.Embedding(config.max_drafts + 1, size)
         self.exit = nn.Embedding(len(config.exit_layers), size) if len(config.exit_layers) > 1 else None
-        self.features = nn.Linear(len(FEATURES), size) if config.features else None
+        self.features = nn.Linear(len(FEATURES), size)
         self.layer = LlamaDecoderLayer(llama, 0)
         self.rotary = LlamaRotaryEmbedding(llama)
         self.norm = LlamaRMSNorm(size, llama.rms_norm_eps)
@@ -139,15 +125,14 @@ class PreVerifierModule(nn.Module):
         offsets = self.norm.weight.new_zeros(len(config.exit_layers), last + 1, len(self.norm.weight))
         if self.exit is not None:
             offsets = offsets + self.exit.weight.unsqueeze(1)
-        if self.position is not None:
-            index = torch.arange(1, last + 1, device=offsets.device).clamp(max=config.max_drafts)
-            offsets[:, CONTEXT + 1 :] += self.position(index)
+        index = torch.arange(1, last + 1, device=offsets.device).clamp(max=config.max_drafts)
+        offsets[:, CONTEXT + 1 :] += self.position(index)
         return offsets
 
     def forward(
         self, hidden: Tensor, features: Tensor, draft_index: Tensor, position: Tensor, mask: Tensor, exit_layer: int
     ) -> Tensor:
-        """Logits of acceptance, float32 [rows]; those of context rows mean nothing.
+        """Logits of acceptance, if all tokens before it are accepted, float32 [rows]; those of context rows mean nothing.
 
         hidden: [rows, hidden], exit hidden states. features: [rows, features], any values for context rows.
         draft_index: int64 [rows], CONTEXT or the draft's number, 1 ... position: int64 [rows], in the text.
@@ -155,9 +140,8 @@ class PreVerifierModule(nn.Module):
         """
         x = self.input_norm(hidden)
         exit_index = self.config.exit_layers.index(exit_layer)
-        if self.features is not None:
-            is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
-            x = x + is_draft * self.features(features.to(x.dtype))
+        is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
+        x = x + is_draft * self.features(features.to(x.dtype))
         offsets = self.offsets()[exit_index]
         x = (x + offsets[draft_index.clamp(max=len(offsets) - 1)]).unsqueeze(0)
         rotary = self.rotary(x, position.unsqueeze(0))
@@ -202,7 +186,7 @@ class LeanPreVerifier:
             self.calibration = [(scale, shift) for scale, shift in module.calibration.tolist()]
             self.input_norm = RMSNorm(tensor(module.input_norm.weight), llama.rms_norm_eps)
             self.offsets = tensor(module.offsets())
-            self.features = None if module.features is None else linear(module.features)
+            self.features = linear(module.features)
 
     def context_inputs(self, hidden: Tensor, exit_layer: int) -> Tensor:
         """Input rows of committed tokens: [rows, hidden] -> [rows, hidden]."""
@@ -212,7 +196,7 @@ class LeanPreVerifier:
         """Input rows of the drafts first_index (1 for a draft's first), ...: hidden [rows, hidden], features [rows, F]."""
         offsets = self.offsets[self.config.exit_layers.index(exit_layer)]
         x = self.input_norm(hidden).add_(offsets[first_index : first_index + hidden.shape[0]])
-        return x if self.features is None else self.features.add_to(x, features.to(x.dtype))
+        return self.features.add_to(x, features.to(x.dtype))
 
     def estimates(self, hidden: Tensor, exit_layer: int) -> list[float]:
         """Estimates in (0, 1) from the decoder layer's output rows, [rows, hidden]."""
@@ -254,9 +238,18 @@ def load_preverifier(folder: str | Path) -> PreVerifierModule:
     module = read_module(
         folder / CONFIG_FILE,
         folder / WEIGHTS_FILE,
-        lambda fields: PreVerifierModule(PreVerifierConfig(**with_tuples(fields, "fingerprint", "exit_layers"))),
+        lambda fields: PreVerifierModule(_config(fields)),
         what="pre-verifier",
         missing="train one with selfspec train-pacer",
         remedy="train it again with selfspec train-pacer",
     )
     return module.eval()
+
+
+def _config(fields: dict[str, Any]) -> PreVerifierConfig:
+    """Take the fields without the switches of earlier versions. ValueError for a network that used one of them."""
+    known = {**fields}
+    for name, value in _EARLIER.items():
+        if known.pop(name, value) != value and name != "block":
+            raise ValueError(f"{name} {fields[name]!r} was a variant of earlier versions")
+    return PreVerifierConfig(**with_tuples(known, "fingerprint", "exit_layers"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,7 +14,6 @@ from layerskip_models.training.settings import (
     option,
     with_default,
 )
-from selfspec.pacer.network import ESTIMATES, SCOPES
 
 MODEL_FOLDER = "preverifier"
 """The folder of the finished pre-verifier in output_dir."""
@@ -27,12 +26,9 @@ class DataPlan:
     exit_layers: tuple[int, ...] = option((), "Exit layer to train for; repeatable (default: a quarter of the layers).")
     response_tokens: int = option(128, "Maximum length of a response in tokens.", Range(3))
     window: int = option(50, "Tokens per draft, fewer at the response's end.", AT_LEAST_1)
-    behind: int = option(
-        4, "Tokens that a draft goes on for after its first mismatch; the window for the paper's labels.", AT_LEAST_0
-    )
+    behind: int = option(4, "Tokens that a draft goes on for after its first mismatch.", AT_LEAST_0)
     positions: int = option(48, "Positions to draft from, a random sample of each response's; 0 for all.", AT_LEAST_0)
     ignore_eos: bool = option(False, "Neither responses nor drafts end with an EOS token.")
-    shard_responses: int = option(16, "Responses per file of data, the most that an interruption loses.", AT_LEAST_1)
     seed: int = with_default(FrozenModelSettings, "seed", 0)
 
 
@@ -50,17 +46,6 @@ class PreVerifierTraining(DataPlan, FrozenModelSettings):
     )
     num_prompts: int = option(1000, "Maximum number of responses to train on.", AT_LEAST_1)
     num_held_out: int = option(64, "Maximum number of responses to evaluate on.", AT_LEAST_1)
-
-    position_embedding: bool = option(True, "Give the network the position of each token in its draft.")
-    features: bool = option(True, "Give the network confidence, margin and entropy of each draft token's distribution.")
-    estimates: str = option(
-        "conditional",
-        "What is estimated: conditional (given that earlier drafts hold), or prefix, as in the paper.",
-        ESTIMATES,
-    )
-    scope: str = option("full", "What a draft token attends to: full, draft, or block.", SCOPES)
-    block: int = option(4, "Block size for scope block.", AT_LEAST_1)
-
     batch_responses: int = option(
         4, "Responses, each at one exit layer, per optimiser step, over all processes.", AT_LEAST_1
     )
@@ -68,11 +53,6 @@ class PreVerifierTraining(DataPlan, FrozenModelSettings):
     weight_decay: float = with_default(FrozenModelSettings, "weight_decay", 0.05)
 
     results: ClassVar[tuple[str, ...]] = ("data", "checkpoints", MODEL_FOLDER)
-
-    def data_plan(self, exit_layers: tuple[int, ...]) -> DataPlan:
-        """Collect the options of the data, for these exits."""
-        shared = {item.name: getattr(self, item.name) for item in fields(DataPlan)}
-        return DataPlan(**{**shared, "exit_layers": exit_layers})
 
     @property
     def data_folder(self) -> Path:

@@ -11,6 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from selfspec.pacer.labels import DraftTrace
+from selfspec.pacer.network import PreVerifierModule
+from selfspec.pacer.quality import trace_estimates
+
 BLOCKS = (1, 2, 3, 4, 6, 8)
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 GROWTHS = (1.0, 1.05, 1.1)
@@ -39,6 +43,24 @@ class PlayedSetting:
     t: float
     rho: float
     tokens_per_layer: float
+
+
+def played_drafts(module: PreVerifierModule, traces: Sequence[DraftTrace], window: int) -> list[PlayedDraft]:
+    """Pair the traces' drafts with the network's estimates."""
+    played = []
+    for trace in traces:
+        lengths = trace.lengths.tolist()
+        parts = trace_estimates(module, trace)[1].split(lengths)
+        played += [
+            PlayedDraft(
+                exit_layer=trace.exit_layer,
+                estimates=tuple(part.tolist()),
+                accepted=accepted,
+                is_cut=accepted < length < window,
+            )
+            for part, accepted, length in zip(parts, trace.accepted.tolist(), lengths)
+        ]
+    return played
 
 
 def play(drafts: Iterable[PlayedDraft], num_layers: int, *, b: int, t: float, rho: float, max_length: int) -> float:

@@ -1,4 +1,4 @@
-"""A training run of seconds: its options, and text that a model of its size can learn."""
+"""Training runs of seconds: their options, and text that models of their size can learn."""
 
 from __future__ import annotations
 
@@ -12,40 +12,50 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from layerskip_models.training.training_config import TrainingConfig
+from selfspec.exits.settings import ExitTraining
+from selfspec.pacer.settings import PreVerifierTraining
+from tiny_llama import tiny_llama, tiny_tokenizer
 
 TINY: dict[str, Any] = {
-    "vocab_size": 280,
-    "hidden_size": 16,
-    "num_layers": 4,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "context_length": 96,
-    "batch_tokens": 64,
-    "micro_batch_tokens": 32,
-    "sequence_length": 16,
-    "long_sequence_length": 32,
-    "long_steps": 2,
-    "warmup_steps": 2,
-    "eval_every": 4,
-    "eval_tokens": 64,
-    "log_every": 1,
-    "save_every": 3,
-    "holdout_fraction": 0.2,
-    "exit_loss": "full",
-    "exit_loss_block": 4,
-    "own_text_steps": 3,
-    "own_text_rows": 2,
-    "own_text_tokens": 20,
-    "layer_dropout": 0.5,
-    "dropout_time": "continual",
+    "vocab_size": 280, "hidden_size": 16, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+    "intermediate_size": 24, "context_length": 96, "batch_tokens": 64, "micro_batch_tokens": 32, "sequence_length": 16,
+    "long_sequence_length": 32, "long_steps": 2, "warmup_steps": 2, "eval_every": 4, "eval_tokens": 64, "log_every": 1,
+    "save_every": 3, "holdout_fraction": 0.2, "exit_loss": "full", "layer_dropout": 0.5, "dropout_time": "continual",
     "export_dtype": "float32",
-}
+}  # fmt: skip
 
 
 def tiny(text: str | Path, output_dir: str | Path, **changes: Any) -> TrainingConfig:
     return TrainingConfig(**{**TINY, "max_steps": 8, "data": (str(text),), "output_dir": str(output_dir), **changes})
+
+
+def tiny_exits(checkpoint: Path, output: Path, **changes: Any) -> ExitTraining:
+    """Of a checkpoint as `write_checkpoint` writes it."""
+    options: dict[str, Any] = {
+        "data": (str(checkpoint / "text.txt"),), "output_dir": str(output), "model": str(checkpoint),
+        "exit_layers": (1, 2), "rank": 4, "holdout_fraction": 0.3, "sequence_length": 32, "batch_tokens": 64,
+        "max_tokens": 500, "held_out_tokens": 100, "epochs": 1.0, "save_every": 3, "log_every": 1, "warmup_steps": 2,
+    }  # fmt: skip
+    return ExitTraining(**{**options, **changes})
+
+
+def tiny_pacer(checkpoint: Path, output: Path, **changes: Any) -> PreVerifierTraining:
+    """Of a checkpoint as `write_checkpoint` writes it."""
+    options: dict[str, Any] = {
+        "data": (str(checkpoint / "text.txt"),), "output_dir": str(output), "model": str(checkpoint), "dtype": "float64",
+        "exit_layers": (1, 2), "num_prompts": 6, "num_held_out": 3, "prompt_tokens": 12, "response_tokens": 20,
+        "window": 6, "positions": 6, "holdout_fraction": 0.3, "epochs": 2.0, "batch_responses": 2, "save_every": 3,
+        "log_every": 1, "warmup_steps": 2,
+    }  # fmt: skip
+    return PreVerifierTraining(**{**options, **changes})
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """A tiny model, its tokenizer and text that it can read; the folder."""
+    tiny_llama(num_layers=4, seed=5, late_scale=0.7).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    (folder / "text.txt").write_text("\n<|endoftext|>\n".join(f"a bed {'ab' * n} head, a fig. " * 3 for n in range(30)))
+    return folder
 
 
 def write_numbers(path: Path) -> str:

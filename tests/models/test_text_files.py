@@ -20,7 +20,7 @@ from bench.datasets import load_prompts
 from bench.record import RecordWriter, read_part, read_record
 from layerskip_models.text_files import cut_last_line, read_lines, split_lines, write_text
 from layerskip_models.training.examples import read_examples
-from layerskip_models.training.saving import rewind_log
+from layerskip_models.training.run_folder import rewind_log
 from policies import parse_policy
 from scripted_policies import made_up_cost
 from selfspec.cli.batch_file import _results_so_far, read_prompts

@@ -16,16 +16,15 @@ import pytest
 import torch
 from openai import OpenAI
 from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 import selfspec
 from layerskip_models import from_transformers, load_tokenizer
 from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.checkpoints.named_models import NAMED_MODELS
-from layerskip_models.training import loop
-from layerskip_models.training.loop import train
-from layerskip_models.training.resumable_run import ResumableRun
+from layerskip_models.training import layerskip, loop
+from layerskip_models.training.layerskip import train
 from layerskip_models.training.start import initial_model
 from layerskip_models.training.training_config import TrainingConfig
 from running_server import RunningServer, running_server
@@ -281,15 +280,15 @@ def test_training_goes_on_from_it(
 ) -> None:
     """A step that moves nothing: the same weights, in a checkpoint with its tokenizer and chat template."""
 
-    def first_layers(config: TrainingConfig, described: LlamaConfig) -> LlamaForCausalLM:
-        model = initial_model(config, described)
+    def first_layers(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+        model = initial_model(config, tokenizer)
         del model.model.layers[num_layers:]
         model.config.num_hidden_layers = num_layers
         return model
 
-    monkeypatch.setattr(loop, "initial_model", first_layers)
+    monkeypatch.setattr(layerskip, "initial_model", first_layers)
     # What a run is resumed from is the same for tiny models, and a gigabyte for this one.
-    monkeypatch.setattr(ResumableRun, "_save", lambda self, done, seconds: None)
+    monkeypatch.setattr(loop, "_save", lambda *arguments: None)
     (tmp_path / "text.txt").write_text("Water boils at one hundred degrees. " * 40, encoding="utf-8")
     config = TrainingConfig(
         init="smollm2",

@@ -1,5 +1,4 @@
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -10,21 +9,19 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from layerskip_models.training.accepted_length import ARMS, accepted_length_weights
+from layerskip_models.training.layerskip import EarlyExitLoss
 from layerskip_models.training.muon import Muon, orthogonalise
-from layerskip_models.training.own_text import closes_loop, own_text
 from layerskip_models.training.recipe import (
-    IGNORED,
     draw_keep_mask,
     dropout_depth_scale,
     dropout_time_scale,
-    early_exit_backward,
     enabled_exits,
     exit_hidden_states,
     exit_loss_weights,
     layer_dropout_rates,
     normalised_exit_weights,
 )
-from tiny_llama import tiny_llama
+from layerskip_models.training.training_config import TrainingConfig
 
 
 def tiny_model(num_layers=4, dtype=torch.float64, seed=0):
@@ -143,73 +140,42 @@ def test_a_layer_that_all_samples_drop_is_not_computed():
     assert calls == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     exits=st.sets(st.integers(0, 2)),
-    arm=st.sampled_from([None, *ARMS]),
-    chunk_rows=st.sampled_from([1, 3, 10, 64]),
-    scale=st.sampled_from([1.0, 0.25]),
+    arm=st.sampled_from(ARMS),
+    chunk_rows=st.sampled_from([1, 7, 64]),
     drop=st.booleans(),
-    own_text=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_losses_and_gradients_are_the_sums_written_out(exits, arm, chunk_rows, scale, drop, own_text, seed):
+def test_losses_and_gradients_are_the_sums_written_out(exits, arm, chunk_rows, drop, seed):
     """All logits at once; exits below the last by accepted length, the last one plain, whatever the chunks."""
     model, naive = tiny_model(), tiny_model()
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 32, (3, 6), generator=generator)
     keep = draw_keep_mask([0, 0.3, 0.3, 0.6], 3, generator) if drop else None
-    inputs, labels = ids[:, :-1], ids[:, 1:].clone()
-    drafted = inputs != 5
-    unwanted = torch.zeros_like(labels, dtype=torch.bool)
-    if own_text:
-        labels[:, :2] = IGNORED
-        unwanted[:, 3] = torch.rand(3, generator=generator) < 0.5
+    inputs, labels, eos = ids[:, :-1], ids[:, 1:], 5
     shares = normalised_exit_weights([1.0, 2.0, 3.0, 4.0], {*exits, 3})
-    weigh = partial(accepted_length_weights, arm=arm, alpha=0.3, block=3) if arm else None
-
-    losses = early_exit_backward(
-        model,
-        exit_hidden_states(model, inputs, shares, keep),
-        labels,
-        shares,
-        scale=scale,
-        chunk_rows=chunk_rows,
-        unwanted=unwanted if own_text else None,
-        row_weights=weigh,
-        drafted=drafted if weigh else None,
-    )
+    config = TrainingConfig(data=(__file__,), output_dir="out", exit_loss=arm, loss_chunk_rows=chunk_rows)
+    loss, means = EarlyExitLoss(model, config, eos)(inputs, labels, shares, keep)
+    loss.backward()
 
     total = torch.zeros((), dtype=torch.float64)
-    for layer, state in exit_hidden_states(naive, inputs, shares, keep).items():
+    for mean, (layer, state) in zip(means, exit_hidden_states(naive, inputs, shares, keep).items(), strict=True):
         logits = naive.lm_head(naive.model.norm(state)).float()
-        rows = F.cross_entropy(logits.mT, labels, reduction="none", ignore_index=IGNORED)
-        rows = torch.where(unwanted, -torch.log1p(1e-6 - torch.exp(-rows)), rows)
-        in_drafts = drafted & ~unwanted & (labels != IGNORED)
-        weights = torch.where(in_drafts, weigh(rows, in_drafts), 1.0) if weigh and layer < 3 else 1.0
-        count = (labels != IGNORED).sum()
-        torch.testing.assert_close(losses[layer].double(), (rows.sum() / count).double(), rtol=1e-5, atol=1e-6)
-        total = total + scale * shares[layer] * (weights * rows).sum() / count
+        rows = F.cross_entropy(logits.mT, labels, reduction="none")
+        torch.testing.assert_close(mean, rows.mean(), rtol=1e-5, atol=1e-6)
+        drafted = inputs != eos
+        found = accepted_length_weights(rows, drafted, arm=arm, alpha=0.5, block=8)
+        weights = torch.where(drafted, found, 1.0) if layer < 3 and arm != "uniform" else 1.0
+        total = total + shares[layer] * (weights * rows).mean()
+    torch.testing.assert_close(loss.double(), total, rtol=1e-5, atol=1e-6)
     total.backward()
     for mine, other in zip(model.parameters(), naive.parameters()):
         if other.grad is None:
             assert mine.grad is None
         else:  # cross-entropy is computed in float32
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_a_chunk_of_weighted_rows_holds_whole_sequences():
-    model = tiny_model()
-    rows = []
-    model.lm_head.register_forward_hook(lambda _module, inputs, _output: rows.append(len(inputs[0])))
-    ids = torch.randint(0, 32, (4, 6))
-    shares = {1: 0.5, 3: 0.5}
-    weigh = partial(accepted_length_weights, arm="full", alpha=0.5, block=3)
-    for chunk_rows, expected in ((12, [10, 10, 12, 8]), (3, [5, 5, 5, 5, 3, 3, 3, 3, 3, 3, 2])):
-        states = exit_hidden_states(model, ids[:, :-1], shares)
-        early_exit_backward(model, states, ids[:, 1:], shares, chunk_rows=chunk_rows, row_weights=weigh)
-        assert rows == expected
-        rows.clear()
 
 
 def test_orthogonalise_evens_the_singular_values():
@@ -222,9 +188,7 @@ def test_orthogonalise_evens_the_singular_values():
     assert (orthogonalise(matrix) * (left @ right)).sum() > 0.9 * 12 * 0.8
 
 
-def test_muon_learns_and_takes_matrices_only():
-    with pytest.raises(ValueError, match="matrices only"):
-        Muon([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+def test_muon_learns():
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(6, 6, generator=generator)
     weight = torch.nn.Parameter(torch.zeros(6, 6))
@@ -235,27 +199,6 @@ def test_muon_learns_and_takes_matrices_only():
         (weight - target).square().mean().backward()
         optimizer.step()
     assert (weight - target).square().mean().item() < 0.2 * before
-
-
-def test_third_occurrence_of_four_tokens_closes_a_loop():
-    #        1  2  3  4 | 1  2  3  4 | 1  2  3  4: the 4-gram 1 2 3 4 ends at 3, 7 and 11
-    assert closes_loop([1, 2, 3, 4] * 3) == [False] * 11 + [True]
-    # 7 7 7 7 ends at 3, 4, 5, ...; twice is allowed
-    assert closes_loop([7] * 7) == [False] * 5 + [True] * 2
-    assert closes_loop([1, 2, 3]) == [False] * 3
-
-
-def test_continuations_are_greedy_and_labelled():
-    model = tiny_llama(seed=1)
-    prompts = torch.randint(0, 24, (2, 5), generator=torch.Generator().manual_seed(0))
-    text = own_text(model, prompts, 30)
-    ids = torch.cat([prompts, text.labels[:, 4:]], dim=1)
-    assert torch.equal(ids[:, :-1], text.input_ids)
-    assert torch.equal(model(ids[:, :-1]).logits.argmax(-1)[:, 4:], ids[:, 5:])
-    assert (text.labels[:, :4] == IGNORED).all()
-    marks = torch.tensor([closes_loop(row) for row in ids[:, 5:].tolist()])
-    assert torch.equal(text.loops[:, 4:], marks)
-    assert torch.equal(text.last_labels, text.labels.masked_fill(~text.loops, IGNORED))
 
 
 WEIGHTED = ("cumulative", "full")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from layerskip_models.training.documents import (
     split_sources,
     train_tokenizer,
 )
-from layerskip_models.training.examples import Example, in_shares, read_examples, sampled_examples
+from layerskip_models.training.examples import Example, examples_of, in_shares, read_examples
+from layerskip_models.training.settings import FrozenModelSettings
 from selfspec import SelfSpecGenerator
 from selfspec.exits.own_answers import own_answers
 from selfspec.exits.training_texts import TextReader
@@ -125,8 +127,7 @@ def test_streams_repeat_by_weight_and_keep_held_out_apart(tmp_path, tokenizer):
     sources = [DataSource(path=tmp_path / "a.txt", weight=2), DataSource(path=tmp_path / "b.txt", weight=0.5)]
     train, held_out = split_sources(sources, (), 0.1)
     streams = pack_streams(train, held_out, tokenizer, seed=0)
-    documents = tokenizer.decode(streams.train.tolist()).split("<|endoftext|>")
-    kept = tokenizer.decode(streams.held_out.tolist()).split("<|endoftext|>")
+    documents, kept = (tokenizer.decode(stream.tolist()).split("<|endoftext|>") for stream in streams)
     num_alpha, num_beta = (len(texts) for _, texts in train)
     assert sum(text.startswith("alpha") for text in documents) == 2 * num_alpha
     assert sum(text.startswith("beta") for text in documents) == round(0.5 * num_beta)
@@ -282,18 +283,18 @@ def test_every_form_is_read(tmp_path: Path) -> None:
 
 
 def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": f"{n}"}) for n in range(60)))
-    options: dict[str, Any] = {"exclude": (), "seed": 0, "holdout_fraction": 0.3}
-    (one,), (other,) = (
-        sampled_examples([DataSource(path=tmp_path / "data.jsonl")], held_out=held_out, **options)
-        for held_out in (True, False)
-    )
-    assert 5 < len(one) < 35
-    assert {e.text for e in one}.isdisjoint(e.text for e in other) and len(one) + len(other) == 60
+    data, other = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
+    data.write_text("\n".join(json.dumps({"text": f"{n}"}) for n in range(60)))
+    other.write_text(json.dumps({"text": "elsewhere"}))
+    config = FrozenModelSettings(data=(f"{data}:2",), output_dir="out", holdout_fraction=0.3)
+    (shares, (kept,)), (_, (trained,)) = (examples_of(config, held_out=part) for part in (True, False))
+    assert 5 < len(kept) < 35 and shares == [2.0]
+    assert {e.text for e in kept}.isdisjoint(e.text for e in trained) and len(kept) + len(trained) == 60
+    apart = replace(config, evaluate_on=(str(other),))
+    assert [e.text for e in examples_of(apart, held_out=True)[1][0]] == ["elsewhere"]
+    assert len(examples_of(apart, held_out=False)[1][0]) == 60
     with pytest.raises(ValueError, match="raise holdout_fraction"):
-        sampled_examples(
-            [DataSource(path=tmp_path / "data.jsonl")], held_out=True, **{**options, "holdout_fraction": 1e-9}
-        )
+        examples_of(replace(config, holdout_fraction=1e-9), held_out=True)
 
 
 def test_sources_give_their_shares_until_they_are_used_up() -> None:
