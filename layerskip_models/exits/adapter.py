@@ -5,10 +5,11 @@ never see it, and the output of the model is its own whatever an adapter does.
 
     y = x + D (silu(G n) * (U n)),  n = x / rms(x)
 
-x: the hidden state at the exit, h^E; y replaces it before the model's norm and head.
+x: the hidden state at the exit, h^E; y replaces it before the model's norm and head. The steered form adds a bias to U n
+(`layerskip_models.exits.steering`).
 
 Source: the gated low-rank residual of SD2 (appendix A.4), with silu in place of the sigmoid, so that our kernels run it as
-they run an MLP. The steered form adds a bias to U n (`layerskip_models.exits.steering`).
+they run an MLP.
 """
 
 from __future__ import annotations
@@ -51,19 +52,15 @@ class AdapterConfig:
         check_types(self)
         if self.form not in FORMS:
             raise ValueError(f"drafts are made with adapters of form {' or '.join(FORMS)}, got {self.form!r}")
-        if not self.exit_layers or list(self.exit_layers) != sorted({*self.exit_layers}) or self.exit_layers[0] < 1:
-            raise ValueError(f"exit_layers must be ascending and at least 1, got {list(self.exit_layers)}")
-        if self.rank < 1 or self.hidden_size < 1:
-            raise ValueError("rank and hidden_size must be at least 1")
-        if self.eps <= 0:
-            raise ValueError(f"eps must be above 0, got {self.eps}")
-        depths = self.steering_layers
-        if self.form == LOW_RANK and (depths or self.steering_size):
+        for name, layers in (("exit_layers", self.exit_layers), ("steering_layers", self.steering_layers)):
+            if list(layers) != sorted({*layers}) or min(layers, default=1) < 1:
+                raise ValueError(f"{name} must be ascending and at least 1, got {list(layers)}")
+        if not self.exit_layers or self.rank < 1 or self.hidden_size < 1 or self.eps <= 0:
+            raise ValueError("an adapter needs an exit layer, a rank and a hidden_size of at least 1, and eps above 0")
+        if self.form == LOW_RANK and (self.steering_layers or self.steering_size):
             raise ValueError("adapters of form low_rank have no steering_layers and no steering_size")
-        if self.form == STEERED and (not depths or list(depths) != sorted({*depths}) or depths[0] < 1):
-            raise ValueError(f"steering_layers must be ascending and at least 1, got {list(depths)}")
-        if self.form == STEERED and self.steering_size < 1:
-            raise ValueError(f"steering_size must be at least 1, got {self.steering_size}")
+        if self.form == STEERED and (not self.steering_layers or self.steering_size < 1):
+            raise ValueError("adapters of form steered need steering_layers and a steering_size of at least 1")
 
 
 class ExitAdapter(nn.Module):

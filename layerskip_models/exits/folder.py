@@ -16,7 +16,7 @@ from layerskip_models.model import LayerSkipModel
 FOLDER = "exits"
 """Where a checkpoint's own adapters lie: in a folder of this name beside the weights."""
 CONFIG_FILE, WEIGHTS_FILE = "exits.json", "exits.safetensors"
-_OF_ATTENTION = ("num_heads", "num_kv_heads", "head_dim", "rope_theta")
+_EARLIER = ("num_heads", "num_kv_heads", "head_dim", "rope_theta")
 _OF_STEERING = ("steering_layers", "steering_size")
 
 
@@ -66,19 +66,15 @@ def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu
 def _config(fields: dict[str, Any]) -> AdapterConfig:
     """Take the fields without those of other forms, which earlier versions wrote, and with tuples for JSON's lists."""
     steered = fields.get("form") == STEERED
-    others = _OF_ATTENTION if steered else (*_OF_ATTENTION, *_OF_STEERING)
+    others = _EARLIER if steered else (*_EARLIER, *_OF_STEERING)
     known = {name: value for name, value in fields.items() if name not in others}
     return AdapterConfig(**with_tuples(known, "fingerprint", "exit_layers", *(("steering_layers",) if steered else ())))
 
 
 def check_fits(config: AdapterConfig, model: LayerSkipModel, where: str | Path) -> None:
     """ValueError unless the adapters were trained for this model."""
-    deepest = max(config.steering_layers, default=0)
-    if (
-        config.hidden_size != model.hidden_size
-        or config.exit_layers[-1] >= model.num_layers
-        or deepest > model.num_layers
-    ):
+    deepest = max([config.exit_layers[-1] + 1, *config.steering_layers])
+    if config.hidden_size != model.hidden_size or deepest > model.num_layers:
         problem = f"a model of another shape than {model.name or 'this one'}"
     elif not same_weights(fingerprint(model), config.fingerprint):
         problem = f"whose weights are not those of {model.name or 'this model'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -42,9 +43,8 @@ def parse_data_source(text: str) -> DataSource:
     try:
         value = float(weight) if colon else 1.0
     except ValueError:
-        path, colon, value = text, "", 1.0  # a colon that belongs to the path
-    if not colon:
-        path = text
+        colon, value = "", 1.0  # a colon that belongs to the path
+    path = path if colon else text
     if not 0 < value < float("inf"):
         raise ValueError(f"data weight must be above 0, got {text!r}; leave the path out to give it no weight")
     if not Path(path).exists():
@@ -63,20 +63,16 @@ def read_documents(path: Path, exclude: Sequence[str] = DEFAULT_EXCLUDES) -> Ite
     """
     if path.is_dir():
         for file in sorted(path.rglob("*")):
-            relative = file.relative_to(path).parts
-            left_out = any(fnmatch(part, pattern) for part in relative for pattern in exclude)
-            if not left_out and _is_text(file) and file.is_file():
-                try:
+            parts = file.relative_to(path).parts
+            if _is_text(file) and file.is_file() and not any(fnmatch(part, out) for part in parts for out in exclude):
+                with suppress(UnicodeDecodeError):
                     yield from read_documents(file)
-                except UnicodeDecodeError:
-                    continue
         return
     if not _is_text(path):
         raise ValueError(f"data must be .txt, .txt.gz or .py files, or folders of them; got {str(path)!r}")
     with open_text(path) as stream:
         text = stream.read().replace("\r\n", "\n")
-    documents = [text] if path.suffix == ".py" else text.split(f"\n{END_OF_TEXT}\n")
-    for document in documents:
+    for document in [text] if path.suffix == ".py" else text.split(f"\n{END_OF_TEXT}\n"):
         stripped = document.removeprefix(f"{END_OF_TEXT}\n").removesuffix(f"\n{END_OF_TEXT}").strip("\n")
         if stripped.strip():
             yield from split_document(stripped + "\n", MAX_DOCUMENT_CHARS)
@@ -94,21 +90,17 @@ def _is_text(path: Path) -> bool:
 
 
 def split_document(text: str, max_chars: int) -> Iterator[str]:
-    """Cut a text into pieces of at most max_chars, at the last paragraph, line or word break that fits.
+    """Cut a text into pieces of at most max_chars, at the last paragraph, line or word break in a piece's second half.
 
     The pieces put together again are the text.
     """
     start = 0
     while len(text) - start > max_chars:
-        cut = -1
-        for mark in ("\n\n", "\n", " "):
-            found = text.rfind(mark, start, start + max_chars)
-            if found > start + max_chars // 2:
-                cut = found + len(mark)
-                break
-        cut = cut if cut > 0 else start + max_chars
-        yield text[start:cut]
-        start = cut
+        half, limit = start + max_chars // 2 + 1, start + max_chars
+        found = ((text.rfind(mark, half, limit), mark) for mark in ("\n\n", "\n", " "))
+        end = next((place + len(mark) for place, mark in found if place >= 0), limit)
+        yield text[start:end]
+        start = end
     yield text[start:]
 
 
@@ -127,20 +119,13 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     if vocab_size < 257:
         raise ValueError(f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}), got {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    pieces = pre_tokenizers.Split(Regex(_PIECES), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(documents, trainer)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(documents, trainers.BpeTrainer(vocab_size=vocab_size, **options))
     learned = tokenizer.get_vocab_size()
     if learned < vocab_size:
         raise ValueError(
@@ -199,9 +184,8 @@ def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np
 
 def block(stream: np.ndarray, indices: Iterable[int], length: int) -> Tensor:
     """Rows `indices` of the stream cut into blocks: int64 [rows, length + 1], neighbours sharing one token."""
-    return torch.from_numpy(
-        np.stack([stream[index * length : index * length + length + 1] for index in indices]).astype(np.int64)
-    )
+    rows = [stream[index * length : index * length + length + 1] for index in indices]
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 def num_blocks(stream: np.ndarray, length: int) -> int:
@@ -214,11 +198,8 @@ def block_order(step: int, batch_size: int, available: int, seed: int) -> list[i
 
     A function of its arguments alone, so that a resumed run goes on with the data that the killed one would have had.
     """
-    indices = []
-    for position in range(step * batch_size, (step + 1) * batch_size):
-        epoch, offset = divmod(position, available)
-        indices.append(int(_permutation(seed, epoch, available)[offset]))
-    return indices
+    places = (divmod(position, available) for position in range(step * batch_size, (step + 1) * batch_size))
+    return [int(_permutation(seed, epoch, available)[offset]) for epoch, offset in places]
 
 
 @lru_cache(maxsize=1)

@@ -52,14 +52,11 @@ def _parse(line: str, where: str) -> Example:
     if not isinstance(item, dict):
         raise ValueError(f"{where}: expected an object with {_FORMS}")
     key = json.dumps(item, sort_keys=True)
-    prompt, completion = item.get("prompt"), item.get("completion")
-    messages = item.get("messages")
+    prompt, completion, messages = item.get("prompt"), item.get("completion"), item.get("messages")
     if messages is None and _are_messages(prompt):  # a conversation in two parts
         messages = [*prompt, *(completion if _are_messages(completion) else [])]
     if messages is not None:
-        if not _are_messages(messages) or not all(
-            isinstance(message.get("role"), str) and isinstance(message.get("content"), str) for message in messages
-        ):
+        if not _are_messages(messages):
             raise ValueError(f'{where}: messages must be a list of {{"role": "user", "content": "..."}}')
         return Example(key=key, messages=messages)
     if isinstance(prompt, str):
@@ -72,7 +69,14 @@ def _parse(line: str, where: str) -> Example:
 
 
 def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
-    return isinstance(value, list) and len(value) > 0 and all(isinstance(item, dict) for item in value)
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(
+            isinstance(item, dict) and all(isinstance(item.get(name), str) for name in ("role", "content"))
+            for item in value
+        )
+    )
 
 
 def examples_of(config: FrozenModelSettings, *, held_out: bool) -> tuple[list[float], list[list[Example]]]:

@@ -1,12 +1,11 @@
 """Train a Llama-family model with the LayerSkip recipe, from scratch or from a checkpoint.
 
-Run as `python -m layerskip_models.training.layerskip --data PATH --output-dir DIR ...`, in several processes with
-`accelerate launch` or `torchrun` in front. docs/training.md explains the options.
+`selfspec train` is the command; docs/training.md explains its options. In several processes with `accelerate launch` or
+`torchrun` in front.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-import typer
 from accelerate import Accelerator, init_empty_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +32,6 @@ from layerskip_models.training.recipe import (
     run_layer,
 )
 from layerskip_models.training.run_folder import claim_output_dir, write_folder
-from layerskip_models.training.settings import command_for_config
 from layerskip_models.training.start import initial_model, own_tokenizer, token_streams
 from layerskip_models.training.training_config import TrainingConfig
 
@@ -232,16 +229,3 @@ class LayerSkipTraining:
         exported.config.dtype = dtype
         exported.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
-
-
-train_command = command_for_config(
-    train,
-    TrainingConfig,
-    "Train a Llama with the LayerSkip recipe: layer dropout and early-exit loss.",
-    'selfspec generate "Once" --model {}',
-)
-
-if __name__ == "__main__":
-    app = typer.Typer(add_completion=False)
-    app.command()(train_command)
-    app(sys.argv[1:])

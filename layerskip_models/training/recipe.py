@@ -84,14 +84,13 @@ def exit_loss_weights(
         raise ValueError(
             f"exit_weights must be one of {', '.join(EXIT_WEIGHTS)} or {num_layers} numbers, got {weights!r}"
         )
-    custom = [float(weight) for weight in weights]
-    if len(custom) != num_layers:
+    if len(weights) != num_layers:
         raise ValueError(
-            f"exit_weights must have one number per layer ({num_layers}), the last layer last; got {len(custom)}"
+            f"exit_weights must have one number per layer ({num_layers}), the last layer last; got {len(weights)}"
         )
-    if not all(weight >= 0 and math.isfinite(weight) for weight in custom) or custom[-1] == 0:
+    if not all(weight >= 0 and math.isfinite(weight) for weight in weights) or weights[-1] == 0:
         raise ValueError("exit_weights must be finite, at least 0, and above 0 for the last layer")
-    return custom
+    return [float(weight) for weight in weights]
 
 
 def enabled_exits(curriculum: str, num_layers: int, step: int, num_steps: int, rotation: int = 4) -> list[int]:
@@ -102,19 +101,16 @@ def enabled_exits(curriculum: str, num_layers: int, step: int, num_steps: int, r
     all are enabled from the middle of the training on; "all"; "none" (the last layer only: plain training).
     Source: LayerSkip section 4.1.2.
     """
-    last = num_layers - 1
+    last, chosen = num_layers - 1, range(0)
     if curriculum == "rotational":
-        chosen = {layer for layer in range(num_layers) if layer % rotation == step % rotation}
+        chosen = range(step % rotation, num_layers, rotation)
     elif curriculum == "gradual":
-        num_added = step * 2 * num_layers // max(num_steps, 1)
-        chosen = set(range(max(last - num_added, 0), num_layers))
+        chosen = range(max(last - step * 2 * num_layers // max(num_steps, 1), 0), num_layers)
     elif curriculum == "all":
-        chosen = set(range(num_layers))
-    elif curriculum == "none":
-        chosen = set()
-    else:
+        chosen = range(num_layers)
+    elif curriculum != "none":
         raise ValueError(f"curriculum must be one of {', '.join(CURRICULA)}, got {curriculum!r}")
-    return sorted(chosen | {last})
+    return sorted({*chosen, last})
 
 
 def normalised_exit_weights(weights: Sequence[float], exits: Iterable[int]) -> dict[int, float]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any
 
 from layerskip_models.output_paths import output_folder
 from layerskip_models.text_files import read_lines, write_text
@@ -81,14 +81,9 @@ def latest_checkpoint(folder: Path) -> tuple[Path, int] | None:
 
 def rewind_log(path: Path, step: int) -> None:
     """Drop the lines of a JSON-lines log that belong to steps after `step`: a resumed run writes them again."""
-    if not path.exists():
-        return
     kept = []
-    for line in read_lines(path):
-        try:
-            record: dict[str, Any] = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # a line cut short by the kill
-        if record["step"] <= step:
-            kept.append(line + "\n")
+    for line in read_lines(path) if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):  # a line cut short by the kill
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
     write_text(path, "".join(kept))

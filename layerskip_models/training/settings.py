@@ -1,21 +1,16 @@
-"""The settings that training runs share, each field with its help text and the values that it allows; their command line."""
+"""The settings that training runs share, each field with its help text and the values that it allows."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
-import os
-from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
-import typer
-
 from layerskip_models.checkpoints.loading import DEMO_PATH
-from layerskip_models.option_fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Range, option, parameters_of
+from layerskip_models.option_fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Range, option
 from layerskip_models.training.documents import DEFAULT_EXCLUDES, DataSource, parse_data_source
 
 PRECISIONS = ("fp32", "bf16")
@@ -130,34 +125,3 @@ class FrozenModelSettings(RunSettings):
     def num_steps(self, items: int, batch: int) -> int:
         """Count the steps of `batch` items each that make `epochs` passes over the items, at least one."""
         return max(round(items * self.epochs / batch), 1)
-
-
-def command_for_config(
-    run: Callable[[Any], Path], config_class: type[Any], about: str, next_step: str
-) -> Callable[..., None]:
-    """Make a typer-ready function that has an option for each field of the class and calls `run` with an instance.
-
-    run: returns the folder of what it made. about: the command's own help. next_step: how the result is used; {} stands for
-    its folder.
-    A ValueError or OSError (a wrong value, a missing file) becomes one line on stderr and exit status 2; Ctrl-C, one
-    line and exit status 130.
-    """
-    parameters = parameters_of(config_class)
-
-    def command(**values: Any) -> None:
-        try:
-            values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-            folder = run(config_class(**values))
-        except (ValueError, OSError) as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            typer.echo("interrupted: repeat the same command to go on from the newest checkpoint", err=True)
-            raise typer.Exit(130) from None
-        if os.environ.get("RANK", "0") == "0":  # one message for all processes of a launcher
-            typer.echo(f"saved to {folder}; use it with: {next_step.format(folder)}", err=True)
-
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__doc__ = about
-    return command

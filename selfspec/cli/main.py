@@ -45,7 +45,7 @@ COMMANDS = {
         "Serve a model to OpenAI clients: chat, completions, streams, metrics.",
     ),
     "train": (
-        "layerskip_models.training.layerskip:train_command",
+        "selfspec.cli.training_commands:train_command",
         "Train a Llama with the LayerSkip recipe: layer dropout and early-exit loss.",
     ),
     "train-pacer": (
