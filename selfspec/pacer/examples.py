@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from layerskip_models import LayerSkipModel
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
@@ -103,16 +102,22 @@ def draft_traces(
         eos_token_id=[] if plan.ignore_eos else None,
     )
     text = result.sequences[0].to(model.device)
-    num_prompt, size = len(prompt), text.numel()
-    possible = np.arange(num_prompt + 1, size)  # the first new token comes from prefill, whatever the policy
+    possible = np.arange(len(prompt) + 1, text.numel())  # the first new token comes from prefill, whatever the policy
     if len(possible) == 0:
         return
     if plan.positions and plan.positions < len(possible):
         possible = np.sort(np.random.default_rng(seed).choice(possible, plan.positions, replace=False))
     ids = [] if plan.ignore_eos else end_tokens(model.generation_config, generator.tokenizer)
     stored = model.dtype if model.dtype.itemsize == 2 else torch.float16  # rounded less than bfloat16
+    contexts = {layer: torch.empty(text.numel(), model.hidden_size, dtype=stored) for layer in plan.exit_layers}
+
+    def capture(first: int, layers_done: int, hidden: Tensor) -> None:
+        if layers_done in contexts:
+            contexts[layers_done][first : first + hidden.shape[0]] = hidden
+
     with torch.inference_mode():
-        cache, contexts = _run_text(model, text, plan.exit_layers)
+        cache = KVCache(model, text.numel())
+        prefill(model, text, cache, stop=max(plan.exit_layers), capture=capture)
         for layer in plan.exit_layers:
             lengths, accepted, hidden, features = [], [], [], []
             for draft, recorder in drafts_at(
@@ -124,29 +129,13 @@ def draft_traces(
                 features += recorder.features
             yield DraftTrace(
                 exit_layer=layer,
-                context=contexts[layer].to(stored),
+                context=contexts[layer],
                 starts=torch.from_numpy(possible.copy()),
                 lengths=torch.tensor(lengths),
                 accepted=torch.tensor(accepted),
                 hidden=torch.cat(hidden),
                 features=torch.stack(features),
             )
-
-
-def _run_text(model: LayerSkipModel, text: Tensor, exit_layers: Sequence[int]) -> tuple[KVCache, dict[int, Tensor]]:
-    """Compute the KV cache of a text's first exit layers, and every row's hidden state at each of them."""
-    cache = KVCache(model, text.numel())
-    contexts = {
-        layer: torch.empty(text.numel(), model.hidden_size, dtype=model.dtype, device=model.device)
-        for layer in exit_layers
-    }
-
-    def capture(first: int, layers_done: int, hidden: Tensor) -> None:
-        if layers_done in contexts:
-            contexts[layers_done][first : first + hidden.shape[0]] = hidden
-
-    prefill(model, text, cache, stop=max(exit_layers), capture=capture)
-    return cache, contexts
 
 
 def read_traces(folder: Path) -> Iterator[DraftTrace]:

@@ -6,7 +6,6 @@ Source: Pacer (Zhang et al. 2025), section 3.3 and Appendix D.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,22 +60,8 @@ class DraftTrace:
         return replace(self, lengths=lengths, hidden=self.hidden[keep], features=self.features[keep])
 
 
-class Packed(NamedTuple):
-    """A response's context and all its drafts as one sequence, the context first: what `PreVerifierModule` reads.
-
-    hidden: [rows, hidden]. features: [rows, F]. draft_index, position: int64 [rows], 0 and the row's place in the text for
-    context. mask: bool [rows, rows].
-    """
-
-    hidden: Tensor
-    features: Tensor
-    draft_index: Tensor
-    position: Tensor
-    mask: Tensor
-
-
-def pack(trace: DraftTrace) -> Packed:
-    """Pack a trace (Appendix D, Figure 5).
+def pack(trace: DraftTrace) -> dict[str, Tensor]:
+    """Pack a trace as one sequence, the context first: what `PreVerifierModule` reads (Appendix D, Figure 5).
 
     A draft row attends to the context before its draft's start, the earlier rows of its own draft and itself.
     """
@@ -87,13 +72,13 @@ def pack(trace: DraftTrace) -> Packed:
     mask[:size, :size] = _numbers(0, size).unsqueeze(1) >= _numbers(0, size)
     mask[size:, :size] = _numbers(0, size) < (starts - 1).unsqueeze(1)
     mask[size:, size:] = (draft.unsqueeze(1) == draft) & (index.unsqueeze(1) >= index)
-    return Packed(
-        hidden=torch.cat([trace.context, trace.hidden]).float(),
-        features=torch.cat([trace.features.new_zeros(size, trace.features.shape[1]), trace.features]),
-        draft_index=torch.cat([index.new_zeros(size), index]),
-        position=torch.cat([_numbers(0, size), starts - 2 + index]),
-        mask=mask,
-    )
+    return {
+        "hidden": torch.cat([trace.context, trace.hidden]).float(),
+        "features": torch.cat([trace.features.new_zeros(size, trace.features.shape[1]), trace.features]),
+        "draft_index": torch.cat([index.new_zeros(size), index]),
+        "position": torch.cat([_numbers(0, size), starts - 2 + index]),
+        "mask": mask,
+    }
 
 
 def _numbers(start: int, stop: int) -> Tensor:

@@ -18,7 +18,8 @@ Quality = dict[str, dict[str, dict[str, float]]]
 def trace_logits(module: PreVerifierModule, trace: DraftTrace) -> Tensor:
     """Compute the network's output for every draft row of a trace, float32 [rows]."""
     device = module.head.weight.device
-    logits: Tensor = module(*(part.to(device) for part in pack(trace)), trace.exit_layer)
+    packed = {name: part.to(device) for name, part in pack(trace).items()}
+    logits: Tensor = module(**packed, exit_layer=trace.exit_layer)
     return logits[len(trace.context) :]
 
 

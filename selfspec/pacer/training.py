@@ -7,7 +7,6 @@ each batch. docs/pacer.md explains the options and what is measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,7 @@ from selfspec.pacer.quality import calibrate_estimates, evaluate, quality_lines,
 from selfspec.pacer.settings import MODEL_FOLDER, PreVerifierTraining
 from selfspec.pacer.tuning import best_settings, played_drafts
 
-_KEPT_BACK = 8
+_KEPT_BACK = 8  # every eighth response is not trained on
 
 
 class PreVerifierLoss(nn.Module):
@@ -98,8 +97,14 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     traces = list(read_traces(config.data_folder / "train"))
     if not traces:
         raise ValueError("no response was long enough to draft in: raise response_tokens, or set ignore_eos")
-    mine, kept_back = split_responses(traces, len(layers))
+    mine, kept_back = [], []  # to train on, and to choose the stopping rule's settings on
+    for place, trace in enumerate(traces):  # those of a response stand together
+        (kept_back if place // len(layers) % _KEPT_BACK == _KEPT_BACK - 1 else mine).append(trace)
     batch = min(config.batch_responses, len(mine))
+
+    matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in module.parameters() if parameter.ndim != 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
 
     def batches(step: int) -> list[Batch]:
         chosen = block_order(step, batch, len(mine), config.seed)
@@ -109,7 +114,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         config,
         accelerator,
         PreVerifierLoss(module),
-        [optimizer_for(module, config)],
+        [torch.optim.AdamW(groups)],
         batches,
         lambda step, figures: Report(figures={"loss": round(figures[0], 5)}, summary=f"loss {figures[0]:.4f}"),
         steps=config.num_steps(len(mine), batch),
@@ -120,37 +125,14 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         settings = best_settings(
             played_drafts(module, kept_back, config.window), model.num_layers, max_length=MAX_LENGTH
         )
-        for setting in settings:
-            console.print(
-                f"exit layer {setting.exit_layer}: b={setting.b}, t={setting.t}, rho={setting.rho};"
-                f" {setting.tokens_per_layer * model.num_layers:.3f} times plain decoding's tokens per layer"
-            )
+        for rate, setting in settings:
+            chosen = ", ".join(f"{name} {value}" for name, value in setting.items())
+            console.print(f"{chosen}: {rate * model.num_layers:.3f} times plain decoding's tokens per layer")
         if settings:
-            policy = {name: getattr(settings[0], name) for name in ("exit_layer", "b", "t", "rho")}
-            module.config = replace(module.config, policy=policy)
+            module.config = replace(module.config, policy=settings[0][1])
         write_folder(output_dir / MODEL_FOLDER, partial(save_preverifier, module))
         measured = evaluate(module, list(read_traces(config.data_folder / "held-out")))
         write_text(output_dir / "quality.json", json.dumps(measured, indent=1) + "\n")
         console.print("\n".join(quality_lines(measured)))
     accelerator.wait_for_everyone()
     return output_dir / MODEL_FOLDER
-
-
-def optimizer_for(module: PreVerifierModule, config: PreVerifierTraining) -> torch.optim.Optimizer:
-    """AdamW, whose weight decay is for matrices only."""
-    matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
-    others = [parameter for parameter in module.parameters() if parameter.ndim != 2]
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    )
-
-
-def split_responses(traces: Sequence[DraftTrace], exits: int) -> tuple[list[DraftTrace], list[DraftTrace]]:
-    """(to train on, to choose the stopping rule's settings on): every eighth response is kept back.
-
-    exits: the number of a response's traces, which stand together.
-    """
-    parts: tuple[list[DraftTrace], list[DraftTrace]] = ([], [])
-    for place, trace in enumerate(traces):
-        parts[place // exits % _KEPT_BACK == _KEPT_BACK - 1].append(trace)
-    return parts

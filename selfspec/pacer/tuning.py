@@ -34,17 +34,6 @@ class PlayedDraft:
     is_cut: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedSetting:
-    """A setting and its tokens per layer loaded, pre-verifier included."""
-
-    exit_layer: int
-    b: int
-    t: float
-    rho: float
-    tokens_per_layer: float
-
-
 def played_drafts(module: PreVerifierModule, traces: Sequence[DraftTrace], window: int) -> list[PlayedDraft]:
     """Pair the traces' drafts with the network's estimates."""
     played = []
@@ -88,20 +77,15 @@ def play(drafts: Iterable[PlayedDraft], num_layers: int, *, b: int, t: float, rh
     return tokens / layers
 
 
-def best_settings(drafts: Sequence[PlayedDraft], num_layers: int, *, max_length: int) -> list[PlayedSetting]:
-    """Find the best setting of each exit layer, best layer first."""
+def best_settings(
+    drafts: Sequence[PlayedDraft], num_layers: int, *, max_length: int
+) -> list[tuple[float, dict[str, float]]]:
+    """Find the best setting of each exit layer, best layer first: its tokens per layer, and exit_layer, b, t and rho."""
     best = []
     for layer in sorted({draft.exit_layer for draft in drafts}):
         of_layer = [draft for draft in drafts if draft.exit_layer == layer]
-        settings = [
-            PlayedSetting(
-                exit_layer=layer,
-                b=b,
-                t=t,
-                rho=rho,
-                tokens_per_layer=play(of_layer, num_layers, b=b, t=t, rho=rho, max_length=max_length),
-            )
-            for b, t, rho in product(BLOCKS, THRESHOLDS, GROWTHS)
-        ]
-        best.append(max(settings, key=lambda setting: setting.tokens_per_layer))
-    return sorted(best, key=lambda setting: -setting.tokens_per_layer)
+        settings = [dict(zip(("b", "t", "rho"), values)) for values in product(BLOCKS, THRESHOLDS, GROWTHS)]
+        played = [play(of_layer, num_layers, **setting, max_length=max_length) for setting in settings]
+        place = max(range(len(played)), key=played.__getitem__)
+        best.append((played[place], {"exit_layer": layer, **settings[place]}))
+    return sorted(best, key=lambda found: -found[0])

@@ -115,8 +115,9 @@ def test_playing_by_hand() -> None:
     assert play([bad], 8, b=2, t=0.55, rho=1.0, max_length=32) == pytest.approx(1 / 13)
     assert play([good], 8, b=2, t=0.7, rho=1.2, max_length=32) == pytest.approx(5 / 18)  # .8 is not above .84
     assert play([good], 8, b=2, t=0.5, rho=1.0, max_length=4) == pytest.approx(5 / 17)
-    best = best_settings([good, good, bad], 8, max_length=32)[0]
-    assert best.exit_layer == 2 and best.tokens_per_layer >= 13 / (20 + 20 + 13)
+    rate, best = best_settings([good, good, bad], 8, max_length=32)[0]
+    assert best["exit_layer"] == 2 and rate >= 13 / (20 + 20 + 13)
+    assert play([good, good, bad], 8, **{name: best[name] for name in ("b", "t", "rho")}, max_length=32) == rate
 
 
 def test_names() -> None:
@@ -393,8 +394,8 @@ def test_labels_by_hand() -> None:
 def test_mask_by_hand() -> None:
     """Context of 3 rows; a draft of 3 behind 2 committed tokens: its first row, that of token 1, sees row 0 and itself."""
     packed = pack(trace([3], [1], [2], context=3))
-    assert packed.position.tolist() == [0, 1, 2, 1, 2, 3]
-    assert packed.mask[3:].int().tolist() == [[1, 0, 0, 1, 0, 0], [1, 0, 0, 1, 1, 0], [1, 0, 0, 1, 1, 1]]
+    assert packed["position"].tolist() == [0, 1, 2, 1, 2, 3]
+    assert packed["mask"][3:].int().tolist() == [[1, 0, 0, 1, 0, 0], [1, 0, 0, 1, 1, 0], [1, 0, 0, 1, 1, 1]]
 
 
 def test_packed_drafts_are_as_each_alone() -> None:
