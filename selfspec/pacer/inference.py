@@ -76,18 +76,22 @@ class PreVerification:
             self._committed.clear()
             self._text = ref(context)
         cache = self._cache(exit_layer, context.max_length)
-        rows = self.network.draft_inputs(hidden, features, first_index, exit_layer)
+        network = self.network
+        rows = network.draft_inputs(hidden, features, first_index, exit_layer)
         start = position - first_index + 1  # of the draft: the committed rows are those before it
         if first_index == 1:  # the last round's drafts are overwritten
             # The cache holds fewer rows than were to be committed to it if a pass was broken off.
             cache.roll_back(min(self._committed.get(exit_layer, 0), start, cache.length))
-            while start - cache.length > _CHUNK:
-                self._run(self._context(context, exit_layer, cache.length, cache.length + _CHUNK), cache)
-            if cache.length < start:  # in one pass with the block
-                rows = torch.cat([self._context(context, exit_layer, cache.length, start), rows])
+            while cache.length < start:  # the last of these rows in one pass with the block
+                end = min(cache.length + _CHUNK, start)
+                read = network.context_inputs(context.rows(exit_layer, cache.length, end), exit_layer)
+                if end == start:
+                    rows = torch.cat([read, rows])
+                    break
+                network.layer.run_layers(read, 0, 1, cache)
         self._committed[exit_layer] = start
-        out = self._run(rows, cache)[-hidden.shape[0] :]
-        estimates = self.network.estimates(out, exit_layer)
+        out = network.layer.run_layers(rows, 0, 1, cache)[-hidden.shape[0] :]
+        estimates = network.estimates(out, exit_layer)
         before = 1.0 if first_index == 1 else self._reliability
         chances = [*accumulate(estimates, mul, initial=before)][1:]
         self._reliability = chances[-1]
@@ -117,12 +121,6 @@ class PreVerification:
                 asked.estimate(text, layer, position, 1, hidden, features)
                 times.append(perf_counter() - start)
         return sorted(times[1:])[len(times) // 4]  # the first had all the text before it
-
-    def _context(self, context: ContextStates, exit_layer: int, start: int, stop: int) -> Tensor:
-        return self.network.context_inputs(context.rows(exit_layer, start, stop), exit_layer)
-
-    def _run(self, rows: Tensor, cache: KVCache) -> Tensor:
-        return self.network.layer.run_layers(rows, 0, 1, cache)
 
     def _cache(self, exit_layer: int, max_length: int) -> KVCache:
         cache = self._caches.get(exit_layer)
