@@ -49,7 +49,7 @@ def train(config: TrainingConfig) -> Path:
         output_dir = claim_output_dir(config)
         tokenizer = own_tokenizer(config, output_dir)
         train_tokens, held_out_tokens = token_streams(config, output_dir, tokenizer)
-        model = initial_model(config, tokenizer)
+        model = initial_model(config, tokenizer).to(accelerator.device)
     training = LayerSkipTraining(config, accelerator, model, tokenizer, train_tokens, held_out_tokens)
 
     def evaluate(done: int) -> Report | None:

@@ -96,7 +96,7 @@ def fit(
 ) -> None:
     """Take the steps that are missing of a run of `steps` steps, and save them in its folder.
 
-    module: its forward returns a loss and figures, a tensor [n] to be reported. optimizers: of its parameters.
+    module: on its device. Its forward returns a loss, and figures to be reported, [n]. optimizers: of its parameters.
     batches(step): this process's part of a step, at least one; the shares of all processes sum to 1, as a rule.
     report(step, figures): the sum of the batches' figures by their shares, over all processes, for people and the log.
     evaluate: called with the number of steps done after each; what it returns is logged and printed.
@@ -104,7 +104,8 @@ def fit(
     """
     folder, log = Path(settings.output_dir) / "checkpoints", Path(settings.output_dir) / "log.jsonl"
     is_main = accelerator.is_main_process
-    wrapped, *prepared = accelerator.prepare(module, *optimizers)
+    parts = (module, *optimizers)
+    wrapped, *prepared = accelerator.prepare(*parts, device_placement=[False] * len(parts))
     first, seconds_before = _resume(settings, accelerator, folder)
     if is_main:
         rewind_log(log, first)

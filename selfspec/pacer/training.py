@@ -93,7 +93,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         layer=describe_layer(model.config),
         max_drafts=config.window,
     )
-    module = PreVerifierModule(described)
+    module = PreVerifierModule(described).to(accelerator.device)
     traces = list(read_traces(config.data_folder / "train"))
     if not traces:
         raise ValueError("no response was long enough to draft in: raise response_tokens, or set ignore_eos")
