@@ -38,7 +38,7 @@ from layerskip_models.training.run_folder import claim_output_dir, write_folder
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.hidden_states import exit_rows
+from selfspec.exits.hidden_states import ExitRows, exit_rows
 from selfspec.exits.loss import WINDOW, ExitAdapterLoss, ExitQuality, measure, set_scales
 from selfspec.exits.own_answers import own_answers
 from selfspec.exits.settings import ExitTraining, default_rank
@@ -47,6 +47,7 @@ from selfspec.generator import SelfSpecGenerator
 from selfspec.messages import template_of
 
 _SCALE_SEQUENCES = 16  # from whose rows an exit's scale is taken
+_KEPT_BYTES = 1 << 30  # of hidden states: what is beyond is computed again in each epoch
 
 
 def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
@@ -124,22 +125,32 @@ class _ExitFit:
         depths = sorted({*layers, *described.steering_layers, self.model.num_layers})
         weights = {"kl_weight": config.kl_weight, "ce_weight": config.ce_weight}
         self.loss = ExitAdapterLoss(self.adapters, FrozenHead(self.model), depths, **weights)
-        set_scales(self.loss, (exit_rows(self.model, texts, depths) for texts in sequences[:_SCALE_SEQUENCES]))
+        self._kept: dict[int, ExitRows] = {}
+        self._room = _KEPT_BYTES
+        set_scales(self.loss, map(self._rows, range(min(_SCALE_SEQUENCES, len(sequences)))))
+
+    def _rows(self, index: int) -> ExitRows:
+        """Run a sequence through the frozen model, once if its states can be kept."""
+        if index in self._kept:
+            return self._kept[index]
+        rows = exit_rows(self.model, self.sequences[index], self.loss.depths)
+        if rows.states.nbytes <= self._room:
+            self._kept[index] = rows
+            self._room -= rows.states.nbytes
+        return rows
 
     def batches(self, step: int) -> list[Batch]:
-        """Run this process's sequences of a step through the frozen model."""
-        config = self.config
-        order = block_order(step, self.batch, len(self.sequences), config.seed)
-        chosen = [self.sequences[index] for index in order]
-        mine = my_share(self.accelerator, range(len(chosen)))
-        rows = exit_rows(self.model, [text for place in mine for text in chosen[place]], self.loss.depths)
-        # A row is steered by a row at a random distance, which its place in the batch decides.
-        distance = [
-            np.random.default_rng([config.seed, step, place]).integers(1, FARTHEST + 1, _num_scored(chosen[place]))
-            for place in mine
-        ]
-        share = len(rows.scored) / sum(map(_num_scored, chosen))
-        return [(share, (rows, torch.from_numpy(np.concatenate(distance)).to(rows.scored.device)))]
+        """Take this process's sequences of a step, each with its share of the scored rows."""
+        order = block_order(step, self.batch, len(self.sequences), self.config.seed)
+        total = sum(text.num_scored for index in order for text in self.sequences[index])
+        parts: list[Batch] = []
+        for place in my_share(self.accelerator, range(self.batch)):
+            rows = self._rows(order[place])
+            # A row is steered by a row at a random distance.
+            draw = np.random.default_rng([self.config.seed, step, place])
+            distance = torch.from_numpy(draw.integers(1, FARTHEST + 1, len(rows.scored)))
+            parts.append((len(rows.scored) / total, (rows, distance.to(rows.scored.device))))
+        return parts
 
     def report(self, step: int, figures: list[float]) -> Report:
         """Report the means over the scored rows of a step, by exit."""
@@ -148,10 +159,6 @@ class _ExitFit:
             for name, values in zip(("ce", "kl", "agreement"), np.reshape(figures, (3, -1)))
         }
         return Report(figures=by_name, summary=f"KL {np.mean([*by_name['kl'].values()]):.3f}")
-
-
-def _num_scored(texts: Sequence[TrainingText]) -> int:
-    return sum(text.num_scored for text in texts)
 
 
 def _sequences(
