@@ -79,12 +79,7 @@ class ExitTraining(FrozenModelSettings):
     ce_weight: float = option(0.1, "Weight of the cross-entropy on the model's own tokens.", AT_LEAST_0)
 
     operational: ClassVar[tuple[str, ...]] = (*FrozenModelSettings.operational, "device_map", "beside", "answer_batch")
-    preparation: ClassVar[tuple[str, ...]] = (
-        *FrozenModelSettings.preparation,
-        "answers-train.jsonl",
-        "answers-held-out.jsonl",
-    )
-    results: ClassVar[tuple[str, ...]] = ("checkpoints", FOLDER)
+    results: ClassVar[tuple[str, ...]] = ("answers-train.jsonl", "checkpoints", FOLDER)
 
     def __post_init__(self) -> None:
         super().__post_init__()

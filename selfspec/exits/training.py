@@ -46,6 +46,7 @@ from selfspec.exits.training_texts import TextReader, TrainingText, prompts_of, 
 from selfspec.generator import SelfSpecGenerator
 from selfspec.messages import template_of
 
+Figures = dict[int, tuple[ExitQuality, ExitQuality]]
 _SCALE_SEQUENCES = 16  # from whose rows an exit's scale is taken
 _KEPT_BYTES = 1 << 30  # of hidden states: what is beyond is computed again in each epoch
 
@@ -219,9 +220,6 @@ def _training_texts(
     )
 
 
-Figures = dict[int, tuple[ExitQuality, ExitQuality]]
-
-
 def figure_lines(figures: Figures) -> list[str]:
     """Held-out figures as a Markdown table."""
     lines = [
@@ -229,11 +227,10 @@ def figure_lines(figures: Figures) -> list[str]:
         f" accepted of {WINDOW} drafts, bare | with adapter |",
         "| --: | --: | --: | --: | --: | --: | --: |",
     ]
-    for layer, (one, other) in figures.items():
-        lines.append(
-            f"| {layer} | {one.agreement:.3f} | {other.agreement:.3f} | {one.overlap:.3f} | {other.overlap:.3f} |"
-            f" {one.run:.2f} | {other.run:.2f} |"
-        )
+    for layer, found in figures.items():
+        numbers = [(one.agreement, one.overlap, one.run) for one in found]
+        cells = [f"{number:.3f}" for pair in zip(*numbers) for number in pair]
+        lines.append(f"| {layer} | {' | '.join(cells)} |")
     return lines
 
 
@@ -243,42 +240,37 @@ def _write_adapters(config: ExitTraining, adapters: ExitAdapters, figures: Figur
 
     def write(path: Path) -> None:
         save_adapters(adapters, path, dtype)
-        measured = {
-            str(layer): {"bare": asdict(one), "adapted": asdict(other)} for layer, (one, other) in figures.items()
-        }
+        measured = {layer: dict(zip(("bare", "adapted"), map(asdict, found))) for layer, found in figures.items()}
         (path / "figures.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
-        (path / "README.md").write_text(card(config, adapters.config, figure_lines(figures)), encoding="utf-8")
+        (path / "README.md").write_text(_card(config, adapters.config, figure_lines(figures)), encoding="utf-8")
 
     write_folder(target, write)
     if config.beside:
-        write_folder(
-            config.checkpoint_folder() / FOLDER, lambda path: shutil.copytree(target, path, dirs_exist_ok=True)
-        )
+        beside = config.checkpoint_folder() / FOLDER
+        write_folder(beside, lambda path: shutil.copytree(target, path, dirs_exist_ok=True))
 
 
-def card(config: ExitTraining, adapters: AdapterConfig, lines: Sequence[str]) -> str:
+def _card(config: ExitTraining, adapters: AdapterConfig, lines: Sequence[str]) -> str:
     """Write the text of README.md. Of paths only the last part: the rest means nothing on another machine."""
-    changed = []
+    options = []
     for item in fields(config):
-        value = getattr(config, item.name)
-        if value != item.default:
-            values = [
-                Path(one).name if isinstance(one, str) else one
-                for one in (value if isinstance(value, tuple) else [value])
-            ]
-            changed.append(f"    {item.name}: {', '.join(map(str, values))}")
-    whose = "answers that the model wrote itself" if config.own_answers else "the data's own text"
-    return "\n".join(
-        [
-            f"# Exit adapters for {adapters.base_model}\n",
-            f"Form {adapters.form}, rank {adapters.rank}, for exits after layers {', '.join(map(str, adapters.exit_layers))}."
-            " They change what early exits draft, and nothing that verification sees: the model's output stays what it is.\n",
-            f"Trained with `selfspec train-exit` on {whose}, with these options, all others at their defaults:\n",
-            *changed,
-            "\nOn held-out text, the exits alone and with their adapters. Agreement: the likeliest token is the model's."
-            " Accepted at temperature 1: the chance that a drawn token is. Accepted drafts: how many of"
-            f" {WINDOW} are accepted on average, greedily, along the text.\n",
-            *lines,
-            "",
-        ]
-    )
+        if (value := getattr(config, item.name)) != item.default:
+            values = value if isinstance(value, tuple) else (value,)
+            shown = [Path(one).name if isinstance(one, str) else str(one) for one in values]
+            options.append(f"    {item.name}: {', '.join(shown)}")
+    layers = ", ".join(map(str, adapters.exit_layers))
+    text = f"""# Exit adapters for {adapters.base_model}
+
+Form {adapters.form}, rank {adapters.rank}, for exits after layers {layers}. They change what early exits draft, and nothing
+that verification sees: the model's output stays what it is. Made by `selfspec train-exit` with these options, all others at
+their defaults:
+
+OPTIONS
+
+On held-out text, the exits alone and with their adapters. Agreement: the likeliest token is the model's. Accepted at
+temperature 1: the chance that a drawn token is. Accepted drafts: how many of {WINDOW} are accepted on average, greedily,
+along the text.
+
+TABLE
+"""
+    return text.replace("OPTIONS", "\n".join(options)).replace("TABLE", "\n".join(lines))
