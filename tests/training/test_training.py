@@ -39,6 +39,9 @@ def test_run_leaves_a_usable_model_and_a_log(finished):
     assert held_out["agreement"][-1] == 1
     assert records[-1]["loss"].keys() == {"3"}  # layers 7 mod 4 = 3 and the last, which is the same
     assert records[-2]["loss"].keys() == {"2", "3"}
+    final, early, last = (weights(finished / name) for name in ("model", "steps/4", "steps/8"))
+    assert all(torch.equal(final[name], last[name]) for name in final)
+    assert not torch.equal(final["lm_head.weight"], early["lm_head.weight"])
 
 
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
