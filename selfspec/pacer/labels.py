@@ -73,7 +73,7 @@ def pack(trace: DraftTrace) -> dict[str, Tensor]:
     mask[size:, :size] = _numbers(0, size) < (starts - 1).unsqueeze(1)
     mask[size:, size:] = (draft.unsqueeze(1) == draft) & (index.unsqueeze(1) >= index)
     return {
-        "hidden": torch.cat([trace.context, trace.hidden]).float(),
+        "hidden": torch.cat([trace.context.float(), trace.hidden.float()]),
         "features": torch.cat([trace.features.new_zeros(size, trace.features.shape[1]), trace.features]),
         "draft_index": torch.cat([index.new_zeros(size), index]),
         "position": torch.cat([_numbers(0, size), starts - 2 + index]),
