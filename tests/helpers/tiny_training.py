@@ -71,6 +71,6 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 def begin_launched() -> None:
-    """To be called first by a training in one of several forked processes: forget the state of the process they came from."""
+    """Forget what accelerate knows of this process, as a training in a forked process, or of another precision, must."""
     os.environ["OMP_NUM_THREADS"] = "1"  # which accelerate would choose, with a warning
     AcceleratorState._reset_state(reset_partial_state=True)

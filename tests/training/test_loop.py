@@ -87,6 +87,17 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one(
         run(config)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_stays_near(kind: str, data: Path, tmp_path: Path) -> None:
+    """States of the Pacer's data are in float16, which autocast to bfloat16 does not mix."""
+    run, made, _ = KINDS[kind]
+    for precision in ("bf16", "fp32"):
+        begin_launched()  # a process has one precision
+        run(replace(made(data, tmp_path / precision), precision=precision))
+    one, other = (_numbers(log_of(tmp_path / precision)[0]) for precision in ("fp32", "bf16"))
+    assert other != one and other == pytest.approx(one, abs=0.05)
+
+
 def test_a_loss_that_is_none_ends_the_run(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the loss of step \d+ is nan: start again with a lower learning_rate"):
         train(tiny(data / "numbers.txt", tmp_path / "out", optimizer="adamw", learning_rate=1e30, max_steps=8))
