@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from selfspec.detokenize import IncrementalDecoder
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.engine import run_calls
 from selfspec.engine.results import GenerationResult, StepOutput
-from selfspec.streaming import IncrementalDecoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

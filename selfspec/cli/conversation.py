@@ -13,16 +13,15 @@ from layerskip_models.text_files import write_text
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.cache.copy_index import CopyStore, copies_drafts
 from selfspec.cli.interrupt import InterruptCriteria
+from selfspec.detokenize import DraftStreamer, StopTrimmer, TextStreamer, TokenSource, before_stop
 from selfspec.messages import ChatTemplate, are_messages, encode_messages
-from selfspec.stop_text import StopTrimmer, before_stop
-from selfspec.streaming import DraftStreamer, Fate, TextStreamer
 
 
 class Conversation:
     """Asks one question after another. Each prompt is the whole conversation, but only its new part has to be read.
 
     options: of `SelfSpecGenerator.generate`. max_new_tokens: of an answer; fewer if the context ends before. write: gets the
-    answer piece by piece, with fates if drafts are shown. copy_from: texts to copy drafts from, in addition to the
+    answer piece by piece, with sources if drafts are shown. copy_from: texts to copy drafts from, in addition to the
     conversation, if the policy copies.
     """
 
@@ -33,7 +32,7 @@ class Conversation:
         options: dict[str, Any],
         *,
         max_new_tokens: int,
-        write: Callable[[str, Fate], object],
+        write: Callable[[str, TokenSource], object],
         copy_from: CopyStore | None = None,
     ) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -107,10 +106,10 @@ class Conversation:
             )
         written: list[str] = []
 
-        def write(text: str, fate: Fate) -> None:
-            if fate != "rejected":
+        def write(text: str, source: TokenSource) -> None:
+            if source != "rejected":
                 written.append(text)
-            self._write(text, fate)
+            self._write(text, source)
 
         trimmer = StopTrimmer(self._template.stops, write)
         streamer = (DraftStreamer if self.show_drafts else TextStreamer)(tokenizer, trimmer.push)

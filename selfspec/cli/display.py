@@ -18,11 +18,11 @@ from rich.text import Text
 from policies import RoundRecord
 from selfspec.analysis.comparison import Comparison
 from selfspec.cli.notes import visible, visible_line
+from selfspec.detokenize import TokenSource
 from selfspec.engine.stats import GenerationStats, sources_text
 from selfspec.generator import GenerationResult
-from selfspec.streaming import Fate
 
-FATE_STYLES: dict[Fate, Style] = {
+SOURCE_STYLES: dict[TokenSource, Style] = {
     "target": Style.null(),
     "accepted": Style(color="green"),
     "copied": Style(color="magenta"),
@@ -33,7 +33,7 @@ FATE_STYLES: dict[Fate, Style] = {
 PROMPT_STYLE = Style(dim=True)
 _PICTURE_WIDTH = 100  # characters
 
-_LEGEND: tuple[tuple[str, Fate], ...] = (
+_LEGEND: tuple[tuple[str, TokenSource], ...] = (
     ("accepted draft", "accepted"),
     ("accepted copy", "copied"),
     ("dropped draft", "rejected"),
@@ -71,21 +71,21 @@ class TextWriter:
             self._file.write(shown.render(text, color_system=self._colors))
             self._file.flush()
 
-    def write_token(self, text: str, fate: Fate) -> None:
-        """Write a chunk in the style of its fate. Rejected drafts are written only if styles are on."""
-        if fate == "rejected":
+    def write_token(self, text: str, source: TokenSource) -> None:
+        """Write a chunk in the style of its source. Rejected drafts are written only if styles are on."""
+        if source == "rejected":
             if not self.shows_styles:
                 return
             text = visible_line(text)  # a rejected newline must not break the line
-        self.write(text, FATE_STYLES[fate])
+        self.write(text, SOURCE_STYLES[source])
 
 
-def save_drafts(path: Path, title: str, prompt: str, tokens: Iterable[tuple[str, Fate]]) -> None:
-    """Write tokens with their fates as an SVG picture of a terminal, with a legend, without references to fonts."""
+def save_drafts(path: Path, title: str, prompt: str, tokens: Iterable[tuple[str, TokenSource]]) -> None:
+    """Write tokens with their sources as an SVG picture of a terminal, with a legend, without references to fonts."""
     console = Console(record=True, file=io.StringIO(), width=_PICTURE_WIDTH, highlight=False)
     text = Text().append(visible(prompt), PROMPT_STYLE)
-    for token, fate in tokens:
-        text.append(visible_line(token) if fate == "rejected" else visible(token), FATE_STYLES[fate])
+    for token, source in tokens:
+        text.append(visible_line(token) if source == "rejected" else visible(token), SOURCE_STYLES[source])
     console.print(text, "", legend(styles_shown=True), sep="\n")
     picture = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title), flags=re.DOTALL)
     path.write_text(picture, encoding="utf-8")
@@ -95,7 +95,7 @@ def legend(styles_shown: bool) -> Text:
     """Say what the styles of `write_token` mean; if they are off, how to turn them on."""
     if not styles_shown:
         return Text("colours are off, standard output is not a terminal; FORCE_COLOR=1 turns them on")
-    return Text(", ").join(Text(meaning, FATE_STYLES[fate]) for meaning, fate in _LEGEND)
+    return Text(", ").join(Text(meaning, SOURCE_STYLES[source]) for meaning, source in _LEGEND)
 
 
 def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:

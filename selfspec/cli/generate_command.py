@@ -33,9 +33,9 @@ from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import CopyFromOption, LoadOptions, ModelOption, option, with_groups
 from selfspec.cli.text_input import PromptArgument, read_copy_files, read_prompt, store_of_files
+from selfspec.detokenize import DraftStreamer, TextStreamer, TokenSource
 from selfspec.engine.calibrate import measured_cost
 from selfspec.options import WrittenOptions
-from selfspec.streaming import DraftStreamer, Fate, TextStreamer
 
 _WARM_UP_TOKENS = 16
 _MANY, _OUTPUT, _TEXT = "Many prompts", "Output", "Text"
@@ -200,7 +200,7 @@ class _Session:
         assert generator.tokenizer is not None  # a checkpoint is loaded with its tokenizer
         self.interrupt = InterruptCriteria()
         self.generator, self.prompt, self.notes = generator, prompt, notes
-        self.drafts: list[tuple[str, Fate]] = []  # what `run` wrote with --show-drafts
+        self.drafts: list[tuple[str, TokenSource]] = []  # what `run` wrote with --show-drafts
         self._tokenizer, self._max_new_tokens = generator.tokenizer, options["max_new_tokens"]
         with notes.status("Calibrating ..."):  # only if the policy uses measured costs
             self._policy = generator.resolve_policy(
@@ -229,9 +229,9 @@ class _Session:
             elif shown.compare:  # standard output gets the continuation alone
                 self.notes.print(f"prompt:\n{self.prompt}\n", style=PROMPT_STYLE)
 
-        def on_token(text: str, fate: Fate) -> None:
-            self.drafts.append((text, fate))
-            writer.write_token(text, fate)
+        def on_token(text: str, source: TokenSource) -> None:
+            self.drafts.append((text, source))
+            writer.write_token(text, source)
 
         if shown.show_drafts:
             streamer: TextStreamer = DraftStreamer(self._tokenizer, on_token, on_start)

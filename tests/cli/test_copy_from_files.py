@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
-from selfspec.cli.display import FATE_STYLES
+from selfspec.cli.display import SOURCE_STYLES
 from selfspec.cli.main import app
 
 PROMPT = "a bed, a fig"
@@ -92,7 +92,7 @@ def test_copied_drafts_have_a_colour_of_their_own(
     assert "\x1b[32m" in copying.stdout  # drafts of the exit stay as they are
     drafting = CliRunner().invoke(app, [*arguments, "--policy", "ls:1-3"], color=True)
     assert "\x1b[32m" in drafting.stdout and "\x1b[35m" not in drafting.stdout
-    assert len({str(style) for style in FATE_STYLES.values()}) == len(FATE_STYLES)
+    assert len({str(style) for style in SOURCE_STYLES.values()}) == len(SOURCE_STYLES)
 
 
 def write_lines(path: Path, *lines: dict[str, Any]) -> Path:

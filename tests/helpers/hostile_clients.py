@@ -37,7 +37,7 @@ from hostile_requests import (
 )
 from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
-from selfspec.stop_text import before_stop
+from selfspec.detokenize import before_stop
 
 PROMPTS = ("def fibonacci(n):\n", "Question: Tom has 3 apples and buys 4.\nAnswer:", "Once upon a time " * 40)
 LENGTHS = (1, 12, 60, 150)
