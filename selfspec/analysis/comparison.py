@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,7 +23,7 @@ _PLAIN: Mapping[str, int | None] = {"exit_layer": None, "num_speculations": 0, "
 class Generate(Protocol):
     """`SelfSpecGenerator.generate` with the prompt and the options bound."""
 
-    def __call__(self, **changes: int | str | None) -> GenerationResult:
+    def __call__(self, **changes: Any) -> GenerationResult:
         """Generate, with these options in place of the bound ones."""
         ...
 

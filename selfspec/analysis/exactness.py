@@ -88,9 +88,12 @@ def ask_reference(
     llama: PreTrainedModel,
     prompts: abc.Sequence[Tensor],
     max_new_tokens: int,
-    advance: Callable[[str], None] = lambda label: None,
+    on_progress: Callable[[str], None] = lambda label: None,
 ) -> Reference:
-    """Get greedy texts, their logits and the distribution of samples from transformers. advance: called prompts + 1 times."""
+    """Get greedy texts, their logits and the distribution of samples from transformers.
+
+    on_progress: called prompts + 1 times.
+    """
     logits = []
     with torch.no_grad():
         for prompt in prompts:
@@ -101,9 +104,9 @@ def ask_reference(
                 rows.append(output.logits[0, -1].float())
                 fed = [int(rows[-1].argmax())]
             logits.append(torch.stack(rows))
-            advance("asking transformers")
+            on_progress("asking transformers")
         sampled = _outcomes(llama, prompts[0].tolist())
-        advance("asking transformers")
+        on_progress("asking transformers")
     return Reference(
         dtype=llama.dtype,
         prompts=tuple(prompts),
@@ -136,14 +139,14 @@ def verify_engine(
     draws: int = 400,
     policies: abc.Sequence[str] | None = None,
     besides: abc.Sequence[str] = (),
-    advance: Callable[[str], None] = lambda label: None,
+    on_progress: Callable[[str], None] = lambda label: None,
 ) -> Iterator[Check]:
     """Yield one check after the other. Takes over the weights of the model, which cannot be used afterwards.
 
     prompts: int64 [n] each. draws: samples per sampled policy; 0 leaves sampling out. policies: None for those of
-        `every_policy` that the model can run, and `besides`. advance: called `num_steps` times.
+        `every_policy` that the model can run, and `besides`. on_progress: called `num_steps` times.
     """
-    reference = ask_reference(llama, prompts, max_new_tokens, advance)
+    reference = ask_reference(llama, prompts, max_new_tokens, on_progress)
     ours = from_transformers(llama, release=True)
     generator = SelfSpecGenerator(ours, runner="eager", prefix_cache=0)
     model = generator.model
@@ -152,18 +155,18 @@ def verify_engine(
     yield check_logits(model, reference)
     yield check_single_row(model, reference)
     yield check_acceptance(model, reference)
-    advance("logits")
+    on_progress("logits")
     for name in names:
         if policies or why_left_out(model, name) is None:
             yield check_greedy(generator, reference, name)
-        advance(name)
+        on_progress(name)
     if draws:
         for name in sampled_policies(model.num_layers):
-            yield check_sampling(generator, reference, name, draws, advance)
+            yield check_sampling(generator, reference, name, draws, on_progress)
 
 
 def num_steps(num_layers: int, num_prompts: int, draws: int, num_policies: int | None = None) -> int:
-    """How many times `verify_engine` calls `advance`."""
+    """How many times `verify_engine` calls `on_progress`."""
     policies = len(every_policy(num_layers)) if num_policies is None else num_policies
     return num_prompts + 2 + policies + draws * len(sampled_policies(num_layers))
 
@@ -279,7 +282,7 @@ def check_sampling(
     reference: Reference,
     policy: str,
     draws: int,
-    advance: Callable[[str], None] = lambda label: None,
+    on_progress: Callable[[str], None] = lambda label: None,
 ) -> Check:
     """Compare samples with their exact probabilities: Pearson's chi-squared over outcomes expected at least 5 times."""
     chosen = make_policy(generator.bound, policy)
@@ -290,7 +293,7 @@ def check_sampling(
             generator, reference.prompts[0], chosen, max_new_tokens=_STEPS, do_sample=True, top_k=_TOP_K, seed=seed
         )
         counts[tuple(decoding.tokens[0, reference.prompts[0].numel() : decoding.length].tolist())] += 1
-        advance(f"sampling, {policy}")
+        on_progress(f"sampling, {policy}")
     cells = [(counts[outcome], draws * share) for outcome, share in reference.sampled.items()]
     large = [(seen, expected) for seen, expected in cells if expected >= 5]
     rest_seen, rest_expected = draws - sum(seen for seen, _ in large), draws - sum(expected for _, expected in large)

@@ -97,11 +97,11 @@ def inspect_model(
     *,
     max_new_tokens: int = 64,
     repeats: int = 3,
-    advance: Callable[[str], None] = lambda label: None,
+    on_progress: Callable[[str], None] = lambda label: None,
 ) -> Inspection:
     """Inspect a model with sample texts; the first half of each is the prompt of a continuation.
 
-    advance: called with a label after each of 2 * texts + 2 steps.
+    on_progress: called with a label after each of 2 * texts + 2 steps.
     Raises ValueError without a text of at least 4 tokens.
     """
     model, tokenizer = generator.model, generator.tokenizer
@@ -112,12 +112,12 @@ def inspect_model(
     if not encoded:
         raise ValueError("there must be a sample text of at least 4 tokens")
     cost = measured_cost(model, generator.runner)
-    advance("calibrating")
+    on_progress("calibrating")
     agreements = []
     for ids in encoded:
         agreements.append(text_agreement(model, ids))
-        advance("reading sample text")
-    predicted = _predicted(generator, encoded, max_new_tokens, cost, lambda: advance("tracing every layer"))
+        on_progress("reading sample text")
+    predicted = _predicted(generator, encoded, max_new_tokens, cost, lambda: on_progress("tracing every layer"))
     best = predicted.best
     generate = partial(
         generator.generate, _first_half(max(encoded, key=len)), max_new_tokens=max_new_tokens, eos_token_id=[],
@@ -127,7 +127,7 @@ def inspect_model(
     comparison = compare(generate, repeats=repeats, greedy=True)
     assert comparison is not None
     rounded = _rounded_drafts(generator, generate, repeats)
-    advance("comparing with plain decoding")
+    on_progress("comparing with plain decoding")
     layers = range(1, model.num_layers)
     return Inspection(
         num_layers=model.num_layers,

@@ -11,9 +11,9 @@ from policies import LayerCost, parse_policy
 from selfspec.analysis.exactness import every_policy, num_steps, verify_engine
 from selfspec.analysis.inspection import inspect_model, inspection_lines
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
-from selfspec.cli.arguments import checked_output_file, load_generator, load_reference, progress
+from selfspec.cli.arguments import checked_output_file, load_generator, load_reference, progress_bar
+from selfspec.cli.console import LogConsole, one_line_errors
 from selfspec.cli.display import write_trace
-from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import (
     DeviceOptions,
     LoadOptions,
@@ -27,7 +27,7 @@ from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument,
 from selfspec.engine.stats import sources_text
 from selfspec.pacer.inference import has_preverifier
 
-PICTURES = (".png", ".svg", ".pdf")
+_ENDINGS = (".png", ".svg", ".pdf", ".jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +67,14 @@ def trace_command(
     model: ModelOption = None,
 ) -> None:
     """Decode a prompt greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance."""
-    notes = notes_console()
+    log = LogConsole()
     with one_line_errors():
         output = asked.output
-        if output is not None and output.suffix not in (*PICTURES, ".jsonl"):
-            raise ValueError(f"--output must end with one of {', '.join((*PICTURES, '.jsonl'))}, got {output.name!r}")
+        if output is not None and output.suffix not in _ENDINGS:
+            raise ValueError(f"--output must end with one of {', '.join(_ENDINGS)}, got {output.name!r}")
         text = read_prompt(prompt, asked.file)
-        generator = load_generator(model, load, notes)
-        with notes.status("Decoding ..."):
+        generator = load_generator(model, load, log)
+        with log.status("Decoding ..."):
             result = generator.generate(
                 text, policy=policy, max_new_tokens=asked.max_new_tokens, do_sample=False, eos_token_id=[], trace=True
             )
@@ -84,25 +84,25 @@ def trace_command(
         elif output is not None:
             plot_trace(records, generator.model.num_layers, result.policy, output)
     typer.echo("\n".join(trace_lines(records)))
-    notes.print(f"policy {result.policy}; {len(records)} rounds" + (f"; wrote {output}" if output else ""))
+    log.print(f"policy {result.policy}; {len(records)} rounds" + (f"; wrote {output}" if output else ""))
     if result.stats.num_copied:
-        notes.print(f"= is an accepted copy, x one that was not; {sources_text(result.stats)}")
+        log.print(f"= is an accepted copy, x one that was not; {sources_text(result.stats)}")
 
 
 @with_groups
 def inspect_command(asked: InspectOptions, load: LoadOptions, model: ModelArgument = None) -> None:
     """Say whether a checkpoint is worth self-speculating with: agreement per layer, speed-up predicted and measured."""
-    notes = notes_console()
+    log = LogConsole()
     with one_line_errors():
         texts = [read_prompt(None, path) for path in asked.text or ()]
-        generator = load_generator(model, load, notes)
-        with progress(2 * max(1, len(texts)) + 2, notes) as advance:
+        generator = load_generator(model, load, log)
+        with progress_bar(2 * max(1, len(texts)) + 2, log) as on_progress:
             inspection = inspect_model(
                 generator,
                 texts or [EXAMPLE_PROMPT],
                 max_new_tokens=asked.max_new_tokens,
                 repeats=asked.repeats,
-                advance=advance,
+                on_progress=on_progress,
             )
     typer.echo("\n".join(inspection_lines(inspection)))
 
@@ -113,10 +113,10 @@ def verify_command(asked: VerifyOptions, load: DeviceOptions, model: ModelArgume
 
     Ends with status 1 if anything fails.
     """
-    notes = notes_console()
+    log = LogConsole()
     with one_line_errors():
         texts = [read_prompt(None, path) for path in asked.file or ()] or [EXAMPLE_PROMPT, CODE_PROMPT]
-        llama, prompts = load_reference(model, texts, load.dtype, load.device, notes)
+        llama, prompts = load_reference(model, texts, load.dtype, load.device, log)
         num_layers = llama.config.num_hidden_layers
         for name in asked.policy or []:
             if "pacer" not in name:  # which needs the model's own files, checked below
@@ -125,7 +125,7 @@ def verify_command(asked: VerifyOptions, load: DeviceOptions, model: ModelArgume
         num_policies = len(asked.policy or [*every_policy(num_layers), *own])
         total = num_steps(num_layers, len(prompts), asked.draws, num_policies)
         failed = 0
-        with progress(total, notes) as advance:
+        with progress_bar(total, log) as on_progress:
             for check in verify_engine(
                 llama,
                 prompts,
@@ -133,7 +133,7 @@ def verify_command(asked: VerifyOptions, load: DeviceOptions, model: ModelArgume
                 draws=asked.draws,
                 policies=asked.policy,
                 besides=own,
-                advance=advance,
+                on_progress=on_progress,
             ):
                 failed += not check.passed
                 typer.echo(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")

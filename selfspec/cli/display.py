@@ -17,9 +17,9 @@ from rich.text import Text
 
 from policies import RoundRecord
 from selfspec.analysis.comparison import Comparison
-from selfspec.cli.notes import visible, visible_line
+from selfspec.cli.console import visible, visible_line
 from selfspec.detokenize import TokenSource
-from selfspec.engine.stats import GenerationStats, sources_text
+from selfspec.engine.stats import sources_text
 from selfspec.generator import GenerationResult
 
 SOURCE_STYLES: dict[TokenSource, Style] = {
@@ -33,14 +33,14 @@ SOURCE_STYLES: dict[TokenSource, Style] = {
 PROMPT_STYLE = Style(dim=True)
 _PICTURE_WIDTH = 100  # characters
 
-_LEGEND: tuple[tuple[str, TokenSource], ...] = (
-    ("accepted draft", "accepted"),
-    ("accepted copy", "copied"),
-    ("dropped draft", "rejected"),
-    ("correction of one", "corrected"),
-    ("bonus after a whole draft", "bonus"),
-    ("no draft", "target"),
-)
+_LEGEND: dict[TokenSource, str] = {
+    "accepted": "accepted draft",
+    "copied": "accepted copy",
+    "rejected": "dropped draft",
+    "corrected": "correction of one",
+    "bonus": "bonus after a whole draft",
+    "target": "no draft",
+}
 
 
 class TextWriter:
@@ -52,10 +52,9 @@ class TextWriter:
     def __init__(self, console: Console) -> None:
         self._file = console.file
         self.is_terminal = console.is_terminal
-        self._colors = COLOR_SYSTEMS.get(console.color_system or "")
+        colors = COLOR_SYSTEMS.get(console.color_system or "")
+        self._colors = None if colors is ColorSystem.WINDOWS else colors  # such a console has no escape sequences
         self._plain = console.no_color
-        if self._colors is ColorSystem.WINDOWS:  # such a console has no escape sequences
-            self._colors = None
 
     @property
     def shows_styles(self) -> bool:
@@ -95,24 +94,31 @@ def legend(styles_shown: bool) -> Text:
     """Say what the styles of `write_token` mean; if they are off, how to turn them on."""
     if not styles_shown:
         return Text("colours are off, standard output is not a terminal; FORCE_COLOR=1 turns them on")
-    return Text(", ").join(Text(meaning, SOURCE_STYLES[source]) for meaning, source in _LEGEND)
+    return Text(", ").join(Text(meaning, SOURCE_STYLES[source]) for source, meaning in _LEGEND.items())
 
 
 def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
     stats = result.stats
+    speculation = f"{stats.rounds} round{'' if stats.rounds == 1 else 's'}, nothing drafted"
+    if stats.acceptance_rate is not None:
+        speculation = (
+            f"{stats.rounds} round{'' if stats.rounds == 1 else 's'}, acceptance rate {stats.acceptance_rate:.3f} "
+            f"({stats.num_accepted} of {stats.num_drafted} drafts), "
+            f"{stats.accepted_per_round:.2f} accepted/round, {stats.tokens_per_round:.2f} tokens/round"
+        )
     lines = [
-        f"{stats.num_new_tokens} tokens in {in_seconds(stats.seconds)}, {stats.tokens_per_second:.1f} tokens/s; "
-        f"first token after {in_seconds(stats.time_to_first_token)}; stop reason: {stop_reason}",
-        f"policy {result.policy}: {_speculation(stats)}",
+        f"{stats.num_new_tokens} tokens in {_in_seconds(stats.seconds)}, {stats.tokens_per_second:.1f} tokens/s; "
+        f"first token after {_in_seconds(stats.time_to_first_token)}; stop reason: {stop_reason}",
+        f"policy {result.policy}: {speculation}",
     ]
     if stats.num_copied:
         lines.append(f"  {sources_text(stats)}")
     if stats.calibration_seconds >= 0.01:
         lines.append(
-            f"of that time {in_seconds(stats.calibration_seconds)} to prepare the policy, once per model and process"
+            f"of that time {_in_seconds(stats.calibration_seconds)} to prepare the policy, once per model and process"
         )
     if stats.num_captures:
-        lines.append(f"of that time {in_seconds(stats.capture_seconds)} for {stats.num_captures} captures, which last")
+        lines.append(f"of that time {_in_seconds(stats.capture_seconds)} for {stats.num_captures} captures, which last")
     return lines
 
 
@@ -124,12 +130,19 @@ def comparison_lines(comparison: Comparison, policy: str) -> list[str]:
     for name, runs in rows:
         lines.append(
             f"  {name:{width}}  {median(r.tokens_per_second for r in runs):8.1f} tokens/s"
-            f"  {in_seconds(median(r.seconds for r in runs)):>8}"
-            f"  first token {in_seconds(median(r.time_to_first_token for r in runs))}"
+            f"  {_in_seconds(median(r.seconds for r in runs)):>8}"
+            f"  first token {_in_seconds(median(r.time_to_first_token for r in runs))}"
+        )
+    verdict = "outputs equal"
+    if comparison.outputs_equal is None:
+        verdict = "outputs not compared: sampled texts differ, their distribution is the same"
+    elif not comparison.outputs_equal:
+        verdict = (
+            f"OUTPUTS DIFFER from new token {comparison.first_difference} on: a near-tie of two tokens can do that "
+            "(float64 decides: --dtype float64)"
         )
     spread = f"{comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}"
-    lines.append(f"speed-up {comparison.speedup:.2f} ({spread}); {_verdict(comparison)}")
-    return lines
+    return [*lines, f"speed-up {comparison.speedup:.2f} ({spread}); {verdict}"]
 
 
 def write_trace(path: Path, records: Iterable[RoundRecord]) -> None:
@@ -139,27 +152,5 @@ def write_trace(path: Path, records: Iterable[RoundRecord]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def _speculation(stats: GenerationStats) -> str:
-    rounds = f"{stats.rounds} round{'' if stats.rounds == 1 else 's'}"
-    if stats.acceptance_rate is None:
-        return f"{rounds}, nothing drafted"
-    return (
-        f"{rounds}, acceptance rate {stats.acceptance_rate:.3f} "
-        f"({stats.num_accepted} of {stats.num_drafted} drafts), "
-        f"{stats.accepted_per_round:.2f} accepted/round, {stats.tokens_per_round:.2f} tokens/round"
-    )
-
-
-def _verdict(comparison: Comparison) -> str:
-    if comparison.outputs_equal is None:
-        return "outputs not compared: sampled texts differ, their distribution is the same"
-    if comparison.outputs_equal:
-        return "outputs equal"
-    return (
-        f"OUTPUTS DIFFER from new token {comparison.first_difference} on: a near-tie of two tokens can do that "
-        "(float64 decides: --dtype float64)"
-    )
-
-
-def in_seconds(seconds: float) -> str:
+def _in_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from selfspec.cli.notes import gc_paused, one_line_errors
+from selfspec.cli.console import gc_paused, one_line_errors
 from selfspec.removed import refuse_removed
 
 COMMANDS = {

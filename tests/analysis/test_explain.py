@@ -165,7 +165,7 @@ def test_text_agreement_is_that_of_full_passes(generator: SelfSpecGenerator) -> 
 def test_an_inspection_has_a_verdict(generator: SelfSpecGenerator) -> None:
     seen: list[str] = []
     texts = ["a bed, a fig. " * 4, "ab", "a cab, head. be a bed"]
-    inspection = inspect_model(generator, texts, max_new_tokens=12, repeats=1, advance=seen.append)
+    inspection = inspect_model(generator, texts, max_new_tokens=12, repeats=1, on_progress=seen.append)
     assert len(inspection.text_agreement) == len(inspection.predicted.own_agreement) == 3
     assert inspection.comparison.outputs_equal
     lines = inspection_lines(inspection)

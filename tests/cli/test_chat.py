@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
 from selfspec.cli.chat_command import COMMANDS, Chat
+from selfspec.cli.console import LogConsole, one_line_errors
 from selfspec.cli.conversation import Conversation
 from selfspec.cli.display import TextWriter
 from selfspec.cli.main import app
-from selfspec.cli.notes import NotesConsole, notes_console, one_line_errors
 from selfspec.detokenize import StopTrimmer, TokenSource, before_stop
 from selfspec.messages import ChatTemplate
 from tiny_llama import WORDS, tiny_llama, tiny_tokenizer
@@ -45,7 +45,7 @@ class Talk:
             write=self.write,
         )
         self.conversation.use_policy("ls:2-4")
-        self.notes = Console(
+        self.log = Console(
             file=io.StringIO(), record=True, width=200, force_terminal=False, highlight=False, markup=False
         )
 
@@ -63,8 +63,8 @@ class Talk:
             return line
 
         writer = TextWriter(Console(file=io.StringIO()))
-        Chat(self.conversation, writer, self.notes).run(read_line)
-        return self.notes.export_text()
+        Chat(self.conversation, writer, self.log).run(read_line)
+        return self.log.export_text()
 
     @property
     def answers(self) -> list[str]:
@@ -128,7 +128,7 @@ def test_what_is_shown_steers_no_terminal(tmp_path: Path) -> None:
     file.write_text(json.dumps([{"role": role, "content": hostile} for role in ("system", hostile)]))
     talk.conversation.load(file)
     raw = io.StringIO()
-    talk.notes = NotesConsole(file=raw, record=True, width=200, force_terminal=True)
+    talk.log = LogConsole(file=raw, record=True, width=200, force_terminal=True)
     talk.type("/history", "/system", "/nonsense\x1b[2J")
     shown = raw.getvalue()
     assert shown.count("␛]0;title␇ \\x9b2J \\x85␡␍␈ [bold]b[/]") == 4
@@ -145,7 +145,6 @@ def test_errors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), one_line_errors():
         raise ValueError("no model \x9b2J\x1b[31m called so")
     assert capsys.readouterr().err == "error: no model \\x9b2J␛[31m called so\n"
-    assert isinstance(notes_console(quiet=False), NotesConsole)
 
 
 def test_a_template_that_fails_ends_no_chat() -> None:
