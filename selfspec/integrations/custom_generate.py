@@ -8,6 +8,7 @@ engine decodes from exactly that. Every row of the batch is one text in the engi
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import threading
@@ -49,8 +50,7 @@ from selfspec.options import SpeculationOptions
 
 _OF_A_BATCH = ("num_return_sequences",)
 _PREPARED = ("attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep")
-"""What transformers passes to every callable."""
-
+"""Passed by transformers to every callable."""
 
 _generators: WeakKeyDictionary[PreTrainedModel, dict[str, SelfSpecGenerator]] = WeakKeyDictionary()
 _lock = fork_safe(threading.Lock())
@@ -74,7 +74,7 @@ def generator_of(model: PreTrainedModel, draft_weights: DraftWeights = "auto") -
 
 @dataclass
 class SelfSpecOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with `return_dict_in_generate=True`: `sequences`, and the statistics of every row.
+    """The output of `generate` with `return_dict_in_generate=True`: `sequences`, and the statistics of every row.
 
     The fields for scores, logits, attentions, hidden states and the cache are None.
     """
@@ -82,16 +82,8 @@ class SelfSpecOutput(GenerateDecoderOnlyOutput):
     stats: list[GenerationStats] | None = None  # not a tuple, whose items pipelines take for tensors
 
 
-def custom_generate(
-    policy: str | Policy | None = None,
-    *,
-    exit_layer: int | None = None,
-    num_speculations: int | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    streamer: BaseStreamer | None = None,
-    draft_weights: DraftWeights = "auto",
-) -> CustomGenerate:
-    """Make what `model.generate(..., custom_generate=...)` takes, to decode with selfspec.
+class CustomGenerate:
+    """A decoding loop for `model.generate(..., custom_generate=...)`; `selfspec.custom_generate`. Serves several models.
 
     policy, exit_layer, num_speculations: how to speculate, as in `SelfSpecGenerator.generate`. A call of `model.generate`
         may name its own.
@@ -101,22 +93,24 @@ def custom_generate(
     draft_weights: a copy of the weights in fewer bits to draft with, as in `SelfSpecGenerator`. Loops with different choices
         hold copies of their own.
     """
-    speculation: SpeculationOptions = {
-        "policy": policy,
-        "exit_layer": exit_layer,
-        "num_speculations": num_speculations,
-    }
-    return CustomGenerate(speculation, tokenizer, streamer, check_draft_weights(draft_weights))
 
-
-@dataclass(frozen=True, repr=False, eq=False)
-class CustomGenerate:
-    """A decoding loop for transformers' `generate`. Made by `custom_generate`; may be used for several models."""
-
-    speculation: SpeculationOptions
-    tokenizer: PreTrainedTokenizerBase | None
-    streamer: BaseStreamer | None
-    draft_weights: DraftWeights = "auto"
+    def __init__(
+        self,
+        policy: str | Policy | None = None,
+        *,
+        exit_layer: int | None = None,
+        num_speculations: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        streamer: BaseStreamer | None = None,
+        draft_weights: DraftWeights = "auto",
+    ) -> None:
+        self.speculation: SpeculationOptions = {
+            "policy": policy,
+            "exit_layer": exit_layer,
+            "num_speculations": num_speculations,
+        }
+        self.tokenizer, self.streamer = tokenizer, streamer
+        self.draft_weights: DraftWeights = check_draft_weights(draft_weights)
 
     # transformers passes on the arguments of `generate` that it does not know and that this signature names. What it
     # prepares itself, such as attention_mask, must not be named here.
@@ -184,6 +178,9 @@ class CustomGenerate:
     def __repr__(self) -> str:
         named = ", ".join(f"{name}={value!r}" for name, value in self.speculation.items() if value is not None)
         return f"selfspec.custom_generate({named})"
+
+
+custom_generate = CustomGenerate
 
 
 def _refuse(config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict[str, Any]) -> None:
@@ -283,3 +280,45 @@ def _arguments_of_generate(caller: FrameType | None) -> dict[str, Any]:
         if frame is not None and frame.f_code is _GENERATE:
             return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}
     return {}
+
+
+_SIGNATURE = inspect.signature(GenerationMixin.generate)
+
+
+def hub_generate(
+    model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any], *, policy: str | Policy | None = None
+) -> Tensor | SelfSpecOutput:
+    """`model.generate(*arguments, **options)`, decoded with selfspec.
+
+    The options may also contain `policy`, `exit_layer` and `num_speculations`. policy: used if none of these is given. An
+    explicit `custom_generate` takes precedence over all of them.
+    Returns and raises what `custom_generate`'s callable does. Stop strings in a configuration work here too.
+    """
+    bound = _SIGNATURE.bind(model, *arguments, **options).arguments
+    others = bound.pop("kwargs", {})
+    del bound["self"]
+    if bound.get("custom_generate") is None:
+        decode = custom_generate(policy, tokenizer=others.pop("tokenizer", None))
+        bound["custom_generate"] = decode
+        stops = _stop_strings(model, bound, others)
+        if stops is not None:
+            # `stop_strings` is not in its signature, so that the None among the options reaches the configuration.
+            def decode_to_a_stop(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Tensor | SelfSpecOutput:
+                return decode(model, input_ids, stop_strings=stops, **prepared)
+
+            bound["custom_generate"] = decode_to_a_stop
+    return GenerationMixin.generate(model, **bound, **others)
+
+
+def _stop_strings(model: PreTrainedModel, bound: dict[str, Any], others: dict[str, Any]) -> Any:
+    """Take the stop strings out of a call's arguments. transformers raises if it finds any, even with a tokenizer."""
+    config = bound.get("generation_config")
+    given = others.pop("stop_strings", None)
+    configured = None if config is None else config.stop_strings
+    if configured is not None:
+        bound["generation_config"] = copy.deepcopy(config)
+        bound["generation_config"].stop_strings = None
+    of_the_model = model.generation_config.stop_strings
+    if of_the_model is not None:
+        others["stop_strings"] = None
+    return next((stops for stops in (given, configured, of_the_model) if stops is not None), None)
