@@ -166,7 +166,7 @@ def test_an_inspection_has_a_verdict(generator: SelfSpecGenerator) -> None:
     seen: list[str] = []
     texts = ["a bed, a fig. " * 4, "ab", "a cab, head. be a bed"]
     inspection = inspect_model(generator, texts, max_new_tokens=12, repeats=1, on_progress=seen.append)
-    assert len(inspection.text_agreement) == len(inspection.predicted.own_agreement) == 3
+    assert len(inspection.text_agreement) == len(inspection.own_agreement) == 3
     assert inspection.comparison.outputs_equal
     lines = inspection_lines(inspection)
     assert any(line.startswith("layers ran on ") for line in lines)
