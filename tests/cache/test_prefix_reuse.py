@@ -33,9 +33,8 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from selfspec import SelfSpecGenerator
-from selfspec.cache.pool import SMALL_LOSS, KVCachePool
+from selfspec.cache.pool import SMALL_LOSS, CacheSlot, KVCachePool
 from selfspec.cache.prefix_cache import num_common, parse_bytes
-from selfspec.cache.slots import CacheSlot
 from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
 HAS_STATES = "pacer:random,exit_layer={E},b=2,t=0.3"
