@@ -59,7 +59,7 @@ class IncrementalDecoder:
 
     @property
     def num_pending(self) -> int:
-        """Number of tokens whose text was not returned yet."""
+        """Count the tokens whose text was not returned yet."""
         return len(self._pending)
 
     def push(self, tokens: Sequence[int]) -> str:

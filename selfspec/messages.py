@@ -42,7 +42,7 @@ PLAIN_TEMPLATE = ChatTemplate(
 
 
 def read_template(choice: str | None) -> ChatTemplate:
-    """ "plain", the path of a Jinja file, or None for the tokenizer's own. Raises OSError if there is no such file."""
+    """Read a template: "plain", the path of a Jinja file, or None for the tokenizer's own. OSError without such a file."""
     if choice is None:
         return OWN_TEMPLATE
     return PLAIN_TEMPLATE if choice == PLAIN else ChatTemplate(Path(choice).read_text(encoding="utf-8-sig"))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GenerationStream(Iterator[str | list[int]]):
-    """What `SelfSpecGenerator.stream` returns. A round runs in the caller's thread when its piece is asked for.
+    """The iterator that `SelfSpecGenerator.stream` returns. A round runs in the caller's thread when its piece is asked for.
 
     Pieces are text, or lists of token ids if the generator has no tokenizer; joined they are `result.new_tokens`, or what
     these add to the prompt's text: `result.text`, and perhaps a space before it, which SentencePiece tokenizers strip from a

@@ -53,7 +53,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What transformers says about some prompts.
+    """The answers of transformers to some prompts.
 
     dtype: that it was computed in: how far rounding may take the engine from it.
     prompts: int64 [n]. texts: the greedy continuation of each. logits: float32 [new, vocab], before each token of the text.

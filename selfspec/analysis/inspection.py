@@ -38,7 +38,7 @@ class RoundedDrafts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What was found.
+    """The findings of `inspect_model`.
 
     text_agreement, own_agreement: by exit layer, 1 .. L-1, share of positions where its argmax is the last layer's: of the
     sample texts, and of the model's own greedy continuations.

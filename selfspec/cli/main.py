@@ -61,7 +61,7 @@ COMMANDS = {
         "Write a folder that transformers decodes from with selfspec (from_pretrained, pipeline, transformers serve).",
     ),
 }
-"""Where the function of each command is, and its line in the list of commands. Only the module of the command that is called
+"""Places of the commands' functions, and lines for the list of commands. Only the module of the command that is called
 gets imported, none for the list."""
 
 

@@ -36,13 +36,13 @@ IN_FOLDERS = (
 GENERATE = '''\
 """transformers runs this instead of `model.generate`: self-speculative decoding with selfspec."""
 
-from selfspec.integrations.custom_generate import hub_generate
+from selfspec.integrations.hub_generate import hub_generate
 
 POLICY = {policy!r}
 
 
 def generate(*arguments, model, **options):
-    """As transformers' `generate`; `policy`, `exit_layer` and `num_speculations` may be given as well."""
+    """Decode as transformers' `generate` does; `policy`, `exit_layer` and `num_speculations` may be given as well."""
     return hub_generate(model, arguments, options, policy=POLICY)
 '''
 
