@@ -80,13 +80,16 @@ def _read_line(line: str, number: int, where: str, options: Mapping[str, Any], c
         raise ValueError(f"{where} cannot be read: {error}") from None
     values = values if isinstance(values, dict) else {}
     prompt, messages = values.get("prompt"), values.get("messages")
-    is_text, is_talk = isinstance(prompt, str) and bool(prompt), are_messages(messages)
-    if not (is_text and messages is None) and not (is_talk and prompt is None):
+    asked: str | Messages | None = None
+    if messages is None and isinstance(prompt, str) and prompt:
+        asked = prompt
+    elif prompt is None and are_messages(messages):
+        asked = messages
+    if asked is None:
         raise ValueError(
             f'{where} must be an object with "prompt", a text that is not empty, or with "messages", '
             'a list of {"role": "user", "content": "..."}'
         )
-    asked = prompt if is_text else messages
     own = {name: value for name, value in values.items() if name not in ("prompt", "messages", "id", "task")}
     if unknown := sorted(own.keys() - set(OWN_OPTIONS)):
         raise ValueError(f"{where}: {unknown[0]!r} is no option; there are {', '.join(OWN_OPTIONS)}")
@@ -143,8 +146,8 @@ def generate_file(
     long, for example) gets a line with its error, and the others go on.
     Raises ValueError if a line uses the command's policy, and that policy copies nothing although there are texts.
     """
-    of_the_command = next((line for line in prompts if not line.chooses), None) if copy_texts else None
-    store = store_of_files(generator, copy_texts, of_the_command and of_the_command.policy(generator))
+    own = next((line.policy(generator) for line in prompts if not line.chooses), None) if copy_texts else None
+    store = store_of_files(generator, copy_texts, own)
     done = _results_so_far(output, prompts)
     if done:
         log.print(f"{len(done)} of {len(prompts)} results are in {output} already")

@@ -111,7 +111,8 @@ def _written_options(group: Any) -> list[inspect.Parameter]:
     for name, (kind, about) in described(group).items():
         if about.help:
             made = typer.Option(*about.flags, help=about.help, rich_help_panel=panels.get(name, "Text"))
-            annotation = Annotated[(about.kind | None) if about.kind else kind, made]
+            annotation: Any = (about.kind | None) if about.kind else kind
+            annotation = Annotated[annotation, made]
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             )
