@@ -68,7 +68,7 @@ def _is_whole(name: str, item: object) -> bool:
 
 
 def completed(checked: list[BoundRequest], batch_size: int) -> Generator[tuple[int, GenerationResult | Exception]]:
-    """(index, result or error) of each call when it ends; arguments as for `run_calls`. Close it if you do not exhaust it."""
+    """Yield (index, result or error) of each call when it ends; arguments as for `run_calls`. Close it if not exhausted."""
     with closing(run_calls(checked, batch_size, raises=False)) as steps:
         for progress in steps:
             ended = progress.result or progress.error

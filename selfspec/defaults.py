@@ -42,7 +42,7 @@ def fixed_policy(name: str | None, num_layers: int) -> str:
 
 
 def fixed_setting(name: str | None, num_layers: int) -> tuple[int, int]:
-    """(exit_layer, num_speculations) of `fixed_policy`."""
+    """Return (exit_layer, num_speculations) of `fixed_policy`."""
     exit_layer, _, length = fixed_policy(name, num_layers).removeprefix("ls:").partition("-")
     return int(exit_layer), int(length)
 

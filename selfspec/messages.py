@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -14,10 +14,10 @@ Messages = Sequence[Mapping[str, Any]]
 """A conversation as in transformers and OpenAI's API: a list of {"role": "user", "content": "..."}, oldest first."""
 
 Tools = Sequence[Mapping[str, Any]]
-"""What a model may call, as in transformers and OpenAI's API: [{"type": "function", "function": {"name": "...", ...}}]."""
+"""Functions a model may call, as in transformers and OpenAI's API: [{"type": "function", "function": {"name": "..."}}]."""
 
 PLAIN = "plain"
-_KNOWN_ROLES = ("system", "user", "assistant", "tool")
+_USUAL_ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ PLAIN_TEMPLATE = ChatTemplate(
 
 
 def read_template(choice: str | None) -> ChatTemplate:
-    """ "plain", the path of a Jinja file, or None for the tokenizer's own. Raises OSError if there is no such file."""
+    """Read a template: "plain", the path of a Jinja file, or None for the tokenizer's own. OSError without such a file."""
     if choice is None:
         return OWN_TEMPLATE
     return PLAIN_TEMPLATE if choice == PLAIN else ChatTemplate(Path(choice).read_text(encoding="utf-8-sig"))
@@ -54,12 +54,12 @@ def template_of(model: str | None, choice: str | None) -> ChatTemplate:
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase | None, template: ChatTemplate = OWN_TEMPLATE) -> bool:
-    """Whether there is a template: this one, or the tokenizer's own."""
+    """Return whether there is a template: this one, or the tokenizer's own."""
     return template.source is not None or bool(getattr(tokenizer, "chat_template", None))
 
 
 def are_messages(value: object) -> TypeGuard[Messages]:
-    """Whether it is a list of mappings, whatever they contain."""
+    """Return whether it is a list of mappings, whatever they contain."""
     return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(item, Mapping) for item in value)
 
 
@@ -71,7 +71,7 @@ def encode_messages(
 ) -> list[int]:
     """Encode a prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
-    tools: what the model may call, for a template that tells it of them.
+    tools: for a template that tells the model of them.
     Raises ValueError without a tokenizer or a template, and for messages that the template refuses or leaves out.
     """
     if not are_messages(messages) or not all(isinstance(message.get("role"), str) for message in messages):
@@ -113,9 +113,9 @@ def _ids(
 ) -> list[int]:
     from jinja2 import TemplateError
 
-    def render(conversation: Sequence[Mapping[str, Any]], tokenize: bool) -> Any:
+    def render(tokenize: bool) -> Any:
         return tokenizer.apply_chat_template(
-            [dict(message) for message in conversation],
+            conversation,
             chat_template=template.source,
             tools=None if tools is None else [dict(tool) for tool in tools],
             tokenize=tokenize,
@@ -125,17 +125,28 @@ def _ids(
 
     for message in messages:
         check_characters(str(message.get("content")), "a message")
+    conversation = [dict(message) for message in messages]
+    unusual = [place for place, message in enumerate(messages) if message["role"] not in _USUAL_ROLES]
+    if "developer" not in str(template.source or tokenizer.chat_template):
+        for message in conversation:
+            message["role"] = "system" if message["role"] == "developer" else message["role"]
     try:
-        found = render(_heard(messages, lambda conversation: render(conversation, False)), True)
-    except UnheardError:
-        raise
+        text = render(tokenize=False) if unusual else ""
+        ids: list[int] = list(render(tokenize=True)["input_ids"])
     except TemplateError as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error
     except Exception as error:  # a template is a program: it may divide by zero, recurse, or use all memory
         raise ValueError(
             f"the chat template fails on these messages ({type(error).__name__}: {error}): change them, or the template"
         ) from error
-    ids: list[int] = list(found["input_ids"])
+    # Templates silently skip roles that they do not know. Of the usual ones some leave out earlier answers on purpose.
+    for place in unusual:
+        content = messages[place].get("content")
+        if isinstance(content, str) and content.strip() not in text:
+            raise ValueError(
+                f"the chat template leaves out messages[{place}], whose role is {messages[place]['role']!r}: "
+                "use a role that the template knows, or another template"
+            )
     return ids
 
 
@@ -146,63 +157,3 @@ def check_characters(text: str, name: str) -> None:
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
         raise ValueError(f"{name} has half a character at {error.start}, {half}: leave it out") from None
-
-
-class UnheardError(ValueError):
-    """A chat template leaves out a message, so that the model would not see it."""
-
-    def __init__(self, place: int, role: str) -> None:
-        super().__init__(
-            f"the chat template leaves out messages[{place}], whose role is {role!r}: "
-            "use a role that the template knows, or another template"
-        )
-
-
-def _heard(messages: Messages, render: Callable[[Messages], str]) -> Messages:
-    """Give the messages roles that the template knows: "developer" becomes "system" if the template has no such role.
-
-    Templates silently skip roles that they do not know. Messages of the usual roles are not checked, since some templates
-    leave out earlier answers on purpose. Raises UnheardError for a message of another role that is left out.
-    """
-    uncertain = [place for place, message in enumerate(messages) if message["role"] not in _KNOWN_ROLES]
-    unheard = _unheard(messages, uncertain, render)
-    if not unheard:
-        return messages
-    renamed = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
-    if renamed != list(messages):
-        unheard = _unheard(renamed, uncertain, render)
-    if unheard:
-        raise UnheardError(unheard[0], messages[unheard[0]]["role"])
-    return renamed
-
-
-def _unheard(messages: Messages, places: Sequence[int], render: Callable[[Messages], str]) -> list[int]:
-    """Find the messages among `places` whose text is missing in the prompt, by rendering unique words in their place.
-
-    If the template refuses these words, it may be refusing the role "developer": then the messages of that role.
-    """
-    probes = {place: f"probe{place}of{len(messages)}messages" for place in places}
-    probed = {place: _with_text(messages[place], probe) for place, probe in probes.items()}
-    if not any(probed.values()):
-        return []
-    try:
-        text = render([probed.get(place) or message for place, message in enumerate(messages)])
-    except Exception:
-        return [place for place in places if messages[place]["role"] == "developer"]
-    return [place for place in places if probed[place] is not None and probes[place] not in text]
-
-
-def _with_text(message: Mapping[str, Any], text: str) -> Mapping[str, Any] | None:
-    """Give the message another text; None if it has no text, or tool calls that a template may show instead."""
-    content = message.get("content")
-    if message.get("tool_calls") or not content:
-        return None
-    if isinstance(content, str):
-        return {**message, "content": text} if content.strip() else None
-    if not isinstance(content, list):
-        return None
-    parts = [
-        {**part, "text": text} if isinstance(part, Mapping) and isinstance(part.get("text"), str) else part
-        for part in content
-    ]
-    return {**message, "content": parts} if parts != content else None

@@ -29,7 +29,7 @@ POLICY_HELP = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What the type of an option does not say.
+    """The part of an option that its type does not say.
 
     help: for the command line, which has only the options with a help text. flags: its names there, if not just its own.
     kind: its type there, if it differs. allowed: a range of numbers.
@@ -78,7 +78,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class WrittenOptions(TextOptions, SamplingOptions, SpeculationOptions, total=False):
-    """What can be written down: on the command line, and for one prompt of a prompts file."""
+    """Options that can be written down: on the command line, and for one prompt of a prompts file."""
 
     copy_from: Annotated[CopyFrom | None, Option()]
 

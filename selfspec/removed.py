@@ -8,7 +8,7 @@ COMMANDS: dict[str, str] = {
     "export-draft": "cut transformers' `model.model.layers` to [:E], set `model.config.num_hidden_layers = E`, and save it",
     "lm-eval": "run `selfspec serve MODEL`, and `lm_eval --model local-completions` against it (docs/serving.md)",
 }
-"""What to do instead, by the name of the command."""
+"""The remedy, by the name of the command."""
 OPTIONS: dict[str, str] = {
     "--quality": "`selfspec-bench run` scores a checkpoint on tasks with each --dtype",
     "--probe-minutes": "`selfspec train-exit` prints the agreement of each exit with and without its adapter",
@@ -23,7 +23,7 @@ OPTIONS: dict[str, str] = {
     "--learn-exits": "train adapters with selfspec train-exit, and load them, or those that it wrote, with --exits",
     "--learn-share": "train adapters with selfspec train-exit, and load them with --exits",
 }
-"""What to do instead, by the option on the command line, dashes included."""
+"""The remedy, by the option on the command line, dashes included."""
 BENCH_COMMANDS = {
     "convert": "`selfspec-bench peers` writes GGUF files itself, and `optimum-cli export openvino` folders for --openvino",
     "shapes": "run `selfspec-bench run --model synthetic:SHAPE` for each shape",

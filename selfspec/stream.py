@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from selfspec.detokenize import IncrementalDecoder
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.engine import run_calls
 from selfspec.engine.results import GenerationResult, StepOutput
-from selfspec.streaming import IncrementalDecoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class GenerationStream(Iterator[str | list[int]]):
-    """What `SelfSpecGenerator.stream` returns. A round runs in the caller's thread when its piece is asked for.
+    """The iterator that `SelfSpecGenerator.stream` returns. A round runs in the caller's thread when its piece is asked for.
 
     Pieces are text, or lists of token ids if the generator has no tokenizer; joined they are `result.new_tokens`, or what
     these add to the prompt's text: `result.text`, and perhaps a space before it, which SentencePiece tokenizers strip from a

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from frozen_objects import FROZEN
-from kept_bytecode import keep_bytecode
+from faster_tests import FROZEN, build_once, keep_bytecode
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -47,7 +46,6 @@ def pytest_collection_finish() -> None:
     """Leave alone what is imported by now. Not called in the process that only hands out the tests."""
     import torch
 
-    from built_once import build_once
     from selfspec.engine import calibrate
 
     build_once()
@@ -111,11 +109,3 @@ def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     from known_costs import know_costs
 
     know_costs(monkeypatch)
-
-
-@pytest.fixture
-def forked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs in Python that the test starts are forked, and have nothing to import."""
-    from forked_programs import fork_programs
-
-    fork_programs(monkeypatch)

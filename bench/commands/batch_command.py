@@ -39,7 +39,7 @@ from bench.record import Line, RecordWriter
 from bench.sweep import parse_range
 from layerskip_models import DEMO_PATH, from_transformers
 from selfspec import SelfSpecGenerator
-from selfspec.cli.notes import one_line_errors
+from selfspec.cli.console import one_line_errors
 
 
 def batch(

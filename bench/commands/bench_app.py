@@ -19,7 +19,7 @@ from bench.commands.report_command import compare, report
 from bench.commands.run_command import run
 from bench.commands.serving_command import serving
 from bench.commands.sweep_command import sweep
-from selfspec.cli.notes import one_line_errors
+from selfspec.cli.console import one_line_errors
 from selfspec.removed import refuse_removed
 
 

@@ -9,7 +9,7 @@ import typer
 
 from bench.datasets import COPYING, shipped_names
 from layerskip_models.output_paths import output_file
-from selfspec.cli.notes import one_line_errors
+from selfspec.cli.console import one_line_errors
 
 
 def _record_path(path: Path | None) -> Path | None:

@@ -35,7 +35,7 @@ from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
 from layerskip_models.checkpoints.loading import find_source
 from selfspec import SelfSpecGenerator
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.console import one_line_errors
 from selfspec.defaults import DEFAULT_POLICY
 from selfspec.engine.request import end_tokens
 

@@ -40,7 +40,7 @@ from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
 from layerskip_models.kernels.library import KernelsUnavailableError, runnable_variants
 from policies import parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.cli.notes import one_line_errors
+from selfspec.cli.console import one_line_errors
 from selfspec.engine.calibrate import learning_seconds, measured_cost, timed_context
 
 

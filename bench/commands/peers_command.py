@@ -38,7 +38,7 @@ from bench.engines.peer_process import Peer
 from layerskip_models import DEMO_PATH
 from layerskip_models.linear import Layout
 from policies import FixedExit, RoundContext, parse_policy
-from selfspec.cli.notes import one_line_errors
+from selfspec.cli.console import one_line_errors
 from selfspec.defaults import DEFAULT_POLICY, fixed_policy
 
 

@@ -35,7 +35,7 @@ from layerskip_models.checkpoints.loading import (
     resolve_dtype,
 )
 from layerskip_models.checkpoints.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
-from selfspec.cli.notes import one_line_errors
+from selfspec.cli.console import one_line_errors
 
 _errors = Console(stderr=True)
 

@@ -11,7 +11,7 @@ from bench.record import read_record, showing
 from bench.report.compare_records import compare_records
 from bench.report.markdown import markdown
 from selfspec.cli.arguments import checked_output_file
-from selfspec.cli.notes import one_line_errors
+from selfspec.cli.console import one_line_errors
 
 
 def report(

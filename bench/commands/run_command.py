@@ -35,7 +35,7 @@ from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.checkpoints.loading import resolve_device
 from policies import LayerCost, Policy, kept_between_texts, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.cli.notes import one_line_errors
+from selfspec.cli.console import one_line_errors
 from selfspec.defaults import fixed_setting
 from selfspec.engine.request import end_tokens
 from selfspec.engine.runners.choice import resolve_runner

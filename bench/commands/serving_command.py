@@ -29,7 +29,7 @@ from bench.record import RecordWriter
 from bench.sweep import parse_range
 from layerskip_models import DEMO_PATH, load_tokenizer
 from selfspec import SelfSpecGenerator
-from selfspec.cli.notes import one_line_errors
+from selfspec.cli.console import one_line_errors
 
 _BATCH = "selfspec:generate_batch"
 

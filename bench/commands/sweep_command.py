@@ -38,7 +38,7 @@ from layerskip_models import DEMO_PATH
 from policies import LayerCost, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import trace_agreement
-from selfspec.cli.notes import one_line_errors
+from selfspec.cli.console import one_line_errors
 from selfspec.engine.calibrate import measured_cost
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,20 +17,20 @@ NEAR_TIE_LOGIT_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 
 different orders, which moves a logit by up to 1e-4 in float32. In half precision: a few units in the last place at 16."""
 
 _PLAIN: Mapping[str, int | None] = {"exit_layer": None, "num_speculations": 0, "copy_from": None}
-"""What makes a call decode without speculation, whatever its other options."""
+"""Options that make a call decode without speculation, whatever its others."""
 
 
 class Generate(Protocol):
     """`SelfSpecGenerator.generate` with the prompt and the options bound."""
 
-    def __call__(self, **changes: int | str | None) -> GenerationResult:
+    def __call__(self, **changes: Any) -> GenerationResult:
         """Generate, with these options in place of the bound ones."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What `compare` measured.
+    """The measurements of `compare`.
 
     speedup: median over the pairs of self-speculative / autoregressive tokens per second, prefill included; speedup_min and
     speedup_max are the smallest and the largest pair. decode_speedup: without prefill and first token, None if there was
@@ -51,7 +51,7 @@ class Comparison:
     baseline_runs: tuple[GenerationStats, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON: the numbers, and every run's statistics."""
+        """Return the numbers and every run's statistics, for JSON."""
         return {
             "baseline": "ar",
             **{item.name: getattr(self, item.name) for item in fields(self)},
@@ -124,6 +124,6 @@ def summarise(results: list[GenerationResult], baselines: list[GenerationResult]
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:
-    """Index of the first token in which two texts differ, the shorter one's length if it is the other's beginning."""
+    """Return the index of the first token that differs; the shorter text's length if it is the other's beginning."""
     shorter = None if len(left) == len(right) else min(len(left), len(right))
     return next((index for index, (a, b) in enumerate(zip(left, right)) if a != b), shorter)

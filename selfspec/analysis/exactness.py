@@ -42,7 +42,7 @@ _RULE_ROWS = 16  # positions at which the acceptance rule is tried
 _SUSPICIOUS = 1e-6  # a fit this bad happens by chance once in a million runs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One thing that was verified. detail: what was measured, or what is wrong."""
 
@@ -53,7 +53,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What transformers says about some prompts.
+    """The answers of transformers to some prompts.
 
     dtype: that it was computed in: how far rounding may take the engine from it.
     prompts: int64 [n]. texts: the greedy continuation of each. logits: float32 [new, vocab], before each token of the text.
@@ -78,54 +78,15 @@ def every_policy(num_layers: int) -> list[str]:
     ]  # fmt: skip
 
 
-def why_left_out(model: LayerSkipModel, policy: str) -> str | None:
-    """Why this model cannot draft as one of `every_policy` does; None if it can."""
-    bits = int(policy.removeprefix("bits:")[0]) if policy.startswith("bits:") else None
-    return None if bits is None else why_no_drafter(model, bits)
+def sampled_policies(num_layers: int) -> list[str]:
+    """Name the policies whose draws are counted: one that keeps every draft, one that stops by what it sees."""
+    return [f"ls:{max(num_layers // 4, 1)}-2", "auto:cost=layers"]
 
 
-def ask_reference(
-    llama: PreTrainedModel,
-    prompts: abc.Sequence[Tensor],
-    max_new_tokens: int,
-    advance: Callable[[str], None] = lambda label: None,
-) -> Reference:
-    """Get greedy texts, their logits and the distribution of samples from transformers. advance: called prompts + 1 times."""
-    logits = []
-    with torch.no_grad():
-        for prompt in prompts:
-            cache, fed, rows = DynamicCache(config=llama.config), prompt.tolist(), []
-            for _ in range(max_new_tokens):
-                fed_ids = torch.tensor([fed], dtype=torch.long, device=llama.device)
-                output = llama(fed_ids, use_cache=True, **with_cache(llama, cache))
-                rows.append(output.logits[0, -1].float())
-                fed = [int(rows[-1].argmax())]
-            logits.append(torch.stack(rows))
-            advance("asking transformers")
-        sampled = _outcomes(llama, prompts[0].tolist())
-        advance("asking transformers")
-    return Reference(
-        dtype=llama.dtype,
-        prompts=tuple(prompts),
-        texts=tuple(rows.argmax(dim=-1).tolist() for rows in logits),
-        logits=tuple(logits),
-        sampled=sampled,
-    )
-
-
-def _outcomes(llama: PreTrainedModel, ids: list[int]) -> dict[tuple[int, ...], float]:
-    """Probability of every outcome of the next tokens, each drawn from the `_TOP_K` likeliest."""
-    outcomes: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(_STEPS):
-        longer = {}
-        for outcome, probability in outcomes.items():
-            text = torch.tensor([[*ids, *outcome]], dtype=torch.long, device=llama.device)
-            logits = llama(text, use_cache=False).logits[0, -1].double()
-            top = logits.topk(min(_TOP_K, logits.numel()))
-            for token, share in zip(top.indices.tolist(), top.values.softmax(dim=-1).tolist()):
-                longer[(*outcome, token)] = probability * share
-        outcomes = longer
-    return outcomes
+def num_steps(num_layers: int, num_prompts: int, draws: int, num_policies: int | None = None) -> int:
+    """Count the calls of `on_progress` by `verify_engine`."""
+    policies = len(every_policy(num_layers)) if num_policies is None else num_policies
+    return num_prompts + 2 + policies + draws * len(sampled_policies(num_layers))
 
 
 def verify_engine(
@@ -136,78 +97,92 @@ def verify_engine(
     draws: int = 400,
     policies: abc.Sequence[str] | None = None,
     besides: abc.Sequence[str] = (),
-    advance: Callable[[str], None] = lambda label: None,
+    on_progress: Callable[[str], None] = lambda label: None,
 ) -> Iterator[Check]:
     """Yield one check after the other. Takes over the weights of the model, which cannot be used afterwards.
 
     prompts: int64 [n] each. draws: samples per sampled policy; 0 leaves sampling out. policies: None for those of
-        `every_policy` that the model can run, and `besides`. advance: called `num_steps` times.
+        `every_policy` that the model can run, and `besides`. on_progress: called `num_steps` times.
     """
-    reference = ask_reference(llama, prompts, max_new_tokens, advance)
-    ours = from_transformers(llama, release=True)
-    generator = SelfSpecGenerator(ours, runner="eager", prefix_cache=0)
+    reference = ask_reference(llama, prompts, max_new_tokens, on_progress)
+    generator = SelfSpecGenerator(from_transformers(llama, release=True), runner="eager", prefix_cache=0)
     model = generator.model
-    names = list(policies or [*every_policy(model.num_layers), *besides])
     yield check_kernels(model)
     yield check_logits(model, reference)
     yield check_single_row(model, reference)
     yield check_acceptance(model, reference)
-    advance("logits")
-    for name in names:
-        if policies or why_left_out(model, name) is None:
+    on_progress("logits")
+    for name in policies or [*every_policy(model.num_layers), *besides]:
+        bits = int(name.removeprefix("bits:")[0]) if name.startswith("bits:") else None
+        if policies or bits is None or why_no_drafter(model, bits) is None:
             yield check_greedy(generator, reference, name)
-        advance(name)
+        on_progress(name)
     if draws:
         for name in sampled_policies(model.num_layers):
-            yield check_sampling(generator, reference, name, draws, advance)
+            yield check_sampling(generator, reference, name, draws, on_progress)
 
 
-def num_steps(num_layers: int, num_prompts: int, draws: int, num_policies: int | None = None) -> int:
-    """How many times `verify_engine` calls `advance`."""
-    policies = len(every_policy(num_layers)) if num_policies is None else num_policies
-    return num_prompts + 2 + policies + draws * len(sampled_policies(num_layers))
+@torch.no_grad()
+def ask_reference(
+    llama: PreTrainedModel, prompts: abc.Sequence[Tensor], max_new_tokens: int, on_progress: Callable[[str], None]
+) -> Reference:
+    """Get greedy texts, their logits and the distribution of samples from transformers.
 
-
-def sampled_policies(num_layers: int) -> list[str]:
-    """Policies whose draws are counted: one that keeps every draft, one that stops by what it sees."""
-    return [f"ls:{max(num_layers // 4, 1)}-2", "auto:cost=layers"]
+    on_progress: called prompts + 1 times.
+    """
+    logits = []
+    for prompt in prompts:
+        cache, fed, rows = DynamicCache(config=llama.config), prompt.tolist(), []
+        for _ in range(max_new_tokens):
+            fed_ids = torch.tensor([fed], dtype=torch.long, device=llama.device)
+            output = llama(fed_ids, use_cache=True, **with_cache(llama, cache))
+            rows.append(output.logits[0, -1].float())
+            fed = [int(rows[-1].argmax())]
+        logits.append(torch.stack(rows))
+        on_progress("asking transformers")
+    outcomes: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(_STEPS):
+        longer = {}
+        for outcome, probability in outcomes.items():
+            text = torch.tensor([[*prompts[0].tolist(), *outcome]], dtype=torch.long, device=llama.device)
+            scores = llama(text, use_cache=False).logits[0, -1].double()
+            top = scores.topk(min(_TOP_K, scores.numel()))
+            for token, share in zip(top.indices.tolist(), top.values.softmax(dim=-1).tolist()):
+                longer[(*outcome, token)] = probability * share
+        outcomes = longer
+    on_progress("asking transformers")
+    texts = tuple(rows.argmax(dim=-1).tolist() for rows in logits)
+    return Reference(dtype=llama.dtype, prompts=tuple(prompts), texts=texts, logits=tuple(logits), sampled=outcomes)
 
 
 def check_kernels(model: LayerSkipModel) -> Check:
     """Check what the layers run on; our own kernels must compute a row the same, bit for bit, in any batch."""
     wrong = None if model.kernels is None else fault()
-    return Check(name="kernels", passed=wrong is None, detail=wrong or kernels_in_words(model.kernels))
+    return Check("kernels", wrong is None, wrong or kernels_in_words(model.kernels))
 
 
+@torch.inference_mode()
 def check_logits(model: LayerSkipModel, reference: Reference) -> Check:
     """Compare the engine's own forward pass over prompts and texts with transformers' logits."""
-    worst = 0.0
-    with torch.inference_mode():
-        for prompt, text, wanted in zip(reference.prompts, reference.texts, reference.logits):
-            got = _rows_of(model, [*prompt.tolist(), *text[:-1]])[1][-len(text) :]
-            worst = max(worst, float((got - wanted.to(got.device)).abs().max()))
-    allowed = LOGIT_TOLERANCES[reference.dtype]
-    return Check(
-        name="logits equal transformers'",
-        passed=worst <= allowed,  # NaN is not
-        detail=f"largest difference {worst:.2g}, allowed {allowed:g}",
-    )
+    differences = []
+    for prompt, text, wanted in zip(reference.prompts, reference.texts, reference.logits):
+        _, logits = _rows_of(model, [*prompt.tolist(), *text[:-1]])
+        differences.append((logits[-len(text) :] - wanted.to(logits.device)).abs().max())
+    worst, allowed = float(torch.stack(differences).max()), LOGIT_TOLERANCES[reference.dtype]  # NaN if any is
+    return Check("logits equal transformers'", worst <= allowed, f"largest difference {worst:.2g}, allowed {allowed:g}")
 
 
+@torch.inference_mode()
 def check_single_row(model: LayerSkipModel, reference: Reference) -> Check:
     """Compare norm and head on one row alone, as in drafting, with the same row among others, as in verification."""
-    with torch.inference_mode():
-        hidden, together = _rows_of(model, reference.prompts[0].tolist())
-        alone = torch.cat([model.logits(hidden[row : row + 1]) for row in range(len(hidden))])
-        worst = float((alone - together).abs().max())
-        gaps = together.topk(2).values.diff().abs()[:, 0]
-        flipped = int(((alone.argmax(-1) != together.argmax(-1)) & (gaps > NEAR_TIE_LOGIT_GAPS[model.dtype])).sum())
+    hidden, together = _rows_of(model, reference.prompts[0].tolist())
+    alone = torch.cat([model.logits(hidden[row : row + 1]) for row in range(len(hidden))])
+    worst = float((alone - together).abs().max())
+    gaps = together.topk(2).values.diff().abs()[:, 0]
+    flipped = int(((alone.argmax(-1) != together.argmax(-1)) & (gaps > NEAR_TIE_LOGIT_GAPS[model.dtype])).sum())
     allowed = LOGIT_TOLERANCES[model.dtype]
-    return Check(
-        name="head on a single row",
-        passed=worst <= allowed and flipped == 0,
-        detail=f"largest difference {worst:.2g}, allowed {allowed:g}; other choices: {flipped} of {len(hidden)}",
-    )
+    detail = f"largest difference {worst:.2g}, allowed {allowed:g}; other choices: {flipped} of {len(hidden)}"
+    return Check("head on a single row", worst <= allowed and flipped == 0, detail)
 
 
 def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
@@ -241,17 +216,13 @@ def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
                         right = float(off.abs().max()) < 1e-5
                     faults += not right
                     tried += 1
-    return Check(
-        name="acceptance rule",
-        passed=faults == 0,
-        detail=f"{faults} of {tried} decisions on the model's own p and q wrong",
-    )
+    return Check("acceptance rule", faults == 0, f"{faults} of {tried} decisions on the model's own p and q wrong")
 
 
 def check_greedy(generator: SelfSpecGenerator, reference: Reference, policy: str) -> Check:
-    """Every text equals the reference's but for near-ties, and the KV cache afterwards a fresh pass over the text."""
+    """Compare every text with the reference's, up to near-ties, and the KV cache afterwards with a fresh pass over it."""
     near_ties = rejected = 0
-    worst = 0.0
+    errors = []
     for prompt, text, logits in zip(reference.prompts, reference.texts, reference.logits):
         chosen = make_policy(generator.bound, policy)
         decoding = _decode(generator, prompt, chosen, max_new_tokens=len(text), do_sample=False)
@@ -262,24 +233,20 @@ def check_greedy(generator: SelfSpecGenerator, reference: Reference, policy: str
             gap = float(logits[position].topk(2).values.diff().abs()) if position < len(text) else float("inf")
             if not gap <= NEAR_TIE_LOGIT_GAPS[reference.dtype]:
                 detail = f"differs at new token {position}, where the top two logits are {gap:.3g} apart"
-                return Check(name=f"greedy, {policy}", passed=False, detail=detail)
+                return Check(f"greedy, {policy}", False, detail)
             near_ties += 1
-        worst = max(worst, _cache_error(decoding))
-    allowed = _CACHE_TOLERANCES[generator.model.dtype]
+        errors.append(_cache_error(decoding))
+    worst, allowed = float(torch.stack(errors).max()), _CACHE_TOLERANCES[generator.model.dtype]  # NaN if any is
     return Check(
-        name=f"greedy, {policy}",
-        passed=worst <= allowed,
-        detail=f"{len(reference.texts)} texts equal, of which {near_ties} up to a near-tie; {rejected} drafts rejected; "
+        f"greedy, {policy}",
+        worst <= allowed,
+        f"{len(reference.texts)} texts equal, of which {near_ties} up to a near-tie; {rejected} drafts rejected; "
         f"KV cache differs by {worst:.2g}, allowed {allowed:g}",
     )
 
 
 def check_sampling(
-    generator: SelfSpecGenerator,
-    reference: Reference,
-    policy: str,
-    draws: int,
-    advance: Callable[[str], None] = lambda label: None,
+    generator: SelfSpecGenerator, reference: Reference, policy: str, draws: int, on_progress: Callable[[str], None]
 ) -> Check:
     """Compare samples with their exact probabilities: Pearson's chi-squared over outcomes expected at least 5 times."""
     chosen = make_policy(generator.bound, policy)
@@ -290,7 +257,7 @@ def check_sampling(
             generator, reference.prompts[0], chosen, max_new_tokens=_STEPS, do_sample=True, top_k=_TOP_K, seed=seed
         )
         counts[tuple(decoding.tokens[0, reference.prompts[0].numel() : decoding.length].tolist())] += 1
-        advance(f"sampling, {policy}")
+        on_progress(f"sampling, {policy}")
     cells = [(counts[outcome], draws * share) for outcome, share in reference.sampled.items()]
     large = [(seen, expected) for seen, expected in cells if expected >= 5]
     rest_seen, rest_expected = draws - sum(seen for seen, _ in large), draws - sum(expected for _, expected in large)
@@ -306,33 +273,30 @@ def check_sampling(
     # In half precision a third and a fourth token may nearly tie; few draws may then fall outside.
     stray = outside > (0 if reference.dtype in (torch.float32, torch.float64) else draws // 20)
     return Check(
-        name=f"sampling, {policy}",
-        passed=chance > _SUSPICIOUS and not stray,
-        detail=f"{draws} draws over {len(large)} outcomes: chi-squared {statistic:.1f}, as bad by chance once in "
+        f"sampling, {policy}",
+        chance > _SUSPICIOUS and not stray,
+        f"{draws} draws over {len(large)} outcomes: chi-squared {statistic:.1f}, as bad by chance once in "
         f"{1 / max(chance, 1e-300):.3g}; outside the top {_TOP_K}: {outside}",
     )
 
 
 def _rows_of(model: LayerSkipModel, ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Last hidden states and logits of a whole text, [n, hidden] and [n, vocab]."""
-    cache = KVCache(model, len(ids))
+    """Return last hidden states and logits of a whole text, [n, hidden] and [n, vocab]."""
     tokens = torch.tensor(ids, dtype=torch.long, device=model.device)
-    hidden = prefill(model, tokens, cache)
+    hidden = prefill(model, tokens, KVCache(model, len(ids)))
     return hidden, model.logits(hidden)
 
 
-def _cache_error(decoding: Sequence) -> float:
-    """Largest difference between the rows that decoding left and those of one pass, over their root mean square."""
+@torch.inference_mode()
+def _cache_error(decoding: Sequence) -> Tensor:
+    """Return the largest difference between the rows that decoding left and one pass's, over their root mean square."""
     length = decoding.length - 1  # the last token's row is in no cache yet
-    with torch.inference_mode():
-        fresh = KVCache(decoding.model, length)
-        prefill(decoding.model, decoding.tokens[0, :length], fresh)
-        worst = 0.0
-        cache = decoding.cache
-        for got, wanted in ((cache.keys[..., :length], fresh.keys), (cache.values[:, :, :length], fresh.values)):
-            size = wanted.float().square().mean().sqrt()
-            worst = max(worst, float((got - wanted).abs().max() / size))
-    return worst
+    cache, fresh = decoding.cache, KVCache(decoding.model, length)
+    prefill(decoding.model, decoding.tokens[0, :length], fresh)
+    pairs = (cache.keys[..., :length], fresh.keys), (cache.values[:, :, :length], fresh.values)
+    return torch.stack(
+        [(got - wanted).abs().max() / wanted.float().square().mean().sqrt() for got, wanted in pairs]
+    ).max()
 
 
 def _decode(generator: SelfSpecGenerator, prompt: Tensor, policy: Policy, **options: Any) -> Sequence:

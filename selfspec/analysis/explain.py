@@ -37,9 +37,9 @@ class Explanation:
     """One run, explained.
 
     phases: share of the call's time per phase, summing to 1. speedups: None without rounds.
-    settings: fixed ones by measured tokens per second, best first; by_layers: likewise per loaded layer. exact: whether
-    they were replayed, not estimated. They copy nothing. sources: how many drafts were copied and how many an exit made, and
-    how many of each were accepted; None where nothing was copied.
+    settings, by_layers: fixed settings, which copy nothing, by measured tokens per second and per loaded layer, best first.
+    exact: they were replayed, not estimated. sources: how many drafts were copied and how many an exit made, and how many of
+    each were accepted; None where nothing was copied.
     """
 
     phases: dict[str, float]

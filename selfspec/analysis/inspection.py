@@ -27,53 +27,38 @@ _ROUNDED_LENGTHS = {8: 4, 4: 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What a model's own greedy continuations say of every exit and every fixed setting.
-
-    own_agreement: by exit layer, share of positions where its argmax is the last layer's. best: the setting with most tokens
-    per measured second. speedup: over plain decoding. layers_speedup: of the best setting by layers loaded alone.
-    """
-
-    own_agreement: Mapping[int, float]
-    best: Setting
-    speedup: float
-    layers_speedup: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedDrafts:
-    """What drafts with the model's weights in fewer bits give. num_bytes: of these weights. policy: that was run."""
+    """A run with drafts by the model's weights in fewer bits. num_bytes: of these weights. policy: that was run."""
 
     bits: int
     num_bytes: int
     policy: str
     comparison: Comparison
 
-    @property
-    def acceptance(self) -> float:
-        runs = self.comparison.runs
-        return sum(run.num_accepted for run in runs) / max(sum(run.num_drafted for run in runs), 1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What was found.
+    """The findings of `inspect_model`.
 
-    text_agreement: per exit layer 1 .. L-1, share of positions of the sample texts where its argmax is the last layer's.
-    kernels: what the layers ran on (`LayerSkipModel.kernels`).
-    comparison: the best setting, run against plain decoding.
+    text_agreement, own_agreement: by exit layer, 1 .. L-1, share of positions where its argmax is the last layer's: of the
+    sample texts, and of the model's own greedy continuations.
+    best: the setting with most tokens per measured second, by these continuations. predicted: its speed-up over plain
+    decoding. predicted_by_layers: that of the best setting by layers loaded alone.
+    kernels: what the layers ran on (`LayerSkipModel.kernels`). comparison: the best setting, run against plain decoding.
     rounded: drafts in fewer bits, where they are possible, each run against plain decoding.
     """
 
-    num_layers: int
-    text_agreement: tuple[float, ...]
-    predicted: Prediction
+    text_agreement: Mapping[int, float]
+    own_agreement: Mapping[int, float]
+    best: Setting
+    predicted: float
+    predicted_by_layers: float
     kernels: str | None
     comparison: Comparison
     rounded: tuple[RoundedDrafts, ...] = ()
 
     def verdict(self) -> str:
-        measured, best = self.comparison.speedup, self.predicted.best.policy
+        measured, best = self.comparison.speedup, self.best.policy
         rounded = max(self.rounded, key=lambda one: one.comparison.speedup, default=None)
         if rounded is not None and rounded.comparison.speedup >= max(WORTH, measured):
             return (
@@ -82,8 +67,8 @@ class Inspection:
             )
         if measured >= WORTH:
             return f"worth it: {best} runs {measured:.2f} times as fast as plain decoding here"
-        quarter = self.predicted.own_agreement[max(self.num_layers // 4, 1)]
-        if self.predicted.speedup < WORTH and quarter < 0.5:
+        quarter = self.own_agreement[max((len(self.own_agreement) + 1) // 4, 1)]
+        if self.predicted < WORTH and quarter < 0.5:
             return (
                 f"not worth it: after a quarter of the layers only {quarter:.0%} of the tokens are the last layer's, so"
                 " drafts are mostly rejected; it was probably not trained to exit early (selfspec train --init does that)"
@@ -97,11 +82,11 @@ def inspect_model(
     *,
     max_new_tokens: int = 64,
     repeats: int = 3,
-    advance: Callable[[str], None] = lambda label: None,
+    on_progress: Callable[[str], None] = lambda label: None,
 ) -> Inspection:
     """Inspect a model with sample texts; the first half of each is the prompt of a continuation.
 
-    advance: called with a label after each of 2 * texts + 2 steps.
+    on_progress: called with a label after each of 2 * texts + 2 steps.
     Raises ValueError without a text of at least 4 tokens.
     """
     model, tokenizer = generator.model, generator.tokenizer
@@ -112,31 +97,41 @@ def inspect_model(
     if not encoded:
         raise ValueError("there must be a sample text of at least 4 tokens")
     cost = measured_cost(model, generator.runner)
-    advance("calibrating")
-    agreements = []
+    on_progress("calibrating")
+    agreements, traces = [], []
     for ids in encoded:
         agreements.append(text_agreement(model, ids))
-        advance("reading sample text")
-    predicted = _predicted(generator, encoded, max_new_tokens, cost, lambda: advance("tracing every layer"))
-    best = predicted.best
+        on_progress("reading sample text")
+    for ids in encoded:
+        traces.append(trace_agreement(generator, ids[: ids.numel() // 2], max_new_tokens))
+        on_progress("tracing every layer")
+    best, predicted = _best(traces, cost)
+    longest = max(encoded, key=len)
     generate = partial(
-        generator.generate, _first_half(max(encoded, key=len)), max_new_tokens=max_new_tokens, eos_token_id=[],
+        generator.generate, longest[: longest.numel() // 2], max_new_tokens=max_new_tokens, eos_token_id=[],
         do_sample=False, exit_layer=best.exit_layer, num_speculations=best.num_speculations,
     )  # fmt: skip
-    warm_up(generate, 8)
-    comparison = compare(generate, repeats=repeats, greedy=True)
-    assert comparison is not None
+    comparison = _compared(generate, repeats)
     rounded = _rounded_drafts(generator, generate, repeats)
-    advance("comparing with plain decoding")
+    on_progress("comparing with plain decoding")
     layers = range(1, model.num_layers)
     return Inspection(
-        num_layers=model.num_layers,
-        text_agreement=tuple(mean(row[layer - 1] for row in agreements) or 0.0 for layer in layers),
+        text_agreement={layer: mean(row[layer - 1] for row in agreements) or 0.0 for layer in layers},
+        own_agreement={layer: mean(trace.agreement(layer) for trace in traces) or 0.0 for layer in layers},
+        best=best,
         predicted=predicted,
+        predicted_by_layers=_best(traces, LayerCost(cost.num_layers))[1],
         kernels=model.kernels,
         comparison=comparison,
         rounded=rounded,
     )
+
+
+def _compared(generate: Generate, repeats: int) -> Comparison:
+    warm_up(generate, 8)
+    comparison = compare(generate, repeats=repeats, greedy=True)
+    assert comparison is not None
+    return comparison
 
 
 def _rounded_drafts(generator: SelfSpecGenerator, generate: Generate, repeats: int) -> tuple[RoundedDrafts, ...]:
@@ -145,50 +140,19 @@ def _rounded_drafts(generator: SelfSpecGenerator, generate: Generate, repeats: i
     for bits, length in _ROUNDED_LENGTHS.items():
         if generator.runner != "eager" or why_no_drafter(model, bits) is not None:
             continue
-        there = bits in model.drafters
-        policy = f"bits:{bits}-{length}"
-        rounded = partial(generate, exit_layer=None, num_speculations=None, policy=policy)
+        there, policy = bits in model.drafters, f"bits:{bits}-{length}"
         try:
-            warm_up(rounded, 8)
-            comparison = compare(rounded, repeats=repeats, greedy=True)
+            run = partial(generate, exit_layer=None, num_speculations=None, policy=policy)
+            comparison = _compared(run, repeats)
         finally:
             if not there:
                 model.drafters.pop(bits, None)
-        assert comparison is not None
         found.append(RoundedDrafts(bits=bits, num_bytes=draft_bytes(model, bits), policy=policy, comparison=comparison))
     return tuple(found)
 
 
-def _first_half(ids: torch.Tensor) -> torch.Tensor:
-    return ids[: max(ids.numel() // 2, 1)]
-
-
-def _predicted(
-    generator: SelfSpecGenerator,
-    texts: Sequence[torch.Tensor],
-    max_new_tokens: int,
-    cost: CostModel,
-    traced: Callable[[], object],
-) -> Prediction:
-    """Trace a continuation of the first half of each text. traced: called after each."""
-    traces = []
-    for ids in texts:
-        traces.append(trace_agreement(generator, _first_half(ids), max_new_tokens))
-        traced()
-    best, speedup = _best(traces, cost)
-    _, layers_speedup = _best(traces, LayerCost(cost.num_layers))
-    return Prediction(
-        own_agreement={
-            layer: mean(trace.agreement(layer) for trace in traces) or 0.0 for layer in range(1, cost.num_layers)
-        },
-        best=best,
-        speedup=speedup,
-        layers_speedup=layers_speedup,
-    )
-
-
 def text_agreement(model: LayerSkipModel, ids: torch.Tensor) -> list[float]:
-    """Share of positions of a text, int64 [n], where each exit layer's argmax is the last layer's; length L-1."""
+    """Return the share of positions of a text, int64 [n], where each exit's argmax is the last layer's; length L-1."""
     ids = ids.to(model.device)
     cache = KVCache(model, ids.numel())
     hits = torch.zeros(model.num_layers, dtype=torch.float64, device="cpu")
@@ -233,25 +197,21 @@ def kernels_in_words(variant: str | None) -> str:
 
 
 def inspection_lines(inspection: Inspection) -> list[str]:
-    comparison, predicted = inspection.comparison, inspection.predicted
-    return [
-        "exit_layer  agreement on sample text  on its own text",
-        *(
-            f"{layer:10d}  {text:24.3f}  {own:15.3f}"
-            for (layer, own), text in zip(predicted.own_agreement.items(), inspection.text_agreement)
-        ),
-        f"best fixed setting by prediction: {predicted.best.policy}; speed-up predicted {predicted.speedup:.2f}"
-        f" (by layers loaded alone, at the best setting for that, {predicted.layers_speedup:.2f})",
-        f"measured: {comparison.speedup:.2f} ({comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}),"
-        f" {comparison.repeats} alternated pairs of runs on one of the texts",
-        *map(_line_of, inspection.rounded),
-        f"layers ran on {kernels_in_words(inspection.kernels)}",
-        inspection.verdict(),
+    measured = inspection.comparison
+    lines = ["exit_layer  agreement on sample text  on its own text"]
+    for layer, own in inspection.own_agreement.items():
+        lines.append(f"{layer:10d}  {inspection.text_agreement[layer]:24.3f}  {own:15.3f}")
+    lines += [
+        f"best fixed setting by prediction: {inspection.best.policy}; speed-up predicted {inspection.predicted:.2f}"
+        f" (by layers loaded alone, at the best setting for that, {inspection.predicted_by_layers:.2f})",
+        f"measured: {measured.speedup:.2f} ({measured.speedup_min:.2f} to {measured.speedup_max:.2f}),"
+        f" {measured.repeats} alternated pairs of runs on one of the texts",
     ]
-
-
-def _line_of(rounded: RoundedDrafts) -> str:
-    return (
-        f"drafts with the weights in {rounded.bits} bits, {rounded.num_bytes / 1e6:,.0f} MB more: {rounded.policy} runs"
-        f" {rounded.comparison.speedup:.2f} times as fast as plain decoding, {rounded.acceptance:.0%} of the drafts accepted"
-    )
+    for one in inspection.rounded:
+        runs = one.comparison.runs
+        acceptance = sum(run.num_accepted for run in runs) / max(sum(run.num_drafted for run in runs), 1)
+        lines.append(
+            f"drafts with the weights in {one.bits} bits, {one.num_bytes / 1e6:,.0f} MB more: {one.policy} runs"
+            f" {one.comparison.speedup:.2f} times as fast as plain decoding, {acceptance:.0%} of the drafts accepted"
+        )
+    return [*lines, f"layers ran on {kernels_in_words(inspection.kernels)}", inspection.verdict()]

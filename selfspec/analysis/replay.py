@@ -37,7 +37,7 @@ class TraceEveryLayer(StatelessPolicy):
 
 
 def plain_and_watched(num_layers: int) -> Policy:
-    """Plain decoding, every position recorded with the shadow tokens of all layers."""
+    """Make a policy that decodes plainly and records the shadow tokens of all layers at every position."""
     return Policy(TraceEveryLayer(num_layers), name="trace")
 
 
@@ -55,12 +55,12 @@ class AgreementTrace:
     num_layers: int
 
     def agreement(self, exit_layer: int) -> float | None:
-        """Share of recorded positions where a layer agrees with the last one; None if there is none."""
+        """Return the share of recorded positions where a layer agrees with the last one; None without any."""
         return mean(self.agrees[exit_layer])
 
     @property
     def coverage(self) -> float:
-        """Share of the positions that were recorded."""
+        """Return the share of the positions that were recorded."""
         rows = list(self.agrees.values())
         return mean(float(value is not None) for value in rows[0]) or 0.0 if rows else 0.0
 
@@ -73,7 +73,7 @@ class AgreementTrace:
 
     @cached_property  # every length is replayed from them
     def runs(self) -> Mapping[int, tuple[int, ...]]:
-        """Per exit layer, from each of the positions on: at how many without a break it agrees."""
+        """Count, per exit layer and from each position on, at how many positions it agrees without a break."""
         found = {}
         for layer, row in self.agrees.items():
             run, backwards = 0, []
@@ -132,17 +132,17 @@ class Replay:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens committed in rounds: all but the one from prefill."""
+        """Count the tokens committed in rounds: all but the one from prefill."""
         return self.rounds + sum(self.accepted)
 
     @property
     def loaded_layers(self) -> int:
-        """Layers run, weight loads: k * E + L in a round with k drafts, L in one without."""
+        """Count the layers run, weight loads: k * E + L in a round with k drafts, L in one without."""
         return sum(self.drafted) * self.exit_layer + self.rounds * self.num_layers
 
     @property
     def acceptance_rate(self) -> float | None:
-        """accepted / drafted, None if nothing was drafted."""
+        """Return accepted / drafted, None if nothing was drafted."""
         return ratio(sum(self.accepted), sum(self.drafted))
 
     @property
@@ -151,7 +151,7 @@ class Replay:
 
     @property
     def etpl(self) -> float | None:
-        """Tokens committed in rounds over layers loaded in rounds (DEL's eTPL)."""
+        """Return tokens committed in rounds over layers loaded in rounds (DEL's eTPL)."""
         return ratio(self.num_tokens, self.loaded_layers)
 
     def cost(self, cost: CostModel) -> float:
@@ -184,7 +184,7 @@ def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Rep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What `ls:E-G` would have made of a traced text: tokens per cost, replayed or estimated."""
+    """One fixed setting, `ls:E-G`, on a traced text: tokens per cost, replayed or estimated."""
 
     exit_layer: int
     num_speculations: int
@@ -197,7 +197,7 @@ class Setting:
 
 
 def fixed_settings(trace: AgreementTrace, cost: CostModel, lengths: Sequence[int] = GRID_LENGTHS) -> list[Setting]:
-    """Every recorded exit layer with every length, best tokens per cost first.
+    """List every recorded exit layer with every length, best tokens per cost first.
 
     Replayed where the trace is complete, else estimated: as if each draft were accepted with its layer's mean acceptance,
     independently (DEL eq. 1).

@@ -76,7 +76,7 @@ class _Places:
         self._young.update(places)
 
     def find(self, hashed: int) -> int:
-        """Where this suffix was last seen to end; -1 if it was not."""
+        """Return where this suffix was last seen to end; -1 if it was not."""
         place = self._young.get(hashed, -1)
         return place if place >= 0 or not self._old else self._old.get(hashed, -1)
 
@@ -114,7 +114,7 @@ class CopyIndex:
         self._from, self._place, self._length = self._own.tokens, -1, 0  # of the match: where, its last token, how many
 
     def __len__(self) -> int:
-        """Tokens of the text."""
+        """Count the tokens of the text."""
         return len(self._own.tokens)
 
     def read(self, tokens: Tensor) -> None:
@@ -144,7 +144,7 @@ class CopyIndex:
             self._measure()
 
     def _hashed(self, token: int) -> list[int]:
-        """Hashes of the suffixes that end with this token, from those of the suffixes before it."""
+        """Return the hashes of the suffixes that end with this token, from those of the suffixes before it."""
         return [(hashed ^ token + 1) * _MIX & _MASK for hashed in (0, *self._hashes[: LONGEST - 1])]
 
     def _look_up(self, suffixes: Sequence[int]) -> tuple[int, int, array[int]]:
@@ -168,12 +168,12 @@ class CopyIndex:
 
     @property
     def _next(self) -> int:
-        """The token after the match, or BETWEEN."""
+        """Return the token after the match, or BETWEEN."""
         return self._from[self._place + 1]
 
     @property
     def match(self) -> Match | None:
-        """The longest match of the text's end; None if there is none, or nothing followed it."""
+        """Return the longest match of the text's end; None if there is none, or nothing followed it."""
         if not self._length or self._next == BETWEEN:
             return None
         return Match(self._length, self._next)

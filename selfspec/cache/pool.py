@@ -9,15 +9,16 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kv_cache import KVCache
-from selfspec.cache.prefix_cache import ANYONE, MAX_KEPT, Owner, PrefixCache, num_common
-from selfspec.cache.slots import CacheSlot, IdleSlots, no_tokens
+from selfspec.cache.prefix_cache import ANYONE, MAX_KEPT, TOKEN_BYTES, Owner, PrefixCache, as_bytes, num_common
+from selfspec.engine.hidden_states import PrefixHiddenStates
 from selfspec.engine.runners.choice import RunnerName
 from selfspec.engine.runners.cuda_graph.paged_attention import attends_by_pages
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner, captured_length
@@ -26,6 +27,59 @@ from selfspec.engine.runners.eager import EagerRunner
 SMALL_LOSS = 32
 """Rows of a kept text that a sequence which goes on from it may overwrite. Policies have about as many read again anyway. If
 more would be lost, the common prefix is copied, and the kept text stays."""
+
+
+def _no_tokens() -> Tensor:
+    return torch.empty(0, dtype=torch.long, device="cpu")
+
+
+@dataclass(slots=True, eq=False)
+class CacheSlot:
+    """A KV cache for one sequence, and the runner whose passes were captured on this cache, if there is one.
+
+    tokens: of the text that an idle slot holds, int64 [rows] on the CPU. kept: the hidden states of that text.
+    read: while a sequence uses the slot, returns those of its tokens whose rows are final. owner: of the text.
+    text, num_bytes: of an idle slot, the tokens as bytes and the memory it takes.
+    """
+
+    cache: KVCache
+    captured: CudaGraphRunner | None = None
+    tokens: Tensor = field(default_factory=_no_tokens)
+    kept: PrefixHiddenStates | None = None
+    read: Callable[[], Tensor] | None = None
+    owner: Owner = ANYONE
+    text: bytes = b""
+    num_bytes: int = 0
+
+    @property
+    def has_spare_room(self) -> bool:
+        """True if the text would fit into half of the cache. Captured passes need all of it."""
+        return self.captured is None and self.cache.max_length > 2 * len(self.tokens) > 0
+
+    def begin_sequence(self, read: Callable[[], Tensor]) -> None:
+        """Let a sequence use the slot. Others may go on from the tokens `read` returns, but not from hidden states."""
+        self.read, self.kept = read, None
+
+    def end_sequence(self, tokens: Tensor, kept: PrefixHiddenStates | None) -> None:
+        """Keep the text of a sequence that has ended. tokens: int64 [rows], of the cache's first rows."""
+        self.tokens, self.kept = tokens.to("cpu", copy=True), kept
+
+    def forget(self) -> None:
+        self.tokens, self.kept, self.text = _no_tokens(), None, b""
+
+    def become_idle(self) -> CacheSlot:
+        """Note what the slot holds and how large it is, which must not change while it is idle."""
+        states = 0 if self.kept is None else self.kept.rows.numel() * self.kept.rows.element_size()
+        self.text, self.num_bytes = as_bytes(self.tokens), self.cache.num_bytes + states
+        return self
+
+    def shrunk(self, model: LayerSkipModel) -> CacheSlot:
+        """Copy the slot in as little memory as its text needs, without captures."""
+        rows = len(self.tokens)
+        cache = KVCache(model, rows)
+        cache.take(self.cache, rows)
+        kept = None if self.kept is None else PrefixHiddenStates(self.kept.layers, self.kept.rows[:, :rows].clone())
+        return CacheSlot(cache, tokens=self.tokens, kept=kept, owner=self.owner).become_idle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +111,7 @@ class KVCachePool:
         self._on_giving_up = on_giving_up
         self._model, self._prefixes = model, prefixes
         self._row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
-        self._idle = IdleSlots()
+        self._idle: list[CacheSlot] = []  # the one that was used last at the end
         self._lent: list[CacheSlot] = []
         self._returned: list[CacheSlot] = []  # not among the idle ones yet
         self._times_forgotten = 0
@@ -67,7 +121,7 @@ class KVCachePool:
 
     @property
     def reuses(self) -> bool:
-        """Whether a prompt may go on from a kept text.
+        """True if a prompt may go on from a kept text.
 
         On our own kernels a row's bits depend only on its text, so it makes no difference which pass computed it.
         """
@@ -76,7 +130,11 @@ class KVCachePool:
     @property
     def kept_texts(self) -> KeptTexts:
         with self._lock:
-            return KeptTexts(self._idle.num_texts, self._idle.num_bytes)
+            return KeptTexts(sum(bool(slot.text) for slot in self._idle), self._idle_bytes)
+
+    @property
+    def _idle_bytes(self) -> int:
+        return sum(slot.num_bytes for slot in self._idle)
 
     @contextmanager
     def lend(
@@ -91,7 +149,7 @@ class KVCachePool:
         with self._changing():
             before = self._times_forgotten
             slot = self._find(num_tokens, prompt, owner, self.kind == "captured" and alone)
-            slot.tokens, slot.owner = no_tokens(), owner
+            slot.tokens, slot.owner = _no_tokens(), owner
             self._lent.append(slot)
         try:
             yield slot
@@ -118,10 +176,11 @@ class KVCachePool:
         """Use no text that has been read so far, because the weights have changed."""
         with self._changing():
             self._times_forgotten += 1
-            self._idle.forget_texts()
-            for slot in (*self._returned, *self._lent):
+            for slot in (*self._idle, *self._returned, *self._lent):
                 slot.forget()
                 slot.read = None
+            for slot in self._idle:
+                slot.become_idle()
 
     def give_back(self) -> None:
         """Free memory that no text needs: idle caches without text, and the room after texts that are kept.
@@ -129,11 +188,8 @@ class KVCachePool:
         Captures stay with their caches, since they take long to make.
         """
         with self._changing():
-            for slot in self._idle:
-                if slot.captured is None and not len(slot.tokens):
-                    self._idle.remove(slot)
-                elif slot.has_spare_room:
-                    self._idle.replace(slot, slot.copy(self._model, len(slot.tokens)))
+            needed = [slot for slot in self._idle if slot.captured is not None or slot.text]
+            self._idle = [slot.shrunk(self._model) if slot.has_spare_room else slot for slot in needed]
 
     def give_up_graphs(self, error: RuntimeError) -> None:
         """Lend no captures from now on, and warn once, because graphs failed with this error."""
@@ -167,8 +223,8 @@ class KVCachePool:
     def _find(self, num_tokens: int, prompt: Tensor | None, owner: Owner, captured: bool) -> CacheSlot:
         """Find an idle slot or make one; its cache then holds the rows that can be reused. captured: with captures."""
         source, rows = self._longest_prefix(prompt, owner)
-        if source is not None:
-            source.wait_for_writes()
+        if source is not None and source.captured is not None:
+            source.captured.begin()  # what is launched from now on waits for what its last passes write
         choose = self._with_captures if captured else self._with_room
         slot = choose(num_tokens, source, rows) or self._make(num_tokens, captured)
         if source is None or slot is source:
@@ -186,10 +242,16 @@ class KVCachePool:
         """
         if prompt is None or not self.reuses:
             return None, 0
-        best, rows = self._idle.longest_prefix(prompt, owner)
+        best, rows = None, 0
+        wanted = as_bytes(prompt)
+        for slot in reversed(self._idle):
+            # Comparing bytes is fast, and most texts have no more in common with the prompt than the best one so far.
+            longer = wanted[: TOKEN_BYTES * (rows + 1)]
+            if slot.owner == owner and rows < len(prompt) and slot.text.startswith(longer):
+                best, rows = slot, num_common(slot.tokens, prompt)
         for slot in self._lent:
             if slot.captured is None and slot.owner == owner:
-                alike = num_common(slot.reusable_tokens(), prompt)
+                alike = num_common(slot.tokens if slot.read is None else slot.read(), prompt)
                 if alike > rows:
                     best, rows = slot, alike
         return best, rows
@@ -197,7 +259,7 @@ class KVCachePool:
     def _with_room(self, num_tokens: int, source: CacheSlot | None, rows: int) -> CacheSlot | None:
         """Take an idle slot without captures to overwrite: the one with the sequence's own prefix, or one that would be given
         up for the sequence's memory."""
-        room = self._prefixes.num_bytes - num_tokens * self._row_bytes - self._idle.num_bytes
+        room = self._prefixes.num_bytes - num_tokens * self._row_bytes - self._idle_bytes
         found: CacheSlot | None = None
         own = source is not None and source.captured is None and source in self._idle
         if source is not None and own and len(source.tokens) - rows <= SMALL_LOSS:
@@ -205,52 +267,55 @@ class KVCachePool:
             found = source
             room += source.num_bytes
         while room < 0 and (found is None or found.cache.max_length < num_tokens):
-            other = self._idle.oldest(but=source, captured=False)
-            if other is None:
+            others = [slot for slot in self._idle if slot.captured is None]
+            if not others:
                 break
-            self._idle.remove(other)
-            found = other
+            found = next((slot for slot in others if slot is not source), others[0])
+            self._idle.remove(found)
             room += found.num_bytes
         return found if found is not None and found.cache.max_length >= num_tokens else None
 
     def _with_captures(self, num_tokens: int, source: CacheSlot | None, rows: int) -> CacheSlot | None:
         """Pick an idle slot with captures, which take long to make. Its text is copied elsewhere if there is memory."""
-        able = self._idle.captured(num_tokens)
+        able = [slot for slot in self._idle if slot.captured is not None and slot.cache.max_length >= num_tokens]
         if not able:
             return None
         found = source if source is not None and source in able else able[-1]
-        found.wait_for_writes()
+        assert found.captured is not None
+        found.captured.begin()
         held = found.tokens.numel()
-        both = found.num_bytes + self._row_bytes * held
         lost = held - (rows if found is source else 0)
-        if lost > SMALL_LOSS and self._idle.num_bytes - found.num_bytes + both <= self._prefixes.num_bytes:
-            self._idle.replace(found, found.copy(self._model, held))
+        place = self._idle.index(found)
+        if lost > SMALL_LOSS and self._idle_bytes + self._row_bytes * held <= self._prefixes.num_bytes:
+            self._idle[place] = found.shrunk(self._model)
         else:
-            self._idle.remove(found)
+            del self._idle[place]
         return found
 
     def _take_back(self, slot: CacheSlot) -> None:
         """Take back a slot that is idle again. Slots that no longer fit are given up."""
         if slot.captured is not None and self.kind == "eager":
             return
+        slot.become_idle()
         limit = self._prefixes.num_bytes
         if not limit:
-            largest = max([slot, *self._idle], key=lambda one: one.capacity)
-            self._idle.clear()
-            self._idle.add(largest)
+            self._idle = [max([slot, *self._idle], key=_worth)]
             return
         # Texts that are prefixes of this one are not needed any more.
-        for one in self._idle.prefixes_of(slot.tokens, slot.owner):
-            if not one.captured:
-                self._idle.remove(one)
-        self._idle.add(slot)
-        while self._idle.num_bytes > limit and (spacious := self._idle.with_spare_room()) is not None:
-            self._idle.replace(spacious, spacious.copy(self._model, len(spacious.tokens)))
-        with_captures = next(reversed(self._idle.captured(0)), None)
-        while len(self._idle) > 1 and (self._idle.num_bytes > limit or len(self._idle) > MAX_KEPT):
-            oldest = self._idle.oldest(but=with_captures)
-            assert oldest is not None
-            self._idle.remove(oldest)
+        self._idle = [
+            one
+            for one in self._idle
+            if one.captured or (one.text and not (one.owner == slot.owner and slot.text.startswith(one.text)))
+        ]
+        self._idle.append(slot)
+        for place, one in enumerate(self._idle):
+            if self._idle_bytes <= limit:
+                break
+            if one.has_spare_room:
+                self._idle[place] = one.shrunk(self._model)
+        with_captures = next((one for one in reversed(self._idle) if one.captured is not None), None)
+        while len(self._idle) > 1 and (self._idle_bytes > limit or len(self._idle) > MAX_KEPT):
+            self._idle.remove(next(one for one in self._idle if one is not with_captures))
 
     def _make(self, num_tokens: int, captured: bool) -> CacheSlot:
         if captured:
@@ -261,3 +326,9 @@ class KVCachePool:
             except RuntimeError as error:  # no memory for its buffers, say
                 self.give_up_graphs(error)
         return CacheSlot(KVCache(self._model, num_tokens))
+
+
+def _worth(slot: CacheSlot) -> tuple[bool, int, int]:
+    """Say what a later sequence would otherwise have to make again, most costly first: captures, room, more captures."""
+    made = 0 if slot.captured is None else slot.captured.num_captures
+    return slot.captured is not None, slot.cache.max_length, made

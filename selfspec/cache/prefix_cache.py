@@ -1,4 +1,4 @@
-"""What a generator keeps of complete texts, for prompts that begin like them."""
+"""Settings of what is kept of complete texts, for prompts that begin like them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 MAX_KEPT = 4096
 """Texts that are kept at most, however much memory there is: each also takes some memory besides its rows."""
+TOKEN_BYTES = 4
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -17,7 +18,7 @@ class Owner:
     """Whose a text is. A prompt goes on from rows of the same owner's texts only: who is told how many tokens were not read
     again, or takes the time, learns how a text begins.
 
-    lasts: whether there will be later texts of this owner; else its rows are forgotten as each text ends.
+    lasts: there will be later texts of this owner; else its rows are forgotten as each text ends.
     """
 
     name: str = ""
@@ -41,19 +42,19 @@ class PrefixCache:
 
     @classmethod
     def of(cls, size: int | str | None) -> PrefixCache:
-        """From a user's size: None for the last text and exact uses only, 0 for none. Raises ValueError for other things."""
+        """Read a user's size: None for the last text and exact uses only, 0 for none. Raises ValueError for other things."""
         if size is None:
             return cls()
         num_bytes = parse_bytes(size)
         return cls(num_bytes=num_bytes, use="always" if num_bytes else "never")
 
     def reuses(self, exact: bool) -> bool:
-        """Whether a prompt may go on from a kept text. exact: whether that changes no bit."""
+        """Return whether a prompt may go on from a kept text. exact: that changes no bit."""
         return self.use == "always" or (self.use == "exact" and exact)
 
 
 def parse_bytes(size: int | str, name: str = "prefix_cache") -> int:
-    """2000, "2000", "2kB", "1.5 GB" or "1GiB" -> bytes. Raises ValueError for anything else. name: of the option."""
+    """Read 2000, "2000", "2kB", "1.5 GB" or "1GiB" as bytes. Raises ValueError for anything else. name: of the option."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", size.strip(), re.IGNORECASE) if isinstance(size, str) else None
@@ -63,7 +64,12 @@ def parse_bytes(size: int | str, name: str = "prefix_cache") -> int:
 
 
 def num_common(tokens: Tensor, prompt: Tensor) -> int:
-    """Length of the common prefix of two texts, int64 [n] and [m] on the CPU."""
+    """Return the length of the common prefix of two texts, int64 [n] and [m] on the CPU."""
     shorter = min(tokens.numel(), prompt.numel())
     differs = (tokens[:shorter] != prompt[:shorter]).nonzero()
     return int(differs[0]) if len(differs) else shorter
+
+
+def as_bytes(tokens: Tensor) -> bytes:
+    """Return the tokens as bytes, TOKEN_BYTES each. tokens: int64 [n] on the CPU."""
+    return tokens.numpy().astype(f"i{TOKEN_BYTES}").tobytes()

@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.status import Status
 
 from layerskip_models import DEMO_PATH, load_tokenizer
 from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.checkpoints.progress import telling
 from layerskip_models.output_paths import output_file
 from selfspec import SelfSpecGenerator
-from selfspec.cli.notes import gc_paused, one_line_errors
+from selfspec.cli.console import gc_paused, one_line_errors
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.engine.request import check_ids
 from selfspec.options import SamplingOptions
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 def load_generator(
     model: str | None,
     load: LoadOptions,
-    notes: Console,
+    log: Console,
     *,
     prefix_cache: int | str | None = None,
     several_processes: bool = False,
@@ -47,55 +45,54 @@ def load_generator(
             "this command runs in one process: start it without torchrun (more than one GPU: device_map='auto' from Python; "
             "more than one machine: the server's replicas, docs/serving.md)"
         )
-    with loading(model, notes) as name:
+    with _loading(model, log) as name:
         return load.generator(name, local_files_only=model is None, prefix_cache=prefix_cache, device_map=device_map)
 
 
 def load_reference(
-    model: str | None, texts: Sequence[str], dtype: str, device: str, notes: Console
+    model: str | None, texts: Sequence[str], dtype: str, device: str, log: Console
 ) -> tuple[transformers.PreTrainedModel, list[torch.Tensor]]:
     """Load the checkpoint as transformers does, and encode the prompts as token ids, int64 [n] each.
 
     Errors as for `load_generator`; ValueError for a prompt without tokens and for ids outside the vocabulary.
     """
-    with loading(model, notes) as name:
+    with _loading(model, log) as name:
         llama = load_transformers(name, dtype=dtype, device=device, local_files_only=model is None)
         tokenizer = load_tokenizer(name, local_files_only=model is None)
     prompts = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long) for text in texts]
-    if any(prompt.numel() == 0 for prompt in prompts):
-        raise ValueError("a prompt has no tokens: give one with text")
     for prompt in prompts:
+        if prompt.numel() == 0:
+            raise ValueError("a prompt has no tokens: give one with text")
         check_ids(prompt, llama.config.vocab_size, from_tokenizer=True)
     return llama, prompts
 
 
 @contextmanager
-def loading(model: str | None, notes: Console) -> Iterator[str]:
+def _loading(model: str | None, log: Console) -> Iterator[str]:
     """Show a status line while a checkpoint is loaded; yields its name."""
-    name = str(DEMO_PATH) if model is None else model
     text = f"Loading {'the demo model' if model is None else model} ..."
-    with notes.status(text) as status, gc_paused(), telling(partial(_show_progress, status, text)):
+
+    def on_progress(done: int, total: int) -> None:
+        status.update(f"{text} {done} of {total} layers")
+
+    with log.status(text) as status, gc_paused(), telling(on_progress):
         import transformers
         from huggingface_hub.utils import logging as hub_logging
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()  # the status line replaces it
         hub_logging.set_verbosity_error()  # its retries
-        yield name
-
-
-def _show_progress(status: Status, text: str, done: int, total: int) -> None:
-    status.update(f"{text} {done} of {total} layers")
+        yield str(DEMO_PATH) if model is None else model
 
 
 @contextmanager
-def progress(total: int, notes: Console) -> Iterator[Callable[[str], None]]:
+def progress_bar(total: int, log: Console) -> Iterator[Callable[[str], None]]:
     """Show a progress bar with the time left, and remove it at the end.
 
     Yields the function that advances it and shows a label.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=notes, transient=True) as bar:
+    with Progress(*columns, console=log, transient=True) as bar:
         task = bar.add_task("starting", total=total)
         yield lambda label: bar.update(task, advance=1, description=label)
 
@@ -107,12 +104,13 @@ def checked_output_file(path: Path | None) -> Path | None:
 
 
 def check_sampling(defaults: transformers.GenerationConfig, options: SamplingOptions) -> bool:
-    """Whether decoding is greedy. Raises ValueError if it is and a sampling option is given. defaults: the checkpoint's."""
-    if options["temperature"] == 0:  # also means greedy
+    """Return whether decoding is greedy. Raises ValueError if it is and a sampling option is given.
+
+    defaults: the checkpoint's. A temperature of 0, which means greedy too, is taken out of the options.
+    """
+    if options["temperature"] == 0:
         options["do_sample"], options["temperature"] = False, None
-    do_sample = options["do_sample"]
-    if do_sample is None:
-        do_sample = defaults.do_sample
+    do_sample = defaults.do_sample if options["do_sample"] is None else options["do_sample"]
     given = [name for name in ("temperature", "top_k", "top_p", "min_p") if options.get(name) is not None]
     if given and not do_sample:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)

@@ -13,11 +13,12 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from layerskip_models.output_paths import output_file
 from layerskip_models.text_files import read_lines, write_text
 from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.batch import completed
-from selfspec.cache.copy_index import CopyStore, copies_drafts
+from selfspec.cache.copy_index import copies_drafts
 from selfspec.cli.text_input import store_of_files
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.messages import Messages, are_messages
@@ -45,47 +46,24 @@ class PromptLine:
         return generator.resolve_policy(**{name: self.options.get(name) for name in _SPECULATION})
 
 
-def read_prompts(path: Path, options: Mapping[str, Any], copy_texts: Sequence[str] = ()) -> list[PromptLine]:
-    """JSON lines with "prompt" or "messages", and optionally "id" and options of their own.
+def read_prompts(
+    path: Path, output: Path, options: Mapping[str, Any], copy_texts: Sequence[str] = ()
+) -> list[PromptLine]:
+    """Read JSON lines with "prompt" or "messages", and optionally "id" and options of their own.
 
-    options: the command's. copy_texts: texts to copy drafts from, for all lines. Raises ValueError that names the line.
+    options: the command's. copy_texts: texts to copy drafts from, for all lines. Raises ValueError that names the line, and
+    OSError or ValueError if `output` cannot take the results.
     """
+    output_file(output, replaced=True)
     try:
         lines = read_lines(path)
     except FileNotFoundError:
         raise FileNotFoundError(f'no file {path}: give JSON lines such as {{"prompt": "Once upon a time"}}') from None
-    found = []
-    copied = hashlib.sha256("\0".join(copy_texts).encode()).hexdigest()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error.msg}") from None
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
-            raise ValueError(f"{path}, line {number} cannot be read: {error}") from None
-        prompt = _prompt_of(values) if isinstance(values, dict) else None
-        if prompt is None:
-            raise ValueError(
-                f'{path}, line {number} must be an object with "prompt", a text that is not empty, or with "messages", '
-                'a list of {"role": "user", "content": "..."}'
-            )
-        own = {name: value for name, value in values.items() if name not in ("prompt", "messages", "id", "task")}
-        if unknown := sorted(own.keys() - set(OWN_OPTIONS)):
-            raise ValueError(f"{path}, line {number}: {unknown[0]!r} is no option; there are {', '.join(OWN_OPTIONS)}")
-        name = values.get("id", number)
-        if not isinstance(name, (str, int)) or isinstance(name, bool):
-            raise ValueError(
-                f"{path}, line {number}: the id must be a text or an integer, got {json.dumps(name)[:100]}"
-            )
-        if not isinstance(own.get("policy", ""), (str, type(None))):
-            raise ValueError(f"{path}, line {number}: the policy must be a name, got {json.dumps(own['policy'])[:100]}")
-        merged = {**options, **own}
-        asked = {"copy_from": copied, **merged} if copy_texts else merged
-        key = hashlib.sha256(json.dumps([prompt, asked], sort_keys=True).encode()).hexdigest()[:16]
-        chooses = any(name in own for name in _SPECULATION)
-        found.append(PromptLine(id=name, prompt=prompt, options=merged, key=key, chooses=chooses))
+    found = [
+        _read_line(line, number, f"{path}, line {number}", options, copy_texts)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
     if not found:
         raise ValueError(f"{path} holds no prompts")
     if len({line.id for line in found}) < len(found):
@@ -93,18 +71,47 @@ def read_prompts(path: Path, options: Mapping[str, Any], copy_texts: Sequence[st
     return found
 
 
-def _prompt_of(values: Mapping[str, Any]) -> str | Messages | None:
-    """Read the prompt or messages of a line; None unless it has exactly one of the two."""
+def _read_line(line: str, number: int, where: str, options: Mapping[str, Any], copy_texts: Sequence[str]) -> PromptLine:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+        raise ValueError(f"{where} cannot be read: {error}") from None
+    values = values if isinstance(values, dict) else {}
     prompt, messages = values.get("prompt"), values.get("messages")
-    if messages is None:
-        return prompt if isinstance(prompt, str) and prompt else None
-    return messages if prompt is None and are_messages(messages) else None
+    asked: str | Messages | None = None
+    if messages is None and isinstance(prompt, str) and prompt:
+        asked = prompt
+    elif prompt is None and are_messages(messages):
+        asked = messages
+    if asked is None:
+        raise ValueError(
+            f'{where} must be an object with "prompt", a text that is not empty, or with "messages", '
+            'a list of {"role": "user", "content": "..."}'
+        )
+    own = {name: value for name, value in values.items() if name not in ("prompt", "messages", "id", "task")}
+    if unknown := sorted(own.keys() - set(OWN_OPTIONS)):
+        raise ValueError(f"{where}: {unknown[0]!r} is no option; there are {', '.join(OWN_OPTIONS)}")
+    name = values.get("id", number)
+    if not isinstance(name, (str, int)) or isinstance(name, bool):
+        raise ValueError(f"{where}: the id must be a text or an integer, got {json.dumps(name)[:100]}")
+    if not isinstance(own.get("policy", ""), (str, type(None))):
+        raise ValueError(f"{where}: the policy must be a name, got {json.dumps(own['policy'])[:100]}")
+    merged = {**options, **own}
+    hashed = merged
+    if copy_texts:
+        hashed = {"copy_from": hashlib.sha256("\0".join(copy_texts).encode()).hexdigest(), **merged}
+    key = hashlib.sha256(json.dumps([asked, hashed], sort_keys=True).encode()).hexdigest()[:16]
+    chooses = any(option in own for option in _SPECULATION)
+    return PromptLine(id=name, prompt=asked, options=merged, key=key, chooses=chooses)
 
 
-def complete_results(path: Path, prompts: list[PromptLine]) -> dict[str | int, str]:
-    """Complete results of an earlier run, by id. Lines that were cut short and prompts that failed are left out.
+def _results_so_far(path: Path, prompts: list[PromptLine]) -> set[str | int]:
+    """Find complete results of an earlier run, and remove all other lines from the file, atomically. Returns their ids.
 
-    Raises ValueError if the file holds results of other prompts or options.
+    Lines that were cut short and prompts that failed are removed. Raises ValueError if the file holds results of other
+    prompts or options.
     """
     wanted = {line.id: line.key for line in prompts}
     found: dict[str | int, str] = {}
@@ -119,68 +126,48 @@ def complete_results(path: Path, prompts: list[PromptLine]) -> dict[str | int, s
             raise ValueError(f"{path}, line {number} is no result of these prompts and options: give another --output")
         if "error" not in values:  # failed prompts are tried again
             found[values["id"]] = line
-    return found
-
-
-def _results_so_far(path: Path, prompts: list[PromptLine]) -> set[str | int]:
-    """Ids of complete results. All other lines are removed from the file, atomically.
-
-    Raises ValueError as `complete_results` does.
-    """
-    found = complete_results(path, prompts)
     kept = "".join(f"{line}\n" for line in found.values())
     if path.is_file() and path.read_bytes() != kept.encode():
         write_text(path, kept)
     return set(found)
 
 
-def store_for_lines(
-    generator: SelfSpecGenerator, prompts: Sequence[PromptLine], texts: Sequence[str]
-) -> CopyStore | None:
-    """Texts that all lines may copy from; None without any.
-
-    Raises ValueError if a line uses the command's policy and that policy does not copy.
-    """
-    own = next((line.policy(generator) for line in prompts if not line.chooses), None) if texts else None
-    return store_of_files(generator, texts, own)
-
-
 def generate_file(
     generator: SelfSpecGenerator,
     prompts: list[PromptLine],
     output: Path,
-    *,
     batch_size: int,
-    notes: Console,
-    store: CopyStore | None = None,
+    copy_texts: Sequence[str],
+    log: Console,
 ) -> int:
     """Decode the prompts without a result, `batch_size` at a time, and write each result at once. Returns how many failed.
 
-    store: texts to copy from, for lines without their own whose policy copies. A prompt that fails (because it is too long,
-    for example) gets a line with its error, and the others go on.
+    copy_texts: texts to copy from, for lines without their own whose policy copies. A prompt that fails (because it is too
+    long, for example) gets a line with its error, and the others go on.
+    Raises ValueError if a line uses the command's policy, and that policy copies nothing although there are texts.
     """
+    own = next((line.policy(generator) for line in prompts if not line.chooses), None) if copy_texts else None
+    store = store_of_files(generator, copy_texts, own)
     done = _results_so_far(output, prompts)
-    left = [line for line in prompts if line.id not in done]
     if done:
-        notes.print(f"{len(done)} of {len(prompts)} results are in {output} already")
+        log.print(f"{len(done)} of {len(prompts)} results are in {output} already")
     failed = tokens = 0
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with (
         output.open("a", encoding="utf-8") as file,
-        Progress(*columns, TimeRemainingColumn(), console=notes, disable=notes.quiet) as bar,
+        Progress(*columns, TimeRemainingColumn(), console=log, disable=log.quiet) as bar,
     ):
         task = bar.add_task("Decoding", total=len(prompts), completed=len(done))
         checked: list[BoundRequest] = []
         asked: list[PromptLine] = []
-        for line in left:
+        for line in prompts:
+            if line.id in done:
+                continue
             try:
                 options = {**line.options}
-                if (
-                    store is not None
-                    and "copy_from" not in options
-                    and copies_drafts(line.policy(generator).observes, generator.runner)
-                ):
-                    options["copy_from"] = store
+                if store is not None and "copy_from" not in options:
+                    copies = copies_drafts(line.policy(generator).observes, generator.runner)
+                    options["copy_from"] = store if copies else None
                 checked.append(generator.check(line.prompt, **options))
                 asked.append(line)
             except (ValueError, TypeError) as error:
@@ -189,14 +176,13 @@ def generate_file(
                 bar.advance(task)
         with closing(completed(checked, batch_size)) as results:
             for index, result in results:
-                line = asked[index]
                 if isinstance(result, Exception):
                     failed += 1
-                    _write(file, line, {"error": str(result)})
+                    _write(file, asked[index], {"error": str(result)})
                 else:
                     tokens += result.stats.num_new_tokens
                     values = {"text": result.text, "token_ids": result.new_tokens, "stop_reason": result.stop_reason}
-                    _write(file, line, {**values, "policy": result.policy, "stats": result.stats.as_dict()})
+                    _write(file, asked[index], {**values, "policy": result.policy, "stats": result.stats.as_dict()})
                 bar.advance(task)
                 bar.update(task, description=f"Decoding, {tokens} tokens")
     return failed

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import check_sampling, load_generator
+from selfspec.cli.console import LogConsole, one_line_errors
 from selfspec.cli.conversation import Conversation
 from selfspec.cli.display import TextWriter, legend, summary_lines
-from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import (
     ChatTemplateOption,
     CopyFromOption,
@@ -68,11 +68,11 @@ def chat_command(
     copy_from: CopyFromOption = None,
 ) -> None:
     """Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation."""
-    notes = notes_console()
+    log = LogConsole()
     with one_line_errors():
         template, copy_texts = template_of(model, chat.chat_template), read_copy_files(copy_from)
         # Keep the last text on every device, so that only the new message has to be read.
-        generator = load_generator(model, load, notes, prefix_cache=1)
+        generator = load_generator(model, load, log, prefix_cache=1)
         if not has_template(generator.tokenizer, template):
             raise ValueError(
                 f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain "
@@ -82,11 +82,11 @@ def chat_command(
         options: dict[str, Any] = {**sampling}
         if (seed := options.pop("seed")) is not None:  # one random generator for all answers
             options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
-        preparation = None
+        chosen = calibration = None
         if policy is None and not copy_texts and BackgroundCalibration.helps(generator):
-            chosen, preparation = None, BackgroundCalibration(generator)
+            calibration = BackgroundCalibration(generator)
         else:
-            with notes.status("Calibrating ..."):  # only if the policy uses measured costs
+            with log.status("Calibrating ..."):  # only if the policy uses measured costs
                 chosen = generator.resolve_policy(policy)
         writer = TextWriter(Console(highlight=False))
         conversation = Conversation(
@@ -97,24 +97,33 @@ def chat_command(
             write=writer.write_token,
             copy_from=store_of_files(generator, copy_texts, chosen),
         )
-        conversation.check()
         if chat.load is not None:
             conversation.load(chat.load)
         if chat.system is not None:
             conversation.system = chat.system
         conversation.policy = DEFAULT_POLICY if chosen is None else policy or chosen.name
-        session = Chat(conversation, writer, notes, preparation)
-        notes.print(_greeting(model, generator))
+        session = Chat(conversation, writer, log, calibration)
+        log.print(
+            f"{'the demo model' if model is None else model}, {generator.model.max_positions} tokens of context; "
+            "/help lists the commands, Ctrl-C stops an answer"
+        )
+        if model is None:
+            log.print(
+                "It was trained on 5.7 million tokens, among them school arithmetic in this form: "
+                "Tom has 3 boxes with 4 apples each. How many apples does he have? It makes things up."
+            )
         if chat.show_drafts:
             session.command("/drafts")
-        read_line = _line_reader()
-        if preparation is not None:
-            preparation.start()
+        if sys.stdin.isatty():
+            with suppress(ImportError):  # not every system has it
+                importlib.import_module("readline")  # arrow keys then edit lines, and recall earlier ones
+        if calibration is not None:
+            calibration.start()
         try:
-            session.run(read_line)
+            session.run(input if sys.stdin.isatty() else lambda prompt: input())
         finally:
-            if preparation is not None:
-                preparation.stop()
+            if calibration is not None:
+                calibration.stop()
 
 
 class Chat:
@@ -124,17 +133,22 @@ class Chat:
         self,
         conversation: Conversation,
         writer: TextWriter,
-        notes: Console,
-        preparation: BackgroundCalibration | None = None,
+        log: Console,
+        calibration: BackgroundCalibration | None = None,
     ) -> None:
-        self._conversation, self._writer, self._notes = conversation, writer, notes
-        self._preparation = preparation
+        self._conversation, self._writer, self._log = conversation, writer, log
+        self._calibration = calibration
 
     def run(self, read_line: Callable[[str], str]) -> None:
         """Run until /exit or the end of the input. Ctrl-C at the prompt drops the line."""
         while True:
             try:
-                line = self._read(read_line)
+                line = read_line("> ").strip()
+                if line.startswith(_QUOTES):
+                    lines = [line.removeprefix(_QUOTES)]
+                    while not lines[-1].endswith(_QUOTES):
+                        lines.append(read_line("| "))
+                    line = "\n".join(lines).removesuffix(_QUOTES).strip()
                 if line in ("/exit", "/quit"):
                     return
                 if line.startswith("/"):
@@ -144,100 +158,61 @@ class Chat:
             except EOFError:
                 return
             except KeyboardInterrupt:
-                self._notes.print("\n(/exit or Ctrl-D leaves)")
+                self._log.print("\n(/exit or Ctrl-D leaves)")
             except (ValueError, TypeError, OSError, RuntimeError) as error:
-                self._notes.print(f"error: {' '.join(str(error).split())}")
+                self._log.print(f"error: {' '.join(str(error).split())}")
 
     def command(self, line: str) -> None:
         """Carry out a line that begins with a slash. Raises ValueError for an unknown command."""
         name, _, text = line.partition(" ")
-        text, conversation = text.strip(), self._conversation
+        text, conversation, log = text.strip(), self._conversation, self._log
         if name == "/help":
             width = max(map(len, COMMANDS))
-            self._notes.print("\n".join(f"{usage:{width}}  {meaning}" for usage, meaning in COMMANDS.items()))
-            self._notes.print(f"a message of several lines: {_QUOTES} before and after it")
+            log.print("\n".join(f"{usage:{width}}  {meaning}" for usage, meaning in COMMANDS.items()))
+            log.print(f"a message of several lines: {_QUOTES} before and after it")
         elif name == "/system":
             if text:
                 conversation.system = text
-            self._notes.print(f"system: {conversation.system or 'none'}")
+            log.print(f"system: {conversation.system or 'none'}")
         elif name == "/policy":
             if text:
-                with self._notes.status("Calibrating ..."):
+                with log.status("Calibrating ..."):
                     conversation.use_policy(text)
-            self._notes.print(f"policy: {conversation.policy}")
+            log.print(f"policy: {conversation.policy}")
         elif name == "/drafts":
             conversation.show_drafts = not conversation.show_drafts
-            self._notes.print(legend(self._writer.shows_styles) if conversation.show_drafts else "drafts are not shown")
+            log.print(legend(self._writer.shows_styles) if conversation.show_drafts else "drafts are not shown")
         elif name == "/history":
-            self._notes.print(
-                "\n".join(f"{message['role']}: {message['content']}" for message in conversation.messages)
-            )
+            log.print("\n".join(f"{message['role']}: {message['content']}" for message in conversation.messages))
         elif name == "/stats":
-            self._notes.print("\n".join(self._stats()))
+            last = conversation.last
+            if last is None:
+                log.print("no answer yet")
+            else:
+                stop = "interrupted" if conversation.was_interrupted else last.stop_reason
+                read = last.stats.num_prompt_tokens - last.stats.num_reused_tokens
+                log.print("\n".join(summary_lines(last, stop)))
+                log.print(f"prompt of {last.stats.num_prompt_tokens} tokens, {read} of them read for this answer")
         elif name == "/save":
             if not text:
                 raise ValueError("say where: /save FILE")
             conversation.save(Path(text).expanduser())
-            self._notes.print(f"saved to {text}")
+            log.print(f"saved to {text}")
         elif name == "/clear":
             conversation.clear()
-            self._notes.print("a new conversation")
+            log.print("a new conversation")
         else:
             raise ValueError(f"no command {name}: /help lists them")
 
     def _ask(self, question: str) -> None:
-        conversation = self._conversation
-        if self._preparation is not None:
-            self._preparation.wait(self._notes)
+        if self._calibration is not None:
+            self._calibration.wait(self._log)
         try:
-            conversation.ask(question)
+            self._conversation.ask(question)
         finally:
             self._writer.write("\n")
-        if conversation.was_interrupted:
-            self._notes.print("(stopped; the conversation goes on)")
-
-    def _stats(self) -> list[str]:
-        last = self._conversation.last
-        if last is None:
-            return ["no answer yet"]
-        stats = last.stats
-        read = stats.num_prompt_tokens - stats.num_reused_tokens
-        stop = "interrupted" if self._conversation.was_interrupted else last.stop_reason
-        return [
-            *summary_lines(last, stop),
-            f"prompt of {stats.num_prompt_tokens} tokens, {read} of them read for this answer",
-        ]
-
-    def _read(self, read_line: Callable[[str], str]) -> str:
-        line = read_line("> ").strip()
-        if not line.startswith(_QUOTES):
-            return line
-        lines = [line.removeprefix(_QUOTES)]
-        while not lines[-1].endswith(_QUOTES):
-            lines.append(read_line("| "))
-        return "\n".join(lines).removesuffix(_QUOTES).strip()
-
-
-def _line_reader() -> Callable[[str], str]:
-    """Make a function that reads a line of standard input; in a terminal arrow keys edit it and recall earlier ones."""
-    if not sys.stdin.isatty():
-        return lambda prompt: input()
-    with suppress(ImportError):  # not every system has it
-        importlib.import_module("readline")  # input() then edits lines
-    return input
-
-
-def _greeting(model: str | None, generator: SelfSpecGenerator) -> str:
-    name = "the demo model" if model is None else model
-    lines = [
-        f"{name}, {generator.model.max_positions} tokens of context; /help lists the commands, Ctrl-C stops an answer"
-    ]
-    if model is None:
-        lines.append(
-            "It was trained on 5.7 million tokens, among them school arithmetic in this form: "
-            "Tom has 3 boxes with 4 apples each. How many apples does he have? It makes things up."
-        )
-    return "\n".join(lines)
+        if self._conversation.was_interrupted:
+            self._log.print("(stopped; the conversation goes on)")
 
 
 class BackgroundCalibration(threading.Thread):
@@ -247,12 +222,12 @@ class BackgroundCalibration(threading.Thread):
     """
 
     def __init__(self, generator: SelfSpecGenerator) -> None:
-        super().__init__(name="selfspec-preparation", daemon=True)
+        super().__init__(name="selfspec-calibration", daemon=True)
         self._generator, self._stopped = generator, threading.Event()
 
     @staticmethod
     def helps(generator: SelfSpecGenerator) -> bool:
-        """Say whether the default policy times the model, and may do so in a thread of its own."""
+        """Return whether the default policy times the model, and may do so in a thread of its own."""
         model = generator.model
         return model.num_layers > 1 and model.device.type == "cpu"
 
@@ -262,10 +237,10 @@ class BackgroundCalibration(threading.Thread):
         with suppress(Exception):
             measured_cost(self._generator.model, self._generator.runner, self._stopped.is_set)
 
-    def wait(self, notes: Console) -> None:
-        """Until it is done. Ctrl-C leaves it running."""
+    def wait(self, log: Console) -> None:
+        """Wait until it is done. Ctrl-C leaves it running."""
         if self.is_alive():
-            with notes.status("Calibrating ..."):
+            with log.status("Calibrating ..."):
                 self.join()
 
     def stop(self) -> None:

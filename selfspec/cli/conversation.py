@@ -13,17 +13,16 @@ from layerskip_models.text_files import write_text
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.cache.copy_index import CopyStore, copies_drafts
 from selfspec.cli.interrupt import InterruptCriteria
+from selfspec.detokenize import DraftStreamer, StopTrimmer, TextStreamer, TokenSource, before_stop
 from selfspec.messages import ChatTemplate, are_messages, encode_messages
-from selfspec.stop_text import StopTrimmer, before_stop
-from selfspec.streaming import DraftStreamer, Fate, TextStreamer
 
 
 class Conversation:
     """Asks one question after another. Each prompt is the whole conversation, but only its new part has to be read.
 
     options: of `SelfSpecGenerator.generate`. max_new_tokens: of an answer; fewer if the context ends before. write: gets the
-    answer piece by piece, with fates if drafts are shown. copy_from: texts to copy drafts from, in addition to the
-    conversation, if the policy copies.
+    answer piece by piece, with sources if drafts are shown. copy_from: texts to copy drafts from, in addition to the
+    conversation, if the policy copies. Raises ValueError if the template cannot be used.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class Conversation:
         options: dict[str, Any],
         *,
         max_new_tokens: int,
-        write: Callable[[str, Fate], object],
+        write: Callable[[str, TokenSource], object],
         copy_from: CopyStore | None = None,
     ) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -42,8 +41,8 @@ class Conversation:
         self.last: GenerationResult | None = None
         self.was_interrupted = False
         self._generator, self._template, self._options = generator, template, options
-        self._max_new_tokens, self._write = max_new_tokens, write
-        self._copy_from = copy_from
+        self._max_new_tokens, self._write, self._copy_from = max_new_tokens, write, copy_from
+        self._encode([{"role": "user", "content": "."}])
 
     @property
     def system(self) -> str | None:
@@ -65,19 +64,6 @@ class Conversation:
         self._generator.resolve_policy(name)
         self.policy = name
 
-    def check(self) -> None:
-        """Raise ValueError if there is no chat template."""
-        self._encode([{"role": "user", "content": "."}])
-
-    def ask(self, question: str) -> None:
-        """Get an answer, and write it while it is generated. Ctrl-C ends it; what was generated is then the answer.
-
-        Raises ValueError if the question cannot be asked, for example without room for an answer, and forgets it.
-        """
-        asked = [*self.messages, {"role": "user", "content": question}]
-        answer = self._answer(self._encode(asked))
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
-
     def save(self, path: Path) -> None:
         write_text(path, json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n")
 
@@ -87,19 +73,21 @@ class Conversation:
             messages = json.loads(path.read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a saved conversation: {error}") from error
-        texts = are_messages(messages) and all(
-            isinstance(message.get("role"), str) and isinstance(message.get("content"), str) for message in messages
-        )
-        if not texts:
+        if not are_messages(messages) or not all(
+            isinstance(message.get(name), str) for message in messages for name in ("role", "content")
+        ):
             raise ValueError(f'{path} is not a saved conversation: a list of {{"role": ..., "content": ...}}')
         self.messages = [dict(message) for message in messages]
 
-    def _encode(self, messages: list[dict[str, Any]]) -> list[int]:
-        return encode_messages(messages, self._generator.tokenizer, self._template)
+    def ask(self, question: str) -> None:
+        """Get an answer, and write it while it is generated. Ctrl-C ends it; what was generated is then the answer.
 
-    def _answer(self, prompt: list[int]) -> str:
-        tokenizer, context = self._generator.tokenizer, self._generator.model.max_positions
+        Raises ValueError if the question cannot be asked, for example without room for an answer, and forgets it.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        prompt, tokenizer = self._encode(asked), self._generator.tokenizer
         assert tokenizer is not None
+        context = self._generator.model.max_positions
         room = context - len(prompt)
         if room < 1:
             raise ValueError(
@@ -107,12 +95,13 @@ class Conversation:
             )
         written: list[str] = []
 
-        def write(text: str, fate: Fate) -> None:
-            if fate != "rejected":
+        def write(text: str, source: TokenSource) -> None:
+            if source != "rejected":
                 written.append(text)
-            self._write(text, fate)
+            self._write(text, source)
 
-        trimmer = StopTrimmer(self._template.stops, write)
+        stops = self._template.stops
+        trimmer = StopTrimmer(stops, write)
         streamer = (DraftStreamer if self.show_drafts else TextStreamer)(tokenizer, trimmer.push)
         copies = copies_drafts(self._generator.resolve_policy(self.policy).observes, self._generator.runner)
         self.last, interrupt = None, InterruptCriteria()
@@ -121,7 +110,7 @@ class Conversation:
                 self.last = self._generator.generate(
                     prompt,
                     max_new_tokens=min(self._max_new_tokens, room),
-                    stop_strings=[*self._template.stops] or None,
+                    stop_strings=[*stops] or None,
                     policy=self.policy,
                     copy_from=self._copy_from if copies else None,
                     streamer=streamer,
@@ -132,6 +121,9 @@ class Conversation:
             interrupt.requested = True
         trimmer.finish()
         self.was_interrupted = interrupt.requested
-        if self.last is None or self.last.text is None:
-            return "".join(written)
-        return before_stop(self.last.text, self._template.stops)
+        whole = None if self.last is None else self.last.text
+        answer = "".join(written) if whole is None else before_stop(whole, stops)
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def _encode(self, messages: list[dict[str, Any]]) -> list[int]:
+        return encode_messages(messages, self._generator.tokenizer, self._template)

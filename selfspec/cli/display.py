@@ -17,12 +17,12 @@ from rich.text import Text
 
 from policies import RoundRecord
 from selfspec.analysis.comparison import Comparison
-from selfspec.cli.notes import visible, visible_line
-from selfspec.engine.stats import GenerationStats, sources_text
+from selfspec.cli.console import visible, visible_line
+from selfspec.detokenize import TokenSource
+from selfspec.engine.stats import sources_text
 from selfspec.generator import GenerationResult
-from selfspec.streaming import Fate
 
-FATE_STYLES: dict[Fate, Style] = {
+SOURCE_STYLES: dict[TokenSource, Style] = {
     "target": Style.null(),
     "accepted": Style(color="green"),
     "copied": Style(color="magenta"),
@@ -33,14 +33,14 @@ FATE_STYLES: dict[Fate, Style] = {
 PROMPT_STYLE = Style(dim=True)
 _PICTURE_WIDTH = 100  # characters
 
-_LEGEND: tuple[tuple[str, Fate], ...] = (
-    ("accepted draft", "accepted"),
-    ("accepted copy", "copied"),
-    ("dropped draft", "rejected"),
-    ("correction of one", "corrected"),
-    ("bonus after a whole draft", "bonus"),
-    ("no draft", "target"),
-)
+_LEGEND: dict[TokenSource, str] = {
+    "accepted": "accepted draft",
+    "copied": "accepted copy",
+    "rejected": "dropped draft",
+    "corrected": "correction of one",
+    "bonus": "bonus after a whole draft",
+    "target": "no draft",
+}
 
 
 class TextWriter:
@@ -52,10 +52,9 @@ class TextWriter:
     def __init__(self, console: Console) -> None:
         self._file = console.file
         self.is_terminal = console.is_terminal
-        self._colors = COLOR_SYSTEMS.get(console.color_system or "")
+        colors = COLOR_SYSTEMS.get(console.color_system or "")
+        self._colors = None if colors is ColorSystem.WINDOWS else colors  # such a console has no escape sequences
         self._plain = console.no_color
-        if self._colors is ColorSystem.WINDOWS:  # such a console has no escape sequences
-            self._colors = None
 
     @property
     def shows_styles(self) -> bool:
@@ -71,21 +70,21 @@ class TextWriter:
             self._file.write(shown.render(text, color_system=self._colors))
             self._file.flush()
 
-    def write_token(self, text: str, fate: Fate) -> None:
-        """Write a chunk in the style of its fate. Rejected drafts are written only if styles are on."""
-        if fate == "rejected":
+    def write_token(self, text: str, source: TokenSource) -> None:
+        """Write a chunk in the style of its source. Rejected drafts are written only if styles are on."""
+        if source == "rejected":
             if not self.shows_styles:
                 return
             text = visible_line(text)  # a rejected newline must not break the line
-        self.write(text, FATE_STYLES[fate])
+        self.write(text, SOURCE_STYLES[source])
 
 
-def save_drafts(path: Path, title: str, prompt: str, tokens: Iterable[tuple[str, Fate]]) -> None:
-    """Write tokens with their fates as an SVG picture of a terminal, with a legend, without references to fonts."""
+def save_drafts(path: Path, title: str, prompt: str, tokens: Iterable[tuple[str, TokenSource]]) -> None:
+    """Write tokens with their sources as an SVG picture of a terminal, with a legend, without references to fonts."""
     console = Console(record=True, file=io.StringIO(), width=_PICTURE_WIDTH, highlight=False)
     text = Text().append(visible(prompt), PROMPT_STYLE)
-    for token, fate in tokens:
-        text.append(visible_line(token) if fate == "rejected" else visible(token), FATE_STYLES[fate])
+    for token, source in tokens:
+        text.append(visible_line(token) if source == "rejected" else visible(token), SOURCE_STYLES[source])
     console.print(text, "", legend(styles_shown=True), sep="\n")
     picture = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title), flags=re.DOTALL)
     path.write_text(picture, encoding="utf-8")
@@ -95,24 +94,31 @@ def legend(styles_shown: bool) -> Text:
     """Say what the styles of `write_token` mean; if they are off, how to turn them on."""
     if not styles_shown:
         return Text("colours are off, standard output is not a terminal; FORCE_COLOR=1 turns them on")
-    return Text(", ").join(Text(meaning, FATE_STYLES[fate]) for meaning, fate in _LEGEND)
+    return Text(", ").join(Text(meaning, SOURCE_STYLES[source]) for source, meaning in _LEGEND.items())
 
 
 def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
     stats = result.stats
+    speculation = f"{stats.rounds} round{'' if stats.rounds == 1 else 's'}, nothing drafted"
+    if stats.acceptance_rate is not None:
+        speculation = (
+            f"{stats.rounds} round{'' if stats.rounds == 1 else 's'}, acceptance rate {stats.acceptance_rate:.3f} "
+            f"({stats.num_accepted} of {stats.num_drafted} drafts), "
+            f"{stats.accepted_per_round:.2f} accepted/round, {stats.tokens_per_round:.2f} tokens/round"
+        )
     lines = [
-        f"{stats.num_new_tokens} tokens in {in_seconds(stats.seconds)}, {stats.tokens_per_second:.1f} tokens/s; "
-        f"first token after {in_seconds(stats.time_to_first_token)}; stop reason: {stop_reason}",
-        f"policy {result.policy}: {_speculation(stats)}",
+        f"{stats.num_new_tokens} tokens in {_in_seconds(stats.seconds)}, {stats.tokens_per_second:.1f} tokens/s; "
+        f"first token after {_in_seconds(stats.time_to_first_token)}; stop reason: {stop_reason}",
+        f"policy {result.policy}: {speculation}",
     ]
     if stats.num_copied:
         lines.append(f"  {sources_text(stats)}")
     if stats.calibration_seconds >= 0.01:
         lines.append(
-            f"of that time {in_seconds(stats.calibration_seconds)} to prepare the policy, once per model and process"
+            f"of that time {_in_seconds(stats.calibration_seconds)} to prepare the policy, once per model and process"
         )
     if stats.num_captures:
-        lines.append(f"of that time {in_seconds(stats.capture_seconds)} for {stats.num_captures} captures, which last")
+        lines.append(f"of that time {_in_seconds(stats.capture_seconds)} for {stats.num_captures} captures, which last")
     return lines
 
 
@@ -124,12 +130,19 @@ def comparison_lines(comparison: Comparison, policy: str) -> list[str]:
     for name, runs in rows:
         lines.append(
             f"  {name:{width}}  {median(r.tokens_per_second for r in runs):8.1f} tokens/s"
-            f"  {in_seconds(median(r.seconds for r in runs)):>8}"
-            f"  first token {in_seconds(median(r.time_to_first_token for r in runs))}"
+            f"  {_in_seconds(median(r.seconds for r in runs)):>8}"
+            f"  first token {_in_seconds(median(r.time_to_first_token for r in runs))}"
+        )
+    verdict = "outputs equal"
+    if comparison.outputs_equal is None:
+        verdict = "outputs not compared: sampled texts differ, their distribution is the same"
+    elif not comparison.outputs_equal:
+        verdict = (
+            f"OUTPUTS DIFFER from new token {comparison.first_difference} on: a near-tie of two tokens can do that "
+            "(float64 decides: --dtype float64)"
         )
     spread = f"{comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}"
-    lines.append(f"speed-up {comparison.speedup:.2f} ({spread}); {_verdict(comparison)}")
-    return lines
+    return [*lines, f"speed-up {comparison.speedup:.2f} ({spread}); {verdict}"]
 
 
 def write_trace(path: Path, records: Iterable[RoundRecord]) -> None:
@@ -139,27 +152,5 @@ def write_trace(path: Path, records: Iterable[RoundRecord]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def _speculation(stats: GenerationStats) -> str:
-    rounds = f"{stats.rounds} round{'' if stats.rounds == 1 else 's'}"
-    if stats.acceptance_rate is None:
-        return f"{rounds}, nothing drafted"
-    return (
-        f"{rounds}, acceptance rate {stats.acceptance_rate:.3f} "
-        f"({stats.num_accepted} of {stats.num_drafted} drafts), "
-        f"{stats.accepted_per_round:.2f} accepted/round, {stats.tokens_per_round:.2f} tokens/round"
-    )
-
-
-def _verdict(comparison: Comparison) -> str:
-    if comparison.outputs_equal is None:
-        return "outputs not compared: sampled texts differ, their distribution is the same"
-    if comparison.outputs_equal:
-        return "outputs equal"
-    return (
-        f"OUTPUTS DIFFER from new token {comparison.first_difference} on: a near-tie of two tokens can do that "
-        "(float64 decides: --dtype float64)"
-    )
-
-
-def in_seconds(seconds: float) -> str:
+def _in_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

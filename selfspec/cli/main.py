@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from selfspec.cli.notes import gc_paused, one_line_errors
+from selfspec.cli.console import gc_paused, one_line_errors
 from selfspec.removed import refuse_removed
 
 COMMANDS = {
@@ -61,7 +61,7 @@ COMMANDS = {
         "Write a folder that transformers decodes from with selfspec (from_pretrained, pipeline, transformers serve).",
     ),
 }
-"""Where the function of each command is, and its line in the list of commands. Only the module of the command that is called
+"""Places of the commands' functions, and lines for the list of commands. Only the module of the command that is called
 gets imported, none for the list."""
 
 

@@ -79,21 +79,22 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     A group is a dataclass of `option`s, or a TypedDict of `selfspec.options`. The function gets an instance of it. In a
     TypedDict an option that was not given is None.
     """
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {}
+    groups: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
     parameters: list[inspect.Parameter] = []
+    hints = get_type_hints(command, include_extras=True)
     for parameter in inspect.signature(command).parameters.values():
         kind = hints[parameter.name]
         if is_dataclass(kind) or is_typeddict(kind):
-            groups[parameter.name] = kind
-            parameters += _parameters(kind)
+            found = parameters_of(kind) if isinstance(kind, type) and is_dataclass(kind) else _written_options(kind)
+            groups[parameter.name] = kind, found
+            parameters += found
         else:
             parameters.append(parameter.replace(annotation=kind, kind=parameter.KEYWORD_ONLY))
 
     def run(**values: Any) -> None:
         made = {  # apart, because an option may be named like a group
-            name: kind(**{parameter.name: values.pop(parameter.name) for parameter in _parameters(kind)})
-            for name, kind in groups.items()
+            name: kind(**{parameter.name: values.pop(parameter.name) for parameter in found})
+            for name, (kind, found) in groups.items()
         }
         command(**values, **made)
 
@@ -103,9 +104,8 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _parameters(group: Any) -> list[inspect.Parameter]:
-    if not is_typeddict(group):
-        return parameters_of(group)
+def _written_options(group: Any) -> list[inspect.Parameter]:
+    """List the options of a TypedDict that have a help text, as typer reads them."""
     panels = {name: panel for part, panel in _PANELS.items() for name in described(part)}
     parameters = []
     for name, (kind, about) in described(group).items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from selfspec.cache.copy_index import copies_drafts
 from selfspec.cli.arguments import load_generator
-from selfspec.cli.notes import notes_console, one_line_errors
+from selfspec.cli.console import LogConsole, one_line_errors
 from selfspec.cli.option_groups import LoadOptions, ModelArgument, option, with_groups
 from selfspec.serve.serve_options import ServeOptions
 
@@ -23,7 +23,7 @@ class ListenOptions:
 @with_groups
 def serve_command(load: LoadOptions, serve: ServeOptions, listen: ListenOptions, model: ModelArgument = None) -> None:
     """Serve a model to OpenAI clients: chat, completions, streams, metrics."""
-    notes = notes_console()
+    log = LogConsole()
     with one_line_errors():
         try:
             from selfspec.serve.app import make_app
@@ -35,18 +35,18 @@ def serve_command(load: LoadOptions, serve: ServeOptions, listen: ListenOptions,
             load = replace(load, draft_weights="none")
         listening = open_socket(listen.host, listen.port)
         try:
-            generator = load_generator(model, load, notes, prefix_cache=serve.prefix_cache)
+            generator = load_generator(model, load, log, prefix_cache=serve.prefix_cache)
         except BaseException:
             listening.close()
             raise
-        with notes.status("Calibrating ..."):
+        with log.status("Calibrating ..."):
             import selfspec.engine.generation_host  # noqa: F401 (else the first request waits for this import)
 
             app = make_app(generator, settings)
         own = generator.resolve_policy(serve.policy)
         if settings.copy_from and not copies_drafts(own.observes, generator.runner):
-            notes.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")
+            log.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")
         host = f"[{listen.host}]" if ":" in listen.host else listen.host
         address = f"http://{host}:{listening.getsockname()[1]}"
         started = f"ready: serving {settings.model_name} at {address}/v1 (Ctrl-C ends it)"
-        run(app, listening, grace_seconds=listen.grace_seconds, on_start=lambda: notes.print(started))
+        run(app, listening, grace_seconds=listen.grace_seconds, on_start=lambda: log.print(started))

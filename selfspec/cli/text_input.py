@@ -23,7 +23,6 @@ EXAMPLE_PROMPT = (
 CODE_PROMPT = 'def fibonacci(n):\n    """Return the first n Fibonacci numbers."""\n'
 """A second example: code."""
 
-
 PromptArgument = Annotated[
     str | None, typer.Argument(help='Text to continue; "-" reads standard input (default: an example).')
 ]
@@ -37,22 +36,29 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     """
     if argument is not None and file is not None:
         raise ValueError("give a prompt or --file, not both")
+    source = "standard input"
     if file is not None:
-        return _prompt(_read(file, "give the path of"), str(file))
-    if argument == "-" or (argument is None and _is_piped()):
-        return _prompt(_decode(sys.stdin.buffer.read(), "standard input"), "standard input")
-    if argument is None:
+        source, text = str(file), _read(file, "give the path of")
+    elif argument == "-" or (argument is None and _is_piped()):
+        text = _decode(sys.stdin.buffer.read(), source)
+    elif argument is None:
         return EXAMPLE_PROMPT
-    if any("\ud800" <= character <= "\udfff" for character in argument):  # Python's form of other bytes
+    elif any("\ud800" <= character <= "\udfff" for character in argument):  # Python's form of other bytes
         raise ValueError("the prompt is not UTF-8 text")
-    return argument
+    else:
+        return argument
+    text = text.removesuffix("\n")
+    if not text:
+        raise ValueError(f"{source} is empty: put a prompt in it, or give one as an argument")
+    return text
 
 
 def read_copy_files(files: Sequence[Path] | None) -> list[str]:
     """Read the text of each file. Raises ValueError if one is empty or not UTF-8, OSError if it cannot be read."""
-    texts = [_read(path, "--copy-from takes the path of") for path in files or ()]
-    for path, text in zip(files or (), texts):
-        if not text:
+    texts = []
+    for path in files or ():
+        texts.append(_read(path, "--copy-from takes the path of"))
+        if not texts[-1]:
             raise ValueError(f"{path} is empty: --copy-from takes a file with the text to copy from")
     return texts
 
@@ -72,7 +78,7 @@ def store_of_files(
 
 
 def _is_piped() -> bool:
-    """Whether standard input is a pipe or a file, and not a terminal or /dev/null."""
+    """Return whether standard input is a pipe or a file, and not a terminal or /dev/null."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):  # closed, or replaced by something without a descriptor
@@ -92,10 +98,3 @@ def _decode(content: bytes, source: str) -> str:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8 text (byte {error.start})") from error
-
-
-def _prompt(text: str, source: str) -> str:
-    text = text.removesuffix("\n")
-    if not text:
-        raise ValueError(f"{source} is empty: put a prompt in it, or give one as an argument")
-    return text

@@ -8,7 +8,7 @@ lengths such as `min_new_tokens` are counted in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,8 +52,12 @@ class BatchRow:
 
     @property
     def alone(self) -> bool:
-        """Whether the batch is only this row, without padding."""
+        """True if the batch is only this row, without padding."""
         return self.batch_size == 1 and not self.padding.numel()
+
+    def num_copies(self, processor: Any) -> int:
+        """Return how many copies of the row a processor gets: a whole batch, where it may keep something for each row."""
+        return 1 if type(processor) in _ROW_BY_ROW else self.batch_size
 
 
 def split_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> list[BatchRow]:
@@ -66,43 +70,29 @@ def split_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: T
     num_rows, length = input_ids.shape
     ids = input_ids.detach().to("cpu", torch.long, copy=True)
     mask = torch.ones(ids.shape, dtype=torch.bool) if attention_mask is None else attention_mask.to("cpu") != 0
+    positions = None if position_ids is None else position_ids.to("cpu").expand(num_rows, -1)
     rows = []
     for index in range(num_rows):
-        padding = length - int(mask[index].sum())
-        if padding == length:
+        num_padded = length - int(mask[index].sum())
+        if num_padded == length:
             raise ValueError(f"row {index} of the batch holds nothing but padding: give every row at least one token")
-        if bool(mask[index, :padding].any()):
+        if bool(mask[index, :num_padded].any()):
             raise ValueError(
                 f"row {index} of the batch is not padded on the left (its attention_mask has zeros after ones): "
                 "set padding_side='left' in the tokenizer, and pass its attention_mask"
             )
-        rows.append(
-            BatchRow(
-                index=index, batch_size=num_rows, padding=ids[index : index + 1, :padding], prompt=ids[index, padding:]
-            )
-        )
-    if position_ids is not None:
-        _check_positions(rows, position_ids.to("cpu").expand(num_rows, -1))
+        padding, prompt = ids[index : index + 1, :num_padded], ids[index, num_padded:]
+        if positions is not None and positions[index, num_padded:].tolist() != [*range(prompt.numel())]:
+            raise ValueError("position_ids other than 0, 1, 2, .. after the padding are not supported: leave them out")
+        rows.append(BatchRow(index=index, batch_size=num_rows, padding=padding, prompt=prompt))
     return rows
 
 
-def _check_positions(rows: list[BatchRow], positions: Tensor) -> None:
-    for row in rows:
-        given = positions[row.index, row.padding.numel() :]
-        if not torch.equal(given, torch.arange(row.prompt.numel(), dtype=given.dtype)):
-            raise ValueError("position_ids other than 0, 1, 2, .. after the padding are not supported: leave them out")
-
-
 class RowProcessor(LogitsProcessor):
-    """A logits processor of a batch, for one row of it.
-
-    A processor that may keep something for each row gets as many copies of the row as the batch has rows, and its output for
-    the row's own index is used.
-    """
+    """A logits processor of a batch, for one row of it. It gets copies of the row; the output for the row's index is used."""
 
     def __init__(self, processor: Any, row: BatchRow) -> None:
-        self._processor, self._row = processor, row
-        self._copies = 1 if type(processor) in _ROW_BY_ROW else row.batch_size
+        self._processor, self._row, self._copies = processor, row, row.num_copies(processor)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """input_ids: int64 [1, length], without padding. scores: float32 [1, vocab]."""
@@ -121,8 +111,8 @@ def row_processor(processor: Any, row: BatchRow) -> Any:
         ignored = processor.prompt_ignore_length  # for each row, if there is padding
         if isinstance(ignored, Tensor):
             ignored = ignored[row.index : row.index + 1]
-        own = logits_process.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
-        return RowProcessor(own, BatchRow(index=0, batch_size=1, padding=row.padding, prompt=row.prompt))
+        processor = logits_process.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
+        row = replace(row, index=0, batch_size=1)
     return RowProcessor(processor, row)
 
 
@@ -130,8 +120,7 @@ class RowCriterion(StoppingCriteria):
     """A stopping criterion of a batch, for one row of it; it gets copies of the row as in `RowProcessor`."""
 
     def __init__(self, criterion: Any, row: BatchRow) -> None:
-        self._criterion, self._row = criterion, row
-        self._copies = 1 if type(criterion) in _ROW_BY_ROW else row.batch_size
+        self._criterion, self._row, self._copies = criterion, row, row.num_copies(criterion)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """input_ids: int64 [1, length], without padding."""

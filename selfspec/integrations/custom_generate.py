@@ -49,8 +49,7 @@ from selfspec.options import SpeculationOptions
 
 _OF_A_BATCH = ("num_return_sequences",)
 _PREPARED = ("attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep")
-"""What transformers passes to every callable."""
-
+"""Passed by transformers to every callable."""
 
 _generators: WeakKeyDictionary[PreTrainedModel, dict[str, SelfSpecGenerator]] = WeakKeyDictionary()
 _lock = fork_safe(threading.Lock())
@@ -74,7 +73,7 @@ def generator_of(model: PreTrainedModel, draft_weights: DraftWeights = "auto") -
 
 @dataclass
 class SelfSpecOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with `return_dict_in_generate=True`: `sequences`, and the statistics of every row.
+    """The output of `generate` with `return_dict_in_generate=True`: `sequences`, and the statistics of every row.
 
     The fields for scores, logits, attentions, hidden states and the cache are None.
     """
@@ -82,16 +81,8 @@ class SelfSpecOutput(GenerateDecoderOnlyOutput):
     stats: list[GenerationStats] | None = None  # not a tuple, whose items pipelines take for tensors
 
 
-def custom_generate(
-    policy: str | Policy | None = None,
-    *,
-    exit_layer: int | None = None,
-    num_speculations: int | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    streamer: BaseStreamer | None = None,
-    draft_weights: DraftWeights = "auto",
-) -> CustomGenerate:
-    """Make what `model.generate(..., custom_generate=...)` takes, to decode with selfspec.
+class CustomGenerate:
+    """A decoding loop for `model.generate(..., custom_generate=...)`; `selfspec.custom_generate`. Serves several models.
 
     policy, exit_layer, num_speculations: how to speculate, as in `SelfSpecGenerator.generate`. A call of `model.generate`
         may name its own.
@@ -101,22 +92,24 @@ def custom_generate(
     draft_weights: a copy of the weights in fewer bits to draft with, as in `SelfSpecGenerator`. Loops with different choices
         hold copies of their own.
     """
-    speculation: SpeculationOptions = {
-        "policy": policy,
-        "exit_layer": exit_layer,
-        "num_speculations": num_speculations,
-    }
-    return CustomGenerate(speculation, tokenizer, streamer, check_draft_weights(draft_weights))
 
-
-@dataclass(frozen=True, repr=False, eq=False)
-class CustomGenerate:
-    """A decoding loop for transformers' `generate`. Made by `custom_generate`; may be used for several models."""
-
-    speculation: SpeculationOptions
-    tokenizer: PreTrainedTokenizerBase | None
-    streamer: BaseStreamer | None
-    draft_weights: DraftWeights = "auto"
+    def __init__(
+        self,
+        policy: str | Policy | None = None,
+        *,
+        exit_layer: int | None = None,
+        num_speculations: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        streamer: BaseStreamer | None = None,
+        draft_weights: DraftWeights = "auto",
+    ) -> None:
+        self.speculation: SpeculationOptions = {
+            "policy": policy,
+            "exit_layer": exit_layer,
+            "num_speculations": num_speculations,
+        }
+        self.tokenizer, self.streamer = tokenizer, streamer
+        self.draft_weights: DraftWeights = check_draft_weights(draft_weights)
 
     # transformers passes on the arguments of `generate` that it does not know and that this signature names. What it
     # prepares itself, such as attention_mask, must not be named here.
@@ -184,6 +177,9 @@ class CustomGenerate:
     def __repr__(self) -> str:
         named = ", ".join(f"{name}={value!r}" for name, value in self.speculation.items() if value is not None)
         return f"selfspec.custom_generate({named})"
+
+
+custom_generate = CustomGenerate
 
 
 def _refuse(config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict[str, Any]) -> None:

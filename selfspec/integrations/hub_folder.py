@@ -16,7 +16,7 @@ from layerskip_models.checkpoints.loading import load_config
 from layerskip_models.checkpoints.quantised import quantisation_of
 from layerskip_models.checkpoints.weight_files import FILE, INDEX, files_of, listed_files
 from layerskip_models.exits import folder as exits
-from policies import MeasuredCost, parse_policy
+from policies import LayerCost, parse_policy
 from selfspec import __version__
 from selfspec.defaults import DEFAULT_POLICY, SETTINGS_FILE
 from selfspec.pacer import network as pacer
@@ -42,7 +42,7 @@ POLICY = {policy!r}
 
 
 def generate(*arguments, model, **options):
-    """As transformers' `generate`; `policy`, `exit_layer` and `num_speculations` may be given as well."""
+    """Decode as transformers' `generate` does; `policy`, `exit_layer` and `num_speculations` may be given as well."""
     return hub_generate(model, arguments, options, policy=POLICY)
 '''
 
@@ -87,7 +87,9 @@ def export_hub(
     config = load_config(name)
     if quantisation_of(config) is not None:
         raise ValueError(f"{name} is quantised: transformers would load it in a form that selfspec cannot decode with")
-    _check_policy(policy, config.num_hidden_layers)
+    if "pacer" not in {part.strip().partition(":")[0] for part in policy.split("+")}:  # which needs files of its own
+        num_layers = config.num_hidden_layers
+        parse_policy(policy, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
     target = Path(folder)
     if target.is_dir() and any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty: give a new folder")
@@ -120,14 +122,6 @@ def _downloaded(name: str) -> Path:
     folder = Path(snapshot_download(name, allow_patterns=[*IN_FOLDERS]))
     weights = [FILE] if not (folder / INDEX).is_file() else [FILE, *listed_files(folder / INDEX).values()]
     return Path(snapshot_download(name, allow_patterns=weights, ignore_patterns=["*/*"]))
-
-
-def _check_policy(policy: str, num_layers: int) -> None:
-    """Raise ValueError for an unknown policy, or one that does not fit the number of layers."""
-    names = {part.strip().partition(":")[0] for part in policy.split("+")}
-    if "pacer" not in names:  # Pacer can be checked only with its pre-verifier's files
-        cost = MeasuredCost(num_layers=num_layers, layer_seconds=(1.0, 1.0), head_seconds=(1.0, 1.0))
-        parse_policy(policy, num_layers=num_layers, measure=lambda: cost)
 
 
 def _card(name: str, source: Path, policy: str) -> str:

@@ -1,4 +1,4 @@
-"""`generate` with selfspec from its raw arguments, for the `custom_generate/generate.py` of an exported folder."""
+"""`generate` with selfspec from its raw arguments. Exported folders import it, so it stays where it is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIGNATURE = inspect.signature(GenerationMixin.generate)
 def hub_generate(
     model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any], *, policy: str | Policy | None = None
 ) -> Tensor | SelfSpecOutput:
-    """`model.generate(*arguments, **options)`, decoded with selfspec.
+    """Decode `model.generate(*arguments, **options)` with selfspec.
 
     The options may also contain `policy`, `exit_layer` and `num_speculations`. policy: used if none of these is given. An
     explicit `custom_generate` takes precedence over all of them.

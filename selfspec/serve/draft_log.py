@@ -10,7 +10,7 @@ With `"show_drafts": true` in the body of a streamed request, every chunk has on
     }
 
 pieces: in reading order. Those that were not rejected together are exactly the chunk's text. fate: see
-`selfspec.streaming.Fate`, except that an accepted copy is "accepted" with an additional `"copied": true`.
+`selfspec.detokenize.TokenSource`, except that an accepted copy is "accepted" with an additional `"copied": true`.
 rounds: those that ended since the last chunk; exit_layer is null for a round without an exit. copied: how many of the drafts
 were copied from earlier text. They come first, so min(copied, accepted) of them were accepted.
 tokens: committed since the last chunk. seconds: from the request's arrival in the queue to the last of them.
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.detokenize import DraftStreamer, SourcedText
 from selfspec.serve.api_responses import Piece
-from selfspec.streaming import DraftStreamer, FatePieces
 
 
 class DraftLog:
@@ -35,7 +35,7 @@ class DraftLog:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor) -> None:
-        self._pieces = FatePieces()
+        self._pieces = SourcedText()
         self._streamer = DraftStreamer(tokenizer, self._pieces.add)
         self._streamer.put(prompt)
         self._rounds: list[dict[str, int | None]] = []

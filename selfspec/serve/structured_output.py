@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from layerskip_models.fork_safe import fork_safe
+from selfspec.detokenize import skipped_tokens
 from selfspec.serve.grammar_worker import COMPACT, LIMITS, one_line
 from selfspec.serve.schema_check import as_compiled
-from selfspec.streaming import skipped_tokens
 
 Grammar = dict[str, Any] | bool | str
 """A JSON schema, or a grammar in Lark's form."""

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-from selfspec.stop_text import StopCutter, before_stop
-from selfspec.streaming import IncrementalDecoder
+from selfspec.detokenize import IncrementalDecoder, StopCutter, before_stop
 
 _FEW = 64
 """Most pending tokens that are searched for a stop string, since all of them are decoded again for every token."""

@@ -60,7 +60,7 @@ def test_each_limit_can_be_broken(generator: SelfSpecGenerator, monkeypatch: pyt
         "another client's prompt",
         "a first token took",
         "memory grew",
-        "error of the server",
+        "an error of the server",
     ):
         assert failure in told
     assert any(line.startswith("FAILED") for line in report.lines())

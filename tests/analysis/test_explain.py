@@ -57,18 +57,12 @@ def test_watching_does_not_change_the_output(generator: SelfSpecGenerator) -> No
         assert watched(generator, policy).new_tokens == plain.new_tokens
 
 
-def test_a_sampled_run_is_an_estimate_and_says_so(generator: SelfSpecGenerator) -> None:
-    policy = watching_all_layers(generator.resolve_policy("ls:1-2"), 4)
+def test_an_estimate_says_so_and_one_token_leaves_nothing_to_explain(generator: SelfSpecGenerator) -> None:
+    policy, cost = watching_all_layers(generator.resolve_policy("ls:1-2"), 4), LayerCost(4)
     result = generator.generate(PROMPT, policy=policy, trace=True, do_sample=True, seed=1, **OPTIONS)  # type: ignore[arg-type]
-    explanation = explain(result, 4, LayerCost(4))
-    assert not explanation.exact
-    assert "estimated from 100% of the positions" in "\n".join(explanation_lines(explanation, LayerCost(4)))
-
-
-def test_one_token_leaves_nothing_to_explain(generator: SelfSpecGenerator) -> None:
-    policy = watching_all_layers(generator.resolve_policy("ls:1-2"), 4)
+    assert "estimated from 100% of the positions" in "\n".join(explanation_lines(explain(result, 4, cost), cost))
     result = generator.generate(PROMPT, policy=policy, trace=True, max_new_tokens=1)
-    assert "nothing to explain" in "\n".join(explanation_lines(explain(result, 4, LayerCost(4)), LayerCost(4)))
+    assert "nothing to explain" in "\n".join(explanation_lines(explain(result, 4, cost), cost))
 
 
 def round_of(exit_layer: int | None, copied: int, drafted: int, accepted: int) -> RoundRecord:
@@ -135,14 +129,6 @@ def test_a_line_per_round(generator: SelfSpecGenerator) -> None:
     assert all(record.threshold is not None and record.acceptance for record in result.trace if record.num_drafted)
 
 
-@pytest.mark.parametrize(("policy", "ending"), [("del", "png"), ("ar", "svg")])
-def test_a_picture_is_drawn(generator: SelfSpecGenerator, policy: str, ending: str, tmp_path: Path) -> None:
-    result = generator.generate(PROMPT, policy=policy, trace=True, **OPTIONS)  # type: ignore[arg-type]
-    path = tmp_path / f"trace.{ending}"
-    plot_trace(result.trace or (), 4, result.policy, path)
-    assert path.stat().st_size > 5000
-
-
 def test_no_round_no_picture(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no round to draw"):
         plot_trace((), 4, "ar", tmp_path / "trace.png")
@@ -165,8 +151,8 @@ def test_text_agreement_is_that_of_full_passes(generator: SelfSpecGenerator) -> 
 def test_an_inspection_has_a_verdict(generator: SelfSpecGenerator) -> None:
     seen: list[str] = []
     texts = ["a bed, a fig. " * 4, "ab", "a cab, head. be a bed"]
-    inspection = inspect_model(generator, texts, max_new_tokens=12, repeats=1, advance=seen.append)
-    assert len(inspection.text_agreement) == len(inspection.predicted.own_agreement) == 3
+    inspection = inspect_model(generator, texts, max_new_tokens=12, repeats=1, on_progress=seen.append)
+    assert len(inspection.text_agreement) == len(inspection.own_agreement) == 3
     assert inspection.comparison.outputs_equal
     lines = inspection_lines(inspection)
     assert any(line.startswith("layers ran on ") for line in lines)

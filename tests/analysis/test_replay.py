@@ -32,6 +32,7 @@ def test_rounds_by_hand():
     assert (result.rounds, result.num_tokens, result.loaded_layers) == (3, 8, 12)
     assert (result.acceptance_rate, result.etpl) == (5 / 6, 8 / 12)
     assert trace.agreement(1) == 6 / 8
+    assert AgreementTrace(tokens=(1,), agrees={1: ()}, num_layers=2).agreement(1) is None
 
 
 def unsteered(index: int) -> SelfSpecGenerator:
@@ -71,15 +72,6 @@ def test_replay_is_what_really_runs(index, num_new):
     assert rejected or num_new < 18  # the models were made to disagree at times
 
 
-def test_a_trace_decodes_plainly_and_knows_every_layer():
-    _, generator = pool_model(4, torch.float64)
-    plain = generator.generate([1, 2, 3], max_new_tokens=9, eos_token_id=[], num_speculations=0)
-    trace = trace_agreement(generator, torch.tensor([1, 2, 3]), 9)
-    assert list(trace.tokens) == plain.new_tokens
-    assert [len(row) for row in trace.agrees.values()] == [8] * (generator.model.num_layers - 1)
-    assert AgreementTrace(tokens=(1,), agrees={1: ()}, num_layers=2).agreement(1) is None
-
-
 def test_cost_of_rounds_by_hand():
     cost = MeasuredCost(num_layers=8, layer_seconds=(1.0, 1.5, 2.0), head_seconds=(4.0, 5.0, 6.0))
     # Two drafts at layer 3: 2 * (3 + 4) to draft, 3 for the last row, 5 layers on 3 rows = 10, the head on them 6: 33.
@@ -100,6 +92,8 @@ def test_any_greedy_run_that_learns_everywhere_is_a_full_trace(name):
     assert trace.is_complete
     assert trace.coverage == 1
     assert trace == trace_agreement(generator, torch.tensor([5, 3, 7, 1]), 24)
+    assert list(trace.tokens) == generator.generate([5, 3, 7, 1], policy="ar", **options).new_tokens
+    assert [len(row) for row in trace.agrees.values()] == [23] * len(layers)
     best = fixed_settings(trace, LayerCost(generator.model.num_layers), range(1, 5))[0]
     real = generator.generate([5, 3, 7, 1], policy=best.policy, **options)
     assert real.stats.etpl == pytest.approx(best.tokens_per_cost)

@@ -200,7 +200,6 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @linux
-@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("options", [["--cached"], []])
 def test_a_record_of_loads_and_starts(
     options: list[str], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -224,7 +223,6 @@ def test_a_record_of_loads_and_starts(
 
 
 @linux
-@pytest.mark.usefixtures("forked_programs")
 def test_a_checkpoint_that_does_not_load_says_why(checkpoint: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes()[:200])
@@ -236,7 +234,6 @@ needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs our kernels"
 
 
 @needs_kernels
-@pytest.mark.usefixtures("forked_programs")
 def test_products_by_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.commands.machine_commands.MATRICES", 2)  # they may stay in a cache
     path, chosen = tmp_path / "kernels.jsonl", [*dict.fromkeys((runnable_variants()[0], runnable_variants()[-1]))]

@@ -33,9 +33,8 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from selfspec import SelfSpecGenerator
-from selfspec.cache.pool import SMALL_LOSS, KVCachePool
+from selfspec.cache.pool import SMALL_LOSS, CacheSlot, KVCachePool
 from selfspec.cache.prefix_cache import num_common, parse_bytes
-from selfspec.cache.slots import CacheSlot
 from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
 HAS_STATES = "pacer:random,exit_layer={E},b=2,t=0.3"
@@ -174,12 +173,6 @@ def test_what_is_read_again() -> None:
     assert pool.reused(A[:32], policy="del") == 0
 
 
-def test_the_last_token_of_an_answer_has_no_row_yet() -> None:
-    pool = Pool("1MB")
-    pool.reused(A, new=10)
-    assert pool.reused([*pool.text, 1, 2]) == 59
-
-
 def test_several_texts_are_kept_and_the_oldest_goes_first() -> None:
     pool = Pool(2 * 60 * 2 * ROW_BYTES)  # float64; room for two texts of 60 positions
     assert [pool.reused(prompt) for prompt in (A, B, A, B)] == [0, 0, 49, 49]
@@ -211,9 +204,10 @@ def test_a_branch_leaves_the_other_one_as_it_is(times: int) -> None:
 
 
 def test_a_text_that_goes_on_leaves_nothing_behind() -> None:
+    """And the last token of an answer has no row yet."""
     pool = Pool("1MB")
     pool.reused(A)
-    for _ in range(5):
+    for _ in range(3):
         before = len(pool.text)
         assert pool.reused([*pool.text, 4, 9]) == before - 1
     assert pool.generator.kept_texts.count == 1
@@ -238,11 +232,12 @@ def test_a_text_goes_on_from_one_that_is_still_being_decoded(layout: Layout) -> 
         assert_same(course, run_alone(generator.model, wish), exact=layout == "native")
 
 
-def test_without_a_size_the_last_text_is_kept_in_the_one_cache_there_is() -> None:
-    """As much memory as ever. On operators, where a kept row may differ in its last digits, it is not used."""
-    pool = Pool(None)
+@pytest.mark.parametrize("size", [None, 0])
+def test_nothing_is_reused_where_the_size_is_0_or_on_operators_without_a_size(size: int | None) -> None:
+    """There a kept row may differ in its last digits. The memory is used again, as ever."""
+    pool = Pool(size)
     assert [pool.reused(A), pool.reused(A)] == [0, 0]
-    assert pool.generator.kept_texts.count == 0
+    assert pool.generator.kept_texts.count == 0 and len(pool.idle) == 1
 
 
 @needs_native
@@ -255,12 +250,6 @@ def test_on_our_own_kernels_the_last_text_is_used() -> None:
     assert pool.reused([*pool.text, 1], 100) > 50  # in a longer cache, with the rows copied
     assert len(pool.idle) == 1 and pool.idle != [slot]
     assert pool.generator.kept_texts == pool.generator.kept_texts.__class__(1, pool.idle[0].cache.num_bytes)
-
-
-def test_nothing_is_reused_where_the_size_is_0() -> None:
-    pool = Pool(0, "plain")
-    assert [pool.reused(A), pool.reused(A)] == [0, 0]
-    assert len(pool.idle) == 1  # its memory is used again, as ever
 
 
 def test_pacers_states_are_kept_with_the_text() -> None:

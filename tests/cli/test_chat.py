@@ -19,13 +19,12 @@ from typer.testing import CliRunner
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
 from selfspec.cli.chat_command import COMMANDS, Chat
+from selfspec.cli.console import LogConsole, one_line_errors
 from selfspec.cli.conversation import Conversation
 from selfspec.cli.display import TextWriter
 from selfspec.cli.main import app
-from selfspec.cli.notes import NotesConsole, notes_console, one_line_errors
+from selfspec.detokenize import StopTrimmer, TokenSource, before_stop
 from selfspec.messages import ChatTemplate
-from selfspec.stop_text import StopTrimmer, before_stop
-from selfspec.streaming import Fate
 from tiny_llama import WORDS, tiny_llama, tiny_tokenizer
 
 TEMPLATE = ChatTemplate("{% for message in messages %}{{ message.content }}\n{% endfor %}")
@@ -37,7 +36,7 @@ class Talk:
     def __init__(self, stops: tuple[str, ...] = (), max_new_tokens: int = 20, positions: int = 512) -> None:
         model = from_transformers(tiny_llama(seed=3, max_position_embeddings=positions), layout="plain")
         self.generator = SelfSpecGenerator(model, tiny_tokenizer(), "ls:2-4", prefix_cache=1)
-        self.pieces: list[tuple[str, Fate]] = []
+        self.pieces: list[tuple[str, TokenSource]] = []
         self.conversation = Conversation(
             self.generator,
             ChatTemplate(TEMPLATE.source, stops),
@@ -46,12 +45,12 @@ class Talk:
             write=self.write,
         )
         self.conversation.use_policy("ls:2-4")
-        self.notes = Console(
+        self.log = Console(
             file=io.StringIO(), record=True, width=200, force_terminal=False, highlight=False, markup=False
         )
 
-    def write(self, text: str, fate: Fate) -> None:
-        self.pieces.append((text, fate))
+    def write(self, text: str, source: TokenSource) -> None:
+        self.pieces.append((text, source))
 
     def type(self, *lines: str | BaseException) -> str:
         """Returns what was said beside answers."""
@@ -64,8 +63,8 @@ class Talk:
             return line
 
         writer = TextWriter(Console(file=io.StringIO()))
-        Chat(self.conversation, writer, self.notes).run(read_line)
-        return self.notes.export_text()
+        Chat(self.conversation, writer, self.log).run(read_line)
+        return self.log.export_text()
 
     @property
     def answers(self) -> list[str]:
@@ -129,7 +128,7 @@ def test_what_is_shown_steers_no_terminal(tmp_path: Path) -> None:
     file.write_text(json.dumps([{"role": role, "content": hostile} for role in ("system", hostile)]))
     talk.conversation.load(file)
     raw = io.StringIO()
-    talk.notes = NotesConsole(file=raw, record=True, width=200, force_terminal=True)
+    talk.log = LogConsole(file=raw, record=True, width=200, force_terminal=True)
     talk.type("/history", "/system", "/nonsense\x1b[2J")
     shown = raw.getvalue()
     assert shown.count("␛]0;title␇ \\x9b2J \\x85␡␍␈ [bold]b[/]") == 4
@@ -146,7 +145,6 @@ def test_errors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), one_line_errors():
         raise ValueError("no model \x9b2J\x1b[31m called so")
     assert capsys.readouterr().err == "error: no model \\x9b2J␛[31m called so\n"
-    assert isinstance(notes_console(quiet=False), NotesConsole)
 
 
 def test_a_template_that_fails_ends_no_chat() -> None:
@@ -170,8 +168,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation() -> None:
 
     before = signal.getsignal(signal.SIGINT)  # a process in the background may ignore it
 
-    def interrupted(text: str, fate: Fate) -> None:
-        write(text, fate)
+    def interrupted(text: str, source: TokenSource) -> None:
+        write(text, source)
         if sum(len(piece) for piece, _ in talk.pieces) > 20:
             talk.conversation._write = write
             os.kill(os.getpid(), signal.SIGINT)
@@ -191,8 +189,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation() -> None:
 def test_a_second_ctrl_c_ends_it_at_once() -> None:
     talk = Talk(max_new_tokens=200)
 
-    def twice(text: str, fate: Fate) -> None:
-        talk.write(text, fate)
+    def twice(text: str, source: TokenSource) -> None:
+        talk.write(text, source)
         talk.conversation._write = talk.write
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
@@ -226,9 +224,9 @@ def test_an_answer_ends_before_its_stop_string() -> None:
 def test_drafts_are_shown_on_request() -> None:
     talk = Talk()
     talk.type("/drafts", "a bed")
-    fates = {fate for _, fate in talk.pieces}
-    assert "accepted" in fates and "rejected" in fates
-    assert "".join(text for text, fate in talk.pieces if fate != "rejected") == talk.answers[0]
+    sources = {source for _, source in talk.pieces}
+    assert "accepted" in sources and "rejected" in sources
+    assert "".join(text for text, source in talk.pieces if source != "rejected") == talk.answers[0]
     assert "drafts are not shown" in talk.type("/drafts")
 
 
@@ -236,20 +234,20 @@ def test_drafts_are_shown_on_request() -> None:
     words=st.lists(st.tuples(st.sampled_from(WORDS), st.sampled_from(["accepted", "bonus", "rejected"])), max_size=30),
     stops=st.lists(st.text(alphabet="abce ", min_size=1, max_size=4), max_size=3),
 )
-def test_a_trimmed_stream_is_the_trimmed_text(words: list[tuple[str, Fate]], stops: list[str]) -> None:
+def test_a_trimmed_stream_is_the_trimmed_text(words: list[tuple[str, TokenSource]], stops: list[str]) -> None:
     """And nothing is held back that cannot become a stop string."""
-    written: list[tuple[str, Fate]] = []
-    trimmer = StopTrimmer(stops, lambda text, fate: written.append((text, fate)))
+    written: list[tuple[str, TokenSource]] = []
+    trimmer = StopTrimmer(stops, lambda text, source: written.append((text, source)))
     seen = ""
-    for word, fate in words:
-        trimmer.push(word, fate)
-        seen += word if fate != "rejected" else ""
-        out = "".join(text for text, its_fate in written if its_fate != "rejected")
+    for word, source in words:
+        trimmer.push(word, source)
+        seen += word if source != "rejected" else ""
+        out = "".join(text for text, its_source in written if its_source != "rejected")
         held = before_stop(seen, stops)[len(out) :]
         assert before_stop(seen, stops).startswith(out)
         assert not held or seen != before_stop(seen, stops) or any(stop.startswith(held) for stop in stops)
     trimmer.finish()
-    assert "".join(text for text, fate in written if fate != "rejected") == before_stop(seen, stops)
+    assert "".join(text for text, source in written if source != "rejected") == before_stop(seen, stops)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
-from selfspec.cli.display import FATE_STYLES
+from selfspec.cli.display import SOURCE_STYLES
 from selfspec.cli.main import app
 
 PROMPT = "a bed, a fig"
@@ -58,16 +58,6 @@ def test_drafts_are_copied_from_the_files(folder: Path, file: Path, said: str, t
     assert f"copied from earlier text: {accepted} of {copied} accepted; drafted by an exit: none" in result.stderr
 
 
-def test_summary_tells_both_sources_apart(folder: Path, file: Path) -> None:
-    options = [PROMPT, "--policy", "auto:cost=layers", "--copy-from", file]
-    stats = stats_of(generate(folder, *options, "--json"))
-    drafted = stats["num_drafted"] - stats["num_copied"]
-    accepted = stats["num_accepted"] - stats["num_copied_accepted"]
-    assert drafted > 0
-    assert f"drafted by an exit: {accepted} of {drafted} accepted" in generate(folder, *options).stderr
-    assert "copied" not in generate(folder, PROMPT, "--policy", "ls:1-3").stderr
-
-
 def test_compare_and_explain_go_with_copies(folder: Path, file: Path, said: str) -> None:
     """Plain decoding, which --compare runs beside it, copies nothing."""
     options = ["--policy", "copy:8", "--copy-from", file, "--compare", "--repeats", 1, "--explain"]
@@ -90,9 +80,13 @@ def test_copied_drafts_have_a_colour_of_their_own(
     assert copying.exit_code == 0, copying.output
     assert "\x1b[35m" in copying.stdout and "accepted copy" in copying.stderr
     assert "\x1b[32m" in copying.stdout  # drafts of the exit stay as they are
+    stats = stats_of(generate(folder, PROMPT, "--policy", "auto:cost=layers", "--copy-from", file, "--json"))
+    drafted = stats["num_drafted"] - stats["num_copied"]
+    accepted = stats["num_accepted"] - stats["num_copied_accepted"]
+    assert drafted > 0 and f"drafted by an exit: {accepted} of {drafted} accepted" in copying.stderr
     drafting = CliRunner().invoke(app, [*arguments, "--policy", "ls:1-3"], color=True)
-    assert "\x1b[32m" in drafting.stdout and "\x1b[35m" not in drafting.stdout
-    assert len({str(style) for style in FATE_STYLES.values()}) == len(FATE_STYLES)
+    assert "\x1b[32m" in drafting.stdout and "\x1b[35m" not in drafting.stdout and "drafted by" not in drafting.stderr
+    assert len({str(style) for style in SOURCE_STYLES.values()}) == len(SOURCE_STYLES)
 
 
 def write_lines(path: Path, *lines: dict[str, Any]) -> Path:
@@ -157,8 +151,3 @@ def test_a_chat_copies_from_the_files_while_its_policy_copies(tmp_path: Path) ->
     assert result.stdout[:half] == result.stdout[half:]
     refused = CliRunner().invoke(app, [*arguments, "--policy", "ls:2-4"], input=typed)
     assert refused.exit_code == 2 and "--copy-from has no effect" in refused.stderr
-
-
-def test_a_server_names_what_is_wrong_with_a_file(folder: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["serve", str(folder), "--port", "0", "--copy-from", str(tmp_path / "none")])
-    assert result.exit_code == 2 and "no file" in result.stderr and result.stderr.count("\n") == 1

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast, SequenceBiasLogitsProcessor
 
 from policies import RoundRecord
 from selfspec import SelfSpecGenerator
-from selfspec.streaming import DraftStreamer, IncrementalDecoder, TextStreamer, token_fates
+from selfspec.detokenize import DraftStreamer, IncrementalDecoder, TextStreamer, token_sources
 from tiny_llama import tiny_llama
 
 
@@ -170,7 +170,7 @@ def record(drafts, accepted, tokens, copied=0):
     ],
 )
 def test_fates_of_a_round(drafts, accepted, tokens, fates):
-    assert token_fates(record(drafts, accepted, tokens)) == fates
+    assert token_sources(record(drafts, accepted, tokens)) == fates
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_fates_of_a_round(drafts, accepted, tokens, fates):
     ],
 )
 def test_fates_of_a_round_that_copied_three_tokens(accepted, tokens, fates):
-    shown = token_fates(record((5, 6, 7), accepted, tokens, copied=3))
+    shown = token_sources(record((5, 6, 7), accepted, tokens, copied=3))
     assert [fate for _, fate in shown] == fates
     assert [token for token, fate in shown if fate != "rejected"] == [*tokens]
 
@@ -201,7 +201,7 @@ def test_streamers_write_what_the_result_holds_and_fates_match_the_statistics():
     assert "".join(plain) == result.text
     assert "".join(text for text, fate in written if fate != "rejected") == result.text
     assert {fate for _, fate in written} == {"target", "accepted", "corrected", "bonus", "rejected"}
-    fates = [fate for round_ in result.trace for _, fate in token_fates(round_)]
+    fates = [fate for round_ in result.trace for _, fate in token_sources(round_)]
     assert fates.count("accepted") == result.stats.num_accepted
     assert fates.count("accepted") + fates.count("rejected") == result.stats.num_drafted
 

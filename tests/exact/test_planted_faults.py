@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+import selfspec.detokenize
 import selfspec.engine.verification
-import selfspec.stop_text
 from exact_cells import Cell, check_cell
 from layerskip_models.kernels.library import Step
 from layerskip_models.kv_cache import KVCache
@@ -79,8 +79,8 @@ def row_left_over_after_rollback(patch: pytest.MonkeyPatch, cell: Cell) -> None:
 
 
 def stop_string_cut_one_byte_late(patch: pytest.MonkeyPatch, cell: Cell) -> None:
-    original = selfspec.stop_text.before_stop
-    patch.setattr(selfspec.stop_text, "before_stop", lambda text, stops: text[: len(original(text, stops)) + 1])
+    original = selfspec.detokenize.before_stop
+    patch.setattr(selfspec.detokenize, "before_stop", lambda text, stops: text[: len(original(text, stops)) + 1])
 
 
 @pytest.mark.parametrize(

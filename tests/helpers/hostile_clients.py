@@ -37,7 +37,7 @@ from hostile_requests import (
 )
 from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
-from selfspec.stop_text import before_stop
+from selfspec.detokenize import before_stop
 
 PROMPTS = ("def fibonacci(n):\n", "Question: Tom has 3 apples and buys 4.\nAnswer:", "Once upon a time " * 40)
 LENGTHS = (1, 12, 60, 150)
@@ -112,109 +112,92 @@ def expected_answers() -> list[Asked]:
 
 
 @dataclass(slots=True)
-class HostileReport:
+class Report:
     """exact: texts of the others. waits: their seconds to the first token. attacks: by kind. statuses: of all requests.
 
-    *_rss: resident memory of the server, in bytes: the median of the second fifth of the time, and of the last one. (Single
-    looks differ by some 5 %, by what is being served.) cores: that it had, on average: where other programs took them, waits
-    are theirs as well.
+    health: seconds to answers of /health. cores: that the server had, on average: where other programs took them, waits are
+    theirs as well. *_rss: resident memory of the server, in bytes: the median of the second fifth of the time, and of the
+    last one. (Single looks differ by some 5 %, by what is being served.)
     """
 
     exact: int = 0
     waits: list[float] = field(default_factory=list)
+    health: list[float] = field(default_factory=list)
     attacks: Counter[str] = field(default_factory=Counter)
-    statuses: dict[str, int] = field(default_factory=dict)
+    statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     warm_rss: int = 0
     end_rss: int = 0
     cores: float = 0.0
 
-    @property
-    def slowest(self) -> float:
-        """Seconds to the first token."""
-        return max(self.waits, default=0.0)
-
-    @property
-    def growth(self) -> float:
-        """Of memory, as a share of what it was."""
-        return self.end_rss / self.warm_rss - 1 if self.warm_rss else 0.0
-
     def lines(self) -> list[str]:
-        """What is printed at the end."""
+        """Say what is printed at the end."""
         waits = sorted(self.waits) or [0.0]
-        attacks = ", ".join(f"{name} {count}" for name, count in sorted(self.attacks.items()))
         return [
-            f"texts of the others, all as alone: {self.exact}",
-            f"seconds to their first token: median {waits[len(waits) // 2]:.3f}, "
-            f"p99 {waits[len(waits) * 99 // 100]:.3f}, slowest {self.slowest:.3f} (the server had {self.cores:.2f} cores)",
-            f"attacks: {attacks}",
-            "requests by status: " + ", ".join(f"{status} {count}" for status, count in sorted(self.statuses.items())),
-            f"resident memory: {self.warm_rss >> 20} MiB in the second fifth of the time, {self.end_rss >> 20} MiB in the "
-            f"last ({self.growth:+.1%})",
+            f"exact texts {self.exact}, attacks {dict(self.attacks)}, statuses {dict(sorted(self.statuses.items()))}",
+            f"seconds to a first token: median {median(waits):.3f}, p99 {waits[len(waits) * 99 // 100]:.3f}, slowest "
+            f"{waits[-1]:.3f} ({self.cores:.2f} cores); to /health: slowest {max(self.health, default=0):.3f}",
+            f"resident memory: {self.warm_rss >> 20} MiB in the second fifth, {self.end_rss >> 20} MiB in the last",
             *(f"FAILED: {failure}" for failure in self.failures),
         ]
+
+    def work(self, works: Sequence[Callable[[], None]], look: Callable[[], None] = lambda: None) -> None:
+        """Run each function in a thread of its own, and note what they raise. look: called until all have ended."""
+
+        def noting(work: Callable[[], None]) -> None:
+            try:
+                work()
+            except Exception:
+                self.failures.append(traceback.format_exc())
+
+        threads = [threading.Thread(target=noting, args=(work,)) for work in works]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.1)
+                look()
 
 
 class HostileTrial:
     """clients: how many at the same time, a third of them hostile. seed: random seed of all choices."""
 
     def __init__(self, *, clients: int, seed: int, asked: Sequence[Asked]) -> None:
-        self.report = HostileReport()
-        self._hostile = max(1, clients // 3)
-        self._honest, self._seed, self._asked = max(1, clients - self._hostile), seed, asked
-        self._lock = threading.Lock()
+        self.report, self._asked, self._lock = Report(), asked, threading.Lock()
+        hostile = max(1, clients // 3)
+        clients_of = [self._honest_client] * max(1, clients - hostile) + [self._hostile_client] * hostile
+        self._clients = [partial(client, random=Random(f"{seed} {i}")) for i, client in enumerate(clients_of)]
 
-    def run(
-        self,
-        server: Server,
-        seconds: float,
-        *,
-        max_wait: float,
-        max_growth: float,
-    ) -> HostileReport:
-        """All clients at once, for so long. max_wait: seconds to a first token. max_growth: of memory, as a share."""
+    def run(self, server: Server, seconds: float, *, max_wait: float, max_growth: float) -> Report:
+        """Run all clients at once, for so long. max_wait: seconds to a first token. max_growth: of memory, as a share."""
         report, started = self.report, time.monotonic()
-        looks = self._serve_all(server, seconds)
+        looks: list[int] = []
+        report.work(
+            [partial(client, server, end=started + seconds) for client in self._clients],
+            lambda: looks.append(server.process.memory_info().rss if server.process.is_running() else 0),
+        )
         if not server.process.is_running() or server.get("/health")[0] != 200:
             report.failures.append("the server has ended")
             return report
-        report.warm_rss, report.end_rss = _around(looks, 0.2, 0.4), _around(looks, 0.8, 1.0)
+        fifth = len(looks) // 5
+        report.warm_rss, report.end_rss = int(median(looks[fifth : 2 * fifth + 1])), int(median(looks[4 * fifth :]))
         report.cores = sum(server.process.cpu_times()[:2]) / (time.monotonic() - started)
-        counts = re.findall(
-            r'^selfspec_requests_total\{.*status="(\d+)"\} (\S+)$', server.get("/metrics")[1], re.MULTILINE
-        )
+        metrics = server.get("/metrics")[1]
+        for status, count in re.findall(r'^selfspec_requests_total\{.*status="(\d+)"\} (\S+)$', metrics, re.MULTILINE):
+            report.statuses[status] += int(float(count))
         report.failures += _busy(server)
-        report.statuses = dict(sum((Counter({status: int(float(count))}) for status, count in counts), Counter()))
-        if any(status >= "500" for status in report.statuses):
-            report.failures.append("requests were answered with an error of the server's own")
-        if len(server.process.children(recursive=True)) > 1:
-            report.failures.append("the server has more processes than the one that tries schemas")
-        if report.growth > max_growth:
-            report.failures.append(f"memory grew by {report.growth:.1%}, at most {max_growth:.1%} are allowed")
-        if report.slowest > max_wait:
-            report.failures.append(f"a first token took {report.slowest:.2f} s, at most {max_wait:g} are allowed")
+        growth, slowest = report.end_rss / report.warm_rss - 1, max(report.waits, default=0.0)
+        for failed, message in (
+            (any(status >= "500" for status in report.statuses), "requests got an error of the server's own"),
+            (
+                len(server.process.children(recursive=True)) > 1,
+                "there are more processes than the one that tries schemas",
+            ),
+            (growth > max_growth, f"memory grew by {growth:.1%}, at most {max_growth:.1%} are allowed"),
+            (slowest > max_wait, f"a first token took {slowest:.2f} s, at most {max_wait:g} are allowed"),
+        ):
+            report.failures += [message] if failed else []
         return report
-
-    def _serve_all(self, server: Server, seconds: float) -> list[int]:
-        """The server's resident memory, about each second."""
-        looks: list[int] = []
-        end = time.monotonic() + seconds
-        works = [self._honest_client] * self._honest + [self._hostile_client] * self._hostile
-        threads = [
-            threading.Thread(target=work, args=(server, Random(f"{self._seed} {index} {seconds}"), end))
-            for index, work in enumerate(works)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(min(1.0, seconds / 20))
-                looks.append(server.process.memory_info().rss if server.process.is_running() else 0)
-        return looks
-
-    def _failed(self, text: str) -> None:
-        with self._lock:
-            self.report.failures.append(text)
 
     def _goes_on(self, end: float) -> bool:
         return time.monotonic() < end and len(self.report.failures) < _MAX_FAILURES
@@ -225,7 +208,7 @@ class HostileTrial:
             try:
                 attack(server, random)
             except Exception:
-                self._failed(f"{attack.__name__}: {traceback.format_exc()}")
+                self.report.failures.append(f"{attack.__name__}: {traceback.format_exc()}")
             with self._lock:
                 self.report.attacks[attack.__name__] += 1
             time.sleep(random.random() * _PAUSE_SECONDS)
@@ -235,9 +218,10 @@ class HostileTrial:
         while self._goes_on(end):
             asked = random.choice(self._asked)
             try:
-                wait = _streamed(server, asked, salt)
+                status, wait, text = _streamed(server, {**asked.body, "cache_salt": salt})
+                assert (status, text) == (200, asked.text)
             except Exception:
-                self._failed(f"an honest request: {asked.body}: {traceback.format_exc()}")
+                self.report.failures.append(f"an honest request: {asked.body}: {traceback.format_exc()}")
                 continue
             with self._lock:
                 self.report.exact += 1
@@ -245,31 +229,12 @@ class HostileTrial:
             time.sleep(random.random() * _PAUSE_SECONDS)
 
 
-@dataclass(slots=True)
-class CostlyReport:
-    """Seconds to the first tokens of one good client and to answers of /health, and requests of the costly clients."""
-
-    waits: list[float] = field(default_factory=list)
-    health: list[float] = field(default_factory=list)
-    statuses: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """What is printed at the end."""
-        return [
-            f"beside costly requests ({dict(sorted(self.statuses.items()))}): first token after "
-            f"{median(self.waits or [0]):.3f} s (median), {max(self.waits, default=0):.3f} s (slowest of {len(self.waits)}); "
-            f"/health after {median(self.health or [0]):.3f} and {max(self.health, default=0):.3f} s ({len(self.health)})",
-            *(f"FAILED: {failure}" for failure in self.failures),
-        ]
-
-
-def costly_trial(server: Server, seconds: float, *, max_wait: float) -> CostlyReport:
+def costly_trial(server: Server, seconds: float, *, max_wait: float) -> Report:
     """Four clients send a costly request each, over and over, beside one good client and one that looks at /health.
 
     max_wait: seconds to the good client's first token, which may have to ask again when the queue is full.
     """
-    report, end = CostlyReport(), time.monotonic() + seconds
+    report, end = Report(), time.monotonic() + seconds
 
     def costly(path: str, body: dict[str, Any]) -> None:
         while time.monotonic() < end:
@@ -284,79 +249,47 @@ def costly_trial(server: Server, seconds: float, *, max_wait: float) -> CostlyRe
 
     def good() -> None:
         while time.monotonic() < end:
-            started = time.monotonic()
-            while not (status := _first_token(server)):
+            started, status = time.monotonic(), 429
+            while status == 429:
+                asked = time.monotonic()
+                status, wait, _ = _streamed(server, {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0})
                 time.sleep(0.05)
-            report.waits.append(time.monotonic() - started)
-            report.statuses[f"good {status}"] += 1
-            time.sleep(0.05)
+            assert status == 200
+            report.waits.append(asked - started + wait)
+            report.statuses["good 200"] += 1
 
     def health() -> None:
         while time.monotonic() < end:
             started = time.monotonic()
-            with closing(server.connect(_REQUEST_SECONDS)) as connection:
-                connection.request("GET", "/health")
-                assert connection.getresponse().status == 200
+            assert server.get("/health")[0] == 200
             report.health.append(time.monotonic() - started)
             time.sleep(0.05)
 
-    works: list[Callable[[], None]] = [partial(costly, path, body) for path, body in COSTLY] + [good, health]
-
-    def noting(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception:
-            report.failures.append(traceback.format_exc())
-
-    threads = [threading.Thread(target=noting, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if not report.waits or max(report.waits) > max_wait:
-        report.failures.append(f"a first token took more than {max_wait:g} s beside costly requests")
-    if not report.health or max(report.health) > MAX_HEALTH_SECONDS:
-        report.failures.append(f"/health took more than {MAX_HEALTH_SECONDS:g} s beside costly requests")
+    report.work([*(partial(costly, path, body) for path, body in COSTLY), good, health])
+    for times, allowed, what in (
+        (report.waits, max_wait, "a first token"),
+        (report.health, MAX_HEALTH_SECONDS, "/health"),
+    ):
+        if not times or max(times) > allowed:
+            report.failures.append(f"{what} took more than {allowed:g} s beside costly requests")
     return report
 
 
-def _first_token(server: Server) -> int:
-    """Status 200 once a stream has its first token; 0 if the queue is full."""
-    body = {"model": server.model, "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, "stream": True}
+def _streamed(server: Server, fields: dict[str, Any]) -> tuple[int, float, str]:
+    """Status, seconds to the first token, and text of a stream."""
+    body, started = {"model": server.model, "stream": True, **fields}, time.monotonic()
     with closing(server.connect(_REQUEST_SECONDS)) as connection:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
-        if response.status == 429:
-            return 0
-        assert response.status == 200, response.read(300)
-        while not (line := response.readline()).startswith(b"data: {"):
-            assert line, "the stream ended without a token"
-        return 200
-
-
-def _streamed(server: Server, asked: Asked, salt: str) -> float:
-    """Seconds to the first token of a stream whose text must be the expected one."""
-    body: dict[str, Any] = {**asked.body, "model": server.model, "stream": True, "cache_salt": salt}
-    connection = server.connect(_REQUEST_SECONDS)
-    try:
-        started = time.monotonic()
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        assert response.status == 200, (response.status, response.read(300))
         text, first = "", 0.0
-        while line := response.readline():
-            if not line.startswith(b"data: "):
-                continue
-            first = first or time.monotonic() - started
-            if line.startswith(b"data: [DONE]"):
-                break
-            event = json.loads(line[6:])
-            assert "error" not in event, event
-            text += event["choices"][0]["text"] if event["choices"] else ""
-        assert text == asked.text, (text, asked.text)
-        return first
-    finally:
-        connection.close()
+        while response.status == 200 and not (line := response.readline()).startswith(b"data: [DONE]"):
+            assert line, "the stream ended too early"
+            if line.startswith(b"data: "):
+                first = first or time.monotonic() - started
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                text += event["choices"][0]["text"] if event["choices"] else ""
+    return response.status, first, text
 
 
 def _busy(server: Server) -> list[str]:
@@ -377,9 +310,3 @@ def _busy(server: Server) -> list[str]:
     if used > 0.2:
         busy.append(f"the idle server used {used:.2f} s of processor time in a second")
     return busy
-
-
-def _around(looks: Sequence[int], first: float, last: float) -> int:
-    """The median of those between two shares of the time; of all if these are few."""
-    part = looks[int(first * len(looks)) : int(last * len(looks))] or looks
-    return int(median(part)) if part else 0

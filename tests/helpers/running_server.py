@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from openai import OpenAI
 
-from frozen_objects import FROZEN
+from faster_tests import FROZEN
 from selfspec import SelfSpecGenerator
 from selfspec.messages import PLAIN_TEMPLATE, ChatTemplate
 from selfspec.serve import app as serve_app

@@ -233,30 +233,21 @@ class Puts(BaseStreamer):
 
 
 @pytest.mark.parametrize("bound", [False, True])
-def test_a_streamer_gets_what_plain_generate_gives_it(bound: bool, llama64: LlamaForCausalLM) -> None:
-    expected, found = Puts(), Puts()
-    llama64.generate(**inputs([5, 1, 7]), max_new_tokens=12, streamer=expected)
-    if bound:
-        ours = selfspec.custom_generate("ls:2-4", streamer=found)
-        llama64.generate(**inputs([5, 1, 7]), max_new_tokens=12, custom_generate=ours)
-    else:
-        ours = selfspec.custom_generate("ls:2-4")
-        llama64.generate(**inputs([5, 1, 7]), max_new_tokens=12, custom_generate=ours, streamer=found)
-    assert [value.tolist() for value in found.values] == [value.tolist() for value in expected.values]
-    assert found.ended == expected.ended == 1
-
-
-def test_an_error_ends_the_streamer(llama64: LlamaForCausalLM) -> None:
+def test_a_streamer_gets_what_plain_generate_gives_it_and_its_end(bound: bool, llama64: LlamaForCausalLM) -> None:
     def broken(input_ids: Tensor, scores: Tensor) -> Tensor:
         raise RuntimeError("broken")
 
-    streamer = Puts()
+    expected, found = Puts(), Puts()
+    llama64.generate(**inputs([5, 1, 7]), max_new_tokens=12, streamer=expected)
+    options = {} if bound else {"streamer": found}
+    ours = selfspec.custom_generate("ls:2-4", streamer=found if bound else None)
+    llama64.generate(**inputs([5, 1, 7]), max_new_tokens=12, custom_generate=ours, **options)
+    assert [value.tolist() for value in found.values] == [value.tolist() for value in expected.values]
+    assert found.ended == expected.ended == 1
+    processors = LogitsProcessorList([broken])
     with pytest.raises(RuntimeError, match="broken"):
-        llama64.generate(
-            **inputs([5, 1]), max_new_tokens=4, streamer=streamer, custom_generate=selfspec.custom_generate("ar"),
-            logits_processor=LogitsProcessorList([broken]),
-        )  # fmt: skip
-    assert streamer.ended == 1
+        llama64.generate(**inputs([5]), custom_generate=ours, logits_processor=processors, **options)
+    assert found.ended == 2
 
 
 def test_the_statistics_are_in_the_output(llama64: LlamaForCausalLM) -> None:

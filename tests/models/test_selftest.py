@@ -51,7 +51,7 @@ def test_every_policy_passes_for_it(shape: str) -> None:
     told: list[str] = []
     llama = tiny_llama(seed=3, **SHAPES[shape])
     num_layers = llama.config.num_hidden_layers
-    found = checks(llama, advance=told.append)
+    found = checks(llama, on_progress=told.append)
     assert [check.name for check in found if not check.passed] == []
     assert len(told) == num_steps(num_layers, len(PROMPTS), DRAWS)
     names = {check.name.removeprefix("greedy, ") for check in found if check.name.startswith("greedy")}

@@ -23,9 +23,9 @@ from layerskip_models import DEMO_PATH, load_tokenizer
 from layerskip_models.checkpoints.loading import load_transformers
 from running_server import RunningServer, ask, refusal, running_server
 from selfspec import SelfSpecGenerator
+from selfspec.detokenize import before_stop
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
 from selfspec.serve.bodies import Strict
-from selfspec.stop_text import before_stop
 
 CONTEXTS = ["Tom has 3 apples", "def f(x):\n", "The sky is", "Tom has 3 apples and buys 4.\n" * 30, "a"]
 CONTINUATIONS = [" and buys 4", "    return x + 1", " blue.", "Tom has", "\u00e9!"]

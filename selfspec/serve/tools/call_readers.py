@@ -16,8 +16,8 @@ from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.detokenize import StopCutter, before_stop
 from selfspec.serve.tools.tool_formats import BEGIN, END
-from selfspec.stop_text import StopCutter, before_stop
 
 _SEPARATOR = re.compile(r"[\s;,]*")
 _WHITE = re.compile(r"\s*\Z")

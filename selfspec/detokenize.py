@@ -1,4 +1,4 @@
-"""Committed text as it comes; on request the drafts too, and what became of each.
+"""Tokens to text as they come: decoding, cutting at stop strings, and where each token came from.
 
 Text is passed on as soon as its characters are complete. The chunks together are what the new tokens add to the prompt's
 text: `tokenizer.decode(new_tokens, skip_special_tokens=True)`, and perhaps a space before it, since SentencePiece
@@ -22,7 +22,7 @@ from policies import RoundRecord
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Fate = Literal["target", "accepted", "copied", "corrected", "bonus", "rejected"]
+TokenSource = Literal["target", "accepted", "copied", "corrected", "bonus", "rejected"]
 """Where a token comes from. target: the full model, without drafts. accepted: a draft of the exit. copied: an accepted draft
 that was copied from earlier text. corrected: the full model's token in place of a rejected draft. bonus: its token
 after a draft that was accepted completely. rejected: a draft that was not committed."""
@@ -59,7 +59,7 @@ class IncrementalDecoder:
 
     @property
     def num_pending(self) -> int:
-        """Number of tokens whose text was not returned yet."""
+        """Count the tokens whose text was not returned yet."""
         return len(self._pending)
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -92,7 +92,7 @@ class IncrementalDecoder:
         return text
 
     def _held_from(self, text: str) -> int:
-        """Where the end of a text begins that a tokenizer may yet change: it takes the space out of " ," or " n't"."""
+        """Return where the end of a text begins that a tokenizer may yet change: it takes the space out of " ," or " n't"."""
         space = text.rfind(" ") if self._cleans else -1
         return len(text) if space < 0 or len(text) - space > _CLEANED else space
 
@@ -118,7 +118,7 @@ class IncrementalDecoder:
         return ""
 
     def _is_byte_token(self, token: int) -> bool:
-        """Whether it is a byte of SentencePiece's byte fallback: only a complete run of them can be decoded."""
+        """Return whether it is a byte of SentencePiece's byte fallback. Only a complete run of them can be decoded."""
         if token not in self._is_byte:
             self._is_byte[token] = bool(_BYTE_TOKEN.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))))
         return self._is_byte[token]
@@ -137,7 +137,7 @@ def skipped_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _cleans(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether decoding takes spaces out before punctuation."""
+    """Return whether decoding takes spaces out before punctuation."""
     from tokenizers.decoders import WordPiece
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -146,45 +146,100 @@ def _cleans(tokenizer: PreTrainedTokenizerBase) -> bool:
     )
 
 
-def token_fates(record: RoundRecord) -> list[tuple[int, Fate]]:
+def token_sources(record: RoundRecord) -> list[tuple[int, TokenSource]]:
     """List a round's tokens in reading order: accepted drafts (copied ones first), rejected drafts, the full model's token.
 
     If the text ended inside the accepted drafts, nothing after the end is included.
     """
     drafts, accepted = record.draft_tokens, record.num_accepted
-    shown: list[tuple[int, Fate]] = [
+    shown: list[tuple[int, TokenSource]] = [
         (token, "copied" if index < record.num_copied else "accepted")
         for index, token in enumerate(record.tokens[:accepted])
     ]
     if len(record.tokens) > accepted:
         shown += [(token, "rejected") for token in drafts[accepted:]]
-        own: Fate = "target" if not drafts else "corrected" if accepted < len(drafts) else "bonus"
+        own: TokenSource = "target" if not drafts else "corrected" if accepted < len(drafts) else "bonus"
         shown.append((record.tokens[accepted], own))
     return shown
 
 
-class FatePieces:
-    """Pieces of text with their fates, which can be taken a given number of characters at a time."""
+class SourcedText:
+    """Pieces of text with their sources, which can be taken a given number of characters at a time."""
 
     def __init__(self) -> None:
-        self._pieces: deque[tuple[str, Fate]] = deque()
+        self._pieces: deque[tuple[str, TokenSource]] = deque()
 
-    def add(self, text: str, fate: Fate) -> None:
+    def add(self, text: str, source: TokenSource) -> None:
         if text:
-            self._pieces.append((text, fate))
+            self._pieces.append((text, source))
 
-    def take(self, length: int) -> list[tuple[str, Fate]]:
+    def take(self, length: int) -> list[tuple[str, TokenSource]]:
         """Take the pieces of the next `length` characters, with the rejected drafts among and directly after them."""
-        taken: list[tuple[str, Fate]] = []
+        taken: list[tuple[str, TokenSource]] = []
         while self._pieces and (length or self._pieces[0][1] == "rejected"):
-            text, fate = self._pieces.popleft()
-            if fate != "rejected":
+            text, source = self._pieces.popleft()
+            if source != "rejected":
                 if len(text) > length:
-                    self._pieces.appendleft((text[length:], fate))
+                    self._pieces.appendleft((text[length:], source))
                     text = text[:length]
                 length -= len(text)
-            taken.append((text, fate))
+            taken.append((text, source))
         return taken
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """Keep the text up to the first of these strings."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(found, default=len(text))]
+
+
+class StopCutter:
+    """Passes text on up to the first stop string. Text that may be the beginning of one is held back until that is clear.
+
+    ended: a stop string has come. held: the text that is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self.held, self.ended = "", False
+
+    def push(self, piece: str) -> str:
+        if self.ended:
+            return ""
+        text = self.held + piece
+        certain = before_stop(text, self.stops)
+        self.ended = len(certain) < len(text)
+        if self.ended:
+            self.held = ""
+            return certain
+        longest = max(map(len, self.stops), default=0)
+        starts = range(max(0, len(text) - longest), len(text))
+        kept = next((at for at in starts if any(stop.startswith(text[at:]) for stop in self.stops)), len(text))
+        self.held = text[kept:]
+        return text[:kept]
+
+    def finish(self) -> str:
+        held, self.held = self.held, ""
+        return held
+
+
+class StopTrimmer:
+    """Writes pieces of text with their sources up to the first stop string. Rejected drafts keep their places in between."""
+
+    def __init__(self, stops: Sequence[str], write: Callable[[str, TokenSource], object]) -> None:
+        self._cutter, self._write, self._pieces = StopCutter(stops), write, SourcedText()
+
+    def push(self, piece: str, source: TokenSource = "target") -> None:
+        if not self._cutter.ended:
+            self._pieces.add(piece, source)
+            self._pass_on(self._cutter.push("" if source == "rejected" else piece))
+
+    def finish(self) -> None:
+        self._pass_on(self._cutter.finish())
+
+    def _pass_on(self, text: str) -> None:
+        for piece, source in self._pieces.take(len(text)):
+            self._write(piece, source)
 
 
 class TextStreamer:
@@ -221,16 +276,16 @@ class TextStreamer:
 
 
 class DraftStreamer(TextStreamer):
-    """A streamer for `generate` that writes every token with its fate, rejected drafts included.
+    """A streamer for `generate` that writes every token with its source, rejected drafts included.
 
-    write_token: called with a chunk and its fate. A character of several tokens has the fate of the last one. The chunks that
-    are not "rejected" together are what TextStreamer writes.
+    write_token: called with a chunk and its source. A character of several tokens has the source of the last one. The
+    chunks that are not "rejected" together are what TextStreamer writes.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        write_token: Callable[[str, Fate], object],
+        write_token: Callable[[str, TokenSource], object],
         on_start: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(tokenizer, lambda text: write_token(text, "target"), on_start)
@@ -246,11 +301,11 @@ class DraftStreamer(TextStreamer):
         if record is None:  # the token from prefill
             super()._show(tokens)
             return
-        fates = token_fates(record)
-        rejected = [token for token, fate in fates if fate == "rejected"]
-        for token, fate in fates:
-            if fate != "rejected":
-                self._write_token(self._decoder.push([token]), fate)
+        sources = token_sources(record)
+        rejected = [token for token, source in sources if source == "rejected"]
+        for token, source in sources:
+            if source != "rejected":
+                self._write_token(self._decoder.push([token]), source)
             elif rejected:  # in one piece: only together they can be decoded
-                self._write_token(self._decoder.peek(rejected), fate)
+                self._write_token(self._decoder.peek(rejected), source)
                 rejected = []

@@ -1,4 +1,4 @@
-"""What a command says on standard error: notes, and errors in one line. Imported by commands that need no model, too."""
+"""Standard error of a command: its log, and errors in one line. Imported by commands that need no model, too."""
 
 from __future__ import annotations
 
@@ -30,19 +30,17 @@ def visible_line(text: str) -> str:
     return text.translate(_VISIBLE_LINE)
 
 
-class NotesConsole(Console):
-    """Standard error. Control characters become visible, because the text may come from a model or a stranger."""
+class LogConsole(Console):
+    """Standard error, for everything but the generated text.
+
+    Control characters become visible, because the text may come from a model or a stranger.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"stderr": True, "highlight": False, "markup": False, "soft_wrap": True, **options})
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **options)
-
-
-def notes_console(quiet: bool = False) -> Console:
-    """Make a console on standard error, for everything but the generated text."""
-    return NotesConsole(quiet=quiet)
 
 
 @contextmanager
@@ -55,24 +53,21 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(130) from None
-    except Exception as error:
-        status = _status(error)
-        if status is None:
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _is_of_the_model(error):
             raise
         typer.echo(f"error: {visible(' '.join(str(error).split()))}", err=True)
-        raise typer.Exit(status) from None
+        raise typer.Exit(1 if isinstance(error, RuntimeError) else 2) from None
 
 
-def _status(error: Exception) -> int | None:
-    if isinstance(error, (ValueError, TypeError, OSError)):
-        return 2
-    if not isinstance(error, RuntimeError) or "torch" not in sys.modules:
-        return None
+def _is_of_the_model(error: RuntimeError) -> bool:
+    if "torch" not in sys.modules:
+        return False
     from torch import OutOfMemoryError
 
     from selfspec import NonFiniteLogitsError
 
-    return 1 if isinstance(error, (NonFiniteLogitsError, OutOfMemoryError)) else None
+    return isinstance(error, (NonFiniteLogitsError, OutOfMemoryError))
 
 
 @contextmanager
