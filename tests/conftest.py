@@ -34,15 +34,6 @@ settings.register_profile(
 settings.load_profile("deterministic")
 
 
-@pytest.hookimpl(tryfirst=True)  # before slow ones are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The runner of captures stands in for CUDA on a processor, where it is slow: nearly all its tests wait for `-m slow`."""
-    for item in items:
-        call = getattr(item, "callspec", None)
-        if call is not None and any(isinstance(value, str) and value == "captured" for value in call.params.values()):
-            item.add_marker("slow")
-
-
 def pytest_collection_finish() -> None:
     """Leave alone what is imported by now. Not called in the process that only hands out the tests."""
     import torch
@@ -65,14 +56,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Again after every file, which imports more and leaves caches, and after a server."""
     if nextitem is not None and (nextitem.path != item.path or not FROZEN.known):
         FROZEN.renew()
-
-
-@pytest.fixture
-def small_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes of captures at which a tiny model has several: blocks of two layers, attention over 8, 16, 32, .. positions."""
-    monkeypatch.setattr("selfspec.engine.runners.cuda_graph.buffers.BLOCK", 2)
-    monkeypatch.setattr("selfspec.engine.runners.cuda_graph.runner.SMALLEST_SPAN", 8)
-    monkeypatch.setattr("selfspec.engine.runners.cuda_graph.runner._FEW_ROWS", 4)
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,6 @@ from bench.record import BEST_FIXED, BEST_FIXED_LABEL, RecordWriter, read_part
 from bench.run import Run, resumable
 from bench.scoring import Scorer
 from layerskip_models import DEMO_PATH, from_transformers
-from layerskip_models.checkpoints.loading import resolve_device
 from policies import LayerCost, Policy, kept_between_texts, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli.notes import one_line_errors
@@ -102,14 +101,13 @@ def run(
             raise ValueError("--grid replays greedy texts: leave it out with --do-sample")
         grid = sampling is None if grid is None else grid
         names = ["ar", *(policy or DEFAULT_POLICIES)]
-        target = resolve_device(device)
         chosen = choose_prompts(prompts or [], task or [], num_samples)
         tokenizer = open_tokenizer(checkpoint)
         samples = encode_prompts(chosen, tokenizer, prompt_tokens)
         network = load_network(checkpoint, dtype, device) if peers else None
         generator = SelfSpecGenerator(
             open_model(checkpoint, dtype, device) if network is None else from_transformers(network),
-            runner=resolve_runner(runner, target),
+            runner=resolve_runner(runner),
             prefix_cache=0,
         )
         num_layers = generator.model.num_layers

@@ -111,7 +111,7 @@ def inspect_model(
     encoded = [ids for ids in encoded if ids.numel() >= 4]
     if not encoded:
         raise ValueError("there must be a sample text of at least 4 tokens")
-    cost = measured_cost(model, generator.runner)
+    cost = measured_cost(model)
     advance("calibrating")
     agreements = []
     for ids in encoded:
@@ -143,7 +143,7 @@ def _rounded_drafts(generator: SelfSpecGenerator, generate: Generate, repeats: i
     """Make weights in fewer bits, run them, and let them go again, unless they were there before."""
     model, found = generator.model, []
     for bits, length in _ROUNDED_LENGTHS.items():
-        if generator.runner != "eager" or why_no_drafter(model, bits) is not None:
+        if why_no_drafter(model, bits) is not None:
             continue
         there = bits in model.drafters
         policy = f"bits:{bits}-{length}"

@@ -6,8 +6,7 @@ A slot that comes back still holds its text, and a later prompt with the same pr
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,9 +17,6 @@ from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kv_cache import KVCache
 from selfspec.cache.prefix_cache import ANYONE, MAX_KEPT, Owner, PrefixCache, num_common
 from selfspec.cache.slots import CacheSlot, IdleSlots, no_tokens
-from selfspec.engine.runners.choice import RunnerName
-from selfspec.engine.runners.cuda_graph.paged_attention import attends_by_pages
-from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner, captured_length
 from selfspec.engine.runners.eager import EagerRunner
 
 SMALL_LOSS = 32
@@ -42,19 +38,10 @@ class KVCachePool:
     It keeps one idle slot, and as many more as fit into the memory of `prefixes`; the oldest are given up first.
 
     Threads may share a pool. If nothing is idle, something new is made. What was lent only ever returns to the pool that lent
-    it, so a sequence that began before the weights were copied again cannot hand its old captures, keys and values to a later
-    one. on_giving_up: called once if captures are given up because graphs fail.
+    it, so a sequence that began before the weights were copied again cannot hand its old keys and values to a later one.
     """
 
-    def __init__(
-        self,
-        model: LayerSkipModel,
-        kind: RunnerName,
-        prefixes: PrefixCache,
-        on_giving_up: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.kind: RunnerName = kind
-        self._on_giving_up = on_giving_up
+    def __init__(self, model: LayerSkipModel, prefixes: PrefixCache) -> None:
         self._model, self._prefixes = model, prefixes
         self._row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
         self._idle = IdleSlots()
@@ -71,7 +58,7 @@ class KVCachePool:
 
         On our own kernels a row's bits depend only on its text, so it makes no difference which pass computed it.
         """
-        return self._prefixes.reuses(exact=self._model.kernels is not None and self.kind == "eager")
+        return self._prefixes.reuses(exact=self._model.kernels is not None)
 
     @property
     def kept_texts(self) -> KeptTexts:
@@ -79,18 +66,15 @@ class KVCachePool:
             return KeptTexts(self._idle.num_texts, self._idle.num_bytes)
 
     @contextmanager
-    def lend(
-        self, num_tokens: int, prompt: Tensor | None = None, owner: Owner = ANYONE, *, alone: bool = True
-    ) -> Iterator[CacheSlot]:
+    def lend(self, num_tokens: int, prompt: Tensor | None = None, owner: Owner = ANYONE) -> Iterator[CacheSlot]:
         """Lend a slot for one sequence of at most `num_tokens` tokens.
 
         prompt: int64 [n] on the CPU. The slot's cache holds the rows of the longest prefix that a kept text of this owner
-        has in common with the prompt; it may be empty. alone: whether the batch has no other sequence. In a batch a sequence
-        runs eagerly, so it gets no captures, whose cache is longer than most texts.
+        has in common with the prompt; it may be empty.
         """
         with self._changing():
             before = self._times_forgotten
-            slot = self._find(num_tokens, prompt, owner, self.kind == "captured" and alone)
+            slot = self._find(num_tokens, prompt, owner)
             slot.tokens, slot.owner = no_tokens(), owner
             self._lent.append(slot)
         try:
@@ -124,30 +108,13 @@ class KVCachePool:
                 slot.read = None
 
     def give_back(self) -> None:
-        """Free memory that no text needs: idle caches without text, and the room after texts that are kept.
-
-        Captures stay with their caches, since they take long to make.
-        """
+        """Free memory that no text needs: idle caches without text, and the room after texts that are kept."""
         with self._changing():
             for slot in self._idle:
-                if slot.captured is None and not len(slot.tokens):
+                if not len(slot.tokens):
                     self._idle.remove(slot)
                 elif slot.has_spare_room:
                     self._idle.replace(slot, slot.copy(self._model, len(slot.tokens)))
-
-    def give_up_graphs(self, error: RuntimeError) -> None:
-        """Lend no captures from now on, and warn once, because graphs failed with this error."""
-        with self._changing():
-            if self.kind == "eager":
-                return
-            self.kind = "eager"
-            self._idle.clear()
-        self._on_giving_up()
-        warnings.warn(
-            f"CUDA graphs are not used, decoding will be slower: {error}. The text goes on with runner='eager'",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -164,13 +131,10 @@ class KVCachePool:
             finally:
                 self._is_changing = False
 
-    def _find(self, num_tokens: int, prompt: Tensor | None, owner: Owner, captured: bool) -> CacheSlot:
-        """Find an idle slot or make one; its cache then holds the rows that can be reused. captured: with captures."""
+    def _find(self, num_tokens: int, prompt: Tensor | None, owner: Owner) -> CacheSlot:
+        """Find an idle slot or make one; its cache then holds the rows that can be reused."""
         source, rows = self._longest_prefix(prompt, owner)
-        if source is not None:
-            source.wait_for_writes()
-        choose = self._with_captures if captured else self._with_room
-        slot = choose(num_tokens, source, rows) or self._make(num_tokens, captured)
+        slot = self._with_room(num_tokens, source, rows) or CacheSlot(KVCache(self._model, num_tokens))
         if source is None or slot is source:
             slot.cache.declare(rows)
         else:
@@ -179,33 +143,29 @@ class KVCachePool:
         return slot
 
     def _longest_prefix(self, prompt: Tensor | None, owner: Owner) -> tuple[CacheSlot | None, int]:
-        """Find the slot of this owner whose text has the longest prefix in common with the prompt, and the prefix's length.
-
-        Slots in use are considered only without captures: captured passes may write over a whole cache, for padding or after
-        a failure.
-        """
+        """Find the slot of this owner whose text has the longest prefix in common with the prompt, and its length."""
         if prompt is None or not self.reuses:
             return None, 0
         best, rows = self._idle.longest_prefix(prompt, owner)
         for slot in self._lent:
-            if slot.captured is None and slot.owner == owner:
+            if slot.owner == owner:
                 alike = num_common(slot.reusable_tokens(), prompt)
                 if alike > rows:
                     best, rows = slot, alike
         return best, rows
 
     def _with_room(self, num_tokens: int, source: CacheSlot | None, rows: int) -> CacheSlot | None:
-        """Take an idle slot without captures to overwrite: the one with the sequence's own prefix, or one that would be given
+        """Take an idle slot to overwrite: the one with the sequence's own prefix, or one that would be given
         up for the sequence's memory."""
         room = self._prefixes.num_bytes - num_tokens * self._row_bytes - self._idle.num_bytes
         found: CacheSlot | None = None
-        own = source is not None and source.captured is None and source in self._idle
+        own = source is not None and source in self._idle
         if source is not None and own and len(source.tokens) - rows <= SMALL_LOSS:
             self._idle.remove(source)
             found = source
             room += source.num_bytes
         while room < 0 and (found is None or found.cache.max_length < num_tokens):
-            other = self._idle.oldest(but=source, captured=False)
+            other = self._idle.oldest(but=source)
             if other is None:
                 break
             self._idle.remove(other)
@@ -213,51 +173,21 @@ class KVCachePool:
             room += found.num_bytes
         return found if found is not None and found.cache.max_length >= num_tokens else None
 
-    def _with_captures(self, num_tokens: int, source: CacheSlot | None, rows: int) -> CacheSlot | None:
-        """Pick an idle slot with captures, which take long to make. Its text is copied elsewhere if there is memory."""
-        able = self._idle.captured(num_tokens)
-        if not able:
-            return None
-        found = source if source is not None and source in able else able[-1]
-        found.wait_for_writes()
-        held = found.tokens.numel()
-        both = found.num_bytes + self._row_bytes * held
-        lost = held - (rows if found is source else 0)
-        if lost > SMALL_LOSS and self._idle.num_bytes - found.num_bytes + both <= self._prefixes.num_bytes:
-            self._idle.replace(found, found.copy(self._model, held))
-        else:
-            self._idle.remove(found)
-        return found
-
     def _take_back(self, slot: CacheSlot) -> None:
         """Take back a slot that is idle again. Slots that no longer fit are given up."""
-        if slot.captured is not None and self.kind == "eager":
-            return
         limit = self._prefixes.num_bytes
         if not limit:
-            largest = max([slot, *self._idle], key=lambda one: one.capacity)
+            largest = max([slot, *self._idle], key=lambda one: one.cache.max_length)
             self._idle.clear()
             self._idle.add(largest)
             return
         # Texts that are prefixes of this one are not needed any more.
         for one in self._idle.prefixes_of(slot.tokens, slot.owner):
-            if not one.captured:
-                self._idle.remove(one)
+            self._idle.remove(one)
         self._idle.add(slot)
         while self._idle.num_bytes > limit and (spacious := self._idle.with_spare_room()) is not None:
             self._idle.replace(spacious, spacious.copy(self._model, len(spacious.tokens)))
-        with_captures = next(reversed(self._idle.captured(0)), None)
         while len(self._idle) > 1 and (self._idle.num_bytes > limit or len(self._idle) > MAX_KEPT):
-            oldest = self._idle.oldest(but=with_captures)
+            oldest = self._idle.oldest()
             assert oldest is not None
             self._idle.remove(oldest)
-
-    def _make(self, num_tokens: int, captured: bool) -> CacheSlot:
-        if captured:
-            paged = attends_by_pages(self._model)
-            try:
-                cache = KVCache(self._model, captured_length(num_tokens, self._model.max_positions, paged))
-                return CacheSlot(cache, CudaGraphRunner(self._model, cache))
-            except RuntimeError as error:  # no memory for its buffers, say
-                self.give_up_graphs(error)
-        return CacheSlot(KVCache(self._model, num_tokens))

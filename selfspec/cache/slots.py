@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +14,6 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from selfspec.cache.prefix_cache import ANYONE, Owner, num_common
 from selfspec.engine.hidden_states import PrefixHiddenStates
-
-if TYPE_CHECKING:
-    from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 
 _TOKEN_BYTES = 4
 
@@ -28,24 +24,17 @@ def no_tokens() -> Tensor:
 
 @dataclass(slots=True, eq=False)
 class CacheSlot:
-    """A KV cache for one sequence, and the runner whose passes were captured on this cache, if there is one.
+    """A KV cache for one sequence.
 
     tokens: of the text that an idle slot holds, int64 [rows] on the CPU. kept: the hidden states of that text.
     read: while a sequence uses the slot, returns those of its tokens whose rows are final. owner: of the text.
     """
 
     cache: KVCache
-    captured: CudaGraphRunner | None = None
     tokens: Tensor = field(default_factory=no_tokens)
     kept: PrefixHiddenStates | None = None
     read: Callable[[], Tensor] | None = None
     owner: Owner = ANYONE
-
-    @property
-    def capacity(self) -> tuple[bool, int, int]:
-        """What a later sequence would otherwise have to make again, most costly first: captures, room, more captures."""
-        made = 0 if self.captured is None else self.captured.num_captures
-        return self.captured is not None, self.cache.max_length, made
 
     @property
     def num_bytes(self) -> int:
@@ -54,16 +43,11 @@ class CacheSlot:
 
     @property
     def has_spare_room(self) -> bool:
-        """Whether the text would fit into half of the cache. Captured passes need all of it."""
-        return self.captured is None and self.cache.max_length > 2 * len(self.tokens) > 0
-
-    def wait_for_writes(self) -> None:
-        """Order all work that is launched from now on, on whatever stream, after what the last sequence's passes write."""
-        if self.captured is not None:
-            self.captured.begin()
+        """Whether the text would fit into half of the cache."""
+        return self.cache.max_length > 2 * len(self.tokens) > 0
 
     def copy(self, model: LayerSkipModel, rows: int) -> CacheSlot:
-        """Copy the slot with the first rows of the text, in as little memory as they need and without captures."""
+        """Copy the slot with the first rows of the text, in as little memory as they need."""
         cache = KVCache(model, rows)
         cache.take(self.cache, rows)
         kept = None if self.kept is None else PrefixHiddenStates(self.kept.layers, self.kept.rows[:, :rows].clone())
@@ -108,7 +92,6 @@ class IdleSlots:
         self._texts: dict[Owner, list[tuple[bytes, int]]] = {}  # sorted
         self._without_text: dict[int, CacheSlot] = {}
         self._with_spare_room: OrderedDict[int, CacheSlot] = OrderedDict()
-        self._captured: dict[int, CacheSlot] = {}
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -141,20 +124,14 @@ class IdleSlots:
         self._forget(number)
         del self._entries[number]
 
-    def oldest(self, *, but: CacheSlot | None = None, captured: bool = True) -> CacheSlot | None:
-        """Find the slot used longest ago, if there is one. `but` comes last. Slots with captures only if `captured`."""
+    def oldest(self, *, but: CacheSlot | None = None) -> CacheSlot | None:
+        """Find the slot used longest ago, if there is one. `but` comes last."""
         found = None
         for entry in self._entries.values():
-            if captured or entry.slot.captured is None:
-                if entry.slot is not but:
-                    return entry.slot
-                found = entry.slot
+            if entry.slot is not but:
+                return entry.slot
+            found = entry.slot
         return found
-
-    def captured(self, num_tokens: int) -> list[CacheSlot]:
-        """Slots with captures and room for this many tokens, the one that was used last at the end."""
-        able = [(number, slot) for number, slot in self._captured.items() if slot.cache.max_length >= num_tokens]
-        return [slot for _, slot in sorted(able, key=lambda one: one[0])]
 
     def with_spare_room(self) -> CacheSlot | None:
         """Find the slot used longest ago whose text needs less than half of its cache."""
@@ -208,8 +185,6 @@ class IdleSlots:
             self._without_text[number] = slot
         if slot.has_spare_room:
             self._with_spare_room[number] = slot
-        if slot.captured is not None:
-            self._captured[number] = slot
 
     def _forget(self, number: int) -> None:
         """Forget all of an entry but its place in the order."""
@@ -221,7 +196,7 @@ class IdleSlots:
             del texts[bisect_left(texts, (entry.text, number))]
             if not texts:
                 del self._texts[entry.slot.owner]
-        for others in (self._without_text, self._with_spare_room, self._captured):
+        for others in (self._without_text, self._with_spare_room):
             others.pop(number, None)
 
 

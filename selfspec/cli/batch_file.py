@@ -175,11 +175,7 @@ def generate_file(
         for line in left:
             try:
                 options = {**line.options}
-                if (
-                    store is not None
-                    and "copy_from" not in options
-                    and copies_drafts(line.policy(generator).observes, generator.runner)
-                ):
+                if store is not None and "copy_from" not in options and copies_drafts(line.policy(generator).observes):
                     options["copy_from"] = store
                 checked.append(generator.check(line.prompt, **options))
                 asked.append(line)

@@ -260,7 +260,7 @@ class BackgroundCalibration(threading.Thread):
         import selfspec.engine.generation_host  # noqa: F401 (what `generate` imports when it is first called)
 
         with suppress(Exception):
-            measured_cost(self._generator.model, self._generator.runner, self._stopped.is_set)
+            measured_cost(self._generator.model, stopped=self._stopped.is_set)
 
     def wait(self, notes: Console) -> None:
         """Until it is done. Ctrl-C leaves it running."""

@@ -111,8 +111,6 @@ def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
         lines.append(
             f"of that time {in_seconds(stats.calibration_seconds)} to prepare the policy, once per model and process"
         )
-    if stats.num_captures:
-        lines.append(f"of that time {in_seconds(stats.capture_seconds)} for {stats.num_captures} captures, which last")
     return lines
 
 

@@ -254,7 +254,7 @@ class _Session:
         """Run once more with every layer watched, and explain that run."""
         num_layers = self.generator.model.num_layers
         with self.notes.status("Watching every layer ..."):
-            cost = measured_cost(self.generator.model, self.generator.runner)
+            cost = measured_cost(self.generator.model)
             changes: dict[str, Any] = {"exit_layer": None, "num_speculations": None, "trace": True}
             result = self._generate(**changes, policy=watching_all_layers(self._policy, num_layers))
             plain = None

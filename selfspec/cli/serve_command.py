@@ -44,7 +44,7 @@ def serve_command(load: LoadOptions, serve: ServeOptions, listen: ListenOptions,
 
             app = make_app(generator, settings)
         own = generator.resolve_policy(serve.policy)
-        if settings.copy_from and not copies_drafts(own.observes, generator.runner):
+        if settings.copy_from and not copies_drafts(own.observes):
             notes.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")
         host = f"[{listen.host}]" if ":" in listen.host else listen.host
         address = f"http://{host}:{listening.getsockname()[1]}"

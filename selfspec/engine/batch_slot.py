@@ -14,8 +14,6 @@ from selfspec.engine.model_source import BoundModel
 from selfspec.engine.policy_loans import BatchPolicies
 from selfspec.engine.request import Request
 from selfspec.engine.results import GenerationResult, StepOutput
-from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
-from selfspec.engine.sampling import NonFiniteLogitsError
 from selfspec.engine.sequence import Sequence
 from selfspec.engine.torch_mode import engine_mode
 
@@ -60,27 +58,15 @@ class BatchSlot:
                     request.prompt.numel() + request.stops.max_new_tokens,
                     request.prompt,
                     request.owner,
-                    alone=batch_size == 1,
                 )
             )
             policy, self.policy_lock = self._held.enter_context(policies.lend(call.policy))
             with engine_mode(bound.model.device), self.policy_lock:
                 policy.expect_batch_size(batch_size)
-                self.sequence = Sequence(
-                    bound.model, self._cache_slot.cache, request, policy, self._cache_slot.kept, bound.pool.kind
-                )
+                self.sequence = Sequence(bound.model, self._cache_slot.cache, request, policy, self._cache_slot.kept)
             self._cache_slot.begin_sequence(self.sequence.prompt_read)
             observes = self.sequence.observes
-            make_for(bound.model, bound.draft_weights, bound.pool.kind, call.policy.name, observes.bits)
-            # Captured passes do none of these.
-            needs_eager = observes.context_layers or observes.features or observes.copies == "needed" or observes.bits
-            self._captured = None if needs_eager else self._cache_slot.captured
-            self._is_away = False  # from its captures, because it shares a batch
-            self._ran_eagerly = self._captured is None
-            self._captures = 0, 0.0
-            if self._captured is not None:
-                self._captures = self._captured.num_captures, self._captured.capture_seconds
-                self._captured.begin()
+            make_for(bound.model, bound.draft_weights, call.policy.name, observes.bits)
             self.leaves_text = True
         except BaseException:
             self.close()
@@ -90,24 +76,6 @@ class BatchSlot:
     def cache_bytes(self) -> int:
         return self._cache_slot.cache.num_bytes
 
-    def leave_captures(self, for_good: bool = False) -> None:
-        """Let the coming rounds run eagerly."""
-        if self._captured is not None and not self._is_away:
-            self._captured.begin()
-            self._is_away = self._ran_eagerly = True
-        if for_good:
-            self._captured = None
-
-    def captured_runner(self) -> CudaGraphRunner | None:
-        """Return the runner that this sequence can use while it is alone, if there is one."""
-        if self._captured is not None and self._is_away:
-            if self.call.bound.pool.kind == "eager":  # graphs were given up in the meantime
-                self._captured = None
-                return None
-            self._captured.clear(self.sequence.length - 1)  # eager rounds may have left NaN after the committed rows
-            self._is_away = False
-        return self._captured
-
     def complete(self, output: StepOutput) -> None:
         """Count what the sequence got, and add its result when it has ended. An error in making that is its own."""
         if output.error is None:
@@ -116,8 +84,6 @@ class BatchSlot:
                 output.result = self._result() if self.sequence.stop_reason is not None else None
             except Exception as error:
                 output.error = error
-        if isinstance(output.error, NonFiniteLogitsError) and self._cache_slot.captured is not None:
-            self._cache_slot.captured.clear(0)
         self.leaves_text = output.error is None
         output.ticket = self.ticket
 
@@ -150,11 +116,6 @@ class BatchSlot:
         if call.tokenizer is not None:
             text = call.tokenizer.decode(ids[0, num_prompt:], skip_special_tokens=True)
             assert isinstance(text, str)
-        captures, runner = (0, 0.0), "eager"
-        if self._cache_slot.captured is not None:
-            made = self._cache_slot.captured
-            captures = made.num_captures - self._captures[0], made.capture_seconds - self._captures[1]
-            runner = "eager" if self._ran_eagerly else "captured"
         stats = sequence.stats.finish(
             num_prompt_tokens=num_prompt,
             num_new_tokens=sequence.num_new,
@@ -164,11 +125,7 @@ class BatchSlot:
             calibration_seconds=call.calibration_seconds,
             first_token=self._first_token_seconds,
             cache_bytes=self.cache_bytes,
-            runner=runner,
-            # What is captured are PyTorch's operators.
-            kernels=call.bound.model.kernels if runner == "eager" else None,
-            num_captures=captures[0],
-            capture_seconds=captures[1],
+            kernels=call.bound.model.kernels,
         )
         assert sequence.stop_reason is not None
         return GenerationResult(

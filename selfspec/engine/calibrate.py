@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
@@ -19,10 +18,8 @@ from layerskip_models.kv_cache import KVCache
 from policies import FixedExit, MeasuredCost, NeverStop, ObservationSpec, Policy
 from selfspec.engine.draft import make_drafts
 from selfspec.engine.hidden_states import HiddenStates
-from selfspec.engine.runners.choice import RunnerName
-from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import Runner, SequenceRound, SequenceRows
+from selfspec.engine.runners.runner import SequenceRound
 from selfspec.engine.sampling import Sampler
 from selfspec.engine.torch_mode import engine_mode
 
@@ -33,39 +30,34 @@ _SECONDS = 0.6  # for all timings together, once each has two
 _REPEATS = 24
 
 _measuring = fork_safe(threading.Lock())
-_measured: WeakKeyDictionary[LayerSkipModel, dict[RunnerName, MeasuredCost]] = WeakKeyDictionary()
+_measured: WeakKeyDictionary[LayerSkipModel, MeasuredCost] = WeakKeyDictionary()
 
 
 class StoppedError(Exception):
     """A calibration was stopped."""
 
 
-def measured_cost(
-    model: LayerSkipModel, runner: RunnerName = "eager", stopped: Callable[[], bool] = lambda: False
-) -> MeasuredCost:
+def measured_cost(model: LayerSkipModel, *, stopped: Callable[[], bool] = lambda: False) -> MeasuredCost:
     """Return the model's costs on its device: calibrated on the first call, remembered as long as the model lives.
 
     stopped: asked between timings; raises StoppedError once it says so.
     """
     with _measuring:  # two calibrations at once would time each other
-        costs = _measured.setdefault(model, {})
-        if runner not in costs:
-            costs[runner] = calibrate(model, runner, stopped)
-        return costs[runner]
+        if model not in _measured:
+            _measured[model] = calibrate(model, stopped)
+        return _measured[model]
 
 
-def use_cost(model: LayerSkipModel, cost: MeasuredCost, runner: RunnerName = "eager") -> None:
+def use_cost(model: LayerSkipModel, cost: MeasuredCost) -> None:
     """Use this cost for the model from now on, such as another process's calibration, so that both decide alike.
 
     It stays as it is: policies do not repair it by what rounds take.
     """
     with _measuring:
-        _measured.setdefault(model, {})[runner] = replace(cost, fixed=True)
+        _measured[model] = replace(cost, fixed=True)
 
 
-def calibrate(
-    model: LayerSkipModel, runner: RunnerName = "eager", stopped: Callable[[], bool] = lambda: False
-) -> MeasuredCost:
+def calibrate(model: LayerSkipModel, stopped: Callable[[], bool] = lambda: False) -> MeasuredCost:
     """Time layers and head over several numbers of rows, and a draft step. All calls take turns; the lower quartile counts.
 
     Two rounds of timings at least, then more for up to 0.6 s: under a second for the demo checkpoint. Numbers of rows between
@@ -79,17 +71,14 @@ def calibrate(
         for stored in cache.memory:
             # Not leftover memory: infinities there are slow on some processors.
             stored.normal_(generator=own if stored.device == own.device else None)
-        make = _captured_calls if runner == "captured" else _eager_calls
         # From many rows to one, so that a pass over one comes soon after another pass, as in decoding, and finds in a cache
         # what of the weights fits there.
-        *passes, draft = _timed(make(model.with_adapters({}), cache, rows_timed[::-1]), model, stopped)
-        adapter_seconds = _adapter_seconds(model, cache, runner) if model.adapters else ()
+        *passes, draft = _timed(_calls(model.with_adapters({}), cache, rows_timed[::-1]), model, stopped)
+        adapter_seconds = _adapter_seconds(model, cache) if model.adapters else ()
     layers, heads = passes[-2::-2], passes[::-2]
-    if runner == "eager" and model.steps() is not None:  # the first of each two calls has the second one in it
+    if model.steps() is not None:  # the first of each two calls has the second one in it
         layers = [max(both - head, 0.1 * both) for both, head in zip(layers, heads)]
-    # Captured layers are timed without the first, which only ever runs for one row.
-    timed_layers = model.num_layers - 1 if runner == "captured" else model.num_layers
-    layer_seconds = _every_row(rows_timed, [value / timed_layers for value in layers])
+    layer_seconds = _every_row(rows_timed, [value / model.num_layers for value in layers])
     head_seconds = _every_row(rows_timed, heads)
     step = draft / _DRAFTS - layer_seconds[0] - head_seconds[0]
     dtype = str(model.dtype).removeprefix("torch.")
@@ -99,23 +88,23 @@ def calibrate(
         head_seconds=head_seconds,
         draft_seconds=max(step, -0.9 * head_seconds[0]),
         adapter_seconds=adapter_seconds,
-        description=f"{model.device.type} {dtype}, {num_threads()} threads, {runner}",
+        description=f"{model.device.type} {dtype}, {num_threads()} threads",
     )
 
 
-def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> tuple[tuple[int, float], ...]:
+def _adapter_seconds(model: LayerSkipModel, cache: KVCache) -> tuple[tuple[int, float], ...]:
     """Measure what each exit's adapter adds to a draft step: the difference between a draft with it and one without."""
     exits = sorted(model.adapters)
-    makers = [_draft_calls(one, cache, runner) for one in (model, model.with_adapters({}))]
+    makers = [_draft_calls(one, cache) for one in (model, model.with_adapters({}))]
     calls = [make(exit_layer) for exit_layer in exits for make in makers]
     seconds = _timed(calls, model)
     added = [max(with_it - bare, 0.0) / _DRAFTS for with_it, bare in zip(seconds[::2], seconds[1::2])]
     return tuple(zip(exits, added))
 
 
-def _draft_calls(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> Callable[[int], Callable[[], object]]:
+def _draft_calls(model: LayerSkipModel, cache: KVCache) -> Callable[[int], Callable[[], object]]:
     """Prepare drafts of `_DRAFTS` steps at an exit layer, all on one runner."""
-    drafter: Runner = CudaGraphRunner(model, cache, cleared=True) if runner == "captured" else EagerRunner(model)
+    drafter = EagerRunner(model)
 
     def make(exit_layer: int) -> Callable[[], object]:
         seq_round = _round_of_drafts(model, cache, exit_layer)
@@ -129,7 +118,7 @@ def _draft_calls(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> C
     return make
 
 
-def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
+def _calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
     """All layers and the head over each number of rows, in turn, and a draft of `_DRAFTS` steps."""
     context = cache.max_length
     steps = model.steps()
@@ -152,22 +141,7 @@ def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int
 
     # A head after layers, as in decoding: after another head its weights might still be in a cache.
     passes = [call(rows) for rows in rows_timed for call in (layers, head)]
-    return [*passes, _draft_calls(model, cache, "eager")(1)]
-
-
-def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
-    """Make the same calls from captures; layers without the first, which only ever runs for one row."""
-    runner = CudaGraphRunner(model, cache, cleared=True)  # it is full
-    last = model.num_layers
-    calls: list[Callable[[], object]] = []
-    for count in rows_timed:
-        seq_round = _round_of_drafts(model, cache, 1)
-        # Where the row counts that are captured fit: in the last positions of a cache others may be.
-        seq_round.length = max(cache.max_length - 2 * count, 0) + 1
-        rows = SequenceRows(seq_round, runner.buffers(0, max(rows_timed)).hidden, "token")
-        rows.tokens, rows.end = [0] * count, count
-        calls += [partial(runner.run, [rows], 1, last, None), partial(runner.run, [rows], last, last, "full")]
-    return [*calls, _draft_calls(model, cache, "captured")(1)]
+    return [*passes, _draft_calls(model, cache)(1)]
 
 
 def _round_of_drafts(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> SequenceRound:
@@ -246,7 +220,7 @@ def _go_on(stopped: Callable[[], bool]) -> None:
 def synchronize(device: torch.device) -> None:
     """Wait for the work that is queued on the device, so that the clock sees it."""
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # not the whole device: another thread may be capturing on it
+        torch.cuda.current_stream(device).synchronize()  # not the whole device: other threads may use it
 
 
 def _every_row(rows_timed: tuple[int, ...], seconds: list[float]) -> tuple[float, ...]:

@@ -13,7 +13,6 @@ import psutil
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.draft_weights import draft_bytes, drafter_of, why_no_drafter
-from selfspec.engine.runners.choice import RunnerName
 
 DraftWeights = Literal["auto", "none", "int8", "int4"]
 """auto: in 8 bits, once the default policy wants them, if they are read from memory and there is room. none: never. int8,
@@ -40,9 +39,7 @@ def make_draft_weights(model: LayerSkipModel, choice: DraftWeights) -> None:
         drafter_of(model, BITS[choice])
 
 
-def make_for(
-    model: LayerSkipModel, choice: DraftWeights, runner: RunnerName, policy: str, observed: Iterable[int]
-) -> None:
+def make_for(model: LayerSkipModel, choice: DraftWeights, policy: str, observed: Iterable[int]) -> None:
     """Make the weights that a policy drafts with. observed: the policy's bits.
 
     Raises ValueError for what `draft_weights` does not allow, and where it does not run.
@@ -50,14 +47,12 @@ def make_for(
     for bits in observed:
         if choice != "auto" and BITS.get(choice) != bits:
             raise ValueError(f"policy {policy!r} drafts in {bits} bits, and draft_weights is {choice!r}")
-        if runner == "captured":
-            raise ValueError(f"policy {policy!r} drafts in {bits} bits, which needs runner='eager'")
         drafter_of(model, bits)
 
 
-def bits_on_offer(model: LayerSkipModel, choice: DraftWeights, runner: RunnerName) -> tuple[int, ...]:
+def bits_on_offer(model: LayerSkipModel, choice: DraftWeights) -> tuple[int, ...]:
     """In which bits weights to draft with may be made for a policy that has not asked for any yet."""
-    if choice != "auto" or runner == "captured" or model.drafters:
+    if choice != "auto" or model.drafters:
         return ()
     size = draft_bytes(model, _AUTO_BITS)
     if size < _last_cache() or why_no_drafter(model, _AUTO_BITS) is not None or not _is_room_for(size):

@@ -17,7 +17,6 @@ from selfspec.engine.model_source import BoundModel
 from selfspec.engine.policy_loans import BatchPolicies
 from selfspec.engine.results import StepOutput
 from selfspec.engine.round import Outputs, emit, read_prompts, run_round
-from selfspec.engine.runners.choice import CaptureError
 from selfspec.engine.runners.runner import Runner
 from selfspec.engine.sequence import Sequence
 from selfspec.engine.torch_mode import engine_mode
@@ -35,9 +34,6 @@ class Engine:
     Every sequence has its own KV cache, policy state and random generator. A row gets cheaper as sequences join, since all
     share one reading of the weights; policies that measure cost know the batch size. On a CPU with our own kernels a sequence
     gets bit for bit what it would get alone, except when sampling with a policy that decides by measured time ("auto").
-
-    On CUDA a sequence that is alone runs as captured graphs, and sequences that share a batch run eagerly. One that began
-    alone goes back to its captures when it is alone again.
     """
 
     def __init__(self, check: Callable[..., BoundRequest] | None = None) -> None:
@@ -45,7 +41,7 @@ class Engine:
         self._next = 0
         self._slots: dict[int, BatchSlot] = {}
         self._policies = BatchPolicies()
-        # Eager ones, for each copy of the weights in use.
+        # For each copy of the weights in use.
         self._runners: dict[BoundModel, tuple[Runner, ExitStack]] = {}
         # What sequences got in this step, and what of that is ready to be returned. A step that raises leaves both to the
         # next one.
@@ -126,7 +122,7 @@ class Engine:
                 if waiting:
                     self._read(waiting, alone=not going)
                 if going:
-                    self._round(going)
+                    run_round([slot.sequence for slot in going], self._eager(bound), self._got)
             self._report()
         for output in self._outputs:
             if output.ended:
@@ -170,27 +166,6 @@ class Engine:
         """
         most, enough = (MAX_ROWS, FULL_ROWS) if alone else (PIECE_ROWS, PIECE_ROWS)
         read_prompts([slot.sequence for slot in waiting], most, enough, self._got)
-
-    def _round(self, slots: list[BatchSlot]) -> None:
-        """One round of these sequences: captured if there is only one and it can be, else eager."""
-        sequences = [slot.sequence for slot in slots]
-        captured = slots[0].captured_runner() if len(self._slots) == 1 else None
-        if captured is None:
-            for slot in slots:
-                slot.leave_captures()
-            run_round(sequences, self._eager(slots[0].call.bound), self._got)
-            return
-        try:
-            run_round(sequences, captured, self._got)
-            return
-        except CaptureError as error:
-            slots[0].leave_captures(for_good=True)
-            slots[0].call.bound.pool.give_up_graphs(error)
-        except BaseException:
-            captured.begin()  # what was launched ahead belongs to a round that broke off
-            raise
-        sequences[0].read_again()  # graphs may have written anywhere in the cache
-        run_round(sequences, self._eager(slots[0].call.bound), self._got)
 
     def _eager(self, bound: BoundModel) -> Runner:
         if bound not in self._runners:

@@ -83,11 +83,6 @@ class HiddenStates:
         if layers_done in self._watched:
             self.round[layers_done - 1, first_row : first_row + hidden.shape[0]] = hidden
 
-    def capture_at(self, rows: Tensor, layers_done: int, hidden: Tensor) -> None:
-        """Like `capture`, for row numbers that only the device knows, int64 [rows]. Equal numbers bring equal states."""
-        if layers_done in self._watched:
-            self.round[layers_done - 1].index_copy_(0, rows, hidden)
-
     def take(self, first_row: int, start: int, outputs: Tensor) -> None:
         """Like `capture`, for all layers of a pass at once: outputs [layers, rows, hidden], from layer `start` on."""
         count, rows, _ = outputs.shape

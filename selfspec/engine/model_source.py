@@ -39,7 +39,7 @@ class ModelSource:
     """Gives every call the model to run on, and notices when the weights of a transformers model have changed.
 
     On a CPU the weights are copied, again after a change. On CUDA the parameters become views of the engine's tensors.
-    A change in place is then effective at once and graphs stay valid; only kept KV caches are dropped.
+    A change in place is then effective at once; only kept KV caches are dropped.
     Threads may share a source. Do not write to shared weights while a call runs.
     """
 
@@ -53,7 +53,7 @@ class ModelSource:
         draft_weights: DraftWeights = "auto",
     ) -> None:
         self._draft_weights = check_draft_weights(draft_weights)
-        self._runner: RunnerChoice = runner
+        self.runner = resolve_runner(runner)
         self._kv_dtype = kv_dtype
         self._exits: ExitsChoice = exits
         self._prefixes = PrefixCache() if prefixes is None else prefixes
@@ -123,16 +123,8 @@ class ModelSource:
             return model
 
     def _bound(self, model: LayerSkipModel) -> BoundModel:
-        runner = self._runner
-        if model.why_not_captured is not None:
-            if runner == "captured":
-                raise ValueError(f"rounds {model.why_not_captured} are not captured: take runner='auto' or 'eager'")
-            runner = "eager"
         if self._kv_dtype != "auto":
             model = model.with_kv_dtype(self._kv_dtype)
         make_draft_weights(model, self._draft_weights)
-        pool = KVCachePool(model, resolve_runner(runner, model.device), self._prefixes, self._give_up_graphs)
+        pool = KVCachePool(model, self._prefixes)
         return BoundModel(model, pool, PreVerifiers(model), self._draft_weights)
-
-    def _give_up_graphs(self) -> None:
-        self._runner = "eager"  # for later copies of the weights as well

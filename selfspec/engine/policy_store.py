@@ -15,7 +15,6 @@ from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.draft_choice import bits_on_offer, make_for
 from selfspec.engine.model_source import BoundModel
-from selfspec.engine.runners.choice import CaptureError
 
 
 class PolicyStore:
@@ -68,7 +67,7 @@ class PolicyStore:
         """
         found = self._resolve(bound, policy, exit_layer, num_speculations)
         if found is not policy:  # what a policy of the caller's own observes is asked once a call, by its sequence
-            make_for(bound.model, bound.draft_weights, bound.pool.kind, found.name, found.observes.bits)
+            make_for(bound.model, bound.draft_weights, found.name, found.observes.bits)
         return found
 
     def _resolve(
@@ -97,9 +96,9 @@ class PolicyStore:
         model = bound.model
         policy = self.find(key, partial(make_policy, bound, name))
         chooser = policy.exit
-        if not isinstance(chooser, AutoExit) or not chooser.takes_bits or bound.pool.kind == "captured":
+        if not isinstance(chooser, AutoExit) or not chooser.takes_bits:
             return policy
-        offered = bits_on_offer(model, bound.draft_weights, bound.pool.kind)
+        offered = bits_on_offer(model, bound.draft_weights)
         if (tuple(sorted(model.drafters)), offered) == (chooser.observes.bits, chooser.offered_bits):
             return policy
         with self._lock:
@@ -130,17 +129,13 @@ def make_policy(
         num_layers=bound.model.num_layers,
         measure=measure or partial(_measured_cost, bound),
         preverifier=preverifier or bound.preverifiers,
-        draft_bits=() if bound.pool.kind == "captured" else tuple(sorted(bound.model.drafters)),
-        offered_bits=bits_on_offer(bound.model, bound.draft_weights, bound.pool.kind),
+        draft_bits=tuple(sorted(bound.model.drafters)),
+        offered_bits=bits_on_offer(bound.model, bound.draft_weights),
     )
 
 
 def _measured_cost(bound: BoundModel) -> MeasuredCost:
-    """Costs of the runner in use, or of the eager one if graphs fail while they are timed; and of weights in fewer bits."""
-    try:
-        cost = measured_cost(bound.model, bound.pool.kind)
-    except CaptureError as error:
-        bound.pool.give_up_graphs(error)
-        cost = measured_cost(bound.model, bound.pool.kind)
+    """Measure the costs of the model, and of its weights in fewer bits."""
+    cost = measured_cost(bound.model)
     drafters = sorted(bound.model.drafters.items())
     return replace(cost, rounded=tuple((bits, measured_cost(drafter)) for bits, drafter in drafters))

@@ -48,7 +48,7 @@ class RoundResult:
     failure: why the last entry of the block is not a token, else None. The text ends with it if it gets that far.
     dropped_token: what a greedy draft would have taken from the row that a policy stopped before, else None.
     error: why the text cannot go on at all: its policy raised it, or a processor did.
-    num_copied: how many of the kept drafts were copied. num_discarded: rows run ahead of a decision to drop their token.
+    num_copied: how many of the kept drafts were copied.
     The rest as in `RoundRecord`.
     """
 
@@ -64,7 +64,6 @@ class RoundResult:
     error: Exception | None = None
     dropped_token: int | None = None
     num_copied: int = 0
-    num_discarded: int = 0
 
     @staticmethod
     def broken(error: Exception | None) -> RoundResult:

@@ -57,8 +57,6 @@ def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Outputs 
                     continue
                 # 6. Learn: the policy sees what came of its plan.
                 record = sequence.learn(planned, result, tokens, *shares)
-                if result.failure is not None:  # the text ended before it
-                    runner.clear(sequence.length - 1)
                 emit(sequence, found, StepOutput(tokens=sequence.unsent, record=record))
             except Exception as error:
                 emit(sequence, found, StepOutput(tokens=sequence.unsent, error=without_traceback(error)))

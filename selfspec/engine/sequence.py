@@ -23,7 +23,6 @@ from selfspec.engine.draft_choice import make_offered
 from selfspec.engine.hidden_states import HiddenStates, PrefixHiddenStates
 from selfspec.engine.request import Request
 from selfspec.engine.results import RoundResult
-from selfspec.engine.runners.choice import RunnerName
 from selfspec.engine.runners.runner import Runner, SequenceRound
 from selfspec.engine.sampling import Sampler
 from selfspec.engine.stats import StatsBuilder
@@ -48,7 +47,6 @@ class Sequence:
 
     cache: with room for the prompt and all new tokens. It is empty, or holds the rows of a prefix of the prompt that an
     earlier sequence has left. kept_states: the hidden states of those rows. policy: of this sequence alone while it lasts.
-    runner: the generator's. A sequence in a batch runs eagerly, but it copies drafts only if this runner would.
     """
 
     def __init__(
@@ -58,7 +56,6 @@ class Sequence:
         request: Request,
         policy: Policy,
         kept_states: PrefixHiddenStates | None = None,
-        runner: RunnerName = "eager",
     ) -> None:
         self.model, self.cache, self.request, self.policy = model, cache, request, policy
         policy.begin_text()
@@ -95,7 +92,7 @@ class Sequence:
         self.copies: CopyIndex | None = None
         self._copies_seen: list[tuple[int, bool]] = []  # of the round at hand: see `RoundRecord.copies`
         self._indexed = 0  # committed tokens that the index holds; -1 while it is being changed
-        if copies_drafts(self.observes, runner):
+        if copies_drafts(self.observes):
             self._index_anew()
         self.pending = -1  # the last committed token, not yet run through any layer
         self._rows_shown = 0  # of the prompt, to who watches it
@@ -183,16 +180,6 @@ class Sequence:
             self.stats.learn_seconds += perf_counter() - learning
         self._is_open = False
 
-    def read_again(self) -> None:
-        """Compute the cache's rows of all committed tokens but the pending one once more: somebody wrote to it."""
-        self.cache.declare(0)
-        self._read_rest()
-
-    def _read_rest(self) -> None:
-        """Read the committed tokens whose rows the cache lacks, but for the pending one."""
-        if self.cache.length < self.length - 1:
-            prefill(self.model, self.tokens[0, : self.length - 1], self.cache)
-
     def _open(self) -> None:
         """Begin a round from the committed text, whatever an interrupted round has left.
 
@@ -202,7 +189,8 @@ class Sequence:
         if self._is_open:
             if not self.reading:
                 self.cache.roll_back(min(self.cache.length, self.length - 1))
-                self._read_rest()
+                if self.cache.length < self.length - 1:
+                    prefill(self.model, self.tokens[0, : self.length - 1], self.cache)
             if self.copies is not None and self._indexed != self.length:
                 self._index_anew()
             if self._random is not None and self._random[0] == self.length:
@@ -216,7 +204,7 @@ class Sequence:
         planning = perf_counter()
         self._open()
         remaining = self.request.stops.max_new_tokens - self.num_new
-        match = self.copies.match if self.copies is not None and runner.copies else None
+        match = self.copies.match if self.copies is not None else None
         context = RoundContext(
             round_index=self.stats.rounds, num_committed=self.length, remaining_tokens=remaining, batch_size=batch_size,
             match_length=0 if match is None else match.length,
@@ -244,6 +232,8 @@ class Sequence:
         # Rounds that copy teach nothing about exits.
         learns = plan.learn and not copied and self.observes.learns(self._rows_learned, self._rows_seen)
         watches = learns or bool(self.observes.context_layers) or self._steering is not None
+        if watches:
+            self.states.reserve(len(copied) + cap + 1)
         seq_round = SequenceRound(
             cache=self.cache,
             tokens=self.tokens,
@@ -255,7 +245,7 @@ class Sequence:
             policy=self.policy,
             observes=self.observes,
             eos=self.request.stops.eos,
-            states=runner.states(self.states, len(copied) + cap + 1) if watches else None,
+            states=self.states if watches else None,
             learns=learns,
             copied=copied,
             bits=None if exit_layer is None else plan.bits,
@@ -280,7 +270,6 @@ class Sequence:
         """
         start = perf_counter()
         committed = self._commit(result.block, result.failure is not None)
-        self.stats.num_discarded_rows += result.num_discarded
         self.stats.accept_seconds += perf_counter() - start
         return committed
 

@@ -34,11 +34,8 @@ class GenerationStats:
     *_seconds: host time per phase, learning with planning; on an asynchronous device a phase includes waiting for what the
     earlier ones queued.
     peak_cache_bytes: what the KV cache holds allocated.
-    runner: how passes were run: "captured" if all of them were, else "eager".
+    runner: how passes were run.
     kernels: which variant of our own kernels ran the layers ("avx2", ..), None where PyTorch's operators did.
-    num_captures, capture_seconds: captures made during the call, and how long
-    the call waited for them (`SelfSpecGenerator.warm_up` makes them before). num_discarded_rows: rows run ahead of a decision
-    that dropped their token; loaded_layers leaves them out, as it does what learning runs.
     """
 
     num_prompt_tokens: int
@@ -73,9 +70,6 @@ class GenerationStats:
     peak_cache_bytes: int
     runner: str
     kernels: str | None
-    num_captures: int
-    capture_seconds: float
-    num_discarded_rows: int
 
     def as_dict(self) -> dict[str, Any]:
         """Give the fields as JSON has them: the counts' keys are text."""
@@ -105,7 +99,6 @@ class StatsBuilder:
         self.accept_seconds = 0.0
         self.learn_seconds = 0.0
         self.setup_seconds = 0.0  # part of calibration_seconds: the policy's, in the middle of the text
-        self.num_discarded_rows = 0
 
     def add(self, record: RoundRecord) -> None:
         """Count one round."""
@@ -136,8 +129,6 @@ class StatsBuilder:
         cache_bytes: int,
         runner: str = "eager",
         kernels: str | None = None,
-        num_captures: int = 0,
-        capture_seconds: float = 0.0,
         calibration_seconds: float = 0.0,
         num_reused_tokens: int = 0,
     ) -> GenerationStats:
@@ -174,8 +165,6 @@ class StatsBuilder:
             peak_cache_bytes=cache_bytes,
             runner=runner,
             kernels=kernels,
-            num_captures=num_captures,
-            capture_seconds=capture_seconds,
         )
 
 

@@ -212,7 +212,6 @@ def _plain_result(runner: Runner, draft: Draft) -> RoundResult:
     """Run the round once more, without drafts."""
     seq_round = draft.seq_round
     seq_round.cache.roll_back(seq_round.length - 1)
-    runner.clear(seq_round.length - 1)
     plain = Draft(replace(seq_round, exit_layer=None, max_speculations=0, copied=()), draft.buffers)
     verify(runner, [plain])
     return accept(runner, plain)
@@ -239,5 +238,4 @@ def _result(draft: Draft, verification: Verification) -> RoundResult:
         failure=verification.failure,
         dropped_token=draft.dropped_token,
         num_copied=draft.num_copied,
-        num_discarded=draft.rows.num_discarded,
     )

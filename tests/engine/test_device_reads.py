@@ -19,7 +19,6 @@ from layerskip_models.transfer import read_rows, to_device
 from policies import ShadowTokens
 from policies.acceptance_table import AcceptanceTable, Bins, read_shadow
 from pretended_devices import PretendedDevices
-from selfspec.engine.runners.cuda_graph.forward import StaticForward
 from selfspec.engine.sampling import Sampler
 from selfspec.engine.verification import verify_greedy
 from test_cuda_paths import TEXT, as_on_cuda
@@ -114,15 +113,12 @@ def test_masks_have_rows_of_a_multiple_of_eight(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     for heads, kv_heads in ((4, 4), (4, 2)):
         model = as_on_cuda(tiny_llama(heads=heads, kv_heads=kv_heads, seed=3))
-        cache, static_cache = KVCache(model, 13), KVCache(model, 13)
+        cache = KVCache(model, 13)
         with torch.inference_mode():
-            for memory in static_cache.memory:
-                memory.zero_()
             hidden = model.embed(torch.tensor(TEXT))
             for start, stop in ((0, 4), (4, 7)):
                 model.run_layers(hidden[start:stop], 0, 4, cache)
-                StaticForward(model, static_cache).run(hidden[start:stop], 0, 4, torch.arange(start, stop), 13)
-    assert len(strides) > 20
+    assert len(strides) > 6
     assert all(stride % 8 == 0 for stride in strides), strides
 
 

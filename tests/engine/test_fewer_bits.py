@@ -175,8 +175,6 @@ def test_models_that_cannot_draft_in_fewer_bits_say_why() -> None:
         SelfSpecGenerator(from_transformers(llama()), draft_weights="none").generate([1], policy="bits:8-3")
     with pytest.raises(ValueError, match="draft_weights is 'int8'"):
         SelfSpecGenerator(from_transformers(llama()), draft_weights="int8").generate([1], policy="bits:4-3")
-    with pytest.raises(ValueError, match="runner='eager'"):
-        SelfSpecGenerator(from_transformers(llama()), runner="captured").generate([1], policy="bits:8-3")
     with pytest.raises(ValueError, match="one of auto, none, int8, int4"):
         SelfSpecGenerator(from_transformers(llama()), draft_weights="int2")  # type: ignore[arg-type]
 
@@ -198,7 +196,7 @@ def cost_of(layers: int, share: float) -> MeasuredCost:
 
 @pytest.fixture
 def made_up_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(model: LayerSkipModel, runner: str = "eager") -> MeasuredCost:
+    def measured(model: LayerSkipModel) -> MeasuredCost:
         return cost_of(model.num_layers, 0.3 if isinstance(model.layers[0].down, NativeInt8Linear) else 1.0)
 
     monkeypatch.setattr(policy_store, "measured_cost", measured)
@@ -293,10 +291,6 @@ def test_auto_leaves_it_where_there_is_no_use_or_no_room(monkeypatch: pytest.Mon
     generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), draft_weights=weights, prefix_cache=0)
     generator.generate(PROMPTS[2], max_new_tokens=80)
     assert not generator.model.drafters
-
-
-def test_there_is_nothing_to_capture_for_them(generator: SelfSpecGenerator) -> None:
-    assert generator.warm_up("bits:8-3") == generator.warm_up("bits:8-3,layer=2") == (0, 0.0)
 
 
 def test_a_verdict_counts_them() -> None:

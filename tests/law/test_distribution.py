@@ -35,7 +35,6 @@ from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelo
 from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.accept import accept_sampled
 from selfspec.engine.draft import Draft, make_drafts
-from selfspec.engine.runners.choice import RunnerName
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.runners.runner import Runner, SequenceRound
 from selfspec.engine.sequence import Sequence
@@ -101,7 +100,6 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 COPYING = [name for name in POLICIES if "copy" in name]
 BITS = ("bits:8-3", "bits:4-2", "bits:4-2,layer=2", "bits:4-4+svip:threshold=1", "bits:8-3+spide")
-CAPTURED = ("ar", "ls:2-2", "stop before a draw", "stop after a draw", "changing plans", "auto:cost=layers")
 needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 
 
@@ -110,12 +108,10 @@ needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.fl
     [
         *(pytest.param("in use", *name.values, marks=name.marks) for name in others_slow(POLICIES)),
         *(("steered", name) for name in ("ls:2-2", "changing plans", "stop before a draw")),
-        *(("captured", name) for name in CAPTURED),
         *(pytest.param("draft head", name, marks=needs_native) for name in ("ls:1-3", "stop after a draw", "del")),
         *(pytest.param("native", name, marks=needs_native) for name in BITS),
     ],
 )
-@pytest.mark.usefixtures("small_captures")
 def test_the_law_of_the_first_three_tokens_is_exact(kind: str, name: str, llama: LlamaForCausalLM) -> None:
     """No sampling error: what remains is the rounding of float32 distributions.
 
@@ -125,8 +121,7 @@ def test_the_law_of_the_first_three_tokens_is_exact(kind: str, name: str, llama:
     prompt = REPEATING if name in COPYING else PROMPT
     prompt = (*prompt, 2) if "min=3" in name else prompt
     policy = POLICIES[name]() if name in POLICIES else parse_policy(name, num_layers=NUM_LAYERS)
-    model = _made("adapters" if kind == "captured" else kind)
-    law = enumerated_law(model, policy, 3, top_k=2, prompt=prompt, runner="captured" if kind == "captured" else "eager")
+    law = enumerated_law(_made(kind), policy, 3, top_k=2, prompt=prompt)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
     assert distance(law, exact_law(llama, 3, top_k=2, prompt=prompt)) < 1e-5
 
@@ -165,10 +160,8 @@ def test_that_enumeration_sees_a_copied_token_taken_for_a_drawn_one(
     assert distance(law, exact_law(llama, 3, top_k=2, prompt=REPEATING)) > 1e-2
 
 
-@pytest.mark.parametrize("runner", ["eager", "captured"])
-@pytest.mark.usefixtures("small_captures")
 def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
-    runner: RunnerName, llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+    llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that the policy interface rules out, planted: a draft that was drawn and then thrown away."""
 
@@ -180,7 +173,7 @@ def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
         return [draft]
 
     monkeypatch.setattr(selfspec.engine.round, "make_drafts", dropping)
-    law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2, runner=runner)
+    law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2)
     assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
 
 

@@ -22,7 +22,6 @@ from layerskip_models.kernels.native_forward import STEP_ROWS, NativeForward
 from layerskip_models.kernels.native_linear import only_operators
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.transfer import to_device
-from selfspec.engine.hidden_states import HiddenStates
 from selfspec.engine.runners.runner import Head, RowBuffers, SequenceRows
 
 _DETAILS = get_args(Detail)
@@ -30,8 +29,6 @@ _DETAILS = get_args(Detail)
 
 class EagerRunner:
     """See `selfspec.engine.runners.runner.Runner`. For one caller at a time."""
-
-    copies = True
 
     def __init__(self, model: LayerSkipModel) -> None:
         self.model = model
@@ -57,13 +54,6 @@ class EagerRunner:
         if found is None or found.model is not model:  # its weights are made anew after the model's have changed
             found = self._rounded[bits] = EagerRunner(model)
         return found
-
-    def states(self, states: HiddenStates, rows: int) -> HiddenStates:
-        states.reserve(rows)
-        return states
-
-    def clear(self, start: int) -> None:
-        pass  # nothing is read before it is written
 
     def run(self, groups: Sequence[SequenceRows], start: int, stop: int, head: Head | None) -> None:
         native = self._native_for(groups)

@@ -81,11 +81,10 @@ class SequenceRows:
     exit_layer: 0 without an exit. detail: what to compute of a row at the exit.
     outputs: what the head said of rows [first, end). logits: float32 [end - first, vocab], where tokens are sampled or
         processed; the next run may overwrite them. Then `outputs` may be empty.
-    num_discarded: rows that a runner ran ahead of a decision that then dropped their token.
     """
 
     __slots__ = (
-        "detail", "end", "exit_layer", "first", "greedy", "hidden", "logits", "num_discarded", "outputs", "seq_round",
+        "detail", "end", "exit_layer", "first", "greedy", "hidden", "logits", "outputs", "seq_round",
         "tokens",
     )  # fmt: skip
 
@@ -98,13 +97,10 @@ class SequenceRows:
         self.greedy = not seq_round.sampler.do_sample and not seq_round.sampler.processors
         self.outputs: Sequence[HeadOutput] = ()
         self.logits: Tensor | None = None
-        self.num_discarded = 0
 
 
 class Runner(Protocol):
-    """Runs rows of sequences. copies: whether a pass from the first layer on takes several rows of a sequence."""
-
-    copies: bool
+    """Runs rows of sequences."""
 
     @property
     def model(self) -> LayerSkipModel: ...
@@ -127,12 +123,4 @@ class Runner(Protocol):
 
         Raises ValueError where this runner cannot (`layerskip_models.draft_weights`).
         """
-        ...
-
-    def states(self, states: HiddenStates, rows: int) -> HiddenStates:
-        """Return what keeps hidden states in a round of `rows` rows: `states` itself, or the runner's own buffers."""
-        ...
-
-    def clear(self, start: int) -> None:
-        """Make sure that no later row sees NaN, which the sequence's cache may hold from this position on."""
         ...

@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints import conversion
 from layerskip_models.kv_cache import KVCache
+from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
-from selfspec.engine.runners.cuda_graph.forward import StaticForward
 from selfspec.engine.torch_mode import without_cudnn
 from tiny_llama import full_logits, reference_greedy, tiny_llama
 
@@ -51,34 +51,52 @@ def cuda_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), SHAPES)
 def test_rows_in_any_number_on_the_paths_of_cuda(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """One row, several at the text's beginning and several behind others; eager and with positions on the device."""
+    """One row, several at the text's beginning and several behind others."""
     llama = tiny_llama(heads=heads, kv_heads=kv_heads, dtype=dtype, seed=3)
     model = as_on_cuda(llama)
-    cache, static_cache = KVCache(model, 16), KVCache(model, 16)
-    static_cache.keys.zero_()
-    static_cache.values.zero_()
-    forward = StaticForward(model, static_cache)
+    cache = KVCache(model, 16)
     with torch.inference_mode():
         hidden = model.embed(torch.tensor(TEXT))
-        states, static = [], []
-        for start, stop in ((0, 3), (3, 4), (4, 7)):
-            rows = hidden[start:stop]
-            states.append(model.run_layers(rows, 0, 4, cache))
-            static.append(forward.run(rows, 0, 4, torch.arange(start, stop), 16))
-        for rows in (states, static):
-            bound = 0.3 if dtype == torch.bfloat16 else 1e-4
-            torch.testing.assert_close(model.logits(torch.cat(rows)), full_logits(llama, TEXT), rtol=0, atol=bound)
+        states = [model.run_layers(hidden[start:stop], 0, 4, cache) for start, stop in ((0, 3), (3, 4), (4, 7))]
+        bound = 0.3 if dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(model.logits(torch.cat(states)), full_logits(llama, TEXT), rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("runner", ["eager", "captured"])
-def test_the_model_s_own_text_on_the_paths_of_cuda(runner: Any) -> None:
+def test_the_model_s_own_text_on_the_paths_of_cuda() -> None:
     """In float64, where equality is exact."""
     for heads, kv_heads in SHAPES:
         llama = tiny_llama(heads=heads, kv_heads=kv_heads, dtype=torch.float64, seed=3)
-        engine = SelfSpecGenerator(as_on_cuda(llama), runner=runner)
+        engine = SelfSpecGenerator(as_on_cuda(llama))
         for policy in ("ar", "ls:2-3"):
             result = engine.generate(TEXT, max_new_tokens=20, policy=policy)
             assert result.new_tokens == reference_greedy(llama, TEXT, max_new_tokens=20)
+
+
+@pytest.mark.gpu
+def test_cuda_decodes_eagerly() -> None:
+    """The model's own text on a GPU, by every policy and in company, whatever runner is asked for."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
+    expected = reference_greedy(llama, TEXT, max_new_tokens=20)
+    with pytest.warns(RuntimeWarning, match="CUDA decodes eagerly"):
+        engine = SelfSpecGenerator(from_transformers(llama.to("cuda")), runner="graphs")
+    assert engine.runner == "eager"
+    for name in EVERY_POLICY:
+        policy = named_policy(name, 2, engine.model)
+        assert engine.generate(TEXT, max_new_tokens=20, policy=policy).new_tokens == expected, name
+    for result in engine.generate_batch([TEXT] * 3, max_new_tokens=20, policy="ls:2-3"):
+        assert result.new_tokens == expected
+
+
+def test_graphs_are_not_available() -> None:
+    """They say so, and texts are decoded eagerly. Other names are refused."""
+    model = from_transformers(tiny_llama(seed=3))
+    with pytest.warns(RuntimeWarning, match="runner='graphs' is not available at present: CUDA decodes eagerly"):
+        engine = SelfSpecGenerator(model, runner="graphs")
+    assert engine.generate(TEXT, max_new_tokens=4).stats.runner == engine.runner == "eager"
+    with pytest.raises(ValueError, match="runner must be one of auto, eager, graphs, got 'captured'"):
+        SelfSpecGenerator(model, runner="captured")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
