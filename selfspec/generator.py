@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from layerskip_models import LayerSkipModel, load_model, load_tokenizer
+from layerskip_models.draft_weights import DraftWeights
 from layerskip_models.exits.lean import ExitsChoice
 from policies import Policy, RoundRecord
 from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
@@ -21,14 +22,12 @@ from selfspec.cache.copy_index import CopyStore, make_store, store_for
 from selfspec.cache.pool import KeptTexts
 from selfspec.cache.prefix_cache import PrefixCache
 from selfspec.defaults import DEFAULT_POLICY
-from selfspec.engine.batch_slot import BoundRequest
-from selfspec.engine.draft_choice import DraftWeights
-from selfspec.engine.engine import Engine, run_calls
+from selfspec.engine.engine import BoundRequest, Engine, run_calls
 from selfspec.engine.model_source import BoundModel, ModelSource
 from selfspec.engine.policy_store import PolicyStore
-from selfspec.engine.request import Request, check_context, check_ids, make_request, refuse_unknown
+from selfspec.engine.request import Request, check_context, check_ids, host_class, make_request, refuse_unknown
 from selfspec.engine.results import GenerationResult
-from selfspec.engine.runners.choice import RunnerChoice, RunnerName
+from selfspec.engine.runners.runner import RunnerChoice, RunnerName
 from selfspec.messages import Messages, encode_messages
 from selfspec.options import GenerationOptions, SpeculationOptions, spelled_out
 from selfspec.pacer.inference import PreVerifiers
@@ -271,8 +270,6 @@ class SelfSpecGenerator:
 
         options: those of `generate`, except `streamer`. Others are refused.
         """
-        from selfspec.engine.generation_host import GenerationHost
-
         if prompt is not None and messages is not None:
             raise TypeError("give a prompt or messages, not both")
         refuse_unknown(options)
@@ -283,7 +280,7 @@ class SelfSpecGenerator:
         )
         model = found["bound"].model
         request = make_request(
-            host=GenerationHost(model.config, self._models.generation_config, model.device),
+            host=host_class()(model.config, self._models.generation_config, model.device),
             prompt=prompt if messages is None else encode_messages(messages, self.tokenizer),
             tokenizer=self.tokenizer,
             options=options,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from selfspec.engine.batch_slot import BoundRequest
-from selfspec.engine.engine import run_calls
+from selfspec.engine.engine import BoundRequest, run_calls
 from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.streaming import IncrementalDecoder
 

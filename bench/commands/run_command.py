@@ -37,7 +37,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.cli.notes import one_line_errors
 from selfspec.defaults import fixed_setting
 from selfspec.engine.request import end_tokens
-from selfspec.engine.runners.choice import resolve_runner
+from selfspec.engine.runners.runner import resolve_runner
 
 DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
 

@@ -17,7 +17,7 @@ from selfspec.analysis.comparison import Comparison, Generate, compare, warm_up
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
 from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.request import encode_prompt
-from selfspec.engine.stats import mean
+from selfspec.engine.results import mean
 from selfspec.generator import SelfSpecGenerator
 
 _CHUNK = 256  # rows per pass over the sample text

@@ -17,7 +17,6 @@ from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kv_cache import KVCache
 from selfspec.cache.prefix_cache import ANYONE, MAX_KEPT, Owner, PrefixCache, num_common
 from selfspec.cache.slots import CacheSlot, IdleSlots, no_tokens
-from selfspec.engine.runners.eager import EagerRunner
 
 SMALL_LOSS = 32
 """Rows of a kept text that a sequence which goes on from it may overwrite. Policies have about as many read again anyway. If
@@ -33,7 +32,7 @@ class KeptTexts:
 
 
 class KVCachePool:
-    """Lends slots for sequences of one model, and eager runners.
+    """Lends slots for sequences of one model.
 
     It keeps one idle slot, and as many more as fit into the memory of `prefixes`; the oldest are given up first.
 
@@ -49,7 +48,6 @@ class KVCachePool:
         self._returned: list[CacheSlot] = []  # not among the idle ones yet
         self._times_forgotten = 0
         self._is_changing = False
-        self._idle_runner: EagerRunner | None = None
         self._lock = fork_safe(threading.RLock())  # re-entered when a stream is finalised by the garbage collector
 
     @property
@@ -86,17 +84,6 @@ class KVCachePool:
                 if before != self._times_forgotten or not len(slot.tokens) or not owner.lasts:
                     slot.forget()
                 self._returned.append(slot)
-
-    @contextmanager
-    def eager_runner(self) -> Iterator[EagerRunner]:
-        """Lend an eager runner to one caller."""
-        with self._lock:
-            runner, self._idle_runner = self._idle_runner, None
-        runner = runner or EagerRunner(self._model)
-        try:
-            yield runner
-        finally:
-            self._idle_runner = runner
 
     def forget(self) -> None:
         """Use no text that has been read so far, because the weights have changed."""

@@ -19,7 +19,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.batch import completed
 from selfspec.cache.copy_index import CopyStore, copies_drafts
 from selfspec.cli.text_input import store_of_files
-from selfspec.engine.batch_slot import BoundRequest
+from selfspec.engine.engine import BoundRequest
 from selfspec.messages import Messages, are_messages
 from selfspec.options import SpeculationOptions, WrittenOptions, described
 

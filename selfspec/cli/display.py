@@ -18,7 +18,7 @@ from rich.text import Text
 from policies import RoundRecord
 from selfspec.analysis.comparison import Comparison
 from selfspec.cli.notes import visible, visible_line
-from selfspec.engine.stats import GenerationStats, sources_text
+from selfspec.engine.results import GenerationStats, sources_text
 from selfspec.generator import GenerationResult
 from selfspec.streaming import Fate
 

@@ -8,6 +8,7 @@ from selfspec.cache.copy_index import copies_drafts
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import LoadOptions, ModelArgument, option, with_groups
+from selfspec.engine.request import host_class
 from selfspec.serve.serve_options import ServeOptions
 
 
@@ -40,8 +41,7 @@ def serve_command(load: LoadOptions, serve: ServeOptions, listen: ListenOptions,
             listening.close()
             raise
         with notes.status("Calibrating ..."):
-            import selfspec.engine.generation_host  # noqa: F401 (else the first request waits for this import)
-
+            host_class()  # else the first request waits for what it imports
             app = make_app(generator, settings)
         own = generator.resolve_policy(serve.policy)
         if settings.copy_from and not copies_drafts(own.observes):

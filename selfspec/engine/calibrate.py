@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 from weakref import WeakKeyDictionary
@@ -16,12 +17,12 @@ from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kernels.threads import num_threads
 from layerskip_models.kv_cache import KVCache
 from policies import FixedExit, MeasuredCost, NeverStop, ObservationSpec, Policy
-from selfspec.engine.draft import make_drafts
+from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.hidden_states import HiddenStates
+from selfspec.engine.request import plain_request
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import SequenceRound
-from selfspec.engine.sampling import Sampler
-from selfspec.engine.torch_mode import engine_mode
+from selfspec.engine.runners.runner import engine_mode
+from selfspec.engine.sequence import Sequence
 
 _CONTEXT = 512  # positions in the cache while timing: in a small model further rows of a pass pay most for attention
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 13)
@@ -94,31 +95,31 @@ def calibrate(model: LayerSkipModel, stopped: Callable[[], bool] = lambda: False
 
 def _adapter_seconds(model: LayerSkipModel, cache: KVCache) -> tuple[tuple[int, float], ...]:
     """Measure what each exit's adapter adds to a draft step: the difference between a draft with it and one without."""
-    exits = sorted(model.adapters)
-    makers = [_draft_calls(one, cache) for one in (model, model.with_adapters({}))]
-    calls = [make(exit_layer) for exit_layer in exits for make in makers]
-    seconds = _timed(calls, model)
-    added = [max(with_it - bare, 0.0) / _DRAFTS for with_it, bare in zip(seconds[::2], seconds[1::2])]
+    exits, bare = sorted(model.adapters), model.with_adapters({})
+    seconds = _timed([_draft_call(one, cache, exit_layer) for exit_layer in exits for one in (model, bare)], model)
+    added = [max(with_it - without, 0.0) / _DRAFTS for with_it, without in zip(seconds[::2], seconds[1::2])]
     return tuple(zip(exits, added))
 
 
-def _draft_calls(model: LayerSkipModel, cache: KVCache) -> Callable[[int], Callable[[], object]]:
-    """Prepare drafts of `_DRAFTS` steps at an exit layer, all on one runner."""
-    drafter = EagerRunner(model)
-
-    def make(exit_layer: int) -> Callable[[], object]:
-        seq_round = _round_of_drafts(model, cache, exit_layer)
-
-        def draft() -> None:
-            cache.declare(seq_round.length - 1)
-            make_drafts(drafter, [seq_round])
-
-        return draft
-
-    return make
+class _Watching(NeverStop):
+    observes = ObservationSpec(confidence=True)
 
 
-def _calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
+def _draft_call(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> Callable[[], object]:
+    """Prepare a draft of `_DRAFTS` steps at the end of a text, whose policy asks for each confidence."""
+    policy = Policy(FixedExit(exit_layer, _DRAFTS, num_layers=model.num_layers), _Watching())
+    prompt = torch.zeros(cache.max_length - _DRAFTS - 1, dtype=torch.long, device="cpu")
+    runner, text = EagerRunner(model), Sequence(model, cache, plain_request(prompt, _DRAFTS + 1), policy)
+    text.pending = 0
+
+    def draft() -> None:
+        cache.declare(text.length - 1)
+        make_drafts(runner, [Draft(text, exit_layer, _DRAFTS)])
+
+    return draft
+
+
+def _calls(model: LayerSkipModel, cache: KVCache, rows_timed: abc.Sequence[int]) -> list[Callable[[], object]]:
     """All layers and the head over each number of rows, in turn, and a draft of `_DRAFTS` steps."""
     context = cache.max_length
     steps = model.steps()
@@ -141,29 +142,7 @@ def _calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> 
 
     # A head after layers, as in decoding: after another head its weights might still be in a cache.
     passes = [call(rows) for rows in rows_timed for call in (layers, head)]
-    return [*passes, _draft_calls(model, cache)(1)]
-
-
-def _round_of_drafts(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> SequenceRound:
-    """Make a round of `_DRAFTS` drafts at one exit, at the end of a text. The policy asks for each confidence."""
-    from transformers import LogitsProcessorList
-
-    policy = Policy(FixedExit(exit_layer, _DRAFTS, num_layers=model.num_layers), NeverStop())
-    context = cache.max_length
-    return SequenceRound(
-        cache=cache,
-        tokens=torch.zeros(1, context + 1, dtype=torch.long, device=model.device),
-        length=context - _DRAFTS - 1,
-        pending=0,
-        exit_layer=exit_layer,
-        max_speculations=_DRAFTS,
-        sampler=Sampler(LogitsProcessorList(), None),
-        policy=policy,
-        observes=ObservationSpec(confidence=True),
-        eos=frozenset(),
-        states=None,
-        learns=False,
-    )
+    return [*passes, _draft_call(model, cache, 1)]
 
 
 def timed_context(model: LayerSkipModel) -> int:
@@ -195,7 +174,8 @@ def _timed(
     """Seconds of each call: the lower quartile, since a busy machine only ever adds. The calls take turns."""
     device = model.device
     for call in calls:
-        _go_on(stopped)
+        if stopped():
+            raise StoppedError
         call()
     seconds: list[list[float]] = [[] for _ in calls]
     started = perf_counter()
@@ -203,18 +183,14 @@ def _timed(
         if repeat >= 2 and perf_counter() - started > _SECONDS:
             break
         for call, times in zip(calls, seconds):
-            _go_on(stopped)
+            if stopped():
+                raise StoppedError
             synchronize(device)
             start = perf_counter()
             call()
             synchronize(device)
             times.append(perf_counter() - start)
     return [sorted(times)[len(times) // 4] for times in seconds]
-
-
-def _go_on(stopped: Callable[[], bool]) -> None:
-    if stopped():
-        raise StoppedError
 
 
 def synchronize(device: torch.device) -> None:

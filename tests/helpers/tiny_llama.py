@@ -17,8 +17,7 @@ from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout
 from random_adapters import adapted
 from selfspec import SelfSpecGenerator
-from selfspec.engine.generation_host import GenerationHost
-from selfspec.engine.request import Request, make_request
+from selfspec.engine.request import Request, host_class, make_request
 
 VOCAB_SIZE = 24
 CONTEXT = 64
@@ -112,7 +111,7 @@ def reference_greedy(llama: LlamaForCausalLM, prompt: list[int], **options: Any)
 def request_for(model: LayerSkipModel, prompt: list[int], *, seed: int | None = None, **options: Any) -> Request:
     """A checked call, as `generate` makes it; options of a GenerationConfig."""
     return make_request(
-        host=GenerationHost(model.config, model.generation_config, model.device),
+        host=host_class()(model.config, model.generation_config, model.device),
         prompt=prompt,
         tokenizer=None,
         options={**options, "seed": seed},

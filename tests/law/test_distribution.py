@@ -36,9 +36,8 @@ from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.accept import accept_sampled
 from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import Runner, SequenceRound
+from selfspec.engine.runners.runner import Runner
 from selfspec.engine.sequence import Sequence
-from selfspec.engine.verification import Verification
 from tiny_llama import tiny_llama
 
 VOCAB_SIZE = 6
@@ -148,14 +147,14 @@ def test_that_enumeration_sees_a_copied_token_taken_for_a_drawn_one(
     llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copied token is accepted with its own probability p, not with p / q for the q of an exit."""
-    original = selfspec.engine.verification._verification
+    original = selfspec.engine.verification._judge
 
-    def with_exit_q(draft: Draft) -> Verification:
-        draft.q[: draft.num_copied].fill_(1 / VOCAB_SIZE)
+    def with_exit_q(draft: Draft) -> None:
+        draft.sequence.q[: draft.num_copied].fill_(1 / VOCAB_SIZE)
         draft.num_copied = 0
-        return original(draft)
+        original(draft)
 
-    monkeypatch.setattr(selfspec.engine.verification, "_verification", with_exit_q)
+    monkeypatch.setattr(selfspec.engine.verification, "_judge", with_exit_q)
     law = enumerated_law(model, POLICIES["copy:4"](), 3, top_k=2, prompt=REPEATING)
     assert distance(law, exact_law(llama, 3, top_k=2, prompt=REPEATING)) > 1e-2
 
@@ -165,12 +164,12 @@ def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
 ) -> None:
     """The fault that the policy interface rules out, planted: a draft that was drawn and then thrown away."""
 
-    def dropping(runner: Runner, seq_rounds: abc.Sequence[SequenceRound]) -> list[Draft]:
-        (draft,) = make_drafts(runner, seq_rounds)
-        if len(draft.tokens) > 1 and float(draft.q[len(draft.tokens) - 1][draft.tokens[-1]]) < 0.5:
-            del draft.rows.tokens[-1]
-            draft.rows.end -= 1
-        return [draft]
+    def dropping(runner: Runner, drafts: abc.Sequence[Draft]) -> None:
+        make_drafts(runner, drafts)
+        (draft,) = drafts
+        if len(draft.tokens) > 1 and float(draft.sequence.q[len(draft.tokens) - 1][draft.tokens[-1]]) < 0.5:
+            del draft.rows[-1]
+            draft.end -= 1
 
     monkeypatch.setattr(selfspec.engine.round, "make_drafts", dropping)
     law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2)

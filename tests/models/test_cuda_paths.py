@@ -1,8 +1,7 @@
-"""What differs on CUDA, on a CPU: layouts of attention's results, rotary in real numbers, which kernels may be chosen."""
+"""What differs on CUDA, on a CPU: layouts of attention's results, rotary in real numbers, masks."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -10,15 +9,13 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from torch.backends import cuda as backends
 from transformers import LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.attention import repeat_rows
 from layerskip_models.checkpoints import conversion
 from layerskip_models.kv_cache import KVCache
-from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
-from selfspec.engine.torch_mode import without_cudnn
 from tiny_llama import full_logits, reference_greedy, tiny_llama
 
 TEXT = [3, 8, 1, 0, 22, 5, 7]
@@ -72,33 +69,6 @@ def test_the_model_s_own_text_on_the_paths_of_cuda() -> None:
             assert result.new_tokens == reference_greedy(llama, TEXT, max_new_tokens=20)
 
 
-@pytest.mark.gpu
-def test_cuda_decodes_eagerly() -> None:
-    """The model's own text on a GPU, by every policy and in company, whatever runner is asked for."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
-    expected = reference_greedy(llama, TEXT, max_new_tokens=20)
-    with pytest.warns(RuntimeWarning, match="CUDA decodes eagerly"):
-        engine = SelfSpecGenerator(from_transformers(llama.to("cuda")), runner="graphs")
-    assert engine.runner == "eager"
-    for name in EVERY_POLICY:
-        policy = named_policy(name, 2, engine.model)
-        assert engine.generate(TEXT, max_new_tokens=20, policy=policy).new_tokens == expected, name
-    for result in engine.generate_batch([TEXT] * 3, max_new_tokens=20, policy="ls:2-3"):
-        assert result.new_tokens == expected
-
-
-def test_graphs_are_not_available() -> None:
-    """They say so, and texts are decoded eagerly. Other names are refused."""
-    model = from_transformers(tiny_llama(seed=3))
-    with pytest.warns(RuntimeWarning, match="runner='graphs' is not available at present: CUDA decodes eagerly"):
-        engine = SelfSpecGenerator(model, runner="graphs")
-    assert engine.generate(TEXT, max_new_tokens=4).stats.runner == engine.runner == "eager"
-    with pytest.raises(ValueError, match="runner must be one of auto, eager, graphs, got 'captured'"):
-        SelfSpecGenerator(model, runner="captured")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 0.0), (torch.float16, 0.0)]
 )
@@ -122,40 +92,30 @@ def test_rotary_in_real_numbers_is_the_complex_one(dtype: torch.dtype, bound: fl
     assert not torch.equal(found[1:, :6], heads[1:, :6])
 
 
-def switches() -> tuple[bool, ...]:
-    return (
-        backends.flash_sdp_enabled(),
-        backends.mem_efficient_sdp_enabled(),
-        backends.math_sdp_enabled(),
-        backends.cudnn_sdp_enabled(),
-    )
+def test_masks_have_rows_of_a_multiple_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the kernel that takes them copies them in every layer."""
+    strides: list[int] = []
+    plain = F.scaled_dot_product_attention
+
+    def attention(*args: Any, **options: Any) -> Tensor:
+        if options.get("attn_mask") is not None:
+            strides.append(options["attn_mask"].stride(-2))
+        return plain(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    for heads, kv_heads in ((4, 4), (4, 2)):
+        model = as_on_cuda(tiny_llama(heads=heads, kv_heads=kv_heads, seed=3))
+        cache = KVCache(model, 13)
+        with torch.inference_mode():
+            hidden = model.embed(torch.tensor(TEXT))
+            for start, stop in ((0, 4), (4, 7)):
+                model.run_layers(hidden[start:stop], 0, 4, cache)
+    assert len(strides) > 6
+    assert all(stride % 8 == 0 for stride in strides), strides
 
 
-def test_cudnn_is_off_until_the_last_one_leaves() -> None:
-    """The switches are the process's: a thread that leaves must not switch it on for one that is still inside."""
-    before = switches()
-    assert without_cudnn(torch.device("cpu")) is not without_cudnn(torch.device("cuda"))
-    with without_cudnn(torch.device("cpu")):
-        assert switches() == before
-    entered, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with without_cudnn(torch.device("cuda")):
-            entered.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=other)
-    try:
-        backends.enable_math_sdp(False)  # as somebody may have set it
-        with pytest.raises(KeyError), without_cudnn(torch.device("cuda")):
-            assert switches() == (True, True, True, False)
-            thread.start()
-            assert entered.wait(10)
-            raise KeyError
-        assert switches() == (True, True, True, False)
-        leave.set()
-        thread.join()
-        assert switches() == (before[0], before[1], False, before[3])
-    finally:
-        backends.enable_math_sdp(True)
-    assert switches() == before
+def test_rows_of_a_mask_are_repeated_in_order() -> None:
+    mask = torch.randn(3, 13)
+    repeated = repeat_rows(mask, 4)
+    assert torch.equal(repeated, mask.repeat_interleave(4, dim=0))
+    assert repeated.stride() == (16, 1)
