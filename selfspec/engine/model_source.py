@@ -1,4 +1,4 @@
-"""The model of a generator, and which copy of its weights a call runs on."""
+"""The model of a generator, which copy of its weights a call runs on, and whether these are still the model's."""
 
 from __future__ import annotations
 
@@ -139,6 +139,11 @@ class ModelSource:
 
 class WeightWatch:
     """Remembers the state of a model's weights, and says whether it has changed.
+
+    PyTorch has no signal for this: a parameter's version counter does not change when it is written through `.data` or by a
+    fused optimiser. So every call compares what there is by identity, with hooks and replaced forwards; addresses, version
+    counters and the rotary frequencies; and a sample of the numbers in every parameter, spread over its rows and columns, bit
+    for bit. A write through `.data` to a few numbers is not found.
 
     model: its parameters have one dtype and one device. It is referred to weakly. Not for several threads at once.
     """
