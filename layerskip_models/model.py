@@ -149,6 +149,16 @@ class LayerSkipModel:
         return self._layers
 
     @property
+    def final_norm(self) -> RMSNorm:
+        """The norm before the head."""
+        return self._final_norm
+
+    @property
+    def head(self) -> Linear:
+        """The model's own head."""
+        return self._head
+
+    @property
     def draft_head(self) -> Linear:
         """The head that drafts are chosen with; the model's own, or a copy of it in 8 bits (`draft_logits`)."""
         return self._draft_head

@@ -74,8 +74,7 @@ class SelfSpecGenerator:
     draft_weights: a copy of the weights in fewer bits, to draft with (docs/fewer-bits.md). "auto": in 8 bits, once the
         default policy sees that exits promise less, if the weights are read from memory and three times the copy's size is
         free; "int8", "int4": from the start; "none": never. They change no text.
-    runner: "eager", or "auto", which is eager too. "graphs" (CUDA graphs) is not available at present: it warns, and CUDA
-        decodes eagerly.
+    runner: "eager", "graphs" (CUDA graphs of our own kernels) or "auto": graphs on CUDA where they can be, else eager.
     Raises ValueError for an unsupported architecture, a policy that does not fit the model, an unknown runner, or an invalid
     size.
     """
@@ -346,7 +345,7 @@ class SelfSpecGenerator:
     @property
     def runner(self) -> RunnerName:
         """How passes are run: "eager"."""
-        return self._models.runner
+        return self._models.current.runner
 
     @property
     def load_preverifier(self) -> PreVerifiers:

@@ -7,6 +7,7 @@ others need not wait for it.
 from __future__ import annotations
 
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ keep_bytecode()
 # No test makes an encrypted connection, and every client of HTTP would read all certificates of the system, in .13 seconds.
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent / "helpers")
 os.environ.pop("SSL_CERT_FILE", None)
+if shutil.which("nvidia-smi") is None:  # Triton reads it when it is imported, if it is installed
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The same examples in every run, so that a red CI is a change in the code and near-ties are counted once and for all.
 settings.register_profile(

@@ -37,7 +37,6 @@ from selfspec import SelfSpecGenerator
 from selfspec.cli.notes import one_line_errors
 from selfspec.defaults import fixed_setting
 from selfspec.engine.request import end_tokens
-from selfspec.engine.runners.runner import resolve_runner
 
 DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
 
@@ -107,7 +106,7 @@ def run(
         network = load_network(checkpoint, dtype, device) if peers else None
         generator = SelfSpecGenerator(
             open_model(checkpoint, dtype, device) if network is None else from_transformers(network),
-            runner=resolve_runner(runner),
+            runner=cast("RunnerChoice", runner),
             prefix_cache=0,
         )
         num_layers = generator.model.num_layers

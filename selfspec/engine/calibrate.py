@@ -20,8 +20,8 @@ from policies import FixedExit, MeasuredCost, NeverStop, ObservationSpec, Policy
 from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.hidden_states import HiddenStates
 from selfspec.engine.request import plain_request
-from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import engine_mode
+from selfspec.engine.runners.eager import make_runner
+from selfspec.engine.runners.runner import RunnerName, engine_mode, resolve_runner
 from selfspec.engine.sequence import Sequence
 
 _CONTEXT = 512  # positions in the cache while timing: in a small model further rows of a pass pay most for attention
@@ -31,22 +31,27 @@ _SECONDS = 0.6  # for all timings together, once each has two
 _REPEATS = 24
 
 _measuring = fork_safe(threading.Lock())
-_measured: WeakKeyDictionary[LayerSkipModel, MeasuredCost] = WeakKeyDictionary()
+_measured: WeakKeyDictionary[LayerSkipModel, dict[RunnerName, MeasuredCost]] = WeakKeyDictionary()
 
 
 class StoppedError(Exception):
     """A calibration was stopped."""
 
 
-def measured_cost(model: LayerSkipModel, *, stopped: Callable[[], bool] = lambda: False) -> MeasuredCost:
+def measured_cost(
+    model: LayerSkipModel, runner: RunnerName | None = None, *, stopped: Callable[[], bool] = lambda: False
+) -> MeasuredCost:
     """Return the model's costs on its device: calibrated on the first call, remembered as long as the model lives.
 
-    stopped: asked between timings; raises StoppedError once it says so.
+    runner: of the passes; None for the one that a generator takes by default. stopped: asked between timings; raises
+    StoppedError once it says so.
     """
+    runner = resolve_runner("auto", model) if runner is None else runner
     with _measuring:  # two calibrations at once would time each other
-        if model not in _measured:
-            _measured[model] = calibrate(model, stopped)
-        return _measured[model]
+        known = _measured.setdefault(model, {})
+        if runner not in known:
+            known[runner] = calibrate(model, runner, stopped)
+        return known[runner]
 
 
 def use_cost(model: LayerSkipModel, cost: MeasuredCost) -> None:
@@ -54,11 +59,14 @@ def use_cost(model: LayerSkipModel, cost: MeasuredCost) -> None:
 
     It stays as it is: policies do not repair it by what rounds take.
     """
+    fixed = replace(cost, fixed=True)
     with _measuring:
-        _measured[model] = replace(cost, fixed=True)
+        _measured[model] = {"eager": fixed, "graphs": fixed}
 
 
-def calibrate(model: LayerSkipModel, stopped: Callable[[], bool] = lambda: False) -> MeasuredCost:
+def calibrate(
+    model: LayerSkipModel, runner: RunnerName = "eager", stopped: Callable[[], bool] = lambda: False
+) -> MeasuredCost:
     """Time layers and head over several numbers of rows, and a draft step. All calls take turns; the lower quartile counts.
 
     Two rounds of timings at least, then more for up to 0.6 s: under a second for the demo checkpoint. Numbers of rows between
@@ -74,10 +82,10 @@ def calibrate(model: LayerSkipModel, stopped: Callable[[], bool] = lambda: False
             stored.normal_(generator=own if stored.device == own.device else None)
         # From many rows to one, so that a pass over one comes soon after another pass, as in decoding, and finds in a cache
         # what of the weights fits there.
-        *passes, draft = _timed(_calls(model.with_adapters({}), cache, rows_timed[::-1]), model, stopped)
-        adapter_seconds = _adapter_seconds(model, cache) if model.adapters else ()
+        *passes, draft = _timed(_calls(model.with_adapters({}), cache, rows_timed[::-1], runner), model, stopped)
+        adapter_seconds = _adapter_seconds(model, cache, runner) if model.adapters else ()
     layers, heads = passes[-2::-2], passes[::-2]
-    if model.steps() is not None:  # the first of each two calls has the second one in it
+    if runner == "graphs" or model.steps() is not None:  # the first of each two calls has the second one in it
         layers = [max(both - head, 0.1 * both) for both, head in zip(layers, heads)]
     layer_seconds = _every_row(rows_timed, [value / model.num_layers for value in layers])
     head_seconds = _every_row(rows_timed, heads)
@@ -93,10 +101,12 @@ def calibrate(model: LayerSkipModel, stopped: Callable[[], bool] = lambda: False
     )
 
 
-def _adapter_seconds(model: LayerSkipModel, cache: KVCache) -> tuple[tuple[int, float], ...]:
+def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> tuple[tuple[int, float], ...]:
     """Measure what each exit's adapter adds to a draft step: the difference between a draft with it and one without."""
     exits, bare = sorted(model.adapters), model.with_adapters({})
-    seconds = _timed([_draft_call(one, cache, exit_layer) for exit_layer in exits for one in (model, bare)], model)
+    seconds = _timed(
+        [_draft_call(one, cache, exit_layer, runner) for exit_layer in exits for one in (model, bare)], model
+    )
     added = [max(with_it - without, 0.0) / _DRAFTS for with_it, without in zip(seconds[::2], seconds[1::2])]
     return tuple(zip(exits, added))
 
@@ -105,28 +115,35 @@ class _Watching(NeverStop):
     observes = ObservationSpec(confidence=True)
 
 
-def _draft_call(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> Callable[[], object]:
-    """Prepare a draft of `_DRAFTS` steps at the end of a text, whose policy asks for each confidence."""
+def _text(model: LayerSkipModel, cache: KVCache, exit_layer: int = 1) -> Sequence:
+    """Make a text that fills the cache but for a draft of `_DRAFTS` tokens, whose policy asks for each confidence."""
     policy = Policy(FixedExit(exit_layer, _DRAFTS, num_layers=model.num_layers), _Watching())
     prompt = torch.zeros(cache.max_length - _DRAFTS - 1, dtype=torch.long, device="cpu")
-    runner, text = EagerRunner(model), Sequence(model, cache, plain_request(prompt, _DRAFTS + 1), policy)
+    text = Sequence(model, cache, plain_request(prompt, _DRAFTS + 1), policy)
     text.pending = 0
+    return text
+
+
+def _draft_call(model: LayerSkipModel, cache: KVCache, exit_layer: int, runner: RunnerName) -> Callable[[], object]:
+    """Prepare a draft of `_DRAFTS` steps at the end of a text."""
+    running, text = make_runner(model, runner), _text(model, cache, exit_layer)
 
     def draft() -> None:
         cache.declare(text.length - 1)
-        make_drafts(runner, [Draft(text, exit_layer, _DRAFTS)])
+        make_drafts(running, [Draft(text, exit_layer, _DRAFTS)])
 
     return draft
 
 
-def _calls(model: LayerSkipModel, cache: KVCache, rows_timed: abc.Sequence[int]) -> list[Callable[[], object]]:
+def _calls(
+    model: LayerSkipModel, cache: KVCache, rows_timed: abc.Sequence[int], runner: RunnerName
+) -> list[Callable[[], object]]:
     """All layers and the head over each number of rows, in turn, and a draft of `_DRAFTS` steps."""
-    context = cache.max_length
+    context, last = cache.max_length, model.num_layers
     steps = model.steps()
 
     def layers(rows: int) -> Callable[[], object]:
         hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
-        last = model.num_layers
 
         def run() -> object:
             cache.declare(context - rows)
@@ -141,8 +158,31 @@ def _calls(model: LayerSkipModel, cache: KVCache, rows_timed: abc.Sequence[int])
         return lambda: model.choices(hidden).tokens.tolist()
 
     # A head after layers, as in decoding: after another head its weights might still be in a cache.
-    passes = [call(rows) for rows in rows_timed for call in (layers, head)]
-    return [*passes, _draft_call(model, cache, 1)]
+    calls = (layers, head) if runner == "eager" else _runner_calls(model, cache, runner)
+    passes = [call(rows) for rows in rows_timed for call in calls]
+    return [*passes, _draft_call(model, cache, 1, runner)]
+
+
+def _runner_calls(
+    model: LayerSkipModel, cache: KVCache, runner: RunnerName
+) -> tuple[Callable[[int], Callable[[], object]], ...]:
+    """As a round makes them: all layers with the head, and the head alone."""
+    running, text, last = make_runner(model, runner), _text(model, cache), model.num_layers
+
+    def both(rows: int) -> Callable[[], object]:
+        draft = Draft(text, copied=[0] * (rows - 1))
+
+        def run() -> None:
+            cache.declare(cache.max_length - rows)
+            running.run([draft], 0, last, "full")
+
+        return run
+
+    def head(rows: int) -> Callable[[], object]:
+        draft = Draft(text, copied=[0] * (rows - 1))
+        return lambda: running.run([draft], last, last, "full")
+
+    return both, head
 
 
 def timed_context(model: LayerSkipModel) -> int:

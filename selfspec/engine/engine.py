@@ -114,7 +114,7 @@ class Engine:
         """Cancel all sequences, and give back what the engine holds."""
         for ticket in [*self._slots]:
             self.cancel(ticket)
-        self._runners.clear()
+        self._give_back_runners(set())
         reclaim_buffers()
 
     def __enter__(self) -> Engine:
@@ -187,10 +187,13 @@ class Engine:
 
     def _runner(self, bound: BoundModel) -> EagerRunner:
         if bound not in self._runners:
-            in_use = {slot.call.bound for slot in self._slots.values()}
-            self._runners = {one: runner for one, runner in self._runners.items() if one in in_use}
-            self._runners[bound] = EagerRunner(bound.model)
+            self._give_back_runners({slot.call.bound for slot in self._slots.values()})
+            self._runners[bound] = bound.take_runner()
         return self._runners[bound]
+
+    def _give_back_runners(self, in_use: set[BoundModel]) -> None:
+        for bound in [one for one in self._runners if one not in in_use]:
+            bound.idle_runners.append(self._runners.pop(bound))
 
 
 class _Slot:
@@ -271,7 +274,7 @@ class _Slot:
             calibration_seconds=call.calibration_seconds,
             first_token=self._first_token_seconds,
             peak_cache_bytes=sequence.cache.num_bytes,
-            runner="eager",
+            runner=call.bound.runner,
             kernels=call.bound.model.kernels,
         )
         assert sequence.stop_reason is not None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.fork_safe import fork_safe
 from selfspec.cache.pool import KVCachePool
 from selfspec.cache.prefix_cache import PrefixCache
-from selfspec.engine.runners.runner import RunnerChoice, engine_mode, resolve_runner
+from selfspec.engine.runners.eager import EagerRunner, make_runner
+from selfspec.engine.runners.runner import RunnerChoice, RunnerName, engine_mode, resolve_runner
 from selfspec.pacer.inference import PreVerifiers
 
 if TYPE_CHECKING:
@@ -43,6 +45,14 @@ class BoundModel:
     pool: KVCachePool
     preverifiers: PreVerifiers
     draft_weights: DraftWeights = "none"
+    runner: RunnerName = "eager"
+    idle_runners: list[EagerRunner] = field(default_factory=list)
+
+    def take_runner(self) -> EagerRunner:
+        """Take an idle runner, with what it has captured, or make one. `idle_runners` gets it back."""
+        with suppress(IndexError):
+            return self.idle_runners.pop()
+        return make_runner(self.model, self.runner)
 
 
 class ModelSource:
@@ -63,7 +73,7 @@ class ModelSource:
         draft_weights: DraftWeights = "auto",
     ) -> None:
         self._draft_weights = check_draft_weights(draft_weights)
-        self.runner = resolve_runner(runner)
+        self._runner: RunnerChoice = runner
         self._kv_dtype = kv_dtype
         self._exits: ExitsChoice = exits
         self._prefixes = PrefixCache() if prefixes is None else prefixes
@@ -134,7 +144,8 @@ class ModelSource:
             model = model.with_kv_dtype(self._kv_dtype)
         make_draft_weights(model, self._draft_weights)
         pool = KVCachePool(model, self._prefixes)
-        return BoundModel(model, pool, PreVerifiers(model), self._draft_weights)
+        runner = resolve_runner(self._runner, model)
+        return BoundModel(model, pool, PreVerifiers(model), self._draft_weights, runner)
 
 
 class WeightWatch:

@@ -146,7 +146,7 @@ def make_policy(
 
 def _measured_cost(bound: BoundModel) -> MeasuredCost:
     """Measure the costs of the model, and of its weights in fewer bits."""
-    cost = measured_cost(bound.model)
+    cost = measured_cost(bound.model, bound.runner)
     drafters = sorted(bound.model.drafters.items())
     return replace(cost, rounded=tuple((bits, measured_cost(drafter)) for bits, drafter in drafters))
 

@@ -176,7 +176,7 @@ def cost_of(layers: int, share: float) -> MeasuredCost:
 
 @pytest.fixture
 def made_up_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(model: LayerSkipModel) -> MeasuredCost:
+    def measured(model: LayerSkipModel, runner: str = "eager") -> MeasuredCost:
         return cost_of(model.num_layers, 0.3 if isinstance(model.layers[0].down, NativeInt8Linear) else 1.0)
 
     monkeypatch.setattr(policy_store, "measured_cost", measured)

@@ -119,7 +119,7 @@ def test_calibration_is_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of a policy with measured costs times the model; its tokens per second are those of the later calls."""
     wait = 0.25
 
-    def calibrate(model: LayerSkipModel) -> MeasuredCost:
+    def calibrate(model: LayerSkipModel, runner: str) -> MeasuredCost:
         sleep(wait)
         return MeasuredCost(num_layers=model.num_layers, layer_seconds=(1e-3, 1e-3), head_seconds=(1e-3, 1e-3))
 

@@ -23,7 +23,7 @@ from layerskip_models.kernels.native_linear import only_operators
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.transfer import to_device
 from selfspec.engine.draft import Draft
-from selfspec.engine.runners.runner import Head
+from selfspec.engine.runners.runner import Head, RunnerName
 
 _DETAILS = get_args(Detail)
 
@@ -59,7 +59,7 @@ class EagerRunner:
         if start:
             x, where, record = _gathered(drafts), _cache_rows(drafts), self._record(drafts)
             tokens, best = native.rows(x, where, start, stop, record=record, logits=logits)
-            _hand_out(drafts, [HeadOutput(*output) for output in zip(tokens, best)], logits)
+            hand_out(drafts, [HeadOutput(*output) for output in zip(tokens, best)], logits)
             self._hand_out_states(drafts, start, stop)
         elif len(drafts) == 1:  # the hidden states go where they belong at once
             (draft,) = drafts
@@ -78,12 +78,12 @@ class EagerRunner:
         else:
             tokens = [token for draft in drafts for token in draft.rows[draft.first : draft.end]]
             x, where, record = self._together[: len(tokens)], _cache_rows(drafts), self._record(drafts)
-            detail = _max_detail(drafts) if head == "draft" else "token"
+            detail = max_detail(drafts) if head == "draft" else "token"
             outputs = native.tokens(tokens, where, stop, x, head=head, detail=detail, record=record, logits=logits)
             _scatter(drafts, x)
             self._hand_out_states(drafts, 0, stop)
             if head is not None:
-                _hand_out(drafts, outputs, logits)
+                hand_out(drafts, outputs, logits)
 
     def _native_for(self, drafts: Sequence[Draft]) -> NativeForward | None:
         """Return what runs this pass in a single call, if something does: few rows."""
@@ -120,8 +120,8 @@ class EagerRunner:
             part_of = [drafts[index] for index in chosen]
             hidden = parts[chosen[0]] if len(chosen) == 1 else torch.cat([parts[index] for index in chosen])
             if greedy:
-                choices = model.draft_choices(hidden, _max_detail(part_of)) if drafting else model.choices(hidden)
-                _hand_out(part_of, choices.outputs())
+                choices = model.draft_choices(hidden, max_detail(part_of)) if drafting else model.choices(hidden)
+                hand_out(part_of, choices.outputs())
             else:
                 logits = model.draft_logits(hidden) if drafting else model.logits(hidden)
                 for draft, begin, end in _places(part_of):
@@ -153,6 +153,15 @@ class EagerRunner:
                 draft.states.take(draft.first, start, self._outputs[start:stop, begin:end])
 
 
+def make_runner(model: LayerSkipModel, name: RunnerName) -> EagerRunner:
+    """Make the runner of this name. That of graphs imports Triton, which only CUDA builds of PyTorch bring."""
+    if name == "eager":
+        return EagerRunner(model)
+    from selfspec.engine.runners.graphs import GraphRunner
+
+    return GraphRunner(model)
+
+
 def _places(drafts: Sequence[Draft]) -> Iterator[tuple[Draft, int, int]]:
     """Where each draft's rows begin and end in a pass."""
     begin = 0
@@ -177,7 +186,7 @@ def _scatter(drafts: Sequence[Draft], x: Tensor) -> None:
         draft.sequence.hidden[draft.first : draft.end] = x[begin:end]
 
 
-def _hand_out(drafts: Sequence[Draft], outputs: Sequence[HeadOutput], logits: Tensor | None = None) -> None:
+def hand_out(drafts: Sequence[Draft], outputs: Sequence[HeadOutput], logits: Tensor | None = None) -> None:
     """Give each sequence what the head said of its rows, and their logits if it asks for them."""
     for draft, begin, end in _places(drafts):
         draft.outputs = outputs[begin:end]
@@ -185,7 +194,7 @@ def _hand_out(drafts: Sequence[Draft], outputs: Sequence[HeadOutput], logits: Te
             draft.logits = logits[begin:end]
 
 
-def _max_detail(drafts: Sequence[Draft]) -> Detail:
+def max_detail(drafts: Sequence[Draft]) -> Detail:
     """Find the detail that is enough for all of these."""
     if len(drafts) == 1:
         return drafts[0].sequence.detail

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Head = Literal["draft", "full"]
 """The draft head (after an exit, whose adapter the rows pass first), or the full model's head."""
-RunnerName = Literal["eager"]
+RunnerName = Literal["eager", "graphs"]
 RunnerChoice = Literal["auto", "eager", "graphs"]
 
 
@@ -46,13 +46,32 @@ class Runner(Protocol):
         ...
 
 
-def resolve_runner(runner: str) -> RunnerName:
-    """Name the runner, which is the eager one; warn for "graphs". Raises ValueError with the choices for another name."""
+def resolve_runner(runner: str, model: LayerSkipModel) -> RunnerName:
+    """Name the runner: "auto" is graphs where they can be, else eager.
+
+    Raises ValueError with the choices for another name, and with the reason where graphs are asked for and cannot be.
+    """
     if runner not in get_args(RunnerChoice):
         raise ValueError(f"runner must be one of {', '.join(get_args(RunnerChoice))}, got {runner!r}")
-    if runner == "graphs":
-        warnings.warn("runner='graphs' is not available at present: CUDA decodes eagerly", RuntimeWarning, stacklevel=3)
-    return "eager"
+    why_not = why_no_graphs(model)
+    if runner == "graphs" and why_not is not None:
+        raise ValueError(f"{why_not}: pass runner='eager', or leave it out")
+    return "graphs" if runner != "eager" and why_not is None else "eager"
+
+
+def why_no_graphs(model: LayerSkipModel) -> str | None:
+    """Say why passes of this model cannot be CUDA graphs; None if they can."""
+    if model.device.type != "cuda":
+        return "CUDA graphs need a model on a CUDA device"
+    if find_spec("triton") is None:
+        return "CUDA graphs need Triton, which is not installed"
+    if len({*model.layer_devices, model.head_device}) > 1:
+        return "CUDA graphs need the whole model on one device"
+    if model.dtype not in (torch.float32, torch.bfloat16, torch.float16) or model.kv_dtype != model.dtype:
+        return f"CUDA graphs do not compute in {str(model.dtype).removeprefix('torch.')} with this KV cache"
+    if model.hidden_size % 16 or model.head_dim % 16:
+        return "CUDA graphs need hidden and head sizes that are multiples of 16"
+    return "CUDA graphs do not take steered exits" if model.steering is not None else None
 
 
 # The state of PyTorch that passes run in
