@@ -57,10 +57,10 @@ class Run:
         """Return this machine's calibration, or the resumed run's."""
         known = self.record.earlier("costs")
         if known is None:
-            known = {"kind": "costs", **measured_cost(self.generator.model, self.generator.runner).as_dict()}
+            known = {"kind": "costs", **measured_cost(self.generator.model).as_dict()}
             self.record.write(known)
         cost = MeasuredCost.from_dict({name: value for name, value in known.items() if name != "kind"})
-        use_cost(self.generator.model, cost, self.generator.runner)
+        use_cost(self.generator.model, cost)
         return cost
 
     def limits(self) -> None:
@@ -88,10 +88,6 @@ class Run:
         left = [(number, prompt) for number, prompt in enumerate(self.prompts) if not self._done(prompt)]
         if left:
             first = left[0][1]
-            longest = max(prompt.ids.numel() for _, prompt in left) + self.max_new_tokens
-            own = [engine for engine in self.engines if isinstance(engine, SelfSpecEngine)]
-            for engine in own:
-                engine.capture_ahead(longest)
             warm_up(
                 self._engines_for(first),
                 first,
@@ -100,8 +96,9 @@ class Run:
                 advance=self.advance,
                 lost={},  # nothing here is in a process of its own
             )
-            for engine in own:
-                engine.forget()
+            for engine in self.engines:
+                if isinstance(engine, SelfSpecEngine):
+                    engine.forget()
         for number, prompt in left:
             measure_prompt(
                 self._engines_for(prompt),

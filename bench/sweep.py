@@ -18,7 +18,7 @@ from policies import CostModel, cost_of_round
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import AgreementTrace, replay
 from selfspec.defaults import SETTINGS_FILE
-from selfspec.engine.stats import mean, ratio
+from selfspec.engine.results import mean, ratio
 
 Grid = Mapping[str, Mapping[str, str]]
 """Policies, and the place of each on the grid's axes."""

@@ -1,7 +1,7 @@
 """Attention as one small protocol, and its implementation by PyTorch's operators.
 
 A pass's rows may belong to several texts: matrices see all of them, attention sees each text's own cache. On our own kernels
-whole layers are one call, attention included (`kernels.native_layers`); captured passes have theirs in selfspec.engine.
+whole layers are one call, attention included (`kernels.native_layers`).
 """
 
 from __future__ import annotations

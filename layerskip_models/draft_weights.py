@@ -7,9 +7,16 @@ Source: ML-SpecQD (arXiv 2503.13565) drafts with 4-bit casts of a model in the s
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Literal, get_args
 
+import psutil
 import torch
 
 from layerskip_models.decoder_layer import DecoderLayer, Linear
@@ -33,7 +40,15 @@ from layerskip_models.model import LayerSkipModel
 
 DRAFT_BITS: dict[int, Layout] = {8: "int8", 4: "int4"}
 """The numbers of bits that drafts can be made in, and the layout of each."""
+DraftWeights = Literal["auto", "none", "int8", "int4"]
+"""auto: in 8 bits, once the default policy wants them, if they are read from memory and there is room. none: never. int8,
+int4: from the start."""
 _PIECE = 1 << 22  # numbers that are in float32 at a time
+_AUTO_BITS = 8
+_ROOM = 3
+"""Free memory that must be there, in multiples of the weights' size."""
+_USUAL_CACHE = 32 << 20
+log = logging.getLogger("selfspec")
 _making = fork_safe(threading.Lock())
 
 
@@ -131,3 +146,69 @@ def _bits_of(linear: Linear) -> int:
         return linear.bits
     assert isinstance(linear, (NativeLinear, PlainLinear))
     return 8 * (linear.stored if isinstance(linear, NativeLinear) else linear.weight).element_size()
+
+
+# Who gets one
+
+
+def check_draft_weights(choice: str) -> DraftWeights:
+    """Return the choice. Raises ValueError for anything else than the names."""
+    for known in get_args(DraftWeights):
+        if choice == known:
+            return known
+    raise ValueError(f"draft_weights must be one of {', '.join(get_args(DraftWeights))}, got {choice!r}")
+
+
+def make_draft_weights(model: LayerSkipModel, choice: DraftWeights) -> None:
+    """Make what was asked for by name. Raises ValueError where it cannot be made."""
+    if choice in ("int8", "int4"):
+        drafter_of(model, 8 if choice == "int8" else 4)
+
+
+def make_for(model: LayerSkipModel, choice: DraftWeights, policy: str, observed: Iterable[int]) -> None:
+    """Make the weights that a policy drafts with. observed: the policy's bits.
+
+    Raises ValueError for what `draft_weights` does not allow, and where it does not run.
+    """
+    for bits in observed:
+        if choice not in ("auto", f"int{bits}"):
+            raise ValueError(f"policy {policy!r} drafts in {bits} bits, and draft_weights is {choice!r}")
+        drafter_of(model, bits)
+
+
+def bits_on_offer(model: LayerSkipModel, choice: DraftWeights) -> tuple[int, ...]:
+    """In which bits weights to draft with may be made for a policy that has not asked for any yet."""
+    if choice != "auto" or model.drafters:
+        return ()
+    size = draft_bytes(model, _AUTO_BITS)
+    if size < _last_cache() or why_no_drafter(model, _AUTO_BITS) is not None or not _is_room_for(size):
+        return ()
+    return (_AUTO_BITS,)
+
+
+def make_offered(model: LayerSkipModel, bits: int) -> None:
+    """Make the weights that a plan wants to draft with and that are not there; says so in the log, with their size."""
+    started = perf_counter()
+    drafter_of(model, bits)
+    log.info(
+        "drafts are made with a copy of the weights in %d bits from now on: %d MB, made in %.1f s",
+        bits,
+        draft_bytes(model, bits) // 1_000_000,
+        perf_counter() - started,
+    )
+
+
+def _is_room_for(size: int) -> bool:
+    return int(psutil.virtual_memory().available) >= _ROOM * size
+
+
+@cache
+def _last_cache() -> int:
+    """Bytes of the processor's last cache. What fits in it is not read from memory, so fewer bits gain little."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        try:
+            sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)
+        except (OSError, ValueError):
+            continue
+    return max(sizes, default=_USUAL_CACHE)

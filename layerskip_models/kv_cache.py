@@ -138,7 +138,7 @@ class KVCache:
                 keys[..., :length] = their_keys[..., :length]
 
     def declare(self, length: int) -> None:
-        """Every layer holds exactly these rows: written by somebody else than `run_layers`, by captured graphs for one."""
+        """Every layer holds exactly these rows: written by somebody else than `run_layers`."""
         if not 0 <= length <= self.max_length:
             raise ValueError(f"length must be in [0, {self.max_length}], got {length}")
         self._rows = [length] * len(self._rows)

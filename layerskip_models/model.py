@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip_models.attention import Attention
 from layerskip_models.backends.operators import OperatorLayers
 from layerskip_models.backends.protocol import Capture, LayerBackend
 from layerskip_models.choices import Choices, Detail, choices_in_pieces
@@ -148,6 +147,16 @@ class LayerSkipModel:
     def layers(self) -> Sequence[DecoderLayer]:
         """The weights of all layers."""
         return self._layers
+
+    @property
+    def final_norm(self) -> RMSNorm:
+        """The norm before the head."""
+        return self._final_norm
+
+    @property
+    def head(self) -> Linear:
+        """The model's own head."""
+        return self._head
 
     @property
     def draft_head(self) -> Linear:
@@ -288,19 +297,6 @@ class LayerSkipModel:
         """
         adapter = self.adapters.get(exit_layer)
         return hidden if adapter is None else adapter(hidden, steering)
-
-    @property
-    def why_not_captured(self) -> str | None:
-        """Which rounds cannot be captured, for a message; None if all can."""
-        if len(set(self.layer_devices)) > 1:
-            return "of a model on several devices"
-        return None if self.steering is None else "with steered exits"
-
-    def walk(
-        self, hidden: Tensor, start: int, stop: int, attention: Attention, capture: Capture | None = None
-    ) -> Tensor:
-        """Layers [start, stop) by PyTorch's operators, with any attention: `run_layers` without kernels."""
-        return self.operators.walk(hidden, start, stop, attention, capture)
 
     @property
     def rotary(self) -> Tensor:

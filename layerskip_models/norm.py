@@ -38,6 +38,13 @@ class RMSNorm:
             raise ValueError("the next matrix has this norm's weight")
         return self._weight if self._through_float32 else self._weight / self.size**0.5
 
+    @property
+    def scale(self) -> Tensor:
+        """[hidden]: what rows of mean square 1 are multiplied by here, whether or not the next matrix has the weight."""
+        if self._weight is None:
+            return torch.full((self.size,), self.size**-0.5, dtype=self._root.dtype, device=self._root.device)
+        return self.weight
+
     def fold(self) -> Tensor | None:
         """Stop applying the factors and return them, [hidden]: the caller multiplies the next matrix's columns by them.
 

@@ -7,9 +7,8 @@ from layerskip_models.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from selfspec.batch import BatchError
     from selfspec.engine.engine import Engine
-    from selfspec.engine.results import GenerationResult, StepOutput
+    from selfspec.engine.results import GenerationResult, GenerationStats, StepOutput
     from selfspec.engine.sampling import NonFiniteLogitsError
-    from selfspec.engine.stats import GenerationStats
     from selfspec.generator import SelfSpecGenerator, Streamer
     from selfspec.integrations.custom_generate import custom_generate
 
@@ -31,7 +30,7 @@ _PLACES = {
     "BatchError": "selfspec.batch",
     "Engine": "selfspec.engine.engine",
     "GenerationResult": "selfspec.engine.results",
-    "GenerationStats": "selfspec.engine.stats",
+    "GenerationStats": "selfspec.engine.results",
     "NonFiniteLogitsError": "selfspec.engine.sampling",
     "SelfSpecGenerator": "selfspec.generator",
     "StepOutput": "selfspec.engine.results",

@@ -7,8 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from selfspec.cache.copy_index import CopyStore
-from selfspec.engine.batch_slot import BoundRequest
-from selfspec.engine.engine import run_calls
+from selfspec.engine.engine import BoundRequest, run_calls
 from selfspec.engine.results import GenerationResult
 
 DEFAULT_BATCH_SIZE = 8

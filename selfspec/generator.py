@@ -14,23 +14,20 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from layerskip_models import LayerSkipModel, load_model, load_tokenizer
+from layerskip_models.draft_weights import DraftWeights
 from layerskip_models.exits.lean import ExitsChoice
 from policies import Policy, RoundRecord
-from policies.bounds import check_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
 from selfspec.cache.copy_index import CopyStore, make_store, store_for
 from selfspec.cache.pool import KeptTexts
 from selfspec.cache.prefix_cache import PrefixCache
 from selfspec.defaults import DEFAULT_POLICY
-from selfspec.engine.batch_slot import BoundRequest
-from selfspec.engine.draft_choice import DraftWeights
-from selfspec.engine.engine import Engine, run_calls
+from selfspec.engine.engine import BoundRequest, Engine, run_calls
 from selfspec.engine.model_source import BoundModel, ModelSource
 from selfspec.engine.policy_store import PolicyStore
-from selfspec.engine.request import Request, check_context, check_ids, make_request, refuse_unknown
+from selfspec.engine.request import Request, check_context, check_ids, host_class, make_request, refuse_unknown
 from selfspec.engine.results import GenerationResult
-from selfspec.engine.runners.choice import CaptureError, RunnerChoice, RunnerName
-from selfspec.engine.torch_mode import engine_mode
+from selfspec.engine.runners.runner import RunnerChoice, RunnerName
 from selfspec.messages import Messages, encode_messages
 from selfspec.options import GenerationOptions, SpeculationOptions, spelled_out
 from selfspec.pacer.inference import PreVerifiers
@@ -77,7 +74,7 @@ class SelfSpecGenerator:
     draft_weights: a copy of the weights in fewer bits, to draft with (docs/fewer-bits.md). "auto": in 8 bits, once the
         default policy sees that exits promise less, if the weights are read from memory and three times the copy's size is
         free; "int8", "int4": from the start; "none": never. They change no text.
-    runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in for tests), or "auto": captured on CUDA, else eager.
+    runner: "eager", "graphs" (CUDA graphs of our own kernels) or "auto": graphs on CUDA where they can be, else eager.
     Raises ValueError for an unsupported architecture, a policy that does not fit the model, an unknown runner, or an invalid
     size.
     """
@@ -121,7 +118,7 @@ class SelfSpecGenerator:
         """Load a checkpoint and its tokenizer; arguments as in `layerskip_models.load_model`.
 
         device_map: "auto" spreads the layers over all GPUs of this machine, for a model that does not fit into one. One GPU
-            works at a time, and rounds are not captured.
+            works at a time.
         """
         options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
         if device_map is not None:
@@ -272,8 +269,6 @@ class SelfSpecGenerator:
 
         options: those of `generate`, except `streamer`. Others are refused.
         """
-        from selfspec.engine.generation_host import GenerationHost
-
         if prompt is not None and messages is not None:
             raise TypeError("give a prompt or messages, not both")
         refuse_unknown(options)
@@ -284,14 +279,13 @@ class SelfSpecGenerator:
         )
         model = found["bound"].model
         request = make_request(
-            host=GenerationHost(model.config, self._models.generation_config, model.device),
+            host=host_class()(model.config, self._models.generation_config, model.device),
             prompt=prompt if messages is None else encode_messages(messages, self.tokenizer),
             tokenizer=self.tokenizer,
             options=options,
         )
         if (copy_from := options.get("copy_from")) is not None:
-            runner = found["bound"].pool.kind
-            store = store_for(copy_from, found["policy"], runner, self.tokenizer, model.vocab_size)
+            store = store_for(copy_from, found["policy"], self.tokenizer, model.vocab_size)
             request = replace(request, copy_from=store)
         return BoundRequest(request=request, tokenizer=self.tokenizer, keep_trace=bool(options.get("trace")), **found)
 
@@ -320,41 +314,6 @@ class SelfSpecGenerator:
         chosen = self._policies.resolve(bound, **speculation)
         calibrating = perf_counter() - resolving  # which takes time the first time only
         return {"bound": bound, "policy": chosen, "started": started, "calibration_seconds": calibrating}
-
-    def warm_up(
-        self,
-        policy: str | Policy | None = None,
-        *,
-        exit_layers: Iterable[int] | None = None,
-        max_speculations: int = 10,
-        max_length: int = 1024,
-    ) -> tuple[int, float]:
-        """Capture in advance the graphs for texts of up to `max_length` tokens, prompt included.
-
-        policy: its learning is captured too; None for the generator's. It is calibrated now if its costs are measured.
-        exit_layers: those that the policy may choose; None for those that it declares, or all.
-        max_speculations: most tokens drafted in a round. A call that needs more (a longer text) captures it itself,
-        and its statistics count that. An eager runner captures nothing.
-        Returns the number of captures and the seconds they took.
-        """
-        bound = self._models.bind()
-        chosen = self._policies.resolve(bound, policy)
-        num_layers = bound.model.num_layers
-        layers = exit_layers or chosen.exit.exit_layers or range(1, num_layers)
-        if chosen.observes.bits:  # such drafts are not captured, and may go through all layers
-            layers = exit_layers or ()
-        checked = check_layers(tuple(layers), num_layers) if layers else ()
-        with bound.pool.lend(min(max_length, bound.model.max_positions)) as place:
-            captured = place.captured
-            if captured is None:
-                return 0, 0.0
-            before = captured.num_captures, captured.capture_seconds
-            try:
-                with engine_mode(bound.model.device):
-                    captured.warm_up(checked, max_speculations + 1, max_length, chosen.observes.shadow_layers)
-            except CaptureError as error:
-                bound.pool.give_up_graphs(error)
-            return captured.num_captures - before[0], captured.capture_seconds - before[1]
 
     def refresh(self) -> None:
         """Take the transformers model's weights as they are now, whether or not they seem to have changed.
@@ -385,8 +344,8 @@ class SelfSpecGenerator:
 
     @property
     def runner(self) -> RunnerName:
-        """How passes are run: "eager" or "captured"."""
-        return self.bound.pool.kind
+        """How passes are run: "eager"."""
+        return self._models.current.runner
 
     @property
     def load_preverifier(self) -> PreVerifiers:

@@ -6,8 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from selfspec.detokenize import IncrementalDecoder
-from selfspec.engine.batch_slot import BoundRequest
-from selfspec.engine.engine import run_calls
+from selfspec.engine.engine import BoundRequest, run_calls
 from selfspec.engine.results import GenerationResult, StepOutput
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ others need not wait for it.
 from __future__ import annotations
 
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,21 +26,14 @@ keep_bytecode()
 # No test makes an encrypted connection, and every client of HTTP would read all certificates of the system, in .13 seconds.
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent / "helpers")
 os.environ.pop("SSL_CERT_FILE", None)
+if shutil.which("nvidia-smi") is None:  # Triton reads it when it is imported, if it is installed
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The same examples in every run, so that a red CI is a change in the code and near-ties are counted once and for all.
 settings.register_profile(
     "deterministic", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("deterministic")
-
-
-@pytest.hookimpl(tryfirst=True)  # before slow ones are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The runner of captures stands in for CUDA on a processor, where it is slow: nearly all its tests wait for `-m slow`."""
-    for item in items:
-        call = getattr(item, "callspec", None)
-        if call is not None and any(isinstance(value, str) and value == "captured" for value in call.params.values()):
-            item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:
@@ -63,14 +57,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Again after every file, which imports more and leaves caches, and after a server."""
     if nextitem is not None and (nextitem.path != item.path or not FROZEN.known):
         FROZEN.renew()
-
-
-@pytest.fixture
-def small_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes of captures at which a tiny model has several: blocks of two layers, attention over 8, 16, 32, .. positions."""
-    monkeypatch.setattr("selfspec.engine.runners.cuda_graph.buffers.BLOCK", 2)
-    monkeypatch.setattr("selfspec.engine.runners.cuda_graph.runner.SMALLEST_SPAN", 8)
-    monkeypatch.setattr("selfspec.engine.runners.cuda_graph.runner._FEW_ROWS", 4)
 
 
 @pytest.fixture(scope="session")

@@ -94,7 +94,7 @@ KvDtypeOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 RunnerOption = Annotated[
-    str, typer.Option(help="eager, captured (slow on a CPU, for tests), or auto: captured on CUDA, else eager.")
+    str, typer.Option(help="eager or auto, which are the same at present. graphs warns, and decodes eagerly.")
 ]
 OutputOption = Annotated[
     Path | None,

@@ -68,7 +68,7 @@ def context(
     with recording(RecordWriter(output)) as record:
         record.write(run_line("context", about, [], provenance(skip.device, skip.dtype)))
         bandwidths = []
-        cost = measured_cost(skip, generator.runner)
+        cost = measured_cost(skip)
         if network is not None:
             measure_transformers(network, prompts[0], max_new_tokens)
         generator.generate(prompts[0].ids, max_new_tokens=max_new_tokens, policy="ar", **GREEDY)

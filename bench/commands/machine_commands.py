@@ -189,7 +189,7 @@ def roofline(
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
         generator = SelfSpecGenerator(open_model(checkpoint, dtype, device), prefix_cache=0)
     network = generator.model
-    cost = measured_cost(network, generator.runner)
+    cost = measured_cost(network)
     weights = WeightBytes.of(network)
     fixed = best_fixed(generator, samples[0], max_new_tokens, cost)
     policies = ["ar", fixed, "auto"]

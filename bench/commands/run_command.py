@@ -32,13 +32,11 @@ from bench.record import BEST_FIXED, BEST_FIXED_LABEL, RecordWriter, read_part
 from bench.run import Run, resumable
 from bench.scoring import Scorer
 from layerskip_models import DEMO_PATH, from_transformers
-from layerskip_models.checkpoints.loading import resolve_device
 from policies import LayerCost, Policy, kept_between_texts, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli.console import one_line_errors
 from selfspec.defaults import fixed_setting
 from selfspec.engine.request import end_tokens
-from selfspec.engine.runners.choice import resolve_runner
 
 DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
 
@@ -102,14 +100,13 @@ def run(
             raise ValueError("--grid replays greedy texts: leave it out with --do-sample")
         grid = sampling is None if grid is None else grid
         names = ["ar", *(policy or DEFAULT_POLICIES)]
-        target = resolve_device(device)
         chosen = choose_prompts(prompts or [], task or [], num_samples)
         tokenizer = open_tokenizer(checkpoint)
         samples = encode_prompts(chosen, tokenizer, prompt_tokens)
         network = load_network(checkpoint, dtype, device) if peers else None
         generator = SelfSpecGenerator(
             open_model(checkpoint, dtype, device) if network is None else from_transformers(network),
-            runner=resolve_runner(runner, target),
+            runner=runner,  # type: ignore[arg-type]
             prefix_cache=0,
         )
         num_layers = generator.model.num_layers

@@ -111,7 +111,7 @@ def sweep(
     total = first + num_runs(num_timed + 1, len(samples), repeats=repeats, warmups=warmups)
     with recording(RecordWriter(output)) as record:
         with progress(total) as advance:
-            cost = measured_cost(network, generator.runner)
+            cost = measured_cost(network)
             traces = []
             for sample in samples if fixed else ():
                 traces.append(trace_agreement(generator, sample.ids, max_new_tokens))

@@ -190,10 +190,6 @@ class SelfSpecEngine:
         """Forget what was learned from warm-up runs."""
         self._prompt = self._known = self._learned = None
 
-    def capture_ahead(self, max_length: int) -> None:
-        """Capture what texts of up to `max_length` tokens may need, where the runner captures: not while a run is timed."""
-        self._generator.warm_up(self._policy, max_length=max_length)
-
     def count(self, prompt: Tensor, max_new_tokens: int) -> None:
         """None: `generate` counts."""
         return

@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from bench.engines.own import Generation, Sampling
 from bench.machine.throughput import BatchRun
 from selfspec.engine.calibrate import synchronize
-from selfspec.engine.stats import ratio
+from selfspec.engine.results import ratio
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 

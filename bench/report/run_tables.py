@@ -19,7 +19,7 @@ from bench.record import BEST_FIXED, PLAIN, Line, matching
 from bench.report.interval_tables import interval_tables
 from bench.report.summary import Samples
 from bench.report.table import UNKNOWN, Table, cross_table, names, number, outputs_text, spread_text, times
-from selfspec.engine.stats import mean, ratio
+from selfspec.engine.results import mean, ratio
 
 TRANSFORMERS = "transformers:generate"
 _SOURCES = (

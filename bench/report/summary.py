@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from bench.record import Line, by_value, matching
-from selfspec.engine.stats import mean, ratio
+from selfspec.engine.results import mean, ratio
 
 PHASES = ("prefill", "draft", "preverify", "verify", "accept", "learn", "other")
 """The phases that selfspec times, `*_seconds` of its statistics."""

@@ -66,9 +66,9 @@ class OperatorLayers:
         normed = hidden if layer.input_norm is None else layer.input_norm(hidden)
         qkv = layer.qkv(normed).view(-1, heads + 2 * kv_heads, self._head_dim)
         if layer.query_norm is not None:
-            _normalise_heads(layer.query_norm, qkv[:, :heads])
+            normalise_heads(layer.query_norm, qkv[:, :heads])
         if layer.key_norm is not None:
-            _normalise_heads(layer.key_norm, qkv[:, heads : heads + kv_heads])
+            normalise_heads(layer.key_norm, qkv[:, heads : heads + kv_heads])
         if layer.rotated:
             self._rotate(qkv, heads + kv_heads, rotary)
         return qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)
@@ -101,6 +101,6 @@ def _add(residual: Tensor, x: Tensor, linear: Linear, norm: RMSNorm | None) -> T
     return linear.add_to(residual, x) if norm is None else norm(linear(x)).add_(residual)
 
 
-def _normalise_heads(norm: RMSNorm, heads: Tensor) -> None:
+def normalise_heads(norm: RMSNorm, heads: Tensor) -> None:
     """In place: each head alone, or all heads of a row together if the norm is that wide. heads: [rows, heads, head_dim]."""
     heads.copy_(norm(heads.reshape(heads.shape[0], -1, norm.size)).view(heads.shape))

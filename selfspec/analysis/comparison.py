@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from selfspec.engine.stats import GenerationStats
+from selfspec.engine.results import GenerationStats
 from selfspec.generator import GenerationResult
 
 NEAR_TIE_LOGIT_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.0625, torch.bfloat16: 0.5}

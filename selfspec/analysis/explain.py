@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from policies import CostModel, LayerCost, ObservationSpec, Policy, cost_of_round
 from selfspec.analysis.replay import Setting, agreement_trace, fixed_settings
-from selfspec.engine.stats import sources_text
+from selfspec.engine.results import sources_text
 from selfspec.generator import GenerationResult
 
 

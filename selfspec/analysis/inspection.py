@@ -17,7 +17,7 @@ from selfspec.analysis.comparison import Comparison, Generate, compare, warm_up
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
 from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.request import encode_prompt
-from selfspec.engine.stats import mean
+from selfspec.engine.results import mean
 from selfspec.generator import SelfSpecGenerator
 
 _CHUNK = 256  # rows per pass over the sample text
@@ -96,7 +96,7 @@ def inspect_model(
     encoded = [ids for ids in encoded if ids.numel() >= 4]
     if not encoded:
         raise ValueError("there must be a sample text of at least 4 tokens")
-    cost = measured_cost(model, generator.runner)
+    cost = measured_cost(model)
     on_progress("calibrating")
     agreements, traces = [], []
     for ids in encoded:
@@ -138,7 +138,7 @@ def _rounded_drafts(generator: SelfSpecGenerator, generate: Generate, repeats: i
     """Make weights in fewer bits, run them, and let them go again, unless they were there before."""
     model, found = generator.model, []
     for bits, length in _ROUNDED_LENGTHS.items():
-        if generator.runner != "eager" or why_no_drafter(model, bits) is not None:
+        if why_no_drafter(model, bits) is not None:
             continue
         there, policy = bits in model.drafters, f"bits:{bits}-{length}"
         try:

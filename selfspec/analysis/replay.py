@@ -19,7 +19,7 @@ from torch import Tensor
 
 from policies import CostModel, ObservationSpec, Plan, Policy, RoundContext, StatelessPolicy, tokens_per_cost
 from policies.acceptance_table import shadow_acceptance
-from selfspec.engine.stats import mean, ratio
+from selfspec.engine.results import mean, ratio
 from selfspec.generator import GenerationResult, SelfSpecGenerator
 
 GRID_LENGTHS = tuple(range(1, 9))

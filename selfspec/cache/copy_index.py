@@ -18,7 +18,6 @@ from torch import Tensor
 
 from policies import ObservationSpec, Policy
 from policies.copying import SHORTEST
-from selfspec.engine.runners.choice import RunnerName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -231,25 +230,14 @@ def _ids(text: object, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     return text
 
 
-def copies_drafts(observes: ObservationSpec, runner: RunnerName) -> bool:
-    """Say whether anything is copied for a policy that needs this, by a generator with this runner.
-
-    Captured rounds do not copy, so a policy that only may copy does not copy there.
-    """
-    return observes.copies == "needed" or (observes.copies == "welcome" and runner == "eager")
-
-
-def how_to_copy(policy: Policy) -> str:
-    """Name the remedy for a policy that does not copy here."""
-    if policy.observes.copies == "none":
-        return "use auto, or copy"
-    return 'captured rounds do not copy, so use runner="eager", or a policy that begins with copy'
+def copies_drafts(observes: ObservationSpec) -> bool:
+    """Say whether anything is copied for a policy that needs this."""
+    return observes.copies != "none"
 
 
 def store_for(
     copy_from: CopyFrom | None,
     policy: Policy,
-    runner: RunnerName,
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
 ) -> CopyStore | None:
@@ -259,8 +247,8 @@ def store_for(
     """
     if copy_from is None:
         return None
-    if not copies_drafts(policy.observes, runner):
-        raise ValueError(f"copy_from changes nothing with policy {policy.name!r}: {how_to_copy(policy)}")
+    if not copies_drafts(policy.observes):
+        raise ValueError(f"copy_from changes nothing with policy {policy.name!r}: use auto, or copy")
     if not isinstance(copy_from, CopyStore):
         return make_store(copy_from, tokenizer, vocab_size)
     if copy_from.largest_token >= vocab_size:

@@ -6,7 +6,6 @@ A slot that comes back still holds its text, and a later prompt with the same pr
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,10 +18,6 @@ from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kv_cache import KVCache
 from selfspec.cache.prefix_cache import ANYONE, MAX_KEPT, TOKEN_BYTES, Owner, PrefixCache, as_bytes, num_common
 from selfspec.engine.hidden_states import PrefixHiddenStates
-from selfspec.engine.runners.choice import RunnerName
-from selfspec.engine.runners.cuda_graph.paged_attention import attends_by_pages
-from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner, captured_length
-from selfspec.engine.runners.eager import EagerRunner
 
 SMALL_LOSS = 32
 """Rows of a kept text that a sequence which goes on from it may overwrite. Policies have about as many read again anyway. If
@@ -35,7 +30,7 @@ def _no_tokens() -> Tensor:
 
 @dataclass(slots=True, eq=False)
 class CacheSlot:
-    """A KV cache for one sequence, and the runner whose passes were captured on this cache, if there is one.
+    """A KV cache for one sequence.
 
     tokens: of the text that an idle slot holds, int64 [rows] on the CPU. kept: the hidden states of that text.
     read: while a sequence uses the slot, returns those of its tokens whose rows are final. owner: of the text.
@@ -43,7 +38,6 @@ class CacheSlot:
     """
 
     cache: KVCache
-    captured: CudaGraphRunner | None = None
     tokens: Tensor = field(default_factory=_no_tokens)
     kept: PrefixHiddenStates | None = None
     read: Callable[[], Tensor] | None = None
@@ -53,8 +47,8 @@ class CacheSlot:
 
     @property
     def has_spare_room(self) -> bool:
-        """True if the text would fit into half of the cache. Captured passes need all of it."""
-        return self.captured is None and self.cache.max_length > 2 * len(self.tokens) > 0
+        """True if the text would fit into half of the cache."""
+        return self.cache.max_length > 2 * len(self.tokens) > 0
 
     def begin_sequence(self, read: Callable[[], Tensor]) -> None:
         """Let a sequence use the slot. Others may go on from the tokens `read` returns, but not from hidden states."""
@@ -74,7 +68,7 @@ class CacheSlot:
         return self
 
     def shrunk(self, model: LayerSkipModel) -> CacheSlot:
-        """Copy the slot in as little memory as its text needs, without captures."""
+        """Copy the slot in as little memory as its text needs."""
         rows = len(self.tokens)
         cache = KVCache(model, rows)
         cache.take(self.cache, rows)
@@ -91,24 +85,15 @@ class KeptTexts:
 
 
 class KVCachePool:
-    """Lends slots for sequences of one model, and eager runners.
+    """Lends slots for sequences of one model.
 
     It keeps one idle slot, and as many more as fit into the memory of `prefixes`; the oldest are given up first.
 
     Threads may share a pool. If nothing is idle, something new is made. What was lent only ever returns to the pool that lent
-    it, so a sequence that began before the weights were copied again cannot hand its old captures, keys and values to a later
-    one. on_giving_up: called once if captures are given up because graphs fail.
+    it, so a sequence that began before the weights were copied again cannot hand its old keys and values to a later one.
     """
 
-    def __init__(
-        self,
-        model: LayerSkipModel,
-        kind: RunnerName,
-        prefixes: PrefixCache,
-        on_giving_up: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.kind: RunnerName = kind
-        self._on_giving_up = on_giving_up
+    def __init__(self, model: LayerSkipModel, prefixes: PrefixCache) -> None:
         self._model, self._prefixes = model, prefixes
         self._row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
         self._idle: list[CacheSlot] = []  # the one that was used last at the end
@@ -116,7 +101,6 @@ class KVCachePool:
         self._returned: list[CacheSlot] = []  # not among the idle ones yet
         self._times_forgotten = 0
         self._is_changing = False
-        self._idle_runner: EagerRunner | None = None
         self._lock = fork_safe(threading.RLock())  # re-entered when a stream is finalised by the garbage collector
 
     @property
@@ -125,7 +109,7 @@ class KVCachePool:
 
         On our own kernels a row's bits depend only on its text, so it makes no difference which pass computed it.
         """
-        return self._prefixes.reuses(exact=self._model.kernels is not None and self.kind == "eager")
+        return self._prefixes.reuses(exact=self._model.kernels is not None)
 
     @property
     def kept_texts(self) -> KeptTexts:
@@ -137,18 +121,15 @@ class KVCachePool:
         return sum(slot.num_bytes for slot in self._idle)
 
     @contextmanager
-    def lend(
-        self, num_tokens: int, prompt: Tensor | None = None, owner: Owner = ANYONE, *, alone: bool = True
-    ) -> Iterator[CacheSlot]:
+    def lend(self, num_tokens: int, prompt: Tensor | None = None, owner: Owner = ANYONE) -> Iterator[CacheSlot]:
         """Lend a slot for one sequence of at most `num_tokens` tokens.
 
         prompt: int64 [n] on the CPU. The slot's cache holds the rows of the longest prefix that a kept text of this owner
-        has in common with the prompt; it may be empty. alone: whether the batch has no other sequence. In a batch a sequence
-        runs eagerly, so it gets no captures, whose cache is longer than most texts.
+        has in common with the prompt; it may be empty.
         """
         with self._changing():
             before = self._times_forgotten
-            slot = self._find(num_tokens, prompt, owner, self.kind == "captured" and alone)
+            slot = self._find(num_tokens, prompt, owner)
             slot.tokens, slot.owner = _no_tokens(), owner
             self._lent.append(slot)
         try:
@@ -161,17 +142,6 @@ class KVCachePool:
                     slot.forget()
                 self._returned.append(slot)
 
-    @contextmanager
-    def eager_runner(self) -> Iterator[EagerRunner]:
-        """Lend an eager runner to one caller."""
-        with self._lock:
-            runner, self._idle_runner = self._idle_runner, None
-        runner = runner or EagerRunner(self._model)
-        try:
-            yield runner
-        finally:
-            self._idle_runner = runner
-
     def forget(self) -> None:
         """Use no text that has been read so far, because the weights have changed."""
         with self._changing():
@@ -183,27 +153,10 @@ class KVCachePool:
                 slot.become_idle()
 
     def give_back(self) -> None:
-        """Free memory that no text needs: idle caches without text, and the room after texts that are kept.
-
-        Captures stay with their caches, since they take long to make.
-        """
+        """Free memory that no text needs: idle caches without text, and the room after texts that are kept."""
         with self._changing():
-            needed = [slot for slot in self._idle if slot.captured is not None or slot.text]
+            needed = [slot for slot in self._idle if slot.text]
             self._idle = [slot.shrunk(self._model) if slot.has_spare_room else slot for slot in needed]
-
-    def give_up_graphs(self, error: RuntimeError) -> None:
-        """Lend no captures from now on, and warn once, because graphs failed with this error."""
-        with self._changing():
-            if self.kind == "eager":
-                return
-            self.kind = "eager"
-            self._idle.clear()
-        self._on_giving_up()
-        warnings.warn(
-            f"CUDA graphs are not used, decoding will be slower: {error}. The text goes on with runner='eager'",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -220,13 +173,10 @@ class KVCachePool:
             finally:
                 self._is_changing = False
 
-    def _find(self, num_tokens: int, prompt: Tensor | None, owner: Owner, captured: bool) -> CacheSlot:
-        """Find an idle slot or make one; its cache then holds the rows that can be reused. captured: with captures."""
+    def _find(self, num_tokens: int, prompt: Tensor | None, owner: Owner) -> CacheSlot:
+        """Find an idle slot or make one; its cache then holds the rows that can be reused."""
         source, rows = self._longest_prefix(prompt, owner)
-        if source is not None and source.captured is not None:
-            source.captured.begin()  # what is launched from now on waits for what its last passes write
-        choose = self._with_captures if captured else self._with_room
-        slot = choose(num_tokens, source, rows) or self._make(num_tokens, captured)
+        slot = self._with_room(num_tokens, source, rows) or CacheSlot(KVCache(self._model, num_tokens))
         if source is None or slot is source:
             slot.cache.declare(rows)
         else:
@@ -235,11 +185,7 @@ class KVCachePool:
         return slot
 
     def _longest_prefix(self, prompt: Tensor | None, owner: Owner) -> tuple[CacheSlot | None, int]:
-        """Find the slot of this owner whose text has the longest prefix in common with the prompt, and the prefix's length.
-
-        Slots in use are considered only without captures: captured passes may write over a whole cache, for padding or after
-        a failure.
-        """
+        """Find the slot of this owner whose text has the longest prefix in common with the prompt, and its length."""
         if prompt is None or not self.reuses:
             return None, 0
         best, rows = None, 0
@@ -250,62 +196,40 @@ class KVCachePool:
             if slot.owner == owner and rows < len(prompt) and slot.text.startswith(longer):
                 best, rows = slot, num_common(slot.tokens, prompt)
         for slot in self._lent:
-            if slot.captured is None and slot.owner == owner:
+            if slot.owner == owner:
                 alike = num_common(slot.tokens if slot.read is None else slot.read(), prompt)
                 if alike > rows:
                     best, rows = slot, alike
         return best, rows
 
     def _with_room(self, num_tokens: int, source: CacheSlot | None, rows: int) -> CacheSlot | None:
-        """Take an idle slot without captures to overwrite: the one with the sequence's own prefix, or one that would be given
+        """Take an idle slot to overwrite: the one with the sequence's own prefix, or one that would be given
         up for the sequence's memory."""
         room = self._prefixes.num_bytes - num_tokens * self._row_bytes - self._idle_bytes
         found: CacheSlot | None = None
-        own = source is not None and source.captured is None and source in self._idle
+        own = source is not None and source in self._idle
         if source is not None and own and len(source.tokens) - rows <= SMALL_LOSS:
             self._idle.remove(source)
             found = source
             room += source.num_bytes
         while room < 0 and (found is None or found.cache.max_length < num_tokens):
-            others = [slot for slot in self._idle if slot.captured is None]
-            if not others:
+            if not self._idle:
                 break
-            found = next((slot for slot in others if slot is not source), others[0])
+            found = next((slot for slot in self._idle if slot is not source), self._idle[0])
             self._idle.remove(found)
             room += found.num_bytes
         return found if found is not None and found.cache.max_length >= num_tokens else None
 
-    def _with_captures(self, num_tokens: int, source: CacheSlot | None, rows: int) -> CacheSlot | None:
-        """Pick an idle slot with captures, which take long to make. Its text is copied elsewhere if there is memory."""
-        able = [slot for slot in self._idle if slot.captured is not None and slot.cache.max_length >= num_tokens]
-        if not able:
-            return None
-        found = source if source is not None and source in able else able[-1]
-        assert found.captured is not None
-        found.captured.begin()
-        held = found.tokens.numel()
-        lost = held - (rows if found is source else 0)
-        place = self._idle.index(found)
-        if lost > SMALL_LOSS and self._idle_bytes + self._row_bytes * held <= self._prefixes.num_bytes:
-            self._idle[place] = found.shrunk(self._model)
-        else:
-            del self._idle[place]
-        return found
-
     def _take_back(self, slot: CacheSlot) -> None:
         """Take back a slot that is idle again. Slots that no longer fit are given up."""
-        if slot.captured is not None and self.kind == "eager":
-            return
         slot.become_idle()
         limit = self._prefixes.num_bytes
         if not limit:
-            self._idle = [max([slot, *self._idle], key=_worth)]
+            self._idle = [max([slot, *self._idle], key=lambda one: one.cache.max_length)]
             return
         # Texts that are prefixes of this one are not needed any more.
         self._idle = [
-            one
-            for one in self._idle
-            if one.captured or (one.text and not (one.owner == slot.owner and slot.text.startswith(one.text)))
+            one for one in self._idle if one.text and not (one.owner == slot.owner and slot.text.startswith(one.text))
         ]
         self._idle.append(slot)
         for place, one in enumerate(self._idle):
@@ -313,22 +237,5 @@ class KVCachePool:
                 break
             if one.has_spare_room:
                 self._idle[place] = one.shrunk(self._model)
-        with_captures = next((one for one in reversed(self._idle) if one.captured is not None), None)
         while len(self._idle) > 1 and (self._idle_bytes > limit or len(self._idle) > MAX_KEPT):
-            self._idle.remove(next(one for one in self._idle if one is not with_captures))
-
-    def _make(self, num_tokens: int, captured: bool) -> CacheSlot:
-        if captured:
-            paged = attends_by_pages(self._model)
-            try:
-                cache = KVCache(self._model, captured_length(num_tokens, self._model.max_positions, paged))
-                return CacheSlot(cache, CudaGraphRunner(self._model, cache))
-            except RuntimeError as error:  # no memory for its buffers, say
-                self.give_up_graphs(error)
-        return CacheSlot(KVCache(self._model, num_tokens))
-
-
-def _worth(slot: CacheSlot) -> tuple[bool, int, int]:
-    """Say what a later sequence would otherwise have to make again, most costly first: captures, room, more captures."""
-    made = 0 if slot.captured is None else slot.captured.num_captures
-    return slot.captured is not None, slot.cache.max_length, made
+            del self._idle[0]

@@ -23,7 +23,7 @@ from selfspec.cli.option_groups import (
     with_groups,
 )
 from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument, read_prompt
-from selfspec.engine.stats import sources_text
+from selfspec.engine.results import sources_text
 from selfspec.pacer.inference import has_preverifier
 
 _ENDINGS = (".png", ".svg", ".pdf", ".jsonl")

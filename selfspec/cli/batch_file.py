@@ -20,7 +20,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.batch import completed
 from selfspec.cache.copy_index import copies_drafts
 from selfspec.cli.text_input import store_of_files
-from selfspec.engine.batch_slot import BoundRequest
+from selfspec.engine.engine import BoundRequest
 from selfspec.messages import Messages, are_messages
 from selfspec.options import SpeculationOptions, WrittenOptions, described
 
@@ -165,9 +165,8 @@ def generate_file(
                 continue
             try:
                 options = {**line.options}
-                if store is not None and "copy_from" not in options:
-                    copies = copies_drafts(line.policy(generator).observes, generator.runner)
-                    options["copy_from"] = store if copies else None
+                if store is not None and "copy_from" not in options and copies_drafts(line.policy(generator).observes):
+                    options["copy_from"] = store
                 checked.append(generator.check(line.prompt, **options))
                 asked.append(line)
             except (ValueError, TypeError) as error:

@@ -31,6 +31,7 @@ from selfspec.cli.option_groups import (
 from selfspec.cli.text_input import read_copy_files, store_of_files
 from selfspec.defaults import DEFAULT_POLICY
 from selfspec.engine.calibrate import measured_cost
+from selfspec.engine.request import host_class
 from selfspec.messages import has_template, template_of
 from selfspec.options import SamplingOptions
 
@@ -232,10 +233,9 @@ class BackgroundCalibration(threading.Thread):
         return model.num_layers > 1 and model.device.type == "cpu"
 
     def run(self) -> None:
-        import selfspec.engine.generation_host  # noqa: F401 (what `generate` imports when it is first called)
-
+        host_class()  # imports what the first call of `generate` needs
         with suppress(Exception):
-            measured_cost(self._generator.model, self._generator.runner, self._stopped.is_set)
+            measured_cost(self._generator.model, stopped=self._stopped.is_set)
 
     def wait(self, log: Console) -> None:
         """Wait until it is done. Ctrl-C leaves it running."""

@@ -103,7 +103,7 @@ class Conversation:
         stops = self._template.stops
         trimmer = StopTrimmer(stops, write)
         streamer = (DraftStreamer if self.show_drafts else TextStreamer)(tokenizer, trimmer.push)
-        copies = copies_drafts(self._generator.resolve_policy(self.policy).observes, self._generator.runner)
+        copies = copies_drafts(self._generator.resolve_policy(self.policy).observes)
         self.last, interrupt = None, InterruptCriteria()
         try:
             with interrupt:

@@ -19,7 +19,7 @@ from policies import RoundRecord
 from selfspec.analysis.comparison import Comparison
 from selfspec.cli.console import visible, visible_line
 from selfspec.detokenize import TokenSource
-from selfspec.engine.stats import sources_text
+from selfspec.engine.results import sources_text
 from selfspec.generator import GenerationResult
 
 SOURCE_STYLES: dict[TokenSource, Style] = {
@@ -117,8 +117,6 @@ def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
         lines.append(
             f"of that time {_in_seconds(stats.calibration_seconds)} to prepare the policy, once per model and process"
         )
-    if stats.num_captures:
-        lines.append(f"of that time {_in_seconds(stats.capture_seconds)} for {stats.num_captures} captures, which last")
     return lines
 
 

@@ -8,6 +8,7 @@ from selfspec.cache.copy_index import copies_drafts
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.console import LogConsole, one_line_errors
 from selfspec.cli.option_groups import LoadOptions, ModelArgument, option, with_groups
+from selfspec.engine.request import host_class
 from selfspec.serve.serve_options import ServeOptions
 
 
@@ -40,11 +41,10 @@ def serve_command(load: LoadOptions, serve: ServeOptions, listen: ListenOptions,
             listening.close()
             raise
         with log.status("Calibrating ..."):
-            import selfspec.engine.generation_host  # noqa: F401 (else the first request waits for this import)
-
+            host_class()  # else the first request waits for what it imports
             app = make_app(generator, settings)
         own = generator.resolve_policy(serve.policy)
-        if settings.copy_from and not copies_drafts(own.observes, generator.runner):
+        if settings.copy_from and not copies_drafts(own.observes):
             log.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")
         host = f"[{listen.host}]" if ":" in listen.host else listen.host
         address = f"http://{host}:{listening.getsockname()[1]}"

@@ -13,7 +13,7 @@ import typer
 
 from policies import Policy
 from selfspec import SelfSpecGenerator
-from selfspec.cache.copy_index import CopyStore, copies_drafts, how_to_copy
+from selfspec.cache.copy_index import CopyStore, copies_drafts
 
 EXAMPLE_PROMPT = (
     "Translate German to English: Ich habe ein neues Auto.\nEnglish: I have a new car.\n\n"
@@ -72,8 +72,8 @@ def store_of_files(
     """
     if not texts:
         return None
-    if policy is not None and not copies_drafts(policy.observes, generator.runner):
-        raise ValueError(f"--copy-from has no effect with policy {policy.name!r}: {how_to_copy(policy)}")
+    if policy is not None and not copies_drafts(policy.observes):
+        raise ValueError(f"--copy-from has no effect with policy {policy.name!r}: use auto, or copy")
     return generator.copy_store(texts)
 
 

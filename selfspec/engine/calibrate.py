@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
@@ -17,14 +17,12 @@ from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kernels.threads import num_threads
 from layerskip_models.kv_cache import KVCache
 from policies import FixedExit, MeasuredCost, NeverStop, ObservationSpec, Policy
-from selfspec.engine.draft import make_drafts
+from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.hidden_states import HiddenStates
-from selfspec.engine.runners.choice import RunnerName
-from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
-from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import Runner, SequenceRound, SequenceRows
-from selfspec.engine.sampling import Sampler
-from selfspec.engine.torch_mode import engine_mode
+from selfspec.engine.request import plain_request
+from selfspec.engine.runners.eager import make_runner
+from selfspec.engine.runners.runner import RunnerName, engine_mode, resolve_runner
+from selfspec.engine.sequence import Sequence
 
 _CONTEXT = 512  # positions in the cache while timing: in a small model further rows of a pass pay most for attention
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 13)
@@ -41,26 +39,29 @@ class StoppedError(Exception):
 
 
 def measured_cost(
-    model: LayerSkipModel, runner: RunnerName = "eager", stopped: Callable[[], bool] = lambda: False
+    model: LayerSkipModel, runner: RunnerName | None = None, *, stopped: Callable[[], bool] = lambda: False
 ) -> MeasuredCost:
     """Return the model's costs on its device: calibrated on the first call, remembered as long as the model lives.
 
-    stopped: asked between timings; raises StoppedError once it says so.
+    runner: of the passes; None for the one that a generator takes by default. stopped: asked between timings; raises
+    StoppedError once it says so.
     """
+    runner = resolve_runner("auto", model) if runner is None else runner
     with _measuring:  # two calibrations at once would time each other
-        costs = _measured.setdefault(model, {})
-        if runner not in costs:
-            costs[runner] = calibrate(model, runner, stopped)
-        return costs[runner]
+        known = _measured.setdefault(model, {})
+        if runner not in known:
+            known[runner] = calibrate(model, runner, stopped)
+        return known[runner]
 
 
-def use_cost(model: LayerSkipModel, cost: MeasuredCost, runner: RunnerName = "eager") -> None:
+def use_cost(model: LayerSkipModel, cost: MeasuredCost) -> None:
     """Use this cost for the model from now on, such as another process's calibration, so that both decide alike.
 
     It stays as it is: policies do not repair it by what rounds take.
     """
+    fixed = replace(cost, fixed=True)
     with _measuring:
-        _measured.setdefault(model, {})[runner] = replace(cost, fixed=True)
+        _measured[model] = {"eager": fixed, "graphs": fixed}
 
 
 def calibrate(
@@ -79,17 +80,14 @@ def calibrate(
         for stored in cache.memory:
             # Not leftover memory: infinities there are slow on some processors.
             stored.normal_(generator=own if stored.device == own.device else None)
-        make = _captured_calls if runner == "captured" else _eager_calls
         # From many rows to one, so that a pass over one comes soon after another pass, as in decoding, and finds in a cache
         # what of the weights fits there.
-        *passes, draft = _timed(make(model.with_adapters({}), cache, rows_timed[::-1]), model, stopped)
+        *passes, draft = _timed(_calls(model.with_adapters({}), cache, rows_timed[::-1], runner), model, stopped)
         adapter_seconds = _adapter_seconds(model, cache, runner) if model.adapters else ()
     layers, heads = passes[-2::-2], passes[::-2]
-    if runner == "eager" and model.steps() is not None:  # the first of each two calls has the second one in it
+    if runner == "graphs" or model.steps() is not None:  # the first of each two calls has the second one in it
         layers = [max(both - head, 0.1 * both) for both, head in zip(layers, heads)]
-    # Captured layers are timed without the first, which only ever runs for one row.
-    timed_layers = model.num_layers - 1 if runner == "captured" else model.num_layers
-    layer_seconds = _every_row(rows_timed, [value / timed_layers for value in layers])
+    layer_seconds = _every_row(rows_timed, [value / model.num_layers for value in layers])
     head_seconds = _every_row(rows_timed, heads)
     step = draft / _DRAFTS - layer_seconds[0] - head_seconds[0]
     dtype = str(model.dtype).removeprefix("torch.")
@@ -99,44 +97,53 @@ def calibrate(
         head_seconds=head_seconds,
         draft_seconds=max(step, -0.9 * head_seconds[0]),
         adapter_seconds=adapter_seconds,
-        description=f"{model.device.type} {dtype}, {num_threads()} threads, {runner}",
+        description=f"{model.device.type} {dtype}, {num_threads()} threads",
     )
 
 
 def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> tuple[tuple[int, float], ...]:
     """Measure what each exit's adapter adds to a draft step: the difference between a draft with it and one without."""
-    exits = sorted(model.adapters)
-    makers = [_draft_calls(one, cache, runner) for one in (model, model.with_adapters({}))]
-    calls = [make(exit_layer) for exit_layer in exits for make in makers]
-    seconds = _timed(calls, model)
-    added = [max(with_it - bare, 0.0) / _DRAFTS for with_it, bare in zip(seconds[::2], seconds[1::2])]
+    exits, bare = sorted(model.adapters), model.with_adapters({})
+    seconds = _timed(
+        [_draft_call(one, cache, exit_layer, runner) for exit_layer in exits for one in (model, bare)], model
+    )
+    added = [max(with_it - without, 0.0) / _DRAFTS for with_it, without in zip(seconds[::2], seconds[1::2])]
     return tuple(zip(exits, added))
 
 
-def _draft_calls(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> Callable[[int], Callable[[], object]]:
-    """Prepare drafts of `_DRAFTS` steps at an exit layer, all on one runner."""
-    drafter: Runner = CudaGraphRunner(model, cache, cleared=True) if runner == "captured" else EagerRunner(model)
-
-    def make(exit_layer: int) -> Callable[[], object]:
-        seq_round = _round_of_drafts(model, cache, exit_layer)
-
-        def draft() -> None:
-            cache.declare(seq_round.length - 1)
-            make_drafts(drafter, [seq_round])
-
-        return draft
-
-    return make
+class _Watching(NeverStop):
+    observes = ObservationSpec(confidence=True)
 
 
-def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
+def _text(model: LayerSkipModel, cache: KVCache, exit_layer: int = 1) -> Sequence:
+    """Make a text that fills the cache but for a draft of `_DRAFTS` tokens, whose policy asks for each confidence."""
+    policy = Policy(FixedExit(exit_layer, _DRAFTS, num_layers=model.num_layers), _Watching())
+    prompt = torch.zeros(cache.max_length - _DRAFTS - 1, dtype=torch.long, device="cpu")
+    text = Sequence(model, cache, plain_request(prompt, _DRAFTS + 1), policy)
+    text.pending = 0
+    return text
+
+
+def _draft_call(model: LayerSkipModel, cache: KVCache, exit_layer: int, runner: RunnerName) -> Callable[[], object]:
+    """Prepare a draft of `_DRAFTS` steps at the end of a text."""
+    running, text = make_runner(model, runner), _text(model, cache, exit_layer)
+
+    def draft() -> None:
+        cache.declare(text.length - 1)
+        make_drafts(running, [Draft(text, exit_layer, _DRAFTS)])
+
+    return draft
+
+
+def _calls(
+    model: LayerSkipModel, cache: KVCache, rows_timed: abc.Sequence[int], runner: RunnerName
+) -> list[Callable[[], object]]:
     """All layers and the head over each number of rows, in turn, and a draft of `_DRAFTS` steps."""
-    context = cache.max_length
+    context, last = cache.max_length, model.num_layers
     steps = model.steps()
 
     def layers(rows: int) -> Callable[[], object]:
         hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
-        last = model.num_layers
 
         def run() -> object:
             cache.declare(context - rows)
@@ -151,45 +158,31 @@ def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int
         return lambda: model.choices(hidden).tokens.tolist()
 
     # A head after layers, as in decoding: after another head its weights might still be in a cache.
-    passes = [call(rows) for rows in rows_timed for call in (layers, head)]
-    return [*passes, _draft_calls(model, cache, "eager")(1)]
+    calls = (layers, head) if runner == "eager" else _runner_calls(model, cache, runner)
+    passes = [call(rows) for rows in rows_timed for call in calls]
+    return [*passes, _draft_call(model, cache, 1, runner)]
 
 
-def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
-    """Make the same calls from captures; layers without the first, which only ever runs for one row."""
-    runner = CudaGraphRunner(model, cache, cleared=True)  # it is full
-    last = model.num_layers
-    calls: list[Callable[[], object]] = []
-    for count in rows_timed:
-        seq_round = _round_of_drafts(model, cache, 1)
-        # Where the row counts that are captured fit: in the last positions of a cache others may be.
-        seq_round.length = max(cache.max_length - 2 * count, 0) + 1
-        rows = SequenceRows(seq_round, runner.buffers(0, max(rows_timed)).hidden, "token")
-        rows.tokens, rows.end = [0] * count, count
-        calls += [partial(runner.run, [rows], 1, last, None), partial(runner.run, [rows], last, last, "full")]
-    return [*calls, _draft_calls(model, cache, "captured")(1)]
+def _runner_calls(
+    model: LayerSkipModel, cache: KVCache, runner: RunnerName
+) -> tuple[Callable[[int], Callable[[], object]], ...]:
+    """As a round makes them: all layers with the head, and the head alone."""
+    running, text, last = make_runner(model, runner), _text(model, cache), model.num_layers
 
+    def both(rows: int) -> Callable[[], object]:
+        draft = Draft(text, copied=[0] * (rows - 1))
 
-def _round_of_drafts(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> SequenceRound:
-    """Make a round of `_DRAFTS` drafts at one exit, at the end of a text. The policy asks for each confidence."""
-    from transformers import LogitsProcessorList
+        def run() -> None:
+            cache.declare(cache.max_length - rows)
+            running.run([draft], 0, last, "full")
 
-    policy = Policy(FixedExit(exit_layer, _DRAFTS, num_layers=model.num_layers), NeverStop())
-    context = cache.max_length
-    return SequenceRound(
-        cache=cache,
-        tokens=torch.zeros(1, context + 1, dtype=torch.long, device=model.device),
-        length=context - _DRAFTS - 1,
-        pending=0,
-        exit_layer=exit_layer,
-        max_speculations=_DRAFTS,
-        sampler=Sampler(LogitsProcessorList(), None),
-        policy=policy,
-        observes=ObservationSpec(confidence=True),
-        eos=frozenset(),
-        states=None,
-        learns=False,
-    )
+        return run
+
+    def head(rows: int) -> Callable[[], object]:
+        draft = Draft(text, copied=[0] * (rows - 1))
+        return lambda: running.run([draft], last, last, "full")
+
+    return both, head
 
 
 def timed_context(model: LayerSkipModel) -> int:
@@ -221,7 +214,8 @@ def _timed(
     """Seconds of each call: the lower quartile, since a busy machine only ever adds. The calls take turns."""
     device = model.device
     for call in calls:
-        _go_on(stopped)
+        if stopped():
+            raise StoppedError
         call()
     seconds: list[list[float]] = [[] for _ in calls]
     started = perf_counter()
@@ -229,7 +223,8 @@ def _timed(
         if repeat >= 2 and perf_counter() - started > _SECONDS:
             break
         for call, times in zip(calls, seconds):
-            _go_on(stopped)
+            if stopped():
+                raise StoppedError
             synchronize(device)
             start = perf_counter()
             call()
@@ -238,15 +233,10 @@ def _timed(
     return [sorted(times)[len(times) // 4] for times in seconds]
 
 
-def _go_on(stopped: Callable[[], bool]) -> None:
-    if stopped():
-        raise StoppedError
-
-
 def synchronize(device: torch.device) -> None:
     """Wait for the work that is queued on the device, so that the clock sees it."""
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # not the whole device: another thread may be capturing on it
+        torch.cuda.current_stream(device).synchronize()  # not the whole device: other threads may use it
 
 
 def _every_row(rows_timed: tuple[int, ...], seconds: list[float]) -> tuple[float, ...]:

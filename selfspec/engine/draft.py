@@ -3,165 +3,184 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import abc
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from layerskip_models.choices import Detail, HeadOutput, choices_of
+from layerskip_models.choices import HeadOutput, choices_of
 from layerskip_models.kernels.native_sampling import look, takes
 from layerskip_models.transfer import to_device
-from policies import DraftRow, ObservationSpec
+from policies import DraftRow, RoundContext
 from policies.records import StopCause
 from selfspec.engine.results import without_traceback
-from selfspec.engine.runners.runner import RowBuffers, Runner, SequenceRound, SequenceRows
 
-NOTHING = HeadOutput(-1, math.nan)
+if TYPE_CHECKING:
+    from selfspec.engine.hidden_states import HiddenStates
+    from selfspec.engine.runners.runner import Runner
+    from selfspec.engine.sequence import Sequence
 
-
-def make_drafts(runner: Runner, seq_rounds: Sequence[SequenceRound]) -> list[Draft]:
-    """Draft as far as each plan and each policy say. A sequence without an exit layer drafts nothing.
-
-    Step j runs one row of every sequence that still drafts. Where exits differ, a row leaves the pass at its own, and the
-    draft head then looks at all rows together. Rows that are drafted with weights in fewer bits have a pass of their own.
-    """
-    drafts = [Draft(seq_round, runner.buffers(index, seq_round.max_rows)) for index, seq_round in enumerate(seq_rounds)]
-    going = [draft for draft in drafts if draft.exit_layer]
-    kinds = {draft.seq_round.bits for draft in going}
-    while going:
-        for bits in kinds:
-            alike = going if len(kinds) == 1 else [draft for draft in going if draft.seq_round.bits == bits]
-            if not alike:
-                continue
-            used = runner if bits is None else runner.rounded(bits)
-            exits = sorted({draft.exit_layer for draft in alike})
-            if len(exits) == 1:
-                used.run([draft.rows for draft in alike], 0, exits[0], "draft")
-                continue
-            start = 0
-            for stop in exits:
-                used.run([draft.rows for draft in alike if draft.exit_layer >= stop], start, stop, None)
-                start = stop
-            used.run([draft.rows for draft in alike], start, start, "draft")
-        going = [draft for draft in going if draft.extend()]
-    for draft in drafts:
-        draft.discard_low_bit_rows()
-    return drafts
+_NOTHING = HeadOutput(-1, math.nan)
 
 
 class Draft:
-    """A sequence's draft while it grows, and then what verification is handed.
+    """One sequence's part in a round, from its plan to what is accepted. All else is the sequence's own.
 
-    rows: the next rows to run, and what the head said of the last ones. num_rows: how many were run: k + 1 if drafting
-        stopped before a draw, else k.
-    confidences: of every row looked at that has one, if the policy asked for them.
-    error: raised by the policy, or because memory is short. It ends this sequence alone.
+    Row 0 of the round is the pending token, row i draft i. Drafting runs rows through the layers before the exit, and
+    verification runs all of them through the layers that they lack.
+
+    By the plan:
+        exit_layer: 0 if no exit drafts. max_speculations: most tokens it drafts. bits: of the weights that draft, None for
+            the model's own. num_copied: how many drafts were copied from earlier text, all or none.
+        context, acceptance, threshold: for the round's record. learns: whether the policy learns from the round.
+        states: keeps hidden states for whoever looks at them, None if nobody does. steering: of steered exits, by the row
+            that was verified last.
+    While it runs:
+        rows: their tokens, int. first, end: a pass runs rows [first, end). outputs: what the head said of them. logits:
+            float32 [end - first, vocab], where tokens are sampled or processed; the next pass may overwrite them.
+        verified_from: the layer at which verification takes up all rows.
+        seen: the confidence of every row looked at that has one. dropped_token: what a greedy draft would have taken from
+            the row that a policy stopped before.
+        error: why the sequence cannot go on: its policy raised it, or a processor, or memory is short.
+    By the verdict:
+        num_accepted: m. block: the m + 1 tokens to commit. failure: why the last of them is not a token, if it is not: the
+            text ends with it if it gets that far.
+        target_tokens: greedy, the full model's choice for rows 0..m at least. p: when sampling, the distributions that
+            tokens were judged by, float32 [m+1 or more, vocab]. rates: when sampling, min(1, p/q) of each draft whose fate
+            is known.
     """
 
-    def __init__(self, seq_round: SequenceRound, buffers: RowBuffers) -> None:
-        self.seq_round, self.buffers = seq_round, buffers
-        self.exit_layer = seq_round.exit_layer or 0
-        self.rows = SequenceRows(seq_round, buffers.hidden, detail_of(seq_round.observes))
-        self.num_copied = len(seq_round.copied)
-        self.num_rows = 0
-        self.stop_cause: StopCause = "cap" if seq_round.copied or seq_round.exit_layer is not None else "none"
+    __slots__ = (
+        "acceptance", "bits", "block", "context", "dropped_token", "end", "error", "exit_layer", "failure", "first",
+        "learns", "logits", "max_speculations", "num_accepted", "num_copied", "outputs", "p", "rates", "rows", "seen",
+        "sequence", "states", "steering", "stop_cause", "target_tokens", "threshold", "verified_from",
+    )  # fmt: skip
+    context: RoundContext
+    acceptance: abc.Mapping[int, float] | None
+    threshold: float | None
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        exit_layer: int = 0,
+        max_speculations: int = 0,
+        bits: int | None = None,
+        copied: abc.Sequence[int] = (),
+    ) -> None:
+        self.sequence, self.exit_layer, self.max_speculations, self.bits = sequence, exit_layer, max_speculations, bits
+        self.learns = False
+        self.states: HiddenStates | None = None
+        self.steering: Tensor | None = None
+        # What weights in fewer bits have computed is not kept: see `make_drafts`.
+        self.verified_from = exit_layer if bits is None else 0
+        self.num_copied = len(copied)
+        self.rows: list[int] = [sequence.pending, *copied]
+        self.first, self.end = 0, len(self.rows)
+        self.outputs: abc.Sequence[HeadOutput] = ()
+        self.logits: Tensor | None = None
+        self.stop_cause: StopCause = "cap" if copied or exit_layer else "none"
+        self.seen: list[float] = []
         self.dropped_token: int | None = None
         self.error: Exception | None = None
-        self._seen: list[float] = []
-        if seq_round.copied and not self.rows.greedy:  # processors see drafts, and so does whoever draws
-            copied = torch.tensor(seq_round.copied, device=seq_round.tokens.device)
-            seq_round.tokens[0, seq_round.length : seq_round.length + len(copied)] = copied
+        self.num_accepted = 0
+        self.block: list[int] = []
+        self.failure: Exception | None = None
+        self.target_tokens: list[int] = []
+        self.p: Tensor | None = None
+        self.rates: tuple[float, ...] | None = None
+        sequence.reserve(self.end + max_speculations)
+        if copied and not sequence.greedy:  # processors see drafts, and so does whoever draws
+            length = sequence.length
+            sequence.tokens[0, length : length + len(copied)] = torch.tensor(copied, device=sequence.tokens.device)
 
     @property
     def tokens(self) -> list[int]:
-        """The kept drafts d_1..d_k; copied ones if num_copied is not 0."""
-        return self.rows.tokens[1:]
-
-    @property
-    def q(self) -> Tensor:
-        """float32 [max_speculations or more, vocab]: the distributions that drafts are drawn from, when sampling."""
-        return self.buffers.q(self.seq_round.max_rows)
+        """The kept drafts d_1..d_k."""
+        return self.rows[1:]
 
     @property
     def confidences(self) -> tuple[float, ...] | None:
         """As in `RoundRecord`."""
-        return tuple(self._seen) if self.seq_round.observes.confidence and self.seq_round.exit_layer else None
+        if not self.exit_layer or self.stop_cause == "none" or not self.sequence.observes.confidence:
+            return None
+        return tuple(self.seen)
 
-    def discard_low_bit_rows(self) -> None:
-        """Forget what weights in fewer bits have computed: verification runs every row through every layer in full.
+    @property
+    def dropped_acceptance(self) -> float | None:
+        """As in `RoundRecord`: known where every draft before the dropped one was accepted."""
+        if self.dropped_token is None or self.failure is not None or self.num_accepted < len(self.rows) - 1:
+            return None
+        return float(self.block[-1] == self.dropped_token)
 
-        Keys and values of these rows lie after the committed ones, where verification writes its own.
-        """
-        if self.seq_round.bits is not None and self.exit_layer:
-            self.seq_round.cache.roll_back(self.seq_round.length - 1)
-            self.exit_layer = self.rows.exit_layer = 0
+    def drop_drafts(self) -> None:
+        """Make it a plain step: the round is run once more, without drafts."""
+        sequence = self.sequence
+        sequence.cache.roll_back(sequence.length - 1)
+        del self.rows[1:]
+        self.first, self.end, self.verified_from, self.num_copied = 0, 1, 0, 0
+        self.stop_cause, self.dropped_token, self.failure = "none", None, None
 
     def extend(self) -> bool:
-        """Take what the head says of the rows that were run. Returns whether drafting goes on."""
+        """Take what the head says of the row that was run. Returns whether drafting goes on."""
         try:
-            going = self._grow()
+            stop = self._take_row()
         except Exception as error:
             self.error = without_traceback(error)
             return False
-        self.rows.first, self.rows.end = self.num_rows, len(self.rows.tokens)
-        return going
-
-    def _grow(self) -> bool:
-        seq_round, rows, observes = self.seq_round, self.rows, self.seq_round.observes
-        logits = rows.logits
-        output = rows.outputs[0] if logits is None or rows.outputs else self._output_of(logits)
-        self.num_rows += 1
-        row = DraftRow(
-            num_drafted=len(rows.tokens) - 1,
-            exit_layer=self.exit_layer,
-            bits=seq_round.bits,
-            position=seq_round.length - 2 + self.num_rows,
-            confidence=output.confidence if observes.confidence else None,
-            entropy=output.entropy if observes.entropy else None,
-            exit_hidden=rows.hidden[self.num_rows - 1] if observes.exit_hidden else None,
-            features=_features(output, rows.hidden.device) if observes.features else None,
-            context=seq_round.states if observes.context_layers else None,
-        )
-        if row.confidence is not None and row.confidence == row.confidence:
-            self._seen.append(row.confidence)
-        stop = self._stop(row, output, logits)
+        self.first, self.end = self.end, len(self.rows)
         if stop is not None:
             self.stop_cause = stop
         return stop is None
 
-    def _stop(self, row: DraftRow, output: HeadOutput, logits: Tensor | None) -> StopCause | None:
-        """Ask the policy about a row, take its token, and ask about that. Returns why drafting ends, None if it goes on.
+    def _take_row(self) -> StopCause | None:
+        """Ask the policy about the row, take its token, and ask about that. Returns why drafting ends, None if it goes on.
 
         A token that the policy stops before is never drawn.
         """
-        seq_round, observes = self.seq_round, self.seq_round.observes
-        stopping = seq_round.policy.stopping
+        sequence, index = self.sequence, self.first
+        observes, stopping = sequence.observes, sequence.policy.stopping
+        logits = self.logits
+        output = self.outputs[0] if logits is None or self.outputs else self._output_of(logits)
+        row = DraftRow(
+            num_drafted=index,
+            exit_layer=self.exit_layer,
+            bits=self.bits,
+            position=sequence.length - 1 + index,
+            confidence=output.confidence if observes.confidence else None,
+            entropy=output.entropy if observes.entropy else None,
+            exit_hidden=sequence.hidden[index] if observes.exit_hidden else None,
+            features=_features(output, sequence.hidden.device) if observes.features else None,
+            context=self.states if observes.context_layers else None,
+        )
+        if row.confidence is not None and row.confidence == row.confidence:
+            self.seen.append(row.confidence)
         if row.confidence != row.confidence or row.entropy != row.entropy:  # no policy is shown NaN
             return "before_draw"
         if observes.features and any(map(math.isnan, output[2:])):
             return "before_draw"
         if stopping is not None and stopping.stop_before_draw(row):
-            self.dropped_token = None if seq_round.sampler.do_sample else self._pick(output, logits)
+            self.dropped_token = None if sequence.samples else self._pick(output, logits)
             return "before_draw"
         token = self._pick(output, logits)
         if token is None:
             return "before_draw"
-        tokens = self.rows.tokens
         if logits is not None:  # processors see drafts, and so does whoever draws
-            seq_round.tokens[0, seq_round.length + len(tokens) - 1] = token
-        tokens.append(token)
-        if token in seq_round.eos:
+            sequence.tokens[0, sequence.length + index] = token
+        self.rows.append(token)
+        if token in sequence.request.stops.eos:
             return "eos"
         if stopping is not None and stopping.stop_after_draw(row, token):
             return "after_draw"
-        return "cap" if row.num_drafted + 1 == seq_round.max_speculations else None
+        return "cap" if index + 1 == self.max_speculations else None
 
     def _output_of(self, logits: Tensor) -> HeadOutput:
         """Return what the policy wants to know of a row whose token is sampled or processed."""
-        if self.rows.detail == "token":
-            return NOTHING
-        looked = look if self.seq_round.sampler.native and takes(logits) and logits.is_contiguous() else choices_of
-        return looked(logits, self.rows.detail).outputs()[0]
+        sequence = self.sequence
+        if sequence.detail == "token":
+            return _NOTHING
+        looked = look if sequence.sampler.native and takes(logits) and logits.is_contiguous() else choices_of
+        return looked(logits, sequence.detail).outputs()[0]
 
     def _pick(self, output: HeadOutput, logits: Tensor | None) -> int | None:
         """Pick the next draft: the argmax after processors, or a draw from q, which is kept.
@@ -172,23 +191,47 @@ class Draft:
         """
         if logits is None:
             return output.token
-        seq_round, index = self.seq_round, len(self.rows.tokens) - 1
-        sampler, before = seq_round.sampler, (seq_round.tokens, seq_round.length + index)
-        q = self.q[index : index + 1] if sampler.do_sample else None
+        sequence, index = self.sequence, self.first
+        sampler, before = sequence.sampler, (sequence.tokens, sequence.length + index)
         try:
-            if q is None:
+            if not sequence.samples:
                 # Of NaN, too: a greedy draft is a guess, which verification checks.
                 return int(sampler.process(logits, *before).argmax())
-            return sampler.sample(logits, *before, q, f"draft position {seq_round.length + index}")
+            q = sequence.q[index : index + 1]
+            return sampler.sample(logits, *before, q, f"draft position {sequence.length + index}")
         except Exception:
             return None
 
 
-def detail_of(observes: ObservationSpec) -> Detail:
-    """Say what to compute of every row for a policy that needs this."""
-    if observes.entropy or observes.features:
-        return "all"
-    return "confidence" if observes.confidence else "token"
+def make_drafts(runner: Runner, drafts: abc.Sequence[Draft]) -> None:
+    """Draft as far as each plan and each policy say. A sequence without an exit layer drafts nothing.
+
+    Step j runs one row of every sequence that still drafts. Where exits differ, a row leaves the pass at its own, and the
+    draft head then looks at all rows together. Rows that are drafted with weights in fewer bits have a pass of their own.
+    """
+    drafting = [draft for draft in drafts if draft.exit_layer]
+    kinds = {draft.bits for draft in drafting}
+    going = drafting
+    while going:
+        for bits in kinds:
+            alike = going if len(kinds) == 1 else [draft for draft in going if draft.bits == bits]
+            if not alike:
+                continue
+            used = runner if bits is None else runner.rounded(bits)
+            exits = sorted({draft.exit_layer for draft in alike})
+            if len(exits) == 1:
+                used.run(alike, 0, exits[0], "draft")
+                continue
+            start = 0
+            for stop in exits:
+                used.run([draft for draft in alike if draft.exit_layer >= stop], start, stop, None)
+                start = stop
+            used.run(alike, start, start, "draft")
+        going = [draft for draft in going if draft.extend()]
+    for draft in drafting:
+        if draft.bits is not None:
+            # Verification runs these rows through every layer in full, and writes keys and values of its own.
+            draft.sequence.cache.roll_back(draft.sequence.length - 1)
 
 
 def _features(output: HeadOutput, device: torch.device) -> Tensor:

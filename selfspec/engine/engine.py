@@ -5,28 +5,51 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from layerskip_models.draft_weights import make_for
 from layerskip_models.kernels.threads import reclaim_buffers
 from layerskip_models.prefill import MAX_ROWS
-from selfspec.engine.batch_slot import BatchSlot, BoundRequest
+from policies import Policy, RoundRecord
+from selfspec.engine.hidden_states import DeferredShadow
 from selfspec.engine.model_source import BoundModel
-from selfspec.engine.policy_loans import BatchPolicies
-from selfspec.engine.results import StepOutput
+from selfspec.engine.policy_store import BatchPolicies
+from selfspec.engine.request import Request
+from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.engine.round import Outputs, emit, read_prompts, run_round
-from selfspec.engine.runners.choice import CaptureError
-from selfspec.engine.runners.runner import Runner
+from selfspec.engine.runners.eager import EagerRunner
+from selfspec.engine.runners.runner import engine_mode
 from selfspec.engine.sequence import Sequence
-from selfspec.engine.torch_mode import engine_mode
 from selfspec.messages import Messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PIECE_ROWS = 64
 """Prompt rows that are read between two rounds while other sequences decode: none of them waits longer than for that."""
 FULL_ROWS = 128
 """Rows from which on a pass is bound by arithmetic, and another prompt in it would only delay the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BoundRequest:
+    """A checked call of `generate`, bound to the model as it was then.
+
+    started: `perf_counter` when the user called. calibration_seconds: spent since then on the policy. tokenizer: for the
+    result's text; None for no text.
+    """
+
+    bound: BoundModel
+    request: Request
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase | None
+    started: float
+    calibration_seconds: float
+    keep_trace: bool
 
 
 class Engine:
@@ -35,18 +58,14 @@ class Engine:
     Every sequence has its own KV cache, policy state and random generator. A row gets cheaper as sequences join, since all
     share one reading of the weights; policies that measure cost know the batch size. On a CPU with our own kernels a sequence
     gets bit for bit what it would get alone, except when sampling with a policy that decides by measured time ("auto").
-
-    On CUDA a sequence that is alone runs as captured graphs, and sequences that share a batch run eagerly. One that began
-    alone goes back to its captures when it is alone again.
     """
 
     def __init__(self, check: Callable[..., BoundRequest] | None = None) -> None:
         self._check = check
         self._next = 0
-        self._slots: dict[int, BatchSlot] = {}
+        self._slots: dict[int, _Slot] = {}
         self._policies = BatchPolicies()
-        # Eager ones, for each copy of the weights in use.
-        self._runners: dict[BoundModel, tuple[Runner, ExitStack]] = {}
+        self._runners: dict[BoundModel, EagerRunner] = {}  # for each copy of the weights in use
         # What sequences got in this step, and what of that is ready to be returned. A step that raises leaves both to the
         # next one.
         self._got: Outputs = []
@@ -64,7 +83,7 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Memory of the KV caches in use."""
-        return sum(slot.cache_bytes for slot in self._slots.values())
+        return sum(slot.sequence.cache.num_bytes for slot in self._slots.values())
 
     def add(self, prompt: str | list[int] | Tensor | Messages | None = None, **options: object) -> int:
         """Let a sequence join. Arguments and errors are those of `SelfSpecGenerator.generate`, without `streamer`.
@@ -77,7 +96,7 @@ class Engine:
     def join(self, call: BoundRequest, following: int = 0) -> int:
         """Let an already checked call join. following: others that join before the next step, so that policies know."""
         self._next += 1
-        self._slots[self._next] = BatchSlot(self._next, call, self._policies, len(self._slots) + 1 + following)
+        self._slots[self._next] = _Slot(self._next, call, self._policies, len(self._slots) + 1 + following)
         return self._next
 
     def cancel(self, ticket: int) -> None:
@@ -95,7 +114,7 @@ class Engine:
         """Cancel all sequences, and give back what the engine holds."""
         for ticket in [*self._slots]:
             self.cancel(ticket)
-        self._let_go()
+        self._give_back_runners(set())
         reclaim_buffers()
 
     def __enter__(self) -> Engine:
@@ -116,17 +135,20 @@ class Engine:
         distribution. Records of rounds that were broken off may be missing in the statistics and the trace.
         """
         self._catch_up()
-        for slots in self._by_model():
-            bound = slots[0].call.bound
-            model = bound.model
+        for bound, slots in self._by_model().items():
             # Left again before the caller works with the tokens.
-            with engine_mode(model.device), model.on_one_team(), _Locked(slots):
-                waiting = [slot for slot in slots if slot.sequence.reading]
-                going = [slot for slot in slots if not slot.sequence.reading] if waiting else slots
+            with engine_mode(bound.model.device), bound.model.on_one_team(), ExitStack() as held:
+                for slot in slots:
+                    held.enter_context(slot.policy_lock)
+                waiting = [slot.sequence for slot in slots if slot.sequence.reading]
+                going = [slot.sequence for slot in slots if not slot.sequence.reading]
                 if waiting:
-                    self._read(waiting, alone=not going)
+                    # In the order in which they came, several in a pass if they are short. Where nobody waits for this pass,
+                    # it may be as long as memory allows.
+                    most, enough = (PIECE_ROWS, PIECE_ROWS) if going else (MAX_ROWS, FULL_ROWS)
+                    read_prompts(waiting, most, enough, self._got)
                 if going:
-                    self._round(going)
+                    run_round(going, self._runner(bound), self._got)
             self._report()
         for output in self._outputs:
             if output.ended:
@@ -154,77 +176,116 @@ class Engine:
             # Nothing is called here, so no signal comes between: see `emit`.
             self._outputs, self._got = [*self._outputs, *outputs], self._got[1:]
 
-    def _by_model(self) -> list[list[BatchSlot]]:
+    def _by_model(self) -> dict[BoundModel, list[_Slot]]:
         """Sequences that can share passes: those of one copy of the weights."""
-        groups: dict[BoundModel, list[BatchSlot]] = {}
+        groups: dict[BoundModel, list[_Slot]] = {}
         ended = {output.ticket for output in self._outputs if output.ended}
         for slot in self._slots.values():
             if slot.ticket not in ended:
                 groups.setdefault(slot.call.bound, []).append(slot)
-        return [*groups.values()]
+        return groups
 
-    def _read(self, waiting: list[BatchSlot], alone: bool) -> None:
-        """Read prompts in the order in which they came, several in a pass if they are short.
-
-        alone: no sequence is past its prompt, so nobody waits for this pass, which may be as long as memory allows.
-        """
-        most, enough = (MAX_ROWS, FULL_ROWS) if alone else (PIECE_ROWS, PIECE_ROWS)
-        read_prompts([slot.sequence for slot in waiting], most, enough, self._got)
-
-    def _round(self, slots: list[BatchSlot]) -> None:
-        """One round of these sequences: captured if there is only one and it can be, else eager."""
-        sequences = [slot.sequence for slot in slots]
-        captured = slots[0].captured_runner() if len(self._slots) == 1 else None
-        if captured is None:
-            for slot in slots:
-                slot.leave_captures()
-            run_round(sequences, self._eager(slots[0].call.bound), self._got)
-            return
-        try:
-            run_round(sequences, captured, self._got)
-            return
-        except CaptureError as error:
-            slots[0].leave_captures(for_good=True)
-            slots[0].call.bound.pool.give_up_graphs(error)
-        except BaseException:
-            captured.begin()  # what was launched ahead belongs to a round that broke off
-            raise
-        sequences[0].read_again()  # graphs may have written anywhere in the cache
-        run_round(sequences, self._eager(slots[0].call.bound), self._got)
-
-    def _eager(self, bound: BoundModel) -> Runner:
+    def _runner(self, bound: BoundModel) -> EagerRunner:
         if bound not in self._runners:
-            self._let_go()
-            held = ExitStack()
-            self._runners[bound] = held.enter_context(bound.pool.eager_runner()), held
-        return self._runners[bound][0]
+            self._give_back_runners({slot.call.bound for slot in self._slots.values()})
+            self._runners[bound] = bound.take_runner()
+        return self._runners[bound]
 
-    def _let_go(self) -> None:
-        """Give back the runners of copies of the weights that no sequence uses any more."""
-        in_use = {slot.call.bound for slot in self._slots.values()}
-        for bound in self._runners.keys() - in_use:
-            self._runners.pop(bound)[1].close()
+    def _give_back_runners(self, in_use: set[BoundModel]) -> None:
+        for bound in [one for one in self._runners if one not in in_use]:
+            bound.idle_runners.append(self._runners.pop(bound))
 
 
-class _Locked:
-    """Holds the locks of these sequences' policies."""
+class _Slot:
+    """A sequence in the engine, what it holds on to, and what its result will say.
 
-    __slots__ = ("_held", "_locks")
+    batch_size: of the engine once it has joined. policy_lock: held while its policy is at work.
+    """
 
-    def __init__(self, slots: list[BatchSlot]) -> None:
-        self._locks = [slot.policy_lock for slot in slots]
-
-    def __enter__(self) -> None:
+    def __init__(self, ticket: int, call: BoundRequest, policies: BatchPolicies, batch_size: int) -> None:
+        self.ticket, self.call = ticket, call
         self._held = ExitStack()
+        self._records: list[RoundRecord] = []
+        self._first_token_seconds = 0.0
+        self._closed = False
+        self._leaves_text = False  # whether a later sequence may go on from this one's rows
+        bound, request = call.bound, call.request
         try:
-            for lock in self._locks:
-                self._held.enter_context(lock)
+            num_tokens = request.prompt.numel() + request.stops.max_new_tokens
+            self._place = self._held.enter_context(bound.pool.lend(num_tokens, request.prompt, request.owner))
+            policy, self.policy_lock = self._held.enter_context(policies.lend(call.policy))
+            with engine_mode(bound.model.device), self.policy_lock:
+                policy.expect_batch_size(batch_size)
+                self.sequence = Sequence(bound.model, self._place.cache, request, policy, self._place.kept)
+            self._place.begin_sequence(self.sequence.prompt_read)
+            make_for(bound.model, bound.draft_weights, call.policy.name, self.sequence.observes.bits)
+            self._leaves_text = True
         except BaseException:
-            self._held.close()
+            self.close()
             raise
 
-    def __exit__(self, *error: object) -> None:
-        self._held.close()
+    def complete(self, output: StepOutput) -> None:
+        """Count what the sequence got, and add its result when it has ended. An error in making that is its own."""
+        if output.error is None:
+            try:
+                self._count(output.record)
+                output.result = self._result() if self.sequence.stop_reason is not None else None
+            except Exception as error:
+                output.error = error
+        self._leaves_text = output.error is None
+        output.ticket = self.ticket
+
+    def _count(self, record: RoundRecord | None) -> None:
+        if not self._first_token_seconds:
+            self._first_token_seconds = perf_counter() - self.call.started
+        if record is not None and self.call.keep_trace:
+            if isinstance(record.shadow, DeferredShadow):
+                record.shadow.compute_all()  # a record that is kept holds no hidden states
+            if not self._records or self._records[-1].index < record.index:  # not again, if it broke off here
+                self._records.append(record)
+
+    def close(self) -> None:
+        """Give everything back."""
+        if self._closed:
+            return
+        try:
+            if self._leaves_text and self.call.bound.pool.reuses:
+                tokens = self.sequence.tokens[0, : self.sequence.num_cached]
+                self._place.end_sequence(tokens, self.sequence.states.kept)
+        finally:
+            self._leaves_text = False  # the cache may be another's when an interrupted close is repeated
+            self._held.close()
+            self._closed = True
+
+    def _result(self) -> GenerationResult:
+        call, sequence = self.call, self.sequence
+        num_prompt = call.request.prompt.numel()
+        ids = sequence.tokens[:, : sequence.length].to("cpu", copy=True)
+        text = None
+        if call.tokenizer is not None:
+            text = call.tokenizer.decode(ids[0, num_prompt:], skip_special_tokens=True)
+            assert isinstance(text, str)
+        stats = sequence.stats.finish(
+            num_prompt_tokens=num_prompt,
+            num_new_tokens=sequence.num_new,
+            num_reused_tokens=sequence.num_reused,
+            seconds=perf_counter() - call.started,
+            prefill_seconds=sequence.prefill_seconds,
+            calibration_seconds=call.calibration_seconds,
+            first_token=self._first_token_seconds,
+            peak_cache_bytes=sequence.cache.num_bytes,
+            runner=call.bound.runner,
+            kernels=call.bound.model.kernels,
+        )
+        assert sequence.stop_reason is not None
+        return GenerationResult(
+            sequences=ids,
+            text=text,
+            stop_reason=sequence.stop_reason,
+            stats=stats,
+            policy=call.policy.name,
+            trace=tuple(self._records) if call.keep_trace else None,
+        )
 
 
 def run_calls(

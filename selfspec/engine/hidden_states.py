@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.choices import Choices
-from policies import RoundRecord, Shadow, ShadowTokens
+from policies import Shadow, ShadowTokens
 from policies.records import read_matches
 
 AtExit = Callable[[Tensor, int], Tensor]
@@ -64,14 +64,9 @@ class HiddenStates:
         """Itself: a policy that is copied for another text drops what it knew of this one."""
         return self
 
-    @property
-    def max_rows(self) -> int:
-        """Rows of a round that there is room for."""
-        return self.round.shape[1]
-
     def reserve(self, rows: int) -> None:
         """Make room for rounds of `rows` rows. If the buffers grow, what was seen of this round is lost."""
-        if self.max_rows < rows:
+        if self.round.shape[1] < rows:
             self.round = self._empty(self._model.num_layers, rows)
 
     def watches(self, start: int, stop: int) -> bool:
@@ -82,11 +77,6 @@ class HiddenStates:
         """Keep the output of one layer for rows first_row .. of this round."""
         if layers_done in self._watched:
             self.round[layers_done - 1, first_row : first_row + hidden.shape[0]] = hidden
-
-    def capture_at(self, rows: Tensor, layers_done: int, hidden: Tensor) -> None:
-        """Like `capture`, for row numbers that only the device knows, int64 [rows]. Equal numbers bring equal states."""
-        if layers_done in self._watched:
-            self.round[layers_done - 1].index_copy_(0, rows, hidden)
 
     def take(self, first_row: int, start: int, outputs: Tensor) -> None:
         """Like `capture`, for all layers of a pass at once: outputs [layers, rows, hidden], from layer `start` on."""
@@ -123,10 +113,6 @@ class HiddenStates:
     def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:
         """[stop - start, hidden] of the rows at these positions; see `policies.ContextStates`."""
         return self._context[self._slot[exit_layer], start:stop]
-
-    def at(self, layers: Sequence[int], row: int) -> Tensor:
-        """[layers, hidden]: what these layers put out for one of the round's rows."""
-        return self.round[[layer - 1 for layer in layers], row]
 
     def shadow_tokens(
         self, num_rows: int, target_tokens: Tensor, p: Tensor | None = None, at_exit: AtExit | None = None
@@ -221,12 +207,6 @@ class DeferredShadow:
         """[rows, hidden] of a layer that is still missing, as the head sees them."""
         assert self._hidden is not None
         return self._at_exit(self._hidden[self._slots[layer]], layer)
-
-
-def compute_shadow(record: RoundRecord) -> None:
-    """Compute all shadow tokens of a record that is kept, so that it no longer holds hidden states."""
-    if isinstance(record.shadow, DeferredShadow):
-        record.shadow.compute_all()
 
 
 def _fill(missing: Sequence[tuple[DeferredShadow, int]]) -> None:

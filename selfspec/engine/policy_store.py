@@ -1,21 +1,30 @@
-"""Policies by name: made once, and kept with what they have learned."""
+"""Policies by name, kept with what they have learned, and lent to one call at a time.
+
+Policies keep state: what they have learned, and what they know of the current text and round. If two calls used one state at
+the same time, each would decide by the other's drafts. The output would still be the model's own, but a stopping policy that
+finds another round than the one it started may fail. A call therefore borrows a policy (`lend`). A second call that comes
+meanwhile gets a copy, unless the policy wants to learn from all texts of a batch together (`BatchPolicies`).
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from weakref import WeakValueDictionary
 
+from layerskip_models.draft_weights import bits_on_offer, make_for
 from layerskip_models.fork_safe import fork_safe
 from policies import CostModel, MeasuredCost, Policy, PreVerifier, autoregressive, check_exit_layer, parse_policy
 from policies.auto.policy import AutoExit
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.engine.calibrate import measured_cost
-from selfspec.engine.draft_choice import bits_on_offer, make_for
 from selfspec.engine.model_source import BoundModel
-from selfspec.engine.runners.choice import CaptureError
 
 
 class PolicyStore:
@@ -68,7 +77,7 @@ class PolicyStore:
         """
         found = self._resolve(bound, policy, exit_layer, num_speculations)
         if found is not policy:  # what a policy of the caller's own observes is asked once a call, by its sequence
-            make_for(bound.model, bound.draft_weights, bound.pool.kind, found.name, found.observes.bits)
+            make_for(bound.model, bound.draft_weights, found.name, found.observes.bits)
         return found
 
     def _resolve(
@@ -97,9 +106,9 @@ class PolicyStore:
         model = bound.model
         policy = self.find(key, partial(make_policy, bound, name))
         chooser = policy.exit
-        if not isinstance(chooser, AutoExit) or not chooser.takes_bits or bound.pool.kind == "captured":
+        if not isinstance(chooser, AutoExit) or not chooser.takes_bits:
             return policy
-        offered = bits_on_offer(model, bound.draft_weights, bound.pool.kind)
+        offered = bits_on_offer(model, bound.draft_weights)
         if (tuple(sorted(model.drafters)), offered) == (chooser.observes.bits, chooser.offered_bits):
             return policy
         with self._lock:
@@ -130,17 +139,103 @@ def make_policy(
         num_layers=bound.model.num_layers,
         measure=measure or partial(_measured_cost, bound),
         preverifier=preverifier or bound.preverifiers,
-        draft_bits=() if bound.pool.kind == "captured" else tuple(sorted(bound.model.drafters)),
-        offered_bits=bits_on_offer(bound.model, bound.draft_weights, bound.pool.kind),
+        draft_bits=tuple(sorted(bound.model.drafters)),
+        offered_bits=bits_on_offer(bound.model, bound.draft_weights),
     )
 
 
 def _measured_cost(bound: BoundModel) -> MeasuredCost:
-    """Costs of the runner in use, or of the eager one if graphs fail while they are timed; and of weights in fewer bits."""
-    try:
-        cost = measured_cost(bound.model, bound.pool.kind)
-    except CaptureError as error:
-        bound.pool.give_up_graphs(error)
-        cost = measured_cost(bound.model, bound.pool.kind)
+    """Measure the costs of the model, and of its weights in fewer bits."""
+    cost = measured_cost(bound.model, bound.runner)
     drafters = sorted(bound.model.drafters.items())
     return replace(cost, rounded=tuple((bits, measured_cost(drafter)) for bits, drafter in drafters))
+
+
+# Loans
+
+
+class _Loan:
+    """A call's use of a policy, or that of all texts of an engine which learn in one state.
+
+    round: held while the policy is at work, so that nobody copies it half changed. held, texts: for such an engine's loan.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.thread = policy, threading.get_ident()
+        self.round = threading.RLock()  # a logits processor may itself make a call
+        self.held, self.texts = ExitStack(), 0
+
+
+_lent: WeakValueDictionary[int, _Loan] = WeakValueDictionary()  # by the id of an exit or stopping policy
+_lock = fork_safe(threading.RLock())  # re-entered when a stream is finalised by the garbage collector
+
+
+def _forget_other_threads() -> None:
+    """In a forked child: calls of the parent's other threads do not go on there, and never give back what they borrowed."""
+    for key, loan in [*_lent.items()]:
+        if loan.thread != threading.get_ident():
+            del _lent[key]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_other_threads)
+
+
+@contextmanager
+def lend(policy: Policy) -> Iterator[_Loan]:
+    """Lend the policy to one call, which holds the loan's lock during each of its rounds.
+
+    It is the policy itself, or a copy if another call is using it (or another `Policy` of the same parts). A copy knows what
+    the policy has learned so far; what it learns itself is lost. Raises RuntimeError for a policy that cannot be copied.
+    """
+    parts = [part for part in (policy.exit, policy.stopping) if part is not None]
+    with _lock:
+        busy = next((_lent[id(part)] for part in parts if id(part) in _lent), None)
+        if busy is None:
+            own = _Loan(policy)
+            for part in parts:
+                _lent[id(part)] = own
+    if busy is not None:
+        parts = []
+        with busy.round:
+            try:
+                own = _Loan(deepcopy(policy))
+            except Exception as error:
+                raise RuntimeError(
+                    f"policy {policy.name!r} is in use by another call, and copy.deepcopy cannot copy it ({error}): "
+                    "give each call that runs at the same time a policy of its own"
+                ) from error
+    try:
+        yield own
+    finally:
+        with _lock:
+            for part in parts:
+                _lent.pop(id(part), None)
+
+
+class BatchPolicies:
+    """Lends policies to the texts of one engine. Texts with the same policy learn in one state if the policy wants that."""
+
+    def __init__(self) -> None:
+        self._shared: dict[int, _Loan] = {}
+
+    @contextmanager
+    def lend(self, policy: Policy) -> Iterator[tuple[Policy, threading.RLock]]:
+        """Lend as the function `lend` does, to one text of the batch: the policy, and the lock of its rounds."""
+        if not policy.learns_together:
+            with lend(policy) as loan:
+                yield loan.policy, loan.round
+            return
+        shared = self._shared.get(id(policy))
+        if shared is None:
+            held = ExitStack()
+            shared = self._shared[id(policy)] = held.enter_context(lend(policy))
+            shared.held = held
+        shared.texts += 1
+        try:
+            yield shared.policy.clone_for_sequence(), shared.round
+        finally:
+            shared.texts -= 1
+            if not shared.texts:
+                del self._shared[id(policy)]
+                shared.held.close()

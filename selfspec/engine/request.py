@@ -23,9 +23,7 @@ from selfspec.messages import are_messages, check_characters, encode_messages
 from selfspec.options import NAMES, check_ranges
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
-
-    from selfspec.engine.generation_host import GenerationHost
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedTokenizerBase
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """Used when neither the call nor a configuration gives a length (transformers would stop at 20 tokens in all)."""
@@ -248,16 +246,44 @@ def make_generator(
     return fresh
 
 
+@cache
+def host_class() -> Any:
+    """Make the class that lets transformers' own code prepare a call, without one of its models in memory.
+
+    This imports transformers' `generate` and, with it, PyTorch's compiler: a second, which the first call pays.
+    """
+    from transformers import GenerationMixin
+
+    class GenerationHost(GenerationMixin):
+        def __init__(self, config: PreTrainedConfig, generation_config: GenerationConfig, device: torch.device) -> None:
+            self.config, self.generation_config, self._device = config, generation_config, device
+
+        @property
+        def device(self) -> torch.device:
+            return self._device
+
+    return GenerationHost
+
+
+def plain_request(prompt: Tensor, max_new_tokens: int, eos: frozenset[int] = frozenset()) -> Request:
+    """Make a greedy request without processors or stopping criteria. prompt: int64 [n] on the CPU."""
+    from transformers import LogitsProcessorList, StoppingCriteriaList
+
+    stops = StopConditions(eos=eos, criteria=StoppingCriteriaList(), max_new_tokens=max_new_tokens)
+    return Request(prompt=prompt, processors=LogitsProcessorList(), stops=stops, generator=None)
+
+
 def make_request(
     *,
-    host: GenerationHost,
+    host: Any,
     prompt: object,
     tokenizer: PreTrainedTokenizerBase | None,
     options: Mapping[str, Any],
 ) -> Request:
     """Check one call and turn it into what the engine needs.
 
-    options: `GenerationOptions`. Those that are None were not given. How to speculate is not decided here.
+    host: a `host_class`. options: `GenerationOptions`. Those that are None were not given. How to
+        speculate is not decided here.
     Raises ValueError (TypeError for a wrong type) that names the argument, its range and the remedy.
     """
     from transformers import LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList

@@ -10,13 +10,12 @@ from collections import abc
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from layerskip_models.prefill import MAX_ROWS, PromptPiece, read_pieces
-from selfspec.engine.draft import make_drafts
+from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.results import StepOutput, without_traceback
 from selfspec.engine.runners.runner import Runner
-from selfspec.engine.sequence import Planned, Sequence
+from selfspec.engine.sequence import Sequence
 from selfspec.engine.verification import accept, verify
 
 Outputs = list[tuple[Sequence, StepOutput]]
@@ -30,35 +29,32 @@ def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Outputs 
     """
     found = [] if found is None else found
     first = len(found)
-    going: list[tuple[Sequence, Planned]] = []
+    drafts: list[Draft] = []
     for sequence in sequences:
         try:
-            # 1. Plan: where to exit, how far to draft (0: a plain step).
-            going.append((sequence, sequence.plan(runner, len(sequences))))
+            drafts.append(sequence.plan(len(sequences)))  # 1. Plan: where to exit, how far to draft (0: a plain step).
         except Exception as error:
             emit(sequence, found, StepOutput(tokens=sequence.unsent, error=without_traceback(error)))
-    if going:
-        seq_rounds = [planned.seq_round for _, planned in going]
+    if drafts:
         started = perf_counter()
-        drafts = make_drafts(runner, seq_rounds)  # 2. Draft: the first layers propose tokens.
+        make_drafts(runner, drafts)  # 2. Draft: the first layers propose tokens.
         drafted = perf_counter()
         verify(runner, drafts)  # 3. Verify: the other layers look at all of them at once.
         verified = perf_counter()
-        results = [accept(runner, draft) for draft in drafts]  # 4. Accept those that the model itself would have said.
-        shares = (drafted - started) / len(going), (verified - drafted) / len(going)
-        accept_seconds = (perf_counter() - verified) / len(going)
-        for (sequence, planned), result in zip(going, results):
+        for draft in drafts:
+            accept(runner, draft)  # 4. Accept those that the model itself would have said.
+        shares = (drafted - started) / len(drafts), (verified - drafted) / len(drafts)
+        accept_seconds = (perf_counter() - verified) / len(drafts)
+        for draft in drafts:
+            sequence = draft.sequence
             sequence.stats.accept_seconds += accept_seconds
             try:
                 # 5. Commit them and one token more. Only lengths change.
-                tokens = None if result.error is not None else sequence.commit(result)
+                tokens = None if draft.error is not None else sequence.commit(draft)
                 if tokens is None:
-                    emit(sequence, found, StepOutput(tokens=sequence.unsent, error=result.error or result.failure))
+                    emit(sequence, found, StepOutput(tokens=sequence.unsent, error=draft.error or draft.failure))
                     continue
-                # 6. Learn: the policy sees what came of its plan.
-                record = sequence.learn(planned, result, tokens, *shares)
-                if result.failure is not None:  # the text ended before it
-                    runner.clear(sequence.length - 1)
+                record = sequence.learn(draft, tokens, *shares)  # 6. Learn: the policy sees what came of its plan.
                 emit(sequence, found, StepOutput(tokens=sequence.unsent, record=record))
             except Exception as error:
                 emit(sequence, found, StepOutput(tokens=sequence.unsent, error=without_traceback(error)))
@@ -89,32 +85,20 @@ def read_prompts(
     reading = perf_counter()
     model = sequences[0].model
     hidden = read_pieces(model, pieces, model.num_layers)
-    ended = [(sequence, states) for sequence, states in zip(sequences, hidden) if not sequence.unread]
-    logits = model.logits(torch.cat([states[-1:] for _, states in ended])).split(1) if ended else ()
+    read = [(sequence, states, not sequence.unread) for sequence, states in zip(sequences, hidden)]
+    last = [states[-1:] for _, states, ends in read if ends]
+    logits = iter(model.logits(torch.cat(last)).split(1) if last else ())
     seconds = perf_counter() - reading
-    for sequence, piece in zip(sequences, hidden):
-        sequence.prefill_seconds += seconds * piece.shape[0] / rows
     found = [] if found is None else found
     first = len(found)
-    failed = _show_prompts(sequences, hidden, found)
-    for (sequence, states), scores in zip(ended, logits):
-        if sequence in failed:
-            continue
+    for sequence, states, ends in read:
+        sequence.prefill_seconds += seconds * states.shape[0] / rows
+        scores = next(logits) if ends else None
         try:
-            sequence.begin(states, scores)
-            emit(sequence, found, StepOutput(tokens=sequence.unsent))
+            sequence.show_prompt(states)
+            if scores is not None:
+                sequence.begin(states, scores)
+                emit(sequence, found, StepOutput(tokens=sequence.unsent))
         except Exception as error:
             emit(sequence, found, StepOutput(tokens=sequence.unsent, error=without_traceback(error)))
     return found[first:]
-
-
-def _show_prompts(sequences: abc.Sequence[Sequence], hidden: abc.Sequence[Tensor], found: Outputs) -> set[Sequence]:
-    """Let those who watch prompts see what was read. Returns the texts where that fails."""
-    failed = set()
-    for sequence, states in zip(sequences, hidden):
-        try:
-            sequence.show_prompt(states)
-        except Exception as error:
-            failed.add(sequence)
-            emit(sequence, found, StepOutput(tokens=sequence.unsent, error=without_traceback(error)))
-    return failed

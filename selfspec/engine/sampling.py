@@ -88,8 +88,7 @@ class Sampler:
         as a draft and as a verified position.
     generator: source of all randomness when sampling; None when greedy.
     rewinds: whether the generator may be set back to an earlier state, because nobody else draws from it.
-    native: whether our kernels compute on the tensors that are handed in. Else PyTorch's operators do, which also work where
-        numbers are not there yet, as in captured rounds.
+    native: whether our kernels compute on the tensors that are handed in. Else PyTorch's operators do.
     prefix_free: whether all rows can be processed in one call, because no processor looks at the text.
     """
 

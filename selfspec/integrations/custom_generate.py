@@ -33,15 +33,13 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from layerskip_models.draft_weights import DraftWeights, check_draft_weights
 from layerskip_models.fork_safe import fork_safe
 from layerskip_models.transformers_names import CACHE_NAMES
 from policies import Policy
-from selfspec.engine.batch_slot import BoundRequest
-from selfspec.engine.draft_choice import DraftWeights, check_draft_weights
-from selfspec.engine.engine import run_calls
+from selfspec.engine.engine import BoundRequest, run_calls
 from selfspec.engine.request import Request, encode_prompt, end_tokens, refuse_fields, refuse_processors
-from selfspec.engine.results import GenerationResult
-from selfspec.engine.stats import GenerationStats
+from selfspec.engine.results import GenerationResult, GenerationStats
 from selfspec.engine.stopping import StopConditions
 from selfspec.generator import SelfSpecGenerator
 from selfspec.integrations.batch_rows import BatchRow, RowCriterion, StopTogether, row_processor, split_rows

@@ -5,18 +5,18 @@ Each position is a sequence of its own, whose KV cache begins with a copy of the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import abc
+from collections.abc import Collection, Iterator
 
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
 from policies import DraftRow, FixedExit, NeverStop, ObservationSpec, Policy
 from selfspec.engine.draft import Draft, make_drafts
+from selfspec.engine.request import plain_request
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import SequenceRound
-from selfspec.engine.sampling import Sampler
+from selfspec.engine.sequence import Sequence
 
 _CACHE_BYTES = 1 << 30  # of the copies of the text's KV cache that exist at once
 
@@ -29,7 +29,7 @@ class DraftRecorder(NeverStop):
 
     observes = ObservationSpec(features=True)
 
-    def __init__(self, text: Sequence[int], behind: int) -> None:
+    def __init__(self, text: abc.Sequence[int], behind: int) -> None:
         self.text, self._left = text, behind
         self._mismatch = False
         self.features: list[Tensor] = []
@@ -45,12 +45,12 @@ class DraftRecorder(NeverStop):
         self._mismatch = self._mismatch or token != self.text[row.num_drafted]
         return self._mismatch and self._left == 0
 
-    def accepted(self, draft: Sequence[int]) -> int:
+    def accepted(self, draft: abc.Sequence[int]) -> int:
         """Count the draft's tokens before its first mismatch with the text."""
         return num_matching(draft, self.text)
 
 
-def num_matching(draft: Sequence[int], text: Sequence[int]) -> int:
+def num_matching(draft: abc.Sequence[int], text: abc.Sequence[int]) -> int:
     """How many tokens of a draft are the text's, up to the first that is not. text: the tokens that follow its start."""
     pairs = zip(draft, text)
     return next((place for place, (drafted, token) in enumerate(pairs) if drafted != token), len(draft))
@@ -60,7 +60,7 @@ def drafts_at(
     model: LayerSkipModel,
     cache: KVCache,
     text: Tensor,
-    positions: Sequence[int],
+    positions: abc.Sequence[int],
     exit_layer: int,
     *,
     window: int,
@@ -77,28 +77,17 @@ def drafts_at(
     at_once = min(max(_CACHE_BYTES // cache.num_bytes, 1), len(positions))
     copies = [KVCache(model, text.numel()) for _ in range(at_once)]
     for first in range(0, len(positions), at_once):
-        recorders, turns = [], []
+        recorders, drafts = [], []
         for start, copy in zip(positions[first:], copies):
             copy.take(cache, start - 1)
             recorders.append(DraftRecorder(tokens[start:], behind))
             length = min(window, len(tokens) - start)
-            turns.append(
-                SequenceRound(
-                    cache=copy,
-                    tokens=text.unsqueeze(0),
-                    length=start,
-                    pending=tokens[start - 1],
-                    exit_layer=exit_layer,
-                    max_speculations=length,
-                    sampler=Sampler(LogitsProcessorList(), None),
-                    policy=Policy(FixedExit(exit_layer, length, num_layers=model.num_layers), recorders[-1]),
-                    observes=DraftRecorder.observes,
-                    eos=frozenset(eos),
-                    states=None,
-                    learns=False,
-                )
-            )
-        for draft, recorder in zip(make_drafts(runner, turns), recorders):
+            policy = Policy(FixedExit(exit_layer, length, num_layers=model.num_layers), recorders[-1])
+            sequence = Sequence(model, copy, plain_request(text[:start].cpu(), length + 1, frozenset(eos)), policy)
+            sequence.pending = tokens[start - 1]
+            drafts.append(Draft(sequence, exit_layer, length))
+        make_drafts(runner, drafts)
+        for draft, recorder in zip(drafts, recorders):
             if draft.error is not None:
                 raise draft.error
             yield draft, recorder

@@ -123,9 +123,9 @@ def draft_traces(
             for draft, recorder in drafts_at(
                 model, cache, text, possible.tolist(), layer, window=plan.window, behind=plan.behind, eos=ids
             ):
-                lengths.append(draft.num_rows)
+                lengths.append(draft.first)
                 accepted.append(recorder.accepted(draft.tokens))
-                hidden.append(draft.rows.hidden[: draft.num_rows].to(stored))
+                hidden.append(draft.sequence.hidden[: draft.first].to(stored))
                 features += recorder.features
             yield DraftTrace(
                 exit_layer=layer,

@@ -16,7 +16,7 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from policies import ContextStates
 from policies.bounds import MAX_DRAFTS, check_number
-from selfspec.engine.torch_mode import engine_mode
+from selfspec.engine.runners.runner import engine_mode
 from selfspec.pacer.network import (
     CONFIG_FILE,
     FEATURES,

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from selfspec import SelfSpecGenerator
-from selfspec.engine.batch_slot import BoundRequest
-from selfspec.engine.engine import Engine
+from selfspec.engine.engine import BoundRequest, Engine
 from selfspec.engine.results import StepOutput
 from selfspec.serve.api_errors import ApiError, queue_full, shutting_down
 from selfspec.serve.server_metrics import ServerMetrics

@@ -32,7 +32,7 @@ class ServedPolicies:
         self._default_name = generator.resolve_policy(default).name
         self._allowed = None if ANY_POLICY in allowed else {REPEATING, self._default_name, *allowed}
         if generator.model.num_layers > 1:  # now, and not while texts decode, for the first request that names "auto"
-            measured_cost(generator.model, generator.runner)
+            measured_cost(generator.model)
         self._named = PolicyStore(most=_KEPT)
 
     def choose(self, name: str | None, *, repeats: bool) -> Policy:

@@ -289,7 +289,7 @@ class Translator:
             repetition_penalty=body.repetition_penalty,
             eos_token_id=shared.ends,
             policy=policy,
-            copy_from=self.copies if copies_drafts(policy.observes, self._generator.runner) else None,
+            copy_from=self.copies if copies_drafts(policy.observes) else None,
             logits_processor=self._processors(body, shared, len(ids)),
             stopping_criteria=StoppingCriteriaList(criteria),
             **sampling,

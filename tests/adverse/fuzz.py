@@ -26,8 +26,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-import selfspec.engine.runners.cuda_graph.buffers
-import selfspec.engine.runners.cuda_graph.runner
 from fuzz_models import FuzzModel, make_model
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 from selfspec.engine.sampling import NonFiniteLogitsError
@@ -159,12 +157,9 @@ def run_model(seed: int, group: int, numbers: Iterable[int]) -> list[CaseResult]
 
 
 def _prepare() -> None:
-    """One thread, since the matrices are tiny, and captures at which tiny models have several."""
+    """One thread, since the matrices are tiny."""
     torch.set_num_threads(1)
     quiet()
-    selfspec.engine.runners.cuda_graph.buffers.BLOCK = 2
-    selfspec.engine.runners.cuda_graph.runner.SMALLEST_SPAN = 8
-    selfspec.engine.runners.cuda_graph.runner.SMALLEST_CACHE = 64
 
 
 def fuzz(seed: int, cases: int) -> list[CaseResult]:

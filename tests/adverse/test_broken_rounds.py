@@ -159,10 +159,10 @@ def test_a_caller_s_own_generator_is_not_set_back() -> None:
     with generator.engine() as engine:
         engine.add([5, 1], max_new_tokens=9, policy="ls:2-3", do_sample=True, generator=source)
         engine.step()
-        engine._slots[1].sequence.plan(engine._eager(engine._slots[1].call.bound), 1)  # a round that goes no further
+        engine._slots[1].sequence.plan(1)  # a round that goes no further
         torch.rand(3, generator=source)
         state = source.get_state()
-        engine._slots[1].sequence.plan(engine._eager(engine._slots[1].call.bound), 1)
+        engine._slots[1].sequence.plan(1)
         assert torch.equal(source.get_state(), state)
 
 

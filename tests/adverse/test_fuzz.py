@@ -14,7 +14,7 @@ CASES = 30
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch, small_captures: None) -> None:
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what a process of its own is set to."""
     monkeypatch.setattr(fuzzing, "_prepare", lambda: None)
 

@@ -322,25 +322,6 @@ def test_refresh_forgets_the_texts_of_a_model_that_is_not_copied() -> None:
     assert [pool.reused(A), pool.reused(B)] == [49, 49]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_captures")
-@pytest.mark.parametrize("prefix_cache", [1, "1MB"])
-def test_captured_passes_go_on_from_a_kept_text(prefix_cache: int | str) -> None:
-    """Captures belong to one cache and stay with it; what it held moves to another if there is memory."""
-    pool = Pool(prefix_cache, runner="captured")
-    assert [pool.reused(A), pool.reused(A)] == [0, 49]
-    captured = pool.idle[-1].captured
-    assert captured is not None
-    before = len(pool.text)
-    assert pool.reused([*pool.text, 2], policy="ls:2-4") == before - 1
-    assert pool.reused(B, policy="ls:2-4") == 0
-    assert pool.idle[-1].captured is captured
-    many = prefix_cache != 1
-    assert pool.reused(A, policy="ls:2-4") == (49 if many else 0)
-    assert pool.idle[-1].captured is captured
-    assert pool.generator.kept_texts.count == (3 if many else 1)
-
-
 @pytest.mark.parametrize(
     ("size", "expected"),
     [(0, 0), (12, 12), ("0", 0), ("200", 200), ("2kB", 2000), ("1.5 GB", 1_500_000_000), ("1GiB", 1 << 30)],

@@ -116,7 +116,7 @@ def test_an_operator_may_share_all() -> None:
 
 def pool_of(num_bytes: int) -> KVCachePool:
     model = from_transformers(tiny_llama(seed=2, max_position_embeddings=128), layout="plain")
-    return KVCachePool(model, "eager", PrefixCache(num_bytes=num_bytes, use="always"))
+    return KVCachePool(model, PrefixCache(num_bytes=num_bytes, use="always"))
 
 
 def leave_text(pool: KVCachePool, tokens: list[int], owner: Owner) -> int:

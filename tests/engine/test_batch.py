@@ -25,8 +25,7 @@ from layerskip_models import from_transformers
 from policies import parse_policy
 from selfspec import BatchError, SelfSpecGenerator
 from selfspec.batch import check_all
-from selfspec.engine.batch_slot import BoundRequest
-from selfspec.engine.engine import Engine
+from selfspec.engine.engine import BoundRequest, Engine
 from selfspec.engine.results import GenerationResult, StepOutput
 from test_engine_errors import Raising
 from tiny_llama import reference_greedy, tiny_tokenizer

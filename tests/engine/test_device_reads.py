@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from layerskip_models.attention import repeat_rows
 from layerskip_models.choices import Choices
-from layerskip_models.kv_cache import KVCache
-from layerskip_models.transfer import read_rows, to_device
+from layerskip_models.transfer import read_rows
 from policies import ShadowTokens
 from policies.acceptance_table import AcceptanceTable, Bins, read_shadow
 from pretended_devices import PretendedDevices
-from selfspec.engine.runners.cuda_graph.forward import StaticForward
 from selfspec.engine.sampling import Sampler
-from selfspec.engine.verification import verify_greedy
-from test_cuda_paths import TEXT, as_on_cuda
-from tiny_llama import tiny_llama
+from selfspec.engine.verification import _judge_greedy
 
 DEVICE = torch.device("xla:0")
 READS = (Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__bool__)
@@ -87,47 +82,9 @@ def test_greedy_rows_are_verified_from_one_copy() -> None:
 
     def verified(device: torch.device) -> Any:
         sampler = Sampler([], None)  # type: ignore[arg-type]
-        found = verify_greedy(sampler, logits.to(device), torch.zeros(1, 9, dtype=torch.long), 3, [2, 1])
-        return found.num_accepted, found.block
+        text = SimpleNamespace(sampler=sampler, tokens=torch.zeros(1, 9, dtype=torch.long), length=3)
+        draft: Any = SimpleNamespace(sequence=text, rows=[0, 2, 1], tokens=[2, 1])
+        _judge_greedy(draft, logits.to(device))
+        return draft.num_accepted, draft.block
 
     assert both(verified) == 1
-
-
-def test_what_is_sent_is_what_was_there() -> None:
-    tensor = torch.tensor([1.0, math.nan])
-    assert to_device(tensor, torch.device("cpu")) is tensor
-
-
-# Masks
-
-
-def test_masks_have_rows_of_a_multiple_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the kernel that takes them copies them in every layer."""
-    strides: list[int] = []
-    plain = F.scaled_dot_product_attention
-
-    def attention(*args: Any, **options: Any) -> Tensor:
-        if options.get("attn_mask") is not None:
-            strides.append(options["attn_mask"].stride(-2))
-        return plain(*args, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-    for heads, kv_heads in ((4, 4), (4, 2)):
-        model = as_on_cuda(tiny_llama(heads=heads, kv_heads=kv_heads, seed=3))
-        cache, static_cache = KVCache(model, 13), KVCache(model, 13)
-        with torch.inference_mode():
-            for memory in static_cache.memory:
-                memory.zero_()
-            hidden = model.embed(torch.tensor(TEXT))
-            for start, stop in ((0, 4), (4, 7)):
-                model.run_layers(hidden[start:stop], 0, 4, cache)
-                StaticForward(model, static_cache).run(hidden[start:stop], 0, 4, torch.arange(start, stop), 13)
-    assert len(strides) > 20
-    assert all(stride % 8 == 0 for stride in strides), strides
-
-
-def test_rows_of_a_mask_are_repeated_in_order() -> None:
-    mask = torch.randn(3, 13)
-    repeated = repeat_rows(mask, 4)
-    assert torch.equal(repeated, mask.repeat_interleave(4, dim=0))
-    assert repeated.stride() == (16, 1)

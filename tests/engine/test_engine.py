@@ -17,7 +17,7 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.linear import Layout
 from policies import parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.engine.policy_loans import lend
+from selfspec.engine.policy_store import lend
 from tiny_llama import reference_greedy, tiny_llama
 
 PROMPT = [5, 1, 7]
@@ -100,8 +100,8 @@ def test_a_closed_engine_has_let_go_of_everything() -> None:
         assert len(engine) == 3
     assert len(engine) == 0
     assert engine.step() == []
-    with lend(policy) as (free, _):
-        assert free is policy
+    with lend(policy) as loan:
+        assert loan.policy is policy
     engine.close()  # once more
     with pytest.raises(ZeroDivisionError), generator.engine() as engine:
         engine.add(PROMPT, max_new_tokens=9)

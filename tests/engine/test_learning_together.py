@@ -15,7 +15,7 @@ from preverifiers import random_preverification
 from scripted_policies import ScriptedExit, StopBelow, made_up_cost
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
-from selfspec.engine.policy_loans import lend
+from selfspec.engine.policy_store import lend
 
 PROMPT = [5, 1, 7]
 
@@ -42,8 +42,8 @@ def parts_of(engine: Engine) -> list[Policy]:
 
 
 def is_free(policy: Policy) -> bool:
-    with lend(policy) as (found, _):
-        return found is policy
+    with lend(policy) as loan:
+        return loan.policy is policy
 
 
 def test_texts_with_one_policy_that_learns_together_share_its_state() -> None:
@@ -63,8 +63,8 @@ def test_texts_with_one_policy_that_learns_together_share_its_state() -> None:
         with generator.engine() as other:  # of another engine: a copy, as for any other call
             other.add([9], max_new_tokens=12, policy=policy)
             assert parts_of(other)[0].exit is not exit_policy
-        with lend(policy) as (copied, _):
-            assert copied.exit is not exit_policy
+        with lend(policy) as loan:
+            assert loan.policy.exit is not exit_policy
         rounds = 0
         results = {}
         while len(engine):

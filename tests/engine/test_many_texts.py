@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 import selfspec.engine.engine
 import selfspec.engine.round
@@ -21,13 +19,11 @@ from batched_runs import (
     run_together,
     shared_model,
 )
-from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models import LayerSkipModel
 from layerskip_models.linear import Layout
 from layerskip_models.prefill import PromptPiece
-from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
-from tiny_llama import tiny_tokenizer
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -112,29 +108,3 @@ def test_a_text_takes_as_much_memory_as_alone(layout: Layout) -> None:
         assert course.result.stats.peak_cache_bytes == expected.result.stats.peak_cache_bytes
         numbers = NUM_LAYERS * 2 * 2 * 8 * (len(text.prompt) + text.options["max_new_tokens"])
         assert course.result.stats.peak_cache_bytes == numbers * shared_model(layout).dtype.itemsize
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_captures")
-@pytest.mark.parametrize("leaves", [None, 5])
-def test_a_captured_text_that_joins_a_batch_goes_on_eagerly(leaves: int | None, llama64: LlamaForCausalLM) -> None:
-    """And so does one that was in a batch and is then alone; the next one that is alone is captured again."""
-    model = from_transformers(llama64, layout="plain")
-    generator = SelfSpecGenerator(model, tiny_tokenizer(), runner="captured")
-    options = {"max_new_tokens": 24}
-    sampled = {**options, "do_sample": True, "seed": 5}
-    for policy in ("ar", "ls:{E}-3", "changing plans", "auto:cost=layers", "stop after a draw"):
-        texts = [
-            Wish(prompt=[5, 1, 7, 5, 1, 7, 5], policy=policy, options=options, leaves=leaves),
-            Wish(prompt=[2, 2, 9, 2, 2, 9], policy=policy, options=sampled, joins=3),
-            Wish(prompt=[8], policy=policy, options=options, joins=60),
-        ]
-        courses = run_together(generator, texts)
-        for text, course in zip(texts, courses):
-            expected = run_alone(model, replace(text, policy=policy.replace("layers", "layers,copy=off")))
-            if text.leaves is None:
-                assert_same(course, expected, exact=False)
-            assert course.tokens == expected.tokens[: len(course.tokens)]
-        kinds = [None if course.result is None else course.result.stats.runner for course in courses]
-        assert kinds == ["eager" if leaves is None else None, "eager", "captured"]
-    assert generator.runner == "captured"

@@ -138,28 +138,3 @@ def test_no_layer_runs_twice_where_tokens_are_copied(
                 assert ran == expected_rows(record)
                 copied += record.num_copied
     assert copied > 0
-
-
-def test_a_stop_before_the_first_draw_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is kept, and the round is an autoregressive step of L loaded layers, its first E not run again."""
-    model = from_transformers(tiny_llama(num_layers=NUM_LAYERS), layout="plain")
-    counting = CountingModel(model, monkeypatch)
-    policy = Policy(ScriptedExit([(2, 5)]), StopBelow(1.1))
-    text = Sequence(model, KVCache(model, 12), request_for(model, [1, 2], max_new_tokens=10), policy)
-    with torch.inference_mode():
-        for committed in decode(text, EagerRunner(model)):
-            record = committed.record
-            ran, _ = counting.take()
-            if record is not None and record.exit_layer is not None:
-                assert record.draft_tokens == ()
-                assert record.stop_cause == "before_draw"
-                assert record.loaded_layers == NUM_LAYERS
-                assert ran == expected_rows(record)
-    assert text.stats.finish(
-        num_prompt_tokens=2,
-        num_new_tokens=text.num_new,
-        seconds=1.0,
-        prefill_seconds=0.0,
-        first_token=0.0,
-        cache_bytes=0,
-    ).etpl == pytest.approx(1 / NUM_LAYERS)

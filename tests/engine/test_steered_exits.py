@@ -169,11 +169,6 @@ def test_a_round_that_broke_off_leaves_the_steering_of_the_round_before(
     assert check_drafts(model, text.tokens[0, : text.length].tolist(), records)[0] > 6
 
 
-def test_steered_rounds_are_not_captured() -> None:
-    with pytest.raises(ValueError, match="steered exits are not captured"):
-        SelfSpecGenerator(steered_model("plain"), runner="captured")
-
-
 def test_what_nothing_steers_is_steered_by_zeros() -> None:
     """As where costs are timed. On our kernels that is another way, without a bias."""
     model = steered_model(IN_USE)

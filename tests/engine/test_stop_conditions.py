@@ -155,10 +155,7 @@ class Touched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("runner", ["eager", "captured"])
-def test_criteria_never_look_at_the_device_s_tokens(
-    runner: Any, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_criteria_never_look_at_the_device_s_tokens(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop strings, a time limit and a criterion of one's own are decided on a copy of the text in the host's memory."""
     touched, tokens = Touched(), []
     first_stop, piece = StopConditions.first_stop, Sequence.next_piece
@@ -178,7 +175,7 @@ def test_criteria_never_look_at_the_device_s_tokens(
 
     monkeypatch.setattr(StopConditions, "first_stop", watched)
     monkeypatch.setattr(Sequence, "next_piece", noted)
-    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer(), "ls:2-5", runner=runner)
+    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer(), "ls:2-5")
     criterion = StopAtLength(20)
     with touched:
         result = engine.generate(

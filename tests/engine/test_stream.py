@@ -12,7 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
-from selfspec.engine.policy_loans import lend
+from selfspec.engine.policy_store import lend
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 PROMPT = [5, 1, 7]
@@ -109,12 +109,12 @@ def test_a_stream_that_is_kept_has_its_policy_until_it_is_closed(engine: SelfSpe
     with engine.stream(PROMPT, max_new_tokens=50) as stream:
         for _ in stream:
             break
-        with lend(policy) as (found, _):
-            assert found is not policy
+        with lend(policy) as loan:
+            assert loan.policy is not policy
     for _ in stream:
         pytest.fail("a closed stream has no pieces")
-    with lend(policy) as (found, _):
-        assert found is policy
+    with lend(policy) as loan:
+        assert loan.policy is policy
 
 
 def test_what_is_between_pieces_runs_in_the_callers_mode(engine: SelfSpecGenerator) -> None:

@@ -13,7 +13,6 @@ import torch
 from layerskip_models import from_transformers
 from scripted_policies import EVERY_POLICY
 from selfspec import SelfSpecGenerator
-from selfspec.engine.runners.choice import RunnerName
 from test_generator import Recorder
 from tiny_llama import tiny_llama, tiny_tokenizer
 
@@ -62,31 +61,25 @@ def texts(engine: SelfSpecGenerator, calls: Calls = CALLS) -> list[list[int]]:
     return found
 
 
-def engine_for(runner: RunnerName = "eager") -> SelfSpecGenerator:
+def engine_for() -> SelfSpecGenerator:
     model = from_transformers(tiny_llama(seed=3, late_scale=0.5), layout="plain")
-    return SelfSpecGenerator(model, tiny_tokenizer(), runner=runner)
+    return SelfSpecGenerator(model, tiny_tokenizer())
 
 
 @cache
-def expected_texts(runner: RunnerName = "eager", calls: Calls = CALLS) -> list[list[int]]:
+def expected_texts() -> list[list[int]]:
     """In the state that PyTorch begins in, by a generator that no other state has seen."""
-    return texts(engine_for(runner), calls)
+    return texts(engine_for())
 
 
-@pytest.mark.parametrize(
-    ("state", "runner"),
-    [*((state, "eager") for state in STATES), *((state, "captured") for state in ("float64", "bfloat16", "autocast"))],
-)
-@pytest.mark.usefixtures("small_captures")
-def test_the_callers_state_changes_no_text(state: str, runner: RunnerName) -> None:
+@pytest.mark.parametrize("state", STATES)
+def test_the_callers_state_changes_no_text(state: str) -> None:
     """The generator is made outside of that state; all that a call allocates is made inside."""
-    calls = CALLS if runner == "eager" else PLAIN_AND_AUTO
-    expected = expected_texts(runner, calls)
-    engine = engine_for(runner)
+    expected, engine = expected_texts(), engine_for()
     with STATES[state]():
-        found = texts(engine, calls)
+        found = texts(engine)
     assert found == expected
-    assert texts(engine, calls) == expected  # what the call keeps for later calls serves these, too
+    assert texts(engine) == expected  # what the call keeps for later calls serves these, too
 
 
 @pytest.mark.parametrize("state", ["bfloat16", "autocast", "inference_mode"])

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from selfspec import SelfSpecGenerator
-from selfspec.engine import weight_watch
+from selfspec.engine import model_source
 from tiny_llama import reference_greedy, tiny_llama
 
 PROMPT = [5, 1, 7]
@@ -140,9 +140,9 @@ def test_refresh_copies_at_once() -> None:
 
 def test_a_large_sample_is_spread_over_rows_and_columns() -> None:
     numbers = torch.arange(2048 * 1024)
-    sample = weight_watch._sampled(numbers)
-    assert len(sample) == weight_watch._SAMPLES
-    assert len({int(n) // 1024 for n in sample}) == len({int(n) % 1024 for n in sample}) == weight_watch._SAMPLES
+    sample = model_source._sampled(numbers)
+    assert len(sample) == model_source._SAMPLES
+    assert len({int(n) // 1024 for n in sample}) == len({int(n) % 1024 for n in sample}) == model_source._SAMPLES
     assert int(sample[-1]) // 1024 > 1900
 
 

@@ -23,8 +23,6 @@ from policies import Policy
 from sampling_in_parts import SamplerInParts
 from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.request import Request
-from selfspec.engine.runners.choice import RunnerName
-from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.sequence import Sequence
 from tiny_llama import full_logits, request_for
@@ -127,29 +125,24 @@ def enumerated_law(
     policy: Policy,
     num_tokens: int,
     top_k: int,
-    runner: RunnerName = "eager",
     prompt: abc.Sequence[int] = PROMPT,
     copy_from: CopyStore | None = None,
 ) -> Law:
     """The engine's output law: every course of its random events, with its probability."""
     request = replace(sampled_run(model, top_k, length=ENUMERATED_LENGTH, prompt=prompt), copy_from=copy_from)
     cache = KVCache(model, len(prompt) + RUN_LENGTH)
-    with torch.inference_mode():
-        captured = CudaGraphRunner(model, cache) if runner == "captured" else None
-    passes = captured or EagerRunner(model)
+    runner = EagerRunner(model)
     law: Counter[tuple[int, ...]] = Counter()
     script: list[int] | None = []
     while script is not None:
         cache.declare(0)
         policy.reset()  # the same course must meet the same policy
         text = Sequence(model, cache, request, policy)
-        if captured is not None:
-            captured.begin()
         oracle = Oracle(request.processors, request.generator, native=model.kernels is not None)
         oracle.start(script)
         text.sampler = oracle
         with torch.inference_mode():
-            for committed in decode(text, passes):
+            for committed in decode(text, runner):
                 if committed.record is not None:
                     oracle.settle(committed.record.acceptance_probabilities)
                 if text.num_new >= num_tokens or oracle.probability == 0:

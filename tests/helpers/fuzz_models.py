@@ -15,12 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from layerskip_models import from_transformers
 from layerskip_models.draft_weights import DRAFT_BITS, why_no_drafter
-from layerskip_models.exits.adapter import FORMS, LOW_RANK
+from layerskip_models.exits.adapter import FORMS
 from layerskip_models.families import FAMILIES, family_of
 from layerskip_models.linear import Layout, default_layout
 from random_adapters import adapted
 from selfspec import SelfSpecGenerator
-from selfspec.engine.runners.choice import RunnerName
 
 CONTEXT = 64
 ROPES: dict[str, dict[str, Any]] = {
@@ -139,26 +138,23 @@ def make_model(random: Random) -> FuzzModel:
             for parameter in reference.parameters():
                 parameter.data = parameter.data.bfloat16().to(dtype)
         layout = random.choice(["plain", default_layout(reference.lm_head.weight.detach())])
-    runner: RunnerName = "captured" if random.random() < 0.1 else "eager"
     model = from_transformers(source, layout=layout)
     exits = [layer for layer in range(1, model.num_layers) if random.random() < 0.25]
-    form = LOW_RANK if runner == "captured" else random.choice(FORMS)
+    form = random.choice(FORMS)
     model = adapted(model, exits, seed=random.randrange(1 << 30), form=form)
-    engine = SelfSpecGenerator(model, tokenizer := word_tokenizer(_words(vocab_size)), runner=runner)
+    engine = SelfSpecGenerator(model, tokenizer := word_tokenizer(_words(vocab_size)))
     native = engine.model.kernels is not None
     return FuzzModel(
         about=f"{config.model_type}, {engine.model.num_layers} layers, {config.num_attention_heads}/"
         f"{config.num_key_value_heads} heads of {engine.model.head_dim}, hidden {config.hidden_size}, vocabulary "
         f"{vocab_size}, {config.rope_parameters['rope_type']} rope, {str(dtype).removeprefix('torch.')}, "
-        f"{layout or 'its own layout'}, {runner}, {form} adapters at {exits or 'no exit'}",
+        f"{layout or 'its own layout'}, {form} adapters at {exits or 'no exit'}",
         dtype=dtype,
         reference=reference,
         engine=engine,
         tokenizer=tokenizer,
-        bitwise=native and runner == "eager",
-        draft_bits=tuple(
-            bits for bits in DRAFT_BITS if runner == "eager" and why_no_drafter(engine.model, bits) is None
-        ),
+        bitwise=native,
+        draft_bits=tuple(bits for bits in DRAFT_BITS if why_no_drafter(engine.model, bits) is None),
     )
 
 

@@ -17,9 +17,7 @@ from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout
 from random_adapters import adapted
 from selfspec import SelfSpecGenerator
-from selfspec.engine.generation_host import GenerationHost
-from selfspec.engine.request import Request, make_request
-from selfspec.engine.runners.choice import RunnerName
+from selfspec.engine.request import Request, host_class, make_request
 
 VOCAB_SIZE = 24
 CONTEXT = 64
@@ -61,14 +59,12 @@ def tiny_llama(
 
 
 @cache
-def pool_model(
-    index: int, dtype: torch.dtype, runner: RunnerName = "eager"
-) -> tuple[LlamaForCausalLM, SelfSpecGenerator]:
+def pool_model(index: int, dtype: torch.dtype) -> tuple[LlamaForCausalLM, SelfSpecGenerator]:
     """Model `index` of a fixed pool, as transformers' module and as a generator over its lean copy.
 
     The index decides the shape, so that any 24 consecutive ones cover 2 to 7 layers with every rope, tied and untied
-    embeddings, with and without biases, one key-value head and several; a third of the exits have adapters. Of the models
-    that run eagerly, half have steered adapters. A layout is given, not timed: the rounding, and with it the count of
+    embeddings, with and without biases, one key-value head and several; a third of the exits have adapters. Of the models,
+    half have steered adapters. A layout is given, not timed: the rounding, and with it the count of
     near-ties, is then the same in every run.
     """
     random = Random(index)
@@ -93,9 +89,9 @@ def pool_model(
         layout = "native"
     model = from_transformers(llama, layout=layout)
     exits = [layer for layer in range(1, model.num_layers) if (index + layer) % 3 == 0]
-    form = LOW_RANK if runner != "eager" or index % 4 in (1, 2) else STEERED
+    form = LOW_RANK if index % 4 in (1, 2) else STEERED
     model = adapted(model, exits, seed=index, form=form)
-    return llama, SelfSpecGenerator(model, tiny_tokenizer(), runner=runner)
+    return llama, SelfSpecGenerator(model, tiny_tokenizer())
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -115,7 +111,7 @@ def reference_greedy(llama: LlamaForCausalLM, prompt: list[int], **options: Any)
 def request_for(model: LayerSkipModel, prompt: list[int], *, seed: int | None = None, **options: Any) -> Request:
     """A checked call, as `generate` makes it; options of a GenerationConfig."""
     return make_request(
-        host=GenerationHost(model.config, model.generation_config, model.device),
+        host=host_class()(model.config, model.generation_config, model.device),
         prompt=prompt,
         tokenizer=None,
         options={**options, "seed": seed},

@@ -63,17 +63,13 @@ def test_what_it_may_be() -> None:
             SelfSpecGenerator(model, kv_dtype=wrong)
 
 
-@pytest.mark.parametrize("runner", ["eager", "captured"])
-@pytest.mark.usefixtures("small_captures")
-def test_every_road_to_it(runner: str) -> None:
+def test_every_road_to_it() -> None:
     """A transformers model, one that is loaded, one that has it: half the bytes, kept texts too, and the same text."""
     llama = tiny_llama(heads=4, kv_heads=2, late_scale=0.5, seed=21)
     rounded = from_transformers(llama, layout="plain").with_kv_dtype("bfloat16")
-    full = SelfSpecGenerator(llama, policy="ls:2-3", runner=runner, prefix_cache="1MB")
+    full = SelfSpecGenerator(llama, policy="ls:2-3", prefix_cache="1MB")
     for given in (llama, rounded, from_transformers(llama, layout="plain")):
-        generator = SelfSpecGenerator(
-            given, runner=runner, prefix_cache="1MB", kv_dtype="auto" if given is rounded else "bfloat16"
-        )
+        generator = SelfSpecGenerator(given, prefix_cache="1MB", kv_dtype="auto" if given is rounded else "bfloat16")
         found = generator.generate(PROMPT, max_new_tokens=20, policy="ls:2-3")
         plain = generator.generate(PROMPT, max_new_tokens=20, policy="ar")
         assert found.new_tokens == plain.new_tokens

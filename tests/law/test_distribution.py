@@ -35,11 +35,9 @@ from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelo
 from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.accept import accept_sampled
 from selfspec.engine.draft import Draft, make_drafts
-from selfspec.engine.runners.choice import RunnerName
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import Runner, SequenceRound
+from selfspec.engine.runners.runner import Runner
 from selfspec.engine.sequence import Sequence
-from selfspec.engine.verification import Verification
 from tiny_llama import tiny_llama
 
 VOCAB_SIZE = 6
@@ -101,7 +99,6 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 COPYING = [name for name in POLICIES if "copy" in name]
 BITS = ("bits:8-3", "bits:4-2", "bits:4-2,layer=2", "bits:4-4+svip:threshold=1", "bits:8-3+spide")
-CAPTURED = ("ar", "ls:2-2", "stop before a draw", "stop after a draw", "changing plans", "auto:cost=layers")
 needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 
 
@@ -110,12 +107,10 @@ needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.fl
     [
         *(pytest.param("in use", *name.values, marks=name.marks) for name in others_slow(POLICIES)),
         *(("steered", name) for name in ("ls:2-2", "changing plans", "stop before a draw")),
-        *(("captured", name) for name in CAPTURED),
         *(pytest.param("draft head", name, marks=needs_native) for name in ("ls:1-3", "stop after a draw", "del")),
         *(pytest.param("native", name, marks=needs_native) for name in BITS),
     ],
 )
-@pytest.mark.usefixtures("small_captures")
 def test_the_law_of_the_first_three_tokens_is_exact(kind: str, name: str, llama: LlamaForCausalLM) -> None:
     """No sampling error: what remains is the rounding of float32 distributions.
 
@@ -125,8 +120,7 @@ def test_the_law_of_the_first_three_tokens_is_exact(kind: str, name: str, llama:
     prompt = REPEATING if name in COPYING else PROMPT
     prompt = (*prompt, 2) if "min=3" in name else prompt
     policy = POLICIES[name]() if name in POLICIES else parse_policy(name, num_layers=NUM_LAYERS)
-    model = _made("adapters" if kind == "captured" else kind)
-    law = enumerated_law(model, policy, 3, top_k=2, prompt=prompt, runner="captured" if kind == "captured" else "eager")
+    law = enumerated_law(_made(kind), policy, 3, top_k=2, prompt=prompt)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
     assert distance(law, exact_law(llama, 3, top_k=2, prompt=prompt)) < 1e-5
 
@@ -153,34 +147,32 @@ def test_that_enumeration_sees_a_copied_token_taken_for_a_drawn_one(
     llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copied token is accepted with its own probability p, not with p / q for the q of an exit."""
-    original = selfspec.engine.verification._verification
+    original = selfspec.engine.verification._judge
 
-    def with_exit_q(draft: Draft) -> Verification:
-        draft.q[: draft.num_copied].fill_(1 / VOCAB_SIZE)
+    def with_exit_q(draft: Draft) -> None:
+        draft.sequence.q[: draft.num_copied].fill_(1 / VOCAB_SIZE)
         draft.num_copied = 0
-        return original(draft)
+        original(draft)
 
-    monkeypatch.setattr(selfspec.engine.verification, "_verification", with_exit_q)
+    monkeypatch.setattr(selfspec.engine.verification, "_judge", with_exit_q)
     law = enumerated_law(model, POLICIES["copy:4"](), 3, top_k=2, prompt=REPEATING)
     assert distance(law, exact_law(llama, 3, top_k=2, prompt=REPEATING)) > 1e-2
 
 
-@pytest.mark.parametrize("runner", ["eager", "captured"])
-@pytest.mark.usefixtures("small_captures")
 def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
-    runner: RunnerName, llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+    llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that the policy interface rules out, planted: a draft that was drawn and then thrown away."""
 
-    def dropping(runner: Runner, seq_rounds: abc.Sequence[SequenceRound]) -> list[Draft]:
-        (draft,) = make_drafts(runner, seq_rounds)
-        if len(draft.tokens) > 1 and float(draft.q[len(draft.tokens) - 1][draft.tokens[-1]]) < 0.5:
-            del draft.rows.tokens[-1]
-            draft.rows.end -= 1
-        return [draft]
+    def dropping(runner: Runner, drafts: abc.Sequence[Draft]) -> None:
+        make_drafts(runner, drafts)
+        (draft,) = drafts
+        if len(draft.tokens) > 1 and float(draft.sequence.q[len(draft.tokens) - 1][draft.tokens[-1]]) < 0.5:
+            del draft.rows[-1]
+            draft.end -= 1
 
     monkeypatch.setattr(selfspec.engine.round, "make_drafts", dropping)
-    law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2, runner=runner)
+    law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2)
     assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
 
 

@@ -258,17 +258,14 @@ def test_an_adapter_is_part_of_a_draft_steps_price() -> None:
     assert LayerCost(4).head_cost(2) == 0
 
 
-@pytest.mark.parametrize("runner", ["eager", "captured"])
-@pytest.mark.usefixtures("small_captures")
-def test_costs_are_measured_with_adapters(runner: str) -> None:
+def test_costs_are_measured_with_adapters() -> None:
     model = shared_model("plain")
-    cost = measured_cost(model.with_adapters(model.adapters), runner)  # type: ignore[arg-type]
+    cost = measured_cost(model.with_adapters(model.adapters))
     assert [layer for layer, _ in cost.adapter_seconds] == [1, 3]
     assert all(seconds >= 0 for _, seconds in cost.adapter_seconds)
-    if runner == "eager":
-        assert measured_cost(model.with_adapters({})).adapter_seconds == ()
-        steered = adapted(model, [1, 3], form=STEERED)
-        assert [layer for layer, _ in measured_cost(steered).adapter_seconds] == [1, 3]
+    assert measured_cost(model.with_adapters({})).adapter_seconds == ()
+    steered = adapted(model, [1, 3], form=STEERED)
+    assert [layer for layer, _ in measured_cost(steered).adapter_seconds] == [1, 3]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from layerskip_models import LayerSkipModel, from_transformers, kv_cache
 from layerskip_models.kv_cache import KVCache
 from policies import Policy
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
+from selfspec.engine.draft import Draft
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import Head, SequenceRows
+from selfspec.engine.runners.runner import Head
 from selfspec.engine.sequence import Sequence
 from tiny_llama import CONTEXT, VOCAB_SIZE, full_logits, request_for, tiny_llama
 
@@ -204,11 +205,11 @@ def test_after_every_round_cache_and_logits_equal_a_full_forward(
     verified: list[tuple[list[int], int, Tensor]] = []
     original = EagerRunner._run_head
 
-    def spy(self: EagerRunner, groups: abc.Sequence[SequenceRows], x: Tensor, head: Head) -> None:
+    def spy(self: EagerRunner, drafts: abc.Sequence[Draft], x: Tensor, head: Head) -> None:
         if head == "full":
-            (rows,) = groups
-            verified.append((rows.tokens[1:], rows.seq_round.length, model.logits(x).clone()))
-        original(self, groups, x, head)
+            (draft,) = drafts
+            verified.append((draft.tokens, draft.sequence.length, model.logits(x).clone()))
+        original(self, drafts, x, head)
 
     monkeypatch.setattr(EagerRunner, "_run_head", spy)
     rejected = 0

@@ -23,8 +23,9 @@ from policies.names import EXITS, STOPPINGS
 from selfspec.analysis.exactness import Check, every_policy, num_steps, verify_engine
 from selfspec.cli.main import app
 from selfspec.engine.accept import accept_sampled
+from selfspec.engine.draft import Draft
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import Head, SequenceRows
+from selfspec.engine.runners.runner import Head
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 DRAWS = 20
@@ -101,11 +102,11 @@ def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejected drafts stay in the text that the next round's rows attend to: verification sees one draft too many."""
     run = EagerRunner.run
 
-    def off(self: EagerRunner, groups: Sequence[SequenceRows], start: int, stop: int, head: Head | None) -> None:
-        run(self, groups, start, stop, head)
-        for rows in groups if head == "full" else ():
-            rows.outputs = [*rows.outputs[-1:], *rows.outputs[:-1]]
-            rows.logits = None if rows.logits is None else rows.logits.roll(1, dims=0)
+    def off(self: EagerRunner, drafts: Sequence[Draft], start: int, stop: int, head: Head | None) -> None:
+        run(self, drafts, start, stop, head)
+        for draft in drafts if head == "full" else ():
+            draft.outputs = [*draft.outputs[-1:], *draft.outputs[:-1]]
+            draft.logits = None if draft.logits is None else draft.logits.roll(1, dims=0)
 
     monkeypatch.setattr(EagerRunner, "run", off)
 

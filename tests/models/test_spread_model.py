@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models import from_transformers
 from layerskip_models.backends import spread as spread_backend
 from layerskip_models.backends.spread import spread
 from layerskip_models.checkpoints import spread_loading
@@ -98,11 +98,3 @@ def test_what_cannot_be_spread_is_refused(checkpoint: Path) -> None:
             SelfSpecGenerator.from_pretrained(checkpoint, device_map="auto")
     with pytest.raises(ValueError, match="goes without device"):
         SelfSpecGenerator.from_pretrained(checkpoint, device_map="auto", device="cpu")
-
-
-def test_captures_are_refused() -> None:
-    model: LayerSkipModel = from_transformers(tiny_llama(), layout="plain")
-    divided = spread(model, [torch.device("cpu"), torch.device("cuda", 1)] * 2, torch.device("cpu"))
-    with pytest.raises(ValueError, match="several devices are not captured"):
-        SelfSpecGenerator(divided, runner="captured")
-    assert SelfSpecGenerator(divided).runner == "eager"

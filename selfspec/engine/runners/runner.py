@@ -2,123 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import torch
-from torch import Tensor
+from torch.backends import cuda as backends
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.choices import Detail, HeadOutput
-from layerskip_models.kv_cache import KVCache
-from policies import ObservationSpec, Policy
-from selfspec.engine.hidden_states import HiddenStates
-from selfspec.engine.sampling import Sampler
+from layerskip_models.fork_safe import fork_safe
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from selfspec.engine.draft import Draft
 
 Head = Literal["draft", "full"]
 """The draft head (after an exit, whose adapter the rows pass first), or the full model's head."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)  # not frozen: made in every round, and that costs four times as much
-class SequenceRound:
-    """One sequence's part in a round.
-
-    cache: holds length - 1 rows. tokens: int64 [1, capacity]; the first `length` are committed, and the last of them is
-        `pending`, which no layer has seen yet. Drafts are written after them.
-    exit_layer, max_speculations, bits: of the plan; None and 0 if nothing is drafted. copied: tokens copied from earlier
-        text, to be verified at once.
-    eos: ends a draft. states: keeps hidden states for the policy; None if it looks at none in this round.
-    learns: whether the policy learns from the round. steering: of steered exits, by the row that was verified last.
-    """
-
-    cache: KVCache
-    tokens: Tensor
-    length: int
-    pending: int
-    exit_layer: int | None
-    max_speculations: int
-    sampler: Sampler
-    policy: Policy
-    observes: ObservationSpec
-    eos: frozenset[int]
-    states: HiddenStates | None
-    learns: bool
-    copied: Sequence[int] = ()
-    bits: int | None = None
-    steering: Tensor | None = None
-
-    @property
-    def max_rows(self) -> int:
-        """Rows that the round may come to: the pending token and every draft."""
-        return 1 + len(self.copied) + self.max_speculations
-
-
-class RowBuffers:
-    """Memory for the rows of one sequence, which later rounds use again, so that the loop allocates no large tensor.
-
-    hidden: [rows, hidden].
-    """
-
-    def __init__(self, model: LayerSkipModel, hidden: Tensor) -> None:
-        self._model, self.hidden = model, hidden
-        self._q = torch.empty(0, dtype=torch.float32, device=model.device)
-
-    def q(self, rows: int) -> Tensor:
-        """Return the distributions that drafts are drawn from, float32 [rows or more, vocab]."""
-        if self._q.shape[0] < rows:
-            size = rows, self._model.vocab_size
-            self._q = torch.empty(*size, dtype=torch.float32, device=self._model.device)
-        return self._q
-
-
-class SequenceRows:
-    """The rows of one sequence in a round, of which a runner runs [first, end). Row 0 is the pending token, row i draft i.
-
-    tokens: of all rows so far. hidden: [rows, hidden], each row's output of the layers that it has passed.
-    exit_layer: 0 without an exit. detail: what to compute of a row at the exit.
-    outputs: what the head said of rows [first, end). logits: float32 [end - first, vocab], where tokens are sampled or
-        processed; the next run may overwrite them. Then `outputs` may be empty.
-    num_discarded: rows that a runner ran ahead of a decision that then dropped their token.
-    """
-
-    __slots__ = (
-        "detail", "end", "exit_layer", "first", "greedy", "hidden", "logits", "num_discarded", "outputs", "seq_round",
-        "tokens",
-    )  # fmt: skip
-
-    def __init__(self, seq_round: SequenceRound, hidden: Tensor, detail: Detail) -> None:
-        self.seq_round, self.hidden, self.detail = seq_round, hidden, detail
-        self.exit_layer = seq_round.exit_layer or 0
-        self.tokens: list[int] = [seq_round.pending, *seq_round.copied]
-        self.first, self.end = 0, len(self.tokens)
-        # Tokens are the model's own choices, with no logits processor: then nobody needs logits.
-        self.greedy = not seq_round.sampler.do_sample and not seq_round.sampler.processors
-        self.outputs: Sequence[HeadOutput] = ()
-        self.logits: Tensor | None = None
-        self.num_discarded = 0
+RunnerName = Literal["eager", "graphs"]
+RunnerChoice = Literal["auto", "eager", "graphs"]
 
 
 class Runner(Protocol):
-    """Runs rows of sequences. copies: whether a pass from the first layer on takes several rows of a sequence."""
-
-    copies: bool
+    """Runs rows of sequences."""
 
     @property
     def model(self) -> LayerSkipModel: ...
 
-    def buffers(self, index: int, rows: int) -> RowBuffers:
-        """Memory for the sequence of this index in the round, which may come to `rows` rows."""
-        ...
+    def run(self, drafts: Sequence[Draft], start: int, stop: int, head: Head | None) -> None:
+        """Run each draft's rows [first, end) through layers [start, stop), and then the head on them.
 
-    def run(self, groups: Sequence[SequenceRows], start: int, stop: int, head: Head | None) -> None:
-        """Run rows through layers [start, stop), and then the head on them.
-
-        Rows follow those that each cache holds for these layers. From layer 0 on, they begin as their tokens; else with
-        `hidden`, which then holds the output, unless the full head follows. Sets `outputs` or `logits` if there is a head.
-        start may equal stop.
+        Rows follow those that each cache holds for these layers. From layer 0 on, they begin as their tokens; else with the
+        sequence's `hidden`, which then holds the output, unless the full head follows. Sets the drafts' `outputs` or `logits`
+        if there is a head. start may equal stop.
         """
         ...
 
@@ -129,10 +45,99 @@ class Runner(Protocol):
         """
         ...
 
-    def states(self, states: HiddenStates, rows: int) -> HiddenStates:
-        """Return what keeps hidden states in a round of `rows` rows: `states` itself, or the runner's own buffers."""
-        ...
 
-    def clear(self, start: int) -> None:
-        """Make sure that no later row sees NaN, which the sequence's cache may hold from this position on."""
-        ...
+def resolve_runner(runner: str, model: LayerSkipModel) -> RunnerName:
+    """Name the runner: "auto" is graphs where they can be, else eager.
+
+    Raises ValueError with the choices for another name, and with the reason where graphs are asked for and cannot be.
+    """
+    if runner not in get_args(RunnerChoice):
+        raise ValueError(f"runner must be one of {', '.join(get_args(RunnerChoice))}, got {runner!r}")
+    why_not = why_no_graphs(model)
+    if runner == "graphs" and why_not is not None:
+        raise ValueError(f"{why_not}: pass runner='eager', or leave it out")
+    return "graphs" if runner != "eager" and why_not is None else "eager"
+
+
+def why_no_graphs(model: LayerSkipModel) -> str | None:
+    """Say why passes of this model cannot be CUDA graphs; None if they can."""
+    if model.device.type != "cuda":
+        return "CUDA graphs need a model on a CUDA device"
+    if find_spec("triton") is None:
+        return "CUDA graphs need Triton, which is not installed"
+    if len({*model.layer_devices, model.head_device}) > 1:
+        return "CUDA graphs need the whole model on one device"
+    if model.dtype not in (torch.float32, torch.bfloat16, torch.float16) or model.kv_dtype != model.dtype:
+        return f"CUDA graphs do not compute in {str(model.dtype).removeprefix('torch.')} with this KV cache"
+    if model.hidden_size % 16 or model.head_dim % 16:
+        return "CUDA graphs need hidden and head sizes that are multiples of 16"
+    return "CUDA graphs do not take steered exits" if model.steering is not None else None
+
+
+# The state of PyTorch that passes run in
+
+
+class _WithoutCuDNN:
+    """Within it attention on CUDA takes the flash, memory-efficient or plain kernel; threads may be in it together.
+
+    For every new shape cuDNN makes a plan, which takes about 0.4 s on recent cards; a growing text has a new shape in every
+    round. PyTorch's switches belong to the process, so whoever enters first sets them and whoever leaves last puts them back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = fork_safe(threading.Lock())
+        self._inside = 0
+        self._before = (True, True, True, True)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = (
+                    backends.flash_sdp_enabled(),
+                    backends.mem_efficient_sdp_enabled(),
+                    backends.math_sdp_enabled(),
+                    backends.cudnn_sdp_enabled(),
+                )
+                _switch(True, True, True, False)
+            self._inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                _switch(*self._before)
+
+
+def _switch(flash: bool, efficient: bool, math: bool, cudnn: bool) -> None:
+    backends.enable_flash_sdp(flash)
+    backends.enable_mem_efficient_sdp(efficient)
+    backends.enable_math_sdp(math)
+    backends.enable_cudnn_sdp(cudnn)
+
+
+without_cudnn = _WithoutCuDNN()
+
+
+def engine_mode(device: torch.device) -> AbstractContextManager[object]:
+    """Inference mode, the model's device as the current one, no autocast, and on CUDA no attention by cuDNN.
+
+    Autocast would run some operations of the plain layout in half precision and leave the rest as they are, so the output
+    would no longer be the model's own. A model that is to run in half precision is loaded in it.
+    Entered for the engine's own work only. A streamer, or the body of a loop over `stream`, runs in the caller's mode.
+    """
+    casting = torch.is_autocast_enabled(device.type)
+    if device.type == "cpu" and not casting:  # entered in every round
+        return torch.inference_mode()
+    return _all_of(device, torch.autocast(device.type, enabled=False) if casting else nullcontext())
+
+
+@contextmanager
+def _all_of(device: torch.device, no_autocast: AbstractContextManager[object]) -> Iterator[None]:
+    on_cuda = device.type == "cuda"
+    with (
+        torch.inference_mode(),
+        torch.cuda.device(device) if on_cuda else nullcontext(),
+        without_cudnn if on_cuda else nullcontext(),
+        no_autocast,
+    ):
+        yield

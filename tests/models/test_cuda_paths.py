@@ -1,8 +1,7 @@
-"""What differs on CUDA, on a CPU: layouts of attention's results, rotary in real numbers, which kernels may be chosen."""
+"""What differs on CUDA, on a CPU: layouts of attention's results, rotary in real numbers, masks."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -10,15 +9,13 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from torch.backends import cuda as backends
 from transformers import LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.attention import repeat_rows
 from layerskip_models.checkpoints import conversion
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
-from selfspec.engine.runners.cuda_graph.forward import StaticForward
-from selfspec.engine.torch_mode import without_cudnn
 from tiny_llama import full_logits, reference_greedy, tiny_llama
 
 TEXT = [3, 8, 1, 0, 22, 5, 7]
@@ -51,31 +48,22 @@ def cuda_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), SHAPES)
 def test_rows_in_any_number_on_the_paths_of_cuda(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """One row, several at the text's beginning and several behind others; eager and with positions on the device."""
+    """One row, several at the text's beginning and several behind others."""
     llama = tiny_llama(heads=heads, kv_heads=kv_heads, dtype=dtype, seed=3)
     model = as_on_cuda(llama)
-    cache, static_cache = KVCache(model, 16), KVCache(model, 16)
-    static_cache.keys.zero_()
-    static_cache.values.zero_()
-    forward = StaticForward(model, static_cache)
+    cache = KVCache(model, 16)
     with torch.inference_mode():
         hidden = model.embed(torch.tensor(TEXT))
-        states, static = [], []
-        for start, stop in ((0, 3), (3, 4), (4, 7)):
-            rows = hidden[start:stop]
-            states.append(model.run_layers(rows, 0, 4, cache))
-            static.append(forward.run(rows, 0, 4, torch.arange(start, stop), 16))
-        for rows in (states, static):
-            bound = 0.3 if dtype == torch.bfloat16 else 1e-4
-            torch.testing.assert_close(model.logits(torch.cat(rows)), full_logits(llama, TEXT), rtol=0, atol=bound)
+        states = [model.run_layers(hidden[start:stop], 0, 4, cache) for start, stop in ((0, 3), (3, 4), (4, 7))]
+        bound = 0.3 if dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(model.logits(torch.cat(states)), full_logits(llama, TEXT), rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("runner", ["eager", "captured"])
-def test_the_model_s_own_text_on_the_paths_of_cuda(runner: Any) -> None:
+def test_the_model_s_own_text_on_the_paths_of_cuda() -> None:
     """In float64, where equality is exact."""
     for heads, kv_heads in SHAPES:
         llama = tiny_llama(heads=heads, kv_heads=kv_heads, dtype=torch.float64, seed=3)
-        engine = SelfSpecGenerator(as_on_cuda(llama), runner=runner)
+        engine = SelfSpecGenerator(as_on_cuda(llama))
         for policy in ("ar", "ls:2-3"):
             result = engine.generate(TEXT, max_new_tokens=20, policy=policy)
             assert result.new_tokens == reference_greedy(llama, TEXT, max_new_tokens=20)
@@ -104,40 +92,30 @@ def test_rotary_in_real_numbers_is_the_complex_one(dtype: torch.dtype, bound: fl
     assert not torch.equal(found[1:, :6], heads[1:, :6])
 
 
-def switches() -> tuple[bool, ...]:
-    return (
-        backends.flash_sdp_enabled(),
-        backends.mem_efficient_sdp_enabled(),
-        backends.math_sdp_enabled(),
-        backends.cudnn_sdp_enabled(),
-    )
+def test_masks_have_rows_of_a_multiple_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the kernel that takes them copies them in every layer."""
+    strides: list[int] = []
+    plain = F.scaled_dot_product_attention
+
+    def attention(*args: Any, **options: Any) -> Tensor:
+        if options.get("attn_mask") is not None:
+            strides.append(options["attn_mask"].stride(-2))
+        return plain(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    for heads, kv_heads in ((4, 4), (4, 2)):
+        model = as_on_cuda(tiny_llama(heads=heads, kv_heads=kv_heads, seed=3))
+        cache = KVCache(model, 13)
+        with torch.inference_mode():
+            hidden = model.embed(torch.tensor(TEXT))
+            for start, stop in ((0, 4), (4, 7)):
+                model.run_layers(hidden[start:stop], 0, 4, cache)
+    assert len(strides) > 6
+    assert all(stride % 8 == 0 for stride in strides), strides
 
 
-def test_cudnn_is_off_until_the_last_one_leaves() -> None:
-    """The switches are the process's: a thread that leaves must not switch it on for one that is still inside."""
-    before = switches()
-    assert without_cudnn(torch.device("cpu")) is not without_cudnn(torch.device("cuda"))
-    with without_cudnn(torch.device("cpu")):
-        assert switches() == before
-    entered, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with without_cudnn(torch.device("cuda")):
-            entered.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=other)
-    try:
-        backends.enable_math_sdp(False)  # as somebody may have set it
-        with pytest.raises(KeyError), without_cudnn(torch.device("cuda")):
-            assert switches() == (True, True, True, False)
-            thread.start()
-            assert entered.wait(10)
-            raise KeyError
-        assert switches() == (True, True, True, False)
-        leave.set()
-        thread.join()
-        assert switches() == (before[0], before[1], False, before[3])
-    finally:
-        backends.enable_math_sdp(True)
-    assert switches() == before
+def test_rows_of_a_mask_are_repeated_in_order() -> None:
+    mask = torch.randn(3, 13)
+    repeated = repeat_rows(mask, 4)
+    assert torch.equal(repeated, mask.repeat_interleave(4, dim=0))
+    assert repeated.stride() == (16, 1)

@@ -1,1 +1,0 @@
-"""Rows through the model as captured CUDA graphs."""
