@@ -21,6 +21,7 @@ from policies.names import EXITS, STOPPINGS, kept_between_texts, parse_policy
 from policies.pacer import PacerStopping
 from policies.records import (
     ContextStates,
+    Drafter,
     DraftRow,
     ObservationSpec,
     Plan,
@@ -47,6 +48,7 @@ __all__ = [
     "DelThreshold",
     "DraftRow",
     "DraftVerifyThreshold",
+    "Drafter",
     "ExitPolicy",
     "FiniteStateLength",
     "FixedExit",

@@ -1,4 +1,4 @@
-"""How often a token of a given confidence is accepted: SPIDE's table, one per exit layer."""
+"""How often a token of a given confidence is accepted: SPIDE's table, one per drafter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.records import RoundRecord, Shadow
+from policies.records import Drafter, RoundRecord, Shadow
 
 PRIOR_COUNT = 2.0
 
@@ -58,17 +58,16 @@ BINS = {"doubt": DOUBT_BINS, "paper": PAPER_BINS}
 
 
 class AcceptanceTable:
-    """Acceptance per confidence bin for each of several exit layers, from what has been seen and a prior.
+    """Acceptance per confidence bin for each of several drafters, from what has been seen and a prior.
 
-    layers: the exit layers it has a row for, or other places (`RoundRecord.place`). bins: of confidence. decay: what an
-    observation's weight is multiplied by with each later observation round; 1 keeps all. prior_count: how many observations
-    the prior is worth in each bin.
+    bins: of confidence. decay: what an observation's weight is multiplied by with each later observation round; 1 keeps all.
+    prior_count: how many observations the prior is worth in each bin.
     The prior of a bin is a Beta distribution whose mean is the bin's midpoint: calibrated confidence, until seen otherwise.
     """
 
     def __init__(
         self,
-        layers: Iterable[int],
+        drafters: Iterable[Drafter],
         *,
         bins: Bins = DOUBT_BINS,
         prior_count: float = PRIOR_COUNT,
@@ -78,27 +77,29 @@ class AcceptanceTable:
             raise ValueError(f"prior_count must be above 0, got {prior_count}")
         if not 0 < decay <= 1:
             raise ValueError(f"decay must be in (0, 1], got {decay}")
-        self.layers = tuple(layers)
+        self.drafters = tuple(drafters)
         self.bins = bins
         self._prior_count = prior_count
         self._decay = decay
         self.reset()
 
     def reset(self) -> None:
-        self.accepted: dict[int, list[float]] = {layer: [0.0] * len(self.bins) for layer in self.layers}
-        self.seen: dict[int, list[float]] = {layer: [0.0] * len(self.bins) for layer in self.layers}
+        self.accepted: dict[Drafter, list[float]] = {drafter: [0.0] * len(self.bins) for drafter in self.drafters}
+        self.seen: dict[Drafter, list[float]] = {drafter: [0.0] * len(self.bins) for drafter in self.drafters}
 
-    def rate(self, layer: int, confidence: float) -> float:
-        """Estimated chance that a token drafted at `layer` with this confidence is accepted, in (0, 1]."""
+    def rate(self, drafter: Drafter, confidence: float) -> float:
+        """Estimate the chance that a token drafted with this confidence is accepted, in (0, 1]."""
         index = self.bins.index(confidence)
         prior = self._prior_count
-        return (self.accepted[layer][index] + prior * self.bins.midpoints[index]) / (self.seen[layer][index] + prior)
+        return (self.accepted[drafter][index] + prior * self.bins.midpoints[index]) / (
+            self.seen[drafter][index] + prior
+        )
 
-    def add(self, layer: int, confidence: float, acceptance: float) -> None:
+    def add(self, drafter: Drafter, confidence: float, acceptance: float) -> None:
         """One observation: acceptance is 0 or 1, or a probability when sampling."""
         index = self.bins.index(confidence)
-        self.accepted[layer][index] += acceptance
-        self.seen[layer][index] += 1.0
+        self.accepted[drafter][index] += acceptance
+        self.seen[drafter][index] += 1.0
 
     def fade(self) -> None:
         """Let everything seen so far count `decay` times as much."""
@@ -113,7 +114,7 @@ class AcceptanceTable:
 
     @property
     def observations(self) -> float:
-        """Observations that still count, over all layers."""
+        """Return the number of observations that still count, over all drafters."""
         return sum(map(sum, self.seen.values()))
 
     def observe(self, record: RoundRecord) -> list[list[float]] | None:
@@ -122,7 +123,7 @@ class AcceptanceTable:
         Only drafts with a known fate count: the accepted ones and the first rejected one. Returns what `observe_shadow` does.
         """
         self.fade()
-        own = record.place
+        own = record.drafter
         if own is not None and own in self.seen and record.confidences is not None:
             for confidence, acceptance in zip(record.confidences, draft_acceptance(record)):
                 self.add(own, confidence, acceptance)
@@ -132,48 +133,52 @@ class AcceptanceTable:
             return self.observe_shadow(record.shadow, drafted=own, num_drafted=record.num_drafted)
         return None
 
-    def observe_shadow(self, shadow: Shadow, *, drafted: int | None = None, num_drafted: int = 0) -> list[list[float]]:
-        """Learn from shadow tokens. The first `num_drafted` rows of layer `drafted` are left out: known as drafts.
+    def observe_shadow(
+        self, shadow: Shadow, *, drafted: Drafter | None = None, num_drafted: int = 0
+    ) -> list[list[float]]:
+        """Learn from shadow tokens. The first `num_drafted` rows of `drafted` are left out: known as drafts.
 
         Returns their confidences, [layers][rows], so that nobody has to read them once more.
         """
         confidences, acceptance = read_shadow(shadow)
         for layer, layer_confidences, layer_acceptance in zip(shadow.layers, confidences, acceptance):
-            if layer not in self.seen:
+            drafter = Drafter(layer)
+            if drafter not in self.seen:
                 continue
-            first = num_drafted if layer == drafted else 0
+            first = num_drafted if drafter == drafted else 0
             for confidence, value in zip(layer_confidences[first:], layer_acceptance[first:]):
-                self.add(layer, confidence, value)
+                self.add(drafter, confidence, value)
         return confidences
 
     def state(self) -> dict[str, Any]:
-        """Return counts per layer and bin, and the bins' edges, for JSON."""
+        """Return counts per drafter and bin, and the bins' edges, for JSON."""
         return {
             "edges": list(self.bins.edges),
-            "accepted": {str(layer): list(row) for layer, row in self.accepted.items()},
-            "seen": {str(layer): list(row) for layer, row in self.seen.items()},
+            "accepted": {str(drafter.saved_key): list(row) for drafter, row in self.accepted.items()},
+            "seen": {str(drafter.saved_key): list(row) for drafter, row in self.seen.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up counts that `state` gave.
 
-        Raises ValueError, and changes nothing, if they are for other layers or bins, or from another version.
+        Raises ValueError, and changes nothing, if they are for other drafters or bins, or from another version.
         """
         if missing := sorted({"edges", "accepted", "seen"} - state.keys()):
             raise ValueError(f"the saved table lacks {', '.join(missing)}: it was saved by another version")
         if list(state["edges"]) != list(self.bins.edges):
             raise ValueError("the saved table is for other bins of confidence")
         tables = [
-            {int(layer): [float(value) for value in row] for layer, row in state[name].items()}
+            {int(key): [float(value) for value in row] for key, row in state[name].items()}
             for name in ("accepted", "seen")
         ]
+        keys = [drafter.saved_key for drafter in self.drafters]
         for rows in tables:
-            if set(rows) != set(self.layers) or any(len(row) != len(self.bins) for row in rows.values()):
+            if set(rows) != set(keys) or any(len(row) != len(self.bins) for row in rows.values()):
                 raise ValueError(
-                    f"the saved table is for exit layers {sorted(rows)}, this one for {list(self.layers)}"
+                    f"the saved table is for exit layers {sorted(rows)}, this one for {keys}"
                     f" with {len(self.bins)} bins each"
                 )
-        self.accepted, self.seen = tables
+        self.accepted, self.seen = ({drafter: rows[drafter.saved_key] for drafter in self.drafters} for rows in tables)
 
 
 def draft_acceptance(record: RoundRecord) -> list[float]:

@@ -10,7 +10,7 @@ from policies.base import DelegatingPolicy, Learner, NeverStop, StatelessPolicy
 from policies.bounds import MAX_DRAFTS, check_layers, check_number
 from policies.building import Setup
 from policies.cost import CostModel, LayerCost, best_setting
-from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow
+from policies.records import Drafter, DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow
 
 MAX_SPECULATIONS = 18  # d_max
 OMEGA = 0.95
@@ -294,10 +294,11 @@ class DelExit(DelegatingPolicy):
         if not known:
             return Plan(exit_layer=self.exit_layers[0], max_speculations=1)
         exit_layer, length, _ = best_setting(known, self._max_speculations, cost, first=self._first_length)
+        acceptance = {Drafter(layer): rate for layer, rate in known.items()}
         if length == 0:
-            return Plan(exit_layer=None, max_speculations=0, acceptance=known)
+            return Plan(exit_layer=None, max_speculations=0, acceptance=acceptance)
         cap = self._max_speculations if self._length == "max" else length
-        return Plan(exit_layer=exit_layer, max_speculations=cap, acceptance=known)
+        return Plan(exit_layer=exit_layer, max_speculations=cap, acceptance=acceptance)
 
     def _contenders(self, cost: CostModel) -> dict[int, float]:
         """Return the acceptance of the layer that is best, and of others that were looked at on the way to it.
@@ -361,10 +362,10 @@ class DelThreshold(DelegatingPolicy, NeverStop):
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         return not self._drops and self._below(row)
 
-    def threshold(self, exit_layer: int) -> float:
+    def threshold(self, drafter: Drafter) -> float:
         """Return the current tau of a layer, in [0, 1]."""
-        return self.estimates.current.threshold(exit_layer)
+        return self.estimates.current.threshold(drafter.exit_layer)
 
     def _below(self, row: DraftRow) -> bool:
         assert row.confidence is not None
-        return row.confidence < self.threshold(row.exit_layer)
+        return row.confidence < self.threshold(row.drafter)

@@ -6,7 +6,7 @@ from typing import Any
 
 from policies.base import NeverStop
 from policies.bounds import MAX_DRAFTS, check_number
-from policies.records import DraftRow, ObservationSpec, RoundRecord
+from policies.records import Drafter, DraftRow, ObservationSpec, RoundRecord
 
 TARGET = 0.9  # alpha, the acceptance rate aimed at
 STEP = 0.01  # epsilon, how far one round moves the threshold before smoothing
@@ -42,7 +42,7 @@ class AdaptiveStopping(NeverStop):
         """Tell whether this token is the last: its score is below the threshold, or it is the `max_length`th."""
         return score < self._value or row.num_drafted + 1 >= self.max_length
 
-    def threshold(self, exit_layer: int) -> float:
+    def threshold(self, drafter: Drafter) -> float:
         return self._value
 
     def observe(self, record: RoundRecord) -> None:

@@ -7,7 +7,7 @@ import math
 from policies.base import NeverStop
 from policies.bounds import MAX_DRAFTS, check_number
 from policies.draft_verify import AdaptiveStopping
-from policies.records import DraftRow, ObservationSpec
+from policies.records import Drafter, DraftRow, ObservationSpec
 
 SVIP_THRESHOLD = 0.6
 ADAEDL_GAMMA = 0.2  # the constant in AdaEDL's bound
@@ -34,7 +34,7 @@ class SvipThreshold(NeverStop):
         assert row.entropy is not None
         return math.sqrt(max(row.entropy, 0.0)) > self._threshold or row.num_drafted + 1 >= self.max_length
 
-    def threshold(self, exit_layer: int) -> float:
+    def threshold(self, drafter: Drafter) -> float:
         return self._threshold
 
 

@@ -11,7 +11,7 @@ import torch
 from policies.base import NeverStop
 from policies.bounds import MAX_DRAFTS, check_number
 from policies.building import Setup
-from policies.records import DraftRow, ObservationSpec, Plan, PolicyCost, PreVerifier
+from policies.records import Drafter, DraftRow, ObservationSpec, Plan, PolicyCost, PreVerifier
 
 BLOCK = 4
 THRESHOLD = 0.7
@@ -114,7 +114,7 @@ class PacerStopping(NeverStop):
             return sum(estimates) / len(estimates)
         return min(estimates) if self.criterion == "any" else estimates[-1]
 
-    def threshold(self, exit_layer: int) -> float:
+    def threshold(self, drafter: Drafter) -> float:
         """t, for the next block."""
         return self._current
 

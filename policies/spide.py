@@ -8,9 +8,9 @@ from typing import Any
 
 from policies.acceptance_table import BINS, PRIOR_COUNT, AcceptanceTable
 from policies.base import NeverStop
-from policies.bounds import MAX_DRAFTS, MAX_LEARN_EVERY, MAX_PROMPT_ROWS, check_layers, check_number
+from policies.bounds import MAX_DRAFTS, MAX_LEARN_EVERY, MAX_PROMPT_ROWS, check_draft_layer, check_number
 from policies.building import Setup
-from policies.records import DraftRow, ObservationSpec, Plan, RoundRecord, Shadow
+from policies.records import Drafter, DraftRow, ObservationSpec, Plan, RoundRecord, Shadow
 
 TAU = 0.7
 MAX_LENGTH = 18
@@ -20,8 +20,8 @@ PROMPT_ROWS = 0
 class SpideStopping(NeverStop):
     """Stop, keeping the token, when the reliability Gamma = product of table rates over the draft falls to tau or below.
 
-    layers: exit layers to keep tables for, or the place where weights in fewer bits draft (`RoundRecord.place`). The one that
-        drafts learns from its drafts in every round. tau in (0, 1); the paper uses 0.5 to 0.9.
+    layers: exit layers to keep tables for. The one that drafts learns from its drafts in every round. bits: of the weights
+        that draft; None for the model's own. tau in (0, 1); the paper uses 0.5 to 0.9.
     bins: "doubt" or the paper's, see `policies.acceptance_table`.
     shadow: whether all layers learn from shadow tokens, too, those of one row in learn_every; None where there are several
     layers. A lone layer's drafts say nearly all that its shadow tokens would. prompt_rows: how many of the prompt's last
@@ -36,6 +36,7 @@ class SpideStopping(NeverStop):
         layers: Iterable[int],
         *,
         num_layers: int,
+        bits: int | None = None,
         tau: float = TAU,
         max_length: int = MAX_LENGTH,
         prior_count: float = PRIOR_COUNT,
@@ -51,10 +52,11 @@ class SpideStopping(NeverStop):
         check_number("prompt_rows", prompt_rows, 0, MAX_PROMPT_ROWS)
         if bins not in BINS:
             raise ValueError(f"bins must be one of {', '.join(BINS)}, got {bins!r}")
-        places = tuple(layers)
-        candidates = places if min(places, default=1) < 0 else check_layers(places, num_layers)
+        candidates = tuple(sorted({check_draft_layer(layer, num_layers, bits) for layer in layers}))
         self._shadow = len(candidates) > 1 if shadow is None else shadow
-        self.table = AcceptanceTable(candidates, bins=BINS[bins], prior_count=prior_count)
+        self.table = AcceptanceTable(
+            (Drafter(layer, bits) for layer in candidates), bins=BINS[bins], prior_count=prior_count
+        )
         self.observes = ObservationSpec(confidence=True)
         self._prompt = self._shadow or prompt_rows > 0
         if self._prompt:
@@ -68,9 +70,7 @@ class SpideStopping(NeverStop):
 
     @classmethod
     def from_args(cls, setup: Setup, **options: Any) -> SpideStopping:
-        if setup.drafts_in is not None:
-            return cls((-setup.drafts_in,), num_layers=setup.num_layers, shadow=False, prompt_rows=0, **options)
-        built = cls(setup.layers_to_learn, num_layers=setup.num_layers, **options)
+        built = cls(setup.layers_to_learn, num_layers=setup.num_layers, bits=setup.drafts_in, **options)
         if "learn_every" in options and not built.learns_from_shadow_tokens:
             raise ValueError("learn_every= changes nothing without shadow tokens: say shadow=on")
         return built
@@ -85,10 +85,10 @@ class SpideStopping(NeverStop):
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         assert row.confidence is not None
-        self.reliability *= self.table.rate(row.place, row.confidence)
+        self.reliability *= self.table.rate(row.drafter, row.confidence)
         return self.reliability <= self.tau or row.num_drafted + 1 >= self.max_length
 
-    def threshold(self, exit_layer: int) -> float:
+    def threshold(self, drafter: Drafter) -> float:
         return self.tau
 
     def observe_prompt(self, shadow: Shadow) -> None:

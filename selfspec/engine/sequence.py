@@ -16,7 +16,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MAX_ROWS, PromptPiece, piece_end, prefill
-from policies import Plan, Policy, PolicyCost, RoundContext, RoundRecord, Shadow
+from policies import Drafter, Plan, Policy, PolicyCost, RoundContext, RoundRecord, Shadow
 from policies.bounds import check_draft_layer
 from selfspec.cache.copy_index import CopyIndex, copies_drafts
 from selfspec.engine.draft_choice import make_offered
@@ -240,7 +240,7 @@ class Sequence:
             exit_layer = check_draft_layer(plan.exit_layer, self.model.num_layers, plan.bits)
             if self.policy.stopping is not None:
                 self.policy.stopping.start_round(plan)
-                threshold = self.policy.stopping.threshold(exit_layer if plan.bits is None else -plan.bits)
+                threshold = self.policy.stopping.threshold(Drafter(exit_layer, plan.bits))
         # Rounds that copy teach nothing about exits.
         learns = plan.learn and not copied and self.observes.learns(self._rows_learned, self._rows_seen)
         watches = learns or bool(self.observes.context_layers) or self._steering is not None

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from policies import Drafter
 from policies.acceptance_table import AcceptanceTable
 from selfspec.pacer.labels import DraftTrace, pack
 from selfspec.pacer.network import PreVerifierModule
@@ -93,11 +94,11 @@ def fit_calibration(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 
 def confidence_table(traces: Sequence[DraftTrace]) -> AcceptanceTable:
     """SPIDE's table, one row per exit layer, from the tokens whose own acceptance is known."""
-    table = AcceptanceTable(sorted({trace.exit_layer for trace in traces}))
+    table = AcceptanceTable(map(Drafter, sorted({trace.exit_layer for trace in traces})))
     for trace in traces:
         known = trace.fate_known()
         for confidence, label in zip(trace.features[known, 0].exp().tolist(), trace.labels()[known].tolist()):
-            table.add(trace.exit_layer, min(confidence, 1.0), label)
+            table.add(Drafter(trace.exit_layer), min(confidence, 1.0), label)
     return table
 
 
@@ -106,7 +107,7 @@ def confidence_estimates(traces: Sequence[DraftTrace], table: AcceptanceTable) -
     own, products = [], []
     for trace in traces:
         confidences = trace.features[:, 0].exp().clamp(max=1.0).tolist()
-        rates = [table.rate(trace.exit_layer, confidence) for confidence in confidences]
+        rates = [table.rate(Drafter(trace.exit_layer), confidence) for confidence in confidences]
         own.append(torch.tensor(rates, dtype=torch.float32, device="cpu"))
         products.append(running_products(own[-1], trace.lengths))
     return torch.cat(own), torch.cat(products)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_demo
 from layerskip_models.training.resumable_run import StepReport
-from policies import DraftRow, LayerCost, MeasuredCost, PacerStopping, Plan, Policy, parse_policy
+from policies import Drafter, DraftRow, LayerCost, MeasuredCost, PacerStopping, Plan, Policy, parse_policy
 from policies.fixed import FixedExit
 from preverifiers import random_module, random_preverification
 from selfspec import SelfSpecGenerator
@@ -90,7 +90,7 @@ def test_threshold_grows_per_block_and_is_reset_per_round() -> None:
     passing = [[0.71] * 4, [0.74] * 4, [0.78] * 4]
     policy = PacerStopping(Scripted([*passing, [0.0] * 4, *passing[:2], [0.77] * 4, [0.7] * 4]))
     assert drafted(policy) == 16
-    assert policy.threshold(1) == pytest.approx(0.7 * 1.05**4)
+    assert policy.threshold(Drafter(1)) == pytest.approx(0.7 * 1.05**4)
     assert drafted(policy) == 12
     assert drafted(policy) == 4  # at most t, so the first block already: t is back at .7
     assert [asked[:2] for asked in policy.preverifier.asked[:4]] == [(7, 1), (11, 5), (15, 9), (19, 13)]
@@ -138,7 +138,7 @@ def test_names() -> None:
     assert (plan.exit_layer, plan.max_speculations) == (2, 32)
     assert parse("pacer:exit_layer=1").exit.plan(None).exit_layer == 1
     both = parse("auto:cost=layers+pacer:b=4")
-    assert both.exit.learner.layers == (1, 2)
+    assert both.exit.learner.exits == (1, 2)
     assert both.exit.learner.cost == LayerCost(4, block=4)
     with pytest.raises(ValueError, match="exit layers 1, 2 only"):
         parse("ls:3-8+pacer")
