@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from cut_rows import digits, parts
+from cut_rows import limbs, splits
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import Matrix
 from layerskip_models.kernels.native_linear import NativeInt8Linear
@@ -27,7 +27,7 @@ def product(variant: str, matrix: Matrix, x: Tensor, out: int, threads: int = 1)
 
 
 def fixed_point(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as digits.h has them: whole numbers of three signed bytes, int64 [rows, in], and units, float64 [rows, 1]."""
+    """Rows as limbs.h has them: whole numbers of three signed bytes, int64 [rows, in], and units, float64 [rows, 1]."""
     peak = x.double().abs().amax(1, keepdim=True)
     exponent = 23 - torch.frexp(peak.float()).exponent
     exponent = torch.where(peak * 2.0**exponent > 127 * 65536 + 127 * 256 + 127, exponent - 1, exponent)
@@ -65,9 +65,9 @@ def test_eight_bit_weights_are_multiplied_exactly(out: int, width: int) -> None:
 @integers
 @pytest.mark.parametrize("width", [1 << 16, 70_016])
 def test_no_sum_is_too_large_for_its_integer(width: int) -> None:
-    """The largest weights and digits: sums of more inputs would not fit 32 bits, so these are multiplied as floats."""
+    """The largest weights and limbs: sums of more inputs would not fit 32 bits, so these are multiplied as floats."""
     linear = NativeInt8Linear(torch.full((32, width), 127.0))
-    for x in (torch.full((2, width), 127 / 64), torch.full((2, width), -127 / 64)):  # 127, 0, 0 in digits
+    for x in (torch.full((2, width), 127 / 64), torch.full((2, width), -127 / 64)):  # 127, 0, 0 in limbs
         expected = (x.double() @ linear.weight.double().T).float()
         torch.testing.assert_close(product("vnni", linear.matrix, x, 32), expected, rtol=1e-3, atol=0)
 
@@ -110,10 +110,10 @@ def test_outliers_do_not_drown_the_small_numbers_of_a_row_with_four_bit_weights(
         assert torch.equal(product(variant, matrix, x[:rows], out, threads), alone[:rows])
 
 
-def test_the_trial_of_parts_cuts_rows_as_the_kernels_do() -> None:
+def test_the_trial_of_splits_cuts_rows_as_the_kernels_do() -> None:
     x = rows_of(9, 70)[3:]  # without the row whose largest number would need one bit more
     q, unit = fixed_point(x)
-    assert torch.equal(digits(3)(x.double()), q * unit)
+    assert torch.equal(limbs(3)(x.double()), q * unit)
     x = torch.randn(100, 100)
-    assert torch.equal(parts(3)(x), x)
-    assert not torch.equal(parts(2)(x), x)
+    assert torch.equal(splits(3)(x), x)
+    assert not torch.equal(splits(2)(x), x)
