@@ -119,7 +119,7 @@ class StatelessPolicy:
     def restore(self, state: dict[str, Any]) -> None:
         """Nothing to take up; ValueError if there is something."""
         if state:
-            raise ValueError(f"{type(self).__name__} learns nothing, but the saved state holds {sorted(state)}")
+            raise ValueError(f"{type(self).__name__} keeps nothing, but the saved state holds {sorted(state)}")
 
 
 class DelegatingPolicy:

@@ -48,9 +48,8 @@ class ObservationSpec:
     shadow_layers: exit layers whose shadow tokens are computed after a round, each in [1, L-1].
     prompt_rows: how many of the last prompt positions get shadow tokens as well (DEL starts from 32).
     prompt_every: with fewer than prompt_rows * prompt_every tokens to come, proportionally fewer prompt rows; 0: always all.
-    learn_every, learn_first: shadow tokens of about one row in `learn_every`, after those of the first `learn_first` rows of
-        a call; learn_every = 0: of the prompt's rows only. A round is learned from whole or not at all, so rows count, not
-        rounds: a long round costs as much as many short ones.
+    learn_every: shadow tokens of about one row in so many; 0: of the prompt's rows only. A round is learned from whole or not
+        at all, so rows count, not rounds: a long round costs as much as many short ones.
     copies: whether plans may copy from the text; "welcome" where the engine can, "needed" if there is nothing without it.
     bits: that plans may draft in, ascending (`Plan.bits`).
     """
@@ -64,7 +63,6 @@ class ObservationSpec:
     prompt_rows: int = 0
     prompt_every: int = 0
     learn_every: int = 1
-    learn_first: int = 0
     copies: Copies = "none"
     bits: tuple[int, ...] = ()
 
@@ -72,7 +70,7 @@ class ObservationSpec:
         """Whether to ask for shadow tokens in the coming round, given how many rows of the call have had them."""
         if not self.shadow_layers or not self.learn_every:
             return False
-        return rows_learned < self.learn_first or rows_learned * self.learn_every <= rows_seen
+        return rows_learned * self.learn_every <= rows_seen
 
     def prompt_rows_for(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
         """How many of the prompt's last rows get shadow tokens."""
@@ -93,7 +91,6 @@ class ObservationSpec:
             prompt_rows=max(self.prompt_rows, other.prompt_rows),
             prompt_every=min((n.prompt_every for n in (self, other) if n.prompt_rows), default=0),
             learn_every=min(often, default=1),
-            learn_first=max(self.learn_first, other.learn_first),
             copies=max(self.copies, other.copies, key=get_args(Copies).index),
             bits=tuple(sorted({*self.bits, *other.bits})),
         )

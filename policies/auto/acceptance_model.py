@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.acceptance_table import DOUBT_BINS
 from policies.auto.constants import TUNING
 from policies.records import Drafter
+from policies.spide import MIDPOINTS
 
 Array = NDArray[np.float64]
 
-_CONFIDENCE: Array = np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999)
+_CONFIDENCE: Array = np.clip(MIDPOINTS, 0.03, 0.9999)
 _LOG_ODDS: Array = np.log(_CONFIDENCE / (1 - _CONFIDENCE))
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.acceptance_table import DOUBT_BINS, AcceptanceTable
 from policies.auto.acceptance_model import AcceptanceModel
 from policies.auto.constants import TUNING
 from policies.auto.copy_values import CopyTable
 from policies.auto.draft_values import DraftValues
-from policies.copying import MOST
 from policies.cost import CostModel, round_costs
+from policies.fixed import MAX_COPY_LENGTH
 from policies.records import Drafter, RoundRecord, Shadow
+from policies.spide import NUM_BINS, AcceptanceTable, bin_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,18 +45,15 @@ class AutoLearner:
     mean_acceptance, by drafter, over all confidences.
     """
 
-    def __init__(
-        self, drafters: tuple[Drafter, ...], cost: CostModel, max_speculations: int, decay: float, offered: int = 0
-    ) -> None:
+    def __init__(self, drafters: tuple[Drafter, ...], cost: CostModel, max_speculations: int, offered: int = 0) -> None:
         self.drafters = drafters
         self.exits = tuple(drafter.exit_layer for drafter in drafters if drafter.bits is None)
         self._offered = offered
         usual = np.array([TUNING.rounded_confidences])
         self._usual = usual / usual.sum()
         self.max_speculations = max_speculations
-        self.table = AcceptanceTable(drafters, decay=decay)
+        self.table = AcceptanceTable(drafters)
         self.model = AcceptanceModel(drafters, cost.num_layers)
-        self._decay = decay
         self.copies = CopyTable()
         self._index = {drafter: index for index, drafter in enumerate(drafters)}
         self.use_cost(cost)
@@ -70,7 +67,7 @@ class AutoLearner:
         self._in_full = self._prices(())
         self._in_bits = self._prices(rounded) if rounded else self._in_full
         self._use_costs(self._in_bits if len(rounded) > self._offered else self._in_full)
-        self.copy_costs = [cost.copying(copied) for copied in range(MOST + 1)]
+        self.copy_costs = [cost.copying(copied) for copied in range(MAX_COPY_LENGTH + 1)]
 
     def _prices(self, low_bit_options: Sequence[int]) -> _CostTable:
         """Price drafts if exits may also draft in these bits: each does where that makes its usual round cheapest."""
@@ -119,7 +116,7 @@ class AutoLearner:
     def reset(self) -> None:
         self.table.reset()
         self.copies.reset()
-        self.frequency = np.zeros((len(self.drafters), len(DOUBT_BINS)))
+        self.frequency = np.zeros((len(self.drafters), NUM_BINS))
         self.model.reset()
         self._rows = self._solved_at = 0  # observed, of whatever layer
         self._surprise: dict[Drafter, tuple[float, float]] = {}
@@ -155,7 +152,7 @@ class AutoLearner:
         if record.bits is not None and record.confidences is not None:  # its confidences are not among shadow tokens
             index = self._index[Drafter(self.cost.num_layers, record.bits)]
             for confidence in record.confidences:
-                self.frequency[index, DOUBT_BINS.index(confidence)] += 1
+                self.frequency[index, bin_of(confidence)] += 1
         if self._rows > TUNING.resolve_growth * self._solved_at or self._is_surprised(record):
             self.learn()
 
@@ -183,13 +180,11 @@ class AutoLearner:
         Drafts alone would count too few of the confidences at which drafting stopped; shadow rows have them all.
         """
         self._rows += len(read[0]) if read else 0
-        if self._decay < 1:
-            self.frequency *= self._decay
         for layer, confidences in zip(layers, read):
             index = self._index.get(Drafter(layer))
             if index is not None:
                 for confidence in confidences:
-                    self.frequency[index, DOUBT_BINS.index(confidence)] += 1
+                    self.frequency[index, bin_of(confidence)] += 1
 
     def learn(self) -> None:
         """Fit and solve again."""
@@ -209,7 +204,7 @@ class AutoLearner:
         self.acceptance = self.model.acceptance(accepted, seen)
         counts = self.frequency.copy()
         exits = counts[: len(self.exits)]
-        exits += (exits.sum(axis=0) + 1 / len(DOUBT_BINS)) / max(exits.sum(), 1.0)
+        exits += (exits.sum(axis=0) + 1 / NUM_BINS) / max(exits.sum(), 1.0)
         counts[len(self.exits) :] += self._usual
         frequency = counts / counts.sum(axis=1, keepdims=True)
         self._chances: list[list[float]] = self.acceptance.tolist()
@@ -279,7 +274,7 @@ class AutoLearner:
 
     def chance(self, drafter: Drafter, confidence: float) -> float:
         """Estimated acceptance of a token of this confidence."""
-        return self._chances[self._index[drafter]][DOUBT_BINS.index(confidence)]
+        return self._chances[self._index[drafter]][bin_of(confidence)]
 
     def adopt(self, other: AutoLearner) -> None:
         """Take up what another one has learned about the drafters that both have, and about copies."""
@@ -314,12 +309,12 @@ class AutoLearner:
         if exits != [*self.exits]:
             raise ValueError(f"the saved state is for other exit layers ({exits}) than this policy's")
         frequency = np.asarray(state["frequency"], dtype=np.float64)
-        if frequency.shape != (len(keys), len(DOUBT_BINS)):
+        if frequency.shape != (len(keys), NUM_BINS):
             raise ValueError(f"the saved state has counts of {len(frequency)} drafters, and names {len(keys)}")
         saved = [Drafter(key) if key > 0 else Drafter(self.cost.num_layers, -key) for key in keys]
         known = dict(zip(saved, frequency))
         own = [drafter.saved_key for drafter in self.drafters]
-        nothing = [0.0] * len(DOUBT_BINS)
+        nothing = [0.0] * NUM_BINS
         counts = {name: state["table"][name] for name in ("accepted", "seen")}
         self.table.restore(
             {
@@ -329,7 +324,7 @@ class AutoLearner:
         )
         self.model.restore(state["fit"], saved)
         self.copies.restore(state["copies"])
-        self.frequency = np.array([known.get(one, np.zeros(len(DOUBT_BINS))) for one in self.drafters])
+        self.frequency = np.array([known.get(one, np.zeros(NUM_BINS)) for one in self.drafters])
         self._next_rate = float(state["rate"])
         self._rows = self._solved_at = int(state["rows"])
         self._solve(*self._accepted_and_seen())

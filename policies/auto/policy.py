@@ -50,9 +50,8 @@ class AutoExit(DelegatingPolicy):
         cheaper. What all layers would have said is not known for nothing: that is learned from what they drafted, from a
         prior. offered_bits: that weights can be made in. A plan that drafts with them means that they are to be made; it
         comes only where they promise much more than the model's own.
-    decay: what an observation's weight is multiplied by in every round; 1 keeps all, which measured best.
-    prompt_rows, learn_first, learn_every: it asks for shadow tokens of a prompt's last `prompt_rows` rows, of a call's first
-        `learn_first` rows, and of one row in `learn_every` after them. What it drafts or drops teaches in every round.
+    prompt_rows, learn_every: it asks for shadow tokens of a prompt's last `prompt_rows` rows, and of one row in `learn_every`
+        after them. What it drafts or drops teaches in every round.
     repair: correct the cost by the seconds that rounds take (`policies.auto.drift`).
     Deterministic: the same records and costs give the same plans. Records hold seconds only where rounds were timed.
     """
@@ -68,10 +67,8 @@ class AutoExit(DelegatingPolicy):
         layers: Iterable[int] | None = None,
         cost: CostModel | None = None,
         max_speculations: int = TUNING.max_speculations,
-        decay: float = 1.0,
         prompt_rows: int = TUNING.prompt_rows,
         learn_every: int = TUNING.learn_every,
-        learn_first: int = 0,
         repair: bool = False,
         copy: bool = True,
         bits: Iterable[int] = (),
@@ -80,16 +77,13 @@ class AutoExit(DelegatingPolicy):
         check_number("d_max (max_speculations)", max_speculations, 1, MAX_DRAFTS)
         check_number("prompt_rows", prompt_rows, 0, MAX_PROMPT_ROWS)
         check_number("learn_every", learn_every, 1, MAX_LEARN_EVERY)
-        check_number("learn_first", learn_first, 0, MAX_LEARN_EVERY)
         candidates = check_layers(tuple(default_layers(num_layers) if layers is None else layers), num_layers)
         bits, self.offered_bits = tuple(sorted(bits)), tuple(sorted(offered_bits))
         drafters = (
             *(Drafter(layer) for layer in candidates),
             *(Drafter(num_layers, number) for number in (*bits, *self.offered_bits)),
         )
-        self.learner = AutoLearner(
-            drafters, cost or LayerCost(num_layers), max_speculations, decay, len(self.offered_bits)
-        )
+        self.learner = AutoLearner(drafters, cost or LayerCost(num_layers), max_speculations, len(self.offered_bits))
         self._cost = self.learner.cost
         self._repair = repair
         self._drifts: dict[int, CostDrift] = {}  # by batch size
@@ -101,7 +95,6 @@ class AutoExit(DelegatingPolicy):
             prompt_rows=prompt_rows,
             prompt_every=TUNING.prompt_every,
             learn_every=learn_every,
-            learn_first=learn_first,
             bits=bits,
         )
         self._batch_size, self._hopeless = 1, False

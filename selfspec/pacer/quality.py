@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from policies import Drafter
-from policies.acceptance_table import AcceptanceTable
+from policies.spide import AcceptanceTable
 from selfspec.pacer.labels import DraftTrace, pack
 from selfspec.pacer.network import PreVerifierModule
 from selfspec.pacer.tuning import PlayedDraft

@@ -140,7 +140,6 @@ def test_new_weights_have_new_drafters() -> None:
         ("bits:8", "a number of bits and a length"),
         ("bits:8-5+del", "learns from exits in full"),
         ("bits:8-5+pacer", "learns from exits in full"),
-        ("bits:8-5+spide:prompt_rows=4", "learns from drafts alone"),
     ],
 )
 def test_what_cannot_be_is_refused(generator: SelfSpecGenerator, policy: str, message: str) -> None:

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import AutoStopping, Drafter, MeasuredCost, RoundContext, parse_policy
-from policies.acceptance_table import DOUBT_BINS
+from policies import Drafter, MeasuredCost, RoundContext, parse_policy
 from policies.auto.acceptance_model import AcceptanceModel
 from policies.auto.constants import TUNING
 from policies.auto.draft_values import DraftValues
 from policies.auto.learner import AutoLearner
-from policies.auto.policy import AutoExit
+from policies.auto.policy import AutoExit, AutoStopping
+from policies.spide import MIDPOINTS, NUM_BINS
 from records import finished, row, shadow
 
 CONTEXT = RoundContext(round_index=3, num_committed=40, remaining_tokens=50)
@@ -150,7 +150,7 @@ def test_it_plans_within_its_limits(data: st.DataObject, num_layers: int) -> Non
         assert (plan.exit_layer is None) == (plan.max_speculations == 0)
         learner: AutoLearner = learner_policy.learner
         assert np.all((learner.acceptance >= 0) & (learner.acceptance <= 1))
-        assert learner.acceptance.shape == (len(layers), len(DOUBT_BINS))
+        assert learner.acceptance.shape == (len(layers), NUM_BINS)
         # One pass of L layers can never bring more than the draft's tokens, and plain decoding is always possible.
         assert 1 / num_layers * 0.9 < learner.rate < (plan.max_speculations + 13) / num_layers
 
@@ -310,24 +310,24 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return np.asarray(1 / (1 + np.exp(-x)))
 
 
-NOTHING = counts(np.zeros((len(LAYERS), len(DOUBT_BINS))), 0.0)
+NOTHING = counts(np.zeros((len(LAYERS), NUM_BINS)), 0.0)
 
 
 def test_unseen_layers_are_right_more_often_than_sure_and_alike() -> None:
     estimate = AcceptanceModel(LAYERS, 16).acceptance(*NOTHING)
     assert np.all(estimate == estimate[0]) and np.all(np.diff(estimate[0]) >= 0)
-    assert np.all(estimate[0, :10] > DOUBT_BINS.midpoints[:10])
+    assert np.all(estimate[0, :10] > MIDPOINTS[:10])
 
 
 def test_much_evidence_is_believed() -> None:
-    truth = np.random.default_rng(0).uniform(size=(len(LAYERS), len(DOUBT_BINS)))  # far from any line
+    truth = np.random.default_rng(0).uniform(size=(len(LAYERS), NUM_BINS))  # far from any line
     model = AcceptanceModel(LAYERS, 16)
     model.fit(*counts(truth, 1e5))
     assert model.acceptance(*counts(truth, 1e5)) == pytest.approx(truth, abs=1e-3)
 
 
 def test_a_line_is_found() -> None:
-    odds = np.log(np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999)) - np.log(1 - np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999))
+    odds = np.log(np.clip(MIDPOINTS, 0.03, 0.9999)) - np.log(1 - np.clip(MIDPOINTS, 0.03, 0.9999))
     truth = sigmoid(np.array([-3.0, 0.3, 0.7, 1.2, 2.0, 2.8])[:, None] + 1.3 * odds)
     model = AcceptanceModel(LAYERS, 16)
     for _ in range(12):
@@ -349,9 +349,9 @@ def test_a_few_rows_move_a_whole_layer_and_less_its_neighbours() -> None:
 
 def test_drafts_in_fewer_bits_have_a_line_of_their_own() -> None:
     """Exits that are right one time in ten whatever their confidence say nothing about those of the whole model."""
-    odds = np.log(DOUBT_BINS.midpoints) - np.log(1 - np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999))
+    odds = np.log(MIDPOINTS) - np.log(1 - np.clip(MIDPOINTS, 0.03, 0.9999))
     truth = sigmoid(np.array([-2.2, -2.2, 3.5])[:, None] + np.array([0.0, 0.0, 1.2])[:, None] * odds)
-    nothing = {size: counts(np.zeros((size, len(DOUBT_BINS))), 0.0) for size in (1, 2, 3)}
+    nothing = {size: counts(np.zeros((size, NUM_BINS)), 0.0) for size in (1, 2, 3)}
     model = AcceptanceModel(LOW_BITS, 16)
     for _ in range(12):
         model.fit(*counts(truth, 500.0))
@@ -373,16 +373,14 @@ def test_fits_settle_where_nothing_is_more_probable(data: st.DataObject, rows: f
     shares = data.draw(
         st.lists(
             st.sampled_from([0.0, 0.1, 0.9, 1.0]),
-            min_size=len(LAYERS) * len(DOUBT_BINS),
-            max_size=len(LAYERS) * len(DOUBT_BINS),
+            min_size=len(LAYERS) * NUM_BINS,
+            max_size=len(LAYERS) * NUM_BINS,
         )
     )
     weights = data.draw(
-        st.lists(
-            st.sampled_from([0.0, 1.0]), min_size=len(LAYERS) * len(DOUBT_BINS), max_size=len(LAYERS) * len(DOUBT_BINS)
-        )
+        st.lists(st.sampled_from([0.0, 1.0]), min_size=len(LAYERS) * NUM_BINS, max_size=len(LAYERS) * NUM_BINS)
     )
-    seen = rows * np.array(weights).reshape(len(LAYERS), len(DOUBT_BINS))
+    seen = rows * np.array(weights).reshape(len(LAYERS), NUM_BINS)
     accepted = seen * np.array(shares).reshape(seen.shape)
     model = AcceptanceModel(LAYERS, 16)
     for _ in range(40):
