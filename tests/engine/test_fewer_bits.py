@@ -17,8 +17,7 @@ from layerskip_models.decoder_layer import Linear
 from layerskip_models.draft_weights import draft_bytes, drafter, rounded_linear, why_no_drafter
 from layerskip_models.grouped_weight import GroupedWeight, pack_sixes
 from layerskip_models.kernels.check import native_works
-from layerskip_models.kernels.native_grouped import NativeGroupedLinear
-from layerskip_models.kernels.native_linear import NativeInt8Linear
+from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear
 from policies import Drafter, MeasuredCost
 from policies.auto.policy import AutoExit
 from selfspec import SelfSpecGenerator

@@ -106,7 +106,7 @@ def _become(command: list[str], env: dict[str, str] | None, cwd: Path | str | No
             os.environ.update(env)
         if cwd is not None:
             os.chdir(cwd)
-        for cache in (library._library, library.load, library.kernels, library.pool):
+        for cache in (library._library, library.load, library.kernels, library.pool_oldest):
             cache.cache_clear()  # the environment may name another variant of the kernels
         status = _run(command[1:])
     except BaseException:

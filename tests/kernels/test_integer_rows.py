@@ -6,7 +6,6 @@ from ctypes import addressof
 
 import pytest
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from cut_rows import limbs, splits
@@ -81,33 +80,6 @@ def test_a_row_that_is_no_number_stays_none_and_spoils_no_other() -> None:
     spoilt = product("vnni", linear.matrix, x, 32)
     assert spoilt[[1, 3]].isnan().all()
     assert torch.equal(spoilt[[0, 2, 4]], whole[[0, 2, 4]])
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("outliers", [1, 8])
-def test_outliers_do_not_drown_the_small_numbers_of_a_row_with_four_bit_weights(variant: str, outliers: int) -> None:
-    """Where the outliers' weights are 0, only the small numbers matter. Rows without outliers are beside those with some."""
-    torch.manual_seed(outliers)
-    out, width = 36, 4096
-    q = torch.randint(0, 16, (out, width))
-    q[:, :outliers] = 8
-    halves = rearrange(q, "out (chunk half i) -> half out chunk i", half=2, i=32)
-    stored = rearrange(halves[0] | halves[1] << 4, "out chunk i -> out (chunk i)").to(torch.uint8).contiguous()
-    scales = ((torch.rand(out, width // 32) + 0.5) / 100).half()
-    weight = scales.double().repeat_interleave(32, 1) * (q - 8)
-    kind = library.KINDS[torch.uint8]
-    matrix = Matrix(
-        stored.data_ptr(), kind=kind, in_features=width, out_features=out, groups=scales.data_ptr(), group=32, zero=8
-    )
-    sizes = torch.tensor([1, 100, 1, 1e3, 1e4, 1e5, 30])
-    x = torch.randn(len(sizes), width)
-    x[:, :outliers] = sizes.unsqueeze(1)
-    alone = torch.cat([product(variant, matrix, row, out) for row in x.split(1)])
-    expected = x.double() @ weight.T
-    errors = (alone - expected).square().mean(1).sqrt() / expected.square().mean(1).sqrt()
-    assert (errors < torch.where(sizes < 100, 1e-3, 1e-4)).all(), errors
-    for rows, threads in ((2, 1), (4, 1), (7, 1), (7, 2)):
-        assert torch.equal(product(variant, matrix, x[:rows], out, threads), alone[:rows])
 
 
 def test_the_trial_of_splits_cuts_rows_as_the_kernels_do() -> None:

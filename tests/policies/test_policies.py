@@ -19,6 +19,8 @@ def test_a_policy_by_name_is_what_its_arguments_say() -> None:
     assert isinstance(keep.stopping, DelThreshold)
     keep.observe_prompt(shadow([1, 2, 3], [[1]] * 3, [[0.9]] * 3))
     assert keep.stopping.stop_after_draw(row(confidence=0.1), 0)
+    company = keep.clone_for_sequence().stopping
+    assert company is not None and company.stop_after_draw(row(confidence=0.1), 0)
     spide = parse_policy("spide:3,tau=0.6", num_layers=8)
     assert isinstance(spide.stopping, SpideStopping)
     assert spide.stopping.tau == 0.6
