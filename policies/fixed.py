@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from policies.base import NeverStop, StatelessPolicy
-from policies.bounds import MAX_DRAFTS, check_draft_layer, check_exit_layer, check_number
+from policies.bounds import MAX_DRAFTS, check_draft_layer, check_number
 from policies.building import Setup
 from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord
 
@@ -21,54 +21,45 @@ MAX_FINITE_STATE_LENGTH = 20
 
 
 class FixedExit(StatelessPolicy):
-    """Exit after `exit_layer` layers and draft `num_speculations` tokens, every round.
+    """Draft `num_speculations` tokens in every round, after `exit_layer` layers.
 
     num_speculations = 0 is plain autoregressive decoding (`exit_layer` is then not used).
+    bits: of the weights that draft, 8 or 4, by default through all layers; None for the model's own.
     Raises ValueError if the model cannot exit at `exit_layer`, or for `num_speculations` outside [0, MAX_DRAFTS].
-    Source: LayerSkip (Elhoushi et al. 2024), section 4.3; written LS(E-gamma) in DEL's tables.
+    Source: LayerSkip (Elhoushi et al. 2024), section 4.3; written LS(E-gamma) in DEL's tables. For bits ML-SpecQD (arXiv
+    2503.13565), where a model's 4-bit cast drafts for it.
     """
 
-    def __init__(self, exit_layer: int | None, num_speculations: int, *, num_layers: int) -> None:
-        check_number("num_speculations", num_speculations, 0, MAX_DRAFTS)
+    def __init__(
+        self, exit_layer: int | None, num_speculations: int, *, num_layers: int, bits: int | None = None
+    ) -> None:
+        if bits is not None and bits not in (4, 8):
+            raise ValueError(f"bits must be 8 or 4, got {bits if bits < 100 else 'more'}")
+        check_number("num_speculations", num_speculations, 0 if bits is None else 1, MAX_DRAFTS)
+        if exit_layer is None and bits is not None:
+            exit_layer = num_layers
         if exit_layer is not None:
-            check_exit_layer(exit_layer, num_layers)
-        if num_speculations == 0:
-            self._plan = Plan(exit_layer=None, max_speculations=0)
-            self.exit_layers = ()
-        else:
+            check_draft_layer(exit_layer, num_layers, bits)
+        self.exit_layers = ()
+        self._plan = Plan(exit_layer=None, max_speculations=0)
+        if num_speculations > 0:
             if exit_layer is None:
                 raise ValueError("exit_layer is missing: give one in [1, num_layers - 1], or num_speculations=0")
-            self._plan = Plan(exit_layer=exit_layer, max_speculations=num_speculations)
             self.exit_layers = (exit_layer,)
+            self._plan = Plan(exit_layer=exit_layer, max_speculations=num_speculations, bits=bits)
+        self.observes = ObservationSpec(bits=() if bits is None else (bits,))
 
     @classmethod
-    def from_args(cls, setup: Setup, exit_layer: int | None = None, length: int = 0) -> FixedExit:
-        return cls(exit_layer, length, num_layers=setup.num_layers)
-
-    def plan(self, context: RoundContext) -> Plan:
-        return self._plan
-
-
-class FewBits(StatelessPolicy):
-    """Draft `num_speculations` tokens in every round with the model's weights in 8 or 4 bits.
-
-    exit_layer: how many layers a draft goes through, up to all of them, which is the default.
-    Raises ValueError for a layer that the model lacks, or for `num_speculations` outside [1, MAX_DRAFTS].
-    Source: ML-SpecQD (arXiv 2503.13565), where a model's 4-bit cast drafts for it.
-    """
-
-    def __init__(self, bits: int, num_speculations: int, *, num_layers: int, exit_layer: int | None = None) -> None:
-        if bits not in (4, 8):
-            raise ValueError(f"bits must be 8 or 4, got {bits if bits < 100 else 'more'}")
-        check_number("num_speculations", num_speculations, 1, MAX_DRAFTS)
-        layer = check_draft_layer(num_layers if exit_layer is None else exit_layer, num_layers, bits)
-        self._plan = Plan(exit_layer=layer, max_speculations=num_speculations, bits=bits)
-        self.exit_layers = (layer,)
-        self.observes = ObservationSpec(bits=(bits,))
-
-    @classmethod
-    def from_args(cls, setup: Setup, bits: int, length: int, layer: int | None = None) -> FewBits:
-        return cls(bits, length, num_layers=setup.num_layers, exit_layer=layer)
+    def from_args(
+        cls,
+        setup: Setup,
+        exit_layer: int | None = None,
+        length: int = 0,
+        bits: int | None = None,
+        layer: int | None = None,
+    ) -> FixedExit:
+        """Build it from "E-G", or from "B-G,layer=E"."""
+        return cls(layer if exit_layer is None else exit_layer, length, num_layers=setup.num_layers, bits=bits)
 
     def plan(self, context: RoundContext) -> Plan:
         return self._plan

@@ -17,7 +17,7 @@ from policies.bounds import check_exit_layer
 from policies.building import Setup
 from policies.cost import CostModel
 from policies.del_policy import DelExit, DelThreshold
-from policies.fixed import CopyExit, FewBits, FiniteStateLength, FixedExit
+from policies.fixed import CopyExit, FiniteStateLength, FixedExit
 from policies.pacer import PacerStopping
 from policies.records import PreVerifier
 from policies.spide import SpideStopping
@@ -83,7 +83,7 @@ EXITS = {
     "ar": PolicySpec("ar", FixedExit.from_args),
     "copy": PolicySpec("copy:10", CopyExit.from_args, "min", "[G]"),
     "ls": PolicySpec("ls:3-6", FixedExit.from_args, position="E-G"),
-    "bits": PolicySpec("bits:8-5", FewBits.from_args, "layer", "B-G"),
+    "bits": PolicySpec("bits:8-5", FixedExit.from_args, "layer", "B-G"),
     "del": PolicySpec(
         "del:on_stop=keep", DelExit.from_args, "cost layers d_max omega length no_speculation on_stop prompt"
     ),
