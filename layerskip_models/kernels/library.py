@@ -20,7 +20,7 @@ from collections.abc import Callable
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -177,7 +177,7 @@ class Kernels:
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+        def __getattr__(self, name: str) -> Callable[..., int]: ...
 
 
 @cache

@@ -80,6 +80,6 @@ def test_the_check_at_load_finds_wrong_numbers(monkeypatch: pytest.MonkeyPatch) 
         return chosen.step(step, threads)
 
     broken = copy.copy(chosen)
-    broken.step = unscaled
+    vars(broken)["step"] = unscaled
     monkeypatch.setattr(library, "kernels", lambda: broken)
     assert check.fault() == "step computes something else"
