@@ -24,8 +24,7 @@ from layerskip_models.fork_safe import fork_safe
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
 from layerskip_models.grouped_linear import GroupedLinear
 from layerskip_models.grouped_weight import GroupedWeight
-from layerskip_models.kernels.native_grouped import NativeGroupedLinear
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
 from layerskip_models.linear import (
     EIGHT_BIT_LAYERS,
     GROUP,
@@ -129,12 +128,12 @@ def rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:
     if isinstance(linear, (GroupedLinear, NativeGroupedLinear, NativeInt8Linear)):
         # Of 6 or 8 bits; some outputs at a time are in float32.
         pieces = linear.float_pieces(max(_PIECE // linear.shape[1], 1))
-        rounded = [round_to_four_bits(piece, group=GROUP, symmetric=True) for piece in pieces]
+        rounded = [round_to_four_bits(piece, group=GROUP) for piece in pieces]
         return grouped_linear(GroupedWeight.cat(rounded), linear.bias, own=True)
     if isinstance(linear, NativeLinear):
         weight = linear.numbers_in_rows
         if in_four and fits_four_bits(weight.shape[1]):
-            return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), linear.bias, own=True)
+            return grouped_linear(round_to_four_bits(weight, group=GROUP), linear.bias, own=True)
         return NativeInt8Linear(weight, linear.bias)
     assert isinstance(linear, PlainLinear)
     return LAYOUTS["int4" if in_four else "int8"](linear.weight.float(), linear.bias)

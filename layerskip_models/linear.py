@@ -13,8 +13,12 @@ from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bit
 from layerskip_models.grouped_linear import GroupedLinear
 from layerskip_models.grouped_weight import CHUNK, GroupedWeight, group_size
 from layerskip_models.kernels.check import native_works
-from layerskip_models.kernels.native_grouped import NativeGroupedLinear
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear, round_to_eight_bits
+from layerskip_models.kernels.native_linear import (
+    NativeGroupedLinear,
+    NativeInt8Linear,
+    NativeLinear,
+    round_to_eight_bits,
+)
 
 Layout = Literal["plain", "int8", "int4", "native"]
 """How a weight is stored: row major as in the checkpoint, in 8 or 4 bits, which changes the model and is never a default, or
@@ -68,7 +72,7 @@ def int4_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Round a weight to 4 bits in groups of inputs; to 8 bits where no number of inputs makes whole groups."""
     if not fits_four_bits(weight.shape[1]):
         return int8_linear(weight, bias)
-    return grouped_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), bias, own=True)
+    return grouped_linear(round_to_four_bits(weight, group=GROUP), bias, own=True)
 
 
 def grouped_linear(weight: GroupedWeight, bias: Tensor | None = None, *, own: bool = False) -> Linear:

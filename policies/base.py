@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from policies.building import Setup
-from policies.records import DraftRow, ObservationSpec, Plan, PolicyCost, RoundContext, RoundRecord, Shadow
+from policies.records import Drafter, DraftRow, ObservationSpec, Plan, PolicyCost, RoundContext, RoundRecord, Shadow
 
 
 class Learner(Protocol):
@@ -86,11 +86,8 @@ class StoppingPolicy(_Observer, Protocol):
         """Say whether drafting ends with this token, which is kept."""
         ...
 
-    def threshold(self, exit_layer: int) -> float | None:
-        """Return what a row of this layer is now compared with, for the trace; None if there is no such number.
-
-        exit_layer: or another place where drafts are made (`RoundRecord.place`).
-        """
+    def threshold(self, drafter: Drafter) -> float | None:
+        """Return what a row of this drafter is now compared with, for the trace; None if there is no such number."""
         ...
 
     def spent(self) -> PolicyCost:
@@ -122,7 +119,7 @@ class StatelessPolicy:
     def restore(self, state: dict[str, Any]) -> None:
         """Nothing to take up; ValueError if there is something."""
         if state:
-            raise ValueError(f"{type(self).__name__} learns nothing, but the saved state holds {sorted(state)}")
+            raise ValueError(f"{type(self).__name__} keeps nothing, but the saved state holds {sorted(state)}")
 
 
 class DelegatingPolicy:
@@ -166,7 +163,7 @@ class NeverStop(StatelessPolicy):
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         return False
 
-    def threshold(self, exit_layer: int) -> float | None:
+    def threshold(self, drafter: Drafter) -> float | None:
         return None
 
     def spent(self) -> PolicyCost:

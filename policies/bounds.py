@@ -9,7 +9,7 @@ MAX_DRAFTS = 64
 MAX_PROMPT_ROWS = 256
 """Rows of a prompt that teach a policy: their hidden states of all layers are kept until the prompt is read."""
 MAX_LEARN_EVERY = 1 << 20
-"""Rows between two that teach all layers, and the first rows of a call that do."""
+"""Rows between two that teach all layers."""
 
 
 def check_number(name: str, value: int, least: int, most: int) -> int:

@@ -40,17 +40,12 @@ class Setup:
 
     def cost(self, kind: str) -> CostModel:
         """Make the cost model of a `cost=` option."""
-        cost = self._cost(kind)
+        if kind not in COSTS:
+            raise ValueError(f"cost must be one of {', '.join(COSTS)}, got {kind!r}")
+        if kind == "measured" and self.measure is None:
+            raise ValueError("cost=measured needs measured seconds: pass `measure`, or use cost=layers")
+        cost = LayerCost(self.num_layers) if self.measure is None or kind == "layers" else self.measure()
         if self.ended_by is None:
             return cost
         seconds = self.ended_by.pass_seconds(self.block) if kind == "measured" else None
         return replace(cost, block=self.block, block_seconds=seconds)
-
-    def _cost(self, kind: str) -> CostModel:
-        if kind == "layers":
-            return LayerCost(self.num_layers)
-        if kind != "measured":
-            raise ValueError(f"cost must be one of {', '.join(COSTS)}, got {kind!r}")
-        if self.measure is None:
-            raise ValueError("cost=measured needs measured seconds: pass `measure`, or use cost=layers")
-        return self.measure()

@@ -59,7 +59,9 @@ class CostModel:
 
     def autoregressive(self) -> float:
         """Price a round without speculation: one row through all layers and the head."""
-        return self._layers(self.num_layers, self.batch_size) + self._head(self.batch_size)
+        return (
+            self._layers(self.num_layers, self.batch_size) + _at(self.head_seconds, self.batch_size) / self.batch_size
+        )
 
     def head_cost(self, exit_layer: int) -> float:
         """Adapter, head and decision for the first draft row, which went through `exit_layer` layers."""
@@ -81,7 +83,7 @@ class CostModel:
         The last row goes through the first E layers alone, and then all rows together through the others and the head.
         """
         rows = (num_drafts + 1) * self.batch_size
-        verifying = self._layers(self.num_layers - exit_layer, rows) + self._head(rows)
+        verifying = self._layers(self.num_layers - exit_layer, rows) + _at(self.head_seconds, rows) / self.batch_size
         scale = self.verify_factor
         cost = self.drafting(exit_layer, num_drafts) + scale * self._layers(exit_layer, self.batch_size)
         cost += scale * verifying
@@ -118,16 +120,11 @@ class CostModel:
         """Return a text's share of the cost of these layers over these rows."""
         return layers * _at(self.layer_seconds, rows) / self.batch_size
 
-    def _head(self, rows: float) -> float:
-        return _at(self.head_seconds, rows) / self.batch_size
-
-    def _adapter(self, exit_layer: int) -> float:
-        return next((seconds for layer, seconds in self.adapter_seconds if layer == exit_layer), 0.0)
-
     def _look(self, exit_layer: int, rows: float) -> float:
         """One of these rows' share of a look at all of them."""
         head = _at(self.head_seconds, rows)
-        return (max(head + self.draft_seconds, 0.1 * head) + self._adapter(exit_layer)) / rows
+        adapter = next((seconds for layer, seconds in self.adapter_seconds if layer == exit_layer), 0.0)
+        return (max(head + self.draft_seconds, 0.1 * head) + adapter) / rows
 
     def _step(self, exit_layer: int, rows: float) -> float:
         """One of these rows' share of a draft step of all of them."""

@@ -1,62 +1,123 @@
-"""LayerSkip's own policy: one exit layer and one speculation length for the whole run, LS(E-gamma)."""
+"""Policies that follow a fixed rule: LayerSkip's layer and length, fewer bits, copies, and the finite-state length."""
 
 from __future__ import annotations
 
-from policies.base import StatelessPolicy
-from policies.bounds import MAX_DRAFTS, check_draft_layer, check_exit_layer, check_number
+from typing import Any
+
+from policies.base import NeverStop, StatelessPolicy
+from policies.bounds import MAX_DRAFTS, check_draft_layer, check_number
 from policies.building import Setup
-from policies.records import ObservationSpec, Plan, RoundContext
+from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord
+
+COPY_LENGTH = 10
+"""Longest copy by default, as in prompt lookup decoding (Saxena 2023)."""
+MAX_COPY_LENGTH = 32
+"""Longest copy that may be asked for: a pass over more rows costs what their arithmetic costs, on any device."""
+MIN_MATCH = 2
+"""Shortest match that is copied from: a shorter one is no more than a guess."""
+_MAX_MATCH = 1 << 20  # that may be asked for; it costs nothing: a text without one is not copied from
+MAX_FINITE_STATE_LENGTH = 20
+"""Where the growth of `FiniteStateLength` ends: a draft of 20 tokens that is accepted as a whole has nothing left to gain."""
 
 
 class FixedExit(StatelessPolicy):
-    """Exit after `exit_layer` layers and draft `num_speculations` tokens, every round.
+    """Draft `num_speculations` tokens in every round, after `exit_layer` layers.
 
     num_speculations = 0 is plain autoregressive decoding (`exit_layer` is then not used).
+    bits: of the weights that draft, 8 or 4, by default through all layers; None for the model's own.
     Raises ValueError if the model cannot exit at `exit_layer`, or for `num_speculations` outside [0, MAX_DRAFTS].
-    Source: LayerSkip (Elhoushi et al. 2024), section 4.3; written LS(E-gamma) in DEL's tables.
+    Source: LayerSkip (Elhoushi et al. 2024), section 4.3; written LS(E-gamma) in DEL's tables. For bits ML-SpecQD (arXiv
+    2503.13565), where a model's 4-bit cast drafts for it.
     """
 
-    def __init__(self, exit_layer: int | None, num_speculations: int, *, num_layers: int) -> None:
-        check_number("num_speculations", num_speculations, 0, MAX_DRAFTS)
+    def __init__(
+        self, exit_layer: int | None, num_speculations: int, *, num_layers: int, bits: int | None = None
+    ) -> None:
+        if bits is not None and bits not in (4, 8):
+            raise ValueError(f"bits must be 8 or 4, got {bits if bits < 100 else 'more'}")
+        check_number("num_speculations", num_speculations, 0 if bits is None else 1, MAX_DRAFTS)
+        if exit_layer is None and bits is not None:
+            exit_layer = num_layers
         if exit_layer is not None:
-            check_exit_layer(exit_layer, num_layers)
-        if num_speculations == 0:
-            self._plan = Plan(exit_layer=None, max_speculations=0)
-            self.exit_layers = ()
-        else:
+            check_draft_layer(exit_layer, num_layers, bits)
+        self.exit_layers = ()
+        self._plan = Plan(exit_layer=None, max_speculations=0)
+        if num_speculations > 0:
             if exit_layer is None:
                 raise ValueError("exit_layer is missing: give one in [1, num_layers - 1], or num_speculations=0")
-            self._plan = Plan(exit_layer=exit_layer, max_speculations=num_speculations)
             self.exit_layers = (exit_layer,)
+            self._plan = Plan(exit_layer=exit_layer, max_speculations=num_speculations, bits=bits)
+        self.observes = ObservationSpec(bits=() if bits is None else (bits,))
 
     @classmethod
-    def from_args(cls, setup: Setup, exit_layer: int | None = None, length: int = 0) -> FixedExit:
-        return cls(exit_layer, length, num_layers=setup.num_layers)
+    def from_args(
+        cls,
+        setup: Setup,
+        exit_layer: int | None = None,
+        length: int = 0,
+        bits: int | None = None,
+        layer: int | None = None,
+    ) -> FixedExit:
+        """Build it from "E-G", or from "B-G,layer=E"."""
+        return cls(layer if exit_layer is None else exit_layer, length, num_layers=setup.num_layers, bits=bits)
 
     def plan(self, context: RoundContext) -> Plan:
         return self._plan
 
 
-class FewBits(StatelessPolicy):
-    """Draft `num_speculations` tokens in every round with the model's weights in 8 or 4 bits.
+class CopyExit(StatelessPolicy):
+    """Copy, as layer 0, `length` tokens after a match of `shortest` or more and verify them at once; elsewhere a plain step.
 
-    exit_layer: how many layers a draft goes through, up to all of them, which is the default.
-    Raises ValueError for a layer that the model lacks, or for `num_speculations` outside [1, MAX_DRAFTS].
-    Source: ML-SpecQD (arXiv 2503.13565), where a model's 4-bit cast drafts for it.
+    Raises ValueError for a length outside [1, MAX_COPY_LENGTH], and for a match shorter than `MIN_MATCH`.
     """
 
-    def __init__(self, bits: int, num_speculations: int, *, num_layers: int, exit_layer: int | None = None) -> None:
-        if bits not in (4, 8):
-            raise ValueError(f"bits must be 8 or 4, got {bits if bits < 100 else 'more'}")
-        check_number("num_speculations", num_speculations, 1, MAX_DRAFTS)
-        layer = check_draft_layer(num_layers if exit_layer is None else exit_layer, num_layers, bits)
-        self._plan = Plan(exit_layer=layer, max_speculations=num_speculations, bits=bits)
-        self.exit_layers = (layer,)
-        self.observes = ObservationSpec(bits=(bits,))
+    observes = ObservationSpec(copies="needed")
+    exit_layers = ()
+
+    def __init__(self, length: int = COPY_LENGTH, shortest: int = MIN_MATCH) -> None:
+        if not 1 <= length <= MAX_COPY_LENGTH:
+            raise ValueError(f"the length must be in [1, {MAX_COPY_LENGTH}], got {length}")
+        self._length, self._shortest = length, check_number("min", shortest, MIN_MATCH, _MAX_MATCH)
 
     @classmethod
-    def from_args(cls, setup: Setup, bits: int, length: int, layer: int | None = None) -> FewBits:
-        return cls(bits, length, num_layers=setup.num_layers, exit_layer=layer)
+    def from_args(cls, setup: Setup, length: int = COPY_LENGTH, **options: Any) -> CopyExit:
+        return cls(length, options.get("min", MIN_MATCH))
 
     def plan(self, context: RoundContext) -> Plan:
-        return self._plan
+        copied = self._length if context.match_length >= self._shortest else 0
+        return Plan(exit_layer=None, max_speculations=0, copied=copied)
+
+
+class FiniteStateLength(NeverStop):
+    """Draft `length` tokens in the first round; then one more after a round whose drafts were all accepted, else one fewer.
+
+    At least 1, at most `max_length`. A round cut short by the plan's cap or by an EOS counts by what it drafted.
+    Raises ValueError for a length outside [1, max_length].
+    Source: the finite-state baseline of DEL (Entezari Zarch et al. 2025), section 5 and Appendix B.
+    """
+
+    def __init__(self, length: int = 4, *, max_length: int = MAX_FINITE_STATE_LENGTH) -> None:
+        check_number("max_length", max_length, 1, MAX_DRAFTS)
+        if not 1 <= length <= max_length:
+            raise ValueError(f"the first length must be in [1, {max_length}], got {length}")
+        self._start = length
+        self.max_length = max_length
+        self.length = length
+
+    def stop_after_draw(self, row: DraftRow, token: int) -> bool:
+        return row.num_drafted + 1 >= self.length
+
+    def observe(self, record: RoundRecord) -> None:
+        if record.exit_layer is None or record.num_drafted == 0:
+            return
+        step = 1 if record.num_accepted == record.num_drafted else -1
+        self.length = min(max(self.length + step, 1), self.max_length)
+
+    def reset(self) -> None:
+        self.length = self._start
+
+    def state(self) -> dict[str, Any]:
+        return {"length": self.length}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.length = int(state["length"])

@@ -11,24 +11,22 @@ import torch
 from policies.base import NeverStop
 from policies.bounds import MAX_DRAFTS, check_number
 from policies.building import Setup
-from policies.records import DraftRow, ObservationSpec, Plan, PolicyCost, PreVerifier
+from policies.records import Drafter, DraftRow, ObservationSpec, Plan, PolicyCost, PreVerifier
 
 BLOCK = 4
 THRESHOLD = 0.7
 GROWTH = 1.05
 MAX_LENGTH = 32
-CRITERIA = ("mean", "any", "last")
 
 
 class PacerStopping(NeverStop):
     """Draft in blocks of b tokens; stop, keeping the block, when its mean estimated acceptance is at most t; then t *= rho.
 
-    t is back at its start in every round (our reading of Algorithm 1). criterion: "mean" of the block, "any" token of it, or
-    its "last" one is compared with t. scope: see `PreVerifier.estimate`. max_length: of a draft; a block that ends there, or
-    at the plan's cap, is not judged, since nothing would come after it.
+    t is back at its start in every round (our reading of Algorithm 1). scope: see `PreVerifier.estimate`. max_length: of a
+    draft; a block that ends there, or at the plan's cap, is not judged, since nothing would come after it.
     Keeping what was drawn is exact for any rule, so this one is for sampling, too (policies.base).
     Raises ValueError for settings out of range.
-    Source: Pacer (Zhang et al. 2025), section 3.2 and Algorithm 1; criteria as in Table 7.
+    Source: Pacer (Zhang et al. 2025), section 3.2 and Algorithm 1.
     """
 
     exit_layers: tuple[int, ...]
@@ -40,7 +38,6 @@ class PacerStopping(NeverStop):
         b: int = BLOCK,
         t: float = THRESHOLD,
         rho: float = GROWTH,
-        criterion: str = "mean",
         scope: str | None = None,
         max_length: int = MAX_LENGTH,
     ) -> None:
@@ -50,11 +47,9 @@ class PacerStopping(NeverStop):
             raise ValueError(f"t must be in (0, 1), got {t}")
         if not 0 < rho < math.inf:
             raise ValueError(f"rho must be a number above 0, got {rho}")
-        if criterion not in CRITERIA:
-            raise ValueError(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
         self.preverifier = preverifier
         self.exit_layers = preverifier.exit_layers
-        self.b, self.t, self.rho, self.criterion, self.scope = b, t, rho, criterion, scope
+        self.b, self.t, self.rho, self.scope = b, t, rho, scope
         self.max_length = max_length
         self.observes = ObservationSpec(exit_hidden=True, features=True, context_layers=self.exit_layers)
         self._current = t
@@ -110,11 +105,9 @@ class PacerStopping(NeverStop):
             self.scope,
         )
         self._spent = self._spent + PolicyCost(layers=1, seconds=perf_counter() - started)
-        if self.criterion == "mean":
-            return sum(estimates) / len(estimates)
-        return min(estimates) if self.criterion == "any" else estimates[-1]
+        return sum(estimates) / len(estimates)
 
-    def threshold(self, exit_layer: int) -> float:
+    def threshold(self, drafter: Drafter) -> float:
         """t, for the next block."""
         return self._current
 

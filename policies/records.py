@@ -7,13 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 StopCause = Literal["cap", "before_draw", "after_draw", "eos", "none"]
 Copies = Literal["none", "welcome", "needed"]
+
+
+class Drafter(NamedTuple):
+    """The part of the model that makes drafts; tables of acceptance have a row for each.
+
+    exit_layer: layers that a draft goes through; all of them only in fewer bits. bits: of their weights, 8 or 4; None for the
+    weights as loaded.
+    """
+
+    exit_layer: int
+    bits: int | None = None
+
+    def __str__(self) -> str:
+        """Name it in a table: "exit 3" or "8 bits"."""
+        return f"exit {self.exit_layer}" if self.bits is None else f"{self.bits} bits"
+
+    @property
+    def saved_key(self) -> int:
+        """Return how saved states name it: 3 is exit 3, and -8 is 8 bits."""
+        return self.exit_layer if self.bits is None else -self.bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +48,8 @@ class ObservationSpec:
     shadow_layers: exit layers whose shadow tokens are computed after a round, each in [1, L-1].
     prompt_rows: how many of the last prompt positions get shadow tokens as well (DEL starts from 32).
     prompt_every: with fewer than prompt_rows * prompt_every tokens to come, proportionally fewer prompt rows; 0: always all.
-    learn_every, learn_first: shadow tokens of about one row in `learn_every`, after those of the first `learn_first` rows of
-        a call; learn_every = 0: of the prompt's rows only. A round is learned from whole or not at all, so rows count, not
-        rounds: a long round costs as much as many short ones.
+    learn_every: shadow tokens of about one row in so many; 0: of the prompt's rows only. A round is learned from whole or not
+        at all, so rows count, not rounds: a long round costs as much as many short ones.
     copies: whether plans may copy from the text; "welcome" where the engine can, "needed" if there is nothing without it.
     bits: that plans may draft in, ascending (`Plan.bits`).
     """
@@ -44,7 +63,6 @@ class ObservationSpec:
     prompt_rows: int = 0
     prompt_every: int = 0
     learn_every: int = 1
-    learn_first: int = 0
     copies: Copies = "none"
     bits: tuple[int, ...] = ()
 
@@ -52,7 +70,7 @@ class ObservationSpec:
         """Whether to ask for shadow tokens in the coming round, given how many rows of the call have had them."""
         if not self.shadow_layers or not self.learn_every:
             return False
-        return rows_learned < self.learn_first or rows_learned * self.learn_every <= rows_seen
+        return rows_learned * self.learn_every <= rows_seen
 
     def prompt_rows_for(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
         """How many of the prompt's last rows get shadow tokens."""
@@ -73,7 +91,6 @@ class ObservationSpec:
             prompt_rows=max(self.prompt_rows, other.prompt_rows),
             prompt_every=min((n.prompt_every for n in (self, other) if n.prompt_rows), default=0),
             learn_every=min(often, default=1),
-            learn_first=max(self.learn_first, other.learn_first),
             copies=max(self.copies, other.copies, key=get_args(Copies).index),
             bits=tuple(sorted({*self.bits, *other.bits})),
         )
@@ -89,7 +106,7 @@ class Plan:
     max_speculations: most tokens to draft, >= 0; the engine may lower it (budget, context), never raise it.
     copied: most tokens to copy from the text, >= 0, and then exit_layer must be None: they are verified at once. The engine
         may lower it, too.
-    acceptance: the acceptance per exit layer that the plan was made with, for the trace; None where none is estimated.
+    acceptance: the acceptance per drafter that the plan was made with, for the trace; None where none is estimated.
     learn: False if there is nothing to be gained from learning in this round, whatever `ObservationSpec` say.
     """
 
@@ -97,7 +114,7 @@ class Plan:
     max_speculations: int
     bits: int | None = None
     copied: int = 0
-    acceptance: Mapping[int, float] | None = None
+    acceptance: Mapping[Drafter, float] | None = None
     learn: bool = True
 
 
@@ -187,9 +204,8 @@ class DraftRow:
     context: ContextStates | None = None
 
     @property
-    def place(self) -> int:
-        """As `RoundRecord.place`."""
-        return self.exit_layer if self.bits is None else -self.bits
+    def drafter(self) -> Drafter:
+        return Drafter(self.exit_layer, self.bits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +307,7 @@ class RoundRecord:
     dropped_acceptance: of the row that a policy stopped before: 1.0 if what it would have drafted is the target's choice,
         else 0.0; None when sampling, if nothing was dropped, or if a draft before it was rejected.
     shadow: for rows 0..m, if a policy asked.
-    acceptance, threshold: what the exit policy estimated per layer, and what the stopping policy compared with, at the
+    acceptance, threshold: what the exit policy estimated per drafter, and what the stopping policy compared with, at the
         round's start; None where a policy has no such thing.
     preverifier_layers, preverify_seconds: layers that the stopping policy loaded itself (Pacer's, one per pass; not among
         loaded_layers), and their time (not in draft_seconds).
@@ -311,7 +327,7 @@ class RoundRecord:
     acceptance_probabilities: tuple[float, ...] | None = None
     dropped_acceptance: float | None = None
     shadow: Shadow | None = None
-    acceptance: Mapping[int, float] | None = None
+    acceptance: Mapping[Drafter, float] | None = None
     threshold: float | None = None
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -323,9 +339,9 @@ class RoundRecord:
     bits: int | None = None
 
     @property
-    def place(self) -> int | None:
-        """Where it drafted, as tables of acceptance name it: the exit layer, or minus the number of bits."""
-        return self.exit_layer if self.bits is None else -self.bits
+    def drafter(self) -> Drafter | None:
+        """Return what drafted; None if the round did not speculate."""
+        return None if self.exit_layer is None else Drafter(self.exit_layer, self.bits)
 
     @property
     def num_drafted(self) -> int:

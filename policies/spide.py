@@ -1,31 +1,173 @@
-"""SPIDE's serial drafting: go on while the product of the drafts' estimated acceptance stays above tau."""
+"""SPIDE: how often a token of a given confidence is accepted, and drafting on while the product of that stays above tau."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
-from policies.acceptance_table import BINS, PRIOR_COUNT, AcceptanceTable
+import torch
+from torch import Tensor
+
 from policies.base import NeverStop
-from policies.bounds import MAX_DRAFTS, MAX_LEARN_EVERY, MAX_PROMPT_ROWS, check_layers, check_number
+from policies.bounds import MAX_DRAFTS, check_draft_layer, check_number
 from policies.building import Setup
-from policies.records import DraftRow, ObservationSpec, Plan, RoundRecord, Shadow
+from policies.records import Drafter, DraftRow, ObservationSpec, Plan, RoundRecord, Shadow
 
 TAU = 0.7
 MAX_LENGTH = 18
-PROMPT_ROWS = 0
+PRIOR_COUNT = 2.0
+"""Observations that the prior is worth in each bin."""
+
+
+_TENTHS = tuple(i / 10 for i in range(10))
+_DOUBTS = (0.07, 0.05, 0.03, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0003, 0.0001)
+EDGES = (*_TENTHS[1:], *(1 - doubt for doubt in _DOUBTS))
+"""Ascending edges of the twenty bins of confidence; a bin holds its lower edge.
+
+SPIDE's (section 3.2) have a width of 0.1 up to 0.9, of 0.01 up to 1.0, and one for {1.0}. In the paper's bfloat16 everything
+above 0.998 is 1.0; in float32 almost nothing is. So ours above 0.9 are bins of 1 - confidence that shrink down to 0.0001. A
+float32 confidence gives 1 - confidence there to within 2 % (measured), far less than the width of a bin."""
+MIDPOINTS = (
+    *((low + high) / 2 for low, high in pairwise(_TENTHS)),
+    *(1 - (low * high) ** 0.5 for low, high in pairwise((0.1, *_DOUBTS))),
+    1 - _DOUBTS[-1] / 2,
+)
+"""The acceptance that each bin starts from: calibrated confidence."""
+NUM_BINS = len(MIDPOINTS)
+
+
+def bin_of(confidence: float) -> int:
+    """Find the bin of a confidence in [0, 1]."""
+    return bisect_right(EDGES, confidence)
+
+
+class AcceptanceTable:
+    """Acceptance per confidence bin for each of several drafters, from what has been seen and a prior.
+
+    The prior of a bin is a Beta distribution whose mean is the bin's midpoint: calibrated confidence, until seen otherwise.
+    """
+
+    def __init__(self, drafters: Iterable[Drafter]) -> None:
+        self.drafters = tuple(drafters)
+        self.reset()
+
+    def reset(self) -> None:
+        self.accepted = {drafter: [0.0] * NUM_BINS for drafter in self.drafters}
+        self.seen = {drafter: [0.0] * NUM_BINS for drafter in self.drafters}
+
+    def rate(self, drafter: Drafter, confidence: float) -> float:
+        """Estimate the chance that a token drafted with this confidence is accepted, in (0, 1]."""
+        index = bin_of(confidence)
+        accepted, seen = self.accepted[drafter][index], self.seen[drafter][index]
+        return (accepted + PRIOR_COUNT * MIDPOINTS[index]) / (seen + PRIOR_COUNT)
+
+    def add(self, drafter: Drafter, confidence: float, acceptance: float) -> None:
+        """One observation: acceptance is 0 or 1, or a probability when sampling."""
+        index = bin_of(confidence)
+        self.accepted[drafter][index] += acceptance
+        self.seen[drafter][index] += 1.0
+
+    def scale(self, factor: float) -> None:
+        """Let everything seen so far count `factor` times as much."""
+        for counts in (self.accepted, self.seen):
+            for row in counts.values():
+                row[:] = [value * factor for value in row]
+
+    def observe(self, record: RoundRecord) -> list[list[float]] | None:
+        """Learn from a round: its drafts, the row it stopped before, and the shadow tokens of all layers if it has them.
+
+        Only drafts with a known fate count: the accepted ones and the first rejected one. Returns what `observe_shadow` does.
+        """
+        own = record.drafter
+        if own is not None and own in self.seen and record.confidences is not None:
+            for confidence, acceptance in zip(record.confidences, draft_acceptance(record)):
+                self.add(own, confidence, acceptance)
+            if record.dropped_acceptance is not None and record.shadow is None:  # else it is among the shadow tokens
+                self.add(own, record.confidences[-1], record.dropped_acceptance)
+        if record.shadow is not None:
+            return self.observe_shadow(record.shadow, drafted=own, num_drafted=record.num_drafted)
+        return None
+
+    def observe_shadow(
+        self, shadow: Shadow, *, drafted: Drafter | None = None, num_drafted: int = 0
+    ) -> list[list[float]]:
+        """Learn from shadow tokens. The first `num_drafted` rows of `drafted` are left out: known as drafts.
+
+        Returns their confidences, [layers][rows], so that nobody has to read them once more.
+        """
+        confidences, acceptance = read_shadow(shadow)
+        for layer, layer_confidences, layer_acceptance in zip(shadow.layers, confidences, acceptance):
+            drafter = Drafter(layer)
+            if drafter not in self.seen:
+                continue
+            first = num_drafted if drafter == drafted else 0
+            for confidence, value in zip(layer_confidences[first:], layer_acceptance[first:]):
+                self.add(drafter, confidence, value)
+        return confidences
+
+    def state(self) -> dict[str, Any]:
+        """Return counts per drafter and bin, and the bins' edges, for JSON."""
+        return {
+            "edges": list(EDGES),
+            "accepted": {str(drafter.saved_key): list(row) for drafter, row in self.accepted.items()},
+            "seen": {str(drafter.saved_key): list(row) for drafter, row in self.seen.items()},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up counts that `state` gave.
+
+        Raises ValueError, and changes nothing, if they are for other drafters or bins, or from another version.
+        """
+        if missing := sorted({"edges", "accepted", "seen"} - state.keys()):
+            raise ValueError(f"the saved table lacks {', '.join(missing)}: it was saved by another version")
+        if list(state["edges"]) != list(EDGES):
+            raise ValueError("the saved table is for other bins of confidence")
+        tables = [
+            {int(key): [float(value) for value in row] for key, row in state[name].items()}
+            for name in ("accepted", "seen")
+        ]
+        keys = [drafter.saved_key for drafter in self.drafters]
+        for rows in tables:
+            if set(rows) != set(keys) or any(len(row) != NUM_BINS for row in rows.values()):
+                raise ValueError(
+                    f"the saved table is for exit layers {sorted(rows)}, this one for {keys} with {NUM_BINS} bins each"
+                )
+        self.accepted, self.seen = ({drafter: rows[drafter.saved_key] for drafter in self.drafters} for rows in tables)
+
+
+def draft_acceptance(record: RoundRecord) -> list[float]:
+    """Return the acceptance of each draft of known fate: 1, or 0 for a rejected one; min(1, p/q) when sampling."""
+    known = min(record.num_accepted + 1, record.num_drafted)
+    if record.acceptance_probabilities is not None:
+        return list(record.acceptance_probabilities[:known])
+    return [1.0 if index < record.num_accepted else 0.0 for index in range(known)]
+
+
+def read_shadow(shadow: Shadow) -> tuple[list[list[float]], list[list[float]]]:
+    """Confidence and acceptance of each shadow token, [layers][rows] each, in one copy from a device."""
+    confidences, acceptance = shadow.confidences, shadow_acceptance(shadow)
+    if confidences.is_cpu:
+        return confidences.tolist(), acceptance.tolist()
+    found, accepted = torch.stack([confidences, acceptance.to(confidences)]).tolist()
+    return found, accepted
+
+
+def shadow_acceptance(shadow: Shadow) -> Tensor:
+    """Return the acceptance of each shadow token, [layers, rows]: 1 for the target's choice; p(token) when sampling."""
+    if shadow.target_probabilities is not None:
+        return shadow.target_probabilities
+    return (shadow.tokens == shadow.target_tokens).float()
 
 
 class SpideStopping(NeverStop):
     """Stop, keeping the token, when the reliability Gamma = product of table rates over the draft falls to tau or below.
 
-    layers: exit layers to keep tables for, or the place where weights in fewer bits draft (`RoundRecord.place`). The one that
-        drafts learns from its drafts in every round. tau in (0, 1); the paper uses 0.5 to 0.9.
-    bins: "doubt" or the paper's, see `policies.acceptance_table`.
-    shadow: whether all layers learn from shadow tokens, too, those of one row in learn_every; None where there are several
-    layers. A lone layer's drafts say nearly all that its shadow tokens would. prompt_rows: how many of the prompt's last
-    rows teach it, whatever `shadow` says; more, if another policy asks for more.
+    layers: exit layers to keep tables for. The one that drafts learns from its drafts in every round, and where there are
+        several all learn from shadow tokens, too. A lone layer's drafts say nearly all that its shadow tokens would.
+    bits: of the weights that draft; None for the model's own. tau in (0, 1); the paper uses 0.5 to 0.9.
     Deviations (docs/policies.md): one table per exit layer; the bins; a stated prior.
     Raises ValueError for values out of range.
     Source: SPIDE (2025), section 3.2 and Figure 4.
@@ -36,64 +178,39 @@ class SpideStopping(NeverStop):
         layers: Iterable[int],
         *,
         num_layers: int,
+        bits: int | None = None,
         tau: float = TAU,
         max_length: int = MAX_LENGTH,
-        prior_count: float = PRIOR_COUNT,
-        learn_every: int = 1,
-        shadow: bool | None = None,
-        prompt_rows: int = PROMPT_ROWS,
-        bins: str = "doubt",
     ) -> None:
         if not 0 < tau < 1:
             raise ValueError(f"tau must be in (0, 1), got {tau}")
         check_number("max_length", max_length, 1, MAX_DRAFTS)
-        check_number("learn_every", learn_every, 1, MAX_LEARN_EVERY)
-        check_number("prompt_rows", prompt_rows, 0, MAX_PROMPT_ROWS)
-        if bins not in BINS:
-            raise ValueError(f"bins must be one of {', '.join(BINS)}, got {bins!r}")
-        places = tuple(layers)
-        candidates = places if min(places, default=1) < 0 else check_layers(places, num_layers)
-        self._shadow = len(candidates) > 1 if shadow is None else shadow
-        self.table = AcceptanceTable(candidates, bins=BINS[bins], prior_count=prior_count)
-        self.observes = ObservationSpec(confidence=True)
-        self._prompt = self._shadow or prompt_rows > 0
-        if self._prompt:
-            schedule = learn_every if self._shadow else 0
-            self.observes = replace(
-                self.observes, shadow_layers=candidates, learn_every=schedule, prompt_rows=prompt_rows
-            )
+        candidates = tuple(sorted({check_draft_layer(layer, num_layers, bits) for layer in layers}))
+        self._shadow = len(candidates) > 1
+        self.table = AcceptanceTable(Drafter(layer, bits) for layer in candidates)
+        self.observes = ObservationSpec(confidence=True, shadow_layers=candidates if self._shadow else ())
         self.tau = tau
         self.reliability = 1.0
         self.max_length = max_length
 
     @classmethod
     def from_args(cls, setup: Setup, **options: Any) -> SpideStopping:
-        if setup.drafts_in is not None:
-            return cls((-setup.drafts_in,), num_layers=setup.num_layers, shadow=False, prompt_rows=0, **options)
-        built = cls(setup.layers_to_learn, num_layers=setup.num_layers, **options)
-        if "learn_every" in options and not built.learns_from_shadow_tokens:
-            raise ValueError("learn_every= changes nothing without shadow tokens: say shadow=on")
-        return built
-
-    @property
-    def learns_from_shadow_tokens(self) -> bool:
-        """True if rounds teach it more than the fate of its drafts."""
-        return self._shadow
+        return cls(setup.layers_to_learn, num_layers=setup.num_layers, bits=setup.drafts_in, **options)
 
     def start_round(self, plan: Plan) -> None:
         self.reliability = 1.0
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         assert row.confidence is not None
-        self.reliability *= self.table.rate(row.place, row.confidence)
+        self.reliability *= self.table.rate(row.drafter, row.confidence)
         return self.reliability <= self.tau or row.num_drafted + 1 >= self.max_length
 
-    def threshold(self, exit_layer: int) -> float:
+    def threshold(self, drafter: Drafter) -> float:
         return self.tau
 
     def observe_prompt(self, shadow: Shadow) -> None:
         """Learn from the prompt's last rows, whoever asked for them."""
-        if self._prompt:
+        if self._shadow:
             self.table.observe_shadow(shadow)
 
     def observe(self, record: RoundRecord) -> None:

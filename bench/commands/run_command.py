@@ -32,7 +32,7 @@ from bench.record import BEST_FIXED, BEST_FIXED_LABEL, RecordWriter, read_part
 from bench.run import Run, resumable
 from bench.scoring import Scorer
 from layerskip_models import DEMO_PATH, from_transformers
-from policies import LayerCost, Policy, kept_between_texts, parse_policy
+from policies import LayerCost, Policy, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli.console import one_line_errors
 from selfspec.defaults import fixed_setting
@@ -205,8 +205,8 @@ def kept_policies(asked: Sequence[str], names: Sequence[str], parse: Callable[[s
     chosen: list[str] = []
     for name in asked:
         if name == "all":
-            chosen += [known for known in names if parse(kept_between_texts(known)).learns]
-        elif parse(kept_between_texts(name)).learns:
+            chosen += [known for known in names if parse(known).learns]
+        elif parse(name).learns:
             chosen.append(name)
         else:
             raise ValueError(f"--kept {name}: this policy learns nothing that it could keep from prompt to prompt")

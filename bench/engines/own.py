@@ -17,7 +17,6 @@ from torch import Tensor
 from bench.record import KEPT
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
-from policies import kept_between_texts
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.engine.calibrate import synchronize
 
@@ -141,7 +140,7 @@ class SelfSpecEngine:
         self.weights = weights
         self._generator = generator
         self._sampling = sampling
-        self._policy = kept_between_texts(policy) if kept else policy
+        self._policy = policy
         self._kept = kept
         self._prompt: Tensor | None = None
         self._known: dict[str, Any] | None = None  # before this prompt

@@ -8,8 +8,9 @@ milliseconds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,15 +19,13 @@ from torch import Tensor
 
 from layerskip_models.choices import choices_of
 from layerskip_models.decoder_layer import DecoderLayer, Linear
-from layerskip_models.four_bit_rounding import round_to_four_bits
-from layerskip_models.grouped_weight import BLOCK, GroupedWeight, pack_sixes
+from layerskip_models.grouped_weight import BLOCK, GroupedWeight, pack_nibbles, pack_sixes
 from layerskip_models.kernels import library
-from layerskip_models.kernels.interleaving import takes_interleaved
-from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.native_sampling import Warp, distribute, draw, look, remainder
 from layerskip_models.kernels.threads import SingleThreadedOperators, num_threads, on_threads
+from layerskip_models.kernels.weights import takes_interleaved
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.norm import RMSNorm
 
@@ -59,21 +58,14 @@ class _SmallModel:
         pass  # the rotary table is random
 
 
-@dataclass(frozen=True, eq=False)
-class _Earlier:
-    """Keys and values before the rows, [layers, kv_heads, EARLIER, head_dim] each, and the dtype they are stored in."""
-
-    keys: Tensor
-    values: Tensor
-    kv_dtype: torch.dtype
-
-    def cache(self) -> KVCache:
-        cache = KVCache(_SmallModel(kv_dtype=self.kv_dtype), EARLIER + ROWS)
-        cache.keys.zero_()
-        cache.values.zero_()
-        cache.keys[..., :EARLIER], cache.values[:, :, :EARLIER] = self.keys.mT, self.values
-        cache.declare(EARLIER)
-        return cache
+def _cache(keys: Tensor, values: Tensor) -> KVCache:
+    """Make a cache that holds these, [layers, kv_heads, EARLIER, head_dim] each, and has room for the rows."""
+    cache = KVCache(_SmallModel(kv_dtype=keys.dtype), EARLIER + ROWS)
+    cache.keys.zero_()
+    cache.values.zero_()
+    cache.keys[..., :EARLIER], cache.values[:, :, :EARLIER] = keys.mT, values
+    cache.declare(EARLIER)
+    return cache
 
 
 class _Drawn:
@@ -118,8 +110,9 @@ class _Drawn:
 
     def four_bits(self, outputs: int) -> NativeGroupedLinear:
         """Make a 4-bit linear with offsets."""
-        weight = round_to_four_bits(self(outputs, GROUPED) * GROUPED**-0.5, group=64, symmetric=False)
-        return NativeGroupedLinear(weight, self(outputs))
+        numbers = (self(outputs, GROUPED) * 3 + 8).clamp(0, 15).to(torch.uint8)
+        scales, offsets = self(2, outputs, GROUPED // 64) / 50
+        return NativeGroupedLinear(GroupedWeight(pack_nibbles(numbers), scales.half(), offsets), self(outputs))
 
     def six_bits(self, outputs: int) -> NativeGroupedLinear:
         """Make a linear of 6 bits, whose scales are integers that a block's scale multiplies."""
@@ -146,23 +139,18 @@ def fault() -> str | None:
         drawn = _Drawn()
         x = drawn(ROWS, HIDDEN)
         layers = drawn.layers()
-        linear, norm = _native(layers[0].qkv), layers[0].input_norm
-        assert norm is not None
-        found = _fault_of_linears(linear, norm, x)
+        found = _fault_of_linear(_native(layers[0].qkv), x, norm=layers[0].input_norm)
         angles, size = drawn(EARLIER + ROWS, HEAD_DIM // 2), (LAYERS, KV_HEADS, EARLIER, HEAD_DIM)
         for kv_dtype in KV_DTYPES:
-            keys, values = (drawn(*size).to(kv_dtype).float() for _ in range(2))
-            found = found or _fault_of_layers(layers, x, angles, _Earlier(keys, values, kv_dtype))
+            found = found or _fault_of_layers(layers, x, angles, *(drawn(*size).to(kv_dtype) for _ in range(2)))
         for outputs in (INTERMEDIATE, TILED[0]):  # of which 16 are side by side in memory, or not
             for grouped in (drawn.four_bits(outputs), drawn.six_bits(outputs)):
                 width = grouped.shape[1]
-                norm, x = drawn.norm(width), drawn(TILED_ROWS, width)
-                found = found or _fault_of_linears(grouped, norm, x[:ROWS], _CUT_BOUND)
-                if outputs == TILED[0]:
-                    found = found or _fault_of_tiles(grouped, x, _CUT_BOUND)
+                rows = drawn(TILED_ROWS if outputs == TILED[0] else ROWS, width)
+                found = found or _fault_of_linear(grouped, rows, _CUT_BOUND, drawn.norm(width))
         x = drawn(TILED_ROWS, TILED[1])
         for tiled in drawn.tiled():
-            found = found or _fault_of_tiles(tiled, x)
+            found = found or _fault_of_linear(tiled, x)
         return found or _fault_of_sampling(drawn(2, VOCAB), drawn(2, VOCAB))
 
 
@@ -170,38 +158,27 @@ def _teams() -> list[int]:
     return sorted({1, 2, num_threads()})
 
 
-def _fault_of_linears(linear: NativeLinear, norm: RMSNorm, x: Tensor, bound: float = _BOUND) -> str | None:
-    weight, bias = linear.weight.double(), linear.tensors[-1].double()
-    normed = _normed(x.double(), norm)
-    with on_threads(1):
-        alone = torch.cat([linear(row) for row in x.split(1)])
-        many = x.repeat(MANY, 1)
-        alone_normed = torch.cat([linear.of_normalised(norm, row) for row in x.split(1)])
-    for threads in _teams():
-        with on_threads(threads):
-            if not torch.equal(linear(x), alone):
-                return f"linear computes a row otherwise in company, on {threads} threads"
-            if not torch.equal(linear(many), alone.repeat(MANY, 1)):
-                return f"linear computes a row otherwise among many, on {threads} threads"
-            if not torch.equal(linear.of_normalised(norm, x), alone_normed):
-                return f"normalised_linear computes a row otherwise in company, on {threads} threads"
-    expected, expected_normed = x.double() @ weight.T + bias, normed @ weight.T + bias
-    if not _near(alone, expected, bound) or not _near(alone_normed, expected_normed, bound):
-        return "linear computes something else"
+def _fault_of_linear(linear: NativeLinear, x: Tensor, bound: float = _BOUND, norm: RMSNorm | None = None) -> str | None:
+    """Say whether a row's product depends on its company, or is far from that in float64; with `norm`, also of norm(x).
+
+    Every number of rows is tried on one thread, since each may reach a matrix unit differently, and some on several.
+    """
+    calls: list[tuple[str, Callable[[Tensor], Tensor], Tensor]] = [("linear", linear, x.double())]
+    if norm is not None:
+        calls.append(("normalised_linear", partial(linear.of_normalised, norm), _normed(x.double(), norm)))
+    many = x.repeat(MANY, 1)
+    for name, call, inputs in calls:
+        with on_threads(1):
+            alone = torch.cat([call(row) for row in x.split(1)])
+        for threads in _teams():
+            counts = range(2, len(x) + 1, 1 if threads == 1 else 5)
+            with on_threads(threads):
+                same = all(torch.equal(call(x[:rows]), alone[:rows]) for rows in counts)
+                if not same or not torch.equal(call(many), alone.repeat(MANY, 1)):
+                    return f"{name} computes a row otherwise in company, on {threads} threads"
+        if not _near(alone, inputs @ linear.weight.double().T + linear.tensors[-1].double(), bound):
+            return f"{name} computes something else"
     return None
-
-
-def _fault_of_tiles(linear: NativeLinear, x: Tensor, bound: float = _BOUND) -> str | None:
-    """Every number of rows, since each may reach the matrix unit differently; a sample of them on several threads."""
-    with on_threads(1):
-        alone = torch.cat([linear(row) for row in x.split(1)])
-    for threads in _teams():
-        step = 1 if threads == 1 else 5
-        with on_threads(threads):
-            if not all(torch.equal(linear(x[:rows]), alone[:rows]) for rows in range(2, len(x) + 1, step)):
-                return f"linear computes a row otherwise in company, in {linear.stored.dtype} on {threads} threads"
-    expected = x.double() @ linear.weight.double().T + linear.tensors[-1].double()
-    return None if _near(alone, expected, bound) else f"linear computes something else in {linear.stored.dtype}"
 
 
 def _fault_of_sampling(logits: Tensor, other: Tensor) -> str | None:
@@ -236,15 +213,18 @@ def _fault_of_sampling(logits: Tensor, other: Tensor) -> str | None:
     return None
 
 
-def _fault_of_layers(described: list[DecoderLayer], x: Tensor, angles: Tensor, earlier: _Earlier) -> str | None:
+def _fault_of_layers(
+    described: list[DecoderLayer], x: Tensor, angles: Tensor, keys: Tensor, values: Tensor
+) -> str | None:
+    """Compare rows alone and in company, after these keys and values, with the layers in float64."""
     layers = NativeLayers(described, hidden_size=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, eps=EPS)
     rotary = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
-    one = earlier.cache()
+    one = _cache(keys, values)
     with on_threads(1):
         rows = [layers.run(row, 0, LAYERS, ((one, 1),), rotary, None) for row in x.split(1)]
     alone = torch.cat(rows)
     for threads in _teams():
-        many, other = earlier.cache(), earlier.cache()
+        many, other = _cache(keys, values), _cache(keys, values)
         with on_threads(threads):
             first = layers.run(x[:2], 0, LAYERS, ((many, 2),), rotary, None)
             mixed = layers.run(torch.cat([x[2:], x[:2]]), 0, LAYERS, ((many, ROWS - 2), (other, 2)), rotary, None)
@@ -254,8 +234,8 @@ def _fault_of_layers(described: list[DecoderLayer], x: Tensor, angles: Tensor, e
             return f"step computes a row otherwise in company, on {threads} threads"
     expected = x.double()
     for index, layer in enumerate(described):
-        expected = _reference(layer, expected, rotary[EARLIER:], earlier.keys[index], earlier.values[index])
-    bound = _BOUND if earlier.kv_dtype == torch.float32 else _ROUNDED_BOUND
+        expected = _reference(layer, expected, rotary[EARLIER:], keys[index], values[index])
+    bound = _BOUND if keys.dtype == torch.float32 else _ROUNDED_BOUND
     return None if _near(alone, expected, bound) else "step computes something else"
 
 

@@ -26,14 +26,14 @@
 
 /* y[r * BLOCK + o] = weight[o] . x[r] for BLOCK outputs and R rows. x is packed (see `pack`). */
 #define DOTS(T, KIND, R) \
-  INLINE void dots_##KIND##_##R(const T *w, const float *x, int64_t in, Fetch fetch, float *y) { \
+  INLINE void dots_##KIND##_##R(const T *w, const float *x, int64_t in, Prefetch fetch, float *y) { \
     for (int side = 0; side < BLOCK; side += SIDE(R), w += SIDE(R) * in, y += SIDE(R)) { \
       vf total[4][R]; \
       UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
       int64_t i = 0, line = LINE / sizeof(T), place = 0; \
       for (; i + line <= in; place += LINE) { \
         if (fetch.ahead && (place & fetch.mask) == fetch.place) \
-          UNROLL for (int o = 0; o < SIDE(R); o++) FETCH(w + (o + fetch.ahead) * in + i); \
+          UNROLL for (int o = 0; o < SIDE(R); o++) PREFETCH(w + (o + fetch.ahead) * in + i); \
         UNROLL for (int k = 0; k < (int)(LINE / sizeof(T) / LANES); k++, i += LANES) STEP(KIND, R); \
       } \
       for (; i + LANES <= in; i += LANES) STEP(KIND, R); \
@@ -52,7 +52,7 @@
   }
 #define DOTS_OF(T, KIND) \
   DOTS(T, KIND, 1) DOTS(T, KIND, 2) DOTS(T, KIND, 3) DOTS(T, KIND, 4) DOTS(T, KIND, 5) DOTS(T, KIND, 6) \
-  static void dots_##KIND(const T *w, const float *x, int64_t rows, int64_t in, Fetch fetch, float *y) { \
+  static void dots_##KIND(const T *w, const float *x, int64_t rows, int64_t in, Prefetch fetch, float *y) { \
     switch (rows) { \
     case 1: dots_##KIND##_1(w, x, in, fetch, y); break; \
     case 2: dots_##KIND##_2(w, x, in, fetch, y); break; \
@@ -102,7 +102,7 @@ INLINE vf decoded(vi q, Group group) {
 /* DOTS for numbers in groups. LOAD: LANES of them. WIDTH: bytes of 64. STEP: inputs that surely share a group. The number of inputs
  * must be a multiple of 64. */
 #define DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, R) \
-  INLINE void dots_##NAME##_##R(const Matrix *m, int64_t first, const float *x, Fetch fetch, float *y) { \
+  INLINE void dots_##NAME##_##R(const Matrix *m, int64_t first, const float *x, Prefetch fetch, float *y) { \
     const int64_t row = m->in / 64 * WIDTH; \
     const uint8_t *w = (const uint8_t *)m->weight + first * row; \
     for (int side = 0; side < BLOCK; side += SIDE(R), w += SIDE(R) * row, y += SIDE(R)) { \
@@ -111,7 +111,7 @@ INLINE vf decoded(vi q, Group group) {
       for (int64_t i = 0; i < m->in;) { \
         Group groups[SIDE(R)]; \
         if (fetch.ahead && i % 64 == 0 && (i / 64 * WIDTH & fetch.mask & -64) == fetch.place) \
-          UNROLL for (int o = 0; o < SIDE(R); o++) FETCH(w + (o + fetch.ahead) * row + i / 64 * WIDTH); \
+          UNROLL for (int o = 0; o < SIDE(R); o++) PREFETCH(w + (o + fetch.ahead) * row + i / 64 * WIDTH); \
         UNROLL for (int o = 0; o < SIDE(R); o++) groups[o] = group_of_inputs(m, first + side + o, i); \
         UNROLL for (int k = 0; k < STEP / LANES; k++, i += LANES) { \
           vf weights[SIDE(R)]; \
@@ -132,7 +132,7 @@ INLINE vf decoded(vi q, Group group) {
 #define DOTS_GROUPED_OF(NAME, LOAD, WIDTH, STEP) \
   DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, 1) DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, 2) DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, 3) \
   DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, 4) DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, 5) DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, 6) \
-  static void dots_##NAME(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) { \
+  static void dots_##NAME(const Matrix *m, int64_t first, const float *x, int64_t rows, Prefetch fetch, float *y) { \
     switch (rows) { \
     case 1: dots_##NAME##_1(m, first, x, fetch, y); break; \
     case 2: dots_##NAME##_2(m, first, x, fetch, y); break; \

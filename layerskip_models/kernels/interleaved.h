@@ -1,6 +1,6 @@
-/* 8-bit weights and weights in groups, 16 outputs side by side in memory, times rows as digits.
+/* 8-bit weights and weights in groups, 16 outputs side by side in memory, times rows as limbs.
  *
- * One instruction multiplies four inputs of 16 outputs by the same four digits of a row, so that each lane adds up one output.
+ * One instruction multiplies four inputs of 16 outputs by the same four limbs of a row, so that each lane adds up one output.
  * With 8-bit weights these sums are exact. In groups they are exact within a span of 32 inputs (16 where groups have 16), and are then
  * multiplied by the spans' scales and added as floats, span after span: in the order of the inputs, or where a chunk has four spans
  * the first, third, second and fourth of it. So a row's results do not depend on how many rows there are.
@@ -11,7 +11,7 @@
  */
 #ifndef SELFSPEC_INTERLEAVED_H
 #define SELFSPEC_INTERLEAVED_H
-#include "digits.h"
+#include "limbs.h"
 
 /* Reorder rows of `words` numbers of `size` bytes in place, 16 rows at a time: the rows' first numbers, their second ones and so on.
  * rows: a multiple of 16. flip: bits to turn over in each. scratch: 16 rows. */
@@ -43,41 +43,41 @@ INLINE Factors factors_at(const Matrix *m, int64_t first) {
 /* By how many bits to shift a span's number for that of its group. */
 INLINE int spans_shift(const Matrix *m) { return m->group == 64 ? 1 : m->group == 128 ? 2 : 0; }
 
-typedef void Dots(const Matrix *, int64_t, const char *, Fetch, float *);
+typedef void Dots(const Matrix *, int64_t, const char *, Prefetch, float *);
 
 #if VNNI
 /* Multiply four unsigned bytes in every lane by the same four signed ones, and add the products to the lane of `sums`. */
-INLINE __m512i add_quad(__m512i sums, __m512i weights, const char *digits) {
+INLINE __m512i add_quad(__m512i sums, __m512i weights, const char *limbs) {
   typedef int32_t quad __attribute__((aligned(4), may_alias));
 #if defined(__clang__)
-  return _mm512_dpbusd_epi32(sums, weights, _mm512_set1_epi32(*(const quad *)digits));
+  return _mm512_dpbusd_epi32(sums, weights, _mm512_set1_epi32(*(const quad *)limbs));
 #else
-  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "m"(*(const quad *)digits));
+  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "m"(*(const quad *)limbs));
   return sums;
 #endif
 }
 
 /* y[r * BLOCK + o] for 16 outputs from `first` on and `rows` rows, at most BYTE_ROWS, a constant where this is called. */
-INLINE void byte_dots(int rows, const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) {
-  const int64_t chunks = m->in / CHUNK_INPUTS, ahead = fetch.ahead * m->in, chunk_size = rows * DIGITS * CHUNK_INPUTS;
+INLINE void byte_dots(int rows, const Matrix *m, int64_t first, const char *x, Prefetch fetch, float *y) {
+  const int64_t chunks = m->in / CHUNK_INPUTS, ahead = fetch.ahead * m->in, chunk_size = rows * LIMBS * CHUNK_INPUTS;
   const uint8_t *w = (const uint8_t *)m->weight + first * m->in;
   const Fixed *fixed = (const Fixed *)(x + chunks * chunk_size);
-  __m512i total[BYTE_ROWS][DIGITS];
-  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int d = 0; d < DIGITS; d++) total[r][d] = _mm512_setzero_si512();
+  __m512i total[BYTE_ROWS][LIMBS];
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int d = 0; d < LIMBS; d++) total[r][d] = _mm512_setzero_si512();
   for (int64_t c = 0; c < chunks; c++, w += 64 * QUADS, x += chunk_size)
     for (int t = 0; t < QUADS; t++) {
-      const char *digits = x + 4 * t * rows * DIGITS;
-      if (fetch.ahead && (64 * t & fetch.mask) == fetch.place) FETCH(w + ahead + 64 * t);
+      const char *limbs = x + 4 * t * rows * LIMBS;
+      if (fetch.ahead && (64 * t & fetch.mask) == fetch.place) PREFETCH(w + ahead + 64 * t);
       const __m512i line = _mm512_loadu_si512(w + 64 * t);
       UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int d = 0; d < DIGITS; d++) total[r][d] = add_quad(total[r][d], line, digits + 4 * (r * DIGITS + d));
+        UNROLL for (int d = 0; d < LIMBS; d++) total[r][d] = add_quad(total[r][d], line, limbs + 4 * (r * LIMBS + d));
     }
   UNROLL for (int r = 0; r < rows; r++)
     UNROLL for (int half = 0; half < 2; half++) {
       __m512i whole = _mm512_set1_epi64(-128 * fixed[r].sum);
-      UNROLL for (int d = 0; d < DIGITS; d++) {
+      UNROLL for (int d = 0; d < LIMBS; d++) {
         const __m256i part = half ? _mm512_extracti64x4_epi64(total[r][d], 1) : _mm512_castsi512_si256(total[r][d]);
-        whole = _mm512_add_epi64(whole, _mm512_slli_epi64(_mm512_cvtepi32_epi64(part), 8 * (DIGITS - 1 - d)));
+        whole = _mm512_add_epi64(whole, _mm512_slli_epi64(_mm512_cvtepi32_epi64(part), 8 * (LIMBS - 1 - d)));
       }
       const __m512d scaled = _mm512_cvtepi64_pd(whole) * _mm512_set1_pd(fixed[r].unit);
       _mm256_storeu_ps(y + r * BLOCK + 8 * half, _mm512_cvtpd_ps(scaled));
@@ -127,7 +127,7 @@ INLINE __m512 offsets_of(const Matrix *m, Factors at, int64_t group, int64_t blo
 }
 
 /* Add a span's sums to the totals of a row: times their scales, and where there are offsets these times the sum of the row's inputs.
- * word: the span's, after the chunk's digits. */
+ * word: the span's, after the chunk's limbs. */
 INLINE __m512 add_span(__m512 total, __m512i sums, __m512 scale, int shifted, __m512 offset, const char *word) {
   typedef float number __attribute__((aligned(4), may_alias));
   if (shifted) total = _mm512_fmadd_ps(offset, _mm512_set1_ps(*(const number *)word), total);
@@ -145,7 +145,7 @@ INLINE void store_totals(__m512 total, double unit, float *y) {
 
 /* The same for weights in groups and at most GROUPED_ROWS rows. kind, spans and shifted are constants, too: there is a copy for each
  * combination, with its sums in registers. shifted: whether there are offsets. */
-INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) {
+INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, Prefetch fetch, float *y) {
   typedef int32_t whole __attribute__((aligned(4), may_alias));
   const int64_t chunks = m->in / CHUNK_INPUTS, ahead = bytes_of(kind, fetch.ahead * m->in);
   const int lines = kind == INT4 ? 8 : kind == SIXES ? 12 : 16, chunk_size = rows * (QUADS * 8 + 4 * spans), shift = spans_shift(m);
@@ -157,11 +157,11 @@ INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *
   for (int64_t c = 0; c < chunks; c++, w += 64 * lines, x += chunk_size) {
     const char *words = x + rows * QUADS * 8;
     if (fetch.ahead && !fetch.place) {
-      FETCH(later.scales + c * spans * (m->scales == FLOATS ? 64 : m->scales == HALVES ? 32 : 16));
-      if (shifted) FETCH(later.offsets + c * spans * (m->blocks ? 16 : 64));
+      PREFETCH(later.scales + c * spans * (m->scales == FLOATS ? 64 : m->scales == HALVES ? 32 : 16));
+      if (shifted) PREFETCH(later.offsets + c * spans * (m->blocks ? 16 : 64));
     }
     UNROLL for (int half = 0; half < spans / 2; half++) {
-      const int other = half + spans / 2; /* a span of each of the chunk's halves, two digits each */
+      const int other = half + spans / 2; /* a span of each of the chunk's halves, two limbs each */
       __m512i high[GROUPED_ROWS], low[GROUPED_ROWS], other_high[GROUPED_ROWS], other_low[GROUPED_ROWS];
       UNROLL for (int r = 0; r < rows; r++) {
         high[r] = other_high[r] = low[r] = other_low[r] = _mm512_setzero_si512();
@@ -171,16 +171,16 @@ INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *
       }
       UNROLL for (int i = 0; i < 16 / spans; i++) {
         const int t = half * 4 + i;
-        const char *digits = x + t * rows * 8;
+        const char *limbs = x + t * rows * 8;
         if (fetch.ahead)
           UNROLL for (int line = t; line < lines; line += 8)
-            if ((64 * line & fetch.mask) == fetch.place) FETCH(w + ahead + 64 * line);
+            if ((64 * line & fetch.mask) == fetch.place) PREFETCH(w + ahead + 64 * line);
         const Pair quads = quads_of(kind, w, t);
         UNROLL for (int r = 0; r < rows; r++) {
-          high[r] = add_quad(high[r], quads.first, digits + 8 * r);
-          low[r] = add_quad(low[r], quads.first, digits + 8 * r + 4);
-          other_high[r] = add_quad(other_high[r], quads.second, digits + 8 * (8 * rows + r));
-          other_low[r] = add_quad(other_low[r], quads.second, digits + 8 * (8 * rows + r) + 4);
+          high[r] = add_quad(high[r], quads.first, limbs + 8 * r);
+          low[r] = add_quad(low[r], quads.first, limbs + 8 * r + 4);
+          other_high[r] = add_quad(other_high[r], quads.second, limbs + 8 * (8 * rows + r));
+          other_low[r] = add_quad(other_low[r], quads.second, limbs + 8 * (8 * rows + r) + 4);
         }
       }
       const int64_t group = (c * spans + half) >> shift, next = (c * spans + other) >> shift, block = c / (BLOCK_INPUTS / CHUNK_INPUTS);
@@ -199,12 +199,12 @@ INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *
 }
 
 #define BYTE_DOTS(ROWS_) \
-  static void bytes_##ROWS_(const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) { \
+  static void bytes_##ROWS_(const Matrix *m, int64_t first, const char *x, Prefetch fetch, float *y) { \
     byte_dots(ROWS_, m, first, x, fetch, y); \
   }
 BYTE_DOTS(1) BYTE_DOTS(2) BYTE_DOTS(3) BYTE_DOTS(4) BYTE_DOTS(5) BYTE_DOTS(6) BYTE_DOTS(7) BYTE_DOTS(8)
 #define SPAN_DOTS(NAME, ROWS_, KIND, SPANS, SHIFTED) \
-  static void NAME##_##ROWS_(const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) { \
+  static void NAME##_##ROWS_(const Matrix *m, int64_t first, const char *x, Prefetch fetch, float *y) { \
     span_dots(ROWS_, KIND, SPANS, SHIFTED, m, first, x, fetch, y); \
   }
 #define SPAN_DOTS_OF(NAME, KIND, SPANS, SHIFTED) \
@@ -219,12 +219,12 @@ SPAN_DOTS_FOR(sixes, SIXES)
 #define BY_ROWS(NAME) {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5}
 #define BY_SPANS(NAME) {{BY_ROWS(NAME##_2), BY_ROWS(NAME##_2_shifted)}, {BY_ROWS(NAME##_4), BY_ROWS(NAME##_4_shifted)}}
 
-static void vector_byte_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
+static void vector_byte_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Prefetch fetch, float *y) {
   static Dots *const dots[BYTE_ROWS] = {bytes_1, bytes_2, bytes_3, bytes_4, bytes_5, bytes_6, bytes_7, bytes_8};
   dots[rows - 1](m, first, x, fetch, y);
 }
 
-static void vector_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
+static void vector_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Prefetch fetch, float *y) {
   static Dots *const dots[3][2][2][GROUPED_ROWS] = {BY_SPANS(nibbles), BY_SPANS(numbers), BY_SPANS(sixes)};
   dots[m->kind - INT4][m->group == 16][m->offsets != NULL][rows - 1](m, first, x, fetch, y);
 }

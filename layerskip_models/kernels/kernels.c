@@ -26,9 +26,9 @@ typedef struct {
   float *y;
 } Product;
 
-static void product(const void *arguments, Member *member) {
+static void product(const void *arguments, Worker *worker) {
   const Product *a = arguments;
-  multiply(member, &a->matrix, &a->input, 0, a->residual, a->y);
+  multiply(worker, &a->matrix, &a->input, 0, a->residual, a->y);
   leave_tiles();
 }
 
@@ -104,9 +104,9 @@ typedef struct {
 } Adapter;
 
 /* x, y: [rows, hidden]. gated: [rows, rank]. */
-static void adapt_rows(Member *member, const Adapter *a, float eps, const float *x, int64_t rows, float *gated, float *y) {
-  multiply(member, &a->gate_up, &(Input){x, a->norm, eps, rows}, 1, NULL, gated);
-  multiply(member, &a->down, &(Input){gated, NULL, 0, rows}, 0, x, y);
+static void adapt_rows(Worker *worker, const Adapter *a, float eps, const float *x, int64_t rows, float *gated, float *y) {
+  multiply(worker, &a->gate_up, &(Input){x, a->norm, eps, rows}, 1, NULL, gated);
+  multiply(worker, &a->down, &(Input){gated, NULL, 0, rows}, 0, x, y);
 }
 
 typedef struct {
@@ -117,9 +117,9 @@ typedef struct {
   float *gated, *y;
 } Adapting;
 
-static void adapting(const void *arguments, Member *member) {
+static void adapting(const void *arguments, Worker *worker) {
   const Adapting *a = arguments;
-  adapt_rows(member, &a->adapter, a->eps, a->x, a->rows, a->gated, a->y);
+  adapt_rows(worker, &a->adapter, a->eps, a->x, a->rows, a->gated, a->y);
   leave_tiles();
 }
 
@@ -153,19 +153,19 @@ static int64_t chunk_pieces(int64_t team, const Matrix *m, int64_t rows) {
 }
 
 /* One or two phases: compute logits chunk by chunk, and summarise each chunk. */
-static void summarise_all(Member *member, const Picking *a) {
+static void summarise_all(Worker *worker, const Picking *a) {
   const Matrix *m = &a->matrix;
   int64_t rows = a->input.rows, size = chunk_size(m->out), chunks = chunk_count(m->out);
-  int64_t pieces = chunk_pieces(pool_team(member), m, rows), most_chunks = (chunks + pieces - 1) / pieces;
-  /* A piece's logits stay until the piece is won: only then may they be written where others read. */
+  int64_t pieces = chunk_pieces(pool_team(worker), m, rows), most_chunks = (chunks + pieces - 1) / pieces;
+  /* A piece's logits stay until the piece is claimed: only then may they be written where others read. */
   int64_t width = size * (a->logits ? most_chunks : 1) + LANES;
-  const float *x = prepared_together(member, &a->input, m);
+  const float *x = prepared_together(worker, &a->input, m);
   int64_t before = x ? 0 : rows_scratch(m, rows), summaries = before + wide_scratch(m, rows) + (rows * width + 1) / 2 * 2; /* floats */
-  float *scratch = pool_memory(member, summaries * sizeof(float) + rows * most_chunks * sizeof(Summary));
+  float *scratch = pool_memory(worker, summaries * sizeof(float) + rows * most_chunks * sizeof(Summary));
   if (!scratch) return;
   float *wide = scratch + before, *logits = wide + wide_scratch(m, rows);
   Summary *own = (Summary *)(scratch + summaries);
-  Phase phase = pool_phase(member, pieces);
+  Phase phase = pool_phase(worker, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     int64_t first = chunks * piece / pieces, count = chunks * (piece + 1) / pieces - first;
     if (!x) x = prepared(&a->input, m, scratch);
@@ -176,7 +176,7 @@ static void summarise_all(Member *member, const Picking *a) {
       for (int64_t r = 0; r < rows; r++)
         own[r * count + c] = summarise(chunk + r * width, end - begin, begin, a->spread);
     }
-    if (!pool_win(&phase, piece)) continue;
+    if (!pool_claim(&phase, piece)) continue;
     for (int64_t r = 0; r < rows; r++) {
       memcpy(a->summaries + r * chunks + first, own + r * count, count * sizeof(Summary));
       if (a->logits)
@@ -187,8 +187,8 @@ static void summarise_all(Member *member, const Picking *a) {
   }
 }
 
-static void picking(const void *arguments, Member *member) {
-  summarise_all(member, arguments);
+static void picking(const void *arguments, Worker *worker) {
+  summarise_all(worker, arguments);
   leave_tiles();
 }
 
@@ -272,13 +272,13 @@ typedef struct {
   int looks;
 } Stepping;
 
-static void stepping(const void *arguments, Member *member) {
+static void stepping(const void *arguments, Worker *worker) {
   const Stepping *a = arguments;
   const Picking *look = &a->picking;
-  walk_layers(member, &a->pass);
-  if (a->adapter && !pool_left(member))
-    adapt_rows(member, a->adapter, look->input.eps, a->exit, look->input.rows, a->gated, (float *)look->input.x);
-  if (a->looks && !pool_left(member)) summarise_all(member, look);
+  walk_layers(worker, &a->pass);
+  if (a->adapter && !pool_left(worker))
+    adapt_rows(worker, a->adapter, look->input.eps, a->exit, look->input.rows, a->gated, (float *)look->input.x);
+  if (a->looks && !pool_left(worker)) summarise_all(worker, look);
   leave_tiles();
 }
 

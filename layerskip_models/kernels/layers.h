@@ -12,17 +12,17 @@ INLINE void store_cached(const float *x, int64_t kind, void *numbers, int64_t pl
 }
 
 /* A phase: write the rows' rotated keys and their values to the caches. So little work that it is written in place. */
-static void write_caches(Member *member, const Pass *a, int64_t layer, const float *qkv) {
+static void write_caches(Worker *worker, const Pass *a, int64_t layer, const float *qkv) {
   const Shape *s = &a->shape;
   const Layer *l = a->layers + layer;
   const Span *span = spans_of(a);
   int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, before = 0; /* rows in earlier spans */
   int64_t units = a->rows * s->kv_heads, bytes = units * 2 * dim * (int64_t)sizeof(float);
-  int64_t pieces = min(units, worth_sharing(pool_team(member), bytes, 1));
-  float *scratch = pool_memory(member, 2 * dim * sizeof(float));
-  Phase phase = pool_phase(member, pieces);
+  int64_t pieces = min(units, worth_sharing(pool_team(worker), bytes, 1));
+  float *scratch = pool_memory(worker, 2 * dim * sizeof(float));
+  Phase phase = pool_phase(worker, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
-    if (!pool_win(&phase, piece)) continue;
+    if (!pool_claim(&phase, piece)) continue;
     for (int64_t unit = units * piece / pieces; unit < units * (piece + 1) / pieces; unit++) {
       int64_t r = unit / s->kv_heads, head = unit % s->kv_heads;
       if (r < before) span = spans_of(a), before = 0; /* pieces may come in any order */
@@ -41,12 +41,12 @@ static void write_caches(Member *member, const Pass *a, int64_t layer, const flo
 }
 
 /* A phase: y = residual + norm(x), [rows, hidden]. So little work that it is written in place. */
-static void add_normalised(Member *member, const Pass *a, const float *x, const float *norm, const float *residual, float *y) {
+static void add_normalised(Worker *worker, const Pass *a, const float *x, const float *norm, const float *residual, float *y) {
   int64_t size = a->shape.hidden, bytes = a->rows * size * 3 * (int64_t)sizeof(float);
-  int64_t pieces = min(a->rows, worth_sharing(pool_team(member), bytes, 1));
-  Phase phase = pool_phase(member, pieces);
+  int64_t pieces = min(a->rows, worth_sharing(pool_team(worker), bytes, 1));
+  Phase phase = pool_phase(worker, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
-    if (!pool_win(&phase, piece)) continue;
+    if (!pool_claim(&phase, piece)) continue;
     for (int64_t r = a->rows * piece / pieces; r < a->rows * (piece + 1) / pieces; r++) {
       float factor = norm_factor(x + r * size, a->shape.eps, size);
       for (int64_t i = r * size; i < (r + 1) * size; i++) y[i] = residual[i] + x[i] * factor * norm[i - r * size];
@@ -56,10 +56,10 @@ static void add_normalised(Member *member, const Pass *a, const float *x, const 
 }
 
 /* y = residual + norm(x W^T): one phase without a norm, otherwise two. added: scratch, [rows, hidden]. */
-static void add(Member *member, const Pass *a, const Matrix *m, const float *x, const float *norm, const float *residual,
+static void add(Worker *worker, const Pass *a, const Matrix *m, const float *x, const float *norm, const float *residual,
                 float *y, float *added) {
-  multiply(member, m, &(Input){x, NULL, 0, a->rows}, 0, norm ? NULL : residual, norm ? added : y);
-  if (norm) add_normalised(member, a, added, norm, residual, y);
+  multiply(worker, m, &(Input){x, NULL, 0, a->rows}, 0, norm ? NULL : residual, norm ? added : y);
+  if (norm) add_normalised(worker, a, added, norm, residual, y);
 }
 
 /* A layer's intermediate results in the pass's scratch: qkv is [rows, (heads + 2 * kv_heads) * head_dim], and so on. */
@@ -80,28 +80,28 @@ static Scratch scratch_of(const Pass *a) {
 }
 
 /* The first half of a layer: y = x + norm(attention(x)), where there may be no norm. */
-static void attention_half(Member *member, const Pass *a, int64_t layer, const float *x, float *y, const Scratch *in) {
+static void attention_half(Worker *worker, const Pass *a, int64_t layer, const float *x, float *y, const Scratch *in) {
   const Layer *l = a->layers + layer;
-  multiply(member, &l->qkv, &(Input){x, l->input_norm, a->shape.eps, a->rows}, 0, NULL, in->qkv);
-  write_caches(member, a, layer, in->qkv);
-  attend_all(member, a, layer, in->qkv, in->attended);
-  add(member, a, &l->output, in->attended, l->output_norm, x, y, in->added);
+  multiply(worker, &l->qkv, &(Input){x, l->input_norm, a->shape.eps, a->rows}, 0, NULL, in->qkv);
+  write_caches(worker, a, layer, in->qkv);
+  attend_all(worker, a, layer, in->qkv, in->attended);
+  add(worker, a, &l->output, in->attended, l->output_norm, x, y, in->added);
 }
 
 /* The second half: y = x + norm(MLP(x)). */
-static void mlp_half(Member *member, const Pass *a, int64_t layer, const float *x, float *y, const Scratch *in) {
+static void mlp_half(Worker *worker, const Pass *a, int64_t layer, const float *x, float *y, const Scratch *in) {
   const Layer *l = a->layers + layer;
-  multiply(member, &l->gate_up, &(Input){x, l->post_attention_norm, a->shape.eps, a->rows}, 1, NULL, in->gated);
-  add(member, a, &l->down, in->gated, l->down_norm, x, y, in->added);
+  multiply(worker, &l->gate_up, &(Input){x, l->post_attention_norm, a->shape.eps, a->rows}, 1, NULL, in->gated);
+  add(worker, a, &l->down, in->gated, l->down_norm, x, y, in->added);
 }
 
-static void walk_layers(Member *member, const Pass *a) {
+static void walk_layers(Worker *worker, const Pass *a) {
   const Scratch in = scratch_of(a);
   const float *input = a->x;
-  for (int64_t l = 0; l < a->count && !pool_left(member); l++) {
+  for (int64_t l = 0; l < a->count && !pool_left(worker); l++) {
     float *result = a->stride ? a->outputs + l * a->stride : l + 1 < a->count ? in.between : a->outputs;
-    attention_half(member, a, a->first + l, input, in.middle, &in);
-    mlp_half(member, a, a->first + l, in.middle, result, &in);
+    attention_half(worker, a, a->first + l, input, in.middle, &in);
+    mlp_half(worker, a, a->first + l, in.middle, result, &in);
     input = result;
   }
 }

@@ -18,9 +18,9 @@ import struct
 import warnings
 from collections.abc import Callable
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -41,170 +41,96 @@ class KernelsUnavailableError(RuntimeError):
     """The native library cannot be used here; the message says why."""
 
 
+_C_TYPES: dict[str, type] = {"pointer": c_void_p, "int64": c_int64, "int32": c_int32, "float": c_float}
+
+
+def _fields(*declarations: str) -> list[tuple[str, type]]:
+    """Read the fields of a struct, declared as in C: a type, then names."""
+    found = []
+    for declaration in declarations:
+        kind, *names = declaration.replace(",", " ").split()
+        found += [(name, _C_TYPES[kind]) for name in names]
+    return found
+
+
 class Matrix(Structure):
     """`Matrix` of matrix.h: a weight [out, in] with its scales, offsets and bias."""
 
-    _fields_ = (
-        ("weight", c_void_p),
-        ("scale", c_void_p),
-        ("bias", c_void_p),
-        ("kind", c_int64),
-        ("in_features", c_int64),
-        ("out_features", c_int64),
-        ("groups", c_void_p),
-        ("offsets", c_void_p),
-        ("group", c_int64),
-        ("scales", c_int64),
-        ("blocks", c_void_p),
-        ("zero", c_int64),
-        ("interleaved", c_int64),
+    _fields_ = _fields(
+        "pointer weight, scale, bias",
+        "int64 kind, in_features, out_features",
+        "pointer groups, offsets",
+        "int64 group, scales",
+        "pointer blocks",
+        "int64 zero, interleaved",
     )
+
+
+_C_TYPES["Matrix"] = Matrix
 
 
 class Layer(Structure):
     """`Layer` of pass.h."""
 
-    _fields_ = (
-        ("qkv", Matrix),
-        ("output", Matrix),
-        ("gate_up", Matrix),
-        ("down", Matrix),
-        ("input_norm", c_void_p),
-        ("post_attention_norm", c_void_p),
-        ("output_norm", c_void_p),
-        ("down_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("window", c_int64),
-        ("joint", c_int32),
-        ("rotated", c_int32),
+    _fields_ = _fields(
+        "Matrix qkv, output, gate_up, down",
+        "pointer input_norm, post_attention_norm, output_norm, down_norm, query_norm, key_norm",
+        "int64 window",
+        "int32 joint, rotated",
     )
 
 
 class AdapterWeights(Structure):
     """`Adapter` of kernels.c."""
 
-    _fields_ = (("gate_up", Matrix), ("down", Matrix), ("norm", c_void_p))
+    _fields_ = _fields("Matrix gate_up, down", "pointer norm")
 
 
 class Shape(Structure):
     """`Shape` of pass.h."""
 
-    _fields_ = (
-        ("hidden", c_int64),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("eps", c_float),
-        ("scale", c_float),
-    )
+    _fields_ = _fields("int64 hidden, heads, kv_heads, head_dim", "float eps, scale")
 
 
 class Span(Structure):
     """`Span` of pass.h: consecutive rows of one text, and its KV cache."""
 
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("layer_stride", c_int64),
-        ("head_stride", c_int64),
-        ("position", c_int64),
-        ("rows", c_int64),
-        ("kind", c_int64),
-    )
+    _fields_ = _fields("pointer keys, values", "int64 layer_stride, head_stride, position, rows, kind")
 
 
 class Step(Structure):
     """`Step` of kernels.c."""
 
-    _fields_ = (
-        ("shape", c_void_p),
-        ("layers", c_void_p),
-        ("spans", c_void_p),
-        ("num_spans", c_int64),
-        ("embedding", c_void_p),
-        ("kind", c_int64),
-        ("embedded", c_void_p),
-        ("x", c_void_p),
-        ("rotary", c_void_p),
-        ("outputs", c_void_p),
-        ("last", c_void_p),
-        ("first", c_int64),
-        ("count", c_int64),
-        ("rows", c_int64),
-        ("stride", c_int64),
-        ("scratch", c_void_p),
-        ("head", c_void_p),
-        ("norm", c_void_p),
-        ("eps", c_float),
-        ("spread", c_int32),
-        ("summaries", c_void_p),
-        ("tokens", c_void_p),
-        ("numbers", c_void_p),
-        ("logits", c_void_p),
-        ("adapter", c_void_p),
-        ("adapted", c_void_p),
-        ("parts", c_void_p),
+    _fields_ = _fields(
+        "pointer shape, layers, spans",
+        "int64 num_spans",
+        "pointer embedding",
+        "int64 kind",
+        "pointer embedded, x, rotary, outputs, last",
+        "int64 first, count, rows, stride",
+        "pointer scratch, head, norm",
+        "float eps",
+        "int32 spread",
+        "pointer summaries, tokens, numbers, logits, adapter, adapted, parts",
     )
 
 
 class Drafts(Structure):
     """`Drafts` of sampling.h."""
 
-    _fields_ = (
-        ("count", c_int64),
-        ("copied", c_int64),
-        ("tokens", c_void_p),
-        ("q", c_void_p),
-        ("uniforms", c_void_p),
-        ("rates", c_void_p),
-    )
+    _fields_ = _fields("int64 count, copied", "pointer tokens, q, uniforms, rates")
 
 
 class Blocks(Structure):
     """`Blocks` of stored.h."""
 
-    _fields_ = (("numbers", c_void_p), ("groups", c_void_p), ("offsets", c_void_p), ("blocks", c_void_p))
+    _fields_ = _fields("pointer numbers, groups, offsets, blocks")
 
 
 class Grouping(Structure):
     """`Grouping` of four_bit_rounding.h."""
 
-    _fields_ = (
-        ("size", c_int64),
-        ("trials", c_int64),
-        ("steps", c_void_p),
-        ("least", c_int64),
-        ("most", c_int64),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """The library's functions, compiled for one of `VARIANTS`."""
-
-    variant: str
-    linear: Callable[..., int]
-    normalised_linear: Callable[..., int]
-    interleaves: Callable[[int, int, int], int]
-    scratch_size: Callable[..., int]
-    pick: Callable[..., int]
-    pick_scratch: Callable[..., int]
-    adapt: Callable[..., int]
-    step: Callable[..., int]
-    parts_size: Callable[..., int]
-    division: Callable[..., None]
-    eight_bit_rows: Callable[..., int]
-    float_rows: Callable[..., int]
-    block_rows: Callable[..., int]
-    four_bit_rows: Callable[..., int]
-    finite_numbers: Callable[..., int]
-    interleave: Callable[..., None]
-    look: Callable[..., None]
-    distribute: Callable[..., None]
-    residual: Callable[..., None]
-    draw: Callable[..., int]
-    accept: Callable[..., int]
+    _fields_ = _fields("int64 size, trials", "pointer steps", "int64 least, most")
 
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -217,7 +143,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "adapt": (c_int64, [c_void_p, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
     "step": (c_int64, [c_void_p, c_int]),
     "parts_size": (c_int64, [c_void_p]),
-    "division": (None, [c_void_p, c_int64, c_void_p, c_int64, c_int, c_void_p]),
     "eight_bit_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
     "float_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
     "finite_numbers": (c_int, [c_int, c_void_p, c_int64]),
@@ -237,6 +162,22 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         [c_int, c_void_p, c_int64, c_int64, c_int64, POINTER(Grouping), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
     ),
 }  # fmt: skip
+
+
+class Kernels:
+    """The library's functions, compiled for one of `VARIANTS`: an attribute for each name in `_SIGNATURES`."""
+
+    def __init__(self, variant: str) -> None:
+        self.variant = variant
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(_library(), f"{name}_{variant}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+        atexit.register(_library().pool_stop)  # the library's threads end with the interpreter
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., int]: ...
 
 
 @cache
@@ -267,21 +208,12 @@ def _is_cut_short(path: Path) -> bool:
     return path.stat().st_size < start + size * count
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """What Python calls in pool.h, and the setter of OpenMP's number of threads if PyTorch has loaded OpenMP."""
-
-    oldest: Callable[[], int]
-    omp_set_num_threads: Callable[[int], None] | None
-
-
 @cache
-def pool() -> Pool:
-    """Return the native library's threads, which end with the interpreter. Raises KernelsUnavailableError."""
-    library = _library()
-    library.pool_oldest.restype = c_int64
-    atexit.register(library.pool_stop)
-    return Pool(library.pool_oldest, getattr(ctypes.CDLL(None), "omp_set_num_threads", None))
+def pool_oldest() -> Callable[[], int]:
+    """Return pool.h's function of that name. Raises KernelsUnavailableError."""
+    function = _library().pool_oldest
+    function.restype = c_int64
+    return function
 
 
 def runnable_variants() -> tuple[str, ...]:
@@ -304,12 +236,7 @@ def load(variant: str | None = None) -> Kernels:
             f"{LIBRARY.name} has no variant {variant or 'for this processor'!r} that can run here; "
             f"it has {', '.join(runnable) or 'none'}"
         )
-    chosen = runnable[0] if variant is None else variant
-    functions = {}
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = functions[name] = getattr(_library(), f"{name}_{chosen}")
-        function.restype, function.argtypes = result, arguments
-    return Kernels(chosen, **functions)
+    return Kernels(runnable[0] if variant is None else variant)
 
 
 @cache

@@ -3,8 +3,8 @@
 #define SELFSPEC_MATRICES_H
 #include "prepare.h"
 
-/* Rows are multiplied by a weight a few at a time, in turns of about equal size. `together`: how many from row `r` on. */
-INLINE int64_t turns_of(const Matrix *m, int64_t rows) {
+/* Rows are multiplied by a weight a few at a time, in groups of about equal size. `together`: how many from row `r` on. */
+INLINE int64_t row_groups_of(const Matrix *m, int64_t rows) {
   int64_t most = TILES && m->interleaved                ? ROWS
                  : as_integers(m)                       ? m->kind == INT8 ? BYTE_ROWS : GROUPED_ROWS
                  : MANY_REGISTERS || rows < PROMPT_ROWS ? FLOAT_ROWS
@@ -12,11 +12,11 @@ INLINE int64_t turns_of(const Matrix *m, int64_t rows) {
   return (rows + most - 1) / most;
 }
 INLINE int64_t together(const Matrix *m, int64_t r, int64_t rows) {
-  int64_t turns = turns_of(m, rows), size = (rows + turns - 1) / turns;
+  int64_t row_groups = row_groups_of(m, rows), size = (rows + row_groups - 1) / row_groups;
   return min(size, rows - r);
 }
 
-INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const float *x, int64_t rows, Fetch fetch, float *y) {
+INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const float *x, int64_t rows, Prefetch fetch, float *y) {
   const char *w = (const char *)m->weight + bytes_of(m->kind, first * m->in);
   if (count == BLOCK) {
     switch (m->kind) {
@@ -50,12 +50,12 @@ INLINE void finish_outputs(const Matrix *m, int64_t first, int64_t rows, float *
     }
 }
 
-/* y[r * BLOCK + o] for outputs first .. first + BLOCK - 1 and the rows of one turn (`together`), with scale and bias applied.
+/* y[r * BLOCK + o] for outputs first .. first + BLOCK - 1 and the rows of one such group (`together`), with scale and bias applied.
  * Entries past the matrix's last output are left alone. */
-static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
+static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Prefetch fetch, float *y) {
   int64_t count = min(BLOCK, m->out - first);
 #if TILES
-  if (in_parts(m)) part_outputs(m, first, x, rows, fetch, y);
+  if (in_splits(m)) split_outputs(m, first, x, rows, fetch, y);
   else
 #endif
 #if INTEGERS
@@ -66,9 +66,9 @@ static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows
   finish_outputs(m, first, rows, y);
 }
 
-/* How many outputs ahead weights are fetched, where rows take `turns` turns with a group of `group` outputs. */
-INLINE int64_t outputs_ahead(const Matrix *m, int64_t turns, int64_t group) {
+/* How many outputs ahead weights are fetched, where `row_groups` groups of rows meet a group of `group` outputs. */
+INLINE int64_t outputs_ahead(const Matrix *m, int64_t row_groups, int64_t group) {
   int64_t step = m->interleaved ? BLOCK : 4, bytes = bytes_of(m->kind, step * m->in);
-  return turns > 1 ? group : (AHEAD + bytes - 1) / bytes * step;
+  return row_groups > 1 ? group : (AHEAD + bytes - 1) / bytes * step;
 }
 #endif

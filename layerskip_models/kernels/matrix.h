@@ -74,8 +74,8 @@ INLINE int interleaves(int64_t kind, int64_t out, int64_t in) {
   return (VNNI || PAIRS) && kind >= INT4;
 }
 
-/* Whether rows are cut into parts for weights in bfloat16, which a matrix unit multiplies. */
-INLINE int in_parts(const Matrix *m) { return TILES && m->interleaved && m->kind == BFLOAT16; }
+/* Whether rows are cut into splits for weights in bfloat16, which a matrix unit multiplies. */
+INLINE int in_splits(const Matrix *m) { return TILES && m->interleaved && m->kind == BFLOAT16; }
 
 #define GROUP 32 /* outputs that all rows are multiplied by before the next: later rows find their weights in the cache */
 #define GROUP_BYTES (64 << 10) /* most bytes of a group's weights: these and the next group's stay in the L2 cache */
@@ -86,23 +86,23 @@ INLINE int in_parts(const Matrix *m) { return TILES && m->interleaved && m->kind
 #define PROMPT_ROWS 32 /* with few registers, from this many rows on, three at once are faster: they stay in the L1 cache */
 
 /* Weights to prefetch while others are in use. The hardware prefetcher starts too late, and starts over at every row of the
- * matrix. Where rows take turns with a group's weights, each turn fetches its share of the next group's cache lines (64 bytes),
+ * matrix. Where several groups of rows meet a group's weights, each fetches its share of the next group's cache lines (64 bytes),
  * so that memory is never idle. Small enough for a register. */
 typedef struct {
   int32_t ahead;       /* how many outputs ahead; 0: fetch nothing */
   int16_t mask, place; /* fetch the lines whose byte offset & mask is `place` */
-} Fetch;
+} Prefetch;
 
 /* Into the L2 cache, because L1 has too few slots for lines in flight (1.8 times as fast on Zen 4). */
-#define FETCH(p) __builtin_prefetch(p, 0, 2)
+#define PREFETCH(p) __builtin_prefetch(p, 0, 2)
 
-INLINE Fetch fetch_of_turn(int64_t turn, int64_t turns, int64_t ahead) {
+INLINE Prefetch share_of_row_group(int64_t row_group, int64_t row_groups, int64_t ahead) {
   static const int16_t of_two[] = {0, 64}, of_three[] = {0, 128, 64}, of_four[] = {0, 128, 64, 192};
-  if (turns == 1) return (Fetch){turn ? 0 : (int32_t)ahead, 63, 0};
-  if (turns == 2) return (Fetch){(int32_t)ahead, 127, of_two[turn]};
-  if (turns == 3) return (Fetch){(int32_t)ahead, turn == 2 ? 127 : 255, of_three[turn]};
-  int64_t part = 4 * turn / turns;
-  return (Fetch){part == 4 * (turn + 1) / turns ? 0 : (int32_t)ahead, 255, of_four[part]};
+  if (row_groups == 1) return (Prefetch){row_group ? 0 : (int32_t)ahead, 63, 0};
+  if (row_groups == 2) return (Prefetch){(int32_t)ahead, 127, of_two[row_group]};
+  if (row_groups == 3) return (Prefetch){(int32_t)ahead, row_group == 2 ? 127 : 255, of_three[row_group]};
+  int64_t part = 4 * row_group / row_groups;
+  return (Prefetch){part == 4 * (row_group + 1) / row_groups ? 0 : (int32_t)ahead, 255, of_four[part]};
 }
 
 /* Outputs first .. first + count - 1 of a matrix. first: a multiple of 16 if it is interleaved. */

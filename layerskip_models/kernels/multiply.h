@@ -9,8 +9,8 @@
 
 /* The number of pieces for `units` units of work whose weights have `bytes` bytes and meet `rows` rows. */
 static int64_t pieces_of(int64_t team, int64_t units, int64_t bytes, int64_t rows) {
-  int64_t members = worth_sharing(team, bytes, rows), each = max(1, min(POOL_PIECES, bytes / PIECE_BYTES / members));
-  return min(units, members * each);
+  int64_t workers = worth_sharing(team, bytes, rows), each = max(1, min(POOL_PIECES, bytes / PIECE_BYTES / workers));
+  return min(units, workers * each);
 }
 
 /* The first output of a piece, a multiple of BLOCK. size: outputs of all pieces. */
@@ -36,19 +36,19 @@ INLINE int64_t rows_scratch(const Matrix *m, int64_t rows) { return whole_lines(
 #define COMMON_NUMBERS (1 << 15) /* input numbers from which on preparing rows together is worth a phase, some 10 microseconds */
 
 /* The rows in the form that `outputs` takes, prepared by the whole team in a phase of its own and written in place, being little
- * work. NULL if each member is to prepare them for itself. */
-static const float *prepared_together(Member *member, const Input *input, const Matrix *m) {
-  int64_t rows = input->rows, in = m->in, turns = turns_of(m, rows), size = together(m, 0, rows);
-  if (turns == 1 || rows * in < COMMON_NUMBERS) return NULL;
-  float *common = pool_common(member, rows * row_size(m) * sizeof(float));
+ * work. NULL if each worker is to prepare them for itself. */
+static const float *prepared_together(Worker *worker, const Input *input, const Matrix *m) {
+  int64_t rows = input->rows, in = m->in, row_groups = row_groups_of(m, rows), size = together(m, 0, rows);
+  if (row_groups == 1 || rows * in < COMMON_NUMBERS) return NULL;
+  float *common = pool_common(worker, rows * row_size(m) * sizeof(float));
   if (!common) return NULL;
-  float *normed = input->norm ? pool_memory(member, size * in * sizeof(float)) : NULL;
-  int64_t pieces = min(turns, worth_sharing(pool_team(member), rows * in * (int64_t)sizeof(float), 1) * POOL_PIECES);
-  Phase phase = pool_phase(member, pieces);
+  float *normed = input->norm ? pool_memory(worker, size * in * sizeof(float)) : NULL;
+  int64_t pieces = min(row_groups, worth_sharing(pool_team(worker), rows * in * (int64_t)sizeof(float), 1) * POOL_PIECES);
+  Phase phase = pool_phase(worker, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
-    if (!pool_win(&phase, piece)) continue;
-    int64_t end = min(rows, turns * (piece + 1) / pieces * size);
-    for (int64_t r = turns * piece / pieces * size; r < end; r += size) {
+    if (!pool_claim(&phase, piece)) continue;
+    int64_t end = min(rows, row_groups * (piece + 1) / pieces * size);
+    for (int64_t r = row_groups * piece / pieces * size; r < end; r += size) {
       const float *x = input->x + r * in;
       int64_t count = together(m, r, rows);
       if (normed) normalise(x, input->norm, input->eps, count, in, normed);
@@ -59,7 +59,7 @@ static const float *prepared_together(Member *member, const Input *input, const 
   return common;
 }
 
-/* The same, prepared by this member alone. scratch: `rows_scratch` floats. */
+/* The same, prepared by this worker alone. scratch: `rows_scratch` floats. */
 static const float *prepared(const Input *input, const Matrix *m, float *scratch) {
   const float *x = input->x;
   int64_t rows = input->rows, in = m->in;
@@ -97,14 +97,14 @@ INLINE int widens(const Matrix *m, int64_t rows) {
   return m->kind != FLOAT32 && rows >= WIDE_ROWS && as_floats(m) && (!MANY_REGISTERS || is_grouped(m));
 }
 
-/* Rows in a batch: a batch passes all outputs of a piece before the next batch. Whole turns, as many as stay in the L2 cache. */
+/* Rows in a batch: a batch passes all outputs of a piece before the next batch. Whole groups of rows, as many as stay in the L2 cache. */
 INLINE int64_t batch_of(const Matrix *m, int64_t rows) {
-  int64_t turn = together(m, 0, rows), bytes = turn * hot_row_bytes(m);
-  return turn * max(1, BATCH_BYTES / bytes);
+  int64_t row_group = together(m, 0, rows), bytes = row_group * hot_row_bytes(m);
+  return row_group * max(1, BATCH_BYTES / bytes);
 }
 
-/* How many of a batch's turns prefetch weights. Only the first for a small matrix, which may well be in a cache. */
-INLINE int64_t fetching_turns(const Matrix *m, int64_t rows) {
+/* How many of a batch's groups of rows prefetch weights. Only the first for a small matrix, which may well be in a cache. */
+INLINE int64_t fetching_row_groups(const Matrix *m, int64_t rows) {
   if (bytes_of(m->kind, m->out * m->in) < FETCHED_BYTES) return 1;
   return (min(rows, batch_of(m, rows)) + together(m, 0, rows) - 1) / together(m, 0, rows);
 }
@@ -113,7 +113,7 @@ INLINE int64_t fetching_turns(const Matrix *m, int64_t rows) {
 INLINE int64_t group_of(const Matrix *m, int64_t rows) {
   if (!widens(m, rows)) {
     int64_t row = bytes_of(m->kind, m->in);
-    return turns_of(m, rows) == 1 || GROUP * row <= GROUP_BYTES ? GROUP : max(BLOCK, GROUP_BYTES / row / BLOCK * BLOCK);
+    return row_groups_of(m, rows) == 1 || GROUP * row <= GROUP_BYTES ? GROUP : max(BLOCK, GROUP_BYTES / row / BLOCK * BLOCK);
   }
   return max(BLOCK, min(GROUP, WIDE_BYTES / 4 / m->in / BLOCK * BLOCK));
 }
@@ -130,22 +130,22 @@ INLINE Matrix group_at(const Matrix *m, int64_t first, int64_t count, int64_t ro
 }
 
 /* Outputs first .. end - 1 of residual + x W^T. residual: [rows, out], may be NULL. y: rows are `stride` apart and begin with
- * output `first`. Prefetching runs on past `end`, where this member's next piece usually begins. */
+ * output `first`. Prefetching runs on past `end`, where this worker's next piece usually begins. */
 static void some_outputs(const Matrix *m, const float *x, int64_t rows, const float *residual, int64_t first, int64_t end,
                          float *y, int64_t stride, float *scratch) {
-  int64_t step = group_of(m, rows), turns = fetching_turns(m, rows);
-  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step);
+  int64_t step = group_of(m, rows), row_groups = fetching_row_groups(m, rows);
+  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, row_groups, step);
   for (int64_t begin = 0, batch_end; begin < rows; begin = batch_end) {
     batch_end = min(rows, begin + batch_of(m, rows));
     for (int64_t at = first; at < end; at += step) {
       int64_t size = min(step, end - at);
       Matrix group = group_at(m, at, size, rows, scratch);
-      for (int64_t r = begin, turn = 0; r < batch_end; r += together(m, r, rows), turn++) {
+      for (int64_t r = begin, row_group = 0; r < batch_end; r += together(m, r, rows), row_group++) {
         int64_t count = together(m, r, rows);
-        const Fetch share = fetch_of_turn(turn, turns, ahead);
+        const Prefetch share = share_of_row_group(row_group, row_groups, ahead);
         for (int64_t o = 0; o < size; o += BLOCK) {
           float block[ROWS * BLOCK];
-          Fetch fetch = at + o + ahead + BLOCK <= m->out ? share : (Fetch){0};
+          Prefetch fetch = at + o + ahead + BLOCK <= m->out ? share : (Prefetch){0};
           outputs(&group, o, x + r * row_size(m), count, fetch, block);
           for (int64_t i = 0, to = at + o; i < count; i++)
             store_block(block + i * BLOCK, residual ? residual + (r + i) * m->out + to : NULL, min(BLOCK, size - o),
@@ -159,21 +159,21 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
 /* The same for silu(gate) * up. The matrix holds the gates above the ups, so there are m->out / 2 outputs. */
 static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t first, int64_t end, float *y, int64_t stride,
                        float *scratch) {
-  int64_t half = m->out / 2, step = group_of(m, rows), turns = fetching_turns(m, rows);
-  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step);
+  int64_t half = m->out / 2, step = group_of(m, rows), row_groups = fetching_row_groups(m, rows);
+  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, row_groups, step);
   for (int64_t begin = 0, batch_end; begin < rows; begin = batch_end) {
     batch_end = min(rows, begin + batch_of(m, rows));
     for (int64_t at = first; at < end; at += step) {
       int64_t size = min(step, end - at);
       Matrix gate = group_at(m, at, size, rows, scratch), up = group_at(m, half + at, size, rows, scratch + wide_scratch(m, rows));
-      for (int64_t r = begin, turn = 0; r < batch_end; r += together(m, r, rows), turn++) {
+      for (int64_t r = begin, row_group = 0; r < batch_end; r += together(m, r, rows), row_group++) {
         int64_t count = together(m, r, rows);
-        const Fetch share = fetch_of_turn(turn, turns, ahead);
+        const Prefetch share = share_of_row_group(row_group, row_groups, ahead);
         for (int64_t o = 0; o < size; o += BLOCK) {
           float gates[ROWS * BLOCK + LANES], ups[ROWS * BLOCK + LANES];
           memset(gates, 0, (count * BLOCK + LANES) * sizeof(float));
           memset(ups, 0, (count * BLOCK + LANES) * sizeof(float));
-          Fetch fetch = at + o + ahead + BLOCK <= half ? share : (Fetch){0};
+          Prefetch fetch = at + o + ahead + BLOCK <= half ? share : (Prefetch){0};
           outputs(&gate, o, x + r * row_size(m), count, fetch, gates);
           outputs(&up, o, x + r * row_size(m), count, fetch, ups);
           for (int64_t i = 0; i < count * BLOCK; i += LANES) {
@@ -189,14 +189,14 @@ static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t fi
 }
 
 /* One or two phases: y = residual + x W^T, or silu(gate) * up if `gated`. y: [rows, out], or [rows, out / 2] if gated. */
-static void multiply(Member *member, const Matrix *m, const Input *input, int gated, const float *residual, float *y) {
+static void multiply(Worker *worker, const Matrix *m, const Input *input, int gated, const float *residual, float *y) {
   int64_t rows = input->rows, size = gated ? m->out / 2 : m->out, units = (size + BLOCK - 1) / BLOCK;
-  int64_t pieces = pieces_of(pool_team(member), units, bytes_of(m->kind, m->out * m->in), rows);
-  const float *x = prepared_together(member, input, m);
+  int64_t pieces = pieces_of(pool_team(worker), units, bytes_of(m->kind, m->out * m->in), rows);
+  const float *x = prepared_together(worker, input, m);
   int64_t own_rows = x ? 0 : rows_scratch(m, rows), before = own_rows + (gated ? 2 : 1) * wide_scratch(m, rows); /* floats */
-  int alone = pool_alone(member);
-  float *scratch = pool_memory(member, (before + (alone ? 0 : rows * most_outputs(size, pieces))) * sizeof(float));
-  Phase phase = pool_phase(member, pieces);
+  int alone = pool_alone(worker);
+  float *scratch = pool_memory(worker, (before + (alone ? 0 : rows * most_outputs(size, pieces))) * sizeof(float));
+  Phase phase = pool_phase(worker, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     int64_t first = piece_start(size, piece, pieces), end = piece_start(size, piece + 1, pieces), width = end - first;
     if (!x) x = prepared(input, m, scratch);
@@ -204,7 +204,7 @@ static void multiply(Member *member, const Matrix *m, const Input *input, int ga
     int64_t stride = alone ? size : width;
     if (gated) some_gated(m, x, rows, first, end, to, stride, wide);
     else some_outputs(m, x, rows, residual, first, end, to, stride, wide);
-    if (alone || !pool_win(&phase, piece)) continue;
+    if (alone || !pool_claim(&phase, piece)) continue;
     for (int64_t r = 0; r < rows; r++) memcpy(y + r * size + first, own + r * width, width * sizeof(float));
     pool_done(&phase, piece);
   }

@@ -17,7 +17,7 @@ from torch import Tensor
 from layerskip_models.choices import Detail, HeadOutput
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS
-from layerskip_models.kernels.native_layers import Division, NativeLayers, Workspace
+from layerskip_models.kernels.native_layers import NativeLayers, Workspace
 from layerskip_models.kernels.native_linear import MAX_ROWS, NativeLinear, check_rows, pointer
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.norm import RMSNorm
@@ -88,10 +88,6 @@ class NativeForward:
         step.summaries = self._summaries.data_ptr()
         step.tokens, step.numbers = addressof(self._tokens), addressof(self._numbers)
         step.adapted = self._adapted.data_ptr()
-
-    def division(self, rows: int, threads: int) -> Division:
-        """How a pass of `rows` rows through all layers and the full head is divided among at most `threads` threads."""
-        return self._layers.division(self._pointers["full"], rows, threads)
 
     def tokens(
         self,

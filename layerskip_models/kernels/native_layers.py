@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import addressof, c_int64
+from ctypes import addressof
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,18 +31,6 @@ KV_DTYPES = (torch.float32, torch.bfloat16)
 def _array_of_spans(num: int) -> Any:
     """Make the type, once. Each time it leaves a circle of objects behind, for Python's collector to find."""
     return Span * num
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """How a pass is divided: the threads that take part, and the pieces of the first layer's matrices and of the head."""
-
-    threads: int
-    qkv: int
-    output: int
-    gate_up: int
-    down: int
-    head: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,7 +206,8 @@ class NativeLayers:
 
         Raises ValueError before anything is computed if the arguments do not fit together: C would access other memory.
         """
-        self.check_rows(hidden, start, stop, rows, rotary)
+        check_rows("hidden", hidden, self._hidden_size)
+        self.check(hidden.shape[0], start, stop, rows, rotary)
         if start == stop:
             return hidden
         hidden = hidden.contiguous()
@@ -238,17 +227,6 @@ class NativeLayers:
             for index in range(stop - start):
                 capture(start + index + 1, outputs[index])
         return outputs[-1]
-
-    def division(self, head: int, rows: int, threads: int) -> Division:
-        """How a pass of `rows` rows at the beginning of a text is divided. head: address of the head's matrix."""
-        found = (c_int64 * 6)()
-        self._library.division(self.first, len(self._layers), head, rows, threads, addressof(found))
-        return Division(*found)
-
-    def check_rows(self, hidden: Tensor, start: int, stop: int, rows: CacheRows, rotary: Tensor) -> None:
-        """Raise ValueError if hidden, [rows, hidden], does not fit the other arguments of a pass."""
-        check_rows("hidden", hidden, self._hidden_size)
-        self.check(hidden.shape[0], start, stop, rows, rotary)
 
     def check(self, count: int, start: int, stop: int, rows: CacheRows, rotary: Tensor) -> list[int]:
         """Return the position of each text's first row. ValueError if `count` rows do not fit the other arguments."""

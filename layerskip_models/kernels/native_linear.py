@@ -13,18 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
+from layerskip_models.grouped_linear import grouped_product
+from layerskip_models.grouped_weight import BLOCK, GroupedWeight
 from layerskip_models.kernels import library
-from layerskip_models.kernels.interleaving import (
-    bytes_in_rows,
-    floats_in_rows,
-    interleave_bytes,
-    interleaved_floats,
-    takes_interleaved,
-)
-from layerskip_models.kernels.library import KINDS, Matrix
-from layerskip_models.kernels.native_rounding import eight_bits
+from layerskip_models.kernels.library import GROUPED_KINDS, KINDS, SCALES, Matrix
 from layerskip_models.kernels.pages import expect_large_pages, use_large_pages
 from layerskip_models.kernels.threads import keep, num_threads
+from layerskip_models.kernels.weights import (
+    FLIP,
+    eight_bits,
+    in_rows,
+    interleave,
+    interleaved,
+    takes_interleaved,
+    without_interleaving,
+)
 from layerskip_models.norm import RMSNorm
 
 MAX_ROWS = 128
@@ -113,7 +116,8 @@ class NativeLinear:
 
     def interleave(self) -> None:
         """Put 16 outputs side by side, as a matrix unit takes weights in bfloat16, in memory of their own."""
-        self.stored = interleaved_floats(self.stored)
+        self.stored = self.stored.clone(memory_format=torch.contiguous_format)
+        interleave(self.stored, words=True)
         self.matrix.weight, self.matrix.interleaved = self.stored.data_ptr(), 1
 
     def _set(self, stored: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
@@ -164,7 +168,7 @@ class NativeLinear:
     @property
     def numbers_in_rows(self) -> Tensor:
         """The stored numbers, [out, in]; a copy if the kernels keep them in another order."""
-        return floats_in_rows(self.stored) if self.matrix.interleaved else self.stored
+        return without_interleaving(self.stored, words=True) if self.matrix.interleaved else self.stored
 
     @property
     def weight(self) -> Tensor:
@@ -177,9 +181,11 @@ class NativeLinear:
             return self._by_operators(x)
         return self._multiply(x.contiguous(), None)
 
-    def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """x, residual: contiguous."""
+    def _multiply(self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None = None) -> Tensor:
+        """x, residual: contiguous, and at most one of `residual` and `norm`."""
         check_rows("x", x, self._in)
+        factors = None if norm is None else norm.factors
+        norms = pointer("the norm's factors", factors, torch.float32, self._in)
         if residual is not None:
             check_rows("residual", residual, self._out)
             if residual.shape[0] != x.shape[0]:
@@ -187,16 +193,14 @@ class NativeLinear:
         rows, size = x.shape
         y, threads = x.new_empty(rows, self._out), num_threads()
         for first, count in pieces(rows):
-            job = self._run(
-                self._address,
-                x.data_ptr() + 4 * first * size,
-                count,
-                None if residual is None else residual.data_ptr() + 4 * first * self._out,
-                y.data_ptr() + 4 * first * self._out,
-                threads,
-            )
+            row, to = x.data_ptr() + 4 * first * size, y.data_ptr() + 4 * first * self._out
+            if norm is None:
+                added = None if residual is None else residual.data_ptr() + 4 * first * self._out
+                job = self._run(self._address, row, count, added, to, threads)
+            else:
+                job = self._run_normalised(self._address, norms, norm.eps, row, count, to, threads)
             if job:
-                keep(job, self, x, residual)
+                keep(job, self, x, residual, factors)
         return y
 
     def _by_operators(self, x: Tensor) -> Tensor:
@@ -224,27 +228,9 @@ class NativeLinear:
 
     def of_normalised(self, norm: RMSNorm, x: Tensor) -> Tensor:
         """norm(x) W^T + b in one call; x: [rows, in]."""
-        factors = norm.factors
-        if factors is None or _operators_only.get():
+        if norm.factors is None or _operators_only.get():
             return self(norm(x))
-        x, threads = x.contiguous(), num_threads()
-        check_rows("x", x, self._in)
-        norms = pointer("the norm's factors", factors, torch.float32, self._in)
-        rows, size = x.shape
-        y = x.new_empty(rows, self._out)
-        for first, count in pieces(rows):
-            job = self._run_normalised(
-                self._address,
-                norms,
-                norm.eps,
-                x.data_ptr() + 4 * first * size,
-                count,
-                y.data_ptr() + 4 * first * self._out,
-                threads,
-            )
-            if job:
-                keep(job, self, x, factors)
-        return y
+        return self._multiply(x.contiguous(), None, norm)
 
     def choices_of_normalised(self, norm: RMSNorm, x: Tensor, detail: Detail) -> Choices:
         """`Choices` from the logits norm(x) W^T + b, without storing the logits. x: [rows, in]."""
@@ -330,14 +316,16 @@ class NativeInt8Linear(NativeLinear):
             self.interleave()
 
     def interleave(self) -> None:
-        """Put 16 outputs side by side, in place."""
-        interleave_bytes(self.stored)
+        """Put 16 outputs side by side, in place. Each number becomes an unsigned byte, 128 more."""
+        interleave(self.stored, words=True, flip=FLIP)
         self.matrix.interleaved = 1
 
     @property
     def numbers_in_rows(self) -> Tensor:
         """The rounded numbers, int8 [out, in]; a copy if the kernels keep them in another order."""
-        return bytes_in_rows(self.stored) if self.matrix.interleaved else self.stored
+        if not self.matrix.interleaved:
+            return self.stored
+        return (without_interleaving(self.stored, words=True).view(torch.uint8) ^ 128).view(torch.int8)
 
     @property
     def weight(self) -> Tensor:
@@ -354,3 +342,60 @@ class NativeInt8Linear(NativeLinear):
         assert self._scale is not None
         y = self._products(x, self.numbers_in_rows).mul_(self._scale)
         return y if self._bias is None else y.add_(self._bias)
+
+
+class NativeGroupedLinear(NativeLinear):
+    """x W^T + b with W in 4, 6 or 8 bits, in groups.
+
+    On processors that multiply bytes, inputs are rounded to 16-bit fixed point relative to the largest of their row, where
+    the number of outputs is a multiple of 32.
+    Numbers that were rounded make a different model; "the model's own output" then means that of this model.
+    own: whether nobody else needs the tensors of `weight`, which may then be reordered in place.
+    Raises what `NativeLinear` raises.
+    """
+
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None = None, *, own: bool = False) -> None:
+        self._interleaved = takes_interleaved(GROUPED_KINDS[weight.bits], *weight.shape)
+        if self._interleaved:
+            weight = interleaved(weight, in_place=own)
+        self._set(weight.packed, weight.factors, bias)
+        others = (None if one is None else readable(one) for one in (weight.groups, weight.offsets, weight.blocks))
+        groups, offsets, blocks = others
+        assert groups is not None
+        self._kept = weight = weight.with_tensors((self.stored, groups, offsets, self._scale, blocks))
+        self.bits = weight.bits
+        self._in = self.matrix.in_features = weight.shape[1]
+        shape = (self._out, self._in // weight.group)
+        kind = torch.float32 if blocks is None else torch.uint8
+        each = 1 if offsets is None else 2
+        self.matrix.kind = GROUPED_KINDS[weight.bits]
+        self.matrix.groups = pointer("the groups' scales", groups, groups.dtype, *shape)
+        self.matrix.offsets = pointer("the groups' offsets", offsets, kind, *shape)
+        self.matrix.blocks = pointer("the blocks' scales", blocks, torch.float16, self._out, self._in // BLOCK, each)
+        self.matrix.group, self.matrix.scales = weight.group, SCALES[groups.dtype]
+        self.matrix.zero, self.matrix.interleaved = weight.zero, self._interleaved
+        self.num_bytes = weight.num_bytes
+
+    @property
+    def numbers(self) -> GroupedWeight:
+        """The weight as it was given; a copy if the kernels keep it interleaved."""
+        return in_rows(self._kept) if self._interleaved else self._kept
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The memory that `matrix` points to."""
+        more = (self._kept.groups, self._kept.offsets, self._kept.blocks)
+        return [*(tensor for tensor in more if tensor is not None), *super().tensors]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in float32, [out, in]."""
+        return self.numbers.values()
+
+    def float_pieces(self, outputs: int) -> Iterator[Tensor]:
+        """Yield the weight in float32, piece by piece. outputs: in each piece."""
+        numbers = self.numbers
+        return (numbers.values(first, first + outputs) for first in range(0, self._out, outputs))
+
+    def _by_operators(self, x: Tensor) -> Tensor:
+        return grouped_product(x, self.numbers, self._bias)

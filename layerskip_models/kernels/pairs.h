@@ -48,7 +48,7 @@ INLINE __m256 eight_offsets(const Matrix *m, Factors at, int64_t group, int64_t 
 }
 
 /* y[r * BLOCK + o] for 16 outputs from `first` on. rows, kind, spans and shifted are constants where this is called. */
-INLINE void pair_dots(int rows, int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) {
+INLINE void pair_dots(int rows, int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, Prefetch fetch, float *y) {
   typedef int32_t whole __attribute__((aligned(4), may_alias));
   typedef float number __attribute__((aligned(4), may_alias));
   const int64_t chunks = m->in / CHUNK_INPUTS, ahead = bytes_of(kind, fetch.ahead * m->in);
@@ -62,7 +62,7 @@ INLINE void pair_dots(int rows, int kind, int spans, int shifted, const Matrix *
     const char *words = x + rows * QUADS * 8;
     if (fetch.ahead)
       for (int line = 0; line < lines; line++)
-        if ((64 * line & fetch.mask) == fetch.place) FETCH(w + ahead + 64 * line);
+        if ((64 * line & fetch.mask) == fetch.place) PREFETCH(w + ahead + 64 * line);
     UNROLL for (int turn = 0; turn < spans; turn++) {
       const int span = spans == 2 ? turn : turn % 2 * 2 + turn / 2;
       __m256i sums[GROUPED_ROWS][2];
@@ -104,7 +104,7 @@ INLINE void pair_dots(int rows, int kind, int spans, int shifted, const Matrix *
 }
 
 #define PAIR_DOTS(NAME, ROWS_, KIND, SPANS, SHIFTED) \
-  static void NAME##_##ROWS_(const Matrix *m, int64_t first, const char *x, Fetch fetch, float *y) { \
+  static void NAME##_##ROWS_(const Matrix *m, int64_t first, const char *x, Prefetch fetch, float *y) { \
     pair_dots(ROWS_, KIND, SPANS, SHIFTED, m, first, x, fetch, y); \
   }
 #define PAIR_DOTS_OF(NAME, KIND, SPANS, SHIFTED) \
@@ -119,7 +119,7 @@ PAIR_DOTS_FOR(sixes, SIXES)
 #define BY_ROWS(NAME) {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6}
 #define BY_SPANS(NAME) {{BY_ROWS(NAME##_2), BY_ROWS(NAME##_2_shifted)}, {BY_ROWS(NAME##_4), BY_ROWS(NAME##_4_shifted)}}
 
-static void vector_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
+static void vector_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Prefetch fetch, float *y) {
   static Dots *const dots[3][2][2][GROUPED_ROWS] = {BY_SPANS(nibbles), BY_SPANS(numbers), BY_SPANS(sixes)};
   dots[m->kind - INT4][m->group == 16][m->offsets != NULL][rows - 1](m, first, x, fetch, y);
 }

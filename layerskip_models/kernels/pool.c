@@ -1,23 +1,23 @@
 /* See pool.h. A thread spins only briefly. After that it sleeps (between jobs) or does the missing work itself (within a job).
  *
- * Why this is correct. Every piece of a phase has a word that only grows: 4 * phase + TAKEN, WRITING or DONE. Only the member
+ * Why this is correct. Every piece of a phase has a word that only grows: 4 * phase + TAKEN, WRITING or DONE. Only the worker
  * whose compare-and-swap set WRITING writes the results. A phase ends when all its words are DONE.
  *
- * - A member that leaves a phase has read DONE or a later value from every word, with acquire. DONE is stored with release after
- *   the results. A later value comes from a compare-and-swap (which continues the release sequence) by a member that has itself
- *   left the phase. So the results of all earlier phases happen before anything that a member does in this one.
+ * - A worker that leaves a phase has read DONE or a later value from every word, with acquire. DONE is stored with release after
+ *   the results. A later value comes from a compare-and-swap (which continues the release sequence) by a worker that has itself
+ *   left the phase. So the results of all earlier phases happen before anything that a worker does in this one.
  * - A compare-and-swap to WRITING succeeds only while the word is lower, so while the phase has not ended and nobody has begun
  *   the next. The winner's inputs can therefore not have been overwritten: a phase does not write what it reads.
- * - A member that was left behind loses every compare-and-swap, since words never decrease. It has only read memory, possibly
+ * - A worker that was left behind loses every compare-and-swap, since words never decrease. It has only read memory, possibly
  *   garbage, and its result is dropped. Formally that is a data race; on the machines this runs on, reading mapped memory has no
  *   effect other than its value.
- * - A job ends for its owner when its last phase does. Other members may still be inside. `door` tells them that the job is over,
- *   and `inside` tells the owner that they are there. Both are sequentially consistent, so either the member sees the door closed
- *   or the owner sees the member inside.
- * - The description of a job (`pool.job` and so on) is written while the door is closed, and read like a seqlock. Opening the door
- *   is a release, so a member that has seen it open sees that job's description or a later one. A late member may read words of
+ * - A job ends for its owner when its last phase does. Other workers may still be inside. `epoch` tells them that the job is over,
+ *   and `inside` tells the owner that they are there. Both are sequentially consistent, so either the worker sees the epoch closed
+ *   or the owner sees the worker inside.
+ * - The description of a job (`pool.job` and so on) is written while no epoch is open, and read like a seqlock. Opening one
+ *   is a release, so a worker that has seen it open sees that job's description or a later one. A late worker may read words of
  *   a later job. The release fence before those writes and the acquire fence after the reads then guarantee that it sees that the
- *   door was closed in between, and it does not take part. So the description must not change while the door is open, nor after
+ *   epoch was closed in between, and it does not take part. So the description must not change while the epoch is open, nor after
  *   it closes without that fence. That is why the last phase of a job is kept in `pool.reached`, which only owners read.
  */
 #define _GNU_SOURCE
@@ -83,19 +83,19 @@ enum { TAKEN = 1, WRITING = 2, DONE = 3 };
 #define WORTH_WAKING (256 << 10) /* bytes: smallest job that wakes sleeping helpers */
 #endif
 #ifndef WAKES
-#define WAKES 4          /* helpers that a member wakes. Waking takes the caller microseconds each, so that 63 would take it 0.1 ms */
+#define WAKES 4          /* helpers that a worker wakes. Waking takes the caller microseconds each, so that 63 would take it 0.1 ms */
 #endif
-#define LOOKS 8          /* while it waits, a member looks at all others once in so many turns, else at the first that is not done */
+#define LOOKS 8          /* while it waits, a worker looks at all others once in so many turns, else at the first that is not done */
 
 typedef struct {
-  _Atomic uint64_t seen; /* the last phase that the member has reached */
+  _Atomic uint64_t seen; /* the last phase that the worker has reached */
   _Atomic uint64_t words[POOL_PIECES];
-} ALIGNED Place;
+} ALIGNED Slot;
 
-struct Member {
-  Place *places; /* of the whole team; NULL if the member works alone */
+struct Worker {
+  Slot *slots; /* of the whole team; NULL if the worker works alone */
   int index, team;
-  uint32_t door;
+  uint32_t epoch;
   int starved; /* a request for memory has failed in this job */
   uint64_t phase;
   void *memory;
@@ -108,9 +108,9 @@ struct Member {
 } ALIGNED;
 
 static struct {
-  _Atomic uint32_t door ALIGNED; /* odd while a job is open */
+  _Atomic uint32_t epoch ALIGNED; /* one more when a job opens and when it closes: odd while one is open */
   _Atomic int core; /* core on which the owner last opened a job; -1 if unknown */
-  /* The open job, written while the door is closed. Atomic, since late members may read these while they are written. */
+  /* The open job, written while the epoch is closed. Atomic, since late workers may read these while they are written. */
   _Atomic(Work) work ALIGNED;
   _Atomic size_t size;
   _Atomic int team;
@@ -122,15 +122,15 @@ static struct {
   _Atomic uint64_t arguments[POOL_ARGUMENTS / 8];
   _Atomic int busy ALIGNED; /* some caller owns the team */
   uint64_t reached;         /* the last phase of the previous job; used by the owner only */
-  Member *holder; /* not a thread: its memory is the team's. Only the owner changes this and what follows */
+  Worker *holder; /* not a thread: its memory is the team's. Only the owner changes this and what follows */
   size_t wanted;  /* most bytes of common memory that a job has asked for */
   _Atomic int stopping;
   int helpers; /* threads started; changed by the owner only */
-  _Atomic uint32_t asleep[POOL_MEMBERS] ALIGNED; /* 1 while a helper sleeps, or is about to */
-  _Atomic int cores[POOL_MEMBERS] ALIGNED; /* where a helper works: core + 1, 0 while it sleeps, or ASIDE */
-  pthread_t threads[POOL_MEMBERS];
-  Member *_Atomic members[POOL_MEMBERS]; /* from index 1 on; entries are never removed */
-  Place places[POOL_MEMBERS];
+  _Atomic uint32_t asleep[POOL_WORKERS] ALIGNED; /* 1 while a helper sleeps, or is about to */
+  _Atomic int cores[POOL_WORKERS] ALIGNED; /* where a helper works: core + 1, 0 while it sleeps, or ASIDE */
+  pthread_t threads[POOL_WORKERS];
+  Worker *_Atomic workers[POOL_WORKERS]; /* from index 1 on; entries are never removed */
+  Slot slots[POOL_WORKERS];
 } pool;
 
 /* ---- Clock ---------------------------------------------------------------------------------------------------------- */
@@ -170,7 +170,7 @@ static void relax(void) {
 
 /* ---- Sleeping ------------------------------------------------------------------------------------------------------- */
 
-/* A helper says that it sleeps, and then looks at the door again. Who opens the door looks afterwards who sleeps. Both are
+/* A helper says that it sleeps, and then looks at the epoch again. Who opens an epoch looks afterwards who sleeps. Both are
  * sequentially consistent, so either the helper sees the job or it is woken. */
 #ifdef __linux__
 static void fall_asleep(_Atomic uint32_t *asleep) { syscall(SYS_futex, asleep, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0); }
@@ -198,14 +198,14 @@ static void wake(_Atomic uint32_t *asleep) {
 }
 #endif
 
-static void sleep_at(int index, uint32_t door) {
+static void sleep_at(int index, uint32_t epoch) {
   _Atomic uint32_t *asleep = pool.asleep + index;
   atomic_store(asleep, 1);
-  if (atomic_load(&pool.door) == door && !atomic_load(&pool.stopping)) fall_asleep(asleep);
+  if (atomic_load(&pool.epoch) == epoch && !atomic_load(&pool.stopping)) fall_asleep(asleep);
   atomic_store(asleep, 0);
 }
 
-/* Wake the helpers of the team that this member is to wake. They wake others, in turn: WAKES, then its square, and so on. */
+/* Wake the helpers of the team that this worker is to wake. They wake others, in turn: WAKES, then its square, and so on. */
 static void wake_some(int index, int team) {
   for (int64_t i = (int64_t)WAKES * index + 1; i <= (int64_t)WAKES * (index + 1) && i < team; i++)
     if (atomic_load(pool.asleep + i)) wake(pool.asleep + i);
@@ -213,13 +213,13 @@ static void wake_some(int index, int team) {
 
 /* ---- Phases --------------------------------------------------------------------------------------------------------- */
 
-int pool_alone(const Member *m) { return m->places == NULL; }
-int pool_team(const Member *m) { return m->team; }
-int pool_left(const Member *m) {
-  return m->starved || (m->places && atomic_load_explicit(&pool.door, memory_order_relaxed) != m->door);
+int pool_alone(const Worker *m) { return m->slots == NULL; }
+int pool_team(const Worker *m) { return m->team; }
+int pool_left(const Worker *m) {
+  return m->starved || (m->slots && atomic_load_explicit(&pool.epoch, memory_order_relaxed) != m->epoch);
 }
 
-/* ---- Memory of members ---------------------------------------------------------------------------------------------- */
+/* ---- Memory of workers ---------------------------------------------------------------------------------------------- */
 
 #ifdef __SANITIZE_ADDRESS__
 #define GUARD 0 /* AddressSanitizer guards the end already */
@@ -236,7 +236,7 @@ static _Atomic int64_t overruns;
 PUBLIC int pool_exact_rooms(int on) { return atomic_exchange(&exact, on); }
 PUBLIC int64_t pool_overruns(void) { return atomic_load(&overruns); }
 
-static void check_guard(const Member *m) {
+static void check_guard(const Worker *m) {
   if (!m->guard) return;
   const unsigned char *guard = (const unsigned char *)m->memory + m->guard;
   for (int i = 0; i < GUARD; i++)
@@ -246,7 +246,7 @@ static void check_guard(const Member *m) {
     }
 }
 
-void *pool_memory(Member *m, size_t bytes) {
+void *pool_memory(Worker *m, size_t bytes) {
   int exactly = atomic_load_explicit(&exact, memory_order_relaxed);
   if (m->held >= bytes && !exactly && !m->guard) return m->memory;
   check_guard(m);
@@ -263,44 +263,44 @@ void *pool_memory(Member *m, size_t bytes) {
   return m->memory;
 }
 
-void *pool_common(Member *m, size_t bytes) {
-  if (!m->places) return NULL;
+void *pool_common(Worker *m, size_t bytes) {
+  if (!m->slots) return NULL;
   if (m->index == 0 && bytes > pool.wanted) pool.wanted = bytes;
   return bytes <= m->common_held ? m->common : NULL;
 }
 
 /* ---- Pieces --------------------------------------------------------------------------------------------------------- */
 
-/* A member's first piece. With fewer pieces than members the first members have one each; the caller is the first of all, and it
+/* A worker's first piece. With fewer pieces than workers the first workers have one each; the caller is the first of all, and it
  * is surely there. */
-static int64_t first_of(const Phase *p, int64_t member) {
-  return p->pieces * (member < p->members ? member : p->members) / p->members;
+static int64_t first_of(const Phase *p, int64_t worker) {
+  return p->pieces * (worker < p->workers ? worker : p->workers) / p->workers;
 }
 
-Phase pool_phase(Member *m, int64_t pieces) {
+Phase pool_phase(Worker *m, int64_t pieces) {
   m->phase++;
-  Phase p = {.member = m, .pieces = pieces, .done = 4 * m->phase + DONE, .end = pieces};
-  if (m->places) {
-    p.members = pieces < m->team ? pieces : m->team;
+  Phase p = {.worker = m, .pieces = pieces, .done = 4 * m->phase + DONE, .end = pieces};
+  if (m->slots) {
+    p.workers = pieces < m->team ? pieces : m->team;
     p.own = p.at = first_of(&p, m->index);
     p.end = first_of(&p, m->index + 1);
     p.began = ticks();
-    atomic_store_explicit(&m->places[m->index].seen, m->phase, memory_order_relaxed);
+    atomic_store_explicit(&m->slots[m->index].seen, m->phase, memory_order_relaxed);
   }
   return p;
 }
 
-static _Atomic uint64_t *word_of(const Phase *p, int64_t member, int64_t piece) {
-  return &p->member->places[member].words[piece - first_of(p, member)];
+static _Atomic uint64_t *word_of(const Phase *p, int64_t worker, int64_t piece) {
+  return &p->worker->slots[worker].words[piece - first_of(p, worker)];
 }
 
-/* An unfinished piece of another member, or -1 when all are done. Pieces of members that have not reached this phase are returned
+/* An unfinished piece of another worker, or -1 when all are done. Pieces of workers that have not reached this phase are returned
  * at once; pieces that somebody is working on only after a wait. A helper without pieces of its own waits in both cases: else all
  * such helpers would race for the few pieces.
  *
- * Members are looked at in turn, from the next one on. Those whose pieces are done stay so, and are not looked at again. */
+ * Workers are looked at in turn, from the next one on. Those whose pieces are done stay so, and are not looked at again. */
 static int64_t take_over(Phase *p) {
-  const Member *m = p->member;
+  const Worker *m = p->worker;
   const int idle = p->end == p->own && m->index > 0;
   uint64_t now = ticks();
   if (!p->waiting) { /* expect others' pieces to take as long as its own did */
@@ -310,19 +310,19 @@ static int64_t take_over(Phase *p) {
   }
   for (int turn = 0;; turn++, now = ticks()) {
     int patient = now - p->waiting < p->patience;
-    int64_t late = -1, last = patient && turn % LOOKS ? p->looked + 1 : p->members;
+    int64_t late = -1, last = patient && turn % LOOKS ? p->looked + 1 : p->workers;
     for (int64_t i = p->looked; i < last; i++) {
-      int64_t member = (m->index + 1 + i) % p->members, unfinished = 0;
-      Place *place = m->places + member;
-      int64_t first = first_of(p, member);
-      for (int64_t piece = first_of(p, member + 1) - 1; piece >= first; piece--) {
-        _Atomic uint64_t *word = place->words + (piece - first);
+      int64_t worker = (m->index + 1 + i) % p->workers, unfinished = 0;
+      Slot *slot = m->slots + worker;
+      int64_t first = first_of(p, worker);
+      for (int64_t piece = first_of(p, worker + 1) - 1; piece >= first; piece--) {
+        _Atomic uint64_t *word = slot->words + (piece - first);
         uint64_t value = atomic_load_explicit(word, memory_order_acquire);
         if (value >= p->done) continue;
         unfinished = 1;
         if (value == p->done - DONE + WRITING) continue;
         int free = value < p->done - DONE + TAKEN;
-        int absent = !idle && atomic_load_explicit(&place->seen, memory_order_relaxed) < m->phase;
+        int absent = !idle && atomic_load_explicit(&slot->seen, memory_order_relaxed) < m->phase;
         if (free && (!patient || absent)) {
           if (atomic_compare_exchange_strong(word, &value, p->done - DONE + TAKEN)) return piece;
         } else if (late < 0) {
@@ -330,22 +330,22 @@ static int64_t take_over(Phase *p) {
         }
       }
       if (unfinished || i != p->looked) continue;
-      if (++p->looked == p->members) return -1;
+      if (++p->looked == p->workers) return -1;
       if (last == p->looked) last++;
     }
     if (!patient && late >= 0) {
       p->waiting = now; /* wait again after this piece */
       return late;
     }
-    if (turn > 2000) sched_yield(); /* a member has lost its core while writing: all that helps is to yield a core to it */
+    if (turn > 2000) sched_yield(); /* a worker has lost its core while writing: all that helps is to yield a core to it */
     else relax();
   }
 }
 
 int64_t pool_next(Phase *p) {
-  Member *m = p->member;
+  Worker *m = p->worker;
   if (m->starved) return -1; /* nor in later phases, since it has not waited for this one */
-  if (!m->places) return p->at < p->end ? p->at++ : -1;
+  if (!m->slots) return p->at < p->end ? p->at++ : -1;
   while (p->at < p->end) {
     int64_t piece = p->at++;
     if (atomic_load_explicit(word_of(p, m->index, piece), memory_order_relaxed) < p->done - DONE + WRITING) return piece;
@@ -353,16 +353,16 @@ int64_t pool_next(Phase *p) {
   return take_over(p);
 }
 
-static int64_t member_of(const Phase *p, int64_t piece) {
-  int64_t member = piece * p->members / p->pieces;
-  while (first_of(p, member + 1) <= piece) member++;
-  return member;
+static int64_t worker_of(const Phase *p, int64_t piece) {
+  int64_t worker = piece * p->workers / p->pieces;
+  while (first_of(p, worker + 1) <= piece) worker++;
+  return worker;
 }
 
-int pool_win(Phase *p, int64_t piece) {
-  Member *m = p->member;
-  if (!m->places) return 1;
-  _Atomic uint64_t *word = word_of(p, piece >= p->own && piece < p->end ? m->index : member_of(p, piece), piece);
+int pool_claim(Phase *p, int64_t piece) {
+  Worker *m = p->worker;
+  if (!m->slots) return 1;
+  _Atomic uint64_t *word = word_of(p, piece >= p->own && piece < p->end ? m->index : worker_of(p, piece), piece);
   uint64_t value = atomic_load_explicit(word, memory_order_relaxed);
   while (value < p->done - DONE + WRITING)
     if (atomic_compare_exchange_weak(word, &value, p->done - DONE + WRITING)) return 1;
@@ -370,19 +370,19 @@ int pool_win(Phase *p, int64_t piece) {
 }
 
 void pool_done(Phase *p, int64_t piece) {
-  Member *m = p->member;
-  if (!m->places) return;
-  _Atomic uint64_t *word = word_of(p, piece >= p->own && piece < p->end ? m->index : member_of(p, piece), piece);
+  Worker *m = p->worker;
+  if (!m->slots) return;
+  _Atomic uint64_t *word = word_of(p, piece >= p->own && piece < p->end ? m->index : worker_of(p, piece), piece);
   atomic_store_explicit(word, p->done, memory_order_release);
 }
 
 /* ---- Jobs ----------------------------------------------------------------------------------------------------------- */
 
-/* Take part in the job that opened with this value of the door, if it is still open. Returns whether the job wants this member. */
-static int enter_job(Member *m, uint32_t door) {
+/* Take part in the job that opened with this value of the epoch, if it is still open. Returns whether the job wants this worker. */
+static int enter_job(Worker *m, uint32_t epoch) {
   int wanted = 0;
   atomic_store(&m->inside, 1); /* until the job's number is known: may be any job */
-  if (atomic_load(&pool.door) == door) {
+  if (atomic_load(&pool.epoch) == epoch) {
     Work work = atomic_load_explicit(&pool.work, memory_order_relaxed);
     size_t size = atomic_load_explicit(&pool.size, memory_order_relaxed);
     int team = atomic_load_explicit(&pool.team, memory_order_relaxed);
@@ -396,12 +396,12 @@ static int enter_job(Member *m, uint32_t door) {
       memcpy(m->arguments + 8 * i, &word, 8);
     }
     atomic_thread_fence(memory_order_acquire);
-    if (atomic_load(&pool.door) == door && m->index < team) { /* so everything read belongs to this job */
+    if (atomic_load(&pool.epoch) == epoch && m->index < team) { /* so everything read belongs to this job */
       atomic_store(&m->inside, job);
-      m->door = door;
+      m->epoch = epoch;
       m->team = team;
       m->phase = phase;
-      m->places = pool.places;
+      m->slots = pool.slots;
       m->common = common;
       m->common_held = common_held;
       m->starved = 0;
@@ -415,9 +415,9 @@ static int enter_job(Member *m, uint32_t door) {
   return wanted;
 }
 
-/* Publish a job to the members. The door must be closed. */
+/* Publish a job to the workers. The epoch must be closed. */
 static void publish_job(Work work, const void *arguments, size_t size, int team, int waking, int64_t job) {
-  atomic_thread_fence(memory_order_release); /* orders these writes after the closing of the door; see above */
+  atomic_thread_fence(memory_order_release); /* orders these writes after the closing of the epoch; see above */
   atomic_store_explicit(&pool.work, work, memory_order_relaxed);
   atomic_store_explicit(&pool.size, size, memory_order_relaxed);
   atomic_store_explicit(&pool.team, team, memory_order_relaxed);
@@ -434,20 +434,20 @@ static void publish_job(Work work, const void *arguments, size_t size, int team,
 /* Whether any helper is inside a job. */
 static int somebody_inside(void) {
   for (int i = 1; i <= pool.helpers; i++)
-    if (atomic_load(&pool.members[i]->inside)) return 1;
+    if (atomic_load(&pool.workers[i]->inside)) return 1;
   return 0;
 }
 
-static Member *new_member(void) {
+static Worker *new_worker(void) {
   void *m;
-  if (posix_memalign(&m, LINE, sizeof(Member))) return NULL;
-  return memset(m, 0, sizeof(Member));
+  if (posix_memalign(&m, LINE, sizeof(Worker))) return NULL;
+  return memset(m, 0, sizeof(Worker));
 }
 
-/* Grow the common memory to what was last asked for, unless a late member may still read it. The door must be closed. */
-static void share_memory(Member *owner) {
-  Member *holder = pool.holder;
-  if (!holder) holder = pool.holder = new_member();
+/* Grow the common memory to what was last asked for, unless a late worker may still read it. The epoch must be closed. */
+static void share_memory(Worker *owner) {
+  Worker *holder = pool.holder;
+  if (!holder) holder = pool.holder = new_worker();
   if (holder && holder->held < pool.wanted && !somebody_inside()) pool_memory(holder, pool.wanted);
   owner->common = holder ? holder->memory : NULL;
   owner->common_held = holder ? holder->held : 0;
@@ -493,7 +493,7 @@ static void leave_core(int core, int anywhere) {
   empty = others;
   int owner = atomic_load_explicit(&pool.core, memory_order_relaxed);
   if (owner >= 0 && owner < CPU_SETSIZE) CPU_CLR(owner, &empty);
-  for (int i = 1; i < POOL_MEMBERS; i++) {
+  for (int i = 1; i < POOL_WORKERS; i++) {
     int there = atomic_load_explicit(pool.cores + i, memory_order_relaxed) - 1;
     if (there >= 0 && there < CPU_SETSIZE) CPU_CLR(there, &empty);
   }
@@ -531,14 +531,14 @@ static int at_work(int team) {
 }
 
 static void *helper(void *argument) {
-  Member *m = argument;
+  Worker *m = argument;
   ask_for_short_slices();
   uint32_t last = 0, naps = 0; /* naps since the last job */
   uint64_t core_lost = 0, idle_since = ticks(), last_look = idle_since, settled_at = 0;
   int settled = -1, turn = 0; /* the core that is its own; how often it has stood aside */
   for (;;) {
-    /* Read the door before `stopping`: pool_stop changes the door last, so a helper that goes to sleep on the old value wakes. */
-    uint32_t door = atomic_load_explicit(&pool.door, memory_order_acquire);
+    /* Read the epoch before `stopping`: pool_stop changes the epoch last, so a helper that goes to sleep on the old value wakes. */
+    uint32_t epoch = atomic_load_explicit(&pool.epoch, memory_order_acquire);
     if (atomic_load_explicit(&pool.stopping, memory_order_acquire)) break;
     uint64_t now = ticks();
     int core = atomic_load_explicit(&pool.core, memory_order_relaxed), here = own_core();
@@ -549,7 +549,7 @@ static void *helper(void *argument) {
       atomic_store(pool.cores + m->index, 0);
       settled = -1;
       if (++naps <= NAPS) nanosleep(&(struct timespec){.tv_nsec = NAP * 1000}, NULL);
-      else sleep_at(m->index, door);
+      else sleep_at(m->index, epoch);
       idle_since = last_look = ticks();
       continue;
     }
@@ -558,9 +558,9 @@ static void *helper(void *argument) {
       int second = is_second(m->index, here);
       if (second) leave_core(here, 0);
       if (second && own_core() != here) continue;
-      if (second || (turn && !(door & 1))) { /* who stands aside comes back only where there is work */
+      if (second || (turn && !(epoch & 1))) { /* who stands aside comes back only where there is work */
         step_aside(m->index, turn);
-        if (turn < (door & 1 ? 6 : 10)) turn++;
+        if (turn < (epoch & 1 ? 6 : 10)) turn++;
         settled = -1;
         idle_since = last_look = ticks();
         continue;
@@ -568,8 +568,8 @@ static void *helper(void *argument) {
       atomic_store(pool.cores + m->index, here + 1);
       settled = here, settled_at = now, turn = 0;
     }
-    if ((door & 1) && door != last) {
-      if (enter_job(m, last = door)) {
+    if ((epoch & 1) && epoch != last) {
+      if (enter_job(m, last = epoch)) {
         naps = 0;
         idle_since = last_look = ticks();
       }
@@ -583,30 +583,30 @@ static void *helper(void *argument) {
     } else {
       atomic_store(pool.cores + m->index, 0);
       settled = -1;
-      sleep_at(m->index, door);
+      sleep_at(m->index, epoch);
       idle_since = last_look = ticks();
     }
   }
   return NULL;
 }
 
-/* Start missing helpers for a team of `team` members; returns the size that the team can have. */
+/* Start missing helpers for a team of `team` workers; returns the size that the team can have. */
 static int start_helpers(int team) {
-  if (team > POOL_MEMBERS) team = POOL_MEMBERS;
+  if (team > POOL_WORKERS) team = POOL_WORKERS;
   if (pool.helpers + 1 >= team) return team;
   sigset_t every, before;
   sigfillset(&every); /* signals go to the application's own threads */
   pthread_sigmask(SIG_SETMASK, &every, &before);
   while (pool.helpers + 1 < team) {
     int index = pool.helpers + 1;
-    Member *m = new_member();
+    Worker *m = new_worker();
     if (!m) break;
     m->index = index;
     if (pthread_create(&pool.threads[index], NULL, helper, m)) {
       free(m);
       break;
     }
-    atomic_store(&pool.members[index], m);
+    atomic_store(&pool.workers[index], m);
     pool.helpers++;
   }
   pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -615,8 +615,8 @@ static int start_helpers(int team) {
 
 PUBLIC int64_t pool_oldest(void) {
   int64_t oldest = INT64_MAX;
-  for (int i = 1; i < POOL_MEMBERS; i++) {
-    Member *m = atomic_load(&pool.members[i]);
+  for (int i = 1; i < POOL_WORKERS; i++) {
+    Worker *m = atomic_load(&pool.workers[i]);
     if (!m) break;
     int64_t job = atomic_load(&m->inside);
     if (job && job < oldest) oldest = job;
@@ -625,10 +625,10 @@ PUBLIC int64_t pool_oldest(void) {
 }
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static pthread_key_t own_member;
+static pthread_key_t own_worker;
 
-static void free_member(void *argument) {
-  Member *m = argument;
+static void free_worker(void *argument) {
+  Worker *m = argument;
   free(m->memory);
   free(m);
 }
@@ -641,16 +641,16 @@ static void reset_in_child(void) {
 
 static void prepare(void) {
   measure_ticks();
-  pthread_key_create(&own_member, free_member);
+  pthread_key_create(&own_worker, free_worker);
   pthread_atfork(NULL, NULL, reset_in_child);
 }
 
 int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int64_t bytes) {
   pthread_once(&once, prepare);
-  Member *m = pthread_getspecific(own_member);
+  Worker *m = pthread_getspecific(own_worker);
   if (!m) {
-    if (!(m = new_member())) return -1;
-    if (pthread_setspecific(own_member, m)) {
+    if (!(m = new_worker())) return -1;
+    if (pthread_setspecific(own_worker, m)) {
       free(m);
       return -1;
     }
@@ -661,7 +661,7 @@ int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int
   m->team = team;
   m->starved = 0;
   if (team == 1) {
-    m->places = NULL;
+    m->slots = NULL;
     work(arguments, m);
     check_guard(m);
     if (mine) atomic_store(&pool.busy, 0);
@@ -673,19 +673,19 @@ int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int
   share_memory(m);
   m->index = 0;
   m->phase = pool.reached;
-  m->places = pool.places;
+  m->slots = pool.slots;
   atomic_store_explicit(&pool.core, own_core(), memory_order_relaxed);
-  m->door = atomic_fetch_add(&pool.door, 1) + 1;
+  m->epoch = atomic_fetch_add(&pool.epoch, 1) + 1;
   if (waking) wake_some(0, team);
   work(arguments, m);
   check_guard(m);
   if (pool.holder) check_guard(pool.holder);
-  atomic_store(&pool.door, m->door + 1);
+  atomic_store(&pool.epoch, m->epoch + 1);
   pool.reached = m->phase;
   int64_t result = somebody_inside() ? job : 0;
   if (m->starved) {
     /* Helpers go on with the phases that the owner has skipped, and would write to memory that the caller then frees. They finish
-     * by themselves: each can do all the work of a phase, and then sees the door closed. */
+     * by themselves: each can do all the work of a phase, and then sees the epoch closed. */
     while (somebody_inside()) sched_yield();
     pool.reached += 1 << 20; /* beyond any phase that they may have reached */
     result = -1;
@@ -698,19 +698,19 @@ PUBLIC void pool_stop(void) {
   int no = 0;
   while (!atomic_compare_exchange_weak(&pool.busy, &no, 1)) no = 0, sched_yield();
   atomic_store(&pool.stopping, 1);
-  atomic_fetch_add(&pool.door, 2);
+  atomic_fetch_add(&pool.epoch, 2);
   for (int i = 1; i <= pool.helpers; i++) wake(pool.asleep + i);
 #ifdef __linux__
-  syscall(SYS_futex, &pool.stopping, FUTEX_WAKE_PRIVATE, POOL_MEMBERS, NULL, NULL, 0);
+  syscall(SYS_futex, &pool.stopping, FUTEX_WAKE_PRIVATE, POOL_WORKERS, NULL, NULL, 0);
 #endif
   for (int i = 1; i <= pool.helpers; i++) pthread_join(pool.threads[i], NULL);
   for (int i = 1; i <= pool.helpers; i++) {
-    Member *m = atomic_load(&pool.members[i]); /* not freed: another thread may be in pool_oldest */
+    Worker *m = atomic_load(&pool.workers[i]); /* not freed: another thread may be in pool_oldest */
     free(m->memory);
     m->memory = NULL;
     m->held = m->guard = 0;
   }
-  if (pool.holder) free_member(pool.holder);
+  if (pool.holder) free_worker(pool.holder);
   pool.holder = NULL;
   pool.helpers = 0;
   atomic_store(&pool.busy, 0);

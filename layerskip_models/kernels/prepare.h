@@ -1,20 +1,20 @@
-/* Convert rows of floats to the form a product takes: digits for integer products, bfloat16 parts for tiles, or packed floats.
+/* Convert rows of floats to the form a product takes: limbs for integer products, bfloat16 splits for tiles, or packed floats.
  *
  * A row's numbers do not depend on the other rows; only where they are stored does.
  */
 #ifndef SELFSPEC_PREPARE_H
 #define SELFSPEC_PREPARE_H
 #include "floats.h"
-#include "digit_tiles.h"
-#include "parts.h"
+#include "limb_tiles.h"
+#include "splits.h"
 
 #if INTEGERS
-/* The power of two that scales magnitudes up to `largest` to integers of `digits` bytes. */
-static int fixed_exponent(float largest, int digits) {
-  const double most = digits == 3 ? 127 * 65536 + 127 * 256 + 127 : 127 * 256 + 127;
+/* The power of two that scales magnitudes up to `largest` to integers of `limbs` bytes. */
+static int fixed_exponent(float largest, int limbs) {
+  const double most = limbs == 3 ? 127 * 65536 + 127 * 256 + 127 : 127 * 256 + 127;
   int exponent;
   frexpf(largest, &exponent);
-  exponent = 8 * digits - 1 - exponent;
+  exponent = 8 * limbs - 1 - exponent;
   return ldexp(largest, exponent) > most ? exponent - 1 : exponent;
 }
 
@@ -25,7 +25,7 @@ typedef struct {
   int exponent, not_finite; /* not_finite: the row has NaN or infinity; its result is NaN */
 } Scaling;
 
-static Scaling scaling_of(const float *x, int64_t in, int digits) {
+static Scaling scaling_of(const float *x, int64_t in, int limbs) {
   vi tops = {0}, others = {0}; /* bits without the sign compare like magnitudes; infinity and NaN are the largest */
   int64_t i = 0;
   for (; i + 2 * LANES <= in; i += 2 * LANES) {
@@ -42,12 +42,12 @@ static Scaling scaling_of(const float *x, int64_t in, int digits) {
     top = bits > top ? bits : top;
   }
   const int not_finite = top >= 0x7f800000;
-  const int exponent = not_finite || top == 0 ? 0 : fixed_exponent(of_bits(top), digits);
+  const int exponent = not_finite || top == 0 ? 0 : fixed_exponent(of_bits(top), limbs);
   return (Scaling){ldexpf(1, exponent / 2), ldexpf(1, exponent - exponent / 2), of_bits(top), exponent, not_finite};
 }
 
-/* Cut 64 integers into digits. high: NULL for two digits. */
-INLINE void cut_digits(const vi *q, int8_t *low, int8_t *middle, int8_t *high) {
+/* Cut 64 integers into limbs. high: NULL for two limbs. */
+INLINE void cut_limbs(const vi *q, int8_t *low, int8_t *middle, int8_t *high) {
 #if defined(__AVX512F__)
   const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0); /* undoes the packing's order */
   const __m512i word = _mm512_set1_epi32(0xffff), byte = _mm512_set1_epi16(0xff), half = _mm512_set1_epi16(128);
@@ -72,7 +72,7 @@ INLINE void cut_digits(const vi *q, int8_t *low, int8_t *middle, int8_t *high) {
 #endif
 }
 
-/* Store a row's chunk for weights in groups: its digits, and a word for each span. row: its number among `rows`. */
+/* Store a row's chunk for weights in groups: its limbs, and a word for each span. row: its number among `rows`. */
 INLINE void put_grouped_chunk(const vi *q, const Matrix *m, int64_t rows, int64_t row, char *chunk) {
   const int spans = spans_of_chunk(m);
   int32_t quarters[4];
@@ -85,7 +85,7 @@ INLINE void put_grouped_chunk(const vi *q, const Matrix *m, int64_t rows, int64_
     const int32_t sum = spans == 4 ? quarters[span] : quarters[2 * span] + quarters[2 * span + 1];
     const int32_t correction = -(int32_t)m->zero * sum;
     const float number = (float)sum;
-    memcpy(chunk + rows * GROUPED_DIGITS * CHUNK_INPUTS + 4 * (span * rows + row), m->offsets ? (const void *)&number : &correction, 4);
+    memcpy(chunk + rows * GROUPED_LIMBS * CHUNK_INPUTS + 4 * (span * rows + row), m->offsets ? (const void *)&number : &correction, 4);
   }
 #if PAIRS
   const char numbers[16] = {0, 1, 8, 9, 4, 5, 12, 13}; /* the lower halves of a quad's first, third, second and fourth number */
@@ -98,11 +98,11 @@ INLINE void put_grouped_chunk(const vi *q, const Matrix *m, int64_t rows, int64_
   return;
 #endif
   int32_t high[QUADS], low[QUADS];
-  cut_digits(q, (int8_t *)low, (int8_t *)high, NULL);
+  cut_limbs(q, (int8_t *)low, (int8_t *)high, NULL);
   if (by_tiles(m, rows)) {
     const int width = CHUNK_INPUTS / spans;
     for (int span = 0; span < spans; span++) {
-      char *to = chunk + (span * GROUPED_DIGITS * rows + row) * width;
+      char *to = chunk + (span * GROUPED_LIMBS * rows + row) * width;
       memcpy(to, (const char *)high + span * width, width);
       memcpy(to + rows * width, (const char *)low + span * width, width);
     }
@@ -115,7 +115,7 @@ INLINE void put_grouped_chunk(const vi *q, const Matrix *m, int64_t rows, int64_
   }
 }
 
-/* Whether most of a row is so much smaller than its largest number that two digits would lose too much: compared with the mean of
+/* Whether most of a row is so much smaller than its largest number that two limbs would lose too much: compared with the mean of
  * the others, since the largest alone may be all of a short row's mean. */
 INLINE int wants_finer(const float *x, int64_t in, float largest) {
   vf total = {0};
@@ -123,27 +123,27 @@ INLINE int wants_finer(const float *x, int64_t in, float largest) {
   return (double)largest * (in - 1) > FINER * ((double)sum(total) - largest);
 }
 
-/* Convert rows [rows, in] to digits for weights in groups. Layout: for each chunk of 64 inputs [run of four inputs, row, digit, 4],
- * or for tiles [span, digit, row, inputs of the span], highest digit first; then [span, row]: the sum of the span's q, as a float
- * where the weights have offsets, else as an integer times -`zero`. For pairs the four q of a run take the place of its digits: the first,
+/* Convert rows [rows, in] to limbs for weights in groups. Layout: for each chunk of 64 inputs [run of four inputs, row, limb, 4],
+ * or for tiles [span, limb, row, inputs of the span], highest limb first; then [span, row]: the sum of the span's q, as a float
+ * where the weights have offsets, else as an integer times -`zero`. For pairs the four q of a run take the place of its limbs: the first,
  * third, second and fourth in 16 bits each. After all chunks come each row's `Fixed`; then `Finer`, and the same layout again with the
  * remainders of the rows that it lists. A row with NaN or infinity gives NaN. */
-static void to_grouped_digits(const float *x, int64_t rows, const Matrix *m, float *scratch) {
+static void to_grouped_limbs(const float *x, int64_t rows, const Matrix *m, float *scratch) {
   const int64_t in = m->in, chunks = in / CHUNK_INPUTS;
-  Finer *finer = (Finer *)(scratch + rows * digits_size(m));
+  Finer *finer = (Finer *)(scratch + rows * limbs_size(m));
   Scaling scaling[ROWS];
-  int slots[ROWS]; /* a row's index among those with finer digits, or -1 */
+  int slots[ROWS]; /* a row's index among those with finer limbs, or -1 */
   finer->count = 0;
   for (int64_t r = 0; r < rows; r++) {
-    scaling[r] = scaling_of(x + r * in, in, GROUPED_DIGITS);
+    scaling[r] = scaling_of(x + r * in, in, GROUPED_LIMBS);
     slots[r] = -1;
     if (scaling[r].not_finite || !wants_finer(x + r * in, in, scaling[r].largest)) continue;
     slots[r] = finer->count++;
     finer->rows[slots[r]] = (int32_t)r;
   }
   const int64_t fine = finer->count;
-  char *digits = (char *)scratch, *more = (char *)(finer + 1);
-  Fixed *fixed = (Fixed *)(digits + rows * chunks * chunk_bytes(m)), *fixed_more = (Fixed *)(more + fine * chunks * chunk_bytes(m));
+  char *limbs = (char *)scratch, *more = (char *)(finer + 1);
+  Fixed *fixed = (Fixed *)(limbs + rows * chunks * chunk_bytes(m)), *fixed_more = (Fixed *)(more + fine * chunks * chunk_bytes(m));
   for (int64_t r = 0; r < rows; r++) {
     fixed[r] = (Fixed){scaling[r].not_finite ? (double)NAN : ldexp(1.0, -scaling[r].exponent), 0};
     if (slots[r] >= 0) fixed_more[slots[r]] = (Fixed){ldexp(1.0, -scaling[r].exponent - FINER_BITS), 0};
@@ -157,26 +157,26 @@ static void to_grouped_digits(const float *x, int64_t rows, const Matrix *m, flo
         q[i] = nearest(number);
         rest[i] = nearest((number - __builtin_convertvector(q[i], vf)) * (float)(1 << FINER_BITS));
       }
-      put_grouped_chunk(q, m, rows, r, digits + c * rows * chunk_bytes(m));
+      put_grouped_chunk(q, m, rows, r, limbs + c * rows * chunk_bytes(m));
       if (slots[r] >= 0) put_grouped_chunk(rest, m, fine, slots[r], more + c * fine * chunk_bytes(m));
     }
 }
 
-/* Convert rows [rows, in] to digits for 8-bit weights. Layout: for each chunk of 64 inputs [run of four inputs, row, digit, 4],
- * or for tiles [digit, row, 64], highest digit first. Each row's `Fixed` comes after all chunks. A row with NaN or infinity gives
+/* Convert rows [rows, in] to limbs for 8-bit weights. Layout: for each chunk of 64 inputs [run of four inputs, row, limb, 4],
+ * or for tiles [limb, row, 64], highest limb first. Each row's `Fixed` comes after all chunks. A row with NaN or infinity gives
  * NaN. */
-static void to_digits(const float *x, int64_t rows, const Matrix *m, float *scratch) {
+static void to_limbs(const float *x, int64_t rows, const Matrix *m, float *scratch) {
   const int64_t in = m->in, chunks = in / CHUNK_INPUTS;
   const int tiles = by_tiles(m, rows);
-  char *digits = (char *)scratch;
-  Fixed *fixed = (Fixed *)(digits + rows * chunks * chunk_bytes(m));
+  char *limbs = (char *)scratch;
+  Fixed *fixed = (Fixed *)(limbs + rows * chunks * chunk_bytes(m));
   Scaling scaling[ROWS];
   for (int64_t r = 0; r < rows; r++) {
-    scaling[r] = scaling_of(x + r * in, in, DIGITS);
+    scaling[r] = scaling_of(x + r * in, in, LIMBS);
     fixed[r] = (Fixed){scaling[r].not_finite ? (double)NAN : ldexp(1.0, -scaling[r].exponent), 0};
   }
   for (int64_t c = 0; c < chunks; c++) {
-    char *chunk = digits + c * rows * chunk_bytes(m);
+    char *chunk = limbs + c * rows * chunk_bytes(m);
     for (int64_t r = 0; r < rows; r++) {
       const float *from = x + r * in + c * CHUNK_INPUTS;
       vi q[CHUNK_INPUTS / LANES], total = {0};
@@ -186,37 +186,37 @@ static void to_digits(const float *x, int64_t rows, const Matrix *m, float *scra
         total += q[i];
       }
       fixed[r].sum += sum_integers(total);
-      int32_t cut[DIGITS][QUADS];
-      cut_digits(q, (int8_t *)cut[2], (int8_t *)cut[1], (int8_t *)cut[0]);
-      for (int d = 0; d < DIGITS; d++)
+      int32_t cut[LIMBS][QUADS];
+      cut_limbs(q, (int8_t *)cut[2], (int8_t *)cut[1], (int8_t *)cut[0]);
+      for (int d = 0; d < LIMBS; d++)
         if (tiles) memcpy(chunk + (d * rows + r) * CHUNK_INPUTS, cut[d], CHUNK_INPUTS);
         else
-          for (int t = 0; t < QUADS; t++) memcpy(chunk + 4 * ((t * rows + r) * DIGITS + d), cut[d] + t, 4);
+          for (int t = 0; t < QUADS; t++) memcpy(chunk + 4 * ((t * rows + r) * LIMBS + d), cut[d] + t, 4);
     }
   }
 }
 #endif
 
 #if TILES
-/* Split rows [rows, in] into three bfloat16 parts that add up to them, the largest first.
- * Layout: [in / 32, part, rows, 32], or for vectors as floats, [in / 2, row, part, 2]. */
-static void to_parts(const float *x, int64_t rows, int64_t in, float *scratch) {
-  const int vectors = parts_by_vectors(rows);
+/* Split rows [rows, in] into three bfloat16 numbers each, the splits, which add up to them, the largest first.
+ * Layout: [in / 32, split, rows, 32], or for vectors as floats, [in / 2, row, split, 2]. */
+static void to_splits(const float *x, int64_t rows, int64_t in, float *scratch) {
+  const int vectors = splits_by_vectors(rows);
   uint16_t *halves = (uint16_t *)scratch;
-  for (int64_t i = 0; i < in; i += PART_INPUTS, halves += PARTS * rows * PART_INPUTS)
+  for (int64_t i = 0; i < in; i += SPLIT_INPUTS, halves += SPLITS * rows * SPLIT_INPUTS)
     for (int64_t r = 0; r < rows; r++) {
-      float parts[PARTS][PART_INPUTS];
-      UNROLL for (int k = 0; k < PART_INPUTS; k += LANES) {
+      float splits[SPLITS][SPLIT_INPUTS];
+      UNROLL for (int k = 0; k < SPLIT_INPUTS; k += LANES) {
         vf left = load(x + r * in + i + k);
-        UNROLL for (int p = 0; p < PARTS; p++) {
-          const vu part = to_bfloat16_lanes(left);
-          if (!vectors) store_halves(halves + (p * rows + r) * PART_INPUTS + k, part);
-          store(parts[p] + k, (vf)(part << 16));
-          left -= (vf)(part << 16);
+        UNROLL for (int p = 0; p < SPLITS; p++) {
+          const vu split = to_bfloat16_lanes(left);
+          if (!vectors) store_halves(halves + (p * rows + r) * SPLIT_INPUTS + k, split);
+          store(splits[p] + k, (vf)(split << 16));
+          left -= (vf)(split << 16);
         }
       }
-      for (int k = 0; vectors && k < PART_INPUTS; k++)
-        for (int p = 0; p < PARTS; p++) scratch[(((i + k) / 2 * rows + r) * PARTS + p) * 2 + k % 2] = parts[p][k];
+      for (int k = 0; vectors && k < SPLIT_INPUTS; k++)
+        for (int p = 0; p < SPLITS; p++) scratch[(((i + k) / 2 * rows + r) * SPLITS + p) * 2 + k % 2] = splits[p][k];
     }
 }
 
@@ -224,29 +224,29 @@ static void to_parts(const float *x, int64_t rows, int64_t in, float *scratch) {
 
 /* Floats of memory for a row in the form that `outputs` takes. */
 INLINE int64_t row_size(const Matrix *m) {
-  return in_parts(m) ? PARTS * m->in : as_integers(m) ? digits_capacity(m) : m->in;
+  return in_splits(m) ? SPLITS * m->in : as_integers(m) ? limbs_capacity(m) : m->in;
 }
 
-/* Bytes of that which are read for nearly every row: few have finer digits. */
+/* Bytes of that which are read for nearly every row: few have finer limbs. */
 INLINE int64_t hot_row_bytes(const Matrix *m) {
-  return in_parts(m) ? PARTS * bytes_of(BFLOAT16, m->in) : (as_integers(m) ? digits_size(m) : m->in) * (int64_t)sizeof(float);
+  return in_splits(m) ? SPLITS * bytes_of(BFLOAT16, m->in) : (as_integers(m) ? limbs_size(m) : m->in) * (int64_t)sizeof(float);
 }
 
 /* Whether rows are multiplied as floats. */
 INLINE int as_floats(const Matrix *m) { return !m->interleaved; }
 
-/* Convert the rows of one turn (`together`) to the form that `outputs` takes. */
+/* Convert the rows of one group (`together`) to the form that `outputs` takes. */
 INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *scratch) {
 #if INTEGERS
   if (as_integers(m)) {
-    if (is_grouped(m)) to_grouped_digits(x, rows, m, scratch);
-    else to_digits(x, rows, m, scratch);
+    if (is_grouped(m)) to_grouped_limbs(x, rows, m, scratch);
+    else to_limbs(x, rows, m, scratch);
     return;
   }
 #endif
 #if TILES
-  if (in_parts(m)) {
-    to_parts(x, rows, m->in, scratch);
+  if (in_splits(m)) {
+    to_splits(x, rows, m->in, scratch);
     return;
   }
 #endif

@@ -156,16 +156,16 @@ static Head head_of(const Pass *a, const Division *d, int64_t layer, const Item 
 }
 
 /* The second phase: join the parts. */
-static void join_all(Member *member, const Pass *a, const Division *d, float *attended) {
+static void join_all(Worker *worker, const Pass *a, const Division *d, float *attended) {
   int64_t dim = a->shape.head_dim, pieces = min(d->pieces, d->split_queries), each = (d->split_queries + pieces - 1) / pieces;
-  float *scratch = pool_memory(member, each * dim * sizeof(float)); /* the results of a piece's queries */
-  Phase phase = pool_phase(member, pieces);
+  float *scratch = pool_memory(worker, each * dim * sizeof(float)); /* the results of a piece's queries */
+  Phase phase = pool_phase(worker, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
-    /* Walk the split chunks twice: compute this piece's queries, then copy the results if this member won the piece. */
+    /* Walk the split chunks twice: compute this piece's queries, then copy the results if this worker claims the piece. */
     for (int writes = 0; writes < 2; writes++) {
       Item at = first_item(a);
       float *y = scratch;
-      if (writes && !pool_win(&phase, piece)) break;
+      if (writes && !pool_claim(&phase, piece)) break;
       for (int64_t unit = 0, before = 0; find_item(a, d, &at, unit, d->all); unit = at.unit - at.first + at.sections) {
         if (!at.is_part) continue;
         const float *parts = parts_of_chunk(a, d, &at);
@@ -189,14 +189,14 @@ static void join_all(Member *member, const Pass *a, const Division *d, float *at
   }
 }
 
-static void attend_all(Member *member, const Pass *a, int64_t layer, const float *qkv, float *attended) {
-  Division d = divide(a, a->layers + layer, pool_team(member));
+static void attend_all(Worker *worker, const Pass *a, int64_t layer, const float *qkv, float *attended) {
+  Division d = divide(a, a->layers + layer, pool_team(worker));
   int64_t dim = a->shape.head_dim, before = dim + QUERIES * dim + ATTEND_SCRATCH(dim);
-  float *scratch = pool_memory(member, (before + d.results) * sizeof(float));
+  float *scratch = pool_memory(worker, (before + d.results) * sizeof(float));
   if (!scratch) return;
   float *normed = scratch, *queries = normed + dim, *attend_scratch = queries + QUERIES * dim, *own = scratch + before;
   Item at = first_item(a);
-  Phase phase = pool_phase(member, d.pieces);
+  Phase phase = pool_phase(worker, d.pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     int64_t start = d.all * piece / d.pieces, stop = d.all * (piece + 1) / d.pieces;
     float *y = own;
@@ -210,7 +210,7 @@ static void attend_all(Member *member, const Pass *a, int64_t layer, const float
       for (int64_t i = 0; i < at.last - at.first; i++, section += SECTION)
         attend_section(&h, section, next_keys(&h, section), attend_scratch, part_at(y + i * PART(at.count, dim), at.count, dim));
     }
-    if (!pool_win(&phase, piece)) continue;
+    if (!pool_claim(&phase, piece)) continue;
     y = own;
     for (int64_t unit = start; find_item(a, &d, &at, unit, stop); unit = at.unit + at.last - at.first, y += results_of(a, &at)) {
       if (at.is_part) memcpy(parts_of_chunk(a, &d, &at) + at.first * PART(at.count, dim), y, results_of(a, &at) * sizeof(float));
@@ -220,6 +220,6 @@ static void attend_all(Member *member, const Pass *a, int64_t layer, const float
     }
     pool_done(&phase, piece);
   }
-  if (d.split_queries) join_all(member, a, &d, attended);
+  if (d.split_queries) join_all(worker, a, &d, attended);
 }
 #endif

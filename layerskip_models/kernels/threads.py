@@ -6,6 +6,7 @@ long after the call has returned. They must not be freed before it is done: `kee
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import threading
@@ -14,22 +15,20 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from layerskip_models.fork_safe import fork_safe
-from layerskip_models.kernels.library import pool
-from layerskip_models.topology import num_physical_cores
+from layerskip_models.kernels.library import pool_oldest
 
 # A thread that lost its core is back within about 10 ms, and then needs a little longer to see that the job is over.
 _RECLAIM_SECONDS = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Usable:
+class Usable(NamedTuple):
     """Numbers of processors and of physical cores. A core's hardware threads are a processor each."""
 
     processors: int
@@ -49,7 +48,15 @@ def num_threads() -> int:
     not more than their physical cores.
     """
     chosen: int | None = getattr(_here, "threads", None)
-    return _wanted() if chosen is None else chosen
+    if chosen is not None:
+        return chosen
+    setting = os.environ.get("SELFSPEC_NUM_THREADS")
+    if setting and (not setting.isdecimal() or int(setting) < 1):
+        raise ValueError(f"SELFSPEC_NUM_THREADS must be a positive number, got {setting!r}")
+    wanted, usable = int(setting) if setting else torch.get_num_threads(), _usable()
+    if usable.processors == 1 < wanted:
+        _warn_of_binding()
+    return max(1, min(wanted, usable.processors if setting else usable.cores))
 
 
 @contextmanager
@@ -61,16 +68,6 @@ def on_threads(count: int) -> Iterator[None]:
         yield
     finally:
         _here.threads = before
-
-
-def _wanted() -> int:
-    setting = os.environ.get("SELFSPEC_NUM_THREADS")
-    if setting and (not setting.isdecimal() or int(setting) < 1):
-        raise ValueError(f"SELFSPEC_NUM_THREADS must be a positive number, got {setting!r}")
-    wanted, usable = int(setting) if setting else torch.get_num_threads(), _usable()
-    if usable.processors == 1 < wanted:
-        _warn_of_binding()
-    return max(1, min(wanted, usable.processors if setting else usable.cores))
 
 
 def _usable() -> Usable:
@@ -110,12 +107,24 @@ def usable() -> Usable:
     """Count what this process may use, by its affinity mask and its control group's quota (rounded up)."""
     numbers, quota = processors(), cpu_quota()
     most = len(numbers) if quota is None else max(1, math.ceil(quota))
-    return Usable(min(len(numbers), most), min(_num_cores(numbers), most))
+    return Usable(min(len(numbers), most), min(num_physical_cores(numbers), most))
 
 
 @cache
-def _num_cores(numbers: tuple[int, ...]) -> int:
-    return num_physical_cores(numbers)
+def num_physical_cores(numbers: tuple[int, ...], folder: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Count the cores that these processors are threads of. One of which the system tells nothing is a core of its own."""
+    cores: set[tuple[str, str]] = set()
+    for number in numbers:
+        topology = folder / f"cpu{number}" / "topology"
+        try:
+            socket, siblings = (
+                (topology / name).read_text(encoding="utf-8").strip()
+                for name in ("physical_package_id", "thread_siblings_list")
+            )
+        except OSError:
+            socket, siblings = "", str(number)
+        cores.add((socket, siblings))
+    return len(cores)
 
 
 @cache
@@ -138,8 +147,7 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
         # Inside a container the path may be the host's; the group is then what is mounted at the root.
         for depth in range(len(parts) + 1):
             found.append(_quota_of(base.joinpath(*parts[:depth])))
-    limits = [quota for quota in found if quota is not None]
-    return min(limits, default=None)
+    return min((quota for quota in found if quota is not None), default=None)
 
 
 def _quota_of(folder: Path) -> float | None:
@@ -168,7 +176,7 @@ class SingleThreadedOperators:
 
     def __enter__(self) -> None:
         if getattr(_here, "threads", None) is None:
-            operators, wanted = torch.get_num_threads(), _wanted()
+            operators, wanted = torch.get_num_threads(), num_threads()
             try:
                 _set_operator_threads(1)
             except BaseException:  # such as Ctrl-C: leave no setting changed
@@ -184,9 +192,14 @@ class SingleThreadedOperators:
 
 def _set_operator_threads(threads: int) -> None:
     """Set OpenMP's number for this thread alone: `torch.set_num_threads` would change the default of other threads."""
-    function = pool().omp_set_num_threads
-    if function is not None:
-        function(threads)
+    openmp = getattr(_process(), "omp_set_num_threads", None)  # if PyTorch has loaded it
+    if openmp is not None:
+        openmp(threads)
+
+
+@cache
+def _process() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def keep(job: int, *needed: object) -> None:
@@ -202,7 +215,7 @@ def keep(job: int, *needed: object) -> None:
 
 
 def _forget() -> None:
-    oldest = pool().oldest()
+    oldest = pool_oldest()()
     while _kept and _kept[0][0] < oldest:
         _kept.popleft()
 

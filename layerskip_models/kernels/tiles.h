@@ -8,7 +8,7 @@
  */
 #ifndef SELFSPEC_TILES_H
 #define SELFSPEC_TILES_H
-#include "digits.h"
+#include "limbs.h"
 
 #if TILES
 typedef struct {
@@ -106,10 +106,10 @@ INLINE void leave_tiles(void) {
   do { \
     if (fetch.ahead) \
       for (int line = 0; line < 16; line++) \
-        if ((64 * line & fetch.mask) == fetch.place) FETCH((w) + ahead + 64 * line); \
+        if ((64 * line & fetch.mask) == fetch.place) PREFETCH((w) + ahead + 64 * line); \
   } while (0)
 
-/* Three sums over 64-byte runs of a row: of its digits with bytes, or of its parts with bfloat16 numbers. DOT multiplies.
+/* Three sums over 64-byte runs of a row: of its limbs with bytes, or of its splits with bfloat16 numbers. DOT multiplies.
  * sums: [3][16 rows][16 outputs] of 4 bytes. x: [run, 3, rows, 64]. */
 #define THREE_SUMS(DOT) \
   do { \

@@ -17,38 +17,39 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.acceptance_table import DOUBT_BINS
 from policies.auto.constants import TUNING
+from policies.records import Drafter
+from policies.spide import MIDPOINTS
 
 Array = NDArray[np.float64]
 
-_CONFIDENCE: Array = np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999)
+_CONFIDENCE: Array = np.clip(MIDPOINTS, 0.03, 0.9999)
 _LOG_ODDS: Array = np.log(_CONFIDENCE / (1 - _CONFIDENCE))
 
 
 class AcceptanceModel:
     """Acceptance per exit layer and confidence bin, from counts and from what is usual.
 
-    layers: the exit layers, ascending, and after them the places where weights in fewer bits draft (`RoundRecord.place`).
+    drafters: the exits, ascending, and after them the weights in fewer bits.
     num_layers: of the model, L.
     """
 
-    def __init__(self, layers: Sequence[int], num_layers: int) -> None:
-        self._layers = tuple(layers)
-        self._size = len(layers)
-        exits = [layer for layer in layers if layer > 0]
+    def __init__(self, drafters: Sequence[Drafter], num_layers: int) -> None:
+        self._drafters = tuple(drafters)
+        self._size = len(drafters)
+        exits = [drafter.exit_layer for drafter in drafters if drafter.bits is None]
         depth = np.log2(1 + 24 * np.asarray(exits) / num_layers)
         # Of weights in fewer bits the heights are their own: they have nothing in common with those of exits.
         spread = TUNING.rounded_spread**2 * np.eye(self._size)
         spread[: len(exits), : len(exits)] = TUNING.height_spread**2 + TUNING.spread**2 * (
             np.minimum.outer(depth, depth) + np.eye(len(exits))
         )
-        self._slopes = _slopes(layers)
+        self._slopes = _slopes(drafters)
         size, count = self._size, self._slopes.shape[0]
         self._precision = np.zeros((size + count, size + count))
         self._precision[:size, :size] = np.linalg.inv(spread)
         self._precision[range(size, size + count), range(size, size + count)] = 1 / TUNING.spread**2
-        heights = [TUNING.height if layer > 0 else TUNING.rounded_heights[-layer] for layer in layers]
+        heights = [TUNING.height if bits is None else TUNING.rounded_heights[bits] for _, bits in drafters]
         self._prior = np.array([*heights, *[TUNING.slope] * count])
         self.reset()
 
@@ -56,7 +57,7 @@ class AcceptanceModel:
         self._parameters = self._prior.copy()
 
     def fit(self, accepted: Array, seen: Array) -> None:
-        """Bring heights and slope nearer to counts, [layers, bins], fractions allowed: a step of a logistic regression.
+        """Bring heights and slope nearer to counts, [drafters, bins], fractions allowed: a step of a logistic regression.
 
         The prior is Gaussian. One step of Newton's method from where the last fit ended decides as well as several.
         """
@@ -80,12 +81,12 @@ class AcceptanceModel:
         self._parameters += step
 
     def acceptance(self, accepted: Array, seen: Array) -> Array:
-        """Estimate it for every layer and bin, in (0, 1): a mean of what the fit says and what was seen there."""
+        """Estimate it for every drafter and bin, in (0, 1): a mean of what the fit says and what was seen there."""
         result: Array = (accepted + TUNING.fit_count * self._line()) / (seen + TUNING.fit_count)
         return result
 
     def _line(self) -> Array:
-        """Compute acceptance by the parameters alone, [layers, bins]."""
+        """Compute acceptance by the parameters alone, [drafters, bins]."""
         line: Array = 1 / (1 + np.exp(-self._log_odds(self._parameters)))
         return line
 
@@ -97,27 +98,27 @@ class AcceptanceModel:
     def state(self) -> dict[str, Any]:
         return {"parameters": self._parameters.tolist()}
 
-    def restore(self, state: dict[str, Any], layers: Sequence[int]) -> None:
-        """Take up what `state` of a model of these layers gave; layers that it lacks keep the prior.
+    def restore(self, state: dict[str, Any], drafters: Sequence[Drafter]) -> None:
+        """Take up what `state` of a model of these drafters gave; drafters that it lacks keep the prior.
 
         Raises ValueError if it has another number of parameters.
         """
         parameters = np.asarray(state["parameters"], dtype=np.float64)
-        if parameters.shape != (len(layers) + len(_slopes(layers)),):
-            raise ValueError(f"the saved fit has {parameters.size} parameters, for {len(layers)} layers")
-        known = dict(zip(layers, parameters))
-        heights = [known.get(layer, prior) for layer, prior in zip(self._layers, self._prior)]
-        slopes = [*parameters[len(layers) :], *self._prior[len(self._layers) :]]
+        if parameters.shape != (len(drafters) + len(_slopes(drafters)),):
+            raise ValueError(f"the saved fit has {parameters.size} parameters, for {len(drafters)} drafters")
+        known = dict(zip(drafters, parameters))
+        heights = [known.get(drafter, prior) for drafter, prior in zip(self._drafters, self._prior)]
+        slopes = [*parameters[len(drafters) :], *self._prior[self._size :]]
         self._parameters = np.array([*heights, slopes[0], *slopes[1 : len(self._slopes)]])
 
     def _log_odds(self, parameters: Array) -> Array:
-        """Log odds of acceptance, [layers, bins]. parameters: heights, then slopes."""
+        """Log odds of acceptance, [drafters, bins]. parameters: heights, then slopes."""
         slopes = parameters[self._size :] @ self._slopes
         odds: Array = parameters[: self._size, None] + slopes[:, None] * _LOG_ODDS
         return odds
 
 
-def _slopes(layers: Sequence[int]) -> Array:
-    """1 where a layer has a slope, [slopes, layers]: the first is that of all exits, the second that of fewer bits."""
-    exits = np.array([layer > 0 for layer in layers])
+def _slopes(drafters: Sequence[Drafter]) -> Array:
+    """1 where a drafter has a slope, [slopes, drafters]: the first is that of all exits, the second that of fewer bits."""
+    exits = np.array([drafter.bits is None for drafter in drafters])
     return np.array([exits] if exits.all() else [exits, ~exits], dtype=np.float64)

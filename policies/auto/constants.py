@@ -60,29 +60,11 @@ class Tuning:
     rounded_spread: float = 1.5
     """Prior standard deviation of these. Chosen: models differ more in what rounding does to them than exits do."""
     rounded_confidences: tuple[float, ...] = (
-        0.05,
-        0.13,
-        0.14,
-        0.12,
-        0.11,
-        0.09,
-        0.08,
-        0.07,
-        0.06,
-        0.02,
-        0.02,
-        0.02,
-        0.02,
-        0.02,
-        0.02,
-        0.01,
-        0.01,
-        0.01,
-        0.0,
-        0.0,
-    )
-    """How often such drafts have each confidence (bins of `DOUBT_BINS`), until some were seen. From the same answers: larger
-    models are surer, so this promises too little rather than too much."""
+        0.05, 0.13, 0.14, 0.12, 0.11, 0.09, 0.08, 0.07, 0.06, 0.02,
+        0.02, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01, 0.01, 0.0, 0.0,
+    )  # fmt: skip
+    """How often such drafts have a confidence of each bin of `policies.spide`, until some were seen. From the same
+    answers: larger models are surer, so this promises too little rather than too much."""
     slope: float = 1.0
     """Prior mean of the slope of acceptance over confidence, both in log odds: confidence is calibrated. Exits have one, and
     drafts in fewer bits another: where exits are never right theirs is flat, and the others' is not (24, Z5)."""

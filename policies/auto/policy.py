@@ -28,7 +28,7 @@ from policies.base import DelegatingPolicy, NeverStop
 from policies.bounds import MAX_DRAFTS, MAX_LEARN_EVERY, MAX_PROMPT_ROWS, check_layers, check_number
 from policies.building import Setup
 from policies.cost import CostModel, LayerCost, MeasuredCost
-from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord
+from policies.records import Drafter, DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
@@ -50,9 +50,8 @@ class AutoExit(DelegatingPolicy):
         cheaper. What all layers would have said is not known for nothing: that is learned from what they drafted, from a
         prior. offered_bits: that weights can be made in. A plan that drafts with them means that they are to be made; it
         comes only where they promise much more than the model's own.
-    decay: what an observation's weight is multiplied by in every round; 1 keeps all, which measured best.
-    prompt_rows, learn_first, learn_every: it asks for shadow tokens of a prompt's last `prompt_rows` rows, of a call's first
-        `learn_first` rows, and of one row in `learn_every` after them. What it drafts or drops teaches in every round.
+    prompt_rows, learn_every: it asks for shadow tokens of a prompt's last `prompt_rows` rows, and of one row in `learn_every`
+        after them. What it drafts or drops teaches in every round.
     repair: correct the cost by the seconds that rounds take (`policies.auto.drift`).
     Deterministic: the same records and costs give the same plans. Records hold seconds only where rounds were timed.
     """
@@ -68,10 +67,8 @@ class AutoExit(DelegatingPolicy):
         layers: Iterable[int] | None = None,
         cost: CostModel | None = None,
         max_speculations: int = TUNING.max_speculations,
-        decay: float = 1.0,
         prompt_rows: int = TUNING.prompt_rows,
         learn_every: int = TUNING.learn_every,
-        learn_first: int = 0,
         repair: bool = False,
         copy: bool = True,
         bits: Iterable[int] = (),
@@ -80,14 +77,13 @@ class AutoExit(DelegatingPolicy):
         check_number("d_max (max_speculations)", max_speculations, 1, MAX_DRAFTS)
         check_number("prompt_rows", prompt_rows, 0, MAX_PROMPT_ROWS)
         check_number("learn_every", learn_every, 1, MAX_LEARN_EVERY)
-        check_number("learn_first", learn_first, 0, MAX_LEARN_EVERY)
         candidates = check_layers(tuple(default_layers(num_layers) if layers is None else layers), num_layers)
         bits, self.offered_bits = tuple(sorted(bits)), tuple(sorted(offered_bits))
-        places = (*candidates, *(-number for number in (*bits, *self.offered_bits)))
-        self._num_layers = num_layers
-        self.learner = AutoLearner(
-            places, cost or LayerCost(num_layers), max_speculations, decay, len(self.offered_bits)
+        drafters = (
+            *(Drafter(layer) for layer in candidates),
+            *(Drafter(num_layers, number) for number in (*bits, *self.offered_bits)),
         )
+        self.learner = AutoLearner(drafters, cost or LayerCost(num_layers), max_speculations, len(self.offered_bits))
         self._cost = self.learner.cost
         self._repair = repair
         self._drifts: dict[int, CostDrift] = {}  # by batch size
@@ -99,7 +95,6 @@ class AutoExit(DelegatingPolicy):
             prompt_rows=prompt_rows,
             prompt_every=TUNING.prompt_every,
             learn_every=learn_every,
-            learn_first=learn_first,
             bits=bits,
         )
         self._batch_size, self._hopeless = 1, False
@@ -191,15 +186,15 @@ class AutoExit(DelegatingPolicy):
             return copying
         if self._hopeless:
             return Plan(exit_layer=None, max_speculations=0, learn=False)
-        layer = self.learner.best_layer
+        drafter = self.learner.best_drafter
         due = self._drift.due
         if due is not None:
-            layer = self.learner.likeliest_layer if due == "draft" else None
+            drafter = self.learner.likeliest_drafter if due == "draft" else None
         return Plan(
-            exit_layer=self._num_layers if layer is not None and layer < 0 else layer,
-            bits=None if layer is None else self.learner.bits_at(layer),
-            max_speculations=0 if layer is None else self.learner.longest(layer),
-            acceptance=self.learner.layer_acceptance,
+            exit_layer=None if drafter is None else drafter.exit_layer,
+            bits=None if drafter is None else self.learner.bits_of(drafter),
+            max_speculations=0 if drafter is None else self.learner.longest(drafter),
+            acceptance=self.learner.mean_acceptance,
             learn=self._learns_now(),
         )
 
@@ -217,7 +212,7 @@ class AutoExit(DelegatingPolicy):
         choice = best_copy(learner.copies, learner.copy_costs, context.match_length, rate)
         if choice.value <= tokens - rate * cost:
             return None
-        return Plan(exit_layer=None, max_speculations=0, copied=choice.copied, acceptance=learner.layer_acceptance)
+        return Plan(exit_layer=None, max_speculations=0, copied=choice.copied, acceptance=learner.mean_acceptance)
 
     def _learns_now(self) -> bool:
         """Let at most one of the texts that learn together learn in a round: they learn as much as one text alone."""
@@ -232,8 +227,8 @@ class AutoExit(DelegatingPolicy):
     @property
     def _idle(self) -> bool:
         """True if it knows that no exit pays. Learning about exits is then most of what `auto` costs."""
-        best = self.learner.best_layer
-        return (best is None or best < 0) and self.learner.known >= TUNING.enough_observations
+        best = self.learner.best_drafter
+        return (best is None or best.bits is not None) and self.learner.known >= TUNING.enough_observations
 
     def observe(self, record: RoundRecord) -> None:
         if self._observes.copies != "none":
@@ -264,28 +259,28 @@ class AutoStopping(NeverStop):
     def __init__(self, learner: AutoLearner) -> None:
         self._learner = learner
         self._reliability = 1.0
-        self._place = learner.layers[0]
+        self._drafter = learner.drafters[0]
 
     def start_round(self, plan: Plan) -> None:
         self._reliability = 1.0
         if plan.exit_layer is not None:
-            self._place = self._learner.place_of(plan.exit_layer, plan.bits)
+            self._drafter = self._learner.experience_of(Drafter(plan.exit_layer, plan.bits))
 
     def stop_before_draw(self, row: DraftRow) -> bool:
         """Tell whether the token is not worth one more pass through the exit layer."""
         assert row.confidence is not None
-        place = self._learner.place_of(row.exit_layer, row.bits)
-        reliability = self._reliability * self._learner.chance(place, row.confidence)
-        if self._learner.gain(place, row.num_drafted, reliability) < 0:
+        drafter = self._learner.experience_of(row.drafter)
+        reliability = self._reliability * self._learner.chance(drafter, row.confidence)
+        if self._learner.gain(drafter, row.num_drafted, reliability) < 0:
             return True
         self._reliability = reliability
         return False
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         """Tell whether not even looking at the next row is worth its head."""
-        place = self._learner.place_of(row.exit_layer, row.bits)
-        return self._learner.going_on(place, row.num_drafted + 1, self._reliability) <= 0
+        drafter = self._learner.experience_of(row.drafter)
+        return self._learner.going_on(drafter, row.num_drafted + 1, self._reliability) <= 0
 
-    def threshold(self, exit_layer: int) -> float:
+    def threshold(self, drafter: Drafter) -> float:
         """Return the acceptance that a first draft needs to be worth its pass, were it the only one: rate * cost."""
-        return self._learner.needed(self._place)
+        return self._learner.needed(self._drafter)

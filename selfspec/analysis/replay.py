@@ -18,7 +18,7 @@ from functools import cached_property
 from torch import Tensor
 
 from policies import CostModel, ObservationSpec, Plan, Policy, RoundContext, StatelessPolicy, tokens_per_cost
-from policies.acceptance_table import shadow_acceptance
+from policies.spide import shadow_acceptance
 from selfspec.engine.results import mean, ratio
 from selfspec.generator import GenerationResult, SelfSpecGenerator
 
@@ -95,7 +95,7 @@ def agreement_trace(result: GenerationResult, num_layers: int) -> AgreementTrace
         if record.shadow is None:
             continue
         start = record.num_committed_before - first  # row 0 is the last committed token, new token number `start`
-        for layer, values in zip(record.shadow.layers, shadow_acceptance(record.shadow)):
+        for layer, values in zip(record.shadow.layers, shadow_acceptance(record.shadow).tolist()):
             for offset, value in enumerate(values):
                 if start + offset < size:
                     agrees[layer][start + offset] = value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from policies import RoundRecord
+from policies import Drafter, RoundRecord
 
 _FATES = {(False, True): "+", (False, False): "-", (True, True): "=", (True, False): "x"}
 """What to print for a draft, by whether it was copied and whether it was accepted."""
@@ -46,39 +46,41 @@ def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, pat
             points = [record.index] * len(record.confidences)
             axes[2].scatter(points, record.confidences, s=6, color="tab:grey")
     axes[2].set(ylabel="threshold and\nconfidence of rows", ylim=(-0.02, 1.02))
-    estimated = sorted({layer for record in records for layer in record.acceptance or ()})
-    for layer in estimated:
-        pairs = [(r.index, r.acceptance[layer]) for r in records if r.acceptance is not None and layer in r.acceptance]
-        shade = layer / num_layers
-        axes[3].plot(*zip(*pairs), color=(0.2, 0.3 + 0.5 * shade, 0.9 - 0.7 * shade), linewidth=0.9, label=str(layer))
+    estimated = sorted({drafter for r in records for drafter in r.acceptance or ()}, key=lambda one: one.exit_layer)
+    for drafter in estimated:
+        pairs = [(r.index, r.acceptance[drafter]) for r in records if r.acceptance and drafter in r.acceptance]
+        shade = drafter.exit_layer / num_layers
+        axes[3].plot(*zip(*pairs), color=(0.2, 0.3 + 0.5 * shade, 0.9 - 0.7 * shade), linewidth=0.9, label=str(drafter))
     real = [(r.index, r.num_accepted / r.num_drafted) for r in records if r.num_drafted]
     if real:
         axes[3].scatter(*zip(*real), s=8, color="black", label="drafts")
-    axes[3].set(ylabel="acceptance per layer\n(points: this round)", xlabel="round", ylim=(-0.02, 1.02))
+    axes[3].set(ylabel="acceptance per drafter\n(points: this round)", xlabel="round", ylim=(-0.02, 1.02))
     if estimated or real:
         handles, labels = axes[3].get_legend_handles_labels()  # of the figure, since it may be higher than its panel
-        figure.legend(handles, labels, title="layer", loc="outside right lower", fontsize="x-small")
+        figure.legend(handles, labels, title="drafter", loc="outside right lower", fontsize="x-small")
     axes[3].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(f"policy {policy}: {len(records)} rounds")
     figure.savefig(path, dpi=120)
 
 
 def trace_lines(records: Sequence[RoundRecord]) -> list[str]:
-    """Write a line per round: exit layer, drafts, threshold, estimated acceptance of the layer.
+    """Write a line per round: drafter, drafts, threshold, estimated acceptance of the drafter.
 
     + is a draft that was accepted, - one that was not; = an accepted copy, x one that was not.
     """
     width = max([19, *(record.num_drafted for record in records)])
-    lines = [f"round  exit  {'drafts':{width}}  threshold  estimated acceptance"]
+    lines = [f"round  drafter  {'drafts':{width}}  threshold  estimated acceptance"]
     for record in records:
         fate = "".join(
             _FATES[place < record.num_copied, place < record.num_accepted] for place in range(record.num_drafted)
         )
-        exit_layer = str(record.exit_layer or ("copy" if record.num_copied else "plain"))
+        drafter = str(record.drafter or ("copy" if record.num_copied else "plain"))
         threshold = "" if record.threshold is None else f"{record.threshold:.3f}"
         estimate = ""
         if record.acceptance is not None and record.exit_layer is not None:
-            value = record.acceptance.get(record.exit_layer)
+            # `auto` keeps what an exit drafts in fewer bits as experience with that exit.
+            exit_rate = record.acceptance.get(Drafter(record.exit_layer))
+            value = record.acceptance.get(Drafter(record.exit_layer, record.bits), exit_rate)
             estimate = "" if value is None else f"{value:.3f}"
-        lines.append(f"{record.index:5d}  {exit_layer:>5}  {fate:<{width}}  {threshold:>9}  {estimate:>9}".rstrip())
+        lines.append(f"{record.index:5d}  {drafter:>7}  {fate:<{width}}  {threshold:>9}  {estimate:>9}".rstrip())
     return lines

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from policies import ObservationSpec, Policy
-from policies.copying import SHORTEST
+from policies.fixed import MIN_MATCH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +41,7 @@ class Match(NamedTuple):
 
 
 class _Places:
-    """A text's tokens, and for every suffix of SHORTEST to LONGEST tokens the place where it was last seen to end.
+    """A text's tokens, and for every suffix of MIN_MATCH to LONGEST tokens the place where it was last seen to end.
 
     Suffixes are known by a hash of 64 bits: should two ever have the same, a draft is wrong, which verification finds out.
     """
@@ -59,7 +59,7 @@ class _Places:
         hashes = np.zeros(len(text), dtype=np.uint64)  # of the suffixes of one length, by where they end
         for length in range(1, min(LONGEST, len(text)) + 1):
             hashes = (hashes[-(len(text) + 1 - length) :] ^ text[length - 1 :]) * np.uint64(_MIX)
-            if length >= SHORTEST:
+            if length >= MIN_MATCH:
                 self._keep(zip(hashes.tolist(), range(first + length - 1, first + len(text))))
             hashes = hashes[:-1]
 
@@ -131,7 +131,7 @@ class CopyIndex:
         """Take in the next token, and look where the text ended like this before."""
         follows = self._length > 0 and self._next == token
         self._hashes = self._hashed(token)
-        suffixes = self._hashes[SHORTEST - 1 :]
+        suffixes = self._hashes[MIN_MATCH - 1 :]
         found = None if follows and self._length >= LONGEST else self._look_up(suffixes)
         self._own.add(token, suffixes)
         if found is None or (follows and self._length + 1 > found[0]):
@@ -149,7 +149,7 @@ class CopyIndex:
     def _look_up(self, suffixes: Sequence[int]) -> tuple[int, int, array[int]]:
         """Look up the longest suffix that was seen before: its length, where it ended, and in what."""
         best, place, source = 0, -1, self._own.tokens
-        for length, hashed in enumerate(suffixes, start=SHORTEST):
+        for length, hashed in enumerate(suffixes, start=MIN_MATCH):
             if (found := self._own.find(hashed)) >= 0:
                 best, place, source = length, found, self._own.tokens
             elif self._stored is not None and (found := self._stored.find(hashed)) >= 0:

@@ -146,7 +146,12 @@ def comparison_lines(comparison: Comparison, policy: str) -> list[str]:
 def write_trace(path: Path, records: Iterable[RoundRecord]) -> None:
     """Write one JSON object per line and round, without shadow tokens."""
     names = [field.name for field in fields(RoundRecord) if field.name != "shadow"]
-    lines = [json.dumps({name: getattr(record, name) for name in names}) + "\n" for record in records]
+    lines = []
+    for record in records:
+        found = {name: getattr(record, name) for name in names}
+        if record.acceptance is not None:
+            found["acceptance"] = {str(drafter): rate for drafter, rate in record.acceptance.items()}
+        lines.append(json.dumps(found) + "\n")
     path.write_text("".join(lines), encoding="utf-8")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from layerskip_models.choices import HeadOutput, choices_of
 from layerskip_models.kernels.native_sampling import look, takes
 from layerskip_models.transfer import to_device
-from policies import DraftRow, RoundContext
+from policies import Drafter, DraftRow, RoundContext
 from policies.records import StopCause
 from selfspec.engine.results import without_traceback
 

@@ -18,7 +18,7 @@ from layerskip_models.draft_weights import make_offered
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MAX_ROWS, PromptPiece, piece_end, prefill
 from layerskip_models.transfer import to_device
-from policies import ObservationSpec, Policy, PolicyCost, RoundContext, RoundRecord, Shadow
+from policies import Drafter, ObservationSpec, Policy, PolicyCost, RoundContext, RoundRecord, Shadow
 from policies.bounds import check_draft_layer
 from selfspec.cache.copy_index import CopyIndex, copies_drafts
 from selfspec.engine.draft import Draft
@@ -240,7 +240,7 @@ class Sequence:
             exit_layer = check_draft_layer(plan.exit_layer, self.model.num_layers, plan.bits)
             if self.policy.stopping is not None:
                 self.policy.stopping.start_round(plan)
-                threshold = self.policy.stopping.threshold(exit_layer if plan.bits is None else -plan.bits)
+                threshold = self.policy.stopping.threshold(Drafter(exit_layer, plan.bits))
             draft = Draft(self, exit_layer, cap, plan.bits, copied)
         draft.context, draft.acceptance, draft.threshold = context, plan.acceptance, threshold
         # Rounds that copy teach nothing about exits.

@@ -219,7 +219,7 @@ def _policy(random: Random, num_layers: int, draft_bits: Sequence[int]) -> str:
             "del",
             "del:on_stop=keep",
             "del:length=tpl",
-            "del:alpha=paper,prompt=counted",
+            "del:prompt=counted",
             "del:cost=measured",
             f"del+spide:tau={tau}",
             f"del+dv:start={tau}",
@@ -227,7 +227,6 @@ def _policy(random: Random, num_layers: int, draft_bits: Sequence[int]) -> str:
             "auto",
             "auto:cost=layers",
             "auto:cost=layers,learn_every=1",
-            f"auto:cost=layers,decay={max(tau, 0.5)}",
             "auto+spide",
             f"copy:{max(length, 1)}",
         ]

@@ -90,6 +90,10 @@ def test_states_of_policies(saved: dict[str, Any], kept: Path) -> None:
         with pytest.raises(ValueError, match="load it into that policy, or start without it"):
             engine.resolve_policy("dv:2").load(kept / "state.json")
         return
+    if "state=kept" in saved["policy"]:
+        with pytest.raises(ValueError, match=r"'del' takes .*, not 'state=kept'"):
+            engine.resolve_policy(saved["policy"])
+        return
     policy = parse_policy(saved["policy"], num_layers=4, preverifier=PreVerifiers(engine.model))
     policy.load(kept / "state.json")
     assert {"policy": policy.name, **policy.state()} == saved

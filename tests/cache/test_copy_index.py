@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.copying import SHORTEST
+from policies.fixed import MIN_MATCH
 from selfspec.cache import copy_index
 from selfspec.cache.copy_index import LONGEST, CopyIndex, CopyStore
 
@@ -30,7 +30,7 @@ def indexed(text: list[int], read: int = 0, store: CopyStore | None = None) -> C
 
 def searched(text: list[int]) -> tuple[int, list[int]]:
     """By looking everywhere: how long the longest suffix is that occurred before, and what followed it, the latest first."""
-    for length in range(len(text) - 1, SHORTEST - 1, -1):
+    for length in range(len(text) - 1, MIN_MATCH - 1, -1):
         ends = [end for end in range(len(text) - 1, length - 1, -1) if text[end - length : end] == text[-length:]]
         if ends:
             return length, [text[end] for end in ends]
@@ -135,7 +135,7 @@ def test_what_an_index_says_is_so(text: list[int], others: list[list[int]], read
     for end in range(min(read, len(text)), len(text) + 1):
         if index.match is not None:
             length, token = index.match
-            assert SHORTEST <= length <= end
+            assert MIN_MATCH <= length <= end
             wanted = [*text[end - length : end], token]
             places = [text[:end], *others]
             assert any(one[i : i + length + 1] == wanted for one in places for i in range(len(one) - length))
@@ -146,6 +146,6 @@ def test_what_an_index_says_is_so(text: list[int], others: list[list[int]], read
 def test_a_match_as_long_as_the_text() -> None:
     text = [*range(4 * LONGEST)]
     store = CopyStore([[*text, 77]])
-    for length in range(SHORTEST, len(text)):
+    for length in range(MIN_MATCH, len(text)):
         beginning = text[:length]
         assert indexed(beginning, length, store).match == (length, text[length])

@@ -380,7 +380,7 @@ def test_trace_draws_and_prints(folder, tmp_path):
     result = invoke(*arguments, "-o", picture)
     assert result.exit_code == 0, result.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert result.stdout.startswith("round  exit  drafts")
+    assert result.stdout.startswith("round  drafter  drafts")
     records = tmp_path / "trace.jsonl"
     assert invoke(*arguments, "-o", records).exit_code == 0
     rounds = [json.loads(line) for line in records.read_text().splitlines()]
@@ -388,8 +388,8 @@ def test_trace_draws_and_prints(folder, tmp_path):
     assert generate(folder, PROMPT, "--policy", "del", "--max-new-tokens", "20", "--trace", picture).exit_code == 0
     assert [json.loads(line)["index"] for line in picture.read_text().splitlines()] == [*range(len(rounds))]
     for record in rounds:  # of the layers that DEL had to look at, the chosen one among them
-        assert str(record["exit_layer"]) in record["acceptance"]
-        assert set(record["acceptance"]) <= {"1", "2", "3"}
+        assert f"exit {record['exit_layer']}" in record["acceptance"]
+        assert set(record["acceptance"]) <= {"exit 1", "exit 2", "exit 3"}
 
 
 def test_trace_refuses(folder, tmp_path):

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from layerskip_models.choices import Choices
 from layerskip_models.transfer import read_rows
-from policies import ShadowTokens
-from policies.acceptance_table import AcceptanceTable, Bins, read_shadow
+from policies import Drafter, ShadowTokens
+from policies.spide import AcceptanceTable, read_shadow
 from pretended_devices import PretendedDevices
 from selfspec.engine.sampling import Sampler
 from selfspec.engine.verification import _judge_greedy
@@ -70,7 +70,7 @@ def test_what_is_learned_from_comes_in_one_copy(probabilities: bool) -> None:
     assert both(lambda device: list(read_shadow(shadow(device, probabilities)))) == 1
 
     def learned(device: torch.device) -> Any:
-        table = AcceptanceTable((1, 2), bins=Bins((0.5,), (0.4, 0.8)))
+        table = AcceptanceTable((Drafter(1), Drafter(2)))
         confidences = table.observe_shadow(shadow(device, probabilities))
         return confidences, table.state()
 

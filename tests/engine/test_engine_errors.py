@@ -26,7 +26,17 @@ from batched_runs import (
 )
 from layerskip_models import from_transformers
 from layerskip_models.linear import Layout
-from policies import DraftRow, NeverStop, ObservationSpec, Plan, Policy, RoundContext, RoundRecord, ShadowTokens
+from policies import (
+    Drafter,
+    DraftRow,
+    NeverStop,
+    ObservationSpec,
+    Plan,
+    Policy,
+    RoundContext,
+    RoundRecord,
+    ShadowTokens,
+)
 from scripted_policies import ScriptedExit
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from test_verification import From
@@ -83,7 +93,7 @@ class FaultyStop(NeverStop):
             self._fail("stop_after_draw")
         return False
 
-    def threshold(self, exit_layer: int) -> None:
+    def threshold(self, drafter: Drafter) -> None:
         self._fail("threshold")
 
     def spent(self) -> Any:

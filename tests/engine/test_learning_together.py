@@ -203,7 +203,7 @@ def test_texts_that_know_that_drafts_do_not_pay_learn_less(batch_size: int) -> N
         ShadowTokens(layers=layers, tokens=wrong, confidences=wrong + 0.1, target_tokens=wrong[0] + 1)
     )
     assert learner.known >= TUNING.enough_observations
-    assert learner.best_layer is None and not learner.drafting_never_pays
+    assert learner.best_drafter is None and not learner.drafting_never_pays
     assert policy.observes.prompt_rows == 0
     context = RoundContext(round_index=0, num_committed=9, remaining_tokens=99, batch_size=batch_size)
     learns = [policy.exit.plan(context).learn for _ in range(batch_size * TUNING.idle_learning_divisor * 10)]

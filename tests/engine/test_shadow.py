@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM
 
 from layerskip_models import from_transformers
 from policies import DraftRow, ObservationSpec, Policy, RoundRecord, ShadowTokens
-from policies.acceptance_table import shadow_acceptance
 from policies.base import NeverStop
+from policies.spide import shadow_acceptance
 from scripted_policies import ScriptedExit, StopBelow
 from selfspec import SelfSpecGenerator
 from tiny_llama import tiny_llama
@@ -175,8 +175,8 @@ def test_a_policy_is_told_that_a_new_text_begins(llama: LlamaForCausalLM) -> Non
     assert told.events == ["begin", "needs", "prompt"] * 2
 
 
-def test_del_does_the_same_on_every_run_unless_it_keeps_what_it_learned(llama: LlamaForCausalLM) -> None:
-    for name, equal in (("del", True), ("ls:2-9+del", True), ("del:state=kept", False)):
+def test_del_does_the_same_on_every_run_and_auto_does_not(llama: LlamaForCausalLM) -> None:
+    for name, equal in (("del", True), ("ls:2-9+del", True), ("auto:cost=layers", False)):
         engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), policy=name)
         runs = [engine.generate([5, 6], max_new_tokens=40, eos_token_id=[], trace=True) for _ in range(2)]
         estimates = [[(record.acceptance, record.threshold) for record in run.trace or ()] for run in runs]

@@ -10,7 +10,7 @@ from torch import Tensor
 Cut = Callable[[Tensor], Tensor]
 
 
-def digits(count: int) -> Cut:
+def limbs(count: int) -> Cut:
     """Fixed-point numbers of so many bytes, the largest number of a row in the highest one."""
 
     def cut(x: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def digits(count: int) -> Cut:
     return cut
 
 
-def parts(count: int) -> Cut:
+def splits(count: int) -> Cut:
     """So many bfloat16 numbers that add up to nearly x."""
 
     def cut(x: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ def _rounded(model: Any, weights: str) -> Any:
             continue
         layer = None if "layers." not in name else int(name.split("layers.")[1].split(".")[0])
         if weights == "int4" and not keeps_eight_bits(layer):
-            parameter.data = round_to_four_bits(parameter.detach(), group=GROUP, symmetric=True).values()
+            parameter.data = round_to_four_bits(parameter.detach(), group=GROUP).values()
         else:
             steps = parameter.detach().abs().amax(1, keepdim=True) / 127
             parameter.data = (parameter.detach() / steps).round() * steps

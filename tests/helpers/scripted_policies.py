@@ -88,14 +88,14 @@ def made_up_cost(num_layers: int) -> MeasuredCost:
 
 EVERY_POLICY = (
     "ls:{E}-4", "fs:{E}-3", "dv:{E}", "dv:{E},start=0.5", "svip:{E}", "svip:{E},threshold=1.2", "adaedl:{E}", "spide:{E}",
-    "spide:{E},tau=0.5,prompt_rows=8", "del", "del:on_stop=keep", "del:length=tpl", "del:cost=measured",
-    "del:no_speculation=on", "del:state=kept,prompt=counted,alpha=paper",
+    "spide:{E},tau=0.5", "del", "del:on_stop=keep", "del:length=tpl", "del:cost=measured",
+    "del:no_speculation=on", "del:prompt=counted",
     "del+spide", "del+dv", "del+fs", "del+adaedl", "ls:{E}-9+del", "auto", "auto:cost=layers",
-    "auto:cost=layers,learn_every=1", "auto:cost=layers,decay=0.9", "auto+spide",
+    "auto:cost=layers,learn_every=1", "auto+spide",
     "pacer:random,exit_layer={E},b=2,t=0.3", "pacer:random,exit_layer={E},b=3,t=0.1,scope=draft",
     "ls:{E}-9+pacer:random,b=1,t=0.3",
-    "pacer:random,exit_layer={E},b=2,t=0.2,criterion=any,scope=block",
-    "auto:cost=layers+pacer:random,b=2,t=0.2,criterion=last", "del+pacer:random,b=2,t=0.3",
+    "pacer:random,exit_layer={E},b=2,t=0.2,scope=block",
+    "auto:cost=layers+pacer:random,b=2,t=0.2", "del+pacer:random,b=2,t=0.3",
     "copy:4", "copy:2,min=3",
 )  # fmt: skip
 """Every policy by name, {E} standing for an exit layer: what the equality and distribution tests go through."""

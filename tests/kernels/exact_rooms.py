@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import permutations
 
 import torch
@@ -13,9 +14,8 @@ from torch import Tensor
 from layerskip_models.decoder_layer import DecoderLayer
 from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.kernels import library
-from layerskip_models.kernels.native_grouped import NativeGroupedLinear
 from layerskip_models.kernels.native_layers import NativeLayers
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.norm import RMSNorm
@@ -45,7 +45,9 @@ def exact_rooms() -> Iterator[None]:
 def matrix(kind: str, out: int, size: int) -> NativeLinear:
     weight = torch.randn(out, size, generator=torch.Generator().manual_seed(out)) * size**-0.5
     if kind == "int4":
-        return NativeGroupedLinear(round_to_four_bits(weight, group=64, symmetric=False))
+        rounded = round_to_four_bits(weight, group=64)
+        assert rounded.groups is not None
+        return NativeGroupedLinear(replace(rounded, offsets=-8 * rounded.groups.float()))  # and so with offsets
     return NativeInt8Linear(weight) if kind == "int8" else NativeLinear(weight.to(getattr(torch, kind)))
 
 

@@ -28,15 +28,15 @@ int scarce(void **memory, size_t alignment, size_t size) {
 static void pause_for(long microseconds) { nanosleep(&(struct timespec){.tv_nsec = microseconds * 1000}, NULL); }
 
 /* Some phases, each with more memory than the one before. */
-static void work(const void *arguments, Member *member) {
+static void work(const void *arguments, Worker *worker) {
   const long slow = *(const long *)arguments;
-  for (int i = 1; i < 8 && !pool_left(member); i++) {
-    char *room = pool_memory(member, i << 16);
-    Phase phase = pool_phase(member, 4);
+  for (int i = 1; i < 8 && !pool_left(worker); i++) {
+    char *room = pool_memory(worker, i << 16);
+    Phase phase = pool_phase(worker, 4);
     for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
       room[0] = 1;
       if (slow) pause_for(slow);
-      if (!pool_win(&phase, piece)) continue;
+      if (!pool_claim(&phase, piece)) continue;
       if (returned) late = 1;
       pool_done(&phase, piece);
     }
@@ -50,14 +50,14 @@ typedef struct {
   int64_t phases, pieces, *numbers; /* [phases, pieces] */
 } Sums;
 
-static void add_up(const void *arguments, Member *member) {
+static void add_up(const void *arguments, Worker *worker) {
   const Sums *a = arguments;
-  for (int64_t i = 1; i < a->phases && !pool_left(member); i++) {
-    Phase phase = pool_phase(member, a->pieces);
+  for (int64_t i = 1; i < a->phases && !pool_left(worker); i++) {
+    Phase phase = pool_phase(worker, a->pieces);
     for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
       int64_t sum = piece;
       for (int64_t k = 0; k < a->pieces; k++) sum += a->numbers[(i - 1) * a->pieces + k];
-      if (!pool_win(&phase, piece)) continue;
+      if (!pool_claim(&phase, piece)) continue;
       a->numbers[i * a->pieces + piece] += sum; /* twice would be seen */
       pool_done(&phase, piece);
     }

@@ -1,6 +1,6 @@
 """The kernels' tests on a library that is built to find wrong reads, writes and arithmetic: `make sanitize`.
 
-The library has AddressSanitizer and UndefinedBehaviorSanitizer in it, and gives every member of the team memory of exactly
+The library has AddressSanitizer and UndefinedBehaviorSanitizer in it, and gives every worker of the team memory of exactly
 the size that it asks for. It lies in a copy of this folder below build, where the tests run.
 
 `--short` takes one variant and the tests of memory alone: `make sanitize-short`, a part of `make test`.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
-import dataclasses
 from typing import Any
 
 import pytest
@@ -51,7 +51,8 @@ def test_the_check_at_load_finds_a_row_that_depends_on_its_company(
             number.value ^= 1  # the last bit of the first number
         return job
 
-    broken = dataclasses.replace(chosen, **{function: wrong})
+    broken = copy.copy(chosen)
+    setattr(broken, function, wrong)
     monkeypatch.setattr(library, "kernels", lambda: broken)
     assert check.fault() == found
     monkeypatch.setenv("SELFSPEC_NATIVE", "1")
@@ -78,5 +79,7 @@ def test_the_check_at_load_finds_wrong_numbers(monkeypatch: pytest.MonkeyPatch) 
         library.Step.from_address(step).shape = ctypes.addressof(shape)
         return chosen.step(step, threads)
 
-    monkeypatch.setattr(library, "kernels", lambda: dataclasses.replace(chosen, step=unscaled))
+    broken = copy.copy(chosen)
+    vars(broken)["step"] = unscaled
+    monkeypatch.setattr(library, "kernels", lambda: broken)
     assert check.fault() == "step computes something else"

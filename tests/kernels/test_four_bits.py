@@ -17,13 +17,11 @@ from layerskip_models.checkpoints import loading
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
 from layerskip_models.grouped_linear import grouped_product
 from layerskip_models.grouped_weight import GroupedWeight, exact, pack_nibbles, unpack_nibbles
-from layerskip_models.kernels import library, native_rounding
+from layerskip_models.kernels import library, weights
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import NativeInt8Linear
-from layerskip_models.kv_cache import KVCache
-from layerskip_models.linear import GROUP
 from selfspec import SelfSpecGenerator
-from tiny_llama import full_logits, tiny_llama
+from tiny_llama import tiny_llama
 
 CPU = torch.device("cpu")
 
@@ -87,7 +85,7 @@ def test_what_files_hold_is_kept_exactly(
     assert torch.equal(weight.values(), meant)
     assert weight.group == max(part for part in (32, 64, 128) if size % part == 0)
     assert zeros or weight.offsets is None
-    other = round_to_four_bits(meant, group=32, symmetric=True)
+    other = round_to_four_bits(meant, group=32)
     order = torch.randperm(10, generator=torch.Generator().manual_seed(seed))
     both = GroupedWeight.cat([weight, other]).reordered(order)
     assert torch.equal(both.values(), torch.cat([meant, other.values()])[order])
@@ -102,41 +100,40 @@ def test_what_cannot_be_kept() -> None:
     )  # further apart than float16's numbers are
     with pytest.raises(ValueError, match="do not fit together"):
         GroupedWeight(pack_nibbles(values), drawn(4, 2).double())
+    with pytest.raises(ValueError, match="do not fit together"):
+        GroupedWeight(pack_nibbles(values), numbers(4, 2).to(torch.uint8))  # integers, and nothing that multiplies them
+    with pytest.raises(ValueError, match="do not fit together"):
+        GroupedWeight(pack_nibbles(values), drawn(4, 2).half(), blocks=drawn(4, 1, 1).half())
     with pytest.raises(ValueError, match="groups must be of 128 or 64 or 32"):
         GroupedWeight(pack_nibbles(values), drawn(4, 8).half())
     with pytest.raises(ValueError, match="a multiple of 64 inputs, got 96"):
-        round_to_four_bits(drawn(4, 96), group=32, symmetric=True)
+        round_to_four_bits(drawn(4, 96), group=32)
     assert fits_four_bits(192) and not fits_four_bits(96)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_rounding(symmetric: bool) -> None:
-    """Closer than rounding to nearest, closer with smaller groups and with offsets; at any size of the numbers."""
+def test_rounding() -> None:
+    """Closer than rounding to nearest, and closer with smaller groups; at any size of the numbers."""
     weight = drawn(40, 384)
 
-    def error(group: int, symmetric: bool, size: float = 1.0) -> float:
-        found = round_to_four_bits(weight * size, group=group, symmetric=symmetric)
-        assert found.group == group and (found.offsets is None) == symmetric
+    def error(group: int, size: float = 1.0) -> float:
+        found = round_to_four_bits(weight * size, group=group)
+        assert found.group == group and found.offsets is None
         return float((found.values() / size - weight).norm() / weight.norm())
 
     groups = weight.unflatten(1, (-1, 32))
-    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
-    step = groups.abs().amax(2, keepdim=True) / 7 if symmetric else (high - low) / 15
-    shift = torch.zeros_like(low) if symmetric else low
-    nearest = float((((groups - shift) / step).round() * step + shift - groups).norm() / weight.norm())
-    assert error(32, symmetric) < 0.97 * nearest
-    assert error(32, symmetric) < error(64, symmetric) < error(128, symmetric)
-    assert error(32, False) < error(32, True)
+    step = groups.abs().amax(2, keepdim=True) / 7
+    nearest = float(((groups / step).round() * step - groups).norm() / weight.norm())
+    assert error(32) < 0.97 * nearest
+    assert error(32) < error(64) < error(128)
     for size in (1e-9, 1e9):
-        assert error(64, symmetric, size) == pytest.approx(error(64, symmetric), rel=1e-3)
+        assert error(64, size) == pytest.approx(error(64), rel=1e-3)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_rounding_of_odd_numbers(symmetric: bool) -> None:
+def test_rounding_of_odd_numbers() -> None:
     """Zeros and equal numbers stay what they are, and NaN stays NaN where it was."""
     weight = drawn(4, 64)
     weight[0], weight[1], weight[2, 40] = 0.0, 2.5, float("nan")
-    found = round_to_four_bits(weight, group=32, symmetric=symmetric).values()
+    found = round_to_four_bits(weight, group=32).values()
     assert torch.equal(found[:2], weight[:2])
     assert found[2].isnan().tolist() == [False] * 32 + [True] * 32 and not found[3].isnan().any()
 
@@ -146,7 +143,7 @@ def test_every_variant_rounds_to_the_operators_bits(variant: str, monkeypatch: p
     """Rows and groups of zeros, rows far from 1, groups far apart in a row; on one thread and on several."""
     if library.kernels() is None or variant not in library.runnable_variants():
         pytest.skip("this processor cannot run it")
-    monkeypatch.setattr(native_rounding, "_SHARE", 1000)
+    monkeypatch.setattr(weights, "_SHARE", 1000)
     for columns in (64, 576):  # fewer groups than a vector has lanes, and a number that is no multiple of them
         weight = drawn(23, columns)
         weight[1], weight[2, :32], weight[4] = 0, 0, weight[4] * 1e-20
@@ -155,7 +152,7 @@ def test_every_variant_rounds_to_the_operators_bits(variant: str, monkeypatch: p
             made = []
             for kernels in (lambda: library.load(variant), lambda: None):
                 monkeypatch.setattr(library, "kernels", kernels)
-                made.append(round_to_four_bits(weight.to(dtype), group=group, symmetric=True))
+                made.append(round_to_four_bits(weight.to(dtype), group=group))
             for ours, theirs in zip(made[0].tensors, made[1].tensors):
                 assert (ours is None) == (theirs is None)
                 assert ours is None or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
@@ -169,12 +166,12 @@ def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
     values = numbers(6, 128)
 
     def made() -> tuple[Tensor, ...]:
-        found = [round_to_four_bits(weight, group=32, symmetric=symmetric) for symmetric in (True, False)]
+        found = round_to_four_bits(weight, group=32)
         kept = exact(values, scale, values[:, :2])
         assert kept is not None
         x = torch.ones(2, 128, dtype=torch.float32)
-        both = GroupedWeight.cat([kept, found[1]])
-        return (*(one.values() for one in (*found, kept, both)), grouped_product(x, kept, None))
+        both = GroupedWeight.cat([kept, found])
+        return (*(one.values() for one in (found, kept, both)), grouped_product(x, kept, None))
 
     expected, before = made(), torch.get_default_dtype()
     try:
@@ -187,7 +184,7 @@ def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
 
 
 def test_pieces_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = round_to_four_bits(drawn(50, 64), group=32, symmetric=True), drawn(3, 64, seed=1)
+    weight, x = round_to_four_bits(drawn(50, 64), group=32), drawn(3, 64, seed=1)
     whole = grouped_product(x, weight, None)
     monkeypatch.setattr("layerskip_models.grouped_linear._CONVERTED", 64 * 7)
     torch.testing.assert_close(grouped_product(x, weight, None), whole)
@@ -197,24 +194,6 @@ def wide(**options: Any) -> Any:
     """With inputs in whole groups, so that all its matrices can be of 4 bits."""
     shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192}
     return tiny_llama(**{**shape, "num_layers": 3, "seed": 4, "late_scale": 0.6, **options})
-
-
-@pytest.mark.parametrize("kernels", [True, False])
-def test_a_model_in_4_bits(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first layer and the head have 8 bits, the others 4, which is another model, a little."""
-    if not kernels:
-        monkeypatch.setattr(library, "kernels", lambda: None)
-    llama = wide()
-    model = from_transformers(llama, layout="int4")
-    sizes = {"output": 64 * 128, "down": 64 * 192}
-    for name, size in sizes.items():
-        first, *others = (8 * getattr(layer, name).num_bytes / size for layer in model._layers)
-        assert 8 <= first < 9 and others == [4 + 16 / GROUP] * 2
-    text = [(5 * i + 3) % 24 for i in range(30)]
-    found = model.logits(model.run_layers(model.embed(torch.tensor(text)), 0, 3, KVCache(model, 30)))
-    expected = full_logits(llama, text)
-    assert float((found - expected).norm() / expected.norm()) < 0.1
-    assert model.weights_dtype == torch.float32
 
 
 def test_odd_widths_get_8_bits() -> None:

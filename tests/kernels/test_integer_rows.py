@@ -6,10 +6,9 @@ from ctypes import addressof
 
 import pytest
 import torch
-from einops import rearrange
 from torch import Tensor
 
-from cut_rows import digits, parts
+from cut_rows import limbs, splits
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import Matrix
 from layerskip_models.kernels.native_linear import NativeInt8Linear
@@ -27,7 +26,7 @@ def product(variant: str, matrix: Matrix, x: Tensor, out: int, threads: int = 1)
 
 
 def fixed_point(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as digits.h has them: whole numbers of three signed bytes, int64 [rows, in], and units, float64 [rows, 1]."""
+    """Rows as limbs.h has them: whole numbers of three signed bytes, int64 [rows, in], and units, float64 [rows, 1]."""
     peak = x.double().abs().amax(1, keepdim=True)
     exponent = 23 - torch.frexp(peak.float()).exponent
     exponent = torch.where(peak * 2.0**exponent > 127 * 65536 + 127 * 256 + 127, exponent - 1, exponent)
@@ -65,9 +64,9 @@ def test_eight_bit_weights_are_multiplied_exactly(out: int, width: int) -> None:
 @integers
 @pytest.mark.parametrize("width", [1 << 16, 70_016])
 def test_no_sum_is_too_large_for_its_integer(width: int) -> None:
-    """The largest weights and digits: sums of more inputs would not fit 32 bits, so these are multiplied as floats."""
+    """The largest weights and limbs: sums of more inputs would not fit 32 bits, so these are multiplied as floats."""
     linear = NativeInt8Linear(torch.full((32, width), 127.0))
-    for x in (torch.full((2, width), 127 / 64), torch.full((2, width), -127 / 64)):  # 127, 0, 0 in digits
+    for x in (torch.full((2, width), 127 / 64), torch.full((2, width), -127 / 64)):  # 127, 0, 0 in limbs
         expected = (x.double() @ linear.weight.double().T).float()
         torch.testing.assert_close(product("vnni", linear.matrix, x, 32), expected, rtol=1e-3, atol=0)
 
@@ -83,37 +82,10 @@ def test_a_row_that_is_no_number_stays_none_and_spoils_no_other() -> None:
     assert torch.equal(spoilt[[0, 2, 4]], whole[[0, 2, 4]])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("outliers", [1, 8])
-def test_outliers_do_not_drown_the_small_numbers_of_a_row_with_four_bit_weights(variant: str, outliers: int) -> None:
-    """Where the outliers' weights are 0, only the small numbers matter. Rows without outliers are beside those with some."""
-    torch.manual_seed(outliers)
-    out, width = 36, 4096
-    q = torch.randint(0, 16, (out, width))
-    q[:, :outliers] = 8
-    halves = rearrange(q, "out (chunk half i) -> half out chunk i", half=2, i=32)
-    stored = rearrange(halves[0] | halves[1] << 4, "out chunk i -> out (chunk i)").to(torch.uint8).contiguous()
-    scales = ((torch.rand(out, width // 32) + 0.5) / 100).half()
-    weight = scales.double().repeat_interleave(32, 1) * (q - 8)
-    kind = library.KINDS[torch.uint8]
-    matrix = Matrix(
-        stored.data_ptr(), kind=kind, in_features=width, out_features=out, groups=scales.data_ptr(), group=32, zero=8
-    )
-    sizes = torch.tensor([1, 100, 1, 1e3, 1e4, 1e5, 30])
-    x = torch.randn(len(sizes), width)
-    x[:, :outliers] = sizes.unsqueeze(1)
-    alone = torch.cat([product(variant, matrix, row, out) for row in x.split(1)])
-    expected = x.double() @ weight.T
-    errors = (alone - expected).square().mean(1).sqrt() / expected.square().mean(1).sqrt()
-    assert (errors < torch.where(sizes < 100, 1e-3, 1e-4)).all(), errors
-    for rows, threads in ((2, 1), (4, 1), (7, 1), (7, 2)):
-        assert torch.equal(product(variant, matrix, x[:rows], out, threads), alone[:rows])
-
-
-def test_the_trial_of_parts_cuts_rows_as_the_kernels_do() -> None:
+def test_the_trial_of_splits_cuts_rows_as_the_kernels_do() -> None:
     x = rows_of(9, 70)[3:]  # without the row whose largest number would need one bit more
     q, unit = fixed_point(x)
-    assert torch.equal(digits(3)(x.double()), q * unit)
+    assert torch.equal(limbs(3)(x.double()), q * unit)
     x = torch.randn(100, 100)
-    assert torch.equal(parts(3)(x), x)
-    assert not torch.equal(parts(2)(x), x)
+    assert torch.equal(splits(3)(x), x)
+    assert not torch.equal(splits(2)(x), x)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.kernels import check, library
-from layerskip_models.kernels.native_grouped import NativeGroupedLinear
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import on_threads
 from test_grouped_weights import GROUPED
 from test_grouped_weights import rows_of as rows_with_outliers
@@ -60,7 +59,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def emulated(compiled: Path) -> Iterator[str]:
     """Linears and models made meanwhile are multiplied on the emulation."""
-    caches = library._library, library.load, library.kernels, library.pool
+    caches = library._library, library.load, library.kernels, library.pool_oldest
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "LIBRARY", compiled)
         patch.setattr(library, "VARIANTS", ("emulated",))
@@ -129,7 +128,7 @@ def test_weights_in_groups_come_to_the_same_bits_as_on_vectors(emulated: str, fo
 
 
 @pytest.mark.parametrize(("out", "width"), [(32, 64), (96, 128), (64, 1088)])
-def test_three_bfloat16_parts_are_as_good_as_float32(unit: str, out: int, width: int) -> None:
+def test_three_bfloat16_splits_are_as_good_as_float32(unit: str, out: int, width: int) -> None:
     torch.manual_seed(out)
     weight = torch.randn(out, width)
     linear = on_unit(weight, torch.randn(out))

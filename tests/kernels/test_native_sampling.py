@@ -25,7 +25,7 @@ from layerskip_models.kernels.native_sampling import (
     takes,
 )
 from sampling_in_parts import SamplerInParts
-from selfspec.engine.sampling import Sampler, distribution, warp_of
+from selfspec.engine.sampling import Sampler, warp_of
 from selfspec.engine.verification import verify_sampled
 from tiny_llama import tiny_llama
 
@@ -83,6 +83,7 @@ WARPS = st.builds(
 @settings(max_examples=400)
 @example(size=1, seed=0, scale=1.0, kinds=0, masked=0.0, warp=Warp(top_k=1, top_p=0.01))
 @example(size=257, seed=1, scale=0.0, kinds=0, masked=0.0, warp=Warp(top_k=5))  # all are as likely as the fifth
+@example(size=49_152, seed=3, scale=4.0, kinds=0, masked=0.0, warp=Warp(0.6, 50))
 def test_it_is_what_transformers_warpers_leave(
     size: int, seed: int, scale: float, kinds: int, masked: float, warp: Warp
 ) -> None:
@@ -104,15 +105,6 @@ def test_it_is_what_transformers_warpers_leave(
         agree = (found > 0) == (exact > 1e-38)
         torch.testing.assert_close(found[agree.all(-1)].double(), exact[agree.all(-1)], rtol=1e-5, atol=1e-7)
         return
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-30)
-
-
-@pytest.mark.parametrize("warp", [Warp(), Warp(0.6, 50), Warp(0.6, 0, 0.9), Warp(1.0, 50, 0.9)])
-def test_a_large_vocabulary(warp: Warp) -> None:
-    logits = rows_of(49_152, 3, 4.0, 0, 0.0)
-    found = distributed(logits, warp)
-    exact = warpers(warp)(torch.zeros(3, 1, dtype=torch.long), logits.double()).softmax(-1)
-    assert torch.equal(found > 0, exact > 0)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-30)
 
 
@@ -148,14 +140,6 @@ def test_a_look_has_the_bits_of_a_pass_without_logits() -> None:
         found, expected = look(model.draft_logits(hidden), "all"), model.draft_choices(hidden, "all")
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.numbers, expected.numbers)
-
-
-def test_nan_in_a_look() -> None:
-    logits = torch.zeros(2, 300)
-    logits[0, 299] = math.nan
-    found = look(logits, "confidence")
-    assert found.logits[0].isnan()
-    assert float(found.logits[1]) == 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None])
@@ -247,19 +231,6 @@ def test_the_last_processors_that_the_kernels_know() -> None:
 
     other = Other(3)
     assert warp_of([temperature, other, top_p]) == ([temperature, other], Warp(top_p=0.8))
-
-
-@given(warp=WARPS, seed=st.integers(0, 1000))
-def test_a_sampler_gives_the_same_as_operators(warp: Warp, seed: int) -> None:
-    """Up to rounding, into memory of the caller's too, and whatever comes before the known warpers."""
-    logits = rows_of(90, seed, 3.0, 0, 0.3)
-    tokens = torch.zeros(1, 9, dtype=torch.long)
-    sampler = Sampler(warpers(warp), torch.Generator().manual_seed(seed), native=True)
-    found = sampler.probabilities(logits, tokens, 4)
-    torch.testing.assert_close(found, distribution(sampler.process(logits, tokens, 4)), rtol=1e-5, atol=1e-30)
-    out = torch.full_like(logits, math.nan)
-    assert sampler.probabilities(logits, tokens, 4, out) is out
-    assert torch.equal(out, found)
 
 
 def sampler_of(kind: type[Sampler], warp: Warp, seed: int) -> Sampler:

@@ -197,7 +197,7 @@ assert os.waitpid(child, 0)[1] == 0
 def test_what_a_late_thread_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = [7]
     monkeypatch.setattr(threads, "_kept", deque())
-    monkeypatch.setattr(threads, "pool", lambda: threads_pool(inside))
+    monkeypatch.setattr(threads, "pool_oldest", lambda: lambda: inside[0])
     monkeypatch.setattr(threads, "_kept", deque())  # without what earlier tests left there
     threads.keep(7, "a")
     threads.keep(8, "b")
@@ -210,15 +210,6 @@ def test_what_a_late_thread_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert not threads._kept
     with pytest.raises(MemoryError):
         threads.keep(-1)
-
-
-def threads_pool(inside: list[int]) -> object:
-    class Stand:
-        @staticmethod
-        def oldest() -> int:
-            return inside[0]
-
-    return Stand
 
 
 @pytest.fixture

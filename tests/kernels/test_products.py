@@ -17,8 +17,13 @@ from torch import Tensor
 from exact_rooms import exact_rooms
 from layerskip_models.checkpoints.gguf_blocks import GROUPED, numbers_of_blocks
 from layerskip_models.grouped_weight import GroupedWeight, pack_nibbles
-from layerskip_models.kernels.native_grouped import NativeGroupedLinear
-from layerskip_models.kernels.native_linear import MAX_ROWS, NativeInt8Linear, NativeLinear, operators_only
+from layerskip_models.kernels.native_linear import (
+    MAX_ROWS,
+    NativeGroupedLinear,
+    NativeInt8Linear,
+    NativeLinear,
+    operators_only,
+)
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.norm import RMSNorm
 from test_integer_rows import CUT_ROWS
@@ -107,7 +112,7 @@ def test_a_row_has_its_product_in_any_company(
         linear = linear_of(kind, outputs, inputs, seed, bias)
     x, residual = drawn(rows, inputs, seed=seed + 1), drawn(rows, outputs, seed=seed + 2)
     if outliers:
-        x[::3, seed % inputs] *= 1e4  # these rows get finer digits
+        x[::3, seed % inputs] *= 1e4  # these rows get finer limbs
     norm = RMSNorm(1 + 0.1 * drawn(inputs, seed=seed + 3), 1e-5)
     calls = (
         linear,

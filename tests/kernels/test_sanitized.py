@@ -10,7 +10,7 @@ import pytest
 
 import sanitized
 
-CALLS = r"kernels\.native_(linear|grouped|layers)|exact_rooms|from test_native"
+CALLS = r"kernels\.native_(linear|layers)|exact_rooms|from test_native"
 
 
 def test_every_test_that_calls_the_kernels_is_among_them() -> None:

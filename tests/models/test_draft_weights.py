@@ -9,8 +9,7 @@ from layerskip_models.decoder_layer import Linear
 from layerskip_models.draft_weights import rounded_linear
 from layerskip_models.grouped_weight import GroupedWeight, pack_sixes
 from layerskip_models.kernels.check import native_works
-from layerskip_models.kernels.native_grouped import NativeGroupedLinear
-from layerskip_models.kernels.native_linear import NativeInt8Linear
+from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear
 
 pytestmark = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 

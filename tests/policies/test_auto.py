@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import AutoStopping, MeasuredCost, RoundContext, parse_policy
-from policies.acceptance_table import DOUBT_BINS
+from policies import Drafter, MeasuredCost, RoundContext, parse_policy
 from policies.auto.acceptance_model import AcceptanceModel
 from policies.auto.constants import TUNING
 from policies.auto.draft_values import DraftValues
 from policies.auto.learner import AutoLearner
-from policies.auto.policy import AutoExit
+from policies.auto.policy import AutoExit, AutoStopping
+from policies.spide import MIDPOINTS, NUM_BINS
 from records import finished, row, shadow
 
 CONTEXT = RoundContext(round_index=3, num_committed=40, remaining_tokens=50)
@@ -106,7 +106,7 @@ def test_confidence_decides_when_to_stop() -> None:
     stopping.start_round(policy.plan(CONTEXT))
     assert not stopping.stop_before_draw(row(0, exit_layer=2, confidence=0.95))
     assert stopping.stop_before_draw(row(1, exit_layer=2, confidence=0.15))
-    assert 0 < stopping.threshold(2) < 1
+    assert 0 < stopping.threshold(Drafter(2)) < 1
 
 
 def test_state_survives_a_file(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_state_survives_a_file(tmp_path: Path) -> None:
 @given(data=st.data(), num_layers=st.integers(2, 10))
 def test_it_plans_within_its_limits(data: st.DataObject, num_layers: int) -> None:
     learner_policy = AutoExit(num_layers=num_layers)
-    layers = learner_policy.learner.layers
+    layers = learner_policy.exit_layers
     for _ in range(data.draw(st.integers(0, 6))):
         rows = data.draw(st.integers(1, 4))
         hits = data.draw(
@@ -150,14 +150,14 @@ def test_it_plans_within_its_limits(data: st.DataObject, num_layers: int) -> Non
         assert (plan.exit_layer is None) == (plan.max_speculations == 0)
         learner: AutoLearner = learner_policy.learner
         assert np.all((learner.acceptance >= 0) & (learner.acceptance <= 1))
-        assert learner.acceptance.shape == (len(layers), len(DOUBT_BINS))
+        assert learner.acceptance.shape == (len(layers), NUM_BINS)
         # One pass of L layers can never bring more than the draft's tokens, and plain decoding is always possible.
         assert 1 / num_layers * 0.9 < learner.rate < (plan.max_speculations + 13) / num_layers
 
 
 def taught(policy: AutoExit, rows: int) -> AutoExit:
     """After a prompt of so many rows, in which every layer was right half the time."""
-    layers = policy.learner.layers
+    layers = policy.exit_layers
     policy.begin_text()
     policy.observe_prompt(shadow(layers, [[1, 0] * (rows // 2)] * len(layers), [[0.5] * rows] * len(layers)))
     return policy
@@ -197,16 +197,19 @@ def test_a_saved_state_fits_with_and_without_weights_in_fewer_bits() -> None:
         policy.observe(finished(3, 2, exit_layer=2, confidences=[0.9, 0.8, 0.7]))
     rounded.observe(replace(finished(3, 3, exit_layer=8, confidences=[0.9, 0.9, 0.9]), bits=8))
     saved = json.loads(json.dumps(rounded.state()))
+    assert saved["places"] == [1, 2, 3, 4, -8]
     again = AutoExit(num_layers=8, bits=(8,))
     again.restore(saved)
     assert {**again.state(), "rate": None} == {**rounded.state(), "rate": None}  # the rate is solved again
     without = AutoExit(num_layers=8)
     without.restore(saved)
-    assert without.learner.table.seen == {layer: rounded.learner.table.seen[layer] for layer in without.exit_layers}
+    assert without.learner.table.seen == {
+        drafter: rows for drafter, rows in rounded.learner.table.seen.items() if drafter.bits is None
+    }
     more = AutoExit(num_layers=8, bits=(8,))
     more.restore(json.loads(json.dumps(bare.state())))
-    assert more.learner.table.seen[2] == bare.learner.table.seen[2]
-    assert sum(more.learner.table.seen[-8]) == 0
+    assert more.learner.table.seen[Drafter(2)] == bare.learner.table.seen[Drafter(2)]
+    assert sum(more.learner.table.seen[Drafter(8, 8)]) == 0
     with pytest.raises(ValueError, match="other exit layers"):
         AutoExit(num_layers=12).restore(saved)
 
@@ -251,10 +254,13 @@ def test_what_an_exit_drafts_in_fewer_bits_is_experience_with_that_exit() -> Non
     assert (plan.exit_layer, plan.bits) == (6, 8)
     stopping = policy.default_stopping()
     stopping.start_round(plan)
-    assert stopping.threshold(-8) == policy.learner.needed(6)
-    before = [sum(policy.learner.table.seen[place]) for place in (6, -8)]
+    assert stopping.threshold(Drafter(6, 8)) == policy.learner.needed(Drafter(6))
+    before = [sum(policy.learner.table.seen[drafter]) for drafter in (Drafter(6), Drafter(24, 8))]
     policy.observe(replace(finished(3, 3, exit_layer=6, confidences=[0.5, 0.5, 0.5]), bits=8))
-    assert [sum(policy.learner.table.seen[place]) for place in (6, -8)] == [before[0] + 3, before[1]]
+    assert [sum(policy.learner.table.seen[drafter]) for drafter in (Drafter(6), Drafter(24, 8))] == [
+        before[0] + 3,
+        before[1],
+    ]
 
 
 def test_weights_that_disappoint_are_not_drafted_with() -> None:
@@ -284,13 +290,14 @@ def test_first_drafts_in_fewer_bits_are_short() -> None:
 def test_drafts_that_surprise_are_learned_from_at_once(accepted: int, believed: bool) -> None:
     """Rounds in which as many are accepted as supposed wait until there are many more of them."""
     policy = fed(24, {1: 1.0, 8: 1.0}, confidence=0.75)  # nearly always right
-    before = policy.learner.layer_acceptance[1]
+    before = policy.learner.mean_acceptance[Drafter(1)]
     for _ in range(4):
         policy.observe(finished(3, accepted, exit_layer=1, confidences=[0.75] * 3))
-    assert (policy.learner.layer_acceptance[1] < before) == believed
+    assert (policy.learner.mean_acceptance[Drafter(1)] < before) == believed
 
 
-LAYERS = (1, 2, 3, 4, 6, 8)
+LAYERS = tuple(map(Drafter, (1, 2, 3, 4, 6, 8)))
+LOW_BITS = (Drafter(2), Drafter(4), Drafter(16, 8))
 
 
 def counts(acceptance: np.ndarray, rows: float) -> tuple[np.ndarray, np.ndarray]:
@@ -303,24 +310,24 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return np.asarray(1 / (1 + np.exp(-x)))
 
 
-NOTHING = counts(np.zeros((len(LAYERS), len(DOUBT_BINS))), 0.0)
+NOTHING = counts(np.zeros((len(LAYERS), NUM_BINS)), 0.0)
 
 
 def test_unseen_layers_are_right_more_often_than_sure_and_alike() -> None:
     estimate = AcceptanceModel(LAYERS, 16).acceptance(*NOTHING)
     assert np.all(estimate == estimate[0]) and np.all(np.diff(estimate[0]) >= 0)
-    assert np.all(estimate[0, :10] > DOUBT_BINS.midpoints[:10])
+    assert np.all(estimate[0, :10] > MIDPOINTS[:10])
 
 
 def test_much_evidence_is_believed() -> None:
-    truth = np.random.default_rng(0).uniform(size=(len(LAYERS), len(DOUBT_BINS)))  # far from any line
+    truth = np.random.default_rng(0).uniform(size=(len(LAYERS), NUM_BINS))  # far from any line
     model = AcceptanceModel(LAYERS, 16)
     model.fit(*counts(truth, 1e5))
     assert model.acceptance(*counts(truth, 1e5)) == pytest.approx(truth, abs=1e-3)
 
 
 def test_a_line_is_found() -> None:
-    odds = np.log(np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999)) - np.log(1 - np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999))
+    odds = np.log(np.clip(MIDPOINTS, 0.03, 0.9999)) - np.log(1 - np.clip(MIDPOINTS, 0.03, 0.9999))
     truth = sigmoid(np.array([-3.0, 0.3, 0.7, 1.2, 2.0, 2.8])[:, None] + 1.3 * odds)
     model = AcceptanceModel(LAYERS, 16)
     for _ in range(12):
@@ -342,19 +349,21 @@ def test_a_few_rows_move_a_whole_layer_and_less_its_neighbours() -> None:
 
 def test_drafts_in_fewer_bits_have_a_line_of_their_own() -> None:
     """Exits that are right one time in ten whatever their confidence say nothing about those of the whole model."""
-    odds = np.log(DOUBT_BINS.midpoints) - np.log(1 - np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999))
+    odds = np.log(MIDPOINTS) - np.log(1 - np.clip(MIDPOINTS, 0.03, 0.9999))
     truth = sigmoid(np.array([-2.2, -2.2, 3.5])[:, None] + np.array([0.0, 0.0, 1.2])[:, None] * odds)
-    nothing = {size: counts(np.zeros((size, len(DOUBT_BINS))), 0.0) for size in (1, 2, 3)}
-    model = AcceptanceModel((2, 4, -8), 16)
+    nothing = {size: counts(np.zeros((size, NUM_BINS)), 0.0) for size in (1, 2, 3)}
+    model = AcceptanceModel(LOW_BITS, 16)
     for _ in range(12):
         model.fit(*counts(truth, 500.0))
     assert model.acceptance(*nothing[3]) == pytest.approx(truth, abs=0.03)
-    other = AcceptanceModel((2, 4), 16)
-    other.restore(model.state(), (2, 4, -8))
+    other = AcceptanceModel(LOW_BITS[:2], 16)
+    other.restore(model.state(), LOW_BITS)
     assert other.acceptance(*nothing[2]) == pytest.approx(truth[:2], abs=0.03)
-    again = AcceptanceModel((2, 4, -8), 16)
-    again.restore(other.state(), (2, 4))
-    assert again.acceptance(*nothing[3])[2] == pytest.approx(AcceptanceModel((-8,), 16).acceptance(*nothing[1])[0])
+    again = AcceptanceModel(LOW_BITS, 16)
+    again.restore(other.state(), LOW_BITS[:2])
+    assert again.acceptance(*nothing[3])[2] == pytest.approx(
+        AcceptanceModel(LOW_BITS[2:], 16).acceptance(*nothing[1])[0]
+    )
 
 
 @settings(max_examples=60)
@@ -364,16 +373,14 @@ def test_fits_settle_where_nothing_is_more_probable(data: st.DataObject, rows: f
     shares = data.draw(
         st.lists(
             st.sampled_from([0.0, 0.1, 0.9, 1.0]),
-            min_size=len(LAYERS) * len(DOUBT_BINS),
-            max_size=len(LAYERS) * len(DOUBT_BINS),
+            min_size=len(LAYERS) * NUM_BINS,
+            max_size=len(LAYERS) * NUM_BINS,
         )
     )
     weights = data.draw(
-        st.lists(
-            st.sampled_from([0.0, 1.0]), min_size=len(LAYERS) * len(DOUBT_BINS), max_size=len(LAYERS) * len(DOUBT_BINS)
-        )
+        st.lists(st.sampled_from([0.0, 1.0]), min_size=len(LAYERS) * NUM_BINS, max_size=len(LAYERS) * NUM_BINS)
     )
-    seen = rows * np.array(weights).reshape(len(LAYERS), len(DOUBT_BINS))
+    seen = rows * np.array(weights).reshape(len(LAYERS), NUM_BINS)
     accepted = seen * np.array(shares).reshape(seen.shape)
     model = AcceptanceModel(LAYERS, 16)
     for _ in range(40):

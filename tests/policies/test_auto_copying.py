@@ -16,7 +16,7 @@ from policies.auto.constants import TUNING
 from policies.auto.copy_values import CopyTable, best_copy
 from policies.auto.drift import CostDrift
 from policies.auto.policy import AutoExit
-from policies.copying import MOST
+from policies.fixed import MAX_COPY_LENGTH
 from records import finished
 from scripted_policies import made_up_cost
 from selfspec.cache.copy_index import CopyStore
@@ -61,11 +61,11 @@ def test_learns_how_often_a_match_of_each_length_is_right() -> None:
 
 def test_copies_as_long_as_it_pays() -> None:
     """Brute force over the lengths: tokens less rate times cost."""
-    table, costs = CopyTable(), [ROWS.copying(copied) for copied in range(MOST + 1)]
+    table, costs = CopyTable(), [ROWS.copying(copied) for copied in range(MAX_COPY_LENGTH + 1)]
     table.observe([(4, True)] * 9 + [(4, False)])
     for rate, length in product((0.05, 0.14, 0.3, 1.0), (2, 4, 8, 33)):
         values = []
-        for copied in range(1, MOST + 1):
+        for copied in range(1, MAX_COPY_LENGTH + 1):
             tokens, reliability = 1.0, 1.0
             for index in range(copied):
                 reliability *= table.chance(length + index)

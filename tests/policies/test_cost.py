@@ -19,12 +19,12 @@ from policies import (
     RoundContext,
     RoundRecord,
     ShadowTokens,
-    best_setting,
     cost_of_round,
     parse_policy,
     tokens_per_cost,
 )
 from policies.auto.drift import CostDrift
+from policies.cost import best_setting
 from records import finished
 
 MEASURED = MeasuredCost(
@@ -37,9 +37,6 @@ def test_tokens_per_layer_by_hand() -> None:
     assert tokens_per_cost(0.5, 2, 2, cost) == pytest.approx(7 / 48)  # (1 + 1/2 + 1/4) / (2 * 2 + 8)
     assert tokens_per_cost(1.0, 2, 2, cost) == pytest.approx(3 / 12)  # the limit at a = 1
     assert tokens_per_cost(0.7, 3, 0, cost) == 1 / 8
-
-
-def test_best_setting_by_hand() -> None:
     # L = 4: layer 2 with a = .8 and d = 2 gives (1 + .8 + .64) / (2 * 2 + 4) = .305; layer 1 at best 1.5 / 5 = .3 (d = 1),
     # layer 3 at best 1.9 / 7 = .2714 (d = 1).
     assert best_setting({1: 0.5, 2: 0.8, 3: 0.9}, 8, LayerCost(4)) == (2, 2, pytest.approx(0.305))
@@ -146,17 +143,11 @@ def record(plan: Plan, *, drafts: int = 3, factor: float = 1.0, index: int = 0, 
     else:
         draft = true.drafting(exit_layer, drafts)
         verify = true.round(exit_layer, drafts) - draft
-    return RoundRecord(
+    found = finished(drafts, drafts, cause="none" if exit_layer is None else "cap", confidences=(0.9,) * drafts)
+    return replace(
+        found,
         index=index,
-        num_committed_before=10 + index,
         exit_layer=exit_layer,
-        max_speculations=drafts,
-        draft_tokens=(1,) * drafts,
-        num_accepted=drafts,
-        tokens=(1,) * (drafts + 1),
-        loaded_layers=LAYERS,
-        stop_cause="none" if exit_layer is None else "cap",
-        confidences=(0.9,) * drafts,
         draft_seconds=factor * draft,
         verify_seconds=factor * verify,
         batch_size=batch_size,
@@ -174,15 +165,11 @@ def test_a_round_of_the_scaled_cost_by_hand() -> None:
     assert TRUE.round(2, 2) == pytest.approx(19.4)
     for index in range(20):
         slow = record(DRAFT if index % 2 else PLAIN, index=index)
-        changed = drift.observe(RoundRecord(**{**fields(slow), "draft_seconds": 3 * slow.draft_seconds}))
+        changed = drift.observe(replace(slow, draft_seconds=3 * slow.draft_seconds))
         assert changed == (index == 15)  # eight of each
     assert drift.cost.round(2, 2) == pytest.approx(3 * 8 + 11.4)
     assert drift.cost.head_cost(2) == pytest.approx(3 * 2.0)
     assert drift.cost.autoregressive() == TRUE.autoregressive() and drift.cost.num_layers == LAYERS
-
-
-def fields(source: RoundRecord) -> dict[str, object]:
-    return {name: getattr(source, name) for name in RoundRecord.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("factor", [0.2, 1.0, 5.0])
@@ -237,8 +224,10 @@ def test_in_company_a_round_is_what_all_its_texts_took() -> None:
             share = record(PLAIN if plain else DRAFT, index=index, batch_size=3, drafts=1 + text)
             if not plain:  # all get the same share, whatever they drafted
                 drafted = [record(DRAFT, batch_size=3, drafts=1 + other) for other in range(3)]
-                seconds = {name: sum(getattr(one, name) for one in drafted) / 3 for name in SECONDS}
-                share = RoundRecord(**{**fields(share), **seconds, "verify_seconds": 2 * seconds["verify_seconds"]})
+                draft, verify = (
+                    sum(seconds) / 3 for seconds in zip(*[(d.draft_seconds, d.verify_seconds) for d in drafted])
+                )
+                share = replace(share, draft_seconds=draft, verify_seconds=2 * verify)
             changes.append(drift.observe(share))
     assert changes == [False] * 47 + [True]
     true = TRUE.for_batch_size(3)
@@ -262,9 +251,6 @@ def test_a_text_that_fails_does_not_shift_the_rounds_that_follow() -> None:
             assert exit_policy.learner.cost == DEAR.for_batch_size(2)
             policy.observe(record(DRAFT if index % 2 else PLAIN, index=index, batch_size=2))
     assert exit_policy.learner.cost != DEAR.for_batch_size(2)
-
-
-SECONDS = ("draft_seconds", "verify_seconds")
 
 
 def test_a_reset_forgets_repairs_too() -> None:

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from policies import (
-    DelThreshold,
-    FiniteStateLength,
-    ObservationSpec,
-    Plan,
-    Policy,
-    RoundContext,
-    SpideStopping,
-    parse_policy,
-)
+from policies import ObservationSpec, Plan, Policy, RoundContext, parse_policy
+from policies.del_policy import DelThreshold
+from policies.fixed import FiniteStateLength
+from policies.spide import SpideStopping
 from records import row, shadow
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
 
@@ -25,6 +19,8 @@ def test_a_policy_by_name_is_what_its_arguments_say() -> None:
     assert isinstance(keep.stopping, DelThreshold)
     keep.observe_prompt(shadow([1, 2, 3], [[1]] * 3, [[0.9]] * 3))
     assert keep.stopping.stop_after_draw(row(confidence=0.1), 0)
+    company = keep.clone_for_sequence().stopping
+    assert company is not None and company.stop_after_draw(row(confidence=0.1), 0)
     spide = parse_policy("spide:3,tau=0.6", num_layers=8)
     assert isinstance(spide.stopping, SpideStopping)
     assert spide.stopping.tau == 0.6
@@ -71,18 +67,14 @@ def test_bad_arguments_show_a_good_one(text: str) -> None:
         ("del:on_stop=keep+spide", r"on_stop= changes nothing before \+spide"),
         ("del:on_stop=drop+del", r"on_stop= changes nothing before \+del"),
         ("del:length=tpl,on_stop=keep", "on_stop= changes nothing with length=tpl"),
-        ("del+spide:learn_every=4", "learn_every= changes nothing after 'del'"),
-        ("spide:3,learn_every=4", "learn_every= changes nothing without shadow tokens"),
-        ("spide:3,prompt_rows=8,learn_every=4", "learn_every= changes nothing without shadow tokens"),
-        ("spide:3,shadow=off,learn_every=4", "learn_every= changes nothing without shadow tokens"),
+        ("auto:cost=layers,learn_every=4+del", r"learn_every= changes nothing before \+del"),
         ("ls:3-0+dv", "drafts nothing"),
         ("del:omega=0.9,omega=0.5", "omega= is given twice"),
-        ("del:state=lost", "state must be one of fresh, kept"),
+        ("del:state=kept", "takes cost=, layers="),
         ("ls:3-18+del:prompt=never", "prompt must be one of first, counted"),
         ("ar+dv", "drafts nothing"),
         ("del:3", "takes cost=, layers="),
         ("del:on_stop=maybe", "on_stop must be one of drop, keep"),
-        ("del:alpha=u", "alpha must be one of rows, paper"),
         ("del:cost=free", "cost must be one of layers, measured"),
         ("del:layers=2/9", r"\[1, 7\]"),
         ("del:omega=x", "omega=x"),
@@ -112,7 +104,6 @@ def test_needs_are_joined() -> None:
     # A part that learns nothing does not ask for every round.
     assert (left | ObservationSpec(exit_hidden=True)).learn_every == 4
     assert (left | ObservationSpec(exit_hidden=True)).exit_hidden
-    assert (left | ObservationSpec(learn_first=3)).learn_first == 3
 
 
 def test_the_prompt_alone_can_be_learned_from() -> None:
@@ -122,9 +113,6 @@ def test_the_prompt_alone_can_be_learned_from() -> None:
     # Beside a policy that learns from rounds it changes nothing of their schedule.
     assert (prompt | ObservationSpec(shadow_layers=(1,), learn_every=4)).learn_every == 4
     assert (prompt | ObservationSpec(confidence=True)).learn_every == 0
-    for name, learn_every, rows in (("spide:3,prompt_rows=32", 0, 32), ("spide:3,shadow=on,prompt_rows=8", 1, 8)):
-        observes = parse_policy(name, num_layers=8).observes
-        assert (observes.shadow_layers, observes.learn_every, observes.prompt_rows) == ((3,), learn_every, rows)
 
 
 def rounds_learned(observes: ObservationSpec, rows: list[int]) -> list[int]:
@@ -139,8 +127,8 @@ def rounds_learned(observes: ObservationSpec, rows: list[int]) -> list[int]:
 
 
 def test_the_rounds_that_are_learned_from() -> None:
-    observes = ObservationSpec(shadow_layers=(1,), learn_every=4, learn_first=3)
-    assert rounds_learned(observes, [1] * 17) == [0, 1, 2, 12, 16]  # the first three, then one row in four of all
+    observes = ObservationSpec(shadow_layers=(1,), learn_every=4)
+    assert rounds_learned(observes, [1] * 17) == [0, 4, 8, 12, 16]  # one row in four
     # Rounds of five: 5 rows of 0, then not before 20 were seen, then 10 of 40.
     assert rounds_learned(observes, [5] * 10) == [0, 4, 8]
     assert rounds_learned(ObservationSpec(shadow_layers=(1,)), [1, 5, 2, 1]) == [0, 1, 2, 3]

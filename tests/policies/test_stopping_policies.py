@@ -6,23 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import (
-    AcceptanceTable,
-    AdaEdlThreshold,
-    DelExit,
-    DelThreshold,
-    DraftVerifyThreshold,
-    FiniteStateLength,
-    Plan,
-    RoundContext,
-    SpideStopping,
-    SvipThreshold,
-    parse_policy,
-)
-from policies.acceptance_table import BINS, DOUBT_BINS, PAPER_BINS, Bins
-from policies.del_policy import DecayedMatches
+from policies import DelExit, Drafter, Plan, RoundContext, parse_policy
+from policies.del_policy import DecayedMatches, DelThreshold
+from policies.fixed import FiniteStateLength
+from policies.spide import EDGES, MIDPOINTS, NUM_BINS, AcceptanceTable, SpideStopping, bin_of
+from policies.thresholds import AdaEdlThreshold, DraftVerifyThreshold, SvipThreshold
 from records import finished, row, shadow
 
+EXITS = EXIT_1, EXIT_2, EXIT_3 = Drafter(1), Drafter(2), Drafter(3)
 PLAN = Plan(exit_layer=1, max_speculations=20)
 
 
@@ -57,20 +48,20 @@ def test_draft_verify_follows_its_script() -> None:
     assert not policy.stop_before_draw(row(0, confidence=0.0))
     # Rate 0 < .9: towards .51 by a tenth: .9 * .5 + .1 * .51 = .501. Then rate (0 + 1) / 2 = .5 < .9: .502.
     policy.observe(finished(2, 0))
-    assert policy.threshold(1) == pytest.approx(0.501)
+    assert policy.threshold(EXIT_1) == pytest.approx(0.501)
     policy.observe(finished(2, 2))
-    assert policy.threshold(1) == pytest.approx(0.502)
+    assert policy.threshold(EXIT_1) == pytest.approx(0.502)
     # Rates .75, .875, .9375: only the last is above .9, and moves it down: .503, .504, .503.
     for expected in (0.503, 0.504, 0.503):
         policy.observe(finished(2, 2))
-        assert policy.threshold(1) == pytest.approx(expected)
+        assert policy.threshold(EXIT_1) == pytest.approx(expected)
     # At its cap (its own 8, or the plan's) a lower threshold would change nothing.
     policy.observe(finished(8, 8))
     policy.observe(finished(3, 3, cause="cap"))
     policy.observe(finished(0, 0))
-    assert policy.threshold(1) == pytest.approx(0.503)
+    assert policy.threshold(EXIT_1) == pytest.approx(0.503)
     policy.reset()
-    assert policy.threshold(1) == 0.5
+    assert policy.threshold(EXIT_1) == 0.5
 
 
 def test_entropy_rules_by_hand() -> None:
@@ -83,41 +74,28 @@ def test_entropy_rules_by_hand() -> None:
     assert not adaedl.stop_after_draw(row(0, entropy=1.79), 1)
     assert adaedl.stop_after_draw(row(0, entropy=1.81), 1)
     adaedl.observe(finished(2, 0))
-    assert adaedl.threshold(1) == pytest.approx(0.401)
+    assert adaedl.threshold(EXIT_1) == pytest.approx(0.401)
     for policy in (svip, adaedl):
         assert not policy.stop_before_draw(row(0, entropy=9.0))
         policy.reset()
-    assert adaedl.threshold(1) == 0.4
+    assert adaedl.threshold(EXIT_1) == 0.4
 
 
-@pytest.mark.parametrize(
-    ("confidence", "index"),
-    [
-        (0.0, 0), (0.0999, 0), (0.1, 1), (0.3, 3), (0.8999, 8), (0.9, 9), (0.9099, 9), (0.91, 10), (0.95, 14), (0.98, 17),
-        (0.99, 18), (0.999999, 18), (1.0, 19),
-    ],
-)  # fmt: skip
-def test_the_twenty_bins_and_their_edges(confidence: float, index: int) -> None:
-    assert PAPER_BINS.index(confidence) == index
-    assert len(PAPER_BINS) == 20
-
-
-def test_bins_of_doubt_go_on_where_the_papers_end() -> None:
+def test_the_twenty_bins_and_their_edges() -> None:
     # From .1 on, 1 - confidence falls to .07, .05, .03, .02, .01, .005, .002, .001, .0003, .0001 and below.
-    values = (0.85, 0.92, 0.94, 0.96, 0.975, 0.985, 0.993, 0.997, 0.9985, 0.9995, 0.9998, 0.99995, 1.0)
-    assert [DOUBT_BINS.index(value) for value in values] == [*range(8, 20), 19]
-    assert len(DOUBT_BINS) == 20
-    # The next float32 below 1 is 1 - 6e-8: all but it and 1 itself are in the paper's last bin but one.
-    assert PAPER_BINS.index(1 - 6e-8) == PAPER_BINS.index(0.991) == 18
+    low = (0.0, 0.1, 0.25, 0.3, 0.45, 0.5, 0.65, 0.7)
+    assert [bin_of(value) for value in low] == [0, 1, 2, 3, 4, 5, 6, 7]
+    high = (0.85, 0.92, 0.94, 0.96, 0.975, 0.985, 0.993, 0.997, 0.9985, 0.9995, 0.9998, 0.99995, 1.0)
+    assert [bin_of(value) for value in high] == [*range(8, 20), 19]
+    assert NUM_BINS == len(MIDPOINTS) == 20
 
 
-@given(confidence=st.floats(0, 1), bins=st.sampled_from(sorted(BINS)))
-def test_every_confidence_has_a_bin_that_starts_from_its_midpoint(confidence: float, bins: str) -> None:
-    chosen: Bins = BINS[bins]
-    index = chosen.index(confidence)
-    assert index == sum(edge <= confidence for edge in chosen.edges)
-    bounds = (0.0, *chosen.edges, 1.0)
-    assert bounds[index] <= chosen.midpoints[index] <= bounds[index + 1]
+@given(confidence=st.floats(0, 1))
+def test_every_confidence_has_a_bin_that_starts_from_its_midpoint(confidence: float) -> None:
+    index = bin_of(confidence)
+    assert index == sum(edge <= confidence for edge in EDGES)
+    bounds = (0.0, *EDGES, 1.0)
+    assert bounds[index] <= MIDPOINTS[index] <= bounds[index + 1]
 
 
 def test_what_another_policy_asked_of_a_prompt_teaches_spide() -> None:
@@ -125,21 +103,16 @@ def test_what_another_policy_asked_of_a_prompt_teaches_spide() -> None:
     beside_del = parse_policy("del+spide", num_layers=4)
     beside_del.observe_prompt(seen)
     assert isinstance(beside_del.stopping, SpideStopping)
-    assert [beside_del.stopping.table.seen[layer][4] for layer in (1, 2, 3)] == [2, 2, 2]
-    assert beside_del.stopping.table.rate(2, 0.42) == pytest.approx((2 + 2 * 0.45) / 4)
-    deaf = parse_policy("del+spide:shadow=off", num_layers=4)
-    deaf.observe_prompt(seen)
-    deaf.observe(finished(0, 0, seen=seen))
-    assert isinstance(deaf.stopping, SpideStopping)
-    assert deaf.stopping.table.observations == 0
+    assert [beside_del.stopping.table.seen[drafter][4] for drafter in EXITS] == [2, 2, 2]
+    assert beside_del.stopping.table.rate(EXIT_2, 0.42) == pytest.approx((2 + 2 * 0.45) / 4)
 
 
 def test_spide_stops_where_the_product_falls_to_tau() -> None:
     # Rates .9, .8, .9 (by hand into the table): .9 * .8 = .72 > .7 goes on, times .9 = .648 stops.
-    policy = SpideStopping([1], num_layers=4, tau=0.7, prior_count=1e-9)
-    for confidence, hits in ((0.75, 9), (0.55, 8)):
-        for index in range(10):
-            policy.table.add(1, confidence, float(index < hits))
+    policy = SpideStopping([1], num_layers=4, tau=0.7)
+    for confidence, rate in ((0.75, 0.9), (0.55, 0.8)):
+        policy.table.add(EXIT_1, confidence, rate)
+        policy.table.scale(1e12)  # so that the prior is worth nothing
     policy.start_round(PLAN)
     drawn = [policy.stop_after_draw(row(depth, confidence=value), 0) for depth, value in enumerate((0.75, 0.55, 0.75))]
     assert drawn == [False, False, True]
@@ -150,58 +123,51 @@ def test_spide_stops_where_the_product_falls_to_tau() -> None:
 
 
 def test_the_prior_is_the_midpoint() -> None:
-    table = AcceptanceTable([1], prior_count=2.0)
-    assert table.rate(1, 0.42) == pytest.approx(0.45)
-    table.add(1, 0.42, 1.0)  # (1 + 2 * .45) / (1 + 2)
-    assert table.rate(1, 0.42) == pytest.approx(1.9 / 3)
-    assert AcceptanceTable([1], bins=PAPER_BINS).rate(1, 1.0) == 1.0
-    assert table.rate(1, 1.0) == pytest.approx(1 - 0.00005)
+    table = AcceptanceTable([EXIT_1])
+    assert table.rate(EXIT_1, 0.42) == pytest.approx(0.45)
+    table.add(EXIT_1, 0.42, 1.0)  # (1 + 2 * .45) / (1 + 2)
+    assert table.rate(EXIT_1, 0.42) == pytest.approx(1.9 / 3)
+    assert table.rate(EXIT_1, 1.0) == pytest.approx(1 - 0.00005)
 
 
 def test_tables_learn_from_drafts_and_from_shadow_tokens() -> None:
-    table = AcceptanceTable([1, 2])
+    table = AcceptanceTable([EXIT_1, EXIT_2])
     # Layer 1 drafted three, the second was rejected: the third has no fate. Row 2 of the shadow rows was not drafted.
     seen = shadow([1, 2], [[1, 0, 1], [0, 1, 1]], [[0.15, 0.25, 0.35], [0.15, 0.25, 0.35]])
     table.observe(finished(2, 1, exit_layer=1, confidences=[0.15, 0.25], seen=seen))
-    assert [table.seen[1][index] for index in (1, 2, 3)] == [1, 1, 1]
-    assert [table.accepted[1][index] for index in (1, 2, 3)] == [1, 0, 1]
-    assert [table.accepted[2][index] for index in (1, 2, 3)] == [0, 1, 1]
+    assert [table.seen[EXIT_1][index] for index in (1, 2, 3)] == [1, 1, 1]
+    assert [table.accepted[EXIT_1][index] for index in (1, 2, 3)] == [1, 0, 1]
+    assert [table.accepted[EXIT_2][index] for index in (1, 2, 3)] == [0, 1, 1]
 
 
 def test_a_reset_forgets_what_a_table_has_learned() -> None:
     policy = parse_policy("spide:1", num_layers=3)
     stopping = policy.stopping
     assert isinstance(stopping, SpideStopping)
-    before = stopping.table.rate(1, 0.42)
+    before = stopping.table.rate(EXIT_1, 0.42)
     stopping.observe(finished(2, 0, exit_layer=1, confidences=[0.42, 0.42]))
-    assert stopping.table.rate(1, 0.42) < before
+    assert stopping.table.rate(EXIT_1, 0.42) < before
     policy.reset()
-    assert stopping.table.rate(1, 0.42) == before
+    assert stopping.table.rate(EXIT_1, 0.42) == before
 
 
 def test_when_sampling_tables_learn_probabilities() -> None:
-    table = AcceptanceTable([1, 2])
+    table = AcceptanceTable([EXIT_1, EXIT_2])
     seen = shadow([1, 2], [[1, 1], [1, 1]], [[0.15, 0.25]] * 2, [[0.3, 0.4], [0.5, 0.6]])
     table.observe(finished(1, 1, exit_layer=1, confidences=[0.15], acceptance=[0.7], seen=seen))
-    assert (table.accepted[1][1], table.accepted[1][2]) == pytest.approx((0.7, 0.4))  # own draft, then a shadow row
-    assert (table.accepted[2][1], table.accepted[2][2]) == pytest.approx((0.5, 0.6))
-
-
-def test_what_was_seen_fades() -> None:
-    table = AcceptanceTable([1], decay=0.5)
-    table.add(1, 0.42, 1.0)
-    table.observe(finished(1, 0, exit_layer=1, confidences=[0.42]))
-    assert (table.seen[1][4], table.accepted[1][4]) == (1.5, 0.5)
+    assert (table.accepted[EXIT_1][1], table.accepted[EXIT_1][2]) == pytest.approx(
+        (0.7, 0.4)
+    )  # own draft, then a shadow row
+    assert (table.accepted[EXIT_2][1], table.accepted[EXIT_2][2]) == pytest.approx((0.5, 0.6))
 
 
 def test_a_table_for_other_bins_is_refused() -> None:
-    ours, papers = AcceptanceTable([1]), AcceptanceTable([1], bins=PAPER_BINS)
-    papers.add(1, 0.42, 1.0)
+    ours = AcceptanceTable([EXIT_1])
     with pytest.raises(ValueError, match="other bins"):
-        ours.restore(papers.state())
+        ours.restore({**ours.state(), "edges": [0.5]})
     with pytest.raises(ValueError, match="lacks edges: it was saved by another version"):
         ours.restore({name: rows for name, rows in ours.state().items() if name != "edges"})
-    assert ours.observations == 0
+    assert ours.seen == AcceptanceTable([EXIT_1]).seen
 
 
 FIRST = RoundContext(round_index=0, num_committed=4, remaining_tokens=50)
@@ -237,7 +203,7 @@ def test_the_layer_of_the_best_tpl() -> None:
     policy.observe_prompt(seen)
     plan = policy.plan(FIRST)
     assert (plan.exit_layer, plan.max_speculations) == (2, 18)
-    assert plan.acceptance == pytest.approx({1: 0.5, 2: 0.8, 3: 0.9})
+    assert plan.acceptance == pytest.approx({EXIT_1: 0.5, EXIT_2: 0.8, EXIT_3: 0.9})
     by_length = DelExit(num_layers=4, length="tpl")
     by_length.observe(finished(0, 0, seen=seen))
     assert by_length.plan(FIRST).max_speculations == 2
@@ -269,46 +235,28 @@ def test_tau_stays_when_the_mismatched_rows_are_long_ago() -> None:
     assert matches.threshold(1) == pytest.approx(0.55)
 
 
-@pytest.mark.parametrize("name", ["del", "ls:1-9+del"])
-def test_a_new_text_starts_afresh_unless_told_otherwise(name: str) -> None:
+@pytest.mark.parametrize("name", ["del", "ls:1-9+del", "del:prompt=counted"])
+def test_a_new_text_starts_afresh(name: str) -> None:
     seen = shadow([1, 2, 3], [[1, 0]] * 3, [[0.8, 0.4]] * 3)
-    for option, expected in (("", 0.5), (":state=kept", 0.6)):
-        policy = parse_policy(name + option, num_layers=4)
-        assert isinstance(policy.stopping, DelThreshold)
-        policy.begin_text()
-        policy.observe(finished(1, 1, seen=seen))
-        assert policy.stopping.threshold(1) == pytest.approx(0.6)
-        saved = policy.state()
-        policy.begin_text()
-        assert policy.stopping.threshold(1) == pytest.approx(expected)
-        assert policy.learns == (option != "")
-        policy.reset()
-        policy.restore(saved)
-        assert policy.stopping.threshold(1) == pytest.approx(expected)
-
-
-def test_a_policy_that_forgets_takes_up_no_state() -> None:
-    kept = parse_policy("del:state=kept", num_layers=4)
-    with pytest.raises(ValueError, match="say state=kept"):
-        parse_policy("del", num_layers=4).restore(kept.state())
-    with pytest.raises(ValueError, match="another version"):
-        kept.restore({"exit": {"compared": {"1": 3.0}}, "stopping": {}})
-
-
-def test_del_shares_its_estimates_and_keeps_them_once() -> None:
-    policy = parse_policy("del:state=kept,prompt=counted", num_layers=4)
+    policy = parse_policy(name, num_layers=4)
     assert isinstance(policy.stopping, DelThreshold)
+    for forget in (policy.begin_text, policy.reset):
+        policy.observe_prompt(seen)
+        policy.observe(finished(1, 1, seen=seen))
+        assert policy.stopping.threshold(EXIT_1) == pytest.approx(0.6)
+        forget()
+        assert policy.stopping.threshold(EXIT_1) == 0.5
+    assert not policy.learns
+    with pytest.raises(ValueError, match="keeps nothing, but the saved state holds"):
+        policy.restore({"exit": {"matches": {"1": [2.0, 0.5]}}, "stopping": {"matches": {}}})
+
+
+def test_del_shares_its_estimates_with_its_threshold() -> None:
+    policy = parse_policy("del:prompt=counted", num_layers=4)
+    assert isinstance(policy.exit, DelExit) and isinstance(policy.stopping, DelThreshold)
     seen = shadow([1, 2, 3], [[1, 0]] * 3, [[0.8, 0.4]] * 3)
-    policy.begin_text()
     policy.observe_prompt(seen)
     policy.observe(finished(1, 1, seen=seen))
-    assert policy.exit.state()["matches"] == {layer: pytest.approx([0.95 * 2 + 2, 0.5]) for layer in "123"}
-    assert policy.stopping.threshold(2) == pytest.approx(0.6)
-    assert policy.stopping.state() == {}
-    policy.reset()
-    assert policy.stopping.threshold(2) == 0.5
-
-
-def test_state_of_other_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="exit layers"):
-        DecayedMatches([1, 2], 0.9).restore(DecayedMatches([1, 3], 0.9).state())
+    matches = policy.exit.estimates.rounds._learn(2).matches  # learned once
+    assert (matches.weight, matches.mean) == pytest.approx((0.95 * 2 + 2, 0.5))
+    assert policy.stopping.threshold(EXIT_2) == pytest.approx(0.6)

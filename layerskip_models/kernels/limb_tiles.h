@@ -3,19 +3,19 @@
  * Sums are those of interleaved.h: the unit adds up products of 16 outputs and up to 16 rows at once, exactly, and the rest is done as
  * vectors do it. So a row has the same results either way. A chunk of 8-bit weights is a tile as it is in memory.
  */
-#ifndef SELFSPEC_DIGIT_TILES_H
-#define SELFSPEC_DIGIT_TILES_H
+#ifndef SELFSPEC_LIMB_TILES_H
+#define SELFSPEC_LIMB_TILES_H
 #include "interleaved.h"
 #include "pairs.h"
 #include "tiles.h"
 
 #if TILES
 /* `outputs` for 16 outputs with 8-bit weights, before the scale. Rows are in the layout of tiles. */
-static void tile_byte_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
+static void tile_byte_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Prefetch fetch, float *y) {
   const int64_t runs = m->in / CHUNK_INPUTS, ahead = fetch.ahead * m->in;
   const char *w = (const char *)m->weight + first * m->in;
-  const Fixed *fixed = (const Fixed *)(x + runs * rows * DIGITS * CHUNK_INPUTS);
-  int32_t sums[DIGITS][16][16];
+  const Fixed *fixed = (const Fixed *)(x + runs * rows * LIMBS * CHUNK_INPUTS);
+  int32_t sums[LIMBS][16][16];
   THREE_SUMS(tile_dot_bytes);
   for (int64_t r = 0; r < rows; r++)
     for (int o = 0; o < BLOCK; o++) {
@@ -26,12 +26,12 @@ static void tile_byte_dots(const Matrix *m, int64_t first, const char *x, int64_
 
 #if VNNI
 /* The same for weights in groups. kind, spans, shifted: constants where this is called. */
-INLINE void tile_span_dots(int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch,
+INLINE void tile_span_dots(int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, int64_t rows, Prefetch fetch,
                            float *y) {
   typedef int32_t whole __attribute__((aligned(4), may_alias));
   const int lines = kind == INT4 ? 8 : kind == SIXES ? 12 : 16, shift = spans_shift(m), width = CHUNK_INPUTS / spans;
   const int64_t chunks = m->in / CHUNK_INPUTS, ahead = bytes_of(kind, fetch.ahead * m->in);
-  const int64_t chunk_size = rows * (GROUPED_DIGITS * CHUNK_INPUTS + 4 * spans);
+  const int64_t chunk_size = rows * (GROUPED_LIMBS * CHUNK_INPUTS + 4 * spans);
   const uint8_t *w = (const uint8_t *)m->weight + bytes_of(kind, first * m->in);
   const Factors at = factors_at(m, first);
   const Fixed *fixed = (const Fixed *)(x + chunks * chunk_size);
@@ -41,10 +41,10 @@ INLINE void tile_span_dots(int kind, int spans, int shifted, const Matrix *m, in
   configure_tiles(rows, width);
   for (int64_t r = 0; r < rows; r++) total[r] = _mm512_setzero_ps();
   for (int64_t c = 0; c < chunks; c++, w += 64 * lines, x += chunk_size) {
-    const char *words = x + rows * GROUPED_DIGITS * CHUNK_INPUTS;
+    const char *words = x + rows * GROUPED_LIMBS * CHUNK_INPUTS;
     if (fetch.ahead)
       for (int line = 0; line < lines; line++)
-        if ((64 * line & fetch.mask) == fetch.place) FETCH(w + ahead + 64 * line);
+        if ((64 * line & fetch.mask) == fetch.place) PREFETCH(w + ahead + 64 * line);
     UNROLL for (int t = 0; t < 8; t++) {
       const Pair pair = quads_of(kind, w, t);
       _mm512_store_si512(quads[t], pair.first);
@@ -53,15 +53,15 @@ INLINE void tile_span_dots(int kind, int spans, int shifted, const Matrix *m, in
     __asm__ volatile("" : : "r"(quads) : "memory"); /* as in configure_tiles */
     UNROLL for (int half = 0; half < spans / 2; half++) {
       const int other = half + spans / 2;
-      const char *digits = x + half * GROUPED_DIGITS * rows * width, *others = x + other * GROUPED_DIGITS * rows * width;
+      const char *limbs = x + half * GROUPED_LIMBS * rows * width, *others = x + other * GROUPED_LIMBS * rows * width;
       tile_zero(0);
       tile_zero(1);
       tile_zero(2);
       tile_zero(3);
       tile_load(4, quads[half * width / 4], 64);
-      tile_load(6, digits, width);
+      tile_load(6, limbs, width);
       tile_dot_bytes(0, 6, 4);
-      tile_load(7, digits + rows * width, width);
+      tile_load(7, limbs + rows * width, width);
       tile_dot_bytes(1, 7, 4);
       tile_load(5, quads[other * width / 4], 64);
       tile_load(6, others, width);
@@ -98,7 +98,7 @@ INLINE void tile_span_dots(int kind, int spans, int shifted, const Matrix *m, in
     else if (shifted) tile_span_dots(KIND, 2, 1, m, first, x, rows, fetch, y); \
     else tile_span_dots(KIND, 2, 0, m, first, x, rows, fetch, y); \
   } while (0)
-static void tile_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
+static void tile_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Prefetch fetch, float *y) {
   switch (m->kind) {
   case INT4: TILE_DOTS(INT4); break;
   case BYTES: TILE_DOTS(BYTES); break;
@@ -109,7 +109,7 @@ static void tile_dots(const Matrix *m, int64_t first, const char *x, int64_t row
 #endif
 
 #if VNNI || PAIRS
-INLINE void grouped_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Fetch fetch, float *y) {
+INLINE void grouped_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Prefetch fetch, float *y) {
 #if TILES
   if (by_tiles(m, rows)) {
     tile_dots(m, first, x, rows, fetch, y);
@@ -119,14 +119,14 @@ INLINE void grouped_dots(const Matrix *m, int64_t first, const char *x, int64_t 
   vector_dots(m, first, x, rows, fetch, y);
 }
 
-/* `outputs` for weights in groups, before scale and bias. Some of the rows may have finer digits. */
-static void grouped_outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
+/* `outputs` for weights in groups, before scale and bias. Some of the rows may have finer limbs. */
+static void grouped_outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Prefetch fetch, float *y) {
   grouped_dots(m, first, (const char *)x, rows, fetch, y);
-  const Finer *finer = (const Finer *)(x + rows * digits_size(m));
-  const int64_t count = min(finer->count, rows); /* a late member may read any number here, and must stay within its memory */
+  const Finer *finer = (const Finer *)(x + rows * limbs_size(m));
+  const int64_t count = min(finer->count, rows); /* a late worker may read any number here, and must stay within its memory */
   if (count <= 0) return;
   float more[ROWS * BLOCK];
-  grouped_dots(m, first, (const char *)(finer + 1), count, (Fetch){0}, more);
+  grouped_dots(m, first, (const char *)(finer + 1), count, (Prefetch){0}, more);
   for (int64_t k = 0; k < count; k++) {
     const int64_t r = finer->rows[k];
     if (r < 0 || r >= rows) continue;
@@ -137,7 +137,7 @@ static void grouped_outputs(const Matrix *m, int64_t first, const float *x, int6
 
 #if INTEGERS
 /* `outputs` for interleaved weights, before scale and bias. */
-static void integer_outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
+static void integer_outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Prefetch fetch, float *y) {
 #if VNNI || PAIRS
   if (is_grouped(m)) {
     grouped_outputs(m, first, x, rows, fetch, y);

@@ -1,6 +1,7 @@
-"""Weights in memory, rounded to 8 or 4 bits by the native library: to the bits that PyTorch's operators round them to.
+"""Weights in memory: rounded to 8 or 4 bits, and put into the order that the kernels multiply fastest.
 
-A few threads take some rows each. Beside the result there is one row in float32 for each thread, whatever the weight's size.
+Rounding gives the bits that PyTorch's operators give. A few threads take some rows each. Beside the result there
+is one row in float32 for each thread, whatever the weight's size. The order is 16 outputs side by side (interleaved.h).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS, Grouping
 from layerskip_models.kernels.threads import num_threads
@@ -20,6 +22,9 @@ from layerskip_models.kernels.threads import num_threads
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # numbered alike in `Kind` and `Stored`
 _SHARE = 1 << 19
 """Least numbers for a thread of its own."""
+_LANES = 16
+FLIP = 0x80808080
+"""Turns four signed bytes into unsigned ones that are 128 more, and back."""
 
 
 def eight_bits(weight: Tensor, rounded: Tensor, scale: Tensor) -> bool:
@@ -98,3 +103,61 @@ def in_shares(weight: Tensor, work: Callable[[range], bool], *, step: int = 1) -
         others = [pool.submit(work, share) for share in shares[1:]]
         own = work(shares[0])
         return all([own, *(other.result() for other in others)])
+
+
+def takes_interleaved(kind: int, outputs: int, inputs: int) -> bool:
+    """Whether this process's kernels want a matrix of this kind (`KINDS`, `GROUPED_KINDS`) interleaved (matrix.h)."""
+    kernels = library.kernels()
+    return kernels is not None and bool(kernels.interleaves(kind, outputs, inputs))
+
+
+def interleaved(weight: GroupedWeight, *, in_place: bool = False) -> GroupedWeight:
+    """Return a weight in groups in that order, except its outputs' factors. Shapes stay, but do not say what is where.
+
+    in_place: in the memory of `weight`, which is then of no more use.
+    """
+    packed, groups, offsets, factors, blocks = weight.tensors
+    assert packed is not None and groups is not None
+    reordered = [None if one is None else _own(one, in_place) for one in (packed, groups, offsets, blocks)]
+    for tensor in reordered:
+        if tensor is not None:
+            interleave(tensor, words=tensor is reordered[0])
+    packed, groups, offsets, blocks = reordered
+    return weight.with_tensors((packed, groups, offsets, factors, blocks))
+
+
+def _own(tensor: Tensor, in_place: bool) -> Tensor:
+    """Contiguous, in memory that may be written to, at an address that suits words."""
+    reused = in_place and tensor.is_contiguous() and tensor.data_ptr() % 4 == 0
+    return tensor if reused else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def in_rows(weight: GroupedWeight) -> GroupedWeight:
+    """Return what `interleaved` was made of, in memory of its own."""
+    packed, groups, offsets, factors, blocks = weight.tensors
+    assert packed is not None
+    others = (None if one is None else without_interleaving(one) for one in (groups, offsets, blocks))
+    groups, offsets, blocks = others
+    return weight.with_tensors((without_interleaving(packed, words=True), groups, offsets, factors, blocks))
+
+
+def interleave(tensor: Tensor, *, words: bool = False, flip: int = 0) -> None:
+    """Reorder a contiguous tensor, [out, ...], in place. words: four bytes move as one. flip: bits to turn over in each."""
+    kernels, row = library.kernels(), tensor[0].numel() * tensor.element_size()
+    assert kernels is not None
+    size = 4 if words else tensor.element_size()
+
+    def some(rows: range) -> bool:
+        scratch = torch.empty(_LANES * row // 4 + 1, dtype=torch.int32, device="cpu")
+        first = tensor.data_ptr() + rows.start * row
+        kernels.interleave(first, len(rows), row // size, size, flip, scratch.data_ptr())
+        return True
+
+    in_shares(tensor, some, step=_LANES)
+
+
+def without_interleaving(tensor: Tensor, *, words: bool = False) -> Tensor:
+    """Return what `interleave` was given, in memory of its own."""
+    numbers = tensor.view(-1).view(torch.int32) if words else tensor
+    blocks = numbers.view(len(tensor) // _LANES, -1, _LANES)
+    return blocks.mT.contiguous().view(-1).view(tensor.dtype).view(tensor.shape)
