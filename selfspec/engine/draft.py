@@ -57,7 +57,7 @@ class Draft:
         "sequence", "states", "steering", "stop_cause", "target_tokens", "threshold", "verified_from",
     )  # fmt: skip
     context: RoundContext
-    acceptance: abc.Mapping[int, float] | None
+    acceptance: abc.Mapping[Drafter, float] | None
     threshold: float | None
 
     def __init__(
