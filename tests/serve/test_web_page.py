@@ -15,7 +15,7 @@ import pytest
 from layerskip_models import DEMO_PATH
 from running_server import running_server
 from selfspec import SelfSpecGenerator
-from selfspec.serve.web_page import content_policy
+from selfspec.serve.app import content_policy
 
 PAGE = files("selfspec.serve").joinpath("page.html").read_text(encoding="utf-8")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
