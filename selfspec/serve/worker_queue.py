@@ -35,14 +35,20 @@ class WorkerQueue:
         """
         if self._waiting[kind] >= MAX_WAITING:
             raise queue_full(f"{self._waiting[kind]} {kind} are waiting already")
+
+        def timed() -> T:
+            started = time.thread_time()
+            try:
+                return work()
+            finally:
+                self._rested = max(self._rested, time.monotonic() + rests * (time.thread_time() - started))
+
         self._waiting[kind] += 1
         try:
             async with self._turns[kind]:
                 if rests:
                     await asyncio.sleep(self._rested - time.monotonic())
-                result, seconds = await asyncio.get_running_loop().run_in_executor(self._pool, _timed, work)
-                self._rested = max(self._rested, time.monotonic() + rests * seconds)
-                return result
+                return await asyncio.get_running_loop().run_in_executor(self._pool, timed)
         finally:
             self._waiting[kind] -= 1
 
@@ -54,8 +60,3 @@ class WorkerQueue:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _timed(work: Callable[[], T]) -> tuple[T, float]:
-    started = time.thread_time()
-    return work(), time.thread_time() - started

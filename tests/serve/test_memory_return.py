@@ -7,14 +7,13 @@ import http.client
 import itertools
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from frozen_objects import circles
 from layerskip_models import DEMO_PATH
 from running_server import RunningServer, running_server, wait_until
 from selfspec import SelfSpecGenerator
@@ -79,21 +78,6 @@ def send(server: RunningServer, *, leave_after: float | None = None, **fields: A
     else:
         time.sleep(leave_after)
     connection.close()
-
-
-@contextmanager
-def circles() -> Iterator[Counter[str]]:
-    """What only the collector frees: the types of these objects, counted at the end."""
-    found: Counter[str] = Counter()
-    gc.collect()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        yield found
-        gc.collect()
-        found.update(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.garbage)
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
 
 
 @pytest.mark.parametrize("fields", REQUESTS.values(), ids=list(REQUESTS))

@@ -22,22 +22,22 @@ from selfspec.serve.api_requests import Tool
 from selfspec.serve.model_tools import NoToolsError, ToolFormat, call_grammar, format_of
 from selfspec.serve.structured_output import Vocabulary
 from selfspec.serve.tool_calls import BEGIN, BareReader, CallReader, TagReader
-from tool_templates import BARE, GOLDEN, GOLDEN_BARE, HIDDEN, OTHER, SCRIPTS, SINGLE, TAGS, tagged
+from tool_templates import (
+    BARE,
+    GOLDEN,
+    GOLDEN_BARE,
+    HIDDEN,
+    OTHER,
+    SCRIPTS,
+    SINGLE,
+    TAGS,
+    TOOLS,
+    answered,
+    asked,
+    tagged,
+)
 
 BODIES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("tool_bodies.json").read_text(encoding="utf-8"))
-WEATHER = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
-ADD = {
-    "type": "object",
-    "properties": {"a": {"$ref": "#/$defs/digit"}, "b": {"$ref": "#/$defs/digit"}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-    "$defs": {"digit": {"enum": [1, 2]}},
-}
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "add", "parameters": ADD, "strict": True}},
-    {"type": "function", "function": {"name": "now"}},
-]
 
 
 @pytest.fixture(scope="module")
@@ -52,34 +52,6 @@ def server() -> Iterator[RunningServer]:
 def bare() -> Iterator[RunningServer]:
     with running_server(scripted_generator(SCRIPTS, BARE), chat_template=None) as running:
         yield running
-
-
-def asked(key: str) -> list[Any]:
-    return [{"role": "user", "content": key}]
-
-
-def answered(client: OpenAI, key: str, **options: Any) -> tuple[str | None, list[tuple[str, dict[str, Any]]], str]:
-    """Content, calls and reason, after a check that a stream has the same."""
-    options = {"model": "demo", "messages": asked(key), "tools": TOOLS, "temperature": 0, "max_tokens": 200, **options}
-    (choice,) = client.chat.completions.create(**options).choices
-    calls = choice.message.tool_calls or []
-    content, found, reason = "", dict[int, list[str]](), None
-    for chunk in client.chat.completions.create(**options, stream=True):
-        (part,) = chunk.choices
-        content += part.delta.content or ""
-        for call in part.delta.tool_calls or []:
-            assert call.function is not None
-            if call.index not in found:
-                assert call.id and call.type == "function" and call.function.name
-                found[call.index] = [call.function.name, ""]
-            found[call.index][1] += call.function.arguments or ""
-        reason = part.finish_reason or reason
-    assert (content or None) == (choice.message.content or None)
-    assert [*found] == [*range(len(calls))]
-    assert [*found.values()] == [[call.function.name, call.function.arguments] for call in calls]
-    assert reason == choice.finish_reason
-    assert len({call.id for call in calls}) == len(calls)
-    return choice.message.content, [(c.function.name, json.loads(c.function.arguments)) for c in calls], str(reason)
 
 
 @pytest.mark.parametrize("key", GOLDEN)
