@@ -10,15 +10,17 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as TrialTimeoutError  # before Python 3.11 not the built-in one
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from hashlib import sha256
+from types import ModuleType
 from typing import Any
 
 import llguidance
@@ -142,14 +144,27 @@ class SchemaCheck:
             self._end()
 
     def _trial(self, written: str) -> tuple[str | None, float]:
-        if self._pool is None:
-            new = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(1, new, _limit_process, (_TRIAL_BYTES, _STACK_BYTES))
         try:
-            return self._pool.submit(try_schema, written, TRIAL_SECONDS).result(_WALL_SECONDS)
+            return self._submit(written).result(_WALL_SECONDS)
         except (BrokenProcessPool, TrialTimeoutError):
             self._end()
             return f"it takes more than {TRIAL_SECONDS:g} s or {_TRIAL_BYTES >> 30} GiB to compile", 0.0
+
+    def _submit(self, written: str) -> Future[tuple[str | None, float]]:
+        if self._pool is None:
+            new = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, new, _limit_process, (_TRIAL_BYTES, _STACK_BYTES))
+        program = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType(
+            "__main__"
+        )  # else a new process would import it first, however large it is
+        try:
+            return self._pool.submit(try_schema, written, TRIAL_SECONDS)
+        except BrokenProcessPool:  # it has died since the last trial
+            self._end()
+        finally:
+            sys.modules["__main__"] = program
+        return self._submit(written)
 
     def _end(self) -> None:
         pool, self._pool = self._pool, None
