@@ -129,11 +129,12 @@ class IncrementalDecoder:
         return text
 
 
-def skipped_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that a text is decoded without: all special ones, whether or not they have a name."""
+def skipped_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return the tokens that a text is decoded without, with their texts: all special ones, named or not."""
     if not tokenizer.is_fast:
-        return frozenset(tokenizer.all_special_ids)
-    return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
+        return dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
+    added = tokenizer.added_tokens_decoder.items()
+    return {token: str(one.content) for token, one in added if one.special}
 
 
 def _cleans(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -7,10 +7,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-CLIENT_LEFT = 499
-"""A status for the log and the metrics; no client receives it."""
+CLIENT_LEFT = 499  # A status for the log and the metrics; no client receives it
 
 
 class ApiError(Exception):
@@ -26,13 +26,13 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message, self.status, self.param, self.code = message, status, param, code
-        self.headers = dict(headers or {})
+        # Half a character, which a field of the request may hold, cannot be sent.
+        self.message, self.param = (text and text.encode("utf-8", "replace").decode() for text in (message, param))
+        self.status, self.code, self.headers = status, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        named = None if self.param is None else _whole(self.param)
-        return {"error": {"message": _whole(self.message), "type": kind, "param": named, "code": self.code}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
@@ -57,33 +57,18 @@ def request_failed() -> ApiError:
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def _whole(text: str) -> str:
-    """Replace half a character, which a field of the request may hold and which cannot be sent."""
-    return text.encode("utf-8", "replace").decode()
-
-
 def install(app: FastAPI) -> None:
-    """Make the app report every error in this form."""
+    """Make the app report every error in this form. Call it when all routes are there."""
+    shown = sorted((route.path, "/".join(sorted(route.methods))) for route in app.routes if isinstance(route, APIRoute))
+    routes = ", ".join(f"{methods} {path.replace(':path', '')}" for path, methods in shown)
 
-    async def own(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, ApiError)
+    @app.exception_handler(ApiError)
+    async def own(request: Request, error: ApiError) -> JSONResponse:
         return error.response()
 
-    async def http(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
         if error.status_code in (404, 405):
-            message = f"there is no {request.method} {request.url.path[:100]}; this server has {_routes(app)}"
+            message = f"there is no {request.method} {request.url.path[:100]}; this server has {routes}"
         return ApiError(message, status=error.status_code, headers=error.headers).response()
-
-    app.add_exception_handler(ApiError, own)
-    app.add_exception_handler(HTTPException, http)
-
-
-def _routes(app: FastAPI) -> str:
-    shown = []
-    for route in app.routes:
-        path, methods = getattr(route, "path", ""), getattr(route, "methods", None)
-        if methods and path:
-            shown.append(f"{'/'.join(sorted(methods - {'HEAD'}))} {path.replace(':path', '')}")
-    return ", ".join(sorted(shown, key=lambda one: one.split()[::-1]))

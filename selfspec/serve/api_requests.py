@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 
 from selfspec.options import OPTIONS
-from selfspec.serve.bodies import Integer, Strict, wrong_field
-from selfspec.serve.server_settings import MAX_CHOICES
-from selfspec.serve.tools.tool_requests import MAX_TOOLS, PastCall, Tool, ToolChoice, ToolChoiceField
+from selfspec.serve.bodies import Integer, Strict, refuse
+from selfspec.serve.serve_options import MAX_CHOICES
 
-_MAX_STOPS = 16
-_MAX_STOP_IDS = 64
-_LONGEST_NAME = 256
+MAX_TOOLS = 128  # most tools of a request, as in OpenAI's API
+MAX_MESSAGES = 8192  # each takes some .05 ms to check and to render
+_MAX_STOPS, _MAX_STOP_IDS, _LONGEST_NAME = 16, 64, 256
 NO_TOOLS = "tools go with messages, to /v1/chat/completions: leave out {}"
 _OLD_TOOLS = "{} is not supported: give tools"
 _TEXT_ONLY = "only text is supported: leave out {}"
@@ -29,13 +30,11 @@ def refusals(message: str, *fields: str) -> dict[str, str]:
     return {field: message.format(field) for field in fields}
 
 
-def _one_or_several_stops(value: Any) -> Any:
+def _stops(value: Any) -> Any:
     """Make a list of stop strings. The error is in plain words; pydantic's would be about two types."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
+    if not isinstance(value, (str, list)):
         raise ValueError(f"give a string or a list of up to {_MAX_STOPS}")
-    stops = [stop for stop in value if stop is not None]
+    stops = [value] if isinstance(value, str) else [stop for stop in value if stop is not None]
     if len(stops) > _MAX_STOPS:
         raise ValueError(f"{len(stops)} stop strings: at most {_MAX_STOPS} are supported")
     return stops
@@ -49,15 +48,13 @@ def _prompts(value: Any) -> Any:
         raise ValueError("give a text, a list of texts, a list of token ids, or a list of such lists")
     if not value:
         raise ValueError("the prompt is empty: give at least one token to continue")
-    if all(type(one) is int for one in value):
-        return value
-    several = all(type(one) is str for one in value) or all(type(one) is list for one in value)
-    if not several:
+    kinds = {type(one) for one in value}
+    if kinds not in ({int}, {str}, {list}):
         raise ValueError("the list mixes types: give a list of texts, a list of token ids, or a list of such lists")
-    if len(value) > MAX_CHOICES:
+    if kinds != {int} and len(value) > MAX_CHOICES:
         raise ValueError(f"{len(value)} prompts: at most {MAX_CHOICES} are supported in one request")
-    for index, one in enumerate(value):
-        if isinstance(one, list) and not (one and all(type(token) is int for token in one)):
+    for index, one in enumerate(value if kinds == {list} else ()):
+        if {type(token) for token in one} != {int}:
             raise ValueError(f"item {index} is not a list of at least one token id")
     return value
 
@@ -70,8 +67,20 @@ def _ranged(name: str, **own: float) -> Any:
     return Field(**bounds)
 
 
+def _only(kind: str, message: str) -> Any:
+    """Refuse any other value of a field, in plain words."""
+
+    def check(value: Any) -> Any:
+        if value != kind:
+            raise ValueError(f"{message}, got {str(value)[:40]!r}")
+        return value
+
+    return BeforeValidator(check)
+
+
+OfFunctions = Annotated[Literal["function"], _only("function", "only type 'function' is supported")]
+OfText = Annotated[Literal["text"], _only("text", "only parts of type 'text' are supported")]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Prompt = Annotated[Any, BeforeValidator(_prompts)]
 
 
 class StreamOptions(Strict):
@@ -91,32 +100,19 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
-class TextFormat(Strict):
-    type: Literal["text"]
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
-
-class JsonObjectFormat(Strict):
-    type: Literal["json_object"]
-
-
-class JsonSchemaFormat(Strict):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+    @model_validator(mode="after")
+    def _agrees(self) -> ResponseFormat:
+        is_wrong = (self.type == "json_schema") != (self.json_schema is not None)
+        refuse(("json_schema", is_wrong, "json_schema goes with the type 'json_schema', which needs it"))
+        return self
 
 
 class GenerationRequest(Strict):
-    """The fields that both kinds of request have.
-
-    model: may be left out, since a server has one. Another's name is refused.
-    temperature: by default 1, as in OpenAI's API, unless the checkpoint's generation_config sets sampling. 0 is greedy.
-    ignore_eos: the text continues after the model's end tokens. min_tokens: no end before this many new tokens.
-    policy: how to speculate, by name. show_drafts: with `stream`, every chunk says which tokens were drafted, and their fate.
-    cache_salt: requests with the same salt may reuse each other's prompts, as in vLLM; without one nothing is shared.
-    user: the texts of two users are never shared.
-    """
+    """The fields that both kinds of request have; docs/serving.md says what each means."""
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
         "metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
@@ -162,7 +158,7 @@ class GenerationRequest(Strict):
     top_k: Annotated[Integer, Field(ge=-1)] | None = None
     min_p: Annotated[float, _ranged("min_p")] | None = None
     seed: Annotated[Integer, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Stop], FailFast(), BeforeValidator(_one_or_several_stops)] = Field(default_factory=list)
+    stop: Annotated[list[Stop], FailFast(), BeforeValidator(_stops)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=_MAX_STOP_IDS), FailFast()] = (
         Field(default_factory=list)
     )
@@ -182,21 +178,28 @@ class GenerationRequest(Strict):
 
     @model_validator(mode="after")
     def _agrees(self) -> GenerationRequest:
-        if not self.stream and self.stream_options is not None:
-            raise wrong_field("stream_options", "stream_options needs stream=true")
-        if not self.stream and self.show_drafts:
-            raise wrong_field("show_drafts", "show_drafts needs stream=true")
-        for name in ("ignore_eos", "min_tokens"):
-            if getattr(self, name) and self.response_format is not None and self.response_format.type != "text":
-                raise wrong_field(name, f"{name} does not go with response_format: JSON ends where it is complete")
+        ends = "does not go with response_format: JSON ends where it is complete"
+        refuse(
+            ("stream_options", self.stream_options and not self.stream, "stream_options needs stream=true"),
+            ("show_drafts", self.show_drafts and not self.stream, "show_drafts needs stream=true"),
+            ("ignore_eos", self.ignore_eos and self.schema_ is not None, f"ignore_eos {ends}"),
+            ("min_tokens", self.min_tokens and self.schema_ is not None, f"min_tokens {ends}"),
+        )
         return self
 
     @property
     def schema_(self) -> dict[str, Any] | bool | None:
         """The JSON schema that the text must follow; None if any text will do."""
-        if isinstance(self.response_format, JsonSchemaFormat):
-            return self.response_format.json_schema.schema_
-        return {"type": "object"} if isinstance(self.response_format, JsonObjectFormat) else None
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        return {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+
+    @property
+    def schemas(self) -> list[tuple[str, dict[str, Any] | bool]]:
+        """The client's own schemas that the text must follow, each with its field."""
+        form = self.response_format
+        return [] if form is None or form.json_schema is None else [("response_format", form.json_schema.schema_)]
 
     @property
     def num_texts(self) -> int:
@@ -208,18 +211,111 @@ class GenerationRequest(Strict):
         return "max_tokens", self.max_tokens
 
 
+class FunctionTool(Strict):
+    """parameters: a JSON schema of the arguments; None for a function without any. strict: see docs/serving.md."""
+
+    _harmless: ClassVar[frozenset[str]] = frozenset({"strict"})
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Strict):
+    type: OfFunctions
+    function: FunctionTool
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """As chat templates take it: OpenAI's form, always with a description and parameters, which some ask for."""
+        given = self.function.model_dump(exclude_none=True)
+        name, description = given.pop("name"), given.pop("description", "")
+        function = {"name": name, "description": description, "parameters": self.schema_, **given}
+        return {"type": "function", "function": function}
+
+    @property
+    def schema_(self) -> dict[str, Any]:
+        """The schema of its arguments. Raises ValueError if they are not an object.
+
+        Where it says nothing of further properties there are none: a function would not know what to do with them.
+        """
+        given = self.function.parameters
+        if given is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        if given.get("type", "object") != "object":
+            raise ValueError(f"the parameters of {self.function.name!r} must be an object")
+        closed = {"additionalProperties": False} if "properties" in given else {}
+        return {"type": "object", **closed, **given}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """mode: "none", "auto" or "required". name: of the one function that must be called."""
+
+    mode: str = "auto"
+    name: str | None = None
+
+    @property
+    def forces(self) -> bool:
+        return self.mode == "required"
+
+
+def _choice(value: Any) -> Any:
+    if isinstance(value, str) and value in ("none", "auto", "required"):
+        return ToolChoice(value)
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise ValueError('give "none", "auto", "required", or {"type": "function", "function": {"name": ...}}')
+    return ToolChoice("required", name)
+
+
+ToolChoiceField = Annotated[Any, BeforeValidator(_choice)]
+
+
+class CalledFunction(Strict):
+    """arguments: JSON, as text."""
+
+    _harmless: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
+    _kept_empty: ClassVar[frozenset[str]] = frozenset({"arguments"})
+
+    name: str
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, value: str) -> str:
+        try:
+            found = json.loads(value or "{}")
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError("the arguments of a call must be a JSON object, as text")
+        return value
+
+
+class PastCall(Strict):
+    """A call in an earlier message of the assistant."""
+
+    _harmless: ClassVar[frozenset[str]] = frozenset({"index"})
+
+    id: str | None = None
+    type: OfFunctions = "function"
+    function: CalledFunction
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """As chat templates take it: with the arguments as an object."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
+        call: dict[str, Any] = {"type": "function", "function": function}
+        return call if self.id is None else {"id": self.id, **call}
+
+
 class TextPart(Strict):
     _harmless: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
-    type: Literal["text"]
+    type: OfText
     text: str
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _is_text(cls, value: Any) -> Any:
-        if value != "text":
-            raise ValueError(f"only parts of type 'text' are supported, got {str(value)[:40]!r}")
-        return value
 
 
 def _content(value: Any) -> Any:
@@ -228,22 +324,8 @@ def _content(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-def _few(value: Any) -> Any:
-    if isinstance(value, list) and len(value) > MAX_MESSAGES:
-        raise ValueError(f"{len(value)} messages: at most {MAX_MESSAGES} are supported")
-    return value
-
-
-MAX_MESSAGES = 8192
-"""Each takes some .05 ms to check and to render."""
-FewMessages = BeforeValidator(_few)
-
-
 class Message(Strict):
-    """One message of a conversation. The template also gets name and reasoning_content.
-
-    tool_calls: those of an assistant. tool_call_id: which of them a message of the role "tool" answers.
-    """
+    """One message of a conversation. tool_calls are an assistant's, and tool_call_id says which of them a tool answers."""
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
         "annotations", "cache_control", "id", "parsed", "provider_specific_fields", "reasoning", "reasoning_details",
@@ -270,19 +352,13 @@ class Message(Strict):
             return {**fields, "content": ""}
         return fields
 
-    @field_validator("role", mode="before")
-    @classmethod
-    def _is_supported(cls, value: Any) -> Any:
-        if value == "function":
-            raise ValueError("messages of the role 'function' are not supported: use tools, and the role 'tool'")
-        return value
-
     @model_validator(mode="after")
     def _of_tools(self) -> Message:
-        if self.tool_calls is not None and self.role != "assistant":
-            raise wrong_field("tool_calls", "tool_calls go with the role 'assistant'")
-        if self.tool_call_id is not None and self.role != "tool":
-            raise wrong_field("tool_call_id", "tool_call_id goes with the role 'tool'")
+        has_calls, is_result = self.tool_calls is not None, self.tool_call_id is not None
+        refuse(
+            ("tool_calls", has_calls and self.role != "assistant", "tool_calls go with the role 'assistant'"),
+            ("tool_call_id", is_result and self.role != "tool", "tool_call_id goes with the role 'tool'"),
+        )
         return self
 
     @property
@@ -292,21 +368,14 @@ class Message(Strict):
     @property
     def described(self) -> dict[str, Any]:
         """As chat templates take it."""
-        found = {**self.model_dump(exclude_none=True, exclude={"tool_calls"}), "content": self.text}
-        return (
-            found if self.tool_calls is None else {**found, "tool_calls": [call.described for call in self.tool_calls]}
-        )
+        calls = {} if self.tool_calls is None else {"tool_calls": [call.described for call in self.tool_calls]}
+        return {**self.model_dump(exclude_none=True, exclude={"tool_calls"}), "content": self.text, **calls}
 
 
 class ChatRequest(GenerationRequest):
-    """Body of /v1/chat/completions.
+    """Body of /v1/chat/completions."""
 
-    parallel_tool_calls: false drops all calls of an answer but the first.
-    continue_final_message, add_generation_prompt: taken where they say what is done anyway: the last message is continued
-        if it is the assistant's, and answered otherwise.
-    """
-
-    messages: Annotated[list[Message], Field(min_length=1), FailFast(), FewMessages]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     max_completion_tokens: Annotated[Integer, Field(ge=-1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
@@ -318,28 +387,25 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _of_chat(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise wrong_field("top_logprobs", "top_logprobs needs logprobs=true")
-        for name in ("max_tokens", "max_completion_tokens"):
-            if getattr(self, name) == 0:
-                raise wrong_field(name, f"{name} must be at least 1")
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise wrong_field("max_tokens", "max_tokens and max_completion_tokens are two names of one limit: give one")
-        continued = self.messages[-1].role == "assistant"
-        for name, done in (("continue_final_message", continued), ("add_generation_prompt", not continued)):
-            if getattr(self, name) not in (None, done):
-                raise wrong_field(name, _CONTINUED.format(name))
+        most, most_completion, choice = self.max_tokens, self.max_completion_tokens, self.tool_choice
         names = [tool.function.name for tool in self.tools]
-        if len({*names}) < len(names):
-            raise wrong_field("tools", "two tools have the same name")
-        if self.tool_choice.name is not None and self.tool_choice.name not in names:
-            raise wrong_field("tool_choice", f"tool_choice names {self.tool_choice.name[:64]!r}, which is not in tools")
-        if self.tool_choice.forces and not names:
-            raise wrong_field("tool_choice", "tool_choice needs tools")
-        if self.tool_choice.forces and (self.ignore_eos or self.min_tokens):
-            raise wrong_field(
-                "tool_choice", "a call that must be made ends where it is complete: leave out ignore_eos and min_tokens"
-            )
+        asks = self.messages[-1].role != "assistant"
+        refuse(
+            ("top_logprobs", self.top_logprobs and not self.logprobs, "top_logprobs needs logprobs=true"),
+            ("max_tokens", most == 0, "max_tokens must be at least 1"),
+            ("max_completion_tokens", most_completion == 0, "max_completion_tokens must be at least 1"),
+            ("max_tokens", most is not None and most_completion not in (None, most),
+             "max_tokens and max_completion_tokens are two names of one limit: give one"),
+            ("continue_final_message", self.continue_final_message is asks, _CONTINUED.format("continue_final_message")),
+            ("add_generation_prompt", self.add_generation_prompt is (not asks),
+             _CONTINUED.format("add_generation_prompt")),
+            ("tools", len({*names}) < len(names), "two tools have the same name"),
+            ("tool_choice", choice.name not in (None, *names),
+             f"tool_choice names {str(choice.name)[:64]!r}, which is not in tools"),
+            ("tool_choice", choice.forces and not names, "tool_choice needs tools"),
+            ("tool_choice", choice.forces and (self.ignore_eos or self.min_tokens),
+             "a call that must be made ends where it is complete: leave out ignore_eos and min_tokens"),
+        )  # fmt: skip
         return self
 
     @property
@@ -348,6 +414,12 @@ class ChatRequest(GenerationRequest):
         if self.tool_choice.mode == "none":
             return []
         return [tool for tool in self.tools if self.tool_choice.name in (None, tool.function.name)]
+
+    @property
+    def schemas(self) -> list[tuple[str, dict[str, Any] | bool]]:
+        """Raises ValueError for parameters of a tool that are no object."""
+        must_follow = self.tool_choice.forces or self.schema_ is not None
+        return super().schemas + [("tools", tool.schema_) for tool in self.callable_tools if must_follow]
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -359,14 +431,14 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions. prompt: one text, several texts, one list of token ids, or several."""
 
-    prompt: Prompt
+    prompt: Annotated[Any, BeforeValidator(_prompts)]
     echo: bool = False
     logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None
 
     @model_validator(mode="after")
     def _of_completions(self) -> CompletionRequest:
-        if self.max_tokens == 0 and not self.scores_prompts:
-            raise wrong_field("max_tokens", "max_tokens must be at least 1, or 0 with echo and logprobs")
+        is_wrong = self.max_tokens == 0 and not self.scores_prompts
+        refuse(("max_tokens", is_wrong, "max_tokens must be at least 1, or 0 with echo and logprobs"))
         return self
 
     @property
@@ -379,6 +451,44 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return [*self.prompt]
+        return [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else [*self.prompt]
+
+
+Body = ChatRequest | CompletionRequest
+
+
+class TokenizeRequest(Strict):
+    """Body of /tokenize: a prompt, or messages. Without the fields that say so, those end as a chat's prompt does."""
+
+    _kept_empty: ClassVar[frozenset[str]] = frozenset({"prompt"})
+    _reasons: ClassVar[dict[str, str]] = refusals(OWN_TEMPLATE, "chat_template", "chat_template_kwargs")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES), FailFast()] = Field(default_factory=list)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _agrees(self) -> TokenizeRequest:
+        last = self.messages[-1].role if self.messages else None
+        refuse(
+            ("prompt", (self.prompt is None) == (last is None), "give a prompt or messages"),
+            ("tools", self.tools and last is None, "tools go with messages"),
+            ("add_special_tokens", self.add_special_tokens and last, "the template adds the special tokens of messages"),
+            ("add_generation_prompt", self.add_generation_prompt and last is None, "it goes with messages"),
+            ("continue_final_message", self.continue_final_message and last is None, "it goes with messages"),
+            ("add_generation_prompt", self.add_generation_prompt and self.continue_final_message,
+             "the last message is continued, or answered, but not both"),
+            ("continue_final_message", self.continue_final_message and last != "assistant",
+             "the last message is not the assistant's"),
+        )  # fmt: skip
+        return self
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]

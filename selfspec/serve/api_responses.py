@@ -2,9 +2,7 @@
 
 In addition, the usage has `drafted`, `accepted`, `rounds`, and of the drafts those that were copied: `copied` and
 `copied_accepted`. Beside the usage of a single text there are its `timings`, with llama.cpp's names. With show_drafts, a
-chunk of a stream has a field `selfspec` (see `selfspec.serve.draft_log`).
-
-Log-probabilities are written token by token, because Python's JSON encoder lets no other thread run until it is done.
+chunk of a stream has a field `selfspec` (see `selfspec.serve.request_stream.DraftLog`).
 """
 
 from __future__ import annotations
@@ -21,50 +19,51 @@ from uuid import uuid4
 
 from selfspec import __version__
 from selfspec.engine.results import GenerationResult, StepOutput
-from selfspec.engine.stopping import StopReason
+from selfspec.serve.processors import TokenLogprob
 from selfspec.serve.structured_output import Vocabulary
-from selfspec.serve.token_logprobs import TokenLogprob
-from selfspec.serve.tools.call_readers import Written
 
-FinishReason = Literal["stop", "length", "tool_calls"]
 FINGERPRINT = f"selfspec-{__version__}"
+_LOGPROBS_DEPTH = 5  # in an answer: its choices, one of them, its logprobs, a list of them, one token's
 
 
-def finish_reason(reason: StopReason) -> FinishReason:
-    return "length" if reason in ("length", "max_time") else "stop"
+@dataclass(slots=True, kw_only=True, eq=False)
+class Piece:
+    """What several steps brought one text, or its whole answer.
+
+    seconds: from the request's arrival in the queue to the last step. text: without the calls in it. drafts: the field of a
+    chunk with show_drafts. echo: the part of the text that is the prompt's, if `logprobs` has the prompt's tokens.
+    """
+
+    index: int
+    steps: list[StepOutput] = field(default_factory=list)
+    seconds: float = 0.0
+    logprobs: list[TokenLogprob] | None = None
+    text: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    finish: Literal["stop", "length", "tool_calls"] | None = None
+    drafts: dict[str, Any] | None = None
+    echo: str = ""
 
 
-class _Json(str):
-    """JSON already."""
+def encode(value: Any, depth: int = _LOGPROBS_DEPTH) -> str:
+    """Write an answer as JSON, part by part: Python's encoder lets no other thread run until it is done."""
+    if depth and isinstance(value, dict):
+        return f"{{{','.join(f'{json.dumps(name)}:{encode(one, depth - 1)}' for name, one in value.items())}}}"
+    if depth and isinstance(value, list):
+        return f"[{','.join([encode(one, depth - 1) for one in value])}]"
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _object(fields: dict[str, Any]) -> _Json:
-    written = (
-        f'"{name}":{value if isinstance(value, _Json) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))}'
-        for name, value in fields.items()
-    )
-    return _Json(f"{{{','.join(written)}}}")
-
-
-def _list(items: Sequence[str]) -> _Json:
-    return _Json(f"[{','.join(items)}]")
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON has no infinity."""
-    return None if value is None or not math.isfinite(value) else value
-
-
-def usage(results: Sequence[GenerationResult], choices_per_prompt: int) -> dict[str, Any]:
+def usage(results: Sequence[GenerationResult], texts_per_prompt: int) -> dict[str, Any]:
     """Add up the usage of all texts of a request. A prompt counts once, however many texts it has."""
     stats = [result.stats for result in results]
-    prompt = sum(s.num_prompt_tokens for s in stats[::choices_per_prompt])
+    prompt = sum(s.num_prompt_tokens for s in stats[::texts_per_prompt])
     new = sum(s.num_new_tokens for s in stats)
     return {
         "completion_tokens": new,
         "prompt_tokens": prompt,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": sum(s.num_reused_tokens for s in stats[::choices_per_prompt])},
+        "prompt_tokens_details": {"cached_tokens": sum(s.num_reused_tokens for s in stats[::texts_per_prompt])},
         "drafted": sum(s.num_drafted for s in stats),
         "accepted": sum(s.num_accepted for s in stats),
         "copied": sum(s.num_copied for s in stats),
@@ -73,20 +72,20 @@ def usage(results: Sequence[GenerationResult], choices_per_prompt: int) -> dict[
     }
 
 
-def timings(results: Sequence[GenerationResult]) -> dict[str, float | None] | None:
-    """Tokens and milliseconds of the one text of a request; None for several, whose times overlap.
+def timings(results: Sequence[GenerationResult]) -> dict[str, dict[str, float | None]]:
+    """Return the field with the tokens and milliseconds of a request of one text; none for several, whose times overlap.
 
     The times are from when the text joins the others, so they leave out its waiting. `predicted_n` counts the first token,
     which reading the prompt yields, as llama.cpp does. A rate without a time is None.
     Source: llama.cpp, `result_timings` in tools/server, which its SPEED-Bench client reads.
     """
     if len(results) != 1:
-        return None
+        return {}
     stats = results[0].stats
     prompt_n, predicted_n = stats.num_prompt_tokens - stats.num_reused_tokens, stats.num_new_tokens
     prompt_ms = 1000 * stats.time_to_first_token
     predicted_ms = max(0.0, 1000 * stats.seconds - prompt_ms)
-    return {
+    found = {
         "cache_n": stats.num_reused_tokens,
         "prompt_n": prompt_n,
         "prompt_ms": prompt_ms,
@@ -97,26 +96,7 @@ def timings(results: Sequence[GenerationResult]) -> dict[str, float | None] | No
         "draft_n": stats.num_drafted,
         "draft_n_accepted": stats.num_accepted,
     }
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Piece:
-    """What several steps brought one choice, or its whole answer.
-
-    seconds: from the request's arrival in the queue to the last step. drafts: the field of a chunk with show_drafts.
-    written: what the text is, if it may have tool calls in it. echo: the part of the text that is the prompt's, if `logprobs`
-    has the prompt's tokens.
-    """
-
-    index: int
-    steps: list[StepOutput] = field(default_factory=list)
-    seconds: float = 0.0
-    logprobs: list[TokenLogprob] | None = None
-    text: str = ""
-    finish: FinishReason | None = None
-    drafts: dict[str, Any] | None = None
-    written: Written | None = None
-    echo: str = ""
+    return {"timings": found}
 
 
 class Answer(ABC):
@@ -128,41 +108,37 @@ class Answer(ABC):
     chunk_name: str
 
     def __init__(self, model: str, vocabulary: Vocabulary) -> None:
-        self._id = f"{self.prefix}-{uuid4().hex}"
-        self._about: dict[str, Any] = {"created": int(time()), "model": model}
+        self._id, self._created, self._model = f"{self.prefix}-{uuid4().hex}", int(time()), model
         self._vocabulary = vocabulary
 
-    def whole(self, parts: Sequence[Piece], results: Sequence[GenerationResult], choices_per_prompt: int) -> str:
+    def whole(self, parts: Sequence[Piece], results: Sequence[GenerationResult], texts_per_prompt: int) -> str:
         """Write the body of an answer that is not streamed."""
-        return self._made(self.whole_name, [self._choice(part) for part in parts], _counts(results, choices_per_prompt))
+        return self._written(
+            self.whole_name,
+            [*map(self._choice, parts)],
+            {"usage": usage(results, texts_per_prompt), **timings(results)},
+        )
 
     def chunk(self, piece: Piece) -> str:
-        """One chunk of a stream."""
+        """Write one chunk of a stream."""
         extra = {} if piece.drafts is None else {"selfspec": piece.drafts}
-        return self._made(self.chunk_name, [self._delta(piece)], {"usage": None, **extra})
+        return self._written(self.chunk_name, [self._delta(piece)], {"usage": None, **extra})
 
-    def last_chunk(self, results: Sequence[GenerationResult], choices_per_prompt: int) -> str:
+    def last_chunk(self, results: Sequence[GenerationResult], texts_per_prompt: int) -> str:
         """Write the last chunk of a stream, with the usage and without a choice."""
-        return self._made(self.chunk_name, [], _counts(results, choices_per_prompt))
+        return self._written(self.chunk_name, [], {"usage": usage(results, texts_per_prompt), **timings(results)})
 
-    def _made(self, name: str, choices: Sequence[_Json], more: dict[str, Any]) -> str:
-        head = {"id": self._id, "choices": _list(choices), **self._about, "object": name}
-        return _object({**head, "system_fingerprint": FINGERPRINT, **more})
+    def _written(self, name: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> str:
+        head = {"id": self._id, "choices": choices, "created": self._created, "model": self._model, "object": name}
+        return encode({**head, "system_fingerprint": FINGERPRINT, **more})
 
     @abstractmethod
-    def _choice(self, part: Piece) -> _Json:
+    def _choice(self, part: Piece) -> dict[str, Any]:
         """Make a choice of a whole answer."""
 
     @abstractmethod
-    def _delta(self, part: Piece) -> _Json:
+    def _delta(self, part: Piece) -> dict[str, Any]:
         """Make a choice of a chunk."""
-
-
-def _counts(results: Sequence[GenerationResult], choices_per_prompt: int) -> dict[str, Any]:
-    """Collect the fields of an answer that say what it took."""
-    found = timings(results)
-    used = {"usage": usage(results, choices_per_prompt)}
-    return used if found is None else {**used, "timings": found}
 
 
 class ChatAnswer(Answer):
@@ -171,53 +147,43 @@ class ChatAnswer(Answer):
 
     def __init__(self, model: str, vocabulary: Vocabulary) -> None:
         super().__init__(model, vocabulary)
-        self._begun: set[int] = set()
+        self._num_calls: dict[int, int] = {}  # of each text that has begun
 
-    def _choice(self, part: Piece) -> _Json:
-        found = part.written or Written(part.text)
-        message: dict[str, Any] = {"content": found.content or (None if found.calls else ""), "role": "assistant"}
-        if found.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "function": {"arguments": call.arguments, "name": call.name}, "type": "function"}
-                for call in found.calls
-            ]
-        if found.reasoning:
-            message["reasoning_content"] = found.reasoning
+    def _choice(self, part: Piece) -> dict[str, Any]:
+        message: dict[str, Any] = {"content": part.text or (None if part.calls else ""), "role": "assistant"}
+        if part.calls:
+            message["tool_calls"] = part.calls
         head = {"finish_reason": part.finish, "index": part.index, "logprobs": self._logprobs(part.logprobs)}
-        return _object({**head, "message": message})
+        return {**head, "message": message}
 
-    def _delta(self, part: Piece) -> _Json:
+    def _delta(self, part: Piece) -> dict[str, Any]:
         delta: dict[str, Any] = {}
-        if part.written is None or part.written.content:
-            delta["content"] = part.text if part.written is None else part.written.content
-        if part.index not in self._begun:
-            self._begun.add(part.index)
+        if part.text or not part.calls:
+            delta["content"] = part.text
+        if part.index not in self._num_calls:
+            self._num_calls[part.index] = 0
             delta["role"] = "assistant"
-        if part.written is not None and part.written.calls:
-            delta["tool_calls"] = [
-                {
-                    "index": call.index,
-                    "id": call.id,
-                    "function": {"arguments": call.arguments, "name": call.name},
-                    "type": "function",
-                }
-                for call in part.written.calls
-            ]
-        if part.written is not None and part.written.reasoning:
-            delta["reasoning_content"] = part.written.reasoning
+        if part.calls:
+            first = self._num_calls[part.index]
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(part.calls, first)]
+            self._num_calls[part.index] += len(part.calls)
         tail = {"index": part.index, "finish_reason": part.finish, "logprobs": self._logprobs(part.logprobs)}
-        return _object({"delta": delta, **tail})
+        return {"delta": delta, **tail}
 
-    def _logprobs(self, found: Sequence[TokenLogprob] | None) -> _Json | None:
+    def _logprobs(self, found: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         if found is None:
             return None
         name = self._vocabulary.name_of
-        entries = []
-        for one in found:
-            top = [f'{{{name(token)},"logprob":{json.dumps(_finite(value))}}}' for token, value in one.top]
-            value = json.dumps(_finite(one.logprob))
-            entries.append(f'{{{name(one.token)},"logprob":{value},"top_logprobs":{_list(top)}}}')
-        return _object({"content": _list(entries)})
+        return {
+            "content": [
+                {
+                    **name(one.token),
+                    "logprob": _finite(one.logprob),
+                    "top_logprobs": [{**name(token), "logprob": _finite(value)} for token, value in one.top],
+                }
+                for one in found
+            ]
+        }
 
 
 class CompletionAnswer(Answer):
@@ -229,10 +195,9 @@ class CompletionAnswer(Answer):
         self._offsets: dict[int, int] = {}
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}
 
-    def _choice(self, part: Piece) -> _Json:
+    def _choice(self, part: Piece) -> dict[str, Any]:
         logprobs = None if part.logprobs is None else self._logprobs(part, part.logprobs)
-        head = {"finish_reason": part.finish, "index": part.index, "logprobs": logprobs}
-        return _object({**head, "text": part.text})
+        return {"finish_reason": part.finish, "index": part.index, "logprobs": logprobs, "text": part.text}
 
     _delta = _choice
 
@@ -245,7 +210,7 @@ class CompletionAnswer(Answer):
             names.append(_shown_in_completions(raw))
             offsets.append(offset)
             # The text shows no special tokens, but for those that a client has written into the prompt.
-            if not self._vocabulary.is_special(one.token) or part.echo.startswith(names[-1], offset):
+            if one.token not in self._vocabulary.special or part.echo.startswith(names[-1], offset):
                 offset += len(decoder.decode(raw))
             likely = {
                 _shown_in_completions(self._vocabulary.bytes_of(token)): _finite(value) for token, value in one.top
@@ -267,3 +232,8 @@ def _shown_in_completions(raw: bytes) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity."""
+    return None if value is None or not math.isfinite(value) else value

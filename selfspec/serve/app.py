@@ -1,94 +1,90 @@
-"""The app: OpenAI's routes over one scheduler."""
+"""The app: OpenAI's routes over one scheduler, vLLM's for tokens, and a page."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib.resources import files
 from time import time
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from selfspec import SelfSpecGenerator
 from selfspec.serve import api_errors
-from selfspec.serve.answering import RequestStream
 from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, request_failed, shutting_down
-from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest
+from selfspec.serve.api_requests import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, Piece
 from selfspec.serve.bodies import read_body
-from selfspec.serve.guard import Guard
-from selfspec.serve.lanes import WorkerQueues
-from selfspec.serve.memory_return import MemoryReturn, gc_frozen
+from selfspec.serve.request_limits import RequestLimits
+from selfspec.serve.request_stream import RequestStream
+from selfspec.serve.running import gc_frozen, memory_returned
 from selfspec.serve.scheduler import Scheduler, ServedSequence
+from selfspec.serve.serve_options import ServeOptions
 from selfspec.serve.server_metrics import CONTENT_TYPE, ServerMetrics
-from selfspec.serve.server_settings import ServerSettings
-from selfspec.serve.token_routes import add_token_routes
 from selfspec.serve.translation import Translator
-from selfspec.serve.web_page import add_page
+from selfspec.serve.worker_queue import SMALL_BODY, WorkerQueue
 
 log = logging.getLogger("selfspec.serve")
-PING_SECONDS = 10.0
-"""Longest time between two events of a stream."""
+PING_SECONDS = 10.0  # longest time between two events of a stream
 _LAST_SECONDS = 1.0  # for a stream to tell its client that the server ends
 _FEW_TEXTS = 4  # of a request, for which a thread would only be a delay
 _FEW_LOGPROBS = 256
 
 
-def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
+def make_app(generator: SelfSpecGenerator, options: ServeOptions) -> FastAPI:
     """Make the app of one model. Its scheduler runs from the app's start to its shutdown.
 
-    generator: has a tokenizer. Raises ValueError for a policy that does not fit the model.
+    generator: has a tokenizer. Raises ValueError for a policy that does not fit the model, and as `ServeOptions.check`.
     """
+    options.check()
     metrics = ServerMetrics()
-    translator = Translator(generator, settings)
-    served = {
-        "id": settings.model_name, "created": int(time()), "object": "model", "owned_by": "selfspec",
-        "selfspec": translator.offers,
-    }  # fmt: skip
+    translator = Translator(generator, options)
+    about = {"id": options.name, "created": int(time()), "object": "model", "owned_by": "selfspec"}
+    served = {**about, "selfspec": translator.offers}
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.scheduler = Scheduler(generator, settings, metrics)
-        app.state.lanes = WorkerQueues()
-        memory = MemoryReturn()
+        app.state.scheduler = Scheduler(generator, options, metrics)
+        app.state.queue = WorkerQueue()
         try:
-            with gc_frozen():
+            async with memory_returned(), gc_frozen():
                 yield
         finally:
-            app.state.lanes.close()
-            memory.close()
+            app.state.queue.close()
             await asyncio.to_thread(app.state.scheduler.close)
             await asyncio.to_thread(translator.close)
 
     app = FastAPI(title="selfspec", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.metrics, app.state.translator = metrics, translator
-    api_errors.install(app)
 
     async def answer(request: Request, kind: type[ChatRequest] | type[CompletionRequest], answer: Answer) -> Response:
-        lanes, scheduler = request.app.state.lanes, request.app.state.scheduler
-        body, size = await read_body(request, kind, lanes)
-        choices = await _translated(lanes, scheduler, translator, body, size)
-        texts = RequestStream(
-            scheduler, choices, translator.tokenizer, streamed=body.stream, show_drafts=body.show_drafts
-        )
-        scheduler.submit(choices)
-        response = await (_stream if body.stream else _whole)(request, body, texts, answer)
+        state = request.app.state
+        body, size = await read_body(request, kind, state.queue)
+        texts = await _translated(request, body, size)
+        tokenizer, shows = translator.prompts.tokenizer, body.show_drafts
+        stream = RequestStream(state.scheduler, texts, tokenizer, streamed=body.stream, show_drafts=shows)
+        state.scheduler.submit(texts)
+        response = await (_stream if body.stream else _whole)(request, body, stream, answer)
         response.headers.update(body.ignored_fields_header)
         return response
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(request, ChatRequest, ChatAnswer(settings.model_name, translator.vocabulary))
+        return await answer(request, ChatRequest, ChatAnswer(options.name, translator.vocabulary))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answer(request, CompletionRequest, CompletionAnswer(settings.model_name, translator.vocabulary))
+        return await answer(request, CompletionRequest, CompletionAnswer(options.name, translator.vocabulary))
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -109,31 +105,102 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
     async def show_metrics() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
-    add_token_routes(app, translator)
-    add_page(app)
+    _add_token_routes(app, translator)
+    _add_page(app)
+    api_errors.install(app)
     known = frozenset(route.path for route in app.routes if hasattr(route, "path"))
-    app.add_middleware(Guard, settings=settings, metrics=metrics, routes=known)
+    app.add_middleware(RequestLimits, options=options, metrics=metrics, routes=known)
     return app
 
 
-async def _translated(
-    lanes: WorkerQueues, scheduler: Scheduler, translator: Translator, body: ChatRequest | CompletionRequest, size: int
-) -> list[ServedSequence]:
+def _add_token_routes(app: FastAPI, translator: Translator) -> None:
+    """Text and messages to tokens and back, as in vLLM."""
+    prompts = translator.prompts
+
+    def tokens(body: TokenizeRequest) -> list[int]:
+        translator.check_name(body.model)
+        if body.prompt is not None:
+            return prompts.of_text(body.prompt, special=body.add_special_tokens is not False)
+        asks = None if body.continue_final_message else body.add_generation_prompt
+        return prompts.of_chat(body.messages, asks, body.tools)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> JSONResponse:
+        queue = request.app.state.queue
+        body, size = await read_body(request, TokenizeRequest, queue)
+        ids = await queue.run_by_size(size, lambda: tokens(body))
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": prompts.max_context, "tokens": ids}
+        if body.return_token_strs:
+            found["token_strs"] = prompts.tokenizer.convert_ids_to_tokens(ids)
+        return JSONResponse(found, headers=body.ignored_fields_header)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> JSONResponse:
+        queue = request.app.state.queue
+        body, size = await read_body(request, DetokenizeRequest, queue)
+        translator.check_name(body.model)
+        text = await queue.run_by_size(size, lambda: prompts.text_of(body.tokens))
+        return JSONResponse({"prompt": text}, headers=body.ignored_fields_header)
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> JSONResponse:
+        tokenizer = prompts.tokenizer
+        about: dict[str, Any] = {"tokenizer_class": type(tokenizer).__name__, "model_max_length": prompts.max_context}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            about[name] = getattr(tokenizer, name, None)
+        return JSONResponse({**about, "chat_template": prompts.template_source})
+
+
+def _add_page(app: FastAPI) -> None:
+    """Serve the page at `/`. It calls only the API of the same server."""
+    page = files("selfspec.serve").joinpath("page.html").read_text(encoding="utf-8")
+    headers = {
+        "Cache-Control": "no-cache",
+        "Content-Security-Policy": content_policy(page),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+    @app.get("/", include_in_schema=False)
+    async def show_page() -> HTMLResponse:
+        return HTMLResponse(page, headers=headers)
+
+
+def content_policy(page: str) -> str:
+    """Write the Content-Security-Policy: the page may run its own script and style, and call its own server.
+
+    Text of a model that became HTML by mistake could neither run nor load anything.
+    """
+
+    def hashes(tag: str) -> str:
+        sources = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in sources)
+
+    return (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+async def _translated(request: Request, body: Body, size: int) -> list[ServedSequence]:
     """Translate in a thread if that may take long: for a long prompt, many texts, biases, a grammar, or a policy.
 
     The scheduler is asked for room first, and again when a thread is free: others may have taken the room meanwhile.
     """
+    queue, scheduler, translator = (getattr(request.app.state, name) for name in ("queue", "scheduler", "translator"))
 
     def work() -> list[ServedSequence]:
         scheduler.check_room(body.num_texts)
-        return translator.chat(body) if isinstance(body, ChatRequest) else translator.completions(body)
+        return translator.texts(body)
 
     scheduler.check_room(body.num_texts)
     if translator.has_slow_schema(body, size):
-        return await lanes.schemas.run(work)
+        return await queue.run(work, kind="schemas")
     if body.num_texts > _FEW_TEXTS:
-        return await lanes.prompts.run(work)
-    return await lanes.prompts.run_by_size(size, work, is_quick=not translator.is_slow(body))
+        return await queue.run(work)
+    if body.logit_bias or body.policy or body.response_format or body.schemas:
+        size = max(size, SMALL_BODY + 1)
+    return await queue.run_by_size(size, work)
 
 
 async def _written(parts: Sequence[Piece], write: Callable[[], str]) -> str:
@@ -142,32 +209,31 @@ async def _written(parts: Sequence[Piece], write: Callable[[], str]) -> str:
     return await asyncio.to_thread(write) if is_long else write()
 
 
-async def _whole(request: Request, body: GenerationRequest, texts: RequestStream, answer: Answer) -> Response:
+async def _whole(request: Request, body: Body, stream: RequestStream, answer: Answer) -> Response:
     """Send the answer, or nothing if the client leaves before it is complete: its texts are then cancelled at once."""
-    working = asyncio.ensure_future(texts.whole())
+    working = asyncio.ensure_future(stream.whole())
     try:
         if not await _client_stays(request.receive, working):
             return Response(status_code=CLIENT_LEFT)
         parts = working.result()
-        content = await _written(parts, partial(answer.whole, parts, texts.results, body.n))
+        content = await _written(parts, partial(answer.whole, parts, stream.results, body.n))
         return Response(content, media_type="application/json")
     finally:
         working.cancel()
-        texts.cancel()
+        stream.cancel()
 
 
-async def _events(body: GenerationRequest, texts: RequestStream, answer: Answer) -> AsyncGenerator[str, None]:
-    async for piece in texts.pieces():
+async def _events(body: Body, stream: RequestStream, answer: Answer) -> AsyncGenerator[str, None]:
+    async for piece in stream.pieces():
         yield f"data: {await _written([piece], partial(answer.chunk, piece))}\n\n"
     if body.stream_options is not None and body.stream_options.include_usage:
-        yield f"data: {answer.last_chunk(texts.results, body.n)}\n\n"
+        yield f"data: {answer.last_chunk(stream.results, body.n)}\n\n"
     yield "data: [DONE]\n\n"
 
 
-async def _stream(request: Request, body: GenerationRequest, texts: RequestStream, answer: Answer) -> Response:
-    """Send a stream, or an error with its status if nothing was sent before. During a long wait the client gets comments,
-    since a proxy may close a silent connection."""
-    events = _events(body, texts, answer)
+async def _stream(request: Request, body: Body, stream: RequestStream, answer: Answer) -> Response:
+    """Send a stream, or an error with its status if that comes before the first piece and the first `PING_SECONDS`."""
+    events = _events(body, stream, answer)
     first = asyncio.ensure_future(events.__anext__())
     begun = False
     try:
@@ -176,11 +242,11 @@ async def _stream(request: Request, body: GenerationRequest, texts: RequestStrea
         if first.done():
             first.result()
         begun = True
-        return _EventStream(texts, _with_pings(first, events))
+        return _EventStream(stream, _with_pings(first, events))
     finally:
         if not begun:
             first.cancel()
-            texts.cancel()
+            stream.cancel()
 
 
 async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str, None]) -> AsyncIterator[str]:
@@ -206,36 +272,27 @@ async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str
 
 
 class _EventStream(StreamingResponse):
-    """A stream that cancels its texts when it ends, however it ends.
+    """A response that cancels its texts when it ends, however it ends.
 
-    Its headers go out with its first piece. A proxy may send a request that fails before that once more. Starlette itself
-    would watch for the client with anyio, which leaves all that was cancelled in a circle of its exception and a frame.
+    Starlette itself would watch for the client with anyio, which leaves all that was cancelled in a circle of its exception
+    and a frame.
     """
 
-    def __init__(self, texts: RequestStream, events: AsyncIterator[str]) -> None:
+    def __init__(self, stream: RequestStream, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._texts = texts
+        self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held: list[Message] = []
-
-        async def with_the_first_piece(message: Message) -> None:
-            held.append(message)
-            if message["type"] != "http.response.start":
-                for one in held:
-                    await send(one)
-                held.clear()
-
-        sending = asyncio.ensure_future(self.stream_response(with_the_first_piece))
+        sending = asyncio.ensure_future(self.stream_response(send))
         try:
             if await _client_stays(receive, sending):
                 sending.result()
         except asyncio.CancelledError:  # the grace time is over
-            self._texts.fail(shutting_down())
+            self._stream.fail(shutting_down())
             await asyncio.wait({sending}, timeout=_LAST_SECONDS)
         finally:
             sending.cancel()
-            self._texts.cancel()
+            self._stream.cancel()
 
 
 async def _client_stays(receive: Receive, work: asyncio.Future[Any], seconds: float | None = None) -> bool:

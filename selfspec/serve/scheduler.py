@@ -13,15 +13,14 @@ from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import BoundRequest, Engine
 from selfspec.engine.results import StepOutput
 from selfspec.serve.api_errors import ApiError, queue_full, shutting_down
+from selfspec.serve.processors import LogprobRecorder, PromptLogprobs
+from selfspec.serve.serve_options import ServeOptions
 from selfspec.serve.server_metrics import ServerMetrics
-from selfspec.serve.server_settings import ServerSettings
-from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
-from selfspec.serve.tools.call_readers import CallReader
+from selfspec.serve.tool_calls import CallReader
 from selfspec.serve.trimmed_text import TrimmedText
 
 log = logging.getLogger("selfspec.serve")
-IDLE_SECONDS = 10.0
-"""After this time without a text, memory that the next text would reuse is given back."""
+IDLE_SECONDS = 10.0  # after this time without a text, memory that the next text would reuse is given back
 _SEND_SECONDS = 0.003
 """Longest wait between two rounds for tokens to be sent. Sending usually takes less than a millisecond."""
 
@@ -38,7 +37,7 @@ class ServedSequence:
     is set once somebody has sent what came.
     """
 
-    checked: BoundRequest
+    call: BoundRequest
     text: TrimmedText
     echo: str = ""
     recorder: LogprobRecorder | None = None
@@ -57,15 +56,15 @@ class Scheduler:
     When there was no text for `IDLE_SECONDS`, the generator frees memory.
     """
 
-    def __init__(self, generator: SelfSpecGenerator, settings: ServerSettings, metrics: ServerMetrics) -> None:
+    def __init__(self, generator: SelfSpecGenerator, options: ServeOptions, metrics: ServerMetrics) -> None:
         self._generator, self._metrics = generator, metrics
-        self._batch_size, self._max_waiting = settings.batch_size, settings.max_waiting
+        self._batch_size, self._max_waiting = options.batch_size, options.max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[ServedSequence] = deque()
         self._left: set[ServedSequence] = set()  # cancelled, perhaps in the engine
         self._closing = False
         self._joined: dict[int, ServedSequence] = {}  # those in the engine, by ticket; used by the thread only
-        self._choice_seconds = 1.0  # moving average from joining to the end
+        self._text_seconds = 1.0  # moving average from joining to the end
         self._thread = threading.Thread(target=self._run, name="selfspec-engine", daemon=True)
         self._thread.start()
 
@@ -73,36 +72,35 @@ class Scheduler:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._closing
 
-    def check_room(self, texts: int) -> None:
+    def check_room(self, count: int) -> None:
         """Raise ApiError (status 400, 429 or 503) without room for so many texts. To be asked before any work is done."""
         most = self._batch_size + self._max_waiting
-        if texts > most:
-            message = f"{texts} texts in one request, this server takes at most {most} at a time: ask for fewer"
+        if count > most:
+            message = f"{count} texts in one request, this server takes at most {most} at a time: ask for fewer"
             raise ApiError(message, param="n")
         with self._changed:
             if self._closing:
                 raise shutting_down()
             free = max(0, self._batch_size - len(self._joined))
-            if len(self._waiting) + texts > self._max_waiting + free:
-                rounds = (len(self._waiting) + texts) / self._batch_size
-                seconds = max(1, round(rounds * self._choice_seconds))
+            if len(self._waiting) + count > self._max_waiting + free:
+                rounds = (len(self._waiting) + count) / self._batch_size
+                seconds = max(1, round(rounds * self._text_seconds))
                 raise queue_full(f"{len(self._waiting)} texts are waiting already", seconds)
 
-    def submit(self, choices: Iterable[ServedSequence]) -> None:
+    def submit(self, texts: list[ServedSequence]) -> None:
         """Queue texts, all of them or none. Raises as `check_room`."""
-        choices = [*choices]
         with self._changed:
-            self.check_room(len(choices))
-            for choice in choices:
-                choice.submitted = perf_counter()
-            self._waiting += choices
+            self.check_room(len(texts))
+            for text in texts:
+                text.submitted = perf_counter()
+            self._waiting += texts
             self._metrics.waiting.set(len(self._waiting))
             self._changed.notify()
 
-    def cancel(self, choices: Iterable[ServedSequence]) -> None:
+    def cancel(self, texts: Iterable[ServedSequence]) -> None:
         """Drop texts, waiting or decoding, after the current round. Complete ones are left alone."""
         with self._changed:
-            self._left.update(choices)
+            self._left.update(texts)
             self._changed.notify()
 
     def close(self) -> None:
@@ -118,33 +116,23 @@ class Scheduler:
             with self._changed:
                 has_work = self._changed.wait_for(lambda: self._waiting or self._left or self._closing, patience)
                 if self._closing:
-                    self._refuse([*self._waiting], shutting_down())
+                    _refuse(self._waiting, shutting_down())
                     self._waiting.clear()
                     return
                 self._drop_waiting()
             patience = IDLE_SECONDS if has_work else None
-            if not has_work:
-                self._rest()
-                continue
             try:
-                self._run_until_idle()
+                if has_work:
+                    self._run_until_idle()
+                else:
+                    self._generator.free_idle_memory()  # which may itself need memory
             except Exception as error:  # the engine as a whole failed, for example without memory
                 log.exception("the engine failed")
-                self._refuse([*self._joined.values()], error)
+                _refuse(self._joined.values(), error)
             self._joined.clear()
             self._metrics.decoding.set(0)
             self._metrics.cache_bytes.set(0)
             self._show_kept()
-
-    def _rest(self) -> None:
-        try:
-            self._generator.free_idle_memory()
-        except Exception:  # giving memory back may itself need memory
-            log.exception("idle memory could not be given back")
-        self._show_kept()
-
-    def _show_kept(self) -> None:
-        self._metrics.kept_bytes.set(self._generator.kept_texts.num_bytes)
 
     def _run_until_idle(self) -> None:
         """Run one engine until no text is left, then free everything that it holds."""
@@ -152,71 +140,69 @@ class Scheduler:
             while self._admit(engine):
                 self._metrics.round_texts.observe(len(self._joined))
                 self._metrics.cache_bytes.set(engine.cache_bytes)
-                sending = [event for progress in engine.step() if (event := self._deliver(progress))]
-                _let_send(sending)
+                sending = [event for output in engine.step() if (event := self._deliver(output))]
+                # The next round uses all cores. A thread that wakes up during it to send would wait for a core, and the round
+                # then for that core.
+                end = perf_counter() + _SEND_SECONDS
+                for event in sending:
+                    event.wait(max(0.0, end - perf_counter()))
 
     def _admit(self, engine: Engine) -> bool:
         """Between rounds, drop cancelled texts and let waiting ones join. Returns whether any text is left."""
         with self._changed:
-            gone = [ticket for ticket, choice in self._joined.items() if choice in self._left]
+            gone = [ticket for ticket, text in self._joined.items() if text in self._left]
             self._drop_waiting()
             closing = self._closing
         for ticket in [*self._joined] if closing else gone:
             engine.cancel(ticket)
-            choice = self._joined.pop(ticket)
+            text = self._joined.pop(ticket)
             self._metrics.cancelled.inc()
             if closing:
-                self._refuse([choice], shutting_down())
+                _refuse([text], shutting_down())
         while not closing and len(self._joined) < self._batch_size:
             with self._changed:
                 if not self._waiting:
                     break
-                choice = self._waiting.popleft()
+                text = self._waiting.popleft()
                 following = min(len(self._waiting), self._batch_size - len(self._joined) - 1)
                 self._metrics.waiting.set(len(self._waiting))
             try:
-                choice.joined = perf_counter()
-                self._joined[engine.join(choice.checked, following)] = choice
+                text.joined = perf_counter()
+                self._joined[engine.join(text.call, following)] = text
             except Exception as error:
                 log.exception("a text could not join")
-                self._refuse([choice], error)
+                _refuse([text], error)
         self._metrics.decoding.set(len(self._joined))
         return bool(self._joined)
 
     def _drop_waiting(self) -> None:
         """Forget cancelled texts that wait. Call with the lock held."""
         if self._left:
-            kept = [choice for choice in self._waiting if choice not in self._left]
+            kept = [text for text in self._waiting if text not in self._left]
             self._metrics.cancelled.inc(len(self._waiting) - len(kept))
             self._waiting = deque(kept)
             self._left.clear()
             self._metrics.waiting.set(len(kept))
 
-    def _deliver(self, progress: StepOutput) -> threading.Event | None:
+    def _deliver(self, output: StepOutput) -> threading.Event | None:
         """Deliver an output, and return an event if it is worth waiting for."""
-        choice = self._joined[progress.ticket]
+        text = self._joined[output.ticket]
         now = perf_counter()
-        sending = choice.deliver(progress)
-        first = choice.last_token is None
-        self._metrics.progressed(progress, now - (choice.last_token or choice.submitted), first=first)
-        choice.last_token = now
-        if progress.ended:
-            del self._joined[progress.ticket]
-            self._choice_seconds += 0.2 * (now - choice.joined - self._choice_seconds)
-            self._show_kept()
-            return None
-        return sending
+        sending = text.deliver(output)
+        first = text.last_token is None
+        self._metrics.progressed(output, now - (text.last_token or text.submitted), first=first)
+        text.last_token = now
+        if not output.ended:
+            return sending
+        del self._joined[output.ticket]
+        self._text_seconds += 0.2 * (now - text.joined - self._text_seconds)
+        self._show_kept()
+        return None
 
-    def _refuse(self, choices: Iterable[ServedSequence], error: Exception) -> None:
-        for choice in choices:
-            choice.deliver(StepOutput(ticket=0, tokens=[], error=error))
+    def _show_kept(self) -> None:
+        self._metrics.kept_bytes.set(self._generator.kept_texts.num_bytes)
 
 
-def _let_send(sending: Iterable[threading.Event]) -> None:
-    """Wait until the sending thread is done with these.
-
-    The next round uses all cores. A thread that wakes up during it would wait for a core, and the round then for that core.
-    """
-    end = perf_counter() + _SEND_SECONDS
-    for event in sending:
-        event.wait(max(0.0, end - perf_counter()))
+def _refuse(texts: Iterable[ServedSequence], error: Exception) -> None:
+    for text in texts:
+        text.deliver(StepOutput(tokens=[], error=error))

@@ -1,30 +1,50 @@
-"""Whether a client's schema can be used: its references are looked at, then it is tried in a process that may end safely."""
+"""Whether a client's schema can be used: its references are looked at, then it is tried in a process that may end safely.
+
+llguidance's compiler is foreign code whose time, memory and stack depend on what a client sent. The process that tries it
+imports this module and nothing that is large.
+"""
 
 from __future__ import annotations
 
 import json
-import selectors
-import subprocess
+import multiprocessing
+import os
+import signal
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as TrialTimeoutError  # before Python 3.11 not the built-in one
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from hashlib import sha256
-from importlib.util import find_spec
-from pathlib import Path
-from time import monotonic
+from types import ModuleType
 from typing import Any
+
+import llguidance
 
 from layerskip_models.fork_safe import fork_safe
 
-MAX_BYTES = 256 << 10
-"""Limit on a schema as JSON."""
+MAX_BYTES = 256 << 10  # limit on a schema as JSON
 MAX_NESTING = 120
 """Most levels of nested values. The compiler reads JSON of up to 124."""
-TRIAL_SECONDS = 1.0
-"""Limit on the processor time of a trial."""
-_WALL_SECONDS = 15.0  # for the same, on a busy machine
+TRIAL_SECONDS = 1.0  # limit on the processor time of a trial
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 30_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
+"""Limits on a grammar, in llguidance's units. A core does about 20 of them in a microsecond."""
+COMPACT: Any = {"whitespace_flexible": False}
+"""No white space between JSON tokens: a weak model might write spaces forever."""
+_WALL_SECONDS = 15.0  # for a trial on a busy machine, the start of its process included
 _TRIAL_BYTES = 1 << 30
+_STACK_BYTES = 2 << 20  # less than a thread of the server has, so that what fits here fits there
+_STEPS = 48
 _REMEMBERED = 256
 _QUICK_SECONDS = 0.05
 _FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
@@ -78,12 +98,12 @@ class SchemaCheck:
 
     def __init__(self) -> None:
         self._lock = fork_safe(threading.Lock())
-        self._process: subprocess.Popen[bytes] | None = None
+        self._pool: ProcessPoolExecutor | None = None
         # By digest: why the schema cannot be used, if it cannot, and the seconds that compiling it took.
         self._known: OrderedDict[bytes, tuple[str | None, float]] = OrderedDict()
 
-    def __call__(self, schema: dict[str, Any] | bool) -> str:
-        """Write the schema as JSON. Raises ValueError that says in one line why it cannot be used."""
+    def __call__(self, schema: dict[str, Any] | bool) -> None:
+        """Raise ValueError that says in one line why the schema cannot be used."""
         compiled = as_compiled(schema)
         try:
             written, tried = json.dumps(schema), json.dumps(compiled)
@@ -91,7 +111,7 @@ class SchemaCheck:
             raise ValueError("the schema is nested too deeply") from None
         if len(written) > MAX_BYTES:
             raise ValueError(f"the schema has {len(written)} bytes, at most {MAX_BYTES} are possible")
-        key = sha256(written.encode()).digest()
+        key = _digest(written)
         with self._lock:
             if key not in self._known:
                 self._known[key] = self._trial(tried)
@@ -101,24 +121,22 @@ class SchemaCheck:
             why, _ = self._known[key]
         if why is not None:
             raise ValueError(f"the schema cannot be used: {why}")
-        return written
 
     def check_together(self, schemas: Sequence[dict[str, Any] | bool]) -> None:
         """Raise ValueError if one grammar of all these schemas, each of which was checked, would exceed the bounds of one."""
         written = [json.dumps(schema) for schema in schemas]
         if sum(map(len, written)) > MAX_BYTES:
             raise ValueError(f"the schemas have more than {MAX_BYTES} bytes together")
-        known = [self._known.get(sha256(one.encode()).digest()) for one in written]
+        known = [self._known.get(_digest(one)) for one in written]
         if sum(one[1] for one in known if one is not None) > TRIAL_SECONDS:
             raise ValueError(f"the schemas take more than {TRIAL_SECONDS:g} s together to compile")
 
     def is_quick(self, schema: dict[str, Any] | bool) -> bool:
-        """Whether the schema is known to compile quickly."""
+        """Say whether the schema is known to compile quickly."""
         try:
-            written = json.dumps(schema)
+            known = self._known.get(_digest(json.dumps(schema)))
         except RecursionError:
             return False
-        known = self._known.get(sha256(written.encode()).digest())
         return known is not None and known[1] < _QUICK_SECONDS
 
     def close(self) -> None:
@@ -126,43 +144,108 @@ class SchemaCheck:
             self._end()
 
     def _trial(self, written: str) -> tuple[str | None, float]:
-        if self._process is None or self._process.poll() is not None:
-            self._end()
-            self._process = _start()
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps(written).encode() + b"\n")
-            process.stdin.flush()
-            line = _line(process, monotonic() + _WALL_SECONDS)
-        except OSError:
-            line = b""
-        if not line:
+            return self._submit(written).result(_WALL_SECONDS)
+        except (BrokenProcessPool, TrialTimeoutError):
             self._end()
             return f"it takes more than {TRIAL_SECONDS:g} s or {_TRIAL_BYTES >> 30} GiB to compile", 0.0
-        answer = json.loads(line)
-        return answer.get("refused"), answer.get("seconds", 0.0)
+
+    def _submit(self, written: str) -> Future[tuple[str | None, float]]:
+        if self._pool is None:
+            new = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, new, _limit_process, (_TRIAL_BYTES, _STACK_BYTES))
+        program = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType(
+            "__main__"
+        )  # else a new process would import it first, however large it is
+        try:
+            return self._pool.submit(try_schema, written, TRIAL_SECONDS)
+        except BrokenProcessPool:  # it has died since the last trial
+            self._end()
+        finally:
+            sys.modules["__main__"] = program
+        return self._submit(written)
 
     def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            for process in [*(pool._processes or {}).values()]:  # a trial that hangs would be waited for
+                process.kill()
+            pool.shutdown(cancel_futures=True)
 
 
-def _start() -> subprocess.Popen[bytes]:
-    found = find_spec("llguidance")
-    assert found is not None and found.origin is not None
-    folder, worker = Path(found.origin).parent.parent, Path(__file__).with_name("grammar_worker.py")
-    command = [sys.executable, "-I", str(worker), str(folder), str(TRIAL_SECONDS), str(_TRIAL_BYTES)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+def _digest(written: str) -> bytes:
+    return sha256(written.encode()).digest()
 
 
-def _line(process: subprocess.Popen[bytes], deadline: float) -> bytes:
-    """Read the process's answer; empty if it ended or did not answer in time."""
-    assert process.stdout is not None
-    with selectors.DefaultSelector() as ready:
-        ready.register(process.stdout, selectors.EVENT_READ)
-        if not ready.select(max(0.0, deadline - monotonic())):
-            return b""
-    return process.stdout.readline()
+def one_line(text: str) -> str:
+    """Put the compiler's error in a line. A pattern's has several: the pattern, a mark below it, and the reason."""
+    lines = text.splitlines() or ["no reason was given"]
+    if lines[0] == "NoExtensionBias":  # what the library says of this
+        return "it refers to itself and to nothing else"
+    if not lines[0].endswith("regex parse error:") or len(lines) < 4:
+        return lines[0][:200]
+    place = max(0, len(lines[2]) - len(lines[2].lstrip()) - 4)
+    part, reason = lines[1][4:][place : place + 20], lines[-1].removeprefix("error: ")
+    return f"at character {place + 1} of a pattern, {part!r}: {reason}"[:200]
+
+
+def _limit_process(max_bytes: int, stack_bytes: int) -> None:
+    """Prepare the process of the trials: it may take little, says nothing, and ends when the server does."""
+    import resource
+
+    _byte_tokenizer()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.nice(5)
+    limits = ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, max_bytes), (resource.RLIMIT_STACK, stack_bytes))
+    for kind, most in limits:
+        resource.setrlimit(kind, (most, most))
+    threading.Thread(target=_end_with_server, daemon=True).start()
+
+
+def _end_with_server() -> None:
+    server = multiprocessing.parent_process()
+    assert server is not None
+    server.join()
+    os._exit(0)
+
+
+def try_schema(schema: str, seconds: float) -> tuple[str | None, float]:
+    """Say why llguidance cannot use the schema, or None, and what processor time that took. More ends the process."""
+    started = time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        why = _refusal(schema)
+    except BaseException as error:  # a panic in the library, or no memory
+        why = one_line(f"{type(error).__name__}: {error}")
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return why, time.process_time() - started
+
+
+def _refusal(schema: str) -> str | None:
+    """Compile the schema and write the beginning of a text."""
+    tokenizer = _byte_tokenizer()
+    try:
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT)
+        limits = llguidance.LLParserLimits(**LIMITS)
+        matcher = llguidance.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
+    except ValueError as error:
+        return one_line(str(error))
+    for step in range(_STEPS):
+        if matcher.is_error():
+            return one_line(matcher.get_error())
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(tokenizer.vocab_size) if mask[token // 8] >> (token % 8) & 1]
+        if matcher.is_error() or not allowed:
+            continue
+        token = allowed[step * 7 % len(allowed)]
+        if token == tokenizer.eos_token:
+            break
+        matcher.consume_token(token)
+    return one_line(matcher.get_error()) if matcher.is_error() else None
+
+
+@cache
+def _byte_tokenizer() -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer("byte")  # all bytes, an end token and some that no schema allows

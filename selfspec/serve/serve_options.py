@@ -1,30 +1,44 @@
-"""The options of `selfspec serve`, which are also those of a replica under Ray. Needs none of the server's packages."""
+"""The options of `selfspec serve`, and what a server makes of them. Needs none of the server's packages."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 from layerskip_models import DEMO_PATH
-from selfspec.cli.option_groups import ChatTemplateOption, CopyFromOption, option
+from selfspec.cli.option_groups import ChatTemplateOption, CopyFromOption, ModelArgument, option
 from selfspec.cli.text_input import read_copy_files
-from selfspec.messages import template_of
+from selfspec.messages import ChatTemplate, template_of
 from selfspec.options import POLICY_HELP
-from selfspec.serve.server_settings import SAFE_POLICIES, ServerSettings, allowed_hosts, default_name
+
+SAFE_POLICIES = ("ar", "auto", "auto:cost=layers", "copy", "del", "pacer")
+"""Policies whose cost a client cannot choose: each decides for itself how much it drafts."""
+ANY_POLICY = "any"
+MAX_CHOICES = 32  # largest `n`, and the most prompts of one completion request
 
 _SPECULATION, _NETWORK, _LOAD = "Speculation", "Network", "Load"
+_COUNTS = ("batch_size", "max_waiting", "default_chat_tokens", "max_tokens", "max_context")
+_OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ServeOptions:
+    """Settings of one server; those of a replica under Ray are the same. Files are read when they are first asked for."""
+
+    model: ModelArgument = None
     policy: str | None = option(None, f"{POLICY_HELP} Requests may name another.", _SPECULATION)
     allow_policy: list[str] | None = option(
         None,
-        "A policy that requests may name, 'any' for all; repeatable. Default: "
-        "ar, auto, auto:cost=layers, copy, del, pacer and the server's own.",
+        f"A policy that requests may name, '{ANY_POLICY}' for all; repeatable. Default: "
+        f"{', '.join(SAFE_POLICIES)} and the server's own.",
         _SPECULATION,
     )
     copy_from: CopyFromOption = None
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", _NETWORK)
+    port: int = option(8000, "Port; 0 takes a free one.", _NETWORK, min=0, max=65535)
     api_key: str | None = option(
         None,
         "Key that clients must send. The environment variable keeps it out of the process list.",
@@ -67,24 +81,48 @@ class ServeOptions:
     default_chat_tokens: int = option(
         1024, "Maximum number of new tokens of a chat answer whose request sets none.", _LOAD, min=1
     )
+    grace_seconds: int = option(30, "Seconds that running requests may continue after SIGTERM or Ctrl-C.", _LOAD, min=0)
 
-    def settings(self, model: str | None, host: str) -> ServerSettings:
-        """Make the settings of a server that listens on `host`. Reads the files that are named; raises their errors."""
+    def check(self) -> None:
+        """Raise ValueError for a value that cannot be served with, and the errors of the files that are named."""
         if not math.isfinite(self.max_body_mb):
             raise ValueError(f"--max-body-mb must be a number of megabytes, got {self.max_body_mb}")
-        return ServerSettings(
-            model_name=self.served_name or default_name(str(DEMO_PATH) if model is None else model),
-            policy=self.policy,
-            batch_size=self.batch_size,
-            max_waiting=self.max_waiting,
-            max_body_bytes=int(self.max_body_mb * (1 << 20)),
-            default_chat_tokens=self.default_chat_tokens,
-            api_key=self.api_key,
-            copy_from=tuple(read_copy_files(self.copy_from)),
-            chat_template=template_of(model, self.chat_template),
-            allowed_policies=SAFE_POLICIES if self.allow_policy is None else tuple(self.allow_policy),
-            allowed_hosts=allowed_hosts(host, self.api_key, self.allow_host or ()),
-            share_prefixes=self.share_prefixes,
-            max_new_tokens=self.max_tokens,
-            max_context=self.max_context,
-        )
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.api_key is not None and not self.api_key:
+            raise ValueError("the API key is empty: give one, or none")
+        _ = self.template, self.copied_texts
+
+    @cached_property
+    def name(self) -> str:
+        """The model's name for clients: its folder's name, or its hub name without the owner, unless another is given."""
+        model = str(DEMO_PATH) if self.model is None else self.model
+        folder = Path(re.sub(r"[/\\]+$", "", model)).resolve().name if Path(model).is_dir() else None
+        return self.served_name or folder or model.rpartition("/")[2]
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        return template_of(self.model, self.chat_template)
+
+    @cached_property
+    def copied_texts(self) -> list[str]:
+        return read_copy_files(self.copy_from)
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * (1 << 20))
+
+    @cached_property
+    def hosts(self) -> frozenset[str] | None:
+        """Host names, without ports, by which clients may call the server; None for any.
+
+        Any web page can give its own host name this machine's address and then call the server (DNS rebinding). So a server
+        without a key that listens only on this machine accepts only this machine's names, and those that the operator adds.
+        """
+        named = [name.lower() for name in self.allow_host or ()]
+        is_local = self.host in _OWN_NAMES or self.host.startswith("127.")
+        if "*" in named or (not named and (self.api_key is not None or not is_local)):
+            return None
+        return frozenset([*_OWN_NAMES, self.host.lower(), *named])

@@ -20,8 +20,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from layerskip_models.fork_safe import fork_safe
 from selfspec.detokenize import skipped_tokens
-from selfspec.serve.grammar_worker import COMPACT, LIMITS, one_line
-from selfspec.serve.schema_check import as_compiled
+from selfspec.serve.schema_check import COMPACT, LIMITS, as_compiled, one_line
 
 Grammar = dict[str, Any] | bool | str
 """A JSON schema, or a grammar in Lark's form."""
@@ -34,30 +33,27 @@ class GrammarError(ValueError):
 class Vocabulary:
     """A tokenizer's tokens as bytes, computed when first needed: a large vocabulary takes about a second.
 
-    eos: ids that end a text. size: of the model's vocabulary, which may be larger than the tokenizer's.
+    eos: ids that end a text. size: of the model's vocabulary, which may be larger than the tokenizer's. special: tokens that
+    no answer shows, with their texts.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, eos: Sequence[int]) -> None:
         self.size = size
         self._tokenizer, self._eos = tokenizer, [*eos]
-        self._special = skipped_tokens(tokenizer)
+        self.special = skipped_tokens(tokenizer)
         self._lock = fork_safe(threading.Lock())
         self._made: LLTokenizer | None = None
-        self._names: dict[int, str] = {}
+        self._names: dict[int, dict[str, Any]] = {}
 
-    def name_of(self, token: int) -> str:
-        """Write the fields of a token in a chat's log-probabilities, as JSON: its text and its bytes."""
+    def name_of(self, token: int) -> dict[str, Any]:
+        """Return the fields of a token in a chat's log-probabilities: its text and its bytes."""
         if token not in self._names:
             raw = self.bytes_of(token)
-            text = json.dumps(raw.decode("utf-8", errors="replace"), ensure_ascii=False)
-            self._names[token] = f'"token":{text},"bytes":[{",".join(map(str, raw))}]'
+            self._names[token] = {"token": raw.decode("utf-8", errors="replace"), "bytes": [*raw]}
         return self._names[token]
 
     def bytes_of(self, token: int) -> bytes:
         return self._get().decode_bytes([token])
-
-    def is_special(self, token: int) -> bool:
-        return token in self._special
 
     def special_id(self, text: str) -> int | None:
         """Find the id of a text that is one token and special for llguidance; None if it is not.
@@ -99,10 +95,10 @@ class Vocabulary:
 class GrammarProcessor(LogitsProcessor):
     """Allows only tokens after which the text can still become one that follows the grammar. For one text.
 
-    matcher: a fresh one, compiled before; it is copied. Copies share one budget of `grammar_worker.LIMITS`, so a text that
+    matcher: a fresh one, compiled before; it is copied. Copies share one budget of `schema_check.LIMITS`, so a text that
     finds it used up goes on with a matcher of its own.
     Raises ValueError as `Vocabulary.matcher`, and GrammarError for a text that does not follow the grammar or exceeds
-    `grammar_worker.LIMITS`.
+    `schema_check.LIMITS`.
     """
 
     def __init__(
@@ -119,25 +115,22 @@ class GrammarProcessor(LogitsProcessor):
         """input_ids: int64 [1, n]. scores: [1, vocab]. Returns the scores with -inf for forbidden tokens."""
         try:
             self._go_to(input_ids[0, self._prompt_length :].tolist())
-            self._fill_mask()
-        except GrammarError:
+            size = self._mask.numel() * self._mask.element_size()
+            self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), size)
+            self._check()
+        except GrammarError:  # a matcher is useless after one
+            vocabulary, schema = self._made_of
+            self._matcher, self._taken = vocabulary.matcher(schema), []
             if not self._is_copy:
                 raise
             self._is_copy = False
-            self._start_again()
             return self(input_ids, scores)
         allowed = ((self._mask.unsqueeze(-1) >> self._bits) & 1).flatten()[: self._vocab_size].bool()
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
-    def _fill_mask(self) -> None:
-        self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.numel() * self._mask.element_size())
-        self._check()
-
     def _go_to(self, tokens: list[int]) -> None:
         common = 0
-        for ours, theirs in zip(self._taken, tokens):
-            if ours != theirs:
-                break
+        while common < min(len(self._taken), len(tokens)) and self._taken[common] == tokens[common]:
             common += 1
         if common < len(self._taken):
             self._matcher.rollback(len(self._taken) - common)
@@ -149,13 +142,6 @@ class GrammarProcessor(LogitsProcessor):
             self._check()
             raise GrammarError("the text has left the grammar")
 
-    def _start_again(self) -> None:
-        vocabulary, schema = self._made_of
-        self._matcher, self._taken = vocabulary.matcher(schema), []
-
     def _check(self) -> None:
-        """After an error a matcher is useless. The next call starts with a new one."""
         if self._matcher.is_error():
-            why = one_line(self._matcher.get_error())
-            self._start_again()
-            raise GrammarError(f"the schema is too complex for this text: {why}")
+            raise GrammarError(f"the schema is too complex for this text: {one_line(self._matcher.get_error())}")

@@ -27,7 +27,7 @@ class Stops:
         self.min_tokens, self.marks = min_tokens, dict[int, str]()
         marked = [*texts]
         for token, text in sorted((special or {}).items(), key=lambda one: -len(one[1])):
-            if any(text in stop for stop in marked):
+            if text and any(text in stop for stop in marked):
                 self.marks[token] = chr(0xD800 + len(self.marks))  # half a character
                 marked = [stop.replace(text, self.marks[token]) for stop in marked]
         self.texts = tuple(dict.fromkeys([*texts, *marked]))

@@ -1,7 +1,13 @@
-"""The trial of hostile clients: a server stands some seconds of it, and each of its limits can be broken."""
+"""Hostile clients: connections that keep a server waiting, and a trial whose limits can each be broken."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,8 +19,11 @@ from bench.engines.servers import Server
 from hostile_clients import PROMPTS, Asked, HostileTrial, costly_trial
 from hostile_requests import guesser
 from layerskip_models import DEMO_PATH
-from running_server import RunningServer, running_server
+from running_server import RunningServer, connected, post, running_server, wait_until
 from selfspec import SelfSpecGenerator
+from selfspec.serve import request_limits, running
+
+ASK: dict[str, Any] = {"model": "demo", "prompt": "Once upon", "max_tokens": 3, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +47,7 @@ def as_a_process(server: RunningServer) -> Server:
 @pytest.mark.slow
 def test_a_server_stands_some_seconds_of_it(generator: SelfSpecGenerator) -> None:
     trial = HostileTrial(clients=6, seed=1, asked=[asked(generator, prompt) for prompt in PROMPTS])
-    settings: dict[str, Any] = {"batch_size": 8, "allowed_hosts": ("localhost", "127.0.0.1"), "max_new_tokens": 400}
-    with running_server(generator, **settings) as server:
+    with running_server(generator, allow_host=None, max_tokens=400) as server:
         report = trial.run(as_a_process(server), 6, max_wait=60, max_growth=10)
     assert not report.failures, report.lines()
     assert report.exact and report.attacks.total() > 5 and report.statuses["200"]
@@ -78,3 +86,83 @@ def test_each_limit_beside_costly_requests_can_be_broken(
     )
     assert report.statuses["200"] and report.statuses["good 200"] == len(report.waits)
     assert len(report.lines()) == 3
+
+
+@pytest.fixture(scope="module")
+def server(generator: SelfSpecGenerator) -> Iterator[RunningServer]:
+    with running_server(generator, batch_size=1, max_waiting=1, max_tokens=400) as made:
+        yield made
+
+
+def test_half_a_request_is_not_waited_for(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(running, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(request_limits, "BODY_SECONDS", 0.3)
+    halves = [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "]
+    opened = [connected(server) for _ in halves]
+    for half, one in zip(halves, opened):
+        one.sendall(half)
+    begun = connected(server)
+    begun.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                  b"Content-Length: 100\r\n\r\n{")  # fmt: skip
+    assert begun.recv(100).startswith(b"HTTP/1.1 408")
+    for one in opened:
+        with contextlib.suppress(ConnectionError):
+            assert one.recv(100) == b""
+    endless = connected(server)
+    endless.sendall(b"GET / HTTP/1.1\r\n")
+    with pytest.raises(ConnectionError):
+        for number in range(10_000):
+            endless.sendall(b"X-%d: %s\r\n" % (number, b"x" * 1000))
+    for one in (*opened, begun, endless):
+        one.close()
+    assert post(server, "/v1/completions", ASK)[0] == 200
+
+
+def told(one: socket.socket, seconds: float) -> bytes | None:
+    """The first bytes that come within these seconds, none from a connection that is closed; None for nothing."""
+    one.settimeout(seconds)
+    try:
+        return one.recv(12)
+    except ConnectionError:
+        return b""
+    except TimeoutError:
+        return None
+
+
+POST_HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
+
+
+def test_of_too_many_connections_that_send_nothing_the_oldest_is_closed(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So those who hold connections open cannot keep others out. One that is being answered stays."""
+    monkeypatch.setattr(running, "MAX_WAITED_FOR", 5)
+    halves = [b"", b"POST /v1/comp", POST_HEAD % 9 + b"{"]
+    with contextlib.ExitStack() as stack:
+        streaming = stack.enter_context(contextlib.closing(http.client.HTTPConnection(server.base[7:], timeout=30)))
+        body = {**ASK, "max_tokens": 300, "stream": True, "logit_bias": {"0": -100}}
+        streaming.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        opened = []
+        for number in range(20):
+            opened.append(stack.enter_context(connected(server)))
+            opened[-1].sendall(halves[number % 3])
+            time.sleep(0.01)
+        assert post(server, "/v1/completions", {**ASK, "max_tokens": 1})[0] in (200, 429)
+        assert [told(one, 10) for one in opened[:14]] == [b""] * 14
+        assert [told(one, 0.01) for one in opened[-3:]] == [None] * 3
+        assert streaming.getresponse().read().endswith(b"data: [DONE]\n\n")
+
+
+def test_bodies_that_do_not_end_are_bounded_together(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may be as large as a body may be, so there may not be many of them."""
+    monkeypatch.setattr(request_limits, "MAX_UNFINISHED", 2)
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(connected(server)) for _ in range(4)]
+        for one in opened:
+            with contextlib.suppress(ConnectionError):
+                one.sendall(POST_HEAD % 4_000_000 + b" " * 3_999_000)
+        assert sorted(str(told(one, 0.3)) for one in opened) == ["None"] * 2 + ["b'HTTP/1.1 429'"] * 2
+    wait_until(lambda: post(server, "/v1/completions", ASK)[0] == 200)

@@ -18,7 +18,7 @@ from selfspec import SelfSpecGenerator
 def test_clients_get_the_texts_of_generate_batch(checkpoint: Path) -> None:
     generator = SelfSpecGenerator.from_pretrained(checkpoint)
     prompts = ["ab", "fig", "be a", "cab", "head"]
-    with running_server(generator, model_name="served") as running:
+    with running_server(generator, served_name="served") as running:
         port = int(running.base.rpartition(":")[2])
         server = Server(name="x", label="x", port=port, model="served", process=psutil.Process())
         line, texts = measure_clients(server, prompts, 2, 6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -20,9 +21,7 @@ from selfspec.cli.main import COMMANDS
 from selfspec.cli.serve_command import serve_command
 from selfspec.options import NAMES, OPTIONS, SpeculationOptions, check_ranges
 from selfspec.serve.api_requests import GenerationRequest
-from selfspec.serve.replica_options import ReplicaOptions
-from selfspec.serve.serve_options import ServeOptions
-from selfspec.serve.server_settings import ServerSettings
+from selfspec.serve.replicas import RayOptions, read_arguments
 
 WRITERS = [
     (bench.commands.bench_app.app, ["run", "-o"]),
@@ -165,50 +164,30 @@ def test_a_server_allows_nothing_outside_the_range(name: str) -> None:
                 GenerationRequest.model_validate({"model": "m", name: value})
 
 
-def test_arguments_are_those_of_serve() -> None:
-    """Each option of `selfspec serve` is taken and told of, but for what is Ray's."""
-    options = set(inspect.signature(serve_command).parameters)
-    fields = ReplicaOptions.model_fields
-    assert options - set(fields) == {"host", "port", "grace_seconds"}
+def test_arguments_of_replicas_are_those_of_serve(tmp_path: Path) -> None:
+    """But for those that are Ray's. On Ray's command line every value is a text."""
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    assert {name for name in set(fields) - options if f"`{name}`" not in page} == set()
-    own = inspect.signature(serve_command).parameters
-    differing = {
-        name for name in options & set(fields) if (own[name].default or None) != (fields[name].default or None)
-    }
-    assert differing == {"max_waiting"}
-
-
-def test_arguments_as_texts_become_settings(tmp_path: Path) -> None:
-    """On Ray's command line every value is a text."""
+    assert {field.name for field in fields(RayOptions) if f"`{field.name}`" not in page} == set()
     notes = tmp_path / "notes.txt"
     notes.write_text("to copy from", encoding="utf-8")
     given = {
-        "num_replicas": "3",
-        "batch_size": "2",
-        "num_cpus": "0.5",
-        "share_prefixes": "true",
-        "max_body_mb": "0.5",
-        "default_chat_tokens": "7",
-        "max_tokens": "9",
-        "allow_policy": "del",
-        "copy_from": str(notes),
-        "allow_host": "API.example",
-    }
-    options = ReplicaOptions.model_validate(given)
-    assert (options.num_replicas, options.num_cpus) == (3, 0.5)
-    settings = options.settings()
-    assert (settings.model_name, settings.batch_size, settings.share_prefixes) == ("demo", 2, True)
-    assert (settings.max_body_bytes, settings.default_chat_tokens, settings.max_new_tokens) == (1 << 19, 7, 9)
-    assert (settings.allowed_policies, settings.copy_from) == (("del",), ("to copy from",))
-    assert settings.allowed_hosts is not None and "api.example" in settings.allowed_hosts
-    assert ReplicaOptions().settings().allowed_hosts is None
-    assert ReplicaOptions(allow_policy=["del", "ar"]).settings().allowed_policies == ("del", "ar")
-    with pytest.raises(ValueError, match="nonsense"):
-        ReplicaOptions.model_validate({"nonsense": "1"})
-
-
-def test_an_option_of_serve_has_the_default_of_the_setting() -> None:
-    """Whoever makes an app in Python gets the server that the command gives."""
-    settings = ServeOptions().settings("m", "127.0.0.1")
-    assert settings == ServerSettings(model_name="m", allowed_hosts=settings.allowed_hosts)
+        "num_replicas": "3", "batch_size": "2", "num_cpus": "0.5", "share_prefixes": "true", "max_body_mb": "0.5",
+        "default_chat_tokens": "7", "max_tokens": "9", "allow_policy": "del", "copy_from": str(notes),
+        "allow_host": "API.example", "dtype": "bfloat16",
+    }  # fmt: skip
+    load, serve, ray = read_arguments(given)
+    assert (load.dtype, ray.num_replicas, ray.num_cpus) == ("bfloat16", 3, 0.5)
+    assert (serve.name, serve.batch_size, serve.share_prefixes) == ("demo", 2, True)
+    assert (serve.max_body_bytes, serve.default_chat_tokens, serve.max_tokens) == (1 << 19, 7, 9)
+    assert (serve.allow_policy, serve.copied_texts) == (["del"], ["to copy from"])
+    assert serve.hosts is not None and "api.example" in serve.hosts
+    assert read_arguments({"allow_policy": ["del", "ar"]})[1].allow_policy == ["del", "ar"]
+    load, serve, _ = read_arguments({})
+    own = inspect.signature(serve_command).parameters
+    shown = {**asdict(load), **asdict(serve)}
+    assert shown.keys() == own.keys()
+    assert {name for name in shown if (shown[name] or None) != (own[name].default or None)} == {"max_waiting", "host"}
+    assert serve.hosts is None
+    for name in ("nonsense", "host", "port", "grace_seconds"):
+        with pytest.raises(ValueError, match=name):
+            read_arguments({name: "1"})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +20,10 @@ from openai import OpenAI
 
 from faster_tests import FROZEN
 from selfspec import SelfSpecGenerator
-from selfspec.messages import PLAIN_TEMPLATE, ChatTemplate
 from selfspec.serve import app as serve_app
 from selfspec.serve.app import make_app
 from selfspec.serve.running import make_server, open_socket
-from selfspec.serve.server_settings import ServerSettings
+from selfspec.serve.serve_options import ServeOptions
 
 
 @dataclass(frozen=True)
@@ -43,22 +44,21 @@ class RunningServer:
 
 @contextmanager
 def running_server(
-    generator: SelfSpecGenerator,
-    *,
-    grace_seconds: int = 5,
-    freezes: bool = False,
-    **settings: Any,
+    generator: SelfSpecGenerator, *, grace_seconds: int = 5, freezes: bool = False, **options: Any
 ) -> Iterator[RunningServer]:
-    """freezes: the collector leaves alone what exists now, and looks at everything afterwards, as with `selfspec serve`.
+    """options: of `ServeOptions`. A test may name any policy, by any host; what a server allows by itself has its own tests.
 
+    freezes: the collector leaves alone what exists now, and looks at everything afterwards, as with `selfspec serve`.
     That is two full collections, and among the tests most of what exists is left alone already.
     """
-    template = settings.pop("chat_template", PLAIN_TEMPLATE.source)
-    chat = {"chat_template": ChatTemplate(template, PLAIN_TEMPLATE.stops)}
     free = {
-        "allowed_policies": ("any",)
-    }  # a test may name any policy; what a server allows by itself has its own tests
-    app = make_app(generator, ServerSettings(**{"model_name": "demo", **chat, **free, **settings}))
+        "model": "demo",
+        "served_name": "demo",
+        "chat_template": "plain",
+        "allow_policy": ["any"],
+        "allow_host": ["*"],
+    }
+    app = make_app(generator, ServeOptions(**{**free, **options}))
     up = threading.Event()
     frozen = nullcontext() if freezes else patch.object(serve_app, "gc_frozen", nullcontext)
     with frozen, open_socket("127.0.0.1", 0) as listening:
@@ -79,11 +79,11 @@ def running_server(
 def ask(
     server: RunningServer, method: str, path: str, body: object = None, **headers: str
 ) -> tuple[int, bytes, http.client.HTTPMessage]:
-    """Status, body and headers of an answer."""
+    """Status, body and headers of an answer. body: sent as JSON, unless it is bytes already, or parts of them."""
     address = urlsplit(server.base)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
     try:
-        sent = None if body is None else json.dumps(body)
+        sent: Any = body if body is None or isinstance(body, (bytes, Iterator)) else json.dumps(body)
         connection.request(method, path, sent, {"Content-Type": "application/json", **headers})
         response = connection.getresponse()
         return response.status, response.read(), response.headers
@@ -91,10 +91,29 @@ def ask(
         connection.close()
 
 
+def post(server: RunningServer, path: str, body: object, **headers: str) -> tuple[int, dict[str, Any]]:
+    """Status and answer."""
+    status, answer, _ = ask(server, "POST", path, body, **headers)
+    return status, json.loads(answer)
+
+
+def connected(server: RunningServer) -> socket.socket:
+    """A connection that has sent nothing."""
+    address = urlsplit(server.base)
+    return socket.create_connection((address.hostname or "", address.port or 0), timeout=10)
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 def refusal(server: RunningServer, path: str, body: object, status: int = 400) -> dict[str, Any]:
     """The error of a request that must be refused, in one line."""
-    found, answer, _ = ask(server, "POST", path, body)
+    found, answer = post(server, path, body)
     assert found == status, answer
-    error: dict[str, Any] = json.loads(answer)["error"]
+    error: dict[str, Any] = answer["error"]
     assert error["message"] and "\n" not in error["message"]
     return error

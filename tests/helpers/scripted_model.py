@@ -25,7 +25,6 @@ def scripted_generator(
     template: str,
     words: Sequence[str] = (),
     context: int = 2048,
-    response_template: dict[str, object] | None = None,
 ) -> SelfSpecGenerator:
     """scripts: what the model says, by the key at the prompt's end. template: a chat template that ends with a key.
 
@@ -36,8 +35,6 @@ def scripted_generator(
         used = {one for said in pieces.values() for one in said} | {*scripts, *words}
         pieces[key] = _pieces(text, used)
     tokenizer = scripted_tokenizer(template, [*scripts, *words, *(one for said in pieces.values() for one in said)])
-    if response_template is not None:
-        tokenizer.response_template = response_template  # type: ignore[attr-defined]
     ids = {text: tokenizer.convert_tokens_to_ids(text) for text in tokenizer.get_vocab()}
     size = -(-len(tokenizer) // 64) * 64
     llama = tiny_llama(

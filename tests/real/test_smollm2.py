@@ -93,7 +93,7 @@ def smollm2() -> SelfSpecGenerator:
 
 @pytest.fixture(scope="module")
 def server(smollm2: SelfSpecGenerator) -> Iterator[RunningServer]:
-    with running_server(smollm2, batch_size=4, model_name="smollm2", chat_template=None) as running:
+    with running_server(smollm2, batch_size=4, served_name="smollm2", chat_template=None) as running:
         yield running
 
 

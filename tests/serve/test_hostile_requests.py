@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http.client
 import json
 import logging
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
-from running_server import RunningServer, running_server
+from running_server import RunningServer, post, refusal, running_server, wait_until
 from running_server import ask as raw_ask
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.serve import app as app_module
-from selfspec.serve import guard, patience, scheduler, translation
+from selfspec.serve import prompts, scheduler, translation
 from selfspec.serve.api_errors import ApiError, queue_full
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest
 from selfspec.serve.api_responses import CompletionAnswer
-from selfspec.serve.bias_processors import BiasProcessor
 from selfspec.serve.bodies import parse
+from selfspec.serve.processors import BiasProcessor
 from selfspec.serve.prompts import check_length
-from selfspec.serve.server_settings import SAFE_POLICIES, allowed_hosts
-from test_serve import CODE, REPEATING, post, wait_until
+from selfspec.serve.serve_options import ServeOptions
+from test_serve import CODE, REPEATING, SCHEMA
 
 ASK: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 3, "temperature": 0}
 
@@ -38,14 +35,13 @@ ASK: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 3, "temper
 @pytest.fixture(scope="module")
 def server(offline: SelfSpecGenerator) -> Iterator[RunningServer]:
     """As a newcomer starts it."""
-    settings: dict[str, Any] = {"allowed_policies": SAFE_POLICIES, "allowed_hosts": allowed_hosts("127.0.0.1", None)}
-    with running_server(offline, batch_size=1, max_waiting=1, max_new_tokens=400, max_context=600, **settings) as made:
+    settings: dict[str, Any] = {"allow_policy": None, "allow_host": None}
+    with running_server(offline, batch_size=1, max_waiting=1, max_tokens=400, max_context=600, **settings) as made:
         yield made
 
 
 def ask(server: RunningServer, path: str = "/v1/completions", **fields: Any) -> tuple[int, dict[str, Any]]:
-    status, answer, _ = post(server, path, json.dumps({**ASK, **fields}).encode())
-    return status, answer
+    return post(server, path, {**ASK, **fields})
 
 
 LARGE: list[tuple[str, bytes]] = [
@@ -88,7 +84,8 @@ def test_large_bodies_are_read_in_another_thread(server: RunningServer, monkeypa
 
     monkeypatch.setattr("selfspec.serve.bodies.json.loads", lambda *a, **k: (here("json"), plain_loads(*a, **k))[1])
     monkeypatch.setattr(translator._policies, "choose", lambda *a, **k: (here("policy"), plain_choose(*a, **k))[1])
-    monkeypatch.setattr(translation, "check_length", lambda *a: (here("prompt"), plain_check(*a))[1])
+    for module in (translation, prompts):
+        monkeypatch.setattr(module, "check_length", lambda *a: (here("prompt"), plain_check(*a))[1])
     assert ask(server)[0] == 200
     assert set(loops) == {"json in the loop", "prompt in the loop", "policy in the loop"}  # no name that is parsed
     for size in (40_000, 3_000_000):
@@ -127,7 +124,7 @@ def test_what_a_request_asks_for_is_made_once_and_not_for_every_text(
     monkeypatch.setattr(translator._policies, "choose", counting("policy", translator._policies.choose))
     monkeypatch.setattr(BiasProcessor, "__init__", counting("bias", BiasProcessor.__init__))
     monkeypatch.setattr(translator.vocabulary, "matcher", counting("grammar", translator.vocabulary.matcher))
-    monkeypatch.setattr(translator, "completions", counting("all", translator.completions))
+    monkeypatch.setattr(translator, "texts", counting("all", translator.texts))
     for name, fields in MANY.items():
         made.clear()
         status, answer = ask(many, n=8, **fields)
@@ -147,12 +144,7 @@ def many(offline: SelfSpecGenerator) -> Iterator[RunningServer]:
 
 
 def test_texts_of_one_grammar_are_those_of_single_requests(many: RunningServer) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}},
-        "required": ["a", "b"],
-    }
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     fields: dict[str, Any] = {"response_format": asked, "max_tokens": 24, "temperature": 1.3, "policy": REPEATING}
     together = [choice["text"] for choice in ask(many, n=6, seed=3, **fields)[1]["choices"]]
     assert together == [ask(many, seed=3 + index, **fields)[1]["choices"][0]["text"] for index in range(6)]
@@ -196,20 +188,19 @@ def test_a_prompt_is_refused_before_all_of_it_is_made_into_tokens(
 ) -> None:
     translator = server.app.state.translator
     characters = 0
-    plain = type(translator.tokenizer).__call__
+    kind = type(translator.prompts.tokenizer)
+    plain = kind.__call__
 
     def counting(tokenizer: Any, text: Any, *rest: Any, **options: Any) -> Any:
         nonlocal characters
         characters += len(text)
         return plain(tokenizer, text, *rest, **options)
 
-    monkeypatch.setattr(type(translator.tokenizer), "__call__", counting)
+    monkeypatch.setattr(kind, "__call__", counting)
     long = "Some words, and more of them. " * 100_000
     assert ask(server, prompt=long)[1]["error"]["code"] == "context_length_exceeded"
     chat = {"model": "demo", "messages": [{"role": "user", "content": long}]}
-    assert (
-        post(server, "/v1/chat/completions", json.dumps(chat).encode())[1]["error"]["code"] == "context_length_exceeded"
-    )
+    assert refusal(server, "/v1/chat/completions", chat)["code"] == "context_length_exceeded"
     assert 0 < characters < 50_000
 
 
@@ -241,7 +232,7 @@ def test_memory_is_as_the_operator_says_and_is_given_back(
 
         monkeypatch.setattr(Engine, "step", watched)
         chat = {"model": "demo", "messages": [{"role": "user", "content": CODE}], "temperature": 0, "stop": "e"}
-        assert post(server, "/v1/chat/completions", json.dumps(chat).encode())[0] == 200
+        assert post(server, "/v1/chat/completions", chat)[0] == 200
         assert 300 * row < max(reserved) <= 600 * row
         wait_until(lambda: server.metric("kv_cache_bytes") == 0)
         assert server.metric("kept_cache_bytes") == max(reserved)
@@ -262,120 +253,34 @@ def test_memory_is_as_the_operator_says_and_is_given_back(
 )  # fmt: skip
 def test_other_pages_cannot_call(server: RunningServer, headers: dict[str, str], status: int) -> None:
     """Neither by a name of their own for this address, nor with a type that a browser sends without asking."""
-    assert post(server, "/v1/completions", json.dumps(ASK).encode(), **headers)[0] == status
+    assert post(server, "/v1/completions", ASK, **headers)[0] == status
 
 
-def test_names_by_which_a_server_is_called() -> None:
-    assert allowed_hosts("0.0.0.0", None) is None
-    assert allowed_hosts("127.0.0.1", "key") is None
-    assert allowed_hosts("127.0.0.1", None, ["*"]) is None
-    assert "example.org" in (allowed_hosts("0.0.0.0", None, ["Example.org"]) or ())
-
-
-def test_every_route_asks_by_which_name_it_is_called(server: RunningServer) -> None:
+def test_names_by_which_a_server_is_called(server: RunningServer) -> None:
+    """Every route asks for it."""
+    assert ServeOptions(host="0.0.0.0").hosts is None
+    assert ServeOptions(api_key="key").hosts is None
+    assert ServeOptions(allow_host=["*"]).hosts is None
+    assert "example.org" in (ServeOptions(host="0.0.0.0", allow_host=["Example.org"]).hosts or ())
     for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/demo", "/nowhere"):
-        connection = http.client.HTTPConnection(server.base[7:], timeout=30)
-        connection.request("GET", path, headers={"Host": "attacker.example"})
-        assert connection.getresponse().status == 403, path
-        connection.close()
+        assert raw_ask(server, "GET", path, Host="attacker.example")[0] == 403, path
 
 
 def test_what_is_too_much_is_told_by_its_name(offline: SelfSpecGenerator) -> None:
     """The field that the client sent, its number and the bound."""
     long = "some words " * 2000
-    with running_server(offline, batch_size=2, max_waiting=3, max_body_bytes=1 << 20) as free:
+    with running_server(offline, batch_size=2, max_waiting=3, max_body_mb=1) as free:
         for fields, param, words in (
             ({"prompt": ["a"] * 33}, "prompt", "33 prompts: at most 32"),
             ({"stop": ["a"] * 17}, "stop", "17 stop strings: at most 16"),
             ({"prompt": long}, "prompt", "max_tokens is 3"),
             ({"n": 6}, "n", "6 texts in one request, this server takes at most 5"),
         ):
-            status, answer = ask(free, **fields)
-            assert (status, answer["error"]["param"]) == (400, param)
-            assert words in answer["error"]["message"]
+            error = refusal(free, "/v1/completions", {**ASK, **fields})
+            assert error["param"] == param and words in error["message"]
         chat = {"model": "demo", "max_completion_tokens": 5000, "messages": [{"role": "user", "content": "x"}]}
-        status, answer, _ = post(free, "/v1/chat/completions", json.dumps(chat).encode())
-        assert (status, answer["error"]["param"]) == (400, "messages")
-        assert "max_completion_tokens is 5000" in answer["error"]["message"]
-
-
-def connected(server: RunningServer) -> socket.socket:
-    address = urlsplit(server.base)
-    return socket.create_connection((address.hostname or "", address.port or 0), timeout=10)
-
-
-def test_half_a_request_is_not_waited_for(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "HEAD_SECONDS", 0.3)
-    monkeypatch.setattr(patience, "_LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.3)
-    halves = [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "]
-    opened = [connected(server) for _ in halves]
-    for half, one in zip(halves, opened):
-        one.sendall(half)
-    begun = connected(server)
-    begun.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-                  b"Content-Length: 100\r\n\r\n{")  # fmt: skip
-    assert begun.recv(100).startswith(b"HTTP/1.1 408")
-    for one in opened:
-        with contextlib.suppress(ConnectionError):
-            assert one.recv(100) == b""
-    endless = connected(server)
-    endless.sendall(b"GET / HTTP/1.1\r\n")
-    with pytest.raises(ConnectionError):
-        for number in range(10_000):
-            endless.sendall(b"X-%d: %s\r\n" % (number, b"x" * 1000))
-    for one in (*opened, begun, endless):
-        one.close()
-    assert ask(server)[0] == 200
-
-
-def told(one: socket.socket, seconds: float) -> bytes | None:
-    """The first bytes that come within these seconds, none from a connection that is closed; None for nothing."""
-    one.settimeout(seconds)
-    try:
-        return one.recv(12)
-    except ConnectionError:
-        return b""
-    except TimeoutError:
-        return None
-
-
-POST_HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-)
-
-
-def test_of_too_many_connections_that_send_nothing_the_oldest_is_closed(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So those who hold connections open cannot keep others out. One that is being answered stays."""
-    monkeypatch.setattr(patience, "MAX_WAITED_FOR", 5)
-    halves = [b"", b"POST /v1/comp", POST_HEAD % 9 + b"{"]
-    with contextlib.ExitStack() as stack:
-        streaming = stack.enter_context(contextlib.closing(http.client.HTTPConnection(server.base[7:], timeout=30)))
-        body = {**ASK, "max_tokens": 300, "stream": True, "logit_bias": {"0": -100}}
-        streaming.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        opened = []
-        for number in range(20):
-            opened.append(stack.enter_context(connected(server)))
-            opened[-1].sendall(halves[number % 3])
-            time.sleep(0.01)
-        assert ask(server, max_tokens=1)[0] in (200, 429)
-        assert [told(one, 10) for one in opened[:14]] == [b""] * 14
-        assert [told(one, 0.01) for one in opened[-3:]] == [None] * 3
-        assert streaming.getresponse().read().endswith(b"data: [DONE]\n\n")
-
-
-def test_bodies_that_do_not_end_are_bounded_together(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each may be as large as a body may be, so there may not be many of them."""
-    monkeypatch.setattr(guard, "MAX_UNFINISHED", 2)
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(connected(server)) for _ in range(4)]
-        for one in opened:
-            with contextlib.suppress(ConnectionError):
-                one.sendall(POST_HEAD % 4_000_000 + b" " * 3_999_000)
-        assert sorted(str(told(one, 0.3)) for one in opened) == ["None"] * 2 + ["b'HTTP/1.1 429'"] * 2
-    wait_until(lambda: ask(server)[0] == 200)
+        error = refusal(free, "/v1/chat/completions", chat)
+        assert error["param"] == "messages" and "max_completion_tokens is 5000" in error["message"]
 
 
 def test_a_stream_that_fails_at_once_has_a_status(
@@ -388,7 +293,7 @@ def test_a_stream_that_fails_at_once_has_a_status(
         patch.setattr(Engine, "step", broken)
         assert ask(server, stream=True)[0] == 500
     with monkeypatch.context() as patch, caplog.at_level(logging.CRITICAL):
-        patch.setattr(server.app.state.translator, "completions", lambda body: 1 / 0)
+        patch.setattr(server.app.state.translator, "texts", lambda body: 1 / 0)
         before = server.metric("requests_total", route="/v1/completions", status="500")
         status, answer = ask(server)
         assert (status, answer["error"]["type"]) == (500, "server_error")

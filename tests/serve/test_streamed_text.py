@@ -14,9 +14,10 @@ from transformers import StoppingCriteria
 
 from running_server import ask, running_server
 from selfspec import GenerationResult, SelfSpecGenerator
+from selfspec.detokenize import skipped_tokens
 from selfspec.engine.engine import run_calls
 from selfspec.serve.api_responses import Piece
-from selfspec.serve.draft_log import DraftLog
+from selfspec.serve.request_stream import DraftLog
 from selfspec.serve.trimmed_text import Stops, StopTexts, TrimmedText
 from test_streaming import TOKENIZERS
 from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
@@ -61,12 +62,11 @@ def test_what_may_become_a_stop_is_held_back() -> None:
 
 def test_a_stop_may_have_special_tokens_which_an_answer_does_not_show() -> None:
     tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|im_start|>", "<|other|>"]})
     a, be = tokenizer.convert_tokens_to_ids(["a", " be"])
-    end, begin, other = (
-        int(tokenizer.convert_tokens_to_ids(f"<|{name}|>")) for name in ("im_end", "im_start", "other")
-    )
-    special = {end: "<|im_end|>", begin: "<|im_start|>", other: "<|other|>"}
+    names = ("<|im_end|>", "<|im_start|>", "<|other|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names]})
+    end, begin, other = map(int, tokenizer.convert_tokens_to_ids([*names]))
+    special = skipped_tokens(tokenizer)
     tokens = [a, begin, be, other, a, end, begin, a]
     for stop, shown, length in (
         ("<|im_end|>", "a bea", 6), ("<|im_end|><|im_start|>", "a bea", 7), ("<|im_start|>a", "a bea", 8),
@@ -89,13 +89,8 @@ def stopped(criterion: StoppingCriteria, tokens: list[int], prompt: int) -> int 
 def test_a_stop_of_byte_tokens_ends_the_text_at_its_last_byte(stop: str) -> None:
     """And no token later, though more bytes might have made another text of them."""
     tokenizer = TOKENIZERS["byte_fallback"]
-    names = [
-        "a",
-        "<0x42>",
-        *("a" if one == "a" else f"<0x{byte:02X}>" for one in stop for byte in one.encode()),
-        "b",
-        "b",
-    ]
+    spelled = ["a" if one == "a" else f"<0x{byte:02X}>" for one in stop for byte in one.encode()]
+    names = ["a", "<0x42>", *spelled, "b", "b"]
     tokens = tokenizer.convert_tokens_to_ids(names)
     assert stopped(StopTexts(tokenizer, Stops([stop]), 1), tokens, 1) == len(tokens) - 2
     text = TrimmedText(tokenizer, Stops([stop]))
@@ -116,7 +111,7 @@ def test_a_completion_has_the_space_behind_its_prompt() -> None:
     a, be = tokenizer.convert_tokens_to_ids(["▁a", "▁be"])
     generator = SelfSpecGenerator(tiny_llama(vocab_size=len(tokenizer), seed=3), tokenizer, "ls:1-3")
     asked = {"prompt": [a], "max_tokens": 2, "temperature": 0, "logit_bias": {str(be): 100}}
-    with running_server(generator, model_name="m") as server:
+    with running_server(generator, served_name="m") as server:
 
         def choice(**more: Any) -> Any:
             return json.loads(ask(server, "POST", "/v1/completions", {**asked, **more})[1])["choices"][0]
@@ -144,63 +139,53 @@ def test_a_stop_is_found_where_tokens_are_shown_again() -> None:
 PROMPT = "Question: Tom has 3 apples and buys 4 more. How many \N{DEER}\N{DEER}"
 
 
-def logged(offline: SelfSpecGenerator, **options: object) -> tuple[DraftLog, GenerationResult]:
+def logged(
+    offline: SelfSpecGenerator, random: Random, **options: object
+) -> tuple[list[tuple[dict[str, Any], str]], GenerationResult]:
+    """The fields of a text's chunks, with the texts of these, of which each is sent later than it comes, or in portions."""
     assert offline.tokenizer is not None
     call = offline.check(PROMPT, trace=True, **options)
-    log, result = DraftLog(offline.tokenizer, call.request.prompt), None
-    for seconds, progress in enumerate(run_calls([call])):
-        log.add(Piece(index=0, steps=[progress], seconds=float(seconds)))
-        result = progress.result
+    log, decoder, fields = DraftLog(offline.tokenizer, call.request.prompt), TrimmedText(offline.tokenizer, Stops()), []
+    waiting, result = "", None
+    for seconds, step in enumerate(run_calls([call])):
+        result = step.result
+        waiting += decoder.push(step.tokens) + ("" if result is None else decoder.finish())
+        length = random.randint(0, 12) if result is None else len(waiting)
+        sent, waiting = waiting[:length], waiting[length:]
+        fields.append((log.add(Piece(index=0, steps=[step], seconds=float(seconds), text=sent)), sent))
     assert result is not None
-    return log, result
+    return fields, result
 
 
-def text_of(field: dict) -> str:
-    return "".join(piece["text"] for piece in field["pieces"] if piece["fate"] != "rejected")
+@pytest.mark.parametrize("policy", ["ls:3-4", "ar", "copy:6"])
+@pytest.mark.parametrize("seed", range(3))
+def test_pieces_are_the_text_wherever_it_is_cut(offline: SelfSpecGenerator, policy: str, seed: int) -> None:
+    """A server sends text later than it comes, and in other portions, when a stop string may have begun.
 
-
-@pytest.mark.parametrize("policy", ["ls:3-4", "ar"])
-@pytest.mark.parametrize("seed", range(4))
-def test_pieces_are_the_text_wherever_it_is_cut(offline, policy, seed):
-    """A server sends text later than it comes, and in other portions, when a stop string may have begun."""
-    log, result = logged(offline, policy=policy, max_new_tokens=40, do_sample=True, seed=seed, eos_token_id=[])
-    random = Random(seed)
-    assert result.text is not None
-    text, fields = result.text, []
-    while text:
-        length = random.randint(0, 12)
-        fields.append(log.take(min(length, len(text))))
-        assert text_of(fields[-1]) == text[:length]
-        text = text[length:]
+    Copied pieces say so, and stay accepted for those who do not look.
+    """
+    options: dict[str, Any] = {"policy": policy, "max_new_tokens": 40, "eos_token_id": []}
+    if policy == "copy:6":
+        store = [(offline.generate(PROMPT, max_new_tokens=40, policy="ar").text or "") * 2]
+        options |= {"do_sample": False, "copy_from": store}
+    else:
+        options |= {"do_sample": True, "seed": seed}
+    logs, result = logged(offline, Random(seed), **options)
+    fields = [field for field, _ in logs]
+    for field, sent in logs:
+        assert "".join(piece["text"] for piece in field["pieces"] if piece["fate"] != "rejected") == sent
+    assert "".join(sent for _, sent in logs) == result.text
     assert sum(field["tokens"] for field in fields) == result.stats.num_new_tokens
-    rounds = [round_ for field in fields for round_ in field["rounds"]]
+    rounds = [one for field in fields for one in field["rounds"]]
     assert len(rounds) == result.stats.rounds == fields[-1]["seconds"]
-    assert sum(round_["drafted"] for round_ in rounds) == result.stats.num_drafted
-    assert sum(round_["accepted"] for round_ in rounds) == result.stats.num_accepted
-    fates = {piece["fate"] for field in fields for piece in field["pieces"]}
-    assert fates == ({"target"} if policy == "ar" else {"target", "accepted", "rejected", "corrected", "bonus"})
-
-
-def test_copied_pieces_say_so_and_stay_accepted_for_those_who_do_not_look(offline):
-    store = [(offline.generate(PROMPT, max_new_tokens=40, policy="ar").text or "") * 2]
-    log, result = logged(offline, policy="copy:6", max_new_tokens=40, do_sample=False, copy_from=store)
-    assert result.text is not None
-    field = log.take(len(result.text))
-    assert text_of(field) == result.text
-    copied = [piece for piece in field["pieces"] if "copied" in piece]
-    assert copied and all(piece["copied"] is True and piece["fate"] == "accepted" for piece in copied)
-    assert {piece["fate"] for piece in field["pieces"]} <= {"target", "accepted", "rejected", "corrected", "bonus"}
-    rounds = field["rounds"]
-    assert sum(one["copied"] for one in rounds) == result.stats.num_copied > 0
-    right = sum(min(one["copied"], one["accepted"]) for one in rounds)
-    assert right == result.stats.num_copied_accepted >= len(copied)
     assert sum(one["drafted"] for one in rounds) == result.stats.num_drafted
-
-
-def test_rejected_drafts_stand_before_the_token_in_their_place(offline):
-    log, result = logged(offline, policy="ls:3-4", max_new_tokens=30, do_sample=False)
-    assert result.trace is not None and result.text is not None
-    fates = [piece["fate"] for piece in log.take(len(result.text))["pieces"]]
-    places = [place for place, fate in enumerate(fates) if fate == "rejected"]
-    assert len(places) == sum(record.num_accepted < record.num_drafted for record in result.trace) > 0
-    assert all(fates[place + 1] == "corrected" for place in places)
+    assert sum(one["accepted"] for one in rounds) == result.stats.num_accepted
+    assert sum(one["copied"] for one in rounds) == result.stats.num_copied
+    assert sum(min(one["copied"], one["accepted"]) for one in rounds) == result.stats.num_copied_accepted
+    pieces = [piece for field in fields for piece in field["pieces"]]
+    known = {"target", "accepted", "rejected", "corrected", "bonus"}
+    fates = {piece["fate"] for piece in pieces}
+    assert fates == {"target"} if policy == "ar" else fates <= known if policy == "copy:6" else fates == known
+    copied = [piece for piece in pieces if "copied" in piece]
+    assert bool(copied) == (policy == "copy:6")
+    assert all(piece["copied"] is True and piece["fate"] == "accepted" for piece in copied)

@@ -1,0 +1,125 @@
+"""Checks before a request reaches the app: the host name, the API key, and limits on a body's size and time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from selfspec.serve.api_errors import ApiError, request_failed, shutting_down
+from selfspec.serve.serve_options import ServeOptions
+from selfspec.serve.server_metrics import ServerMetrics
+
+log = logging.getLogger("selfspec.serve")
+OPEN_PATHS = ("/health", "/")  # served without a key: the health check, and a page that asks for the key
+BODY_SECONDS = 60.0  # time within which a body must be complete
+MAX_UNFINISHED = 16  # limit on the bytes of all incomplete bodies together, in bodies of the largest size
+
+
+class RequestLimits:
+    """ASGI middleware; it also counts requests, and answers HEAD like GET without the body, which FastAPI's routes do not."""
+
+    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics, routes: frozenset[str]) -> None:
+        self._app, self._metrics, self._routes = app, metrics, routes
+        # Headers are bytes, and clients differ in how they encode a key with accents.
+        key = options.api_key
+        self._keys = None if key is None else (key.encode(), key.encode("latin-1", "replace"))
+        self._max_bytes, self._hosts = options.max_body_bytes, options.hosts
+        self._unfinished_bytes = 0  # of all bodies together
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self._routes else "other"
+        begun, wants_body = False, scope["method"] != "HEAD"
+
+        async def counted(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                self._metrics.requests.labels(path, str(message["status"])).inc()
+            elif not wants_body:
+                message = {**message, "body": b""}
+            await send(message)
+
+        held, is_complete, loop = 0, False, asyncio.get_running_loop()
+        deadline = loop.time() + BODY_SECONDS
+
+        def end_body() -> None:
+            nonlocal held, is_complete
+            self._unfinished_bytes -= held
+            held, is_complete = 0, True
+
+        async def limited() -> Message:
+            """Receive the next part of the body, whose length need not be declared."""
+            nonlocal held
+            if is_complete:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, deadline - loop.time()))
+            except asyncio.TimeoutError:
+                late = f"the body did not come within {BODY_SECONDS:g} s"
+                raise HTTPException(408, late, {"Connection": "close"}) from None
+            more = len(message.get("body", b""))
+            if held + more > self._max_bytes:
+                raise HTTPException(413, self._too_large)
+            if self._unfinished_bytes + more > MAX_UNFINISHED * self._max_bytes:
+                headers = {"Retry-After": "1", "Connection": "close"}
+                raise HTTPException(429, "too many bodies are on their way: try again in a second", headers)
+            self._unfinished_bytes += more
+            held += more
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                end_body()
+            return message
+
+        refused = self._refused(scope["path"], Headers(scope=scope))
+        if refused is not None:
+            await refused.response()(scope, receive, counted)
+            return
+        try:
+            await self._app(scope if wants_body else {**scope, "method": "GET"}, limited, counted)
+        except asyncio.CancelledError:  # the grace time is over
+            if begun:  # the connection is closed
+                return
+            await shutting_down().response()(scope, receive, counted)
+        except Exception:
+            if begun:
+                raise
+            log.exception("a request failed")
+            await request_failed().response()(scope, receive, counted)
+        finally:
+            end_body()
+
+    def _refused(self, path: str, headers: Headers) -> ApiError | None:
+        host = headers.get("host", "")
+        if self._hosts is not None and host and _name(host) not in self._hosts:
+            message = f"this server is not called {_name(host)[:100]!r}: the operator may allow it with --allow-host"
+            return ApiError(message, status=403, code="host_not_allowed")
+        if self._keys is not None and path not in OPEN_PATHS:
+            scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
+            same = [secrets.compare_digest(given.strip(), key) for key in self._keys]
+            if scheme.lower() != b"bearer" or not any(same):
+                message = "a valid API key is needed: send it as 'Authorization: Bearer KEY'"
+                wanted = {"WWW-Authenticate": "Bearer"}
+                return ApiError(message, status=401, code="invalid_api_key", headers=wanted)
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > self._max_bytes:
+            return ApiError(self._too_large, status=413, code="body_too_large")
+        return None
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body is larger than {self._max_bytes} bytes"
+
+
+def _name(host: str) -> str:
+    """Return a Host header without its port: "[::1]:8000" gives "::1"."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].rstrip(".")
