@@ -96,12 +96,12 @@ def load(
                         measure = partial(measure_clients, server, asked, size, max_new_tokens)
                         record.once("load", measure, engine=server.name, clients=size, repeat=repeat)
                         advance(f"{server.label}, {size} clients")
-        show(record.lines)
-        ours = [line for line in matching(record.lines, "load") if line["engine"].startswith("selfspec:")]
-        different = sum(len({line["output"] for line in own}) > 1 for own in by_value(ours, "clients").values())
-        if different:
-            typer.echo("texts of selfspec serve differ from those of the engine itself", err=True)
-            raise typer.Exit(1)
+    show(record.lines)
+    ours = [line for line in matching(record.lines, "load") if line["engine"].startswith("selfspec:")]
+    different = sum(len({line["output"] for line in own}) > 1 for own in by_value(ours, "clients").values())
+    if different:
+        typer.echo("texts of selfspec serve differ from those of the engine itself", err=True)
+        raise typer.Exit(1)
 
 
 def _prompts(
