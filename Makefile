@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 # PyTorch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo chat test test-operators lint docs sanitize sanitize-short wheel wheels clean
+.PHONY: demo chat test test-operators lint docs records results sanitize sanitize-short wheel wheels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/selfspec generate --compare --ignore-eos --max-new-tokens 200 </dev/null
@@ -37,6 +37,34 @@ lint: $(VENV)/.installed
 docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	$(BIN)/mkdocs build --strict
+
+# Records of one commit, in at most two hours on two cores. What broke off goes on; records of another commit are refused, so
+# remove build/records before. Other engines are measured where they are installed (docs/benchmarks.md).
+RECORDS = build/records
+BENCH = $(BIN)/selfspec-bench
+MEDIUM = --model synthetic:medium --prompt-tokens 192 --max-new-tokens 64 --num-samples 2 --repeats 2
+
+records: $(VENV)/.installed
+	mkdir -p $(RECORDS)
+	$(BENCH) run --kept auto --repeats 3 -o $(RECORDS)/run-demo.jsonl
+	$(BENCH) sweep --exit-layers 1-6 --num-speculations 1-8 --repeats 3 --warmups 1 -o $(RECORDS)/sweep-demo.jsonl
+	$(BENCH) peers --num-samples 8 --kept auto -o $(RECORDS)/peers-demo.jsonl
+	$(BENCH) load -o $(RECORDS)/load-demo.jsonl
+	$(BENCH) peers --model smollm2 --chat --num-samples 12 --kept auto --loads 3 -o $(RECORDS)/peers-smollm2.jsonl
+	$(BENCH) peers $(MEDIUM) --engine transformers --engine selfspec:int8 --engine selfspec:int4 --engine llama.cpp:BF16 \
+	  --engine llama.cpp:Q8_0 --engine llama.cpp:Q4_0 -o $(RECORDS)/peers-medium.jsonl
+	$(BENCH) peers $(MEDIUM) --engine selfspec:Q4_K_M --engine selfspec:Q6_K --engine selfspec:Q8_0 --engine llama.cpp:Q8_0 \
+	  --engine selfspec:Q4_0 --engine llama.cpp:Q4_0 -o $(RECORDS)/peers-gguf-medium.jsonl
+	$(BENCH) batch --model synthetic:medium --engine transformers --engine selfspec:int8 --engine llama.cpp:BF16 \
+	  --engine llama.cpp:Q8_0 --max-new-tokens 48 --repeats 2 -o $(RECORDS)/batch-medium.jsonl
+	$(BENCH) context --model synthetic:medium --contexts 128,1024,4096 -o $(RECORDS)/context-medium.jsonl
+	$(BENCH) roofline --model synthetic:medium -o $(RECORDS)/roofline-medium.jsonl
+	$(BENCH) kernels -o $(RECORDS)/kernels.jsonl
+
+# Puts new records in place of the old ones, and their tables into README and docs.
+results: $(VENV)/.installed
+	$(if $(wildcard $(RECORDS)/*.jsonl),cp $(RECORDS)/*.jsonl bench/results/)
+	$(BENCH) report --update
 
 # The kernels' tests on a library built to find wrong reads, writes and arithmetic: all of them on every variant, or those of
 # memory on one. Says so in a line and goes on where gcc has no sanitizers.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import hashlib
 import json
@@ -10,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.messages import encode_messages
 
-METRICS = ("number", "choice", "rouge", "none")
-"""How an answer can be scored: by its final number, by a letter, by the words it shares with the reference, or not at all."""
 SHIPPED_PROMPTS = Path(__file__).parent / "prompts"
 """Prompts written for this project: code, maths word problems, English prose and summaries, German to English, copying."""
 COPYING = "copying"
@@ -32,30 +28,20 @@ comparable.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt. reference: an expected answer, None if there is none. source: where the text comes from.
-
-    metric: how an answer is scored (`bench.scoring`), None to go by the reference.
-    """
+    """A text that the model goes on with."""
 
     id: str
     task: str
     prompt: str
-    reference: str | None = None
-    source: str | None = None
-    metric: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedPrompt:
-    """A prompt as token ids, int64 [n] on the CPU. origin: the prompt as text, None for one that was made of ids.
-
-    answer_tokens: how many tokens its answer has, None for as many as a run asks for.
-    """
+    """A prompt as token ids, int64 [n] on the CPU. answer_tokens: of its answer, None for as many as a run asks for."""
 
     id: str
     task: str
     ids: Tensor
-    origin: Prompt | None = None
     answer_tokens: int | None = None
 
     def new_tokens(self, most: int) -> int:
@@ -73,8 +59,8 @@ def load_prompts(path: Path | None = None) -> list[Prompt]:
 
     A path that is no file may be the name of a shipped file without its ending, such as "copying".
 
-    A line is an object with "id", "task" and "prompt" (text that ends where the model goes on), and "reference",
-    "source" and "metric", which may be null or left out. Ids must differ.
+    A line is an object with "id", "task" and "prompt" (text that ends where the model goes on). Other fields are ignored. Ids
+    must differ.
     Raises ValueError that names file and line for anything else; OSError if the file cannot be read.
     """
     if path is None:
@@ -104,22 +90,11 @@ def _parse(line: str, place: str) -> Prompt:
     for name in ("id", "task", "prompt"):
         if not isinstance(fields.get(name), str) or not fields[name]:
             raise ValueError(f'{place}: "{name}" must be a string that is not empty, got {fields.get(name)!r}')
-    for name in ("reference", "source", "metric"):
-        if not isinstance(fields.get(name), str | None):
-            raise ValueError(f'{place}: "{name}" must be a string or null, got {fields[name]!r}')
-    if fields.get("metric") not in (None, *METRICS):
-        raise ValueError(f'{place}: "metric" must be one of {", ".join(METRICS)}, got {fields["metric"]!r}')
-    known: dict[str, Any] = {field.name: fields.get(field.name) for field in dataclasses.fields(Prompt)}
-    return Prompt(**known)
+    return Prompt(id=fields["id"], task=fields["task"], prompt=fields["prompt"])
 
 
 def select_prompts(prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:
-    """Select the first `num_samples` prompts, taking one of each task in turn, so that a few cover all tasks.
-
-    Fewer come back when there are fewer. Raises ValueError for num_samples < 1.
-    """
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be >= 1, got {num_samples}")
+    """Select at most `num_samples` prompts, taking one of each task in turn, so that a few cover all tasks."""
     turns = zip_longest(*group_by_task(prompts).values())
     return [prompt for turn in turns for prompt in turn if prompt is not None][:num_samples]
 
@@ -135,16 +110,11 @@ def group_by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
 def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> list[EncodedPrompt]:
-    """Token ids of each prompt, with the tokenizer's special tokens; of a longer prompt its last `max_tokens`.
-
-    Raises ValueError for max_tokens < 1.
-    """
-    if max_tokens < 1:
-        raise ValueError(f"the prompt length must be >= 1, got {max_tokens}")
+    """Return the token ids of each prompt, with the tokenizer's special tokens; of a longer prompt its last `max_tokens`."""
     encoded = []
     for prompt in prompts:
         ids = torch.tensor(tokenizer(prompt.prompt, verbose=False)["input_ids"], dtype=torch.long)
-        encoded.append(EncodedPrompt(id=prompt.id, task=prompt.task, ids=ids[-max_tokens:], origin=prompt))
+        encoded.append(EncodedPrompt(id=prompt.id, task=prompt.task, ids=ids[-max_tokens:]))
     return encoded
 
 
@@ -160,7 +130,7 @@ def chat_prompts(
     if not fitting:
         raise ValueError(f"no prompt has at most {max_tokens} tokens with the chat template")
     return [
-        EncodedPrompt(id=prompt.id, task=prompt.task, ids=torch.tensor(found[prompt], dtype=torch.long), origin=prompt)
+        EncodedPrompt(id=prompt.id, task=prompt.task, ids=torch.tensor(found[prompt], dtype=torch.long))
         for prompt in select_prompts(fitting, num_samples)
     ]
 

@@ -4,238 +4,184 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from bench.datasets import EncodedPrompt
-from bench.engines.own import EngineLostError, HasLabel, TimedEngine
-from bench.record import Line, RecordWriter
+from bench.engines.own import EngineLostError, TimedEngine
+from bench.record import Line, Record
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Score = Callable[[EncodedPrompt, Sequence[int]], Mapping[str, float] | None]
-"""What tokens that continue a prompt score, by metric; None where they cannot be scored."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """Where an engine's tokens first leave the reference's. gap: between the reference's top two logits there.
-
-    near_tie: whether that gap excuses it; None where the two have other weights.
-    """
-
-    position: int
-    gap: float
-    near_tie: bool | None
-
-
-def measure(
-    engines: Sequence[TimedEngine],
-    prompts: Sequence[EncodedPrompt],
-    *,
-    max_new_tokens: int,
-    repeats: int,
-    warmups: int,
-    dtype: torch.dtype,
-    record: RecordWriter,
-    advance: Callable[[str], None] = lambda label: None,
-) -> dict[str, str]:
-    """Warm every engine up on the first prompt, then `measure_prompt` each.
-
-    advance: called with the engine's label after each run (`num_runs` of them).
-    Returns the engines that were lost on the way, by name, with the reason. The others were measured to the end. Raises
-    EngineLostError if the first one is lost, with which all are compared.
-    """
-    lost: dict[str, str] = {}
-    warm_up(engines, prompts[0], max_new_tokens=max_new_tokens, warmups=warmups, advance=advance, lost=lost)
-    for number, prompt in enumerate(prompts):
-        measure_prompt(
-            engines,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            repeats=repeats,
-            dtype=dtype,
-            record=record,
-            advance=advance,
-            turn=number * repeats,
-            lost=lost,
-        )
-    return lost
 
 
 def in_turn(items: Sequence[Item], turn: int) -> list[Item]:
-    """All of them, beginning with another one each turn, so that slow drift of the machine meets all alike."""
+    """Return all of them, beginning with another one each turn, so that slow drift of the machine meets all alike."""
     first = turn % len(items)
     return [*items[first:], *items[:first]]
 
 
-def tried(
-    engine: HasLabel, engines: Sequence[HasLabel], lost: dict[str, str], call: Callable[[], Result]
-) -> Result | None:
-    """Return what a call of an engine gives; None if the engine was lost before or is lost now, which `lost` then says.
+def output_digest(output: Sequence[Any]) -> str:
+    """Return what tells one output, tokens or texts, from another in a record."""
+    return hashlib.sha256(json.dumps(output).encode()).hexdigest()[:12]
 
-    Raises EngineLostError for the first engine.
+
+class Survivors:
+    """Calls engines, and leaves those out that are lost. The first one must stay: the others are compared with it."""
+
+    def __init__(self, first: TimedEngine, record: Record) -> None:
+        self._first, self._record = first, record
+        self.lost: set[str] = set()
+
+    def call(self, engine: TimedEngine, call: Callable[[], Result]) -> Result | None:
+        """Return what a call of an engine gives; None if the engine was lost before or is lost now, which the record says.
+
+        Raises EngineLostError for the first engine.
+        """
+        if engine.name in self.lost:
+            return None
+        try:
+            return call()
+        except EngineLostError as error:
+            if engine is self._first:
+                raise
+            self.lost.add(engine.name)
+            self._record.write("lost", engine=engine.name, label=engine.label, reason=str(error))
+            return None
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """Engines on prompts. What the record holds already is not measured again.
+
+    engines: outputs are compared with those of the first one, or of the first with the same weights. dtype: whose near-ties
+    count as such. sampled: every repeat draws with another seed, and outputs are not compared.
+    advance: called with an engine's label after each of its runs (`num_runs` of them).
     """
-    if engine.name in lost:
-        return None
-    try:
-        return call()
-    except EngineLostError as error:
-        if engine is engines[0]:
-            raise
-        lost[engine.name] = str(error)
-        return None
 
+    engines: Sequence[TimedEngine]
+    prompts: Sequence[EncodedPrompt]
+    max_new_tokens: int
+    repeats: int
+    warmups: int
+    dtype: torch.dtype
+    record: Record
+    sampled: bool = False
+    advance: Callable[[str], object] = lambda label: None
 
-def until_end(prompt: EncodedPrompt, engine: TimedEngine, max_new_tokens: int, ends: Collection[int]) -> EncodedPrompt:
-    """Give the prompt the length of an engine's answer, which one of `ends` ends; at least 2: decoding takes time."""
-    tokens = engine.generate(prompt.ids, max_new_tokens).tokens
-    size = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
-    return replace(prompt, answer_tokens=max(size, 2))
+    def num_runs(self) -> int:
+        """Return how many times `run` calls `advance`."""
+        return len(self.engines) * (self.warmups + len(self.prompts) * self.repeats)
 
+    def run(self) -> None:
+        """Warm every engine up on the first prompt, then time and compare all of them on each.
 
-def warm_up(
-    engines: Sequence[TimedEngine],
-    prompt: EncodedPrompt,
-    *,
-    max_new_tokens: int,
-    warmups: int,
-    advance: Callable[[str], None],
-    lost: dict[str, str],
-) -> None:
-    """Run every engine at full length, the path that is timed. lost: as in `measure_prompt`."""
-    for engine in engines:
-        for _ in range(warmups):
-            tried(engine, engines, lost, partial(engine.generate, prompt.ids, prompt.new_tokens(max_new_tokens)))
-            advance(engine.label)
+        Engines that are lost on the way are left out; the others are measured to the end. Raises EngineLostError if the first
+        one is lost.
+        """
+        if all(self._is_done(prompt) for prompt in self.prompts):
+            return
+        survivors = Survivors(self.engines[0], self.record)
+        for engine in self.engines:
+            for _ in range(self.warmups):
+                survivors.call(engine, partial(engine.generate, self.prompts[0].ids, self._length(self.prompts[0])))
+                self.advance(engine.label)
+            if engine.kept:
+                survivors.call(engine, engine.forget)
+        for number, prompt in enumerate(self.prompts):
+            self._measure(prompt, survivors, turn=number * self.repeats)
 
+    def _length(self, prompt: EncodedPrompt) -> int:
+        return prompt.new_tokens(self.max_new_tokens)
 
-def measure_prompt(
-    engines: Sequence[TimedEngine],
-    prompt: EncodedPrompt,
-    *,
-    max_new_tokens: int,
-    repeats: int,
-    dtype: torch.dtype,
-    record: RecordWriter,
-    advance: Callable[[str], None],
-    turn: int,
-    lost: dict[str, str],
-    sampled: bool = False,
-    score: Score | None = None,
-) -> None:
-    """Time every engine on one prompt, `repeats` times, and compare their outputs (`reference_of` says with which).
+    def _is_done(self, prompt: EncodedPrompt) -> bool:
+        """Tell whether outputs were compared for this prompt, which comes last."""
+        return all(self.record.find("output", engine=one.name, prompt=prompt.id) for one in self.engines)
 
-    sampled: every repeat draws with another seed, and outputs are not compared. score: of a run's tokens, for its sample.
-    lost: engines to leave out, with the reason; those that are lost here are added. turn: number of the first repeat, which
-    says with which engine it begins.
-
-    record: gets a "sample" for each timed run and an "output" for each engine. What it began with is not measured again.
-    Raises RuntimeError if an engine does not return exactly as many tokens as it was asked for: `max_new_tokens`, or fewer
-    where the prompt's answer is shorter.
-    """
-    max_new_tokens = prompt.new_tokens(max_new_tokens)
-    outputs: dict[str, list[int]] = {}
-    changed: dict[str, int] = {engine.name: 0 for engine in engines}
-    for repeat in range(repeats):
-        for engine in in_turn(engines, turn + repeat):
-            line = record.earlier("sample", engine=engine.name, prompt=prompt.id, repeat=repeat)
-            if line is None:
-                line = tried(engine, engines, lost, partial(_sample, engine, prompt, repeat, max_new_tokens, score))
+    def _measure(self, prompt: EncodedPrompt, survivors: Survivors, turn: int) -> None:
+        """Time the engines on one prompt and compare their outputs. turn: says with which engine it begins."""
+        outputs: dict[str, list[list[int]]] = {engine.name: [] for engine in self.engines}
+        for repeat in range(self.repeats):
+            for engine in in_turn(self.engines, turn + repeat):
+                key = {"engine": engine.name, "prompt": prompt.id, "repeat": repeat}
+                if engine.kept and repeat == 0 and self.record.find("sample", **key):
+                    survivors.call(engine, partial(engine.generate, prompt.ids, self._length(prompt)))  # learns again
+                sample = partial(self.record.once, "sample", partial(self._sample, engine, prompt, repeat), **key)
+                line = survivors.call(engine, sample)
                 if line is not None:
-                    record.write(line)
-            if line is not None:
-                changed[engine.name] += line["token_ids"] != outputs.setdefault(engine.name, line["token_ids"])
-            advance(engine.label)
-    for engine in engines:
-        if record.earlier("output", engine=engine.name, prompt=prompt.id) is not None:
-            continue
-        counted = tried(engine, engines, lost, partial(engine.count, prompt.ids, max_new_tokens))
-        if engine.name in lost:
-            continue
-        reference, difference = None, None
-        while not sampled and reference is None:
-            reference = reference_of(engine, [other for other in engines if other.name not in lost])
-            judged = (engine.arithmetic or dtype) if engine.weights == reference.weights else None
-            texts = outputs[reference.name], outputs[engine.name]
-            comparing = partial(compare_outputs, prompt.ids, *texts, reference, judged)
-            difference = tried(reference, engines, lost, comparing)
-            if reference.name in lost:  # just now: another one is asked
-                reference = None
-        record.write(
-            {
-                "kind": "output",
-                "engine": engine.name,
-                "prompt": prompt.id,
-                "output": _digest(outputs[engine.name]),
-                "repeats_that_differ": None if sampled else changed[engine.name],
-                "reference": None if reference is None else reference.name,
-                "first_difference": None if difference is None else difference.position,
-                "reference_logit_gap": None if difference is None else difference.gap,
-                "near_tie": None if difference is None else difference.near_tie,
-                "counted": counted,
-            }
-        )
+                    outputs[engine.name].append(line["token_ids"])
+                self.advance(engine.label)
+        for engine in self.engines:
+            compare = partial(self._compare, engine, prompt, outputs, survivors)
+            write = partial(self.record.once, "output", compare, engine=engine.name, prompt=prompt.id)
+            survivors.call(engine, write)
 
+    def _sample(self, engine: TimedEngine, prompt: EncodedPrompt, repeat: int) -> Line:
+        """Time one run. Raises RuntimeError if it returns another number of tokens than it was asked for."""
+        length = self._length(prompt)
+        generation = engine.generate(prompt.ids, length, repeat)
+        if len(generation.tokens) != length:
+            raise RuntimeError(f"{engine.label} returned {len(generation.tokens)} tokens for {prompt.id}, not {length}")
+        return {
+            "task": prompt.task,
+            "num_prompt_tokens": prompt.ids.numel(),
+            "num_new_tokens": length,
+            "seconds": generation.seconds,
+            "time_to_first_token": generation.time_to_first_token,
+            "decode_seconds": generation.decode_seconds,
+            "token_ids": list(generation.tokens),
+            "stats": None if generation.stats is None else dict(generation.stats),
+        }
 
-def num_runs(num_engines: int, num_prompts: int, *, repeats: int, warmups: int) -> int:
-    """How many times `measure` calls `advance`."""
-    return num_engines * (warmups + num_prompts * repeats)
+    def _compare(
+        self,
+        engine: TimedEngine,
+        prompt: EncodedPrompt,
+        outputs: Mapping[str, list[list[int]]],
+        survivors: Survivors,
+    ) -> Line:
+        own = outputs[engine.name]
+        found: dict[str, Any] = {
+            "output": output_digest(own[0]),
+            "repeats_that_differ": None if self.sampled else sum(tokens != own[0] for tokens in own),
+            "reference": None, "first_difference": None, "reference_logit_gap": None, "near_tie": None,
+        }  # fmt: skip
+        engines = [one for one in self.engines if outputs[one.name]]
+        while not self.sampled:
+            reference = reference_of(engine, [one for one in engines if one.name not in survivors.lost])
+            dtype = (engine.arithmetic or self.dtype) if engine.weights == reference.weights else None
+            comparing = partial(compare_outputs, prompt.ids, outputs[reference.name][0], own[0], reference, dtype)
+            difference = survivors.call(reference, comparing)
+            if difference is not None:
+                return {**found, "reference": reference.name, **difference}
+        return found
 
 
 def reference_of(engine: TimedEngine, engines: Sequence[TimedEngine]) -> TimedEngine:
     """Return the engine to compare outputs with: the first with the same weights; for that one, the first of all."""
-    first = next(other for other in engines if other.weights == engine.weights)
+    first = next((other for other in engines if other.weights == engine.weights), engine)
     return engines[0] if first is engine else first
 
 
 def compare_outputs(
     prompt: Tensor, reference: Sequence[int], tokens: Sequence[int], engine: TimedEngine, dtype: torch.dtype | None
-) -> Difference | None:
-    """Find the first difference between two continuations of a prompt, or None.
+) -> Line:
+    """Find the first difference between two continuations of a prompt, and the gap between the top two logits there.
 
-    engine: made `reference`, and is asked for its logits there. What follows a first difference has another prefix, so
-    it is not compared. dtype: whose near-ties count as such; None for outputs of other weights, which are not judged.
+    engine: made `reference`, and is asked for its logits. What follows a first difference has another prefix, so it is not
+    compared. dtype: whose near-ties count as such; None for outputs of other weights, which are not judged.
     """
     position = first_difference(list(reference), list(tokens))
     if position is None:
-        return None
+        return {}
     prefix = torch.cat([prompt, torch.tensor(reference[:position], dtype=torch.long)])
     top = engine.next_logits(prefix).topk(2).values
     gap = float(top[0] - top[1])
-    return Difference(position=position, gap=gap, near_tie=None if dtype is None else gap <= NEAR_TIE_LOGIT_GAPS[dtype])
-
-
-def _sample(engine: TimedEngine, prompt: EncodedPrompt, repeat: int, max_new_tokens: int, score: Score | None) -> Line:
-    """Time one run. Returns its line."""
-    generation = engine.generate(prompt.ids, max_new_tokens, repeat)
-    tokens = list(generation.tokens)
-    if len(tokens) != max_new_tokens:
-        raise RuntimeError(f"{engine.label} returned {len(tokens)} tokens for {prompt.id}, not {max_new_tokens}")
-    scores = None if score is None else score(prompt, tokens)
-    return {
-        "kind": "sample",
-        "engine": engine.name,
-        "prompt": prompt.id,
-        "task": prompt.task,
-        "repeat": repeat,
-        "num_prompt_tokens": prompt.ids.numel(),
-        "num_new_tokens": len(tokens),
-        "seconds": generation.seconds,
-        "time_to_first_token": generation.time_to_first_token,
-        "decode_seconds": generation.decode_seconds,
-        "scores": None if scores is None else dict(scores),
-        "token_ids": tokens,
-        "stats": None if generation.stats is None else dict(generation.stats),
-    }
-
-
-def _digest(tokens: Sequence[int]) -> str:
-    """Return what tells one output from another in a record."""
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]
+    near_tie = None if dtype is None else gap <= NEAR_TIE_LOGIT_GAPS[dtype]
+    return {"first_difference": position, "reference_logit_gap": gap, "near_tie": near_tie}

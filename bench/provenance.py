@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,9 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "os": platform.platform(),
-        **processor(cpu_fields()),
-        "cores": available_cores(),
+        **processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "host": host_kind(cpu_fields()),
         "kernels": native_variant(device, computed_in(device, dtype)),
         "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_average": round(psutil.getloadavg()[0], 2),  # well above 1: the machine was busy with other things
@@ -70,39 +68,20 @@ def public_argument(argument: str) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
 
 
-def cpu_fields() -> dict[str, str]:
-    """Read what Linux says of the first core, by the names of /proc/cpuinfo; nothing elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in text.partition("\n\n")[0].split("\n"))
-    return {name.strip(): value.strip() for name, _, value in pairs if name.strip()}
-
-
-def processor(fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return the processor's name as the operating system gives it, and what tells its generation.
+def processor() -> dict[str, Any]:
+    """Return the processor's name as Linux gives it, and its generation.
 
     Virtual machines say no more in the name than "AMD EPYC".
     """
+    fields: dict[str, str] = {}
+    with suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+        fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.split("\n"))}
     numbers = [int(fields[name]) if fields.get(name, "").isdecimal() else None for name in ("cpu family", "model")]
     return {
         "cpu": fields.get("model name") or platform.processor() or None,
-        "cpu_family": numbers[0],
-        "cpu_model": numbers[1],
         "microarchitecture": microarchitecture(fields.get("vendor_id"), *numbers),
     }
-
-
-def host_kind(
-    fields: Mapping[str, str], containers: Sequence[str] = ("/.dockerenv", "/run/.containerenv")
-) -> str | None:
-    """Whether this is a virtual machine, whose neighbours may take time of its cores, and a container; None where Linux does
-    not say. containers: files that only a container has."""
-    if not fields:
-        return None
-    machine = "virtual machine" if "hypervisor" in fields.get("flags", "").split() else "physical machine"
-    return machine + (", in a container" if any(map(os.path.exists, containers)) else "")
 
 
 def microarchitecture(vendor: str | None, family: int | None, model: int | None) -> str | None:
@@ -113,13 +92,6 @@ def microarchitecture(vendor: str | None, family: int | None, model: int | None)
         if (vendor, family) == (known_vendor, known_family) and first <= model <= last:
             return name
     return None
-
-
-def available_cores() -> int | None:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def git_commit(folder: Path) -> str | None:
@@ -136,16 +108,3 @@ def git_commit(folder: Path) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return commit + ("+changes" if status else "")
-
-
-def weights_digest(folder: Path) -> str | None:
-    """12 hexadecimal digits of a local checkpoint's safetensors files, None if there are none (a hub name)."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        return None
-    summary = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            while block := stream.read(2**20):
-                summary.update(block)
-    return summary.hexdigest()[:12]

@@ -1,153 +1,164 @@
 """Measurement records: JSON lines, one object a line with a "kind".
 
-The first line is the "run" (configuration, machine, versions); "sample" lines hold every raw time, "output" lines the
-tokens and how they compare, "grid" and "cell" lines replays of fixed settings.
+The first line, "run", is the header: what was asked for, machine, versions, commit and command. A line follows for everything
+that is measured, with its raw times, as soon as it is known; "end" is the last one. A command that broke off goes on where it
+stopped when it is given again with the same --output.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from layerskip_models.text_files import read_lines, split_lines
+from layerskip_models.text_files import cut_last_line, read_lines
 
 Line = dict[str, Any]
 KEPT = ":kept"
 """Ends the name of an engine whose policy goes on learning from prompt to prompt."""
 PLAIN = "selfspec:ar"
 """The engine that decodes without speculation."""
-BEST_FIXED = "selfspec:best-fixed"
-"""The engine that runs, for each task, the fixed setting that replay with measured costs finds best on its prompts."""
-BEST_FIXED_LABEL = "selfspec, oracle per task"
-_PART = ".part"
+_SAME = ("commit", "cpu", "device", "threads", "dtype", "torch")
+"""What a run that goes on must have in common with its beginning, besides its configuration."""
 
 
 def matching(lines: Iterable[Line], kind: str, **fields: Any) -> list[Line]:
     """Return the lines of a kind with these values."""
-    return [line for line in lines if line["kind"] == kind and all(line[name] == fields[name] for name in fields)]
+    return [line for line in lines if line["kind"] == kind and all(line.get(name) == fields[name] for name in fields)]
 
 
 def by_value(lines: Iterable[Line], name: str) -> dict[Any, list[Line]]:
-    """Lines by the value of one of their fields, in their order."""
+    """Group lines by the value of one of their fields, in their order."""
     found: dict[Any, list[Line]] = {}
     for line in lines:
         found.setdefault(line[name], []).append(line)
     return found
 
 
-class RecordWriter:
-    """Collects a run's lines and, if there is a path, writes them as they come.
+def engine_labels(lines: Iterable[Line]) -> dict[str, str]:
+    """Return what tables call each engine of a record, by its name."""
+    return {line["engine"]: line["label"] for line in matching(lines, "engine")}
 
-    Used with `with`: lines go to PATH.part, which becomes PATH when the block ends without an error, so that a run that
-    broke off never replaces a complete record, and can be resumed.
 
-    previous: lines to begin with, such as a run left that broke off. `earlier` finds what they have measured.
+class Record:
+    """Collects the lines of one run and, if there is a path, writes each at once. Used with `with`, which ends the record.
+
+    header: the first line. If the file is there, it must have begun with the same configuration, commit and machine; what it
+    holds is not measured again. Raises ValueError if it holds another run.
     """
 
-    def __init__(self, path: Path | None, *, previous: Sequence[Line] = ()) -> None:
-        self.lines: list[Line] = [dict(line) for line in previous]
+    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
         self.path = path
-        self._earlier = list(self.lines)
         self._stream: TextIO | None = None
+        self.lines = [] if path is None or not _has_text(path) else _whole_lines(path)
+        if self.lines:
+            _check_same(path, self.lines[0], header)
+        self.num_earlier = len(self.lines)
+        if not self.lines:
+            self.lines = [dict(header)]
 
-    def __enter__(self) -> RecordWriter:
-        self.complete(self.lines)
+    def __enter__(self) -> Record:
+        if self.path is not None and not self.is_complete:
+            if self.num_earlier:
+                cut_last_line(self.path)
+            self._stream = self.path.open("a", encoding="utf-8")
+            for line in self.lines[self.num_earlier :]:
+                self._put(line)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._stream is not None and self.path is not None:
-            if kind is None:
-                os.fsync(self._stream.fileno())
-            self._stream.close()
-            if kind is None:
-                part_of(self.path).replace(self.path)
-
-    def earlier(self, kind: str, **fields: Any) -> Line | None:
-        """Find a line with these values that this run began with; None for what is still to be measured."""
-        return next(iter(matching(self._earlier, kind, **fields)), None)
-
-    def complete(self, lines: Sequence[Line]) -> None:
-        """All lines of the record, in place of those written so far."""
-        self.lines = []
-        if self.path is None:
-            self.lines = [dict(line) for line in lines]
-            return
+        if kind is None and not self.is_complete:
+            self.write("end")
         if self._stream is not None:
+            os.fsync(self._stream.fileno())
             self._stream.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = part_of(self.path)
-        fresh = part.with_name(f"{part.name}.new")
-        self._stream = fresh.open("w", encoding="utf-8")
-        for line in lines:
-            self.write(line)
-        os.fsync(self._stream.fileno())
-        fresh.replace(part)  # at once: a kill in between loses nothing
 
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Add a line; on disk at once."""
-        self.lines.append(dict(line))
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether the run came to its end, now or when it was given before."""
+        return bool(self.lines[-1]["kind"] == "end")
+
+    def find(self, kind: str, **key: Any) -> Line | None:
+        """Return the line with these values; None for what is still to be measured."""
+        return next(iter(matching(self.lines, kind, **key)), None)
+
+    def once(self, kind: str, make: Callable[[], Mapping[str, Any]], **key: Any) -> Line:
+        """Return the line with these values. If it is not there, measure the rest of it and write it."""
+        line = self.find(kind, **key)
+        return self.write(kind, **key, **make()) if line is None else line
+
+    def write(self, kind: str, **fields: Any) -> Line:
+        """Add a line; it is on disk at once."""
+        line = {"kind": kind, **fields}
+        self.lines.append(line)
+        self._put(line)
+        return line
+
+    def _put(self, line: Line) -> None:
         if self._stream is not None:
             self._stream.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._stream.flush()
 
 
-def part_of(path: Path) -> Path:
-    """Where the lines of a record are while it is measured."""
-    return path.with_name(f"{path.name}{_PART}")
+def _has_text(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
 
 
-def read_part(path: Path) -> list[Line]:
-    """Read the lines that a run to this path left when it broke off; a last line that is not whole is dropped."""
-    part, lines = part_of(path), []
-    for text in read_lines(part) if part.exists() else ():
+def _check_same(path: Path | None, before: Line, header: Mapping[str, Any]) -> None:
+    changed = [name for name in ("command",) if before.get(name) != header[name]]
+    for part, names in (("configuration", None), ("provenance", _SAME)):
+        old, new = before.get(part, {}), json.loads(json.dumps(header[part]))
+        chosen = sorted({*old, *new}) if names is None else names
+        changed += [name for name in chosen if old.get(name) != new.get(name)]
+    if changed:
+        raise ValueError(
+            f"{path} holds a run with another {', '.join(changed)}: remove it, or name another file as --output"
+        )
+
+
+def _whole_lines(path: Path) -> list[Line]:
+    """Read what a run wrote; a last line that was cut short is left out. Raises ValueError if that is no record."""
+    lines: list[Line] = []
+    rows = [row for row in read_lines(path) if row.strip()]
+    for number, row in enumerate(rows, start=1):
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
+            line = json.loads(row)
+        except json.JSONDecodeError as error:
+            if number == len(rows) > 1:
+                break
+            raise ValueError(
+                f"{path} is not a record of selfspec-bench, or a damaged one: line {number} is not JSON ({error})"
+            ) from None
+        if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+            raise ValueError(f'{path} is not a record of selfspec-bench: line {number} is no object with a "kind"')
+        lines.append(line)
+    if not lines or lines[0]["kind"] != "run":
+        raise ValueError(f'{path} is not a record of selfspec-bench: its first line is not of kind "run"')
     return lines
 
 
 def read_record(path: Path) -> list[Line]:
-    """Read the lines of a record, which may be packed (`gzip record.jsonl`).
+    """Read the lines of a complete record, without the last, which says that it is.
 
-    Raises ValueError, with the remedy, for a file that is not a record or cannot be read.
+    Raises ValueError, with the remedy, for a file that is not a record, cannot be read, or is not complete.
     """
-    if path.name.endswith(_PART):
-        raise ValueError(f"{path} is what a run left when it broke off: finish it with --resume first")
     if not path.exists():
         raise ValueError(f"there is no record at {path}: measure one with selfspec-bench run --output {path}")
     try:
-        rows = split_lines(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
-    except (EOFError, zlib.error):
-        raise ValueError(f"cannot read the record {path}: it is cut off or damaged") from None
+        lines = _whole_lines(path)
     except OSError as error:
         raise ValueError(f"cannot read the record {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a record of selfspec-bench: it is not text") from None
-    lines = []
-    for number, row in enumerate(rows, start=1):
-        if row.strip():
-            try:
-                line = json.loads(row)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path} is not a record of selfspec-bench, or a damaged one: line {number} is not JSON ({error})"
-                ) from None
-            if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
-                raise ValueError(f'{path} is not a record of selfspec-bench: line {number} is no object with a "kind"')
-            lines.append(line)
-    if not lines or lines[0]["kind"] != "run":
-        raise ValueError(f'{path} is not a record of selfspec-bench: its first line is not of kind "run"')
-    return lines
+    if lines[-1]["kind"] != "end":
+        raise ValueError(f"{path} is of a run that broke off: give its command again, and it goes on")
+    return lines[:-1]
 
 
 @contextmanager

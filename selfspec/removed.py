@@ -10,7 +10,7 @@ COMMANDS: dict[str, str] = {
 }
 """The remedy, by the name of the command."""
 OPTIONS: dict[str, str] = {
-    "--quality": "`selfspec-bench run` scores a checkpoint on tasks with each --dtype",
+    "--quality": "run `selfspec serve MODEL --dtype ..`, and lm_eval against it (docs/transformers.md)",
     "--probe-minutes": "`selfspec train-exit` prints the agreement of each exit with and without its adapter",
     "--server": "`selfspec verify MODEL` checks this engine; ask a server the same alone and in company to check it",
     "--shape": "`accelerate estimate-memory` says how large a model's weights are",
@@ -25,19 +25,35 @@ OPTIONS: dict[str, str] = {
 }
 """The remedy, by the option on the command line, dashes included."""
 BENCH_COMMANDS = {
-    "convert": "`selfspec-bench peers` writes GGUF files itself, and `optimum-cli export openvino` folders for --openvino",
+    "convert": "`selfspec-bench peers` writes GGUF files itself, and `optimum-cli export openvino` folders",
     "shapes": "run `selfspec-bench run --model synthetic:SHAPE` for each shape",
+    "chat": "`selfspec-bench peers --chat` gives chat prompts to all engines, --loads times how they load",
+    "serving": "it is called `selfspec-bench load`",
 }
 """Those of `selfspec-bench`."""
 BENCH_OPTIONS = {
-    "--converted": "name the engines with --llama-cpp, --ik-llama-cpp and --openvino",
-    "--into": "`selfspec-bench report RECORD` prints the tables to paste",
-    "--plots": "draw them from the record, which is JSON lines; the tables hold the same numbers",
-    "--memory": "`selfspec-bench chat` shows the peak memory of each engine's process",
+    "--converted": "name the engines with --engine",
+    **dict.fromkeys(
+        (
+            "--int8",
+            "--int4",
+            "--gguf",
+            "--llama-cpp",
+            "--ik-llama-cpp",
+            "--openvino",
+            "--openvino-file",
+            "--no-transformers",
+        ),
+        "name the engines with --engine",
+    ),
+    "--resume": "leave it out: the same command with the same --output goes on",
+    "--into": "`selfspec-bench report --update` fills the tables of documents",
+    "--plots": "`selfspec-bench report RECORD -o page.html` draws them",
+    "--memory": "`selfspec-bench peers --loads` shows the peak memory of each engine's process",
     "--no-memory": "leave it out: nothing measures memory here",
     "--overhead-tokens": "leave it out; --clients 1 shows what one client gets",
     "--no-prefill": "leave it out: prompts are always read",
-    "--joining-tokens": "`selfspec-bench serving` measures how long clients wait",
+    "--joining-tokens": "`selfspec-bench load` measures how long clients wait",
 }
 
 

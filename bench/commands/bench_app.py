@@ -11,13 +11,13 @@ from transformers.utils import logging
 from typer.core import TyperGroup
 
 from bench.commands.batch_command import batch
-from bench.commands.chat_command import chat
 from bench.commands.context_command import context
-from bench.commands.machine_commands import kernels, load, roofline
+from bench.commands.kernels_command import kernels
+from bench.commands.load_command import load
 from bench.commands.peers_command import peers
 from bench.commands.report_command import compare, report
+from bench.commands.roofline_command import roofline
 from bench.commands.run_command import run
-from bench.commands.serving_command import serving
 from bench.commands.sweep_command import sweep
 from selfspec.cli.console import one_line_errors
 from selfspec.removed import refuse_removed
@@ -37,18 +37,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command()(run)
-app.command()(peers)
-app.command()(chat)
-app.command()(sweep)
-app.command()(roofline)
-app.command()(context)
-app.command()(batch)
-app.command()(serving)
-app.command()(load)
-app.command()(kernels)
-app.command()(report)
-app.command()(compare)
+for command in (run, peers, sweep, batch, context, load, kernels, roofline, report, compare):
+    app.command()(command)
 
 
 def main() -> None:

@@ -32,7 +32,6 @@ PromptsOption = Annotated[
     ),
 ]
 NumSamplesOption = Annotated[int, typer.Option(min=1, help="Number of prompts, taken from each task in turn.")]
-TaskSamplesOption = Annotated[int, typer.Option(min=1, help="Number of prompts of each task.")]
 PromptTokensOption = Annotated[int, typer.Option(min=1, help="Maximum prompt length; longer prompts keep their end.")]
 NewTokensOption = Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Timed runs of each engine on each prompt.")]
@@ -41,62 +40,31 @@ KeptOption = Annotated[
     list[str] | None,
     typer.Option(
         help="Policy to run a second time without forgetting between prompts, as in ordinary use; repeatable. "
-        "'all' means every policy of the run that learns. Not with --resume."
+        "'all' means every policy of the run that learns."
     ),
 ]
-PeersOption = Annotated[
-    bool, typer.Option("--peers/--no-peers", help="Measure transformers' own decoding in the same run.")
-]
-DoSampleOption = Annotated[
-    bool,
-    typer.Option("--do-sample", help="Sample instead of decoding greedily; every repeat of a prompt has another seed."),
-]
-TemperatureOption = Annotated[float | None, typer.Option(help="Sampling temperature, with --do-sample (default 1).")]
-TopPOption = Annotated[float | None, typer.Option(help="Top-p, with --do-sample (default 1: all tokens).")]
-TopKOption = Annotated[int | None, typer.Option(help="Top-k, with --do-sample (default 0: all tokens).")]
-SeedOption = Annotated[int | None, typer.Option(help="Random seed of the first repeat, with --do-sample (default 0).")]
 DtypeOption = Annotated[
     str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16, float64, int8 or int4 (weights).")
 ]
-LLAMA_CPP_KINDS = ("BF16", "F16", "Q8_0", "Q4_0")
-"""What the weights are written as for llama.cpp."""
-GGUF_KINDS = ("Q4_K_M", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "Q8_0", "Q4_0", "Q4_1")
-"""Types of GGUF files whose numbers our kernels keep."""
-GgufOption = Annotated[
+EngineOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Also run selfspec, and llama.cpp where its package is, on one GGUF file of the weights as "
-        f"{', '.join(GGUF_KINDS)}; repeatable. Needs gguf."
-    ),
-]
-LlamaCppOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help=f"Also run llama.cpp on the same weights as {', '.join(LLAMA_CPP_KINDS)}; repeatable; 'all' means all "
-        "of them. Needs llama-cpp-python and gguf. The GGUF file is written to the temporary folder (TMPDIR) and "
-        "removed once it is loaded."
-    ),
-]
-IkLlamaCppOption = Annotated[
-    list[str] | None, typer.Option(help="The same for ik_llama.cpp. Needs ik-llama-cpp-python and gguf.")
-]
-OpenVinoOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="Folder with the model as OpenVINO stores it, for OpenVINO GenAI, too; repeatable. Needs openvino-genai.",
+        help="Engine beside selfspec, repeatable: transformers; selfspec:KIND (int8, int4, or a type of GGUF file); "
+        "llama.cpp:KIND or ik_llama.cpp:KIND (BF16, F16, Q8_0, Q4_0); openvino:FOLDER. Where --model is a GGUF file, the "
+        "last three read it as it is without a KIND. A file of a KIND is written to the temporary folder (TMPDIR). Default: "
+        "transformers, or of a GGUF file those that are installed; 'none' for none."
     ),
 ]
 PeerTimeoutOption = Annotated[
     float, typer.Option(min=1, help="Seconds that a peer may take to load, or for one text, before it is left out.")
 ]
-KvDtypeOption = Annotated[
-    str, typer.Option(help="What our engine keeps keys and values in: auto (the arithmetic's own) or bfloat16.")
-]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-RunnerOption = Annotated[
-    str, typer.Option(help="eager or auto, which are the same at present. graphs warns, and decodes eagerly.")
-]
 OutputOption = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Write the record, JSON lines, to this file.", callback=_record_path),
+    typer.Option(
+        "--output",
+        "-o",
+        help="Write the record, JSON lines, to this file. If a run of the same command broke off there, it goes on.",
+        callback=_record_path,
+    ),
 ]

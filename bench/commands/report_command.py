@@ -1,4 +1,4 @@
-"""`selfspec-bench report` and `compare`: records as Markdown, and two of them side by side."""
+"""`selfspec-bench report` and `compare`: records as pages, tables of documents, and two records side by side."""
 
 from __future__ import annotations
 
@@ -9,41 +9,68 @@ import typer
 
 from bench.record import read_record, showing
 from bench.report.compare_records import compare_records
-from bench.report.markdown import markdown
+from bench.report.page import html_page, markdown, update
+from layerskip_models.text_files import write_text
 from selfspec.cli.arguments import checked_output_file
 from selfspec.cli.console import one_line_errors
 
 
 def report(
-    records: Annotated[list[Path], typer.Argument(help="Records that the other commands wrote.")],
+    records: Annotated[
+        list[Path] | None, typer.Argument(help="Records that the other commands wrote; with --update documents.")
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            help="Write the Markdown to this file. Default: print it.",
+            help="Write this file: HTML with plots (needs matplotlib) if it ends in .html, else Markdown. Default: print it.",
             callback=checked_output_file,
         ),
     ] = None,
+    in_documents: Annotated[
+        bool,
+        typer.Option(
+            "--update",
+            help='Fill the tables of documents between "<!-- table: RECORD NAME -->" and "<!-- /table -->" anew. Default: '
+            "README.md and docs/.",
+        ),
+    ] = False,
 ) -> None:
-    """Turn records into Markdown: what came out, tables, and where the numbers come from."""
+    """Turn records into a page: what came out, tables, and where the numbers come from."""
     with one_line_errors():
-        texts = []
-        for path in records:
-            lines = read_record(path)
+        if in_documents:
+            pages = records or [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]
+            texts = {page: page.read_text(encoding="utf-8") for page in pages}
+            fresh = {page: update(text, Path()) for page, text in texts.items()}
+            for page, text in fresh.items():
+                if text != texts[page]:
+                    write_text(page, text)
+                    typer.echo(f"{page}: new tables")
+            return
+        if not records:
+            raise ValueError("name at least one record")
+        found = {path: read_record(path) for path in records}
+        shown = []
+        for path, lines in found.items():
             with showing(path):
-                texts.append(markdown(lines))
+                shown.append(html_page({path.stem: lines}) if _is_html(output) else markdown(lines))
+        text = "\n".join(shown)
         if output is None:
-            typer.echo("\n".join(texts), nl=False)
+            typer.echo(text, nl=False)
         else:
-            output.write_text("\n".join(texts), encoding="utf-8")
+            output.write_text(text, encoding="utf-8")
+
+
+def _is_html(output: Path | None) -> bool:
+    return output is not None and output.suffix in (".html", ".htm")
 
 
 def compare(
     before: Annotated[Path, typer.Argument(metavar="A", help="A record.")],
     after: Annotated[Path, typer.Argument(metavar="B", help="Another of the same kind.")],
 ) -> None:
-    """Two records side by side: what changed in how they were made, speeds, and whether outputs are the same."""
+    """Show two records side by side: what changed in how they were made, speeds, and whether outputs are the same."""
     with one_line_errors():
         left, right = read_record(before), read_record(after)
         with showing(before), showing(after):

@@ -1,53 +1,36 @@
-"""`selfspec-bench sweep`: the grid over exit layer and length, or a list of any policies."""
+"""`selfspec-bench sweep`: every exit layer and length by replay; the most promising are timed for real."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from bench.commands import bench_options as options
-from bench.commands.preparation import (
-    configuration,
-    encoded,
-    exit_if_outputs_differ,
-    num_layers_of,
-    open_model,
-    open_tokenizer,
-    progress,
-    recording,
-    run_line,
-    show,
-)
+from bench.commands.session import configuration, encoded, header, progress, recording, show, write_engines
+from bench.datasets import EncodedPrompt
 from bench.engines.own import SelfSpecEngine
-from bench.measure import measure, num_runs
+from bench.machine import calibrated
+from bench.measure import Measurement
+from bench.models import num_layers_of, open_model, open_tokenizer
 from bench.provenance import provenance
-from bench.record import RecordWriter
-from bench.sweep import (
-    Grid,
-    best_line,
-    fixed_grid,
-    fixed_setting_of,
-    parse_range,
-    replay_grid,
-    run_grid,
-    write_setting,
-)
+from bench.record import Line, Record, matching
+from bench.report.summary import Samples
+from bench.report.table import mean
 from layerskip_models import DEMO_PATH
-from policies import LayerCost, parse_policy
+from layerskip_models.text_files import write_text
 from selfspec import SelfSpecGenerator
-from selfspec.analysis.replay import trace_agreement
+from selfspec.analysis.replay import replay, trace_agreement
 from selfspec.cli.console import one_line_errors
-from selfspec.engine.calibrate import measured_cost
+from selfspec.defaults import SETTINGS_FILE
 
 
 def sweep(
     model: options.ModelOption = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(help="Compare these policies instead of all exit layers and lengths; repeatable."),
-    ] = None,
     exit_layers: Annotated[str | None, typer.Option(help='As "1-8" or "2,4,6"; default: the first half.')] = None,
     num_speculations: Annotated[
         str | None, typer.Option(help='Drafts a round, as "1-8" or "2,4,6"; default: 1-10.')
@@ -66,93 +49,63 @@ def sweep(
         bool, typer.Option("--write", help="Save the best setting next to the checkpoint's weights.")
     ] = False,
 ) -> None:
-    """Find the best exit layer and length, or the best of some policies; the most promising are timed; greedy.
+    """Find the best exit layer and length; greedy.
 
-    Fixed settings are ranked by replay of traced runs, other policies by one run each. Ends with status 1 if an output
-    differs from autoregressive decoding by more than a near-tie.
+    Settings are ranked by replay of traced runs, and the most promising are timed. Ends with status 1 if an output differs
+    from autoregressive decoding by more than a near-tie.
     """
     with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
         if write and not Path(checkpoint).is_dir():
             raise ValueError(f"--write needs a local checkpoint folder, got {checkpoint!r}: download it first")
         num_layers = num_layers_of(checkpoint)
-        lengths: list[int] = []
-        if not policy:
-            layers, lengths = _ranges(exit_layers, num_speculations, num_layers)
-            grid: Grid = fixed_grid(layers, lengths)
-        elif exit_layers is not None or num_speculations is not None:
-            raise ValueError("give --policy, or --exit-layers and --num-speculations, not both")
-        else:
-            grid = {name: {"policy": name} for name in policy}
-        fixed = {name: values for name, values in grid.items() if _is_fixed(name, num_layers)}
-        others = {name: values for name, values in grid.items() if name not in fixed}
-        if write and others:
-            raise ValueError(
-                '--write keeps fixed settings ("ls:E-G"), which `generate` looks up; name any other policy as --policy when'
-                " generating"
-            )
+        layers, lengths = _ranges(exit_layers, num_speculations, num_layers)
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
         generator = SelfSpecGenerator(open_model(checkpoint, dtype, device), prefix_cache=0)
-        for name in grid:
-            if "pacer" in name:
-                generator.resolve_policy(name)
-    network = generator.model
-    num_timed = min(num_timed, len(grid))
-    places = list(grid.values())
-    axes = {axis: list(dict.fromkeys(place[axis] for place in places)) for axis in places[0]}
-    about = {
-        **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
-        "runner": generator.runner,
-        "axes": axes,
-        "num_layers": network.num_layers,
-    }
-    where = provenance(network.device, network.dtype)
-    first = len(samples) * (bool(fixed) + len(others))
-    total = first + num_runs(num_timed + 1, len(samples), repeats=repeats, warmups=warmups)
-    with recording(RecordWriter(output)) as record:
-        with progress(total) as advance:
-            cost = measured_cost(network)
-            traces = []
-            for sample in samples if fixed else ():
-                traces.append(trace_agreement(generator, sample.ids, max_new_tokens))
-                advance("tracing every layer")
-            cells = replay_grid(traces, fixed, cost)
-            cells += run_grid(generator, others, samples, max_new_tokens, cost, advance)
-            cells.sort(key=lambda cell: -cell.predicted_speedup)
-            engines = [SelfSpecEngine(generator, name) for name in ("ar", *(cell.policy for cell in cells[:num_timed]))]
-            record.write(run_line("sweep", about, engines, where))
-            record.write({"kind": "costs", **cost.as_dict()})
-            for cell in cells:
-                record.write(cell.as_line())
-            measure(
-                engines,
-                samples,
-                max_new_tokens=max_new_tokens,
-                repeats=repeats,
-                warmups=warmups,
-                dtype=network.dtype,
-                record=record,
-                advance=advance,
-            )
-        best = best_line(record.lines, cells[:num_timed])
-        record.write(best)
-    show(record.lines)
+        about = configuration(
+            checkpoint,
+            samples,
+            max_new_tokens,
+            repeats,
+            warmups=warmups,
+            axes=[layers, lengths],
+            num_layers=num_layers,
+            num_timed=num_timed,
+        )
+        first = header("sweep", about, provenance(generator.model.device, generator.model.dtype))
+    with recording(output, first) as record:
+        cells = _cells(record, generator, product(layers, lengths), samples, max_new_tokens)
+        names = ["ar", *(cell["policy"] for cell in cells[:num_timed])]
+        engines = [SelfSpecEngine(generator, name) for name in names]
+        write_engines(record, engines)
+        measurement = Measurement(
+            engines=engines,
+            prompts=samples,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            warmups=warmups,
+            dtype=generator.model.weights_dtype,
+            record=record,
+        )
+        with progress(measurement.num_runs()) as measurement.advance:
+            measurement.run()
+        best = record.once("best", lambda: best_setting(record.lines, names[1:]))
     if write:
         path = write_setting(Path(checkpoint), best, record.lines[0])
         typer.echo(
             f"{best['policy']} is now the best known fixed setting of this checkpoint ({path.name} beside its weights)"
         )
-    if lengths and best["policy"].endswith(f"-{lengths[-1]}"):
+    if best["policy"].endswith(f"-{lengths[-1]}"):
         typer.echo(
             f"the best setting is at the edge of the grid: try --num-speculations up to {2 * lengths[-1]}", err=True
         )
     if best["speedup"] < 1:
         typer.echo("no setting was faster than autoregressive decoding (num_speculations=0)", err=True)
-    exit_if_outputs_differ(record.lines)
+    show(record.lines)
 
 
 def _ranges(exit_layers: str | None, num_speculations: str | None, num_layers: int) -> tuple[list[int], list[int]]:
-    """Exit layers and lengths of the options, checked."""
+    """Return the exit layers and lengths of the options, checked."""
     last = num_layers - 1
     layers = parse_range(exit_layers or f"1-{max(1, num_layers // 2)}", "--exit-layers")
     if layers[-1] > last:
@@ -160,8 +113,76 @@ def _ranges(exit_layers: str | None, num_speculations: str | None, num_layers: i
     return layers, parse_range(num_speculations or "1-10", "--num-speculations")
 
 
-def _is_fixed(policy: str, num_layers: int) -> bool:
-    """Tell whether replay decides the policy's rounds. Raises ValueError for an unknown policy."""
-    if "pacer" not in policy:  # which can be resolved for the loaded model only
-        parse_policy(policy, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
-    return fixed_setting_of(policy) is not None
+def parse_range(text: str, what: str) -> list[int]:
+    """Read "1-4,8" as [1, 2, 3, 4, 8]. Raises ValueError that names `what` for anything else, and for numbers below 1."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f'{what} must look like "1-8" or "2,4,6", got {text!r}')
+        numbers.update(range(int(first), int(last if dash else first) + 1))
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"{what} must be numbers from 1 on, in rising ranges, got {text!r}")
+    return sorted(numbers)
+
+
+def _cells(
+    record: Record,
+    generator: SelfSpecGenerator,
+    settings: Iterable[tuple[int, int]],
+    samples: Sequence[EncodedPrompt],
+    max_new_tokens: int,
+) -> list[Line]:
+    """Write a line for each setting: its rounds, and the speed-up over plain decoding that measured costs predict.
+
+    Returns the lines, the best prediction first. Rates are means over prompts; tokens are those committed in rounds.
+    """
+    cost = calibrated(generator, record)
+    if record.find("traced") is None:
+        traces = []
+        with progress(len(samples)) as advance:
+            for sample in samples:
+                traces.append(trace_agreement(generator, sample.ids, max_new_tokens))
+                advance("tracing every layer")
+        for exit_layer, length in settings:
+            runs = [replay(trace, exit_layer, length) for trace in traces]
+            plain = sum(run.num_tokens for run in runs) * cost.autoregressive()
+            record.write(
+                "cell",
+                policy=f"ls:{exit_layer}-{length}",
+                rounds=sum(run.rounds for run in runs),
+                loaded_layers=sum(run.loaded_layers for run in runs),
+                acceptance_rate=mean(run.acceptance_rate for run in runs),
+                tokens_per_round=mean(run.tokens_per_round for run in runs),
+                etpl=mean(run.etpl for run in runs),
+                predicted_speedup=plain / sum(run.cost(cost) for run in runs),
+            )
+        record.write("traced")
+    cells = {line["policy"]: line for line in matching(record.lines, "cell")}
+    return sorted(cells.values(), key=lambda cell: -cell["predicted_speedup"])
+
+
+def best_setting(lines: Sequence[Line], policies: Sequence[str]) -> dict[str, Any]:
+    """Return which measured policy was fastest, and its speed-up over plain decoding."""
+    samples = Samples(lines)
+    measured = {policy: samples.speedup(f"selfspec:{policy}", "selfspec:ar") for policy in policies}
+    policy, speedup = max(measured.items(), key=lambda item: item[1].value)
+    return {"policy": policy, "speedup": speedup.value, "low": speedup.low, "high": speedup.high}
+
+
+def write_setting(folder: Path, best: Mapping[str, Any], run: Mapping[str, Any]) -> Path:
+    """Put the best setting beside the checkpoint, where `selfspec.defaults` finds it. Returns the file's path."""
+    path = folder / SETTINGS_FILE
+    machine = run["provenance"]
+    setting = {
+        "policy": best["policy"],
+        "found_by": "selfspec-bench sweep",
+        "speedup_over_autoregressive": round(best["speedup"], 3),
+        "prompts": run["configuration"]["prompts_digest"],
+        "max_new_tokens": run["configuration"]["max_new_tokens"],
+        "device": machine["cpu"] if machine["device"] == "cpu" else machine["device"],
+        "threads": machine["threads"],
+        "dtype": machine["dtype"],
+    }
+    write_text(path, json.dumps(setting, indent=2, ensure_ascii=False) + "\n")
+    return path

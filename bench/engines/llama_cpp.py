@@ -1,7 +1,9 @@
-"""llama.cpp as an engine to compare with, through the package llama-cpp-python: a GGUF file.
+"""llama.cpp and its fork ik_llama.cpp as engines to compare with, through llama-cpp-python and ik-llama-cpp-python.
 
-Its C functions are called directly, so that no Python of that package is timed, and with llama.cpp's own defaults (a KV cache
-in float16 among them) but for the number of threads.
+Their C functions are called directly, so that no Python of these packages is timed, and with their own defaults (a KV cache
+in float16 among them) but for the number of threads, and two settings of ik_llama.cpp: weights are repacked for the processor
+when they are loaded, as llama.cpp does by default, and flash attention is off, because in the package's wheel, which is built
+for AVX2, it ends the process.
 """
 
 from __future__ import annotations
@@ -9,139 +11,144 @@ from __future__ import annotations
 import logging
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import llama_cpp
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.engines.llama_batches import fill_batch
-from bench.engines.own import Generation
-from bench.machine.throughput import BatchRun, after_prompts
+from bench.engines.own import BatchRun, Generation, TimedEngine
 from layerskip_models.kernels.threads import num_threads
 
-logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # else it prints how it loads
+LLAMA_CPP, IK_LLAMA_CPP = "llama.cpp", "ik_llama.cpp"
+_ARITHMETIC = {"F16": torch.float16, "BF16": torch.bfloat16}
+"""What a matrix's inputs are rounded to, as outputs are judged by. Other types make another model of the weights."""
+Rows = Sequence[tuple[int, list[int], int]]
+"""(text, tokens, position of the first) of each text."""
 
 
-class LlamaCppFile:
-    """Greedy decoding of a GGUF file by llama.cpp, one text or many, on as many threads as our kernels use.
+class LlamaCppEngine(TimedEngine):
+    """Greedy decoding of a GGUF file, one text or many, on as many threads as our kernels use.
 
-    name, label, weights, arithmetic: see `TimedEngine`. max_tokens: of prompt and continuation together.
-    Raises RuntimeError if llama.cpp cannot load it.
+    program: `LLAMA_CPP` or `IK_LLAMA_CPP`. max_tokens: of a prompt and its continuation. kind: of the file, where it was made
+    of the weights that are measured. Raises RuntimeError if it cannot load the file or make room.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        max_tokens: int,
-        *,
-        name: str = "llama.cpp",
-        label: str = "llama.cpp",
-        weights: str | None = "the file's, rows in 8 bits",
-        arithmetic: torch.dtype | None = None,
-    ) -> None:
-        self.name, self.label = name, label
-        self.weights, self.arithmetic = weights, arithmetic
+    def __init__(self, program: str, path: Path, max_tokens: int, kind: str | None = None) -> None:
+        self._library = _library(program)
         self._max_tokens = max_tokens
-        settings = llama_cpp.llama_model_default_params()
+        self.name = program if kind is None else f"{program}:{kind}"
+        self.label = program if kind is None else f"{program} {kind}"
+        self.arithmetic = _ARITHMETIC.get(kind or "")
+        self.weights = None if self.arithmetic else self.label  # rows are rounded as well
+        settings = self._library.llama_model_default_params()
         settings.n_gpu_layers = 0
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
+        if program == IK_LLAMA_CPP:
+            settings.repack_tensors = True
+        self._model = self._library.llama_model_load_from_file(str(path).encode(), settings)
         if not self._model:
-            raise RuntimeError(f"{label} did not load {path.name}")
-        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._greedy = llama_cpp.llama_sampler_init_greedy()
-        self._context = self._new_context()
-        weakref.finalize(self, _free, self._greedy, self._context, self._model)
+            raise RuntimeError(f"{self.label} did not load {path.name}")
+        free = self._library.llama_free_model if program == IK_LLAMA_CPP else self._library.llama_model_free
+        weakref.finalize(self, free, self._model)
+        self._vocab_size = self._library.llama_vocab_n_tokens(self._library.llama_model_get_vocab(self._model))
+        self._is_fork = program == IK_LLAMA_CPP
 
-    def _new_context(self, sequences: int = 1) -> Any:
-        """Make room for several texts, each with cells of its own."""
-        settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx = settings.n_batch = sequences * (
-            -(-self._max_tokens // 256) * 256 if sequences > 1 else self._max_tokens
-        )
-        settings.n_seq_max = sequences
+    @contextmanager
+    def _room(self, prompts: Sequence[Tensor]) -> Iterator[tuple[Any, Any]]:
+        """Yield a context and a batch for these texts and what continues them."""
+        settings = self._library.llama_context_default_params()
+        settings.n_ctx = settings.n_batch = len(prompts) * (-(-self._max_tokens // 256) * 256)
+        settings.n_seq_max = len(prompts)
+        if self._is_fork:
+            settings.flash_attn = False
         settings.n_threads = settings.n_threads_batch = num_threads()
-        return llama_cpp.llama_init_from_model(self._model, settings)
+        context = self._library.llama_init_from_model(self._model, settings)
+        if not context:
+            raise RuntimeError(f"{self.label} did not make room for {len(prompts)} texts")
+        batch = self._library.llama_batch_init(sum(len(prompt) for prompt in prompts), 0, 1)
+        try:
+            yield context, batch
+        finally:
+            self._library.llama_batch_free(batch)
+            self._library.llama_free(context)
 
-    def _begin(self, ids: Sequence[int]) -> None:
-        """Forget the context's text and begin another."""
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
-        self._run(ids)
-
-    def _run(self, ids: Sequence[int]) -> None:
-        """Append ids to the context's text."""
-        tokens = (llama_cpp.llama_token * len(ids))(*ids)
-        status = llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(tokens, len(ids)))
-        if status:
-            raise RuntimeError(f"{self.label} failed to decode: status {status}")
+    def _continued(self, prompts: Sequence[Tensor], max_new_tokens: int) -> tuple[list[list[int]], float, float]:
+        """Return the new tokens of each text, all seconds, and those to the first tokens. The context is made before that."""
+        with self._room(prompts) as (context, batch):
+            start = perf_counter()
+            tokens = [[best] for best in self._choices(context, batch, _from_start(prompts))]
+            first = perf_counter() - start
+            for length in range(max_new_tokens - 1):
+                rows = [(text, own[-1:], len(prompts[text]) + length) for text, own in enumerate(tokens)]
+                for own, best in zip(tokens, self._choices(context, batch, rows)):
+                    own.append(best)
+            return tokens, perf_counter() - start, first
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
-        """See `TimedEngine`."""
-        ids = prompt.tolist()
-        start = perf_counter()
-        self._begin(ids)
-        tokens = [llama_cpp.llama_sampler_sample(self._greedy, self._context, -1)]
-        first = perf_counter() - start
-        while len(tokens) < max_new_tokens:
-            self._run(tokens[-1:])
-            tokens.append(llama_cpp.llama_sampler_sample(self._greedy, self._context, -1))
-        seconds = perf_counter() - start
+        (tokens,), seconds, first = self._continued([prompt], max_new_tokens)
         return Generation(
             tokens=tuple(tokens), seconds=seconds, time_to_first_token=first, decode_seconds=seconds - first
         )
 
-    def count(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """None: there are no rounds."""
-        return
+    def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
+        return BatchRun.after_prompts(*self._continued(prompts, max_new_tokens))
 
     def next_logits(self, ids: Tensor) -> Tensor:
-        """See `TimedEngine`."""
-        self._begin(ids.tolist())
-        return torch.tensor(llama_cpp.llama_get_logits_ith(self._context, -1)[: self._vocab_size])
+        with self._room([ids]) as (context, batch):
+            (place,) = self._decode(context, batch, _from_start([ids]))
+            return torch.tensor(self._logits(context, place))
 
-    def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
-        """See `BatchEngine`. The context is made before the clock starts."""
-        count = len(prompts)
-        context = self._new_context(sequences=count)
-        batch = llama_cpp.llama_batch_init(sum(len(prompt) for prompt in prompts), 0, 1)
-        try:
-            start = perf_counter()
-            places = self._decode(context, batch, [(text, prompt.tolist(), 0) for text, prompt in enumerate(prompts)])
-            tokens = [[self._choice(context, place)] for place in places]
-            began = perf_counter()
-            for length in range(max_new_tokens - 1):
-                rows = [(text, own[-1:], len(prompts[text]) + length) for text, own in enumerate(tokens)]
-                for own, place in zip(tokens, self._decode(context, batch, rows)):
-                    own.append(self._choice(context, place))
-            ended = perf_counter()
-        finally:
-            llama_cpp.llama_batch_free(batch)
-            llama_cpp.llama_free(context)
-        return after_prompts(tokens, ended - start, began - start)
+    def _choices(self, context: Any, batch: Any, rows: Rows) -> list[int]:
+        """Return the likeliest next token of each text after one pass."""
+        return [int(self._logits(context, place).argmax()) for place in self._decode(context, batch, rows)]
 
-    def _choice(self, context: Any, place: int) -> int:
-        token: int = llama_cpp.llama_sampler_sample(self._greedy, context, place)
-        return token
-
-    def _decode(self, context: Any, batch: Any, rows: Sequence[tuple[int, list[int], int]]) -> list[int]:
-        """One pass over (text, tokens, position of the first) of each text. Returns where each text's last row is."""
-        places = fill_batch(batch, rows)
-        status = llama_cpp.llama_decode(context, batch)
+    def _decode(self, context: Any, batch: Any, rows: Rows) -> list[int]:
+        """Run one pass over some tokens of each text. Returns where each text's last row is."""
+        batch.n_tokens = 0
+        places = []
+        for text, ids, position in rows:
+            for offset, token in enumerate(ids):
+                row = batch.n_tokens
+                batch.token[row], batch.pos[row] = token, position + offset
+                batch.n_seq_id[row], batch.seq_id[row][0] = 1, text
+                batch.logits[row] = offset == len(ids) - 1
+                batch.n_tokens += 1
+            places.append(batch.n_tokens - 1)
+        status = self._library.llama_decode(context, batch)
         if status:
             raise RuntimeError(f"{self.label} failed to decode {len(rows)} texts: status {status}")
         return places
 
-
-def llama_cpp_version() -> str:
-    """Version and processor features."""
-    features = re.findall(r"(\w+) = 1", llama_cpp.llama_print_system_info().decode())
-    return f"{llama_cpp.__version__} ({' '.join(features)})"
+    def _logits(self, context: Any, place: int) -> NDArray[np.float32]:
+        return np.ctypeslib.as_array(self._library.llama_get_logits_ith(context, place), (self._vocab_size,))
 
 
-def _free(sampler: Any, context: Any, model: Any) -> None:
-    llama_cpp.llama_sampler_free(sampler)
-    llama_cpp.llama_free(context)
-    llama_cpp.llama_model_free(model)
+def _from_start(prompts: Sequence[Tensor]) -> Rows:
+    return [(text, prompt.tolist(), 0) for text, prompt in enumerate(prompts)]
+
+
+def _library(program: str) -> Any:
+    """Return the module with a program's C functions. Their packages are optional."""
+    if program == IK_LLAMA_CPP:
+        from ik_llama_cpp import _ctypes_api
+
+        return _ctypes_api
+    import llama_cpp
+
+    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # else it prints how it loads
+    return llama_cpp
+
+
+def llama_version(program: str) -> str:
+    """Return the package's version, and of llama.cpp the processor's features that it uses."""
+    if program == IK_LLAMA_CPP:
+        return version("ik-llama-cpp-python")
+    library = _library(program)
+    features = re.findall(r"(\w+) = 1", library.llama_print_system_info().decode())
+    return f"{library.__version__} ({' '.join(features)})"

@@ -1,7 +1,8 @@
 """OpenVINO GenAI as an engine to compare with, on the CPU: a GGUF file, or a folder that optimum-intel exported.
 
 Its own defaults hold, but for the number of threads, and that no prompt is kept for the next call. It is given token ids, and
-its own clock tells the time of the first token, so that no Python is called back while it generates.
+its own clock tells the time of the first token, so that no Python is called back while it generates. It tells no
+logits; nobody asks for them, since its weights are rounded.
 """
 
 from __future__ import annotations
@@ -18,27 +19,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.engines.own import Generation
-from bench.machine.throughput import BatchRun, after_prompts
+from bench.engines.own import BatchRun, Generation, TimedEngine
 from layerskip_models.kernels.threads import num_threads
 
 MODEL = "openvino_model.xml"
 
 
-class OpenVinoEngine:
+class OpenVinoEngine(TimedEngine):
     """Greedy decoding by `openvino_genai.LLMPipeline`. path: a GGUF file or an exported folder, whose name is the engine's.
-
-    label: for tables, where that is not made of the name.
 
     Raises FileNotFoundError for a folder without a model, RuntimeError, as OpenVINO does, for one that it cannot load.
     """
 
-    arithmetic: torch.dtype | None = None
-
-    def __init__(self, path: Path, label: str | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.name = openvino_name(path)
-        self.label = label or f"OpenVINO GenAI, {self.name.removeprefix('openvino:')}"
-        self.weights: str | None = self.label
+        self.label = f"OpenVINO GenAI, {self.name.removeprefix('openvino:')}"
+        self.weights = self.label
         if path.suffix != ".gguf" and not (path / MODEL).is_file():
             raise FileNotFoundError(f"{path.name} has no {MODEL}: export a model into it (docs/benchmarks.md)")
         scheduling = openvino_genai.SchedulerConfig()
@@ -58,7 +54,6 @@ class OpenVinoEngine:
         return result, perf_counter() - start
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
-        """See `TimedEngine`."""
         result, seconds = self._call(prompt.numpy().reshape(1, -1), max_new_tokens)
         first = result.perf_metrics.get_ttft().mean / 1000
         return Generation(
@@ -66,20 +61,12 @@ class OpenVinoEngine:
         )
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
-        """See `BatchEngine`. prompts: of one length. Its clock tells of single texts only, so the time until all texts have
+        """See `TimedEngine`. prompts: of one length. Its clock tells of single texts only, so the time until all texts have
         their first token is that of another call."""
         ids = torch.stack([*prompts]).numpy()
         _, first = self._call(ids, 1)
         result, seconds = self._call(ids, max_new_tokens)
-        return after_prompts([[*tokens] for tokens in result.tokens], seconds, first)
-
-    def count(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """None: there are no rounds."""
-        return
-
-    def next_logits(self, ids: Tensor) -> Tensor:
-        """Raise RuntimeError: OpenVINO GenAI keeps its logits to itself. No engine shares its weights, so none asks."""
-        raise RuntimeError(f"{self.label} does not tell its logits")
+        return BatchRun.after_prompts([[*tokens] for tokens in result.tokens], seconds, first)
 
 
 def openvino_version() -> str:

@@ -1,24 +1,22 @@
-"""What a measured engine is, and selfspec as one. transformers is in `bench.engines.peers`, llama.cpp in `llama_cpp`.
+"""What a measured engine is, and selfspec as one.
 
-All engines continue token ids by exactly `max_new_tokens` tokens, EOS off, and are timed by the same clock; all greedily, or
-all with the same sampling settings.
+All engines continue token ids by exactly as many tokens as they are asked for, greedily unless a run samples, with EOS off,
+and are timed by the same clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.machine import synchronize
 from bench.record import KEPT
-from layerskip_models.kv_cache import KVCache
-from layerskip_models.prefill import prefill
 from selfspec import GenerationResult, SelfSpecGenerator
-from selfspec.engine.calibrate import synchronize
 
 GREEDY: Mapping[str, Any] = {"do_sample": False, "eos_token_id": []}
 """Arguments of `generate` for measurements that always yield as many tokens as were asked for."""
@@ -49,28 +47,26 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How engines draw tokens. top_p 1 and top_k 0 leave all tokens. seed: of a prompt's first run, then seed + 1, ...
+class BatchRun:
+    """Many texts continued together. tokens: the new ones of each. seconds: from the call to the last of them.
 
-    Raises ValueError for a temperature or top_p that is not positive, a top_p above 1 or a negative top_k.
+    decode_tokens, decode_seconds: while all texts were past their prompts and none was complete; None where that is not seen.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
+    tokens: list[list[int]]
+    seconds: float
+    decode_tokens: int | None = None
+    decode_seconds: float | None = None
 
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"--temperature must be above 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p must be in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"--top-k must be 0 (all tokens) or more, got {self.top_k}")
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `generate`, the seed left out."""
-        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+    @classmethod
+    def after_prompts(cls, tokens: list[list[int]], seconds: float, prompt_seconds: float) -> BatchRun:
+        """Describe texts that all have their first token after `prompt_seconds` of `seconds`, and end together."""
+        return cls(
+            tokens=tokens,
+            seconds=seconds,
+            decode_tokens=sum(len(text) - 1 for text in tokens),
+            decode_seconds=seconds - prompt_seconds,
+        )
 
 
 class EngineLostError(RuntimeError):
@@ -84,47 +80,52 @@ class EngineLostError(RuntimeError):
         self.mistake = mistake
 
 
-class HasLabel(Protocol):
-    """name: short and unique, for records; label: for tables."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def label(self) -> str: ...
-
-
-class TimedEngine(HasLabel, Protocol):
+class TimedEngine:
     """Something that continues token ids.
 
+    name: short and unique, for records; label: for tables. kept: it goes on learning from prompt to prompt.
     weights: what the run's weights were rounded to ("int4", ..), which makes another model of them; None for the run's own.
     arithmetic: the dtype whose near-ties its outputs are judged by; None for the run's.
     """
 
-    weights: str | None
-    arithmetic: torch.dtype | None
+    name: str
+    label: str
+    kept: bool = False
+    weights: str | None = None
+    arithmetic: torch.dtype | None = None
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
         """Continue a prompt, int64 [n], timed. repeat: number of the run; sampled runs draw with another seed in each."""
-        ...
+        raise NotImplementedError
 
-    def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
-        """Count that continuation's rounds and drafts, untimed; None if `generate` counts them or there are none."""
-        ...
+    def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
+        """Continue several prompts, int64 [n] each, in shared passes, timed."""
+        raise NotImplementedError
 
     def next_logits(self, ids: Tensor) -> Tensor:
-        """float32 [vocab] on the CPU: the full model's logits after the ids, int64 [n]."""
-        ...
+        """Return the full model's logits after the ids, int64 [n]: floats [vocab] on the CPU."""
+        raise NotImplementedError
+
+    def answer_length(self, prompt: Tensor, max_new_tokens: int) -> int:
+        """Return how many tokens the answer has where the model ends it. Only selfspec's first engine is asked."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Forget what was learned from warm-up runs."""
 
 
-class SelfSpecEngine:
+class SelfSpecEngine(TimedEngine):
     """selfspec with one policy; "ar" is its autoregressive mode (num_speculations=0).
 
     The policy forgets what it learned before every run, so that a run's rounds do not depend on what was measured before.
     With `kept` it starts every run on a prompt with what it had learned from one run on each prompt before it.
-    name, label: of the engine, when not the policy's. sampling: None for greedy decoding. weights: see `TimedEngine`.
+    sampling: arguments of `generate`, the seed of a prompt's first run among them; None for greedy decoding. weights: see
+    `TimedEngine`.
     """
 
-    arithmetic: torch.dtype | None = None
+    _prompt: Tensor | None
+    _known: dict[str, Any] | None  # before this prompt
+    _learned: dict[str, Any] | None  # after the last run
 
     def __init__(
         self,
@@ -132,49 +133,36 @@ class SelfSpecEngine:
         policy: str,
         *,
         kept: bool = False,
-        name: str | None = None,
-        label: str | None = None,
-        sampling: Sampling | None = None,
+        sampling: Mapping[str, Any] | None = None,
         weights: str | None = None,
     ) -> None:
-        self.weights = weights
+        self.weights, self.kept = weights, kept
         self._generator = generator
         self._sampling = sampling
         self._policy = policy
-        self._kept = kept
-        self._prompt: Tensor | None = None
-        self._known: dict[str, Any] | None = None  # before this prompt
-        self._learned: dict[str, Any] | None = None  # after the last run
-        self.name = name or f"selfspec:{weights + ':' if weights else ''}{policy}{KEPT if kept else ''}"
-        self.label = label or (
-            f"selfspec{' ' + weights if weights else ''}, {'autoregressive' if policy == 'ar' else policy}"
-        )
-        if kept:
-            self.label += ", kept"
-
-    def _decoding(self, repeat: int) -> dict[str, Any]:
-        sampling = self._sampling
-        options: dict[str, Any] = {"eos_token_id": [], "policy": self._policy}
-        if sampling is None:
-            return {**options, "do_sample": False}
-        return {**options, **sampling.arguments(), "seed": sampling.seed + repeat}
+        self.forget()
+        self.name = f"selfspec:{weights + ':' if weights else ''}{policy}{KEPT if kept else ''}"
+        mode = "autoregressive" if policy == "ar" else policy
+        self.label = f"selfspec{' ' + weights if weights else ''}, {mode}{', kept' if kept else ''}"
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
-        """See `TimedEngine`."""
+        decoding = dict(GREEDY)
+        if self._sampling is not None:
+            decoding |= {**self._sampling, "seed": self._sampling["seed"] + repeat}
         device = self._generator.model.device
         policy = self._generator.resolve_policy(self._policy)
         policy.reset()
-        if self._kept:
+        if self.kept:
             if self._prompt is None or not torch.equal(prompt, self._prompt):  # a copy, where it came through a pipe
                 self._prompt, self._known = prompt, self._learned
             if self._known is not None:
                 policy.restore(self._known)
         synchronize(device)
         start = perf_counter()
-        result = self._generator.generate(prompt, max_new_tokens=max_new_tokens, **self._decoding(repeat))
+        result = self._generator.generate(prompt, max_new_tokens=max_new_tokens, policy=self._policy, **decoding)
         synchronize(device)
         seconds = perf_counter() - start
-        if self._kept:
+        if self.kept:
             self._learned = policy.state()
         first = result.stats.time_to_first_token
         return Generation(
@@ -185,18 +173,43 @@ class SelfSpecEngine:
             stats={**result.stats.as_dict(), "policy": self._policy},
         )
 
-    def forget(self) -> None:
-        """Forget what was learned from warm-up runs."""
-        self._prompt = self._known = self._learned = None
-
-    def count(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """None: `generate` counts."""
-        return
+    def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
+        """See `TimedEngine`. The policy keeps what it learns."""
+        start = perf_counter()
+        with self._generator.engine() as engine:
+            options = {**GREEDY, "max_new_tokens": max_new_tokens, "policy": self._policy}
+            places = {engine.add(prompt, **options): place for place, prompt in enumerate(prompts)}
+            tokens: list[list[int]] = [[] for _ in prompts]
+            began = ended = None
+            counted = 0
+            while len(engine):
+                for progress in engine.step():
+                    if progress.error is not None:
+                        raise progress.error
+                    tokens[places[progress.ticket]] += progress.tokens
+                    counted += len(progress.tokens) if began is not None and ended is None else 0
+                if began is None and all(tokens):
+                    began = perf_counter()
+                if ended is None and len(engine) < len(prompts):
+                    ended = perf_counter()
+        seconds = perf_counter() - start
+        assert began is not None
+        assert ended is not None
+        return BatchRun(tokens=tokens, seconds=seconds, decode_tokens=counted, decode_seconds=ended - began)
 
     def next_logits(self, ids: Tensor) -> Tensor:
-        """See `TimedEngine`."""
-        model = self._generator.model
-        with torch.inference_mode():
-            cache = KVCache(model, ids.numel())
-            hidden = prefill(model, ids.to(model.device), cache)
-            return model.logits(hidden[-1:])[0].cpu()
+        seen: list[Tensor] = []
+
+        def keep(_: Tensor, scores: Tensor) -> Tensor:
+            seen.append(scores[-1].float().cpu())
+            return scores
+
+        self._generator.generate(ids, max_new_tokens=1, policy="ar", logits_processor=[keep], **GREEDY)
+        return seen[0]
+
+    def answer_length(self, prompt: Tensor, max_new_tokens: int) -> int:
+        result = self._generator.generate(prompt, max_new_tokens=max_new_tokens, policy="ar", do_sample=False)
+        return result.stats.num_new_tokens
+
+    def forget(self) -> None:
+        self._prompt, self._known, self._learned = None, None, None

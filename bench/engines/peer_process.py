@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from bench.engines.own import EngineLostError, Generation, TimedEngine
-from bench.machine.throughput import BatchRun
+from bench.engines.own import BatchRun, EngineLostError, Generation, TimedEngine
 
-StartMethod = Literal["spawn", "fork"]
+START_METHOD: Literal["spawn", "fork"] = "spawn"
+_DESCRIBED = ("name", "label", "kept", "weights", "arithmetic")
 _ENDING_SECONDS = 5.0
 _SHOWN = 300  # characters of a last line
 
@@ -43,18 +43,16 @@ class PeerProcess:
     """A running child. Used with `with`.
 
     name: of the peer, for messages. make: called in the child; it must be possible to pickle. timeout: seconds that one
-    answer may take. start_method: "fork" only where nothing runs in other threads.
+    answer may take.
     Raises EngineLostError if the peer cannot be made.
     """
 
-    def __init__(
-        self, name: str, make: Callable[[], Peer], *, timeout: float, start_method: StartMethod = "spawn"
-    ) -> None:
+    def __init__(self, name: str, make: Callable[[], Peer], *, timeout: float) -> None:
         self._name, self._timeout = name, timeout
         self._lost: str | None = None
         handle, self._path = tempfile.mkstemp()
         os.close(handle)
-        context = multiprocessing.get_context(start_method)
+        context = multiprocessing.get_context(START_METHOD)
         self._pipe, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=_serve, args=(theirs, self._pipe, self._path, make), daemon=True
@@ -66,7 +64,7 @@ class PeerProcess:
         except EngineLostError:
             self.close()
             raise
-        self.engines = [RemoteEngine(self, number, *one) for number, one in enumerate(described)]
+        self.engines = [RemoteEngine(self, number, one) for number, one in enumerate(described)]
 
     def __enter__(self) -> PeerProcess:
         return self
@@ -82,12 +80,6 @@ class PeerProcess:
             self._process.kill()
             self._process.join()
         Path(self._path).unlink(missing_ok=True)
-
-    @property
-    def pid(self) -> int:
-        """The child's process id."""
-        assert self._process.pid is not None
-        return self._process.pid
 
     def call(self, engine: int, method: str, *arguments: Any) -> Any:
         """Return what a method of one of the engines returns. Raises EngineLostError if there is no answer."""
@@ -125,40 +117,28 @@ class PeerProcess:
         return next((line.strip()[-_SHOWN:] for line in reversed(lines) if line.strip()), "")
 
 
-class RemoteEngine:
-    """An engine as the parent sees it, of one text at a time or, if it is a `BatchEngine`, of many."""
+class RemoteEngine(TimedEngine):
+    """An engine as the parent sees it. What goes through the pipe is lists of numbers: tensors would share memory."""
 
-    def __init__(
-        self,
-        process: PeerProcess,
-        number: int,
-        name: str,
-        label: str,
-        weights: str | None,
-        arithmetic: torch.dtype | None,
-    ) -> None:
+    def __init__(self, process: PeerProcess, number: int, about: Mapping[str, Any]) -> None:
         self._process, self._number = process, number
-        self.name, self.label = name, label
-        self.weights, self.arithmetic = weights, arithmetic
+        for name in _DESCRIBED:
+            setattr(self, name, about[name])
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
-        """See `TimedEngine`."""
-        generation: Generation = self._call("generate", prompt.tolist(), max_new_tokens, repeat)
-        return generation
-
-    def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
-        """See `TimedEngine`."""
-        counted: Mapping[str, float | int | None] | None = self._call("count", prompt.tolist(), max_new_tokens)
-        return counted
-
-    def next_logits(self, ids: Tensor) -> Tensor:
-        """See `TimedEngine`."""
-        return torch.tensor(self._call("next_logits", ids.tolist()), dtype=torch.float64)  # which holds any dtype's
+        return self._call("generate", prompt.tolist(), max_new_tokens, repeat)
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
-        """See `BatchEngine`."""
-        run: BatchRun = self._call("run", [prompt.tolist() for prompt in prompts], max_new_tokens)
-        return run
+        return self._call("run", [prompt.tolist() for prompt in prompts], max_new_tokens)
+
+    def next_logits(self, ids: Tensor) -> Tensor:
+        return torch.tensor(self._call("next_logits", ids.tolist()), dtype=torch.float64)  # which holds any dtype's
+
+    def answer_length(self, prompt: Tensor, max_new_tokens: int) -> int:
+        return self._call("answer_length", prompt.tolist(), max_new_tokens)
+
+    def forget(self) -> None:
+        self._call("forget")
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._process.call(self._number, method, *arguments)
@@ -178,11 +158,13 @@ def _serve(pipe: Connection, parents: Connection, path: str, make: Callable[[], 
     logging.disable_progress_bar()
     try:
         peer = make()
-        described = [(one.name, one.label, one.weights, one.arithmetic) for one in peer.engines]
+        described = [{name: getattr(one, name) for name in _DESCRIBED} for one in peer.engines]
         pipe.send((True, (described, dict(peer.about))))
         while True:
-            number, method, (first, *others) = pipe.recv()
-            value = getattr(peer.engines[number], method)(_ids(first), *others)
+            number, method, sent = pipe.recv()
+            value = getattr(peer.engines[number], method)(
+                *(_ids(one) if isinstance(one, list) else one for one in sent)
+            )
             pipe.send((True, value.tolist() if isinstance(value, Tensor) else value))
     except (EOFError, BrokenPipeError):
         return

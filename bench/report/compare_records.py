@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from bench.record import Line
 from bench.report.summary import Samples
-from bench.report.table import UNKNOWN, Table, number, spread_text
+from bench.report.table import UNKNOWN, Table, number
 
-_CONTEXT = ("model", "weights_digest", "prompts_digest", "max_new_tokens", "runner")
-_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "seed")
-_MACHINE = ("cpu", "device", "threads", "dtype", "torch", "transformers", "commit")
+_WHERE = ("cpu", "device", "threads", "dtype", "torch", "transformers", "commit")
 
 
 def compare_records(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[str], Table]:
@@ -20,8 +18,8 @@ def compare_records(before: Sequence[Line], after: Sequence[Line]) -> tuple[list
     """
     notes = [
         f"{name}: {old} -> {new}"
-        for part, names in (("configuration", (*_CONTEXT, *_SAMPLING)), ("provenance", _MACHINE))
-        for name in names
+        for part, chosen in (("configuration", None), ("provenance", _WHERE))
+        for name in chosen or sorted({*before[0][part], *after[0][part]})
         if (old := before[0][part].get(name)) != (new := after[0][part].get(name))
     ]
     left, right = Samples(before), Samples(after)
@@ -30,22 +28,23 @@ def compare_records(before: Sequence[Line], after: Sequence[Line]) -> tuple[list
         raise ValueError("the two records have no engine in common")
     rows = []
     for name in common:
-        old, new = left.summary(name), right.summary(name)
+        old, new = left.speed(name), right.speed(name)
         rows.append(
             {
-                "engine": right.labels[name],
-                "tokens/s A": spread_text(old.tokens_per_second),
-                "tokens/s B": spread_text(new.tokens_per_second),
-                "B over A": f"{new.tokens_per_second.value / old.tokens_per_second.value:.2f}×",
-                "eTPL A, B": _pair(old.etpl, new.etpl, "{:.4f}"),
-                "acceptance A, B": _pair(old.acceptance_rate, new.acceptance_rate, "{:.3f}"),
+                "engine": right.engines[name],
+                "tokens/s A": old.text("{:.1f}"),
+                "tokens/s B": new.text("{:.1f}"),
+                "B over A": f"{new.value / old.value:.2f}×",
+                "eTPL A, B": _pair(left, right, name, "etpl_charged", "{:.4f}"),
+                "acceptance A, B": _pair(left, right, name, "acceptance_rate", "{:.3f}"),
                 "outputs of B": _outputs(left, right, name),
             }
         )
     return notes, Table.of("compare", "B against A", rows)
 
 
-def _pair(old: float | None, new: float | None, pattern: str) -> str:
+def _pair(left: Samples, right: Samples, engine: str, name: str, pattern: str) -> str:
+    old, new = left.count(engine, name), right.count(engine, name)
     return UNKNOWN if old is None and new is None else f"{number(old, pattern)}, {number(new, pattern)}"
 
 

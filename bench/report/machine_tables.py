@@ -1,111 +1,47 @@
-"""The tables of `selfspec-bench load`, `kernels` and `roofline`."""
+"""The tables of `selfspec-bench kernels`, `roofline` and `context`: what the machine gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 
-from bench.machine.roofline import PHASES
 from bench.record import Line, by_value, matching
-from bench.report.table import UNKNOWN, Table, cross_table, number
+from bench.report.table import UNKNOWN, Table, counted, cross_table, names
 
-
-def load_tables(lines: Sequence[Line]) -> list[Table]:
-    """Medians of the repeats; the share is the median of their shares."""
-    rows = []
-    for name, own in _by_model(lines).items():
-
-        def of(value: Callable[[Line], float], own: Sequence[Line] = own) -> float:
-            return median(map(value, own))
-
-        known = all(line["peak"] and line["held"] for line in own)  # Linux tells
-        rows.append(
-            {
-                "checkpoint": name,
-                "GB": f"{own[0]['bytes'] / 1e9:.2f}",
-                "load, s": f"{of(lambda line: line['seconds']):.2f}",
-                "load, GB/s": f"{of(lambda line: line['bytes'] / line['seconds'] / 1e9):.2f}",
-                "plain read, GB/s": f"{of(lambda line: line['read_by_1'] / 1e9):.2f}",
-                "by two readers": f"{of(lambda line: line['read_by_2'] / 1e9):.2f}",
-                "share of a plain read": f"{of(_share_of_read):.2f}",
-                "peak memory / file": number(
-                    of(lambda line: line["peak"] / line["bytes"]) if known else None, "{:.2f}"
-                ),
-                "memory without files / file": number(
-                    of(lambda line: line["held"] / line["bytes"]) if known else None, "{:.2f}"
-                ),
-            }
-        )
-    tables = [Table.of("load", "Loading, medians; memory is that of the whole process", rows)]
-    starts = by_value(matching(lines, "start"), "what")
-    if starts:
-        rows = [
-            {
-                "": what,
-                "seconds": f"{median(line['seconds'] for line in own):.2f}",
-                "fastest": f"{min(line['seconds'] for line in own):.2f}",
-                "slowest": f"{max(line['seconds'] for line in own):.2f}",
-                "seconds of processors": f"{median(line['processor_seconds'] for line in own):.2f}",
-            }
-            for what, own in starts.items()
-        ]
-        tables.append(Table.of("starts", "From the start of a process to its end or its prompt: medians", rows))
-    return tables
-
-
-def _by_model(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    return by_value(matching(lines, "load"), "model")
-
-
-def _share_of_read(line: Line) -> float:
-    return float(line["bytes"] / line["seconds"] / line["read_by_1"])
+PHASES = ("draft", "verify", "accept", "learn", "other")
+ROLES = ("best fixed", "auto")
 
 
 def kernels_tables(lines: Sequence[Line]) -> list[Table]:
     """One table for each kind of weights: variants by rows."""
-    variants = {name: name for name in lines[0]["configuration"]["variants"]}
+    found = [
+        {"variant": line["variant"], **product} for line in matching(lines, "products") for product in line["measured"]
+    ]
 
     def table(kind: str, own: Sequence[Line]) -> Table:
         def cell(variant: str, rows: int) -> str:
-            found = matching(own, "product", variant=variant, rows=rows)
-            seconds = median(line["seconds"] for line in found)
-            return f"{found[0]['bytes'] / seconds / 1e9:.1f} ({1e6 * seconds:.0f})"
+            runs = [line for line in own if (line["variant"], line["rows"]) == (variant, rows)]
+            seconds = median(line["seconds"] for line in runs)
+            return f"{runs[0]['bytes'] / seconds / 1e9:.1f} ({1e6 * seconds:.0f})"
 
-        columns = {rows: f"{rows} rows" if rows > 1 else "1 row" for rows in by_value(own, "rows")}
+        columns = {rows: counted(rows, "row") for rows in by_value(own, "rows")}
         title = f"{kind}: GB/s of weights, and microseconds of a product"
+        variants = names(lines[0]["configuration"]["variants"])
         return cross_table(f"products {kind}", title, "variant", variants, columns, cell)
 
-    return [table(kind, own) for kind, own in by_value(matching(lines, "product"), "weights").items()]
+    return [table(kind, own) for kind, own in by_value(found, "weights").items()]
 
 
 def roofline_tables(lines: Sequence[Line]) -> list[Table]:
-    """Make two tables: calls, then phases."""
+    """Show what whole runs take, beside what they must read."""
     bandwidth = _bandwidth(lines)
-    positions = lines[0]["configuration"]["timed_context"]
-    calls = (
-        {
-            "call": line["name"],
-            "must read, MB": f"{line['bytes'] / 1e6:.2f}",
-            "at bandwidth, ms": f"{1000 * line['bytes'] / bandwidth:.3f}",
-            "measured, ms": f"{1000 * line['seconds']:.3f}",
-            "of bandwidth": _share(line["bytes"], line["seconds"], bandwidth),
-        }
-        for line in matching(lines, "call")
+    runs = by_value(matching(lines, "phases"), "policy")
+    title = (
+        f"After prefill: tokens/s, their limit at the bytes that rounds read ({bandwidth / 1e9:.1f} GB/s), and ms per token "
+        "by phase (share of bandwidth); last, ms per token that measured costs predict, learning aside"
     )
-    policies = dict.fromkeys(line["policy"] for line in matching(lines, "phases"))
-    return [
-        Table.of(
-            "calls",
-            f"Calls, timed alone with {positions} positions in the cache; memory gives {bandwidth / 1e9:.1f} GB/s",
-            calls,
-        ),
-        Table.of(
-            "phases",
-            "After prefill: tokens/s, their limit at the bytes that the rounds read, and ms per token by "
-            "phase (share of bandwidth); last, ms per token that measured costs predict, learning aside",
-            (_phase_row(policy, _of_policy(lines, policy), bandwidth) for policy in policies),
-        ),
-    ]
+    rows = [_phase_row(policy, _median_runs(own), bandwidth) for policy, own in runs.items()]
+    return [Table.of("phases", title, rows, plotted="tokens/s")]
 
 
 def _phase_row(policy: str, runs: Sequence[Line], bandwidth: float) -> dict[str, str]:
@@ -128,16 +64,14 @@ def _phase_row(policy: str, runs: Sequence[Line], bandwidth: float) -> dict[str,
     }
 
 
-def _of_policy(lines: Sequence[Line], policy: str) -> list[Line]:
+def _median_runs(runs: Sequence[Line]) -> list[Line]:
     """Return the median run of each prompt."""
-    by_prompt: dict[str, list[Line]] = {}
-    for run in matching(lines, "phases", policy=policy):
-        by_prompt.setdefault(run["prompt"], []).append(run)
-    return [sorted(runs, key=lambda run: run["decode_seconds"])[(len(runs) - 1) // 2] for runs in by_prompt.values()]
+    by_prompt = by_value(runs, "prompt").values()
+    return [sorted(own, key=lambda run: run["decode_seconds"])[(len(own) - 1) // 2] for own in by_prompt]
 
 
 def _bandwidth(lines: Sequence[Line]) -> float:
-    return float(matching(lines, "limits")[0]["bytes_per_second"])
+    return median(line["bytes_per_second"] for line in matching(lines, "bandwidth"))
 
 
 def _bytes(runs: Sequence[Line]) -> float:
@@ -155,3 +89,44 @@ def _speed(runs: Sequence[Line]) -> float:
 
 def _share(num_bytes: float, seconds: float, bandwidth: float) -> str:
     return f"{100 * num_bytes / seconds / bandwidth:.0f} %"
+
+
+def context_tables(lines: Sequence[Line]) -> list[Table]:
+    """Show speed over the length of the context."""
+    contexts = by_value(matching(lines, "prefill"), "context")
+    configuration = lines[0]["configuration"]
+    title = (
+        "tokens/s after the first token (× plain decoding), plain decoding's time per token and t' (less keys and values "
+        f"read at the measured bandwidth), time to the first token; keys and values in {configuration['kv_dtype']}"
+    )
+    speeds = [_context_row(lines, context, own[0]["time_to_first_token"]) for context, own in contexts.items()]
+    return [Table.of("contexts", title, speeds, plotted="plain")]
+
+
+def seconds_per_token(lines: Sequence[Line], context: int, role: str) -> float:
+    """Return the median over repeats, after the first token."""
+    return median(run["seconds"] / run["tokens"] for run in matching(lines, "decode", context=context, role=role))
+
+
+def time_beside_reading(lines: Sequence[Line], context: int) -> float:
+    """Return t': seconds per token of plain decoding, less keys and values read at the measured bandwidth."""
+    configuration, kv_bytes = lines[0]["configuration"], matching(lines, "bandwidth")[0]["kv_bytes"]
+    positions = context + configuration["max_new_tokens"] / 2
+    read = configuration["num_layers"] * kv_bytes * positions
+    return float(seconds_per_token(lines, context, "plain") - read / _bandwidth(lines))
+
+
+def _context_row(lines: Sequence[Line], context: int, first_seconds: float) -> dict[str, str]:
+    plain = seconds_per_token(lines, context, "plain")
+    decoded = matching(lines, "decode", context=context)
+    own = {role: seconds_per_token(lines, context, role) for role in ROLES}
+    return {
+        "context": str(context),
+        "plain": f"{1 / plain:.1f}",
+        **{role: f"{1 / seconds:.1f} ({plain / seconds:.2f}×)" for role, seconds in own.items()},
+        "that setting": f"`{matching(decoded, 'decode', role='best fixed')[0]['policy']}`",
+        "plain, ms": f"{1000 * plain:.2f}",
+        "t', ms": f"{1000 * time_beside_reading(lines, context):.2f}",
+        "TTFT, s": f"{first_seconds:.2f}",
+        "other texts than plain's": str(sum(not line["outputs_equal"] for line in decoded)),
+    }

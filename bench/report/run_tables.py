@@ -1,32 +1,19 @@
-"""The tables of a run over tasks and of a comparison with transformers: speed, rounds, phases, tasks, eTPL."""
+"""The tables of a run over tasks and of engines side by side: speed, rounds, phases, tasks, eTPL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 
-from bench.grid import (
-    ALL,
-    LAYERS,
-    fixed_from_other_half,
-    fixed_in_hindsight,
-    grid_lines,
-    pooled,
-    with_setting,
-)
-from bench.machine.bandwidth import WeightBytes
-from bench.record import BEST_FIXED, PLAIN, Line, matching
+from bench.machine import WeightBytes
+from bench.record import PLAIN, Line, matching
 from bench.report.interval_tables import interval_tables
-from bench.report.summary import Samples
-from bench.report.table import UNKNOWN, Table, cross_table, names, number, outputs_text, spread_text, times
-from selfspec.engine.results import mean, ratio
+from bench.report.summary import ALL, Samples
+from bench.report.table import UNKNOWN, Table, cross_table, names, number, ratio
 
 TRANSFORMERS = "transformers:generate"
 _SOURCES = (
     "engine", "× plain", "tokens/round", "copied", "drafted", "model's own", "copies accepted", "drafts accepted",
 )  # fmt: skip
-Scores = dict[str, dict[str, dict[str, list[float]]]]
-"""By "task, metric", engine and prompt: a score in [0, 1] for each run."""
 
 
 def run_tables(lines: Sequence[Line]) -> list[Table]:
@@ -44,14 +31,10 @@ def run_tables(lines: Sequence[Line]) -> list[Table]:
         made.append(_by_task("speedups", "Speed-up over plain decoding by task, prefill included", samples, speedup))
     made.append(_by_task("tasks", "tokens/s by task", samples, speed))
     made += source_tables(samples)
-    scores = scores_by_run(samples)
-    made += _score_table(samples, scores)
-    grid = grid_lines(lines)
-    if grid:
-        made.append(_etpl_table(lines, grid))
-    elif lines[0]["configuration"].get("do_sample"):
-        made += sampled_etpl_table(lines, samples)
-    made += interval_tables(lines, first_runs(lines))
+    runs = first_runs(samples)
+    if lines[0]["command"] == "run" and PLAIN in runs:
+        made.append(_etpl_table(lines, samples, runs))
+    made += interval_tables(samples, runs)
     return made
 
 
@@ -69,26 +52,26 @@ def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
     """Make the table of speeds, without columns that no engine has a figure for."""
 
     def over(name: str, baseline: str) -> str:
-        return times(samples.speedup(name, baseline)) if baseline in samples.engines else UNKNOWN
+        return samples.speedup(name, baseline).text("{:.2f}", "×") if baseline in samples.engines else UNKNOWN
 
-    rows = []
-    for name, label in samples.engines.items():
-        own = samples.summary(name)
-        rows.append(
-            {
-                "engine": label,
-                "tokens/s": spread_text(own.tokens_per_second),
-                "× plain": over(name, PLAIN),
-                "× transformers": over(name, TRANSFORMERS),
-                "pooled tokens/s": number(own.total_tokens_per_second, "{:.1f}"),
-                "decode tokens/s": number(own.decode_tokens_per_second, "{:.1f}"),
-                "TTFT, ms": number(own.time_to_first_token, "{:.0f}", 1000),
-                "of bandwidth": number(_bandwidth_share(lines, samples, name), "{:.0f} %", 100),
-            }
-        )
+    def decode_speed(line: Line) -> float | None:
+        return ratio(line["num_new_tokens"] - 1, line["decode_seconds"]) if line["decode_seconds"] else None
+
+    rows = [
+        {
+            "engine": label,
+            "tokens/s": samples.speed(name).text("{:.1f}"),
+            "× plain": over(name, PLAIN),
+            "× transformers": over(name, TRANSFORMERS),
+            "decode tokens/s": number(samples.over_prompts(name, decode_speed), "{:.1f}"),
+            "TTFT, ms": number(samples.over_prompts(name, lambda line: line["time_to_first_token"]), "{:.0f}", 1000),
+            "of bandwidth": number(_bandwidth_share(lines, samples, name), "{:.0f} %", 100),
+        }
+        for name, label in samples.engines.items()
+    ]
     model = lines[0]["configuration"]["model"]
     title = f"Speed on {model}, {decoding_text(lines)}; plain: selfspec without speculation"
-    return Table.of("speed", title, rows).known()
+    return Table.of("speed", title, rows, plotted="tokens/s").known()
 
 
 def _bandwidth_share(lines: Sequence[Line], samples: Samples, engine: str) -> float | None:
@@ -103,28 +86,30 @@ def _bandwidth_share(lines: Sequence[Line], samples: Samples, engine: str) -> fl
 
 
 def round_table(samples: Samples) -> Table:
-    """Drafts and passes of each engine, and how much of its texts is as in the first one's."""
+    """Show drafts and passes of each engine, and how much of its texts is as in the first one's."""
     references = {line["engine"]: line["reference"] for line in samples.outputs}
+    labels = samples.engines
     first = samples.outputs[0]["reference"]
     compared = first is not None  # sampled outputs are not
     rows = []
-    for name, label in samples.engines.items():
-        row = samples.summary(name)
-        to = "" if references[name] == first else f" to {samples.labels[references[name]]}"
+    for name, label in labels.items():
+        drafts = samples.count(name, "num_drafted")
+        passes = None if drafts is None else drafts - (samples.count(name, "num_copied") or 0)
+        to = "" if references[name] == first else f" to {labels.get(references[name], references[name])}"
         rows.append(
             {
                 "engine": label,
-                "acceptance rate": number(row.acceptance_rate, "{:.3f}"),
-                "accepted/round": number(row.accepted_per_round, "{:.2f}"),
-                "tokens/round": number(row.tokens_per_round, "{:.2f}"),
-                "eTPL": number(row.etpl, "{:.4f}"),
-                "draft passes": number(row.draft_passes, "{:.1f}"),
-                "verify passes": number(row.verify_passes, "{:.1f}"),
-                **({"outputs": outputs_text(row) + to} if compared else {}),
+                "acceptance rate": number(samples.count(name, "acceptance_rate"), "{:.3f}"),
+                "accepted/round": number(samples.count(name, "accepted_per_round") if drafts else None, "{:.2f}"),
+                "tokens/round": number(samples.count(name, "tokens_per_round"), "{:.2f}"),
+                "eTPL": number(samples.count(name, "etpl_charged"), "{:.4f}"),
+                "draft passes": number(passes, "{:.1f}"),
+                "verify passes": number(samples.count(name, "rounds"), "{:.1f}"),
+                **({"outputs": samples.outputs_text(name) + to} if compared else {}),
             }
         )
-    against = f", and outputs against {samples.labels[first]}'s" if compared else ""
-    return Table.of("rounds", f"Rounds, means over prompts{against}", rows)
+    against = f", and outputs against {labels.get(first, first)}'s" if compared else ""
+    return Table.of("rounds", f"Rounds, means over prompts{against}", rows, plotted="tokens/round")
 
 
 def _phase_table(samples: Samples) -> Table:
@@ -133,7 +118,7 @@ def _phase_table(samples: Samples) -> Table:
         "phases",
         "Share of time per phase, all runs",
         "engine",
-        {name: samples.labels[name] for name in shares},
+        {name: samples.engines[name] for name in shares},
         names(samples.phases()),
         lambda name, phase: f"{100 * shares[name][phase]:.1f} %",
     )
@@ -147,33 +132,6 @@ def _by_task(name: str, title: str, samples: Samples, cell: Callable[[str, Seque
         return cell(engine, None if task == ALL else [task])
 
     return cross_table(name, title, "engine", samples.engines, tasks, chosen)
-
-
-def scores_by_run(samples: Samples) -> Scores:
-    """Collect the scores of a record's outputs."""
-    found: Scores = {}
-    for line in samples.samples:
-        for metric, value in (line.get("scores") or {}).items():
-            column = found.setdefault(f"{line['task']}, {metric}", {})
-            column.setdefault(line["engine"], {}).setdefault(line["prompt"], []).append(value)
-    return found
-
-
-def _score_table(samples: Samples, found: Scores) -> list[Table]:
-    """Scores by task, for prompts with references; one row where all engines wrote the same."""
-    if not found:
-        return []
-
-    def cell(engine: str, column: str) -> str:
-        return number(mean(mean(runs) for runs in found[column].get(engine, {}).values()), "{:.1f}", 100)
-
-    title = (
-        "Scores in %, means over prompts: exact match of the final answer, F1 of ROUGE; generated code is not scored"
-    )
-    table = cross_table("scores", title, "engine", samples.engines, names(found), cell)
-    if len({row[1:] for row in table.rows}) == 1:
-        table = replace(table, rows=(("all engines", *table.rows[0][1:]),))
-    return [table]
 
 
 def source_tables(samples: Samples) -> list[Table]:
@@ -194,7 +152,7 @@ def source_tables(samples: Samples) -> list[Table]:
             own = [line["stats"] for line in runs if line["engine"] == engine and line["task"] in chosen]
             if own:
                 over_plain = samples.speedup(engine, PLAIN, chosen).value if PLAIN in samples.engines else None
-                rows.append((samples.labels[engine], number(over_plain, "{:.2f}×"), *_shares(own)))
+                rows.append((samples.engines[engine], number(over_plain, "{:.2f}×"), *_shares(own)))
     title = "New tokens by source, task by task: copied and accepted, drafted by an exit and accepted, the model's own"
     return [Table(name="sources", title=title, columns=_SOURCES, rows=tuple(rows))]
 
@@ -215,68 +173,24 @@ def _shares(stats: Sequence[Line]) -> tuple[str, ...]:
     )
 
 
-def _etpl_table(lines: Sequence[Line], grid: Sequence[Line]) -> Table:
-    """Policies and the fixed settings of the whole grid, in eTPL over plain decoding's."""
-    hindsight = fixed_in_hindsight(grid, LAYERS)
-    one = hindsight[ALL]
-    yardsticks: dict[str, Mapping[str, float]] = {
-        "*oracle per task*": with_setting(grid, hindsight),
-        "best fixed per task, chosen on the other half": fixed_from_other_half(grid),
-        f"*oracle for all tasks, `{one}`*": with_setting(grid, {ALL: one}),
-    }
-    policies = tokens_per_layer(first_runs(lines))
-    return ratio_table(
-        "etpl",
-        "eTPL relative to plain decoding (1/L), a task's prompts pooled; in italics: settings chosen with hindsight",
-        {**yardsticks, **policies},
-        [line["task"] for line in grid],
-        lines[0]["configuration"]["num_layers"],
-    )
+def _etpl_table(lines: Sequence[Line], samples: Samples, runs: Mapping[str, Sequence[Line]]) -> Table:
+    """Show policies in tokens per loaded layer over plain decoding's, best first; a pre-verifier's passes count as layers."""
+    tasks = list(dict.fromkeys(samples.tasks.values()))
 
+    def etpl(engine: str, task: str) -> float:
+        own = [line for line in runs[engine] if task in (ALL, line["task"])]
+        layers = sum(line["stats"]["loaded_layers"] + line["stats"]["preverifier_layers"] for line in own)
+        return sum(line["num_new_tokens"] - 1 for line in own) / layers * lines[0]["configuration"]["num_layers"]
 
-def sampled_etpl_table(lines: Sequence[Line], samples: Samples) -> list[Table]:
-    """Policies in eTPL over plain decoding's. Sampled texts are not replayed, so no fixed setting stands beside them."""
-    runs = first_runs(lines)
-    if "num_layers" not in lines[0]["configuration"] or PLAIN not in runs:
-        return []
+    best_first = sorted(runs, key=lambda engine: -etpl(engine, ALL))
+    rows = {engine: f"`{engine.removeprefix('selfspec:')}`" for engine in best_first}
     title = "eTPL relative to plain decoding (1/L), a task's prompts pooled"
-    num_layers = lines[0]["configuration"]["num_layers"]
-    return [ratio_table("etpl", title, tokens_per_layer(runs), list(samples.tasks.values()), num_layers)]
+    return cross_table("etpl", title, "policy", rows, names([*tasks, ALL]), lambda row, task: f"{etpl(row, task):.3f}")
 
 
-def first_runs(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    """Each prompt's first run, by engine, of those that tell their rounds; the oracle is not one of them."""
+def first_runs(samples: Samples) -> dict[str, list[Line]]:
+    """Return each prompt's first run, by engine, of those that tell their rounds."""
     found: dict[str, list[Line]] = {}
-    for line in matching(lines, "sample", repeat=0):
+    for line in matching(samples.samples, "sample", repeat=0):
         found.setdefault(line["engine"], []).append(line)
-    return {name: runs for name, runs in found.items() if name != BEST_FIXED and all(line["stats"] for line in runs)}
-
-
-def tokens_per_layer(runs: Mapping[str, Sequence[Line]]) -> dict[str, dict[str, float]]:
-    """By policy, best first: tokens per loaded layer, per task and "all"; a pre-verifier's passes count as loaded layers."""
-    found = {
-        f"`{engine.removeprefix('selfspec:')}`": pooled(
-            (
-                line["task"],
-                line["num_new_tokens"] - 1,
-                line["stats"]["loaded_layers"] + line["stats"]["preverifier_layers"],
-            )
-            for line in own
-        )
-        for engine, own in runs.items()
-    }
-    return dict(sorted(found.items(), key=lambda item: -item[1][ALL]))
-
-
-def ratio_table(
-    name: str, title: str, rows: Mapping[str, Mapping[str, float]], tasks: Iterable[str], num_layers: int
-) -> Table:
-    """Tokens per layer by row and task, over those of plain decoding. tasks: of the prompts, each as often as it comes."""
-    return cross_table(
-        name,
-        title,
-        "policy",
-        names(rows),
-        names([*dict.fromkeys(tasks), ALL]),
-        lambda row, task: number(rows[row].get(task), "{:.3f}", num_layers),
-    )
+    return {name: runs for name, runs in found.items() if all(line["stats"] for line in runs)}

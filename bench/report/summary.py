@@ -7,62 +7,27 @@ A speed-up is the ratio of two such means from one run. Spread: the same figure 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 
-from bench.record import Line, by_value, matching
-from selfspec.engine.results import mean, ratio
+from bench.record import Line, by_value, engine_labels, matching
+from bench.report.table import Spread, mean, number
 
+ALL = "all"
+"""The column for the prompts of all tasks."""
 PHASES = ("prefill", "draft", "preverify", "verify", "accept", "learn", "other")
 """The phases that selfspec times, `*_seconds` of its statistics."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """A figure, and the lowest and highest that a single repeat gave for it."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSummary:
-    """One engine's row of the table; times in seconds, None for what is not known.
-
-    tokens_per_second: with prefill, macro. total_tokens_per_second: all tokens over the sum of the median times.
-    decode_tokens_per_second: tokens after the first over the time after the first.
-    The others are means over prompts of the engine's counts (rounds do not include the prefill of selfspec); draft and verify
-    passes per prompt (what is copied takes no draft pass); eTPL is charged with a pre-verifier's passes, where there is one.
-    num_mismatches: outputs that differ from the reference's; faults, unless they are near-ties or of other weights.
-    equal_share: of the new tokens, those before an output's first difference; None without outputs.
-    """
-
-    tokens_per_second: Spread
-    total_tokens_per_second: float
-    decode_tokens_per_second: float | None
-    time_to_first_token: float | None
-    acceptance_rate: float | None
-    accepted_per_round: float | None
-    tokens_per_round: float | None
-    etpl: float | None
-    draft_passes: float | None
-    verify_passes: float | None
-    num_mismatches: int
-    num_near_ties: int
-    num_faults: int
-    equal_share: float | None
-
-
 class Samples:
-    """The samples and outputs of one record, by engine. labels: of all engines; engines: of those that have samples."""
+    """The samples and outputs of one record, by engine. Engines that were lost before their last run are left out."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
-        run = lines[0]
-        self.labels: dict[str, str] = dict(run.get("engines", {}))  # none where models are compared
-        self.samples, self.outputs = matching(lines, "sample"), matching(lines, "output")
-        self._by_engine = by_value(self.samples, "engine")
-        self.engines = {name: label for name, label in self.labels.items() if name in self._by_engine}
+        samples = by_value(matching(lines, "sample"), "engine")
+        complete = max(map(len, samples.values()), default=0)
+        self._by_engine = {name: own for name, own in samples.items() if len(own) == complete}
+        self.engines = {name: label for name, label in engine_labels(lines).items() if name in self._by_engine}
+        self.samples = [line for line in matching(lines, "sample") if line["engine"] in self.engines]
+        self.outputs = [line for line in matching(lines, "output") if line["engine"] in self.engines]
         self.prompts = list(dict.fromkeys(line["prompt"] for line in self.samples))
         self.tasks = {line["prompt"]: line["task"] for line in self.samples}
 
@@ -82,52 +47,31 @@ class Samples:
         ratios = [a / b for a, b in zip(_per_repeat(ours), _per_repeat(theirs))]
         return Spread(value=_macro(ours) / _macro(theirs), low=min(ratios), high=max(ratios))
 
-    def summary(self, engine: str) -> EngineSummary:
-        """Make the engine's row."""
-        lines = self.of_engine(engine)
-        outputs = matching(self.outputs, "output", engine=engine)
-        of_prompt = by_value(lines, "prompt")
-        by_prompt = [of_prompt[prompt] for prompt in self.prompts]
-        seconds = sum(median(line["seconds"] for line in group) for group in by_prompt)
-        tokens = sum(group[0]["num_new_tokens"] for group in by_prompt)
+    def count(self, engine: str, name: str) -> float | None:
+        """Return the mean over prompts of one of an engine's counts, None for what it does not count."""
+        return mean(mean((line["stats"] or {}).get(name) for line in own) for own in self._by_prompt(engine))
 
-        def over_prompts(value: Callable[[Line], float | None]) -> float | None:
-            medians = []
-            for group in by_prompt:
-                known = [v for v in map(value, group) if v is not None]
-                medians.append(median(known) if known else None)
-            return mean(medians)
+    def over_prompts(self, engine: str, value: Callable[[Line], float | None]) -> float | None:
+        """Return the mean over prompts of the median over repeats of a figure; what is not known does not count."""
+        medians: list[float | None] = []
+        for own in self._by_prompt(engine):
+            known = [found for found in map(value, own) if found is not None]
+            medians.append(median(known) if known else None)
+        return mean(medians)
 
-        def count(name: str) -> float | None:
-            counted = [line["counted"] or {} for line in outputs]
-            stats = [mean((line["stats"] or {}).get(name) for line in group) for group in by_prompt]
-            return mean([*(source.get(name) for source in counted), *stats])
-
-        def equal_share(output: Line) -> float:
-            position = output["first_difference"]
-            return 1.0 if position is None else position / of_prompt[output["prompt"]][0]["num_new_tokens"]
-
-        def decode_speed(line: Line) -> float | None:
-            return ratio(line["num_new_tokens"] - 1, line["decode_seconds"]) if line["decode_seconds"] else None
-
-        drafts = count("num_drafted")
-        differences = [line for line in outputs if line["first_difference"] is not None]
-        return EngineSummary(
-            tokens_per_second=self.speed(engine),
-            total_tokens_per_second=tokens / seconds,
-            decode_tokens_per_second=over_prompts(decode_speed),
-            time_to_first_token=over_prompts(lambda line: line["time_to_first_token"]),
-            acceptance_rate=count("acceptance_rate"),
-            accepted_per_round=count("accepted_per_round") if drafts else None,
-            tokens_per_round=count("tokens_per_round"),
-            etpl=count("etpl_charged"),
-            draft_passes=None if drafts is None else drafts - (count("num_copied") or 0),
-            verify_passes=count("rounds"),
-            num_mismatches=len(differences),
-            num_near_ties=sum(line["near_tie"] is True for line in differences),
-            num_faults=sum(line["near_tie"] is False for line in differences),
-            equal_share=mean(map(equal_share, outputs)),
-        )
+    def outputs_text(self, engine: str) -> str:
+        """Say how an engine's outputs compare with the reference's, and how much comes before a first difference."""
+        own = matching(self.outputs, "output", engine=engine)
+        differing = [line for line in own if line["first_difference"] is not None]
+        if not differing:
+            return "equal"
+        near, faults = (sum(line["near_tie"] is tie for line in differing) for tie in (True, False))
+        found = [f"near-ties: {near}"] if near else []
+        found += [f"DIFFERENT: {faults}"] if faults else []
+        tokens = {line["prompt"]: line["num_new_tokens"] for line in self.of_engine(engine)}
+        places = [(line["first_difference"], tokens[line["prompt"]]) for line in own]
+        share = mean(1.0 if place is None else place / size for place, size in places)
+        return f"{', '.join(found) or 'other weights'} ({number(share, '{:.0f} % equal', 100)})"
 
     def phase_shares(self, engine: str) -> dict[str, float] | None:
         """Share of each phase in the time of all runs, None if the engine does not tell its phases."""
@@ -141,6 +85,10 @@ class Samples:
         """PHASES, without pre-verification where no engine does it."""
         used = [shares["preverify"] for shares in map(self.phase_shares, self.engines) if shares is not None]
         return PHASES if any(used) else tuple(phase for phase in PHASES if phase != "preverify")
+
+    def _by_prompt(self, engine: str) -> list[list[Line]]:
+        by_prompt = by_value(self.of_engine(engine), "prompt")
+        return [by_prompt[prompt] for prompt in self.prompts]
 
     def _speeds(self, engine: str, tasks: Sequence[str] | None) -> list[list[float]]:
         """Tokens per second of every sample, [prompts][repeats]."""

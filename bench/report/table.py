@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
-
-from bench.record import Line
-from bench.report.summary import EngineSummary, Spread
 
 Row = TypeVar("Row")
 Column = TypeVar("Column")
@@ -16,19 +13,21 @@ UNKNOWN = "–"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Text cells. prose: they are words, which are aligned to the left."""
+    """Text cells. prose: they are words, which are aligned to the left. plotted: a column to draw, None for all numbers."""
 
     name: str
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     prose: bool = False
+    plotted: str | None = None
 
     @classmethod
-    def of(cls, name: str, title: str, rows: Iterable[Mapping[str, str]]) -> Table:
+    def of(cls, name: str, title: str, rows: Iterable[Mapping[str, str]], plotted: str | None = None) -> Table:
         """rows: at least one, each its cells by their columns, which are the same in all."""
         found = list(rows)
-        return cls(name=name, title=title, columns=tuple(found[0]), rows=tuple(tuple(row.values()) for row in found))
+        cells = tuple(tuple(row.values()) for row in found)
+        return cls(name=name, title=title, columns=tuple(found[0]), rows=cells, plotted=plotted)
 
     def known(self) -> Table:
         """Without the rows and columns that have nothing but dashes."""
@@ -58,40 +57,34 @@ def number(value: float | None, pattern: str, factor: float = 1) -> str:
     return UNKNOWN if value is None else pattern.format(value * factor)
 
 
-def subject(lines: Sequence[Line]) -> str:
-    """Say what a record measured, and where."""
-    model, where = lines[0]["configuration"]["model"], lines[0]["provenance"]
-    device = where["cpu"] if where["device"] == "cpu" else where["device"]
-    return f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {counted(where['threads'], 'thread')}."
-
-
 def counted(count: int, what: str) -> str:
     """Write a number with its noun: "1 prompt", "2 prompts"."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def spread_text(spread: Spread) -> str:
-    """Value (lowest to highest repeat); alone where they are the same."""
-    return _with_range(spread, "{:.1f}", "")
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of those that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
-def times(spread: Spread) -> str:
-    """Write a ratio, and in brackets the lowest and highest repeat where they differ."""
-    return _with_range(spread, "{:.2f}", "×")
+def ratio(part: float, whole: float) -> float | None:
+    """Return part / whole, None where the whole is 0."""
+    return part / whole if whole else None
 
 
-def _with_range(spread: Spread, pattern: str, unit: str) -> str:
-    value, low, high = (pattern.format(each) for each in (spread.value, spread.low, spread.high))
-    return f"{value}{unit}" if low == high else f"{value}{unit} ({low}–{high})"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A figure, and the lowest and highest that a single repeat gave for it."""
 
+    value: float
+    low: float
+    high: float
 
-def outputs_text(row: EngineSummary) -> str:
-    """How an engine's outputs compare with the reference's, and how much of them comes before a first difference."""
-    if not row.num_mismatches:
-        return "equal"
-    found = [f"near-ties: {row.num_near_ties}"] if row.num_near_ties else []
-    found += [f"DIFFERENT: {row.num_faults}"] if row.num_faults else []
-    return f"{', '.join(found) or 'other weights'} ({number(row.equal_share, '{:.0f} % equal', 100)})"
+    def text(self, pattern: str, unit: str = "") -> str:
+        """Write the value, and in brackets the lowest and highest repeat where they differ."""
+        value, low, high = (pattern.format(each) for each in (self.value, self.low, self.high))
+        return f"{value}{unit}" if low == high else f"{value}{unit} ({low}–{high})"
 
 
 def cross_table(

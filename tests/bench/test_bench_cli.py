@@ -1,5 +1,6 @@
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -13,63 +14,103 @@ from tiny_llama import tiny_llama, tiny_tokenizer
 RUN = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--warmups", "1", "--num-samples", "2"]
 
 
-@pytest.fixture(autouse=True)
-def forked_peers(monkeypatch):
-    """They have imported everything already."""
-    monkeypatch.setattr("bench.commands.started_peers.START_METHOD", "fork")
-
-
 def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_peers_measures_all_engines_and_its_record_makes_a_page(checkpoint, tmp_path):
+def of_kind(lines, kind):
+    return [line for line in lines if line["kind"] == kind]
+
+
+def engines_of(lines):
+    return [line["engine"] for line in of_kind(lines, "engine")]
+
+
+def test_peers_measures_all_engines_and_its_record_makes_pages(checkpoint, tmp_path):
     record = tmp_path / "peers.jsonl"
-    result = invoke("peers", "--model", checkpoint, "--policy", "ls:2-3", "--output", record, *RUN)
+    result = invoke("peers", "--model", checkpoint, "--policy", "ls:2-3", "--kept", "auto", "--output", record, *RUN)
     assert result.exit_code == 0, result.output
     lines = read_record(record)
-    engines = list(lines[0]["engines"])
-    assert engines == [
+    assert engines_of(lines) == [
         "selfspec:ar",
         "selfspec:ls:2-3",
-        "selfspec:auto",
+        "selfspec:auto:kept",
         "transformers:generate",
         "transformers:early-exit:2-3",
         "transformers:early-exit:2-default",
     ]
-    samples = [line for line in lines if line["kind"] == "sample"]
+    samples = of_kind(lines, "sample")
     assert len(samples) == 6 * 2 * 2
     assert all(line["num_new_tokens"] == 10 and line["seconds"] > 0 for line in samples)
+    assert {line["first_difference"] for line in of_kind(lines, "output")} == {None}
     assert lines[0]["provenance"]["dtype"] == "float32"
     assert str(tmp_path) not in json.dumps(lines)  # nothing of this machine's folders
-
-    page = tmp_path / "report.md"
-    assert invoke("report", record, "-o", page).exit_code == 0
-    assert "| selfspec, ls:2-3 |" in page.read_text(encoding="utf-8")
+    before = record.read_bytes()
+    again = invoke("peers", "--model", checkpoint, "--policy", "ls:2-3", "--kept", "auto", "--output", record, *RUN)
+    assert again.exit_code == 0 and record.read_bytes() == before  # nothing is left to measure
+    for name, expected in (("report.md", "| selfspec, ls:2-3 |"), ("report.html", "<td>selfspec, ls:2-3</td>")):
+        page = tmp_path / name
+        assert invoke("report", record, "-o", page).exit_code == 0
+        text = page.read_text(encoding="utf-8")
+        assert expected in text and "× transformers" in text and "rows marked kept keep what they learned" in text
+    assert "<svg" in text and str(tmp_path) not in text
 
 
 @pytest.mark.skipif(kernels() is None, reason="needs the native library")
-def test_peers_on_rounded_weights_and_gguf_files_judges_each_among_themselves(tmp_path, monkeypatch):
+def test_rounded_weights_and_files_are_judged_each_among_themselves(tmp_path, monkeypatch):
     """And a peer that is not installed is left out in one line."""
     pytest.importorskip("gguf")
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setattr("bench.engines.catalogue.find_spec", lambda name: None if name == "llama_cpp" else 1)
     model, record = tmp_path / "tiny", tmp_path / "peers.jsonl"
     shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192}
     tiny_llama(**shape, seed=4).save_pretrained(model)  # these types hold its rows
     tiny_tokenizer().save_pretrained(model)
-    asked = ["--int8", "--int4", "--gguf", "Q8_0", "--gguf", "IQ4_NL", "--no-transformers"]
-    result = invoke("peers", "--model", model, *asked, "--output", record, *RUN)
+    asked = ["selfspec:int8", "selfspec:Q8_0", "selfspec:IQ4_NL", "llama.cpp:Q8_0"]
+    options = [word for name in asked for word in ("--engine", name)]
+    result = invoke("peers", "--model", model, "--policy", "auto", *options, "--output", record, *RUN)
     assert result.exit_code == 0, result.output
     said = [line for line in result.stderr.splitlines() if "llama" in line]
     assert said == ["llama.cpp is left out: it needs llama-cpp-python; pip install llama-cpp-python"]
     lines = read_record(record)
-    assert "llama_cpp" not in lines[0]["provenance"] and not [name for name in lines[0]["engines"] if "llama" in name]
-    for kind in ("int8", "int4", "Q8_0", "IQ4_NL"):
-        drafting = [line for line in lines if line["kind"] == "output" and line["engine"] == f"selfspec:{kind}:auto"]
+    for kind in ("int8", "Q8_0", "IQ4_NL"):
+        drafting = [line for line in of_kind(lines, "output") if line["engine"] == f"selfspec:{kind}:auto"]
         assert [(line["reference"], line["first_difference"]) for line in drafting] == [
             (f"selfspec:{kind}:ar", None)
         ] * 2
     assert "| selfspec int8, auto |" in invoke("report", record).output
+
+
+def test_one_file_in_all_engines_on_chat_prompts(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    from bench.engines.gguf_file import write_gguf
+
+    shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192}
+    write_gguf(tiny_llama(**shape, seed=4, max_position_embeddings=256), tmp_path / "tiny.gguf", "Q4_1")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %} b"
+    tokenizer.save_pretrained(tmp_path)
+    prompts, record = tmp_path / "prompts.jsonl", tmp_path / "chat.jsonl"
+    rows = ({"id": f"{i}", "task": "tr"[i % 2], "prompt": "abc" * i + "ab"} for i in range(3))
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr("bench.engines.catalogue.find_spec", lambda name: None)
+    # In no time; tests/test_start_up.py runs such a line in a process of its own.
+    monkeypatch.setattr("bench.engines.catalogue.subprocess", SimpleNamespace(run=lambda command, **_: None))
+    options = ["--chat", "--kept", "auto", "--max-new-tokens", 6, "--repeats", 2, "--loads", 2, "--num-samples", 3]
+    result = invoke("peers", "--model", tmp_path / "tiny.gguf", "--prompts", prompts, "--output", record, *options)
+    assert result.exit_code == 0, result.output
+    lines = read_record(record)
+    assert engines_of(lines) == ["selfspec:ar", "selfspec:auto", "selfspec:auto:kept"]
+    loading = of_kind(lines, "loading")
+    assert [(line["engine"], line["repeat"]) for line in loading] == [
+        (f"selfspec:{name}", repeat) for repeat in (0, 1) for name in ("ar", "auto")
+    ]
+    assert all(line["load_seconds"] > 0 and line["import_seconds"] > 0 for line in loading)
+    samples = of_kind(lines, "sample")
+    assert len(samples) == 3 * 3 * 2 and all(2 <= line["num_new_tokens"] <= 6 for line in samples)
+    assert {line["first_difference"] for line in of_kind(lines, "output")} == {None}
+    assert str(tmp_path) not in json.dumps(lines)
+    text = invoke("report", record).output
+    assert "| auto, kept ÷ plain, decoding |" in text and "load, s" in text
 
 
 def test_sweep_writes_the_setting_that_generate_finds(checkpoint, tmp_path):
@@ -79,80 +120,54 @@ def test_sweep_writes_the_setting_that_generate_finds(checkpoint, tmp_path):
     result = invoke("sweep", "--model", checkpoint, "--output", record, *arguments, *RUN)
     assert result.exit_code == 0, result.output
     lines = read_record(record)
-    cells = [line for line in lines if line["kind"] == "cell"]
-    assert {tuple(line["values"].values()) for line in cells} == {(layer, length) for layer in "123" for length in "24"}
-    best = next(line for line in lines if line["kind"] == "best")
-    timed = [line["policy"] for line in cells[:2]]
+    cells = {line["policy"]: line for line in of_kind(lines, "cell")}
+    assert {*cells} == {f"ls:{layer}-{length}" for layer in "123" for length in "24"}
+    timed = sorted(cells, key=lambda policy: -cells[policy]["predicted_speedup"])[:2]
+    (best,) = of_kind(lines, "best")
     assert best["policy"] in timed
-    assert set(lines[0]["engines"]) == {"selfspec:ar", *(f"selfspec:{policy}" for policy in timed)}
-    rounds = {line["policy"]: line["rounds"] for line in cells}
+    assert engines_of(lines) == ["selfspec:ar", *(f"selfspec:{policy}" for policy in timed)]
     for policy in timed:  # replay foretold what the timed runs did
-        own = [line for line in lines if line["kind"] == "sample" and line["engine"] == f"selfspec:{policy}"]
-        assert sum(line["stats"]["rounds"] for line in own) == 2 * rounds[policy]
+        own = [line for line in of_kind(lines, "sample") if line["engine"] == f"selfspec:{policy}"]
+        assert sum(line["stats"]["rounds"] for line in own) == 2 * cells[policy]["rounds"]
     setting = json.loads((checkpoint / "selfspec.json").read_text(encoding="utf-8"))
     assert setting["policy"] == best["policy"] == fixed_policy(str(checkpoint), 4)
-    page = tmp_path / "sweep.md"
-    assert invoke("report", record, "-o", page).exit_code == 0
-    text = page.read_text(encoding="utf-8")
-    assert f"`{best['policy']}`" in text
-
-
-def test_sweep_over_policies_ranks_by_runs_and_times_the_best(checkpoint, tmp_path):
-    record = tmp_path / "tau.jsonl"
-    arguments = [*(f"--policy=spide:2,tau={tau}" for tau in (0.2, 0.5, 0.9)), "--num-timed", "2"]
-    result = invoke("sweep", "--model", checkpoint, "--output", record, *arguments, *RUN)
-    assert result.exit_code == 0, result.output
-    lines = read_record(record)
-    cells = [line for line in lines if line["kind"] == "cell"]
-    assert {line["policy"] for line in cells} == {f"spide:2,tau={value}" for value in ("0.2", "0.5", "0.9")}
-    predicted = [line["predicted_speedup"] for line in cells]
-    assert predicted == sorted(predicted, reverse=True)
-    assert set(lines[0]["engines"]) == {"selfspec:ar", *(f"selfspec:{line['policy']}" for line in cells[:2])}
-    assert not any(line["replayed"] for line in cells)
-    text = invoke("report", record).output
-    assert text.count("| `spide:2,tau=") == 3
-    assert text.count("| – |") == 1  # one of three was not timed
-    assert [text.index(f"`spide:2,tau={value}` |") for value in ("0.2", "0.5", "0.9")] == sorted(
-        text.index(f"`spide:2,tau={value}` |") for value in ("0.2", "0.5", "0.9")
-    )
+    (checkpoint / "selfspec.json").unlink()
+    assert f"`{best['policy']}`" in invoke("report", record).output
 
 
 MISTAKES = {
-    "peers --model MODEL --policy ar": "must be a fixed setting",
+    "peers --model MODEL --engine selfspec:Q4": "--engine must be transformers, selfspec:KIND with a KIND of int8, int4",
+    "peers --model MODEL --engine llama.cpp:Q4": "llama.cpp or ik_llama.cpp with :KIND of BF16, F16, Q8_0, Q4_0",
+    "peers --model MODEL --engine openvino": "needs a GGUF file as --model",
+    "peers --model MODEL --engine llama.cpp": "needs a GGUF file as --model, or a kind of weights",
+    "peers --model MODEL --loads 2": "--loads needs a GGUF file",
+    "batch --model MODEL --engine vllm": "--engine must be transformers",
     "peers --model MODEL --policy ls:9-2": "exit_layer must be in [1, 3]",
     "peers --model MODEL --prompts missing.jsonl": "missing.jsonl",
     "peers --model MODEL --dtype int3": "dtype must be one of",
-    "peers --model MODEL --gguf Q4": "--gguf must be Q4_K_M",
-    "peers --model MODEL --ik-llama-cpp Q4": "--ik-llama-cpp must be BF16, F16, Q8_0, Q4_0 or all, got Q4",
-    "peers --model MODEL --llama-cpp Q4": "--llama-cpp must be BF16, F16, Q8_0, Q4_0 or all, got Q4",
     "sweep --model MODEL --exit-layers 2-x": '--exit-layers must look like "1-8"',
     "sweep --model MODEL --exit-layers 1-4": "--exit-layers must be in [1, 3]",
     "sweep --model MODEL --num-speculations 0-2": "--num-speculations must be numbers from 1 on",
-    "sweep --model MODEL --policy spide:1 --policy spide:9": "exit_layer must be in [1, 3]",
-    "sweep --model MODEL --policy spide:1 --exit-layers 1": "not both",
-    "sweep --model MODEL --policy spide:1 --write": "--write keeps fixed settings",
     "sweep --model someone/somewhere --write": "--write needs a local checkpoint folder",
     "run --model MODEL --temperature 0.5": "--temperature has no effect on greedy decoding",
     "run --model MODEL --do-sample --top-p 0": "--top-p must be in (0, 1]",
     "run --model MODEL --do-sample --temperature 0": "--temperature must be above 0",
-    "run --model MODEL --do-sample --grid": "--grid replays greedy texts",
-    "run --model MODEL --resume": "--resume needs --output",
-    "run --model MODEL --resume --output x.jsonl --kept auto": "cannot go on with --kept",
     "run --model MODEL --kept autoo": "unknown policy",
     "run --model MODEL --kept ls:1-2": "--kept ls:1-2: this policy learns nothing",
     "run --model MODEL --task poetry": "no prompts of task poetry; there are code, english",
     "run --model MODEL --policy dell": "unknown policy",
     "run --model MODEL --policy dv:9": "exit_layer must be in [1, 3]",
     "run --model synthetic:huge": "unknown shape 'huge'",
-    "load --model someone/somewhere": "--model must be a folder with *.safetensors or a GGUF file on this machine",
-    "load --model ./none": "no checkpoint folder at ./none",
+    "load --model someone/somewhere": "--model must be a folder or synthetic:SHAPE",
     "kernels --variant none": "this machine runs the variants",
     "kernels --weights int3": "--weights must be of float32, bfloat16, int8, int4",
     "kernels --rows x": "--rows must look like",
     "convert": "`selfspec-bench convert` was removed: ",
     "shapes --shape small": "`selfspec-bench shapes` was removed: run `selfspec-bench run --model synthetic:",
-    "peers --converted folder": "--converted was removed: name the engines with --llama-cpp",
-    "report x.jsonl --into=y.md": "--into was removed: ",
+    "chat --model x": "`selfspec-bench chat` was removed: `selfspec-bench peers --chat`",
+    "peers --converted folder": "--converted was removed: name the engines with --engine",
+    "report x.jsonl --into=y.md": "--into was removed: `selfspec-bench report --update`",
+    "report": "name at least one record",
 }
 
 

@@ -3,14 +3,16 @@ import torch
 
 from bench.datasets import EncodedPrompt
 from bench.engines.own import Generation, SelfSpecEngine
-from bench.measure import measure, num_runs, reference_of
-from bench.record import RecordWriter
+from bench.measure import Measurement, reference_of
+from bench.record import Record
 
 PROMPTS = [EncodedPrompt(id=name, task="t", ids=torch.tensor([1, 2])) for name in ("one", "two")]
 
 
 class ScriptedEngine:
     """Returns given tokens; keeps the order of all calls in a shared list."""
+
+    kept = False
 
     def __init__(self, name, calls, tokens, logits=(0.0, 1.0), weights=None, arithmetic=None):
         self.name = name
@@ -26,19 +28,17 @@ class ScriptedEngine:
         self.calls.append(self.name)
         return Generation(tokens=tuple(self.tokens), seconds=1.0)
 
-    def count(self, prompt, max_new_tokens):
-        return None
-
     def next_logits(self, ids):
         self.asked.append(ids.tolist())
         return self.logits
 
 
-def run(engines, previous=()):
-    record, steps = RecordWriter(None, previous=previous), []
-    measure(
-        engines,
-        PROMPTS,
+def run(engines, record=None):
+    steps = []
+    record = record or Record(None, {"kind": "run"})
+    measurement = Measurement(
+        engines=engines,
+        prompts=PROMPTS,
         max_new_tokens=3,
         repeats=2,
         warmups=1,
@@ -46,6 +46,8 @@ def run(engines, previous=()):
         record=record,
         advance=steps.append,
     )
+    measurement.run()
+    assert len(steps) in (0, measurement.num_runs())
     return record.lines, steps
 
 
@@ -54,7 +56,7 @@ def test_engines_alternate_and_take_turns_at_going_first():
     engines = [ScriptedEngine(name, calls, [1, 2, 3]) for name in "abc"]
     lines, steps = run(engines)
     assert "".join(calls) == "abc" + "abc" + "bca" + "cab" + "abc"  # warm-up; then prompt one twice, prompt two twice
-    assert len(steps) == num_runs(3, 2, repeats=2, warmups=1) == 15
+    assert len(steps) == 15
     samples = [line for line in lines if line["kind"] == "sample"]
     assert len(samples) == 12  # the warm-ups are not among them
     assert {(s["engine"], s["prompt"], s["repeat"]) for s in samples} == {
@@ -92,6 +94,26 @@ def test_rounded_weights_are_compared_but_only_judged_among_themselves():
     fields = ("reference", "first_difference", "reference_logit_gap", "near_tie")
     assert [outputs["int8"][name] for name in fields] == ["first", 2, 2.0, None]
     assert [outputs["int8:drafting"][name] for name in fields] == ["int8", 1, 4.0, False]
+
+
+def test_what_a_record_has_is_not_measured_again():
+    calls = []
+    engines = [ScriptedEngine(name, calls, [1, 2, 3]) for name in "ab"]
+    lines, _ = run(engines)
+    calls.clear()
+    record = Record(None, lines[0])
+    record.lines = [line for line in lines if line.get("repeat") != 1 or line["prompt"] == "one"]
+    record.lines = [line for line in record.lines if (line["kind"], line.get("prompt")) != ("output", "two")]
+    resumed, _ = run(engines, record)
+    assert calls == ["a", "b", *"ba"]  # a warm-up; then the second repeat of the second prompt, which began with b
+
+    def key(line):
+        return str([line["kind"], *(line.get(name) for name in ("engine", "prompt", "repeat"))])
+
+    assert sorted(map(key, resumed)) == sorted(map(key, lines))
+    calls.clear()
+    run(engines, record)
+    assert calls == []
 
 
 def test_an_engine_that_stops_early_is_an_error():

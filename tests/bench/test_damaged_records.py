@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 import bench.commands.bench_app
 
-RUN = '{"kind": "run", "command": "run", "engines": {}, "configuration": {"model": "m"}, "provenance": {}}\n'
+RUN = '{"kind": "run", "command": "run", "configuration": {"model": "m"}, "provenance": {}}\n'
+END = '{"kind": "end"}\n'
 
 
 @pytest.mark.parametrize(
@@ -17,10 +18,11 @@ RUN = '{"kind": "run", "command": "run", "engines": {}, "configuration": {"model
     [
         (None, "there is no record at"),
         ("", "is not a record of selfspec-bench"),
-        (RUN + '{"kind": "sam', "line 2 is not JSON"),
+        (RUN + '{"kind": "sam\n' + END, "line 2 is not JSON"),
         (RUN + "[1]\n", 'line 2 is no object with a "kind"'),
-        (RUN, "lacks lines or fields that its tables need"),
-        (RUN.replace('"run", "engines"', '"sweep", "engines"'), "lacks lines or fields that its tables need"),
+        (RUN, "broke off: give its command again"),
+        (RUN + END, "lacks lines or fields that its tables need"),
+        (RUN.replace('"command": "run"', '"command": "sweep"') + END, "lacks lines or fields that its tables need"),
     ],
 )
 def test_a_missing_or_damaged_record_is_one_line(text: str | None, message: str, tmp_path: Path) -> None:
@@ -32,11 +34,3 @@ def test_a_missing_or_damaged_record_is_one_line(text: str | None, message: str,
         assert result.exit_code == 2, result.output
         assert message in result.stderr
         assert result.stderr.count("\n") == 1
-
-
-def test_what_a_run_left_is_no_record(tmp_path: Path) -> None:
-    part = tmp_path / "record.jsonl.part"
-    part.write_text(RUN, encoding="utf-8")
-    result = CliRunner().invoke(bench.commands.bench_app.app, ["report", str(part)])
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "finish it with --resume first" in result.stderr

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,27 +21,18 @@ from typer.testing import CliRunner
 
 from bench.commands.bench_app import app
 from bench.datasets import EncodedPrompt
-from bench.engines.own import EngineLostError, Generation
+from bench.engines.own import EngineLostError, Generation, TimedEngine
 from bench.engines.peer_process import Peer, PeerProcess
-from bench.engines.peers import (
-    TransformersEngine,
-    transformers_early_exit,
-    transformers_early_exit_default,
-    transformers_generate,
-    transformers_static,
-)
-from bench.measure import measure
-from bench.record import RecordWriter, read_record
+from bench.engines.transformers_engine import TransformersEngine, transformers_engines
+from bench.measure import Measurement
+from bench.record import Line, Record, read_record
 from tiny_llama import reference_greedy, tiny_llama
 
 PROMPT = torch.tensor([3, 1, 2])
 
 
-class Fake:
+class Fake(TimedEngine):
     """Continues a prompt by its last id, until `end` is called in the call of number `at`, counted from 0."""
-
-    weights: str | None = None
-    arithmetic: torch.dtype | None = None
 
     def __init__(self, name: str, end: Callable[[], object] | None = None, at: int = 0) -> None:
         self.name, self.label = name, f"the {name}"
@@ -51,9 +43,6 @@ class Fake:
             self._end()
         self._left -= 1
         return Generation(tokens=(int(prompt[-1]),) * max_new_tokens, seconds=1.5, stats={"pid": os.getpid()})
-
-    def count(self, prompt: Tensor, max_new_tokens: int) -> None:
-        return
 
     def next_logits(self, ids: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(ids[-1], 8) / 3
@@ -88,7 +77,7 @@ def made(*engines: Fake) -> Peer:
 
 
 def started(*engines: Fake, timeout: float = 20.0) -> PeerProcess:
-    return PeerProcess("the peer", partial(made, *engines), timeout=timeout, start_method="fork")
+    return PeerProcess("the peer", partial(made, *engines), timeout=timeout)
 
 
 def test_an_engine_there_is_what_it_is_here() -> None:
@@ -100,7 +89,6 @@ def test_an_engine_there_is_what_it_is_here() -> None:
         assert generation.stats is not None
         assert generation.stats["pid"] != os.getpid()
         assert torch.equal(one.next_logits(PROMPT).float(), Fake("one").next_logits(PROMPT))
-        assert one.count(PROMPT, 4) is None
         pid = generation.stats["pid"]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -135,31 +123,30 @@ def test_how_a_peer_is_lost_is_said_at_every_call(end: Callable[[], None], messa
 def test_a_peer_that_cannot_be_made(end: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(EngineLostError, match="the peer is lost: "):
-        PeerProcess("the peer", end, timeout=0.5, start_method="fork")
+        PeerProcess("the peer", end, timeout=0.5)
     assert not list(tmp_path.iterdir())
 
 
-def _measured(*others: PeerProcess) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    record = RecordWriter(None)
+def _measured(*engines: Any) -> tuple[list[Line], dict[str, str]]:
+    record = Record(None, {"kind": "run"})
     prompts = [EncodedPrompt(id=name, task="a", ids=PROMPT + number) for number, name in enumerate("pq")]
-    engines = [Fake("ours"), *(engine for other in others for engine in other.engines)]
-    lost = measure(
-        engines,
-        prompts,
+    Measurement(
+        engines=engines,
+        prompts=prompts,
         max_new_tokens=3,
         repeats=2,
         warmups=1,
         dtype=torch.float32,
         record=record,
-    )
-    return record.lines, lost
+    ).run()
+    return record.lines[1:], {line["engine"]: line["reason"] for line in record.lines if line["kind"] == "lost"}
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 4])
 def test_the_others_go_on(at: int) -> None:
     """Whenever one crashes: in its warm-up, on the first prompt, on the second one."""
     with started(Fake("dies", crash, at=at)) as first, started(Fake("lives")) as second:
-        lines, lost = _measured(first, second)
+        lines, lost = _measured(Fake("ours"), *first.engines, *second.engines)
     assert lost == {"dies": "the peer is lost: it was ended by SIGILL (illegal instruction in tile_load)"}
     for name in ("ours", "lives"):
         runs = [
@@ -172,80 +159,48 @@ def test_the_others_go_on(at: int) -> None:
 
 def test_without_the_one_that_all_are_compared_with_nothing_goes_on() -> None:
     with started(Fake("ours", crash, at=1)) as peer, pytest.raises(EngineLostError, match="SIGILL"):
-        prompts = [EncodedPrompt(id="p", task="a", ids=PROMPT)]
-        measure(
-            [*peer.engines, Fake("other")],
-            prompts,
-            max_new_tokens=3,
-            repeats=2,
-            warmups=1,
-            dtype=torch.float32,
-            record=RecordWriter(None),
-        )
+        _measured(*peer.engines, Fake("other"))
+
+
+SMALL = ["--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "2"]
 
 
 def test_a_lost_peer_is_listed(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.commands.started_peers.START_METHOD", "fork")
-    monkeypatch.setattr("bench.commands.peers_command.transformers_peer", lambda *arguments: crash())
+    monkeypatch.setattr("bench.engines.catalogue.transformers_peer", lambda work: crash())
     record = tmp_path / "peers.jsonl"
-    options = [
-        "--prompt-tokens",
-        "8",
-        "--max-new-tokens",
-        "4",
-        "--repeats",
-        "2",
-        "--warmups",
-        "1",
-        "--num-samples",
-        "2",
-    ]
-    command = ["peers", "--model", str(checkpoint), "--policy", "ls:2-3", "--output", str(record), *options]
-    result = CliRunner().invoke(app, command)
+    command = ["peers", "--model", str(checkpoint), "--policy", "ls:2-3", "--output", str(record), "--num-samples", "2"]
+    result = CliRunner().invoke(app, [*command, *SMALL])
     assert result.exit_code == 0, result.output
     assert "left out: transformers is lost: it was ended by SIGILL (illegal instruction in tile_load)" in result.stderr
     lines = read_record(record)
-    assert [*lines[0]["engines"]] == ["selfspec:ar", "selfspec:ls:2-3", "selfspec:auto"]
-    (lost,) = (line for line in lines if line["kind"] == "lost")
-    assert "SIGILL" in lost["reason"]
+    names = ["selfspec:ar", "selfspec:ls:2-3"]
+    assert [line["engine"] for line in lines if line["kind"] == "engine"] == names
     others = [line for line in lines if line["kind"] in ("sample", "output")]
-    assert {line["engine"] for line in others} == {*lines[0]["engines"]}
-    assert len(others) == 3 * 2 * 3  # engines, prompts, two samples and an output
+    assert {line["engine"] for line in others} == {*names}
+    assert len(others) == 2 * 2 * 3  # engines, prompts, two samples and an output
     assert "| left out |" in CliRunner().invoke(app, ["report", str(record)]).output
 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_batches_of_a_peer(dies: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`selfspec-bench batch` goes on without one that is lost, and shows the others' texts."""
-    monkeypatch.setattr("bench.commands.started_peers.START_METHOD", "fork")
+    """`selfspec-bench batch` goes on without one that is lost, and compares the others' texts."""
     if dies:
         monkeypatch.setattr(TransformersEngine, "run", lambda *arguments: crash())
     record = tmp_path / "batch.jsonl"
-    options = [
-        "--dtype",
-        "float64",
-        "--prompt-tokens",
-        "8",
-        "--max-new-tokens",
-        "6",
-        "--texts",
-        "1,3",
-        "--repeats",
-        "2",
-    ]
-    command = ["batch", "--model", str(checkpoint), "--policy", "ls:2-3", "--output", str(record), *options]
-    result = CliRunner().invoke(app, command)
+    command = ["batch", "--model", str(checkpoint), "--policy", "ls:2-3", "--output", str(record), "--texts", "1,3"]
+    result = CliRunner().invoke(app, [*command, "--dtype", "float64", *SMALL])
     assert result.exit_code == 0, result.output
     lines = read_record(record)
     names = ["selfspec:ls:2-3"] if dies else ["selfspec:ls:2-3", "transformers:generate"]
-    assert [*lines[0]["engines"]] == names
     batches = [line for line in lines if line["kind"] == "batch"]
     assert sorted((line["engine"], line["texts"]) for line in batches) == [(n, k) for n in names for k in (1, 1, 3, 3)]
-    assert all(line["outputs_equal"] and line["tokens"] == 6 * line["texts"] for line in batches)
+    assert all(line["tokens"] == 6 * line["texts"] for line in batches)
+    assert len({(line["texts"], line["output"]) for line in batches}) == 2
     lost = [line["label"] for line in lines if line["kind"] == "lost"]
     assert lost == (["transformers generate"] if dies else [])
     assert ("left out: transformers is lost: it was ended by SIGILL" in result.stderr) == dies
-    assert ("left out" in CliRunner().invoke(app, ["report", str(record)]).output) == dies
+    text = CliRunner().invoke(app, ["report", str(record)]).output
+    assert ("left out" in text) == dies and ("| transformers generate | equal | equal |" in text) != dies
 
 
 IDS = [1, 5, 9, 2, 2]
@@ -261,34 +216,21 @@ def llama():
     return model
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        transformers_generate,
-        transformers_static,
-        lambda llama: transformers_early_exit(llama, 2, 3),
-        lambda llama: transformers_early_exit_default(llama, 2),
-    ],
-)
-def test_every_mode_is_greedy_without_eos_and_leaves_the_model_as_it_was(llama, make, llama64):
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_every_mode_is_greedy_without_eos_and_leaves_the_model_as_it_was(llama, number, llama64, monkeypatch):
     expected = reference_greedy(llama64, IDS, max_new_tokens=17)  # the same weights, without EOS
     config = llama.generation_config
     before = config.to_dict()
-    generation = make(llama).generate(torch.tensor(IDS), 17)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llama), "device", SimpleNamespace(type="cuda"))  # where there is one mode more
+        engines = transformers_engines(llama, (2, 3))
+    assert [engine.name for engine in engines] == [
+        "transformers:generate", "transformers:static", "transformers:early-exit:2-3", "transformers:early-exit:2-default",
+    ]  # fmt: skip
+    generation = engines[number].generate(torch.tensor(IDS), 17)
     assert list(generation.tokens) == expected
     assert generation.seconds > 0
     assert generation.time_to_first_token > 0
     assert llama.generation_config is config
     assert config.to_dict() == before
     assert llama.config.num_hidden_layers == 4
-
-
-def test_fixed_length_drafts_exactly_that_many(llama):
-    counts = transformers_early_exit(llama, 2, 3).count(torch.tensor(IDS), 20)
-    assert counts["tokens_per_round"] == 20 / counts["rounds"]
-    assert counts["num_accepted"] < counts["num_drafted"]  # some are rejected, or the threshold would not matter
-    # Every round drafts 3 but for the last ones, where fewer tokens than that are left.
-    assert 3 * (counts["rounds"] - 1) <= counts["num_drafted"] + 3 <= 3 * (counts["rounds"] + 1)
-    default = transformers_early_exit_default(llama, 2).count(torch.tensor(IDS), 20)
-    assert default["num_drafted"] != counts["num_drafted"]
-    assert transformers_generate(llama).count(torch.tensor(IDS), 20) is None

@@ -25,6 +25,14 @@ from selfspec.serve.replicas import RayOptions, read_arguments
 
 WRITERS = [
     (bench.commands.bench_app.app, ["run", "-o"]),
+    (bench.commands.bench_app.app, ["sweep", "-o"]),
+    (bench.commands.bench_app.app, ["peers", "-o"]),
+    (bench.commands.bench_app.app, ["roofline", "-o"]),
+    (bench.commands.bench_app.app, ["context", "-o"]),
+    (bench.commands.bench_app.app, ["batch", "-o"]),
+    (bench.commands.bench_app.app, ["load", "-o"]),
+    (bench.commands.bench_app.app, ["kernels", "-o"]),
+    (bench.commands.bench_app.app, ["report", "none.jsonl", "-o"]),
     (selfspec.cli.main.app, ["generate", "text", "--trace"]),
     (selfspec.cli.main.app, ["generate", "--prompts", "none.jsonl", "-o"]),
     (selfspec.cli.main.app, ["trace", "text", "-o"]),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-import bench.run
+import bench.machine
 from policies import MeasuredCost
 
 
 def know_costs(patch: pytest.MonkeyPatch) -> None:
     """Every `selfspec-bench run` measures the same seconds."""
     cost = MeasuredCost(num_layers=4, layer_seconds=(1e-3, 1.1e-3), head_seconds=(5e-4, 6e-4))
-    patch.setattr(bench.run, "measured_cost", lambda model: cost)
+    patch.setattr(bench.machine, "measured_cost", lambda model, runner: cost)

@@ -1,11 +1,18 @@
-"""Checkpoints of the size of a real model, written as fast as the disk takes them."""
+"""Checkpoints of the size of a real model, written as fast as the disk takes them, and how they load.
+
+Run as a program, with a checkpoint, it loads it and prints what that took.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -99,3 +106,53 @@ def _fill(file: Any, numbers: np.ndarray, size: int) -> None:
     block = numbers.view(np.uint8).data
     while size:
         size -= file.write(block[: min(len(block), size)])
+
+
+def read_speed(files: list[Path]) -> float:
+    """Bytes per second of plain reads of whole files from the disk."""
+    forget(files)
+    room, start = bytearray(8 << 20), perf_counter()
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(room):
+                pass
+    return sum(file.stat().st_size for file in files) / (perf_counter() - start)
+
+
+def forget(files: list[Path]) -> None:
+    """Have Linux forget files' pages, so that they are read from the disk again."""
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def loaded(checkpoint: Path) -> dict[str, Any]:
+    """Load a checkpoint in a process of its own. Returns seconds, its peak of memory, and the layers that progress showed."""
+    done = subprocess.run([sys.executable, __file__, str(checkpoint)], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main(checkpoint: str) -> None:
+    import gguf  # noqa: F401 (imports are not part of loading)
+    import torch
+    from transformers import GenerationConfig, LlamaConfig  # noqa: F401
+
+    from bench.machine import peak_bytes
+    from layerskip_models import load_model
+    from layerskip_models.checkpoints.progress import telling
+    from layerskip_models.kernels.check import native_works
+
+    native_works(torch.device("cpu"), torch.float32)
+    shown: list[int] = []
+    start = perf_counter()
+    with telling(lambda done, total: shown.append(done)):
+        load_model(checkpoint, device="cpu", exits=None)
+    seconds = perf_counter() - start
+    print(json.dumps({"seconds": seconds, "peak": peak_bytes(), "layers_shown": shown}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

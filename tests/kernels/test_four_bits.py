@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.commands.preparation import open_model
+from bench.models import open_model
 from layerskip_models import DEMO_PATH, from_transformers, load_model
 from layerskip_models.checkpoints import loading
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from batched_runs import needs_native, shared_model
-from bench.machine.bandwidth import WeightBytes
+from bench.machine import WeightBytes
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout

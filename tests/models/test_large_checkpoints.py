@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.machine.loading import forget, loaded, read_speed
-from large_checkpoints import LAYERS, write_gguf, write_safetensors
+from large_checkpoints import LAYERS, forget, loaded, read_speed, write_gguf, write_safetensors
 
 pytestmark = [
     pytest.mark.slow,

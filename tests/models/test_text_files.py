@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.datasets import load_prompts
-from bench.record import RecordWriter, read_part, read_record
+from bench.record import Record, read_record
 from layerskip_models.text_files import cut_last_line, read_lines, split_lines, write_text
 from layerskip_models.training.examples import read_examples
 from layerskip_models.training.run_folder import rewind_log
@@ -101,16 +101,14 @@ def test_so_do_examples_and_prompts_of_the_benchmark(tmp_path: Path) -> None:
 
 
 def test_so_do_records(tmp_path: Path) -> None:
-    lines = [{"kind": "run", "text": ODD}, {"kind": "sample", "text": "é"}]
+    header = {"kind": "run", "command": "run", "configuration": {"text": ODD}, "provenance": {}}
     path = tmp_path / "record.jsonl"
-    with RecordWriter(path) as writer:
-        for line in lines:
-            writer.write(line)
-        part = tmp_path / "record.jsonl.part"
-        part_bytes = part.read_bytes()
-    assert read_record(path) == lines
-    part.write_bytes(part_bytes.rstrip(b'"}\n')[:-1])  # cut within é
-    assert read_part(path) == lines[:1]
+    with Record(path, header) as record:
+        record.write("sample", text="é")
+        begun = path.read_bytes()
+    assert read_record(path) == [header, {"kind": "sample", "text": "é"}]
+    path.write_bytes(begun.rstrip(b'"}\n')[:-1])  # cut within é
+    assert Record(path, header).lines == [header]
 
 
 # Replaced whole or not at all

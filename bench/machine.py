@@ -1,31 +1,50 @@
-"""What the memory bus allows: measured bandwidth, and the bytes that decoding must read.
+"""What the machine allows: bandwidth of its memory, bytes that decoding must read, memory that a process has, timed layers.
 
-At batch 1 every pass through a layer reads that layer's weights from memory once, however many rows it has; so does every
-pass through the head. Tokens per second cannot exceed bandwidth / bytes per token. (Models that fit into a processor's cache
-can seem to: their weights do not come from memory at all.)
+One text at a time, every pass through a layer reads that layer's weights from memory once, however many rows it has; so does
+every pass through the head. Tokens per second cannot exceed bandwidth / bytes per token. (Models that fit into a processor's
+cache can seem to: their weights do not come from memory at all.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from statistics import median
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from bench.record import Record
 from layerskip_models import LayerSkipModel
-from selfspec.engine.calibrate import synchronize
+from policies import MeasuredCost
+from selfspec import SelfSpecGenerator
+from selfspec.engine.calibrate import measured_cost
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30  # beyond any cache
 _COLUMNS = 4096
 _SECONDS = 1.0
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for what a device still has to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def calibrated(generator: SelfSpecGenerator, record: Record) -> MeasuredCost:
+    """Measure what layers and head cost, as the policies do, and write it; or take the costs that the record has."""
+    line = record.once("costs", lambda: measured_cost(generator.model, generator.runner).as_dict())
+    return MeasuredCost.from_dict({name: value for name, value in line.items() if name != "kind"})
+
+
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes per second at which one large tensor is read: the fastest turn of a second's, of at least three each of a sum and
-    a matrix-vector product. Which of the two reads faster depends on the machine."""
+    """Return the bytes per second at which one large tensor is read, by a sum or by a matrix-vector product.
+
+    The fastest turn of a second counts. Which of the two reads faster depends on the machine.
+    """
     size = _CPU_BYTES if device.type == "cpu" else _GPU_BYTES
     matrix = torch.zeros(size // 4 // _COLUMNS, _COLUMNS, dtype=torch.float32, device=device)
     vector = torch.zeros(_COLUMNS, dtype=torch.float32, device=device)
@@ -40,14 +59,6 @@ def measure_bandwidth(device: torch.device) -> float:
             best = min(best, perf_counter() - start)
         turns += 1
     return size / best
-
-
-def bandwidth_fields(measured: Sequence[float]) -> dict[str, Any]:
-    """Return what a record says of bandwidths measured in turn with what is timed: median and all, bytes per second.
-
-    A shared host's memory is not as fast in one minute as in the next.
-    """
-    return {"bytes_per_second": median(measured), "bandwidths": list(measured)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +79,34 @@ class WeightBytes:
 
     @classmethod
     def from_line(cls, limits: Mapping[str, Any]) -> WeightBytes:
-        """From a record's line of kind "limits"."""
+        """Read them from a record's line of kind "limits"."""
         return cls(**{field.name: limits[f"{field.name}_bytes"] for field in fields(cls)})
 
     def as_line(self) -> dict[str, int]:
+        """Name them as a record's line of kind "limits" does."""
         return {f"{name}_bytes": size for name, size in asdict(self).items()}
 
     def moved(self, stats: Mapping[str, Any]) -> float:
-        """Bytes that a run's rounds had to read, learning aside; `stats` is of `GenerationStats.as_dict`."""
+        """Return the bytes that a run's rounds had to read, learning aside. stats: of `GenerationStats.as_dict`."""
         context = stats["num_prompt_tokens"] + stats["num_new_tokens"] / 2
         loaded = stats["loaded_layers"] + stats["preverifier_layers"]  # Pacer's layer is one of the model's kind
         layers = loaded * (self.layer + self.kv * context)
-        drafted = stats["num_drafted"] - stats.get("num_copied", 0)
+        drafted = stats["num_drafted"] - stats["num_copied"]
         return float(layers + stats["rounds"] * self.head + drafted * self.draft_head)
+
+
+def resident_bytes() -> int | None:
+    """Return this process's memory now, files that it maps included; None where the system is not Linux."""
+    return _memory("VmRSS")
+
+
+def peak_bytes() -> int | None:
+    """Return the most that this process had in memory since it began."""
+    return _memory("VmHWM")
+
+
+def _memory(name: str) -> int | None:
+    with suppress(OSError):
+        text = Path(f"/proc/{os.getpid()}/status").read_text(encoding="ascii", errors="replace")
+        return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:")), None)
+    return None

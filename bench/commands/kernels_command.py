@@ -1,0 +1,140 @@
+"""`selfspec-bench kernels`: speed of single products, by kind of weights, rows and variant of the kernels.
+
+Run as a program, it measures the variant that SELFSPEC_NATIVE names, and prints a line for each product. A process that has
+asked for matrix tiles may clock lower, so that variants do not share one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from bench.commands import bench_options as options
+from bench.commands.session import header, progress, recording, show
+from bench.commands.sweep_command import parse_range
+from bench.engines.k_quants import QUANTISERS, in_blocks
+from bench.measure import in_turn
+from bench.provenance import provenance
+from bench.record import Line
+from layerskip_models.checkpoints.gguf_blocks import numbers_of_blocks
+from layerskip_models.decoder_layer import Linear
+from layerskip_models.kernels.library import KernelsUnavailableError, runnable_variants
+from layerskip_models.linear import LAYOUTS, grouped_linear
+from selfspec.cli.console import one_line_errors
+
+OUT, IN = 2816, 1024
+MATRICES = 40
+"""Multiplied in turn, so that none is found in a cache."""
+
+
+def _in_blocks(kind: str) -> Callable[[Tensor], Linear]:
+    return lambda weight: grouped_linear(
+        numbers_of_blocks(torch.from_numpy(in_blocks(weight.numpy(), kind)), kind), own=True
+    )
+
+
+KINDS: dict[str, Callable[[Tensor], Linear]] = {
+    "float32": lambda weight: LAYOUTS["native"](weight, None),
+    "bfloat16": lambda weight: LAYOUTS["native"](weight.bfloat16(), None),
+    "int8": lambda weight: LAYOUTS["int8"](weight, None),
+    "int4": lambda weight: LAYOUTS["int4"](weight, None),
+    **{kind: _in_blocks(kind) for kind in QUANTISERS},
+}
+"""How a matrix [out, in] of float32 is kept: as our own layouts, and as the types of GGUF files."""
+
+
+def kernels(
+    variant: Annotated[
+        list[str] | None, typer.Option(help="Variant; repeatable. Default: all that this processor runs, best first.")
+    ] = None,
+    weights: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; repeatable. Default: all.")] = None,
+    rows: Annotated[str, typer.Option(help="Numbers of rows, as in 1,2,4.")] = "1,2,4,8,16,32,64,128",
+    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds of each measurement.")] = 0.2,
+    repeats: Annotated[int, typer.Option(min=1, help="Processes of each variant, in turn.")] = 3,
+    output: options.OutputOption = None,
+) -> None:
+    """Measure single products: bytes of the weights per second, and microseconds, by kind of weights, rows and variant.
+
+    Matrices are multiplied in turn, so that their weights come from memory. Each variant runs in a process of its own.
+    """
+    with one_line_errors():
+        try:
+            runnable = runnable_variants()
+        except KernelsUnavailableError as error:
+            raise ValueError(f"there is nothing to measure: {error}") from None
+        chosen = list(dict.fromkeys(variant or runnable))
+        if unknown := set(chosen) - set(runnable):
+            raise ValueError(f"this machine runs the variants {', '.join(runnable)}, not {', '.join(sorted(unknown))}")
+        kinds = list(dict.fromkeys(weights or KINDS))
+        if unknown := set(kinds) - set(KINDS):
+            raise ValueError(f"--weights must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
+        job = {"kinds": kinds, "rows": parse_range(rows, "--rows"), "seconds": seconds, "matrices": MATRICES}
+        about = {"model": f"matrices of {OUT} x {IN}", "repeats": repeats, "variants": chosen, **job}
+    where = provenance(torch.device("cpu"), torch.float32)
+    steps = repeats * len(chosen)
+    with recording(output, header("kernels", about, where)) as record, progress(steps) as advance:
+        for repeat in range(repeats):
+            for name in in_turn(chosen, repeat):
+                record.once("products", partial(_products, name, job), variant=name, repeat=repeat)
+                advance(name)
+    show(record.lines)
+
+
+def _products(name: str, job: dict[str, Any]) -> dict[str, Any]:
+    return {"measured": _measured(name, job)}
+
+
+def _measured(variant: str, job: Line) -> list[Line]:
+    """Measure all products of one variant in a process of its own."""
+    command = [sys.executable, "-m", "bench.commands.kernels_command", json.dumps(job)]
+    environment = {**os.environ, "SELFSPEC_NATIVE": variant}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"variant {variant} ended with exit code {done.returncode}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def products(kinds: Sequence[str], rows: Sequence[int], seconds: float, matrices: int) -> Iterator[Line]:
+    """Time products: the median of at least three turns through all matrices, and the bytes of one's weights.
+
+    seconds: of each measurement, at least.
+    """
+    for kind in kinds:
+        draw = torch.Generator().manual_seed(0)
+        made = [KINDS[kind](torch.randn(OUT, IN, generator=draw)) for _ in range(matrices)]
+        for count in rows:
+            x = torch.randn(count, IN, generator=draw)
+            taken = _timed(made, x, seconds) / matrices
+            yield {"weights": kind, "rows": count, "seconds": taken, "bytes": made[0].num_bytes}
+
+
+@torch.inference_mode()
+def _timed(matrices: Sequence[Linear], x: Tensor, seconds: float) -> float:
+    taken: list[float] = []
+    while len(taken) < 4 or sum(taken) < seconds:
+        start = perf_counter()
+        for matrix in matrices:
+            matrix(x)
+        taken.append(perf_counter() - start)
+    return median(taken[1:])  # the first warms up
+
+
+def main(asked: str) -> None:
+    """Print the products of a job, which is the arguments of `products` as JSON."""
+    for line in products(**json.loads(asked)):
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,193 @@
+"""`selfspec-bench load`: a server under load, ours and transformers', on one folder."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+from transformers import PreTrainedTokenizerBase
+
+from bench.commands import bench_options as options
+from bench.commands.session import configuration, encoded, header, progress, recording, show
+from bench.commands.sweep_command import parse_range
+from bench.datasets import EncodedPrompt
+from bench.engines.servers import Server, selfspec_server, served_folder, transformers_server
+from bench.measure import output_digest
+from bench.models import is_synthetic, load_network
+from bench.provenance import provenance
+from bench.record import Line, by_value, matching
+from layerskip_models import DEMO_PATH, load_tokenizer
+from selfspec import SelfSpecGenerator
+from selfspec.cli.console import one_line_errors
+
+_BATCH = "selfspec:generate_batch"
+
+
+def load(
+    model: options.ModelOption = None,
+    clients: Annotated[str, typer.Option(help="Numbers of clients, as in 1,4,8.")] = "1,4,8",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each client in a measurement.")] = 2,
+    prompt_tokens: options.PromptTokensOption = 64,
+    max_new_tokens: options.NewTokensOption = 64,
+    repeats: options.RepeatsOption = 3,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Also measure `transformers serve`, plain and continuous.")
+    ] = True,
+    output: options.OutputOption = None,
+) -> None:
+    """Measure servers: throughput and time to first token over the number of clients; CPU, float32, greedy.
+
+    EOS is ignored where the checkpoint has none. All servers run on one folder, and are measured in turn, as is
+    generate_batch in this process. Ends with status 1 if our server's texts differ from generate_batch's.
+    """
+    with ExitStack() as held:
+        held.enter_context(one_line_errors())
+        checkpoint = str(model or DEMO_PATH)
+        sizes = parse_range(clients, "--clients")
+        synthetic = is_synthetic(checkpoint)
+        if not synthetic and not Path(checkpoint).is_dir():
+            raise ValueError("--model must be a folder or synthetic:SHAPE: all servers load the same files")
+        network = load_network(checkpoint, "bfloat16", "cpu") if synthetic else None
+        folder = held.enter_context(served_folder(None if synthetic else Path(checkpoint), network))
+        del network
+        tokenizer = load_tokenizer(folder, local_files_only=True)
+        samples, prompts = _prompts(tokenizer, max(sizes) * requests, prompt_tokens)
+        generator = SelfSpecGenerator.from_pretrained(folder, dtype="float32", local_files_only=True, prefix_cache=0)
+        generator.resolve_policy()
+        about = configuration(
+            checkpoint, samples, max_new_tokens, repeats, requests=requests, clients=sizes, peers=peers
+        )
+        first = header("load", about, provenance(generator.model.device, generator.model.dtype))
+        record = held.enter_context(recording(output, first))
+        record.once("engine", lambda: {"label": "selfspec generate_batch"}, engine=_BATCH)
+        # Every repeat reads its prompts again, as the peers do.
+        arguments = ["--dtype", "float32", "--batch-size", str(max([8, *sizes])), "--max-waiting", "256"]
+        arguments += ["--prefix-cache", "0"]
+        servers = [] if record.is_complete else [held.enter_context(selfspec_server(folder, arguments))]
+        for continuous in (False, True) if peers and servers else ():
+            try:
+                servers.append(
+                    held.enter_context(transformers_server(folder, "float32", continuous_batching=continuous))
+                )
+            except RuntimeError as error:
+                record.write("lost", engine="transformers:serve", label="transformers serve", reason=str(error))
+        for server in servers:
+            label = server.label
+            record.once("engine", lambda label=label: {"label": label}, engine=server.name)  # type: ignore[misc]
+            measure_clients(server, prompts[:2], 2, 8)  # warms up
+        with progress((len(servers) + 1) * len(sizes) * repeats) as advance:
+            for repeat in range(repeats):
+                for size in sizes:
+                    asked = prompts[: size * requests]
+                    batch = partial(measure_batch_call, generator, asked, size, max_new_tokens)
+                    record.once("load", batch, engine=_BATCH, clients=size, repeat=repeat)
+                    advance(f"generate_batch, {size} clients")
+                    for server in servers:
+                        measure = partial(measure_clients, server, asked, size, max_new_tokens)
+                        record.once("load", measure, engine=server.name, clients=size, repeat=repeat)
+                        advance(f"{server.label}, {size} clients")
+    show(record.lines)
+    ours = [line for line in matching(record.lines, "load") if line["engine"].startswith("selfspec:")]
+    different = sum(len({line["output"] for line in own}) > 1 for own in by_value(ours, "clients").values())
+    if different:
+        typer.echo("texts of selfspec serve differ from those of the engine itself", err=True)
+        raise typer.Exit(1)
+
+
+def _prompts(
+    tokenizer: PreTrainedTokenizerBase, count: int, prompt_tokens: int
+) -> tuple[list[EncodedPrompt], list[str]]:
+    """Return prompts as records name them, and as texts; of random words for a tokenizer that has no others."""
+    if tokenizer.convert_ids_to_tokens(1) == "w1":
+        random, words = Random(0), len(tokenizer)
+        texts = [" ".join(f"w{random.randrange(words)}" for _ in range(prompt_tokens)) for _ in range(count)]
+        return [], texts
+    samples = encoded(None, min(count, 8), tokenizer, prompt_tokens)
+    texts = []
+    for index in range(count):
+        ids: Any = samples[index % len(samples)].ids[index // len(samples) :]  # later ones a little shorter
+        texts.append(str(tokenizer.decode(ids)))
+    return samples, texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A streamed answer. first_seconds: from the request to its first text."""
+
+    text: str
+    first_seconds: float
+
+
+def stream(
+    connection: http.client.HTTPConnection, server: Server, prompt: str, max_tokens: int, **fields: Any
+) -> Reply:
+    """Stream a greedy completion. Raises RuntimeError for anything but a complete one."""
+    body = {"model": server.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    start = perf_counter()
+    connection.request("POST", "/v1/completions", json.dumps(body | fields), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise RuntimeError(f"{server.label}: status {response.status}: {response.read(500).decode(errors='replace')}")
+    first, pieces = None, []
+    while line := response.readline():
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(f"{server.label}: {event['error']}")
+            text = event["choices"][0]["text"] if event["choices"] else ""
+            if text:
+                first = perf_counter() - start if first is None else first
+                pieces.append(text)
+    if first is None:
+        raise RuntimeError(f"{server.label}: a stream without text")
+    return Reply(text="".join(pieces), first_seconds=first)
+
+
+def measure_clients(server: Server, prompts: Sequence[str], clients: int, max_tokens: int, **fields: Any) -> Line:
+    """Let `clients` clients send the prompts at once, each on one connection."""
+    replies: dict[int, Reply] = {}
+    with ExitStack() as held:
+        connections = [held.enter_context(closing(server.connect())) for _ in range(clients)]
+
+        def work(client: int) -> None:
+            for index in range(client, len(prompts), clients):
+                replies[index] = stream(connections[client], server, prompts[index], max_tokens, **fields)
+
+        start = perf_counter()
+        with ThreadPoolExecutor(clients) as pool:
+            working = [pool.submit(work, client) for client in range(clients)]
+        seconds = perf_counter() - start
+    try:
+        for client in working:
+            client.result()
+    except Exception as error:
+        raise RuntimeError(f"a client of {server.label} failed") from error
+    found = [replies[index] for index in range(len(prompts))]
+    return {
+        "tokens": max_tokens * len(prompts),
+        "seconds": seconds,
+        "first_seconds": [reply.first_seconds for reply in found],
+        "output": output_digest([reply.text for reply in found]),
+    }
+
+
+def measure_batch_call(generator: SelfSpecGenerator, prompts: Sequence[str], clients: int, max_tokens: int) -> Line:
+    """Generate the same texts by `generate_batch`, `clients` at a time: what a server could give at best."""
+    start = perf_counter()
+    results = generator.generate_batch(list(prompts), batch_size=clients, max_new_tokens=max_tokens, do_sample=False)
+    return {
+        "tokens": sum(result.stats.num_new_tokens for result in results),
+        "seconds": perf_counter() - start,
+        "first_seconds": None,
+        "output": output_digest([result.text or "" for result in results]),
+    }

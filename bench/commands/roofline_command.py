@@ -1,0 +1,136 @@
+"""`selfspec-bench roofline`: how close each part of a round comes to the speed of the memory.
+
+Phases come from whole runs, whose traces say what each round had to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from bench.commands import bench_options as options
+from bench.commands.session import configuration, encoded, header, progress, recording, show
+from bench.datasets import EncodedPrompt
+from bench.engines.own import run_afresh
+from bench.machine import WeightBytes, calibrated, measure_bandwidth
+from bench.measure import in_turn
+from bench.models import open_model, open_tokenizer
+from bench.provenance import provenance
+from bench.record import Line
+from layerskip_models import DEMO_PATH
+from policies import CostModel, RoundRecord, cost_of_round
+from selfspec import SelfSpecGenerator
+from selfspec.analysis.replay import fixed_settings, trace_agreement
+from selfspec.cli.console import one_line_errors
+
+
+def roofline(
+    model: options.ModelOption = None,
+    prompts: options.PromptsOption = None,
+    num_samples: options.NumSamplesOption = 2,
+    prompt_tokens: options.PromptTokensOption = 192,
+    max_new_tokens: options.NewTokensOption = 128,
+    repeats: options.RepeatsOption = 3,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = "auto",
+    output: options.OutputOption = None,
+) -> None:
+    """Measure the memory's bandwidth, the bytes that each step must read, and how close the engine comes to that limit.
+
+    Plain decoding, the fixed setting that is best on the first prompt by replay, and auto; greedy.
+    """
+    with one_line_errors():
+        checkpoint = str(model or DEMO_PATH)
+        samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
+        generator = SelfSpecGenerator(open_model(checkpoint, dtype, device), prefix_cache=0)
+        network = generator.model
+        about = configuration(
+            checkpoint,
+            samples,
+            max_new_tokens,
+            repeats,
+            num_layers=network.num_layers,
+        )
+        first = header("roofline", about, provenance(network.device, network.dtype))
+    weights = WeightBytes.of(network)
+    with recording(output, first) as record:
+        cost = calibrated(generator, record)
+        best = partial(best_fixed, generator, samples[0], max_new_tokens, cost)
+        fixed = record.once("fixed", lambda: {"policy": best()})["policy"]
+        policies = ["ar", fixed, "auto"]
+        record.once("weights", weights.as_line)
+        with progress(len(policies) * (1 + len(samples) * repeats)) as advance:
+            for policy in [] if record.is_complete else policies:  # the path that is timed
+                measure_phases(generator, policy, samples[0], max_new_tokens, weights, cost)
+                advance(policy)
+            for sample in samples:
+                for repeat in range(repeats):
+                    # In turn with the runs: a shared host's memory is not as fast in one minute as in the next.
+                    record.once(
+                        "bandwidth",
+                        lambda: {"bytes_per_second": measure_bandwidth(network.device)},
+                        prompt=sample.id,
+                        repeat=repeat,
+                    )
+                    for policy in in_turn(policies, repeat):
+                        measure = partial(measure_phases, generator, policy, sample, max_new_tokens, weights, cost)
+                        record.once("phases", measure, policy=policy, prompt=sample.id, repeat=repeat)
+                        advance(policy)
+    show(record.lines)
+
+
+def phase_bytes(
+    trace: Iterable[RoundRecord], weights: WeightBytes, num_layers: int, cost: CostModel
+) -> tuple[dict[str, float], float]:
+    """Return the bytes that the rounds of a run had to read in drafting, verifying and learning, and their predicted seconds.
+
+    A layer's weights count once per pass, whatever the rows; keys and values as long as the text was when the round began.
+    """
+    read = {"draft": 0.0, "verify": 0.0, "learn": 0.0}
+    seconds = 0.0
+    for record in trace:
+        layer = weights.layer + weights.kv * record.num_committed_before
+        read["verify"] += num_layers * layer + weights.head
+        seconds += cost_of_round(record, cost)
+        if record.exit_layer is not None:
+            # Where drafting stopped before a draw, the last row was looked at, too, and verification finds it there.
+            complete = record.stop_cause == "before_draw"
+            read["draft"] += (record.num_drafted + complete) * (record.exit_layer * layer + weights.draft_head)
+            read["verify"] -= complete * record.exit_layer * layer
+        if record.shadow is not None:
+            read["learn"] += weights.draft_head
+    return read, seconds
+
+
+def measure_phases(
+    generator: SelfSpecGenerator,
+    policy: str,
+    prompt: EncodedPrompt,
+    max_new_tokens: int,
+    weights: WeightBytes,
+    cost: CostModel,
+) -> Line:
+    """Measure the phases of one run after the first token, learning from the prompt included; `other` is what is in none."""
+    result = run_afresh(generator, policy, prompt.ids, max_new_tokens, trace=True)
+    assert result.trace is not None
+    stats = result.stats
+    read, predicted = phase_bytes(result.trace, weights, generator.model.num_layers, cost)
+    seconds = {
+        "draft": stats.draft_seconds,
+        "verify": stats.verify_seconds,
+        "accept": stats.accept_seconds,
+        "learn": stats.learn_seconds,
+    }
+    decoding = stats.seconds - stats.prefill_seconds
+    return {
+        "tokens": stats.num_new_tokens - 1,
+        "decode_seconds": decoding,
+        "seconds": {**seconds, "other": max(0.0, decoding - sum(seconds.values()))},
+        "bytes": read,
+        "predicted_seconds": predicted,
+    }
+
+
+def best_fixed(generator: SelfSpecGenerator, prompt: EncodedPrompt, max_new_tokens: int, cost: CostModel) -> str:
+    """Find the fixed setting that measured costs call best on this prompt, by replay of one traced run."""
+    return fixed_settings(trace_agreement(generator, prompt.ids, max_new_tokens), cost)[0].policy

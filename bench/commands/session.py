@@ -1,0 +1,154 @@
+"""What the commands of `selfspec-bench` share: the header of a record, progress, interruption, and how a command ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerBase
+
+from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
+from bench.engines.catalogue import Maker
+from bench.engines.own import EngineLostError, TimedEngine
+from bench.engines.peer_process import PeerProcess
+from bench.models import model_name, weights_digest
+from bench.record import Line, Record, matching
+from bench.report.page import terminal_text
+from selfspec.cli.console import one_line_errors
+
+_errors = Console(stderr=True)
+
+
+def header(command: str, configuration: Mapping[str, Any], where: Mapping[str, Any]) -> Line:
+    """Return a record's first line."""
+    return {"kind": "run", "command": command, "configuration": dict(configuration), "provenance": dict(where)}
+
+
+def configuration(
+    checkpoint: str, prompts: Sequence[EncodedPrompt], max_new_tokens: int, repeats: int, **more: Any
+) -> dict[str, Any]:
+    """Return what a record says about any run on prompts."""
+    return {
+        "model": model_name(checkpoint),
+        "weights_digest": weights_digest(checkpoint),
+        "prompts": [prompt.id for prompt in prompts],
+        "prompts_digest": digest(prompts),
+        "max_new_tokens": max_new_tokens,
+        "repeats": repeats,
+        **more,
+    }
+
+
+def encoded(
+    path: Path | None, num_samples: int, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int
+) -> list[EncodedPrompt]:
+    """Return the prompts of a file, or the shipped ones, the tasks taking turns."""
+    return encode_prompts(select_prompts(load_prompts(path), num_samples), tokenizer, prompt_tokens)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar on stderr, if that is a terminal; yield a function that advances the bar by one."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=_errors, disable=not _errors.is_terminal, transient=True) as bar:
+        task = bar.add_task("measuring", total=total)
+
+        def advance(label: str) -> None:
+            bar.update(task, advance=1, description=label)
+
+        yield advance
+
+
+@contextmanager
+def recording(path: Path | None, first: Line) -> Iterator[Record]:
+    """Write a record within it; errors end the command in one line, and Ctrl-C says how to go on, with status 130."""
+    with one_line_errors():
+        record = Record(path, first)
+        try:
+            with record:
+                yield record
+        except KeyboardInterrupt:
+            if path is None:
+                typer.echo("interrupted: nothing was kept, since there was no --output", err=True)
+            else:
+                typer.echo(f"interrupted: what was measured is in {path}; the same command goes on with it", err=True)
+            raise typer.Exit(130) from None
+
+
+def write_engines(record: Record, engines: Sequence[TimedEngine], missing: Mapping[str, str] | None = None) -> None:
+    """Write what tables call the engines, and by name why others did not start."""
+    for engine in engines:
+        if record.find("engine", engine=engine.name) is None:
+            record.write("engine", engine=engine.name, label=engine.label, weights=engine.weights)
+    for name, reason in (missing or {}).items():
+        if record.find("lost", engine=name) is None:
+            record.write("lost", engine=name, label=name, reason=reason)
+
+
+@contextmanager
+def started(
+    makers: Mapping[str, Maker], timeout: float
+) -> Iterator[tuple[list[TimedEngine], dict[str, Any], dict[str, str]]]:
+    """Run engines, each peer in a process of its own, within it; the first must start.
+
+    Yields the engines, what the first peer says of itself with the versions of all, and why others did not start, by name.
+    """
+    engines: list[TimedEngine] = []
+    about: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    with ExitStack() as running:
+        for name, make in makers.items():
+            try:
+                peer = running.enter_context(PeerProcess(name, make, timeout=timeout))
+            except EngineLostError as error:
+                if not about:
+                    raise
+                missing[name] = str(error)
+                continue
+            versions = {**about.get("versions", {}), **peer.about.get("versions", {})}
+            about = {**peer.about, **about, "versions": versions}
+            engines += peer.engines
+        yield engines, about, missing
+
+
+@contextmanager
+def loss_in_one_line() -> Iterator[None]:
+    """End the command in one line where the engine is lost that all others are compared with."""
+    try:
+        yield
+    except EngineLostError as error:
+        if error.mistake is not None:
+            raise ValueError(error.mistake) from None
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def show(lines: Sequence[Line]) -> None:
+    """Print the record's tables and its headline, and on stderr who was left out. Fails if an output is another.
+
+    A difference that is no near-tie is named, and the command then ends with status 1.
+    """
+    typer.echo(terminal_text(lines))
+    for reason in dict.fromkeys(line["reason"] for line in matching(lines, "lost")):
+        typer.echo(f"left out: {reason}", err=True)
+    faults = matching(lines, "output", near_tie=False)
+    for line in faults:
+        typer.echo(
+            f"{line['engine']} differs from {line['reference']} on {line['prompt']} at new token "
+            f"{line['first_difference']}, where the reference's top two logits are {line['reference_logit_gap']:.3g} apart",
+            err=True,
+        )
+    if faults:
+        raise typer.Exit(1)

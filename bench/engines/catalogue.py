@@ -1,0 +1,187 @@
+"""Which engines a command measures besides the default ones, and how each is made in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor
+
+from bench.engines.llama_cpp import IK_LLAMA_CPP, LLAMA_CPP, LlamaCppEngine, llama_version
+from bench.engines.own import SelfSpecEngine
+from bench.engines.peer_process import Peer
+from bench.engines.transformers_engine import transformers_engines
+from bench.machine import peak_bytes, resident_bytes
+from bench.models import load_network, open_model
+from bench.provenance import provenance
+from layerskip_models import load_model
+from layerskip_models.checkpoints.loading import resolve_device
+from selfspec import SelfSpecGenerator
+
+SELFSPEC, TRANSFORMERS, OPENVINO = "selfspec", "transformers", "openvino"
+LLAMA_KINDS = ("BF16", "F16", "Q8_0", "Q4_0")
+"""What weights are written as for llama.cpp and its fork."""
+FEW_BITS = ("int8", "int4")
+OWN_KINDS = (*FEW_BITS, "Q4_K_M", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "Q8_0", "Q4_0", "Q4_1")
+"""What selfspec's weights are rounded to: by itself, or as the GGUF file of which it keeps the numbers."""
+_PACKAGES = {
+    LLAMA_CPP: ("llama_cpp", "llama-cpp-python"),
+    IK_LLAMA_CPP: ("ik_llama_cpp", "ik-llama-cpp-python"),
+    OPENVINO: ("openvino_genai", "openvino-genai"),
+}
+"""Another engine's module, and the package that has it."""
+Maker = Callable[[], Peer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What all engines of a command share.
+
+    file: the GGUF file that `checkpoint` names, if it does. policies, kept: selfspec's. setting: exit layer and length of
+    transformers' early exit, None for its plain decoding alone. max_tokens: of a prompt and its continuation.
+    """
+
+    checkpoint: str
+    file: Path | None
+    dtype: str
+    device: str
+    policies: Sequence[str]
+    kept: Sequence[str] = ()
+    setting: tuple[int, int] | None = None
+    max_tokens: int
+
+
+def default_engines(file: Path | None) -> list[str]:
+    """Return what is measured beside selfspec: on a GGUF file whatever is installed and reads it, else transformers."""
+    if file is None:
+        return [TRANSFORMERS]
+    return [program for program in _PACKAGES if find_spec(_PACKAGES[program][0])]
+
+
+def makers(asked: Sequence[str], work: Work) -> dict[str, Maker]:
+    """Return how to make each engine that is asked for, by its name; those whose packages are missing are left out.
+
+    Raises ValueError for an unknown engine, or one that cannot run this work.
+    """
+    found = {name: _maker(name, work) for name in dict.fromkeys(asked)}
+    return {name: make for name, make in found.items() if _installed(name)}
+
+
+def _maker(name: str, work: Work) -> Maker:
+    program, _, kind = name.partition(":")
+    if program in _PACKAGES:
+        if resolve_device(work.device).type != "cpu":
+            raise ValueError(f"{program} is measured on a CPU: add --device cpu, or leave it out")
+        if not kind and work.file is None:
+            raise ValueError(
+                f"--engine {name} needs a GGUF file as --model, or a kind of weights or folder after a colon"
+            )
+    if program == TRANSFORMERS and not kind:
+        return partial(transformers_peer, work)
+    if program == SELFSPEC and kind in OWN_KINDS:
+        return partial(own_peer, work, kind)
+    if program in (LLAMA_CPP, IK_LLAMA_CPP) and kind in ("", *LLAMA_KINDS):
+        return partial(llama_peer, program, work, kind)
+    if program == OPENVINO:
+        return partial(openvino_peer, Path(kind or work.file or ""))
+    raise ValueError(
+        f"--engine must be transformers, selfspec:KIND with a KIND of {', '.join(OWN_KINDS)}, llama.cpp or ik_llama.cpp with "
+        f":KIND of {', '.join(LLAMA_KINDS)}, or openvino:FOLDER, got {name!r}"
+    )
+
+
+def _installed(name: str) -> bool:
+    """Tell whether an engine's packages are there; if not, say so in a line."""
+    program, _, kind = name.partition(":")
+    needed = dict([_PACKAGES[program]]) if program in _PACKAGES else {}
+    if kind and program != OPENVINO and kind not in FEW_BITS:
+        needed["gguf"] = "gguf"
+    missing = " ".join(package for module, package in needed.items() if find_spec(module) is None)
+    if missing:
+        typer.echo(f"{program} is left out: it needs {missing}; pip install {missing}", err=True)
+    return not missing
+
+
+def own_peer(work: Work, kind: str | None = None) -> Peer:
+    """Make selfspec with each policy, on one copy of the weights. kind: of `OWN_KINDS`, None for the weights as they are."""
+    if kind is None or kind in FEW_BITS:
+        model = open_model(work.checkpoint, kind or work.dtype, work.device)
+    else:
+        from bench.engines.gguf_file import written_gguf  # its package is optional
+
+        with written_gguf(load_network(work.checkpoint, work.dtype, work.device), kind) as path:
+            model = load_model(path, device=work.device)
+    generator = SelfSpecGenerator(model, prefix_cache=0)
+    engines = [SelfSpecEngine(generator, name, weights=kind) for name in work.policies]
+    engines += [SelfSpecEngine(generator, name, kept=True, weights=kind) for name in work.kept]
+    about = {"provenance": provenance(model.device, model.dtype), "dtype": model.weights_dtype}
+    return Peer(engines=engines, about=about)
+
+
+def transformers_peer(work: Work) -> Peer:
+    """Make transformers' own decoding."""
+    network = load_network(work.checkpoint, work.dtype, work.device)
+    return Peer(engines=transformers_engines(network, work.setting))
+
+
+def llama_peer(program: str, work: Work, kind: str) -> Peer:
+    """Make llama.cpp or its fork on the work's file, or on its weights written as `kind`."""
+    if not kind:
+        assert work.file is not None
+        engine = LlamaCppEngine(program, work.file, work.max_tokens)
+    else:
+        from bench.engines.gguf_file import written_gguf
+
+        with written_gguf(load_network(work.checkpoint, work.dtype, work.device), kind) as path:
+            engine = LlamaCppEngine(program, path, work.max_tokens, kind)
+    return Peer(engines=[engine], about={"versions": {program: llama_version(program)}})
+
+
+def openvino_peer(place: Path) -> Peer:
+    """Make OpenVINO GenAI on a GGUF file or an exported folder."""
+    from bench.engines.openvino_genai import OpenVinoEngine, openvino_version
+
+    return Peer(engines=[OpenVinoEngine(place)], about={"versions": {OPENVINO: openvino_version()}})
+
+
+def loading_makers(asked: Sequence[str], work: Work) -> dict[str, tuple[Maker, str]]:
+    """Return how to make each engine alone, one for each policy of selfspec, and the line with which a program imports it."""
+    ours = {}
+    for policy in work.policies:
+        alone = replace(work, policies=[policy], kept=())
+        ours[f"{SELFSPEC}:{policy}"] = (partial(own_peer, alone), "from selfspec import SelfSpecGenerator")
+    imports = {name: _PACKAGES[program][0] for name in asked if (program := name.partition(":")[0]) in _PACKAGES}
+    return ours | {name: (make, f"import {imports[name]}") for name, make in makers([*imports], work).items()}
+
+
+def loading_peer(make: Maker, importing: str, prompt: Tensor, max_new_tokens: int) -> Peer:
+    """Time how an engine loads, up to its first token, and the memory that loading it and a first answer take.
+
+    What happens only at the first call is part of loading. Returns no engine: the process is to end.
+    """
+    began = perf_counter()
+    subprocess.run([sys.executable, "-c", importing], check=True, capture_output=True)
+    imported = perf_counter() - began
+    before = resident_bytes()
+    began = perf_counter()
+    engine = make().engines[0]
+    engine.generate(torch.tensor([0]), 1)
+    seconds = perf_counter() - began
+    engine.generate(prompt, max_new_tokens)
+    peak = peak_bytes()
+    loading: dict[str, Any] = {
+        "engine": engine.name,
+        "import_seconds": imported,
+        "load_seconds": seconds,
+        "added_bytes": None if peak is None or before is None else peak - before,
+    }
+    return Peer(engines=[], about={"loading": loading})
