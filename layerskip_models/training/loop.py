@@ -49,7 +49,7 @@ def make_accelerator(settings: RunSettings) -> Accelerator:
     frozen = isinstance(settings, FrozenModelSettings)
     return Accelerator(
         mixed_precision="bf16" if settings.precision == "bf16" else "no",
-        cpu=not torch.cuda.is_available() or (frozen and settings.device == "cpu"),
+        cpu=not torch.cuda.is_available() or getattr(settings, "device", None) == "cpu",
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(days=7)) if frozen else InitProcessGroupKwargs(),
             DistributedDataParallelKwargs(find_unused_parameters=True),  # a step may leave out exits or whole layers

@@ -49,6 +49,7 @@ class ExitAdapterLoss(nn.Module):
                 target = (self.kl_weight * p).scatter_add_(-1, labels, torch.full_like(p[:, :1], self.ce_weight))
             logq = self.head.logits(hidden).log_softmax(-1)  # [exits, rows, vocab]
             (-torch.linalg.vecdot(target, logq).sum() / (count * len(self.layers))).backward()
+            assert hidden.grad is not None
             gradients.append(hidden.grad)
             with torch.no_grad():
                 ce = -logq.gather(-1, labels.expand(len(logq), -1, -1)).squeeze(-1)

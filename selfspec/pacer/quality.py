@@ -59,7 +59,7 @@ def fit_calibration(logits: Tensor, labels: Tensor) -> tuple[float, float]:
         found.backward()
         return found
 
-    optimizer.step(loss)  # type: ignore[arg-type]
+    optimizer.step(loss)
     scale, shift = fitted.tolist()
     return scale, shift
 

@@ -97,7 +97,8 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     traces = list(read_traces(config.data_folder / "train"))
     if not traces:
         raise ValueError("no response was long enough to draft in: raise response_tokens, or set ignore_eos")
-    mine, kept_back = [], []  # to train on, and to choose the stopping rule's settings on
+    mine: list[DraftTrace] = []
+    kept_back: list[DraftTrace] = []  # to choose the stopping rule's settings on
     for place, trace in enumerate(traces):  # those of a response stand together
         (kept_back if place // len(layers) % _KEPT_BACK == _KEPT_BACK - 1 else mine).append(trace)
     batch = min(config.batch_responses, len(mine))

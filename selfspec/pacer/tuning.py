@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from selfspec.pacer.labels import DraftTrace
 from selfspec.pacer.network import PreVerifierModule
@@ -84,7 +85,9 @@ def best_settings(
     best = []
     for layer in sorted({draft.exit_layer for draft in drafts}):
         of_layer = [draft for draft in drafts if draft.exit_layer == layer]
-        settings = [dict(zip(("b", "t", "rho"), values)) for values in product(BLOCKS, THRESHOLDS, GROWTHS)]
+        settings: list[dict[str, Any]] = [
+            dict(zip(("b", "t", "rho"), values)) for values in product(BLOCKS, THRESHOLDS, GROWTHS)
+        ]
         played = [play(of_layer, num_layers, **setting, max_length=max_length) for setting in settings]
         place = max(range(len(played)), key=played.__getitem__)
         best.append((played[place], {"exit_layer": layer, **settings[place]}))
