@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,7 +182,7 @@ def interleaves(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LayerBuilder:
     """Builds the parts of one model. dtype: that weights are rounded to. computed: the dtype of the arithmetic.
 
@@ -195,26 +195,30 @@ class LayerBuilder:
     layout: Layout | None
     share: bool = False
     keep_bits: int = 0
+    _shapes: Mapping[str, tuple[int, ...]] = field(init=False)
 
-    def layer(self, index: int, device: torch.device, *, rotated: int | None = None) -> DecoderLayer:
-        """Build a layer. rotated: how many numbers of a head rotate, its first ones; None for all."""
+    def __post_init__(self) -> None:
+        self._shapes = parameter_shapes(self.weights.config)
+
+    def layer(self, index: int, device: torch.device, *, rotated: int) -> DecoderLayer:
+        """Build a layer. rotated: how many numbers of a head rotate, its first ones."""
         config: Any = self.weights.config
         family, prefix = family_of(config), f"model.layers.{index}."
-        heads = rotated if interleaves(device) and not self.share else 0
+        turns = rotated if interleaves(device) and not self.share else None
 
         def norm(name: str | None, *, of_heads: bool = False) -> RMSNorm | None:
             if name is None:
                 return None
             place = f"{prefix}self_attn." if of_heads else prefix
-            return self.norm(f"{place}{name}.weight", device, turns=heads if of_heads else 0)
+            return self.norm(f"{place}{name}.weight", device, turns=turns if of_heads else None)
 
-        def linear(*names: str, before: RMSNorm | None = None, turns: int | None = 0) -> Linear:
-            return self.linear([prefix + name for name in names], device, index, before=before, turns=turns)
+        def linear(*names: str, **options: Any) -> Linear:
+            return self.linear([prefix + name for name in names], device, index, **options)
 
         input_norm, post_attention_norm = norm(family.input_norm), norm(family.post_attention_norm)
         return DecoderLayer(
             input_norm=input_norm,
-            qkv=linear(*(f"self_attn.{name}" for name in family.qkv), before=input_norm, turns=heads),
+            qkv=linear(*(f"self_attn.{name}" for name in family.qkv), before=input_norm, turns=turns),
             output=linear("self_attn.o_proj"),
             post_attention_norm=post_attention_norm,
             gate_up=linear(*(f"mlp.{name}" for name in family.gate_up), before=post_attention_norm),
@@ -225,7 +229,7 @@ class LayerBuilder:
             key_norm=norm(family.key_norm, of_heads=True),
             sliding_window=family.sliding_window(config, index),
             rotated=family.rotates(config, index),
-            interleaved=interleaves(device) and not self.share,
+            interleaved=turns is not None,
         )
 
     def ends(self, home: torch.device, last: torch.device) -> tuple[Tensor, Linear, Linear | None]:
@@ -252,10 +256,10 @@ class LayerBuilder:
             embedding = embedding.bfloat16()
         return embedding, head, draft_head
 
-    def norm(self, name: str, device: torch.device, *, turns: int | None = 0) -> RMSNorm:
-        """Build a norm. turns: how many of each head's numbers are reordered; None for all."""
+    def norm(self, name: str, device: torch.device, *, turns: int | None = None) -> RMSNorm:
+        """Build a norm. turns: how many numbers of each head are interleaved; None leaves the order as it is."""
         weight = self._floats([name], device).to(self.dtype)
-        if turns != 0:
+        if turns is not None:
             weight = interleave_heads(weight, len(weight) // head_dim_of(self.weights.config), turns)
         return RMSNorm(weight.to(self.computed), self.weights.config.rms_norm_eps, live=self.share)
 
@@ -266,16 +270,15 @@ class LayerBuilder:
         layer: int,
         *,
         before: RMSNorm | None = None,
-        turns: int | None = 0,
+        turns: int | None = None,
     ) -> Linear:
         """Fuse linears to one. before: the norm of its inputs. turns: as in `norm`, of queries and keys."""
+        weights, biases = ([f"{module}.{kind}" for module in modules] for kind in ("weight", "bias"))
+        order = None if turns is None else self._order(weights, turns)
         bias: Tensor | None = None
-        there = self.weights.names()
-        if any(f"{module}.bias" in there for module in modules):
-            bias = self._reordered(self._floats([f"{module}.bias" for module in modules], device), turns)
-            bias = bias.to(self.computed)
-        weight = self._fused([f"{module}.weight" for module in modules], device, self.keep_bits)
-        weight = self._reordered(weight, turns)
+        if any(name in self.weights.names() for name in biases):
+            bias = self._floats(biases, device, order).to(self.computed)
+        weight = self._fused(weights, device, self.keep_bits, order)
         if isinstance(weight, GroupedWeight):
             return grouped_linear(weight, bias, own=True)
         layout = self._layout(device, layer)
@@ -285,43 +288,66 @@ class LayerBuilder:
             weight.mul_(factors)
         return LAYOUTS[layout](weight, bias)
 
-    def _fused(self, names: Sequence[str], device: torch.device, keep_bits: int) -> Tensor | GroupedWeight:
-        """Load parameters as consecutive rows of one, with the file's own numbers where all of them can keep these."""
+    def _order(self, names: Sequence[str], turns: int) -> Tensor:
+        """Return which row of queries, keys and values comes first, second and so on. turns: as in `norm`."""
+        config: Any = self.weights.config
+        heads = config.num_attention_heads + config.num_key_value_heads
+        order = torch.arange(sum(self._shapes[name][0] for name in names))
+        turned = heads * head_dim_of(config)
+        order[:turned] = interleave_heads(order[:turned], heads, turns)
+        return order
+
+    def _fused(
+        self, names: Sequence[str], device: torch.device, keep_bits: int, order: Tensor | None = None
+    ) -> Tensor | GroupedWeight:
+        """Load parameters as rows of one, with the file's own numbers where all of them can keep these."""
         if keep_bits:
             parts = [self.weights.load(name, keep_bits) for name in names]
             kept = [part for part in parts if isinstance(part, GroupedWeight)]
             if len(kept) == len(parts):
-                return kept[0] if len(kept) == 1 else GroupedWeight.cat(kept)
-        return self._floats(names, device)
+                whole = kept[0] if len(kept) == 1 else GroupedWeight.cat(kept)
+                return whole if order is None else whole.reordered(order)
+        return self._floats(names, device, order)
 
-    def _floats(self, names: Sequence[str], device: torch.device) -> Tensor:
-        """Load parameters as consecutive rows of a new tensor; of one that they become views of if they are shared.
+    def _floats(self, names: Sequence[str], device: torch.device, order: Tensor | None = None) -> Tensor:
+        """Load parameters as rows of a new tensor; of one that they become views of if they are shared.
 
-        Raises ValueError for numbers that are not finite, and names the first of such parameters.
+        order: which of the rows is first, second and so on; None for theirs. Raises ValueError for numbers that are not
+        finite, and names the first of such parameters.
         """
-        parts = [self._load(name, device) for name in names]
         if self.share:
-            return together(parts)
-        dtypes = {self._kept_dtype(part.dtype, device) for part in parts}
-        dtype = dtypes.pop() if len(dtypes) == 1 else self.computed
-        first = parts[0].detach()
-        if self.weights.gives and len(parts) == 1 and first.dtype == dtype and first.device == device:
-            return first.contiguous()
-        room = torch.empty(sum(len(part) for part in parts), *first.shape[1:], dtype=dtype, device=device)
-        expect_large_pages(room)
-        checkpoint = self.weights.checkpoint
-        for name, part, place in zip(names, parts, room.split([len(part) for part in parts])):
-            if checkpoint is None:
-                place.copy_(part)
-            elif not copy_finite(part, place):
-                raise not_finite(checkpoint, name)
+            return together([self._load(name, device) for name in names])
+        shapes = [self._shapes.get(name) or self._shapes[name.replace(".bias", ".weight")] for name in names]
+        places = torch.arange(sum(shape[0] for shape in shapes)) if order is None else order.argsort()
+        room, filled = torch.empty(0), 0
+        for name, (rows, *_) in zip(
+            names, shapes
+        ):  # one by one, since some are converted to float32 when they are loaded
+            part = self._load(name, device)
+            dtype = self._kept_dtype(part.dtype, device)
+            if (
+                self.weights.gives
+                and len(names) == 1
+                and part.dtype == dtype
+                and part.device == device
+                and order is None
+            ):
+                return part.contiguous()
+            if not filled:
+                room = torch.empty(len(places), *part.shape[1:], dtype=dtype, device=device)
+                expect_large_pages(room)
+            elif dtype != room.dtype:
+                room = room.to(self.computed)
+            finite = copy_finite(part, room, places[filled : filled + rows], checks=self.weights.checkpoint is not None)
+            if not finite:
+                raise not_finite(str(self.weights.checkpoint), name)
+            filled += rows
         return room
 
     def _load(self, name: str, device: torch.device) -> Tensor:
         """Load a parameter as floats. A bias that some of several fused linears lack is zeros."""
         if name.endswith(".bias") and name not in self.weights.names():
-            shapes = parameter_shapes(self.weights.config)
-            return torch.zeros(shapes[f"{name.removesuffix('.bias')}.weight"][0], dtype=self.dtype, device=device)
+            return torch.zeros(self._shapes[name.replace(".bias", ".weight")][0], dtype=self.dtype, device=device)
         value = self.weights.load(name)
         assert isinstance(value, Tensor)
         return value
@@ -330,20 +356,6 @@ class LayerBuilder:
         """Return the dtype that numbers are loaded in. On a CPU 16 bits that become float32 stay 16 bits for now."""
         keeps = own in _HALVES and self.dtype == torch.float32 and device.type == "cpu"
         return own if keeps else self.dtype
-
-    def _reordered(self, rows: Any, turns: int | None) -> Any:
-        """Interleave the heads of queries and keys in rows of a fused projection; `turns` 0 leaves them as they are."""
-        if turns == 0:
-            return rows
-        config: Any = self.weights.config
-        heads = config.num_attention_heads + config.num_key_value_heads
-        turned = heads * head_dim_of(config)
-        if isinstance(rows, GroupedWeight):
-            order = torch.arange(rows.shape[0])
-            order[:turned] = interleave_heads(order[:turned], heads, turns)
-            return rows.reordered(order)
-        rows[:turned] = interleave_heads(rows[:turned], heads, turns)
-        return rows
 
     def _layout(self, device: torch.device, layer: int | None) -> Layout:
         """Return the layout of a layer's matrices; of the head for None."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,22 +27,34 @@ def is_finite(value: Tensor) -> bool:
     return bool(value.sum(dtype=torch.float32).isfinite()) or bool(value.isfinite().all())
 
 
-def copy_finite(source: Tensor, target: Tensor) -> bool:
-    """Copy numbers to a tensor of the same shape, on several threads. Whether all of them are finite."""
+def copy_finite(source: Tensor, target: Tensor, places: Tensor, *, checks: bool = True) -> bool:
+    """Copy rows to these rows of a tensor, on several threads. Whether all numbers are finite, if that is checked.
+
+    places: int64 [rows], neighbours or not.
+    """
+    first, last = int(places[0]), int(places[-1])
+    are_neighbours = last - first == len(places) - 1 and bool((places[1:] > places[:-1]).all())
     kernels = library.kernels()
     same = source.dtype == target.dtype and source.dtype in _NATIVE and source.is_cpu and target.is_cpu
-    if kernels is None or not same or source.dim() != 2 or not (source.is_contiguous() and target.is_contiguous()):
-        target.copy_(source)
-        return is_finite(source)
-    numbers, room = (tensor.view(torch.uint8).numpy() for tensor in (source, target))
+    if kernels is None or not same or source.dim() != 2 or not source.is_contiguous():
+        if are_neighbours:
+            target[first : last + 1] = source
+        else:
+            target[places.to(target.device)] = source.to(target.device, target.dtype)
+        return not checks or is_finite(source)
+    numbers, room = (tensor.detach().view(torch.uint8).numpy() for tensor in (source, target))
     step = max(_PIECE // source.shape[1], 1)
 
     def some(rows: range) -> bool:
         finite = True
-        for first in rows[::step]:
-            piece = slice(first, min(first + step, rows.stop))
-            np.copyto(room[piece], numbers[piece])
-            finite &= bool(kernels.finite_numbers(KINDS[source.dtype], target[piece].data_ptr(), target[piece].numel()))
+        for begin in rows[::step]:
+            end = min(begin + step, rows.stop)
+            room[slice(first + begin, first + end) if are_neighbours else places[begin:end].numpy()] = numbers[
+                begin:end
+            ]
+            if checks:
+                piece = source[begin:end]
+                finite &= bool(kernels.finite_numbers(KINDS[source.dtype], piece.data_ptr(), piece.numel()))
         return finite
 
     return in_shares(source, some)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ from layerskip_models.families import head_dim_of
 from layerskip_models.grouped_weight import GroupedWeight
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def gguf_file(name: str) -> Path | None:
@@ -63,21 +62,8 @@ def gguf_file(name: str) -> Path | None:
     return path
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GgufCheckpoint:
-    """A file whose header was read and compared with the model that it describes, once for all that is wanted of it.
-
-    config: marked as that of a GGUF file in `quantization_config`. names: the file's tensor for each parameter.
-    """
-
-    path: Path
-    reader: GgufReader
-    config: Any
-    names: Mapping[str, str]
-
-
-def open_gguf(path: Path) -> GgufCheckpoint:
-    """Open a GGUF file.
+def open_gguf(path: Path) -> GgufWeights:
+    """Open a GGUF file, and compare it with the model that it describes. Its configuration is marked as that of a file.
 
     Raises ValueError for what is not read, or where something would be left out; OSError for a damaged file.
     """
@@ -89,7 +75,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     few_bits = not types <= FLOATS.keys()
     config.dtype = torch.bfloat16 if few_bits else FLOATS[min(types, key=lambda kind: FLOATS[kind].itemsize)]
     config.quantization_config = {"quant_method": GGUF_METHOD, "few_bits": few_bits, "types": sorted(types)}
-    return GgufCheckpoint(path, reader, config, names)
+    return GgufWeights(path, reader, config, names)
 
 
 def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
@@ -163,15 +149,16 @@ def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str
 
 
 class GgufWeights:
-    """`Weights` of a GGUF file. config: without the mark."""
+    """`Weights` of a GGUF file. names: the file's tensor for each parameter."""
 
     gives = False
+    generation_config: Any = None
 
-    def __init__(self, opened: GgufCheckpoint, config: PreTrainedConfig, generation_config: GenerationConfig) -> None:
-        self.checkpoint, self.config, self.generation_config = str(opened.path), config, generation_config
-        self._file, self._permuted = opened.reader.file, architecture_of(opened.reader) == "llama"
-        tensors = {tensor.name: tensor for tensor in opened.reader.tensors}
-        self._tensors = {name: tensors[stored] for name, stored in opened.names.items()}
+    def __init__(self, path: Path, reader: GgufReader, config: Any, names: Mapping[str, str]) -> None:
+        self.path, self.checkpoint, self.config = path, str(path), config
+        self._file, self._permuted = reader.file, architecture_of(reader) == "llama"
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._tensors = {name: tensors[stored] for name, stored in names.items()}
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()

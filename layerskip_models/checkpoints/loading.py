@@ -5,6 +5,7 @@ transformers reads those files of weights in which names are older than ours.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +17,9 @@ from torch import Tensor
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, files_of, resolve_checkpoint
 from layerskip_models.checkpoints.conversion import build_model, from_transformers
 from layerskip_models.checkpoints.finite import is_finite, not_finite
-from layerskip_models.checkpoints.gguf_checkpoint import (
-    GgufCheckpoint,
-    GgufWeights,
-    gguf_file,
-    gguf_tokenizer,
-    open_gguf,
-)
+from layerskip_models.checkpoints.gguf_checkpoint import GgufWeights, gguf_file, gguf_tokenizer, open_gguf
 from layerskip_models.checkpoints.parameters import HEAD, parameter_shapes
-from layerskip_models.checkpoints.supported import (
-    DTYPES,
-    check_config,
-    has_few_bits,
-    quantisation_of,
-    unquantised,
-)
+from layerskip_models.checkpoints.supported import DTYPES, check_config, quantisation_of
 from layerskip_models.checkpoints.typed_fields import is_int
 from layerskip_models.checkpoints.weights import SafetensorsWeights, Weights
 from layerskip_models.exits.lean import ExitsChoice, with_exits
@@ -52,28 +41,33 @@ FEW_BITS: tuple[Layout, ...] = ("int8", "int4")
 class Source:
     """A checkpoint whose configuration was read and checked, and whose weights were not.
 
-    name: a folder, a .gguf file or a hub name. origin: revision and local_files_only, for transformers. gguf: the opened
-    file, if it is one.
+    name: a folder, a .gguf file or a hub name. config: of a GGUF file with a `quantization_config` that says so. origin:
+    revision and local_files_only, for transformers. gguf: the opened file, if it is one.
     """
 
     name: str
     config: Any
     origin: Mapping[str, Any]
-    gguf: GgufCheckpoint | None = None
+    gguf: GgufWeights | None = None
 
     def float_config(self) -> PreTrainedConfig:
         """Return the configuration of the same model with float weights, under the checkpoint's name."""
-        config = unquantised(self.config)
+        config = copy.deepcopy(self.config)
         config.name_or_path = self.name
+        if quantisation_of(config) is not None:
+            del config.quantization_config
         return config
 
     def weights(self) -> SafetensorsWeights | GgufWeights:
         """Open the files of the weights. Raises what is wrong with the files, and ValueError for tensors of another model."""
         with clear_errors(self.name):
-            if self.gguf is not None:
-                return GgufWeights(self.gguf, self.float_config(), self.generation_config())
-            files, listed = files_of(self.name, self.origin)
-            return SafetensorsWeights(self.name, files, listed, self.float_config(), self.generation_config())
+            weights: SafetensorsWeights | GgufWeights
+            if self.gguf is None:
+                weights = SafetensorsWeights(self.name, *files_of(self.name, self.origin), self.float_config())
+            else:
+                weights, self.gguf.config = self.gguf, self.float_config()
+            weights.generation_config = self.generation_config()
+            return weights
 
     def generation_config(self) -> GenerationConfig:
         """Read the checkpoint's own, or make what follows from its configuration."""
@@ -165,8 +159,8 @@ def find_source(name_or_path: str | Path, revision: str | None, local_files_only
     file = gguf_file(name)
     if file is None:
         return Source(name, _folder_config(name, **origin), origin)
-    opened = open_gguf(file)
-    return Source(name, check_config(opened.config, name), origin, opened)
+    weights = open_gguf(file)
+    return Source(name, check_config(weights.config, name), origin, weights)
 
 
 def resolve_layout(
@@ -177,10 +171,11 @@ def resolve_layout(
     Arguments as those of `load_model`. Raises ValueError for a dtype of few bits that does not run there.
     """
     keep_bits = 4 if dtype == "int4" else 0
+    few_bits = (quantisation_of(config) or {}).get("few_bits", False)  # so that int8 is the natural layout
     if dtype in FEW_BITS:
         dtype, layout = _half_or_full(config), cast(Layout, dtype)
         check_layout(layout, torch.empty(0, dtype=torch.float32, device=resolve_device(device)))
-    elif dtype == "auto" and layout is None and has_few_bits(config) and resolve_device(device).type == "cpu":
+    elif dtype == "auto" and layout is None and few_bits and resolve_device(device).type == "cpu":
         dtype, layout, keep_bits = torch.float32, "int8", 8
     return dtype, layout, keep_bits
 

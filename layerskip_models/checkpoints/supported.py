@@ -7,7 +7,6 @@ go together, and weights that are quantised in a way that is not read: only GGUF
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -127,28 +126,11 @@ def quantisation_of(config: PreTrainedConfig) -> dict[str, Any] | None:
     return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
 
 
-def unquantised(config: Any) -> Any:
-    """Return the configuration of the same model with float weights."""
-    plain = copy.deepcopy(config)
-    for field in ("quantization_config", "compression_config"):
-        if hasattr(plain, field):
-            delattr(plain, field)
-    return plain
-
-
-def has_few_bits(config: PreTrainedConfig) -> bool:
-    """Whether the weights are stored in so few bits that int8 is their natural layout: not in a GGUF file of 16 bits."""
-    settings = quantisation_of(config)
-    return settings is not None and settings.get("few_bits", True)
-
-
 def _check_quantisation(config: PreTrainedConfig, name: str) -> None:
     """ValueError that says what to do if the weights are quantised, unless they are those of a GGUF file."""
     settings = quantisation_of(config)
-    if (
-        settings is not None
-        and (method := str(settings.get("quant_method", "an unknown method")).lower()) != GGUF_METHOD
-    ):
+    method = GGUF_METHOD if settings is None else str(settings.get("quant_method", "an unknown method")).lower()
+    if method != GGUF_METHOD:
         raise ValueError(
             f"{name} cannot be loaded: its weights are quantised by {method}. Of quantised weights only GGUF files are read. "
             'What to do: convert it to GGUF, or load the checkpoint that it was made from; dtype="int8" rounds that one to 8 '

@@ -25,7 +25,7 @@ FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
 _AHEAD = (
     64 << 20
 )  # bytes that the system is asked for before they are wanted: they keep a disk busy between two matrices
-_LENT = 64 << 20  # bytes of a file that may stay in the process's memory
+_LENT = 32 << 20  # bytes of a file that may stay in the process's memory
 
 
 class Weights(Protocol):
@@ -100,10 +100,10 @@ class SafetensorsWeights:
 
     gives = False
 
-    def __init__(
-        self, checkpoint: str, files: Sequence[Path], listed: Collection[str], config: Any, generation_config: Any
-    ) -> None:
-        self.checkpoint, self.config, self.generation_config = checkpoint, config, generation_config
+    generation_config: Any = None
+
+    def __init__(self, checkpoint: str, files: Sequence[Path], listed: Collection[str], config: Any) -> None:
+        self.checkpoint, self.config = checkpoint, config
         self._places: dict[str, tuple[MappedFile, int, torch.dtype, tuple[int, ...]]] = {}
         shapes = parameter_shapes(config)
         lost = {*listed}

@@ -23,6 +23,7 @@ from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.checkpoints.module_folder import read_module, with_tuples, write_module
 from layerskip_models.checkpoints.typed_fields import check_types
 from layerskip_models.checkpoints.weights import ModuleWeights
+from layerskip_models.families import head_dim_of
 from layerskip_models.families.llama import LLAMA
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout, PlainLinear
@@ -189,7 +190,8 @@ class LeanPreVerifier:
 
         with torch.inference_mode(False), torch.no_grad():
             weights = ModuleWeights(module.layer.to(device=device, dtype=dtype), llama, prefix="model.layers.0.")
-            converted = LayerBuilder(weights, dtype=dtype, computed=dtype, layout=layout).layer(0, device)
+            builder = LayerBuilder(weights, dtype=dtype, computed=dtype, layout=layout)
+            converted = builder.layer(0, device, rotated=head_dim_of(llama))
             self.layer = LayerSkipModel(
                 llama,
                 dtype=dtype,

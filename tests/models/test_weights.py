@@ -119,9 +119,11 @@ def test_floats_are_copied_and_looked_at(
             source = MappedFile(path).tensor(begin, own, (ROWS, COLUMNS))
             same_bits(source, values)
             for dtype in {own, torch.float32, torch.bfloat16}:
-                target = torch.empty(ROWS, COLUMNS, dtype=dtype)
-                assert copy_finite(source, target) == fine
-                assert torch.equal(target, values.to(dtype))
+                for places in (torch.arange(2, ROWS + 2), torch.randperm(ROWS)):
+                    target = torch.empty(ROWS + 2, COLUMNS, dtype=dtype)
+                    assert copy_finite(source, target, places) == fine
+                    assert copy_finite(source, target, places, checks=False)
+                    assert torch.equal(target[places], values.to(dtype))
 
 
 def by_operators(weight: Tensor) -> tuple[Tensor, Tensor]:
