@@ -89,7 +89,7 @@ def from_transformers(
         raise ValueError(reason)
     weight = model.model.norm.weight
     dtype, device = weight.dtype, weight.device
-    weights = ModuleWeights(model, config, gives=release)
+    weights = ModuleWeights(model, config, release=release)
     made = build_model(weights, dtype=dtype, layout="plain" if share else layout, device=device, share=share)
     if release:
         for parameter in model.parameters():

@@ -151,7 +151,6 @@ def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str
 class GgufWeights:
     """`Weights` of a GGUF file. names: the file's tensor for each parameter."""
 
-    gives = False
     generation_config: Any = None
 
     def __init__(self, path: Path, reader: GgufReader, config: Any, names: Mapping[str, str]) -> None:
@@ -176,6 +175,9 @@ class GgufWeights:
         if found is None:
             raise not_finite(self.checkpoint, name)
         return found.view(shape) if isinstance(found, Tensor) else found
+
+    def gives(self, name: str) -> bool:
+        return self._tensors[name].tensor_type.name not in FLOATS
 
     def rotary(self) -> tuple[Tensor, float]:
         return rotary_frequencies(self.config)

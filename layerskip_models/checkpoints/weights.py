@@ -32,11 +32,9 @@ class Weights(Protocol):
     """The parameters of one model under transformers' names.
 
     checkpoint: what an error about a number that is not finite blames; None if numbers are taken as they are.
-    gives: whether tensors that were loaded may be kept. Otherwise they belong to somebody else, and are only read.
     """
 
     checkpoint: str | None
-    gives: bool
     config: Any
     generation_config: Any
 
@@ -46,6 +44,10 @@ class Weights(Protocol):
 
     def load(self, name: str, keep_bits: int = 0) -> Tensor | GroupedWeight:
         """Return a parameter's numbers: floats, or quantised numbers of at most `keep_bits` bits as the file has them."""
+        ...
+
+    def gives(self, name: str) -> bool:
+        """Whether the loaded tensor may be kept. Otherwise it belongs to somebody else, and is only read."""
         ...
 
     def rotary(self) -> tuple[Tensor, float]:
@@ -97,8 +99,6 @@ class SafetensorsWeights:
     listed: tensors that must be in the files. Raises ValueError for tensors of another shape or type, OSError for damaged
     files. Names may be missing.
     """
-
-    gives = False
 
     generation_config: Any = None
 
@@ -154,6 +154,9 @@ class SafetensorsWeights:
         file, begin, dtype, shape = self._places[name]
         return file.tensor(begin, dtype, shape)
 
+    def gives(self, name: str) -> bool:
+        return False
+
     def rotary(self) -> tuple[Tensor, float]:
         return rotary_frequencies(self.config)
 
@@ -161,13 +164,13 @@ class SafetensorsWeights:
 class ModuleWeights:
     """`Weights` of a live module of transformers.
 
-    gives: each parameter is emptied when it is loaded. prefix: of the names, for a module that is only part of a model.
+    release: each parameter is emptied when it is loaded. prefix: of the names, for a module that is only part of a model.
     """
 
     checkpoint = None
 
-    def __init__(self, module: nn.Module, config: Any, *, gives: bool = False, prefix: str = "") -> None:
-        self.config, self.gives, self._module = config, gives, module
+    def __init__(self, module: nn.Module, config: Any, *, release: bool = False, prefix: str = "") -> None:
+        self.config, self._release, self._module = config, release, module
         self._parameters = {
             prefix + name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)
         }
@@ -188,11 +191,14 @@ class ModuleWeights:
 
     def load(self, name: str, keep_bits: int = 0) -> Tensor:
         parameter = self._parameters[name]
-        if not self.gives:
+        if not self._release:
             return parameter
         value = parameter.detach()
         parameter.data = torch.empty(0, dtype=parameter.dtype)
         return value
+
+    def gives(self, name: str) -> bool:
+        return self._release
 
     def rotary(self) -> tuple[Tensor, float]:
         rotary: Any = self._module.get_submodule("model.rotary_emb")
