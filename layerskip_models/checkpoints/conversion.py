@@ -326,8 +326,8 @@ class LayerBuilder:
             part = self._load(name, device)
             dtype = self._kept_dtype(part.dtype, device)
             if (
-                self.weights.gives
-                and len(names) == 1
+                len(names) == 1
+                and self.weights.gives(name)
                 and part.dtype == dtype
                 and part.device == device
                 and order is None

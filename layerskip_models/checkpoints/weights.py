@@ -25,7 +25,7 @@ FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
 _AHEAD = (
     64 << 20
 )  # bytes that the system is asked for before they are wanted: they keep a disk busy between two matrices
-_LENT = 32 << 20  # bytes of a file that may stay in the process's memory
+_LENT = 8 << 20  # bytes of a file that may stay in the process's memory
 
 
 class Weights(Protocol):
