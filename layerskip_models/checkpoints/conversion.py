@@ -127,11 +127,8 @@ def build_model(
     their file has if these have so many bits or fewer; the head does if this is 8.
     """
     config: Any = weights.config
-    places = device if isinstance(device, Mapping) else None
-    names = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
-    home, last, *devices = (
-        device if places is None else places[name] for name in ("model.embed_tokens", "lm_head", *names)
-    )
+    names = ["model.embed_tokens", "lm_head", *(f"model.layers.{index}" for index in range(config.num_hidden_layers))]
+    home, last, *devices = (device[name] if isinstance(device, Mapping) else device for name in names)
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         computed = arithmetic_dtype(dtype, last)
         if layout is not None:

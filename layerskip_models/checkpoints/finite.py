@@ -43,7 +43,7 @@ def copy_finite(source: Tensor, target: Tensor, places: Tensor, *, checks: bool 
             target[places.to(target.device)] = source.to(target.device, target.dtype)
         return not checks or is_finite(source)
     numbers, room = (tensor.detach().view(torch.uint8).numpy() for tensor in (source, target))
-    step = max(_PIECE // source.shape[1], 1)
+    step, look = max(_PIECE // source.shape[1], 1), kernels.finite_numbers
 
     def some(rows: range) -> bool:
         finite = True
@@ -54,7 +54,7 @@ def copy_finite(source: Tensor, target: Tensor, places: Tensor, *, checks: bool 
             ]
             if checks:
                 piece = source[begin:end]
-                finite &= bool(kernels.finite_numbers(KINDS[source.dtype], piece.data_ptr(), piece.numel()))
+                finite &= bool(look(KINDS[source.dtype], piece.data_ptr(), piece.numel()))
         return finite
 
     return in_shares(source, some)

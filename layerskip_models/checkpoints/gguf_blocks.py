@@ -77,14 +77,14 @@ def kept_rows(rows: Tensor, form: str, order: Tensor | None) -> GroupedWeight | 
     if kernels is None:
         made = numbers_of_blocks(rows if order is None else rows[order], form).contiguous()
         return made if made.is_finite() else None
-    made = _room(rows, form)
+    made, convert = _room(rows, form), kernels.block_rows
     targets = made.packed, made.groups, made.offsets, made.blocks
     finite = _convert(
         rows,
         made.shape[1],
         order,
         targets,
-        lambda first, read: kernels.block_rows(_STORED[form], *read, byref(library.Blocks(*first))),
+        lambda first, read: convert(_STORED[form], *read, byref(library.Blocks(*first))),
     )
     return made if finite else None
 
@@ -101,9 +101,8 @@ def float_rows(rows: Tensor, form: str, order: Tensor | None) -> Tensor | None:
         for piece, room in zip((rows if order is None else rows[order]).split(step), made.split(step)):
             room.copy_(torch.from_numpy(dequantize(piece.numpy().copy(), GGMLQuantizationType[form])))
         return made if bool(made.isfinite().all()) else None
-    finite = _convert(
-        rows, made.shape[1], order, (made,), lambda first, read: kernels.float_rows(_STORED[form], *read, *first)
-    )
+    convert = kernels.float_rows
+    finite = _convert(rows, made.shape[1], order, (made,), lambda first, read: convert(_STORED[form], *read, *first))
     return made if finite else None
 
 

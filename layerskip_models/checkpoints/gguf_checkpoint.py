@@ -10,7 +10,7 @@ generation_config.json beside the file goes before what the file says, since a G
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,6 +170,7 @@ class GgufWeights:
             floats = self._file.tensor(tensor.begin, FLOATS[form], shape)
             return floats if order is None else floats[order]
         rows = self._file.tensor(tensor.begin, torch.uint8, (math.prod(shape[:-1]), tensor.row_bytes))
+        read: Callable[[Tensor, str, Tensor | None], Tensor | GroupedWeight | None]
         read = kept_rows if keeps_form(form, shape[-1], keep_bits) else float_rows
         found = read(rows, form, order)
         if found is None:

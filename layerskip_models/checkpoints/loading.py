@@ -73,6 +73,7 @@ class Source:
         """Read the checkpoint's own, or make what follows from its configuration."""
         from transformers import GenerationConfig
 
+        origin: Mapping[str, Any]
         place, origin = (self.name, self.origin) if self.gguf is None else (str(self.gguf.path.parent), {})
         try:
             return GenerationConfig.from_pretrained(place, **origin)

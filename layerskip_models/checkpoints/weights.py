@@ -34,9 +34,13 @@ class Weights(Protocol):
     checkpoint: what an error about a number that is not finite blames; None if numbers are taken as they are.
     """
 
-    checkpoint: str | None
     config: Any
-    generation_config: Any
+
+    @property
+    def checkpoint(self) -> str | None: ...
+
+    @property
+    def generation_config(self) -> Any: ...
 
     def names(self) -> Collection[str]:
         """Return the names of all parameters. A head that is tied to the embedding is not among them."""
@@ -59,7 +63,8 @@ class MappedFile:
     """A file that the system maps into memory: a part is read from the disk when somebody looks at it."""
 
     def __init__(self, path: Path) -> None:
-        self._bytes, self._mapped, self._lent = torch.empty(0, dtype=torch.uint8, device="cpu"), None, 0
+        self._bytes, self._lent = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
+        self._mapped: mmap.mmap | None = None
         if not path.stat().st_size:  # nothing can be mapped
             return
         with path.open("rb") as file, warnings.catch_warnings():
