@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from layerskip_models.kernels.pages import expect_large_pages
+
 CHUNK = 64
 """The number of inputs must be a multiple of it."""
 GROUP_SIZES = (128, 64, 32)
@@ -161,7 +163,13 @@ class GroupedWeight:
 
     def reordered(self, order: Tensor) -> GroupedWeight:
         """Return the weight with its outputs in another order; order: int64 [out]."""
-        return self._of(lambda tensor: tensor[order])
+
+        def taken(tensor: Tensor) -> Tensor:
+            room = torch.empty_like(tensor)
+            expect_large_pages(room)
+            return torch.index_select(tensor, 0, order, out=room)
+
+        return self._of(taken)
 
     def in_groups_of(self, size: int) -> GroupedWeight:
         """Repeat scales and offsets so that there is one for every `size` inputs. size: must divide `group`."""
@@ -220,14 +228,21 @@ class GroupedWeight:
         if parts[0].blocks is not None:
             blocks = [part.blocks for part in parts]
         return cls(
-            torch.cat([part.packed for part in parts]),
-            torch.cat([part.groups for part in parts]),
-            None if offsets is None else torch.cat(offsets),  # type: ignore[arg-type]
-            None if factors is None else torch.cat(factors),
-            None if blocks is None else torch.cat(blocks),  # type: ignore[arg-type]
+            _joined([part.packed for part in parts]),
+            _joined([part.groups for part in parts]),
+            None if offsets is None else _joined(offsets),  # type: ignore[arg-type]
+            None if factors is None else _joined(factors),
+            None if blocks is None else _joined(blocks),  # type: ignore[arg-type]
             bits=parts[0].bits,
             zero=parts[0].zero,
         )
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Join rows, in memory that has large pages from the first write on."""
+    room = parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
+    expect_large_pages(room)
+    return torch.cat(parts, out=room)
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:

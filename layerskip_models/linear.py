@@ -54,8 +54,8 @@ class PlainLinear:
 
 
 def int8_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Round a weight to 8 bits, a scale for each output: on our own kernels, or where there are none on operators."""
-    if native_works(weight.device, weight.dtype):
+    """Round a weight of 16 or 32 bits to 8, a scale for each output: on our own kernels, or if none, on operators."""
+    if native_works(weight.device, torch.float32):
         return NativeInt8Linear(weight, bias)
     rounded, scale = round_to_eight_bits(weight)
     columns = weight.shape[1]
@@ -69,7 +69,7 @@ def int8_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def int4_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Round a weight to 4 bits in groups of inputs; to 8 bits where no number of inputs makes whole groups."""
+    """Round a weight of 16 or 32 bits to 4 in groups of inputs; to 8 bits where no number of inputs makes whole groups."""
     if not fits_four_bits(weight.shape[1]):
         return int8_linear(weight, bias)
     return grouped_linear(round_to_four_bits(weight, group=GROUP), bias, own=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from layerskip_models.checkpoints.config_checks import built_on_meta
+from layerskip_models.checkpoints.parameters import built_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -1,18 +1,24 @@
-"""Finds a checkpoint's folder, and says in one line why the hub does not give its files."""
+"""Finds a checkpoint's folder and the files of its weights, and says in one line why the hub does not give them.
+
+Weights are read from the files that transformers would read: `model.safetensors` if there is one, else all that
+`model.safetensors.index.json` names, whatever else lies in the folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import GatedRepoError
 
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
 from layerskip_models.checkpoints.named_models import named_file
-from layerskip_models.checkpoints.weight_files import FILE, INDEX
 
-_WEIGHTS = (FILE, INDEX)
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_AGAIN = "copy or download it again"
 
 
 def resolve_checkpoint(name_or_path: str | Path) -> str:
@@ -44,7 +50,7 @@ def resolve_checkpoint(name_or_path: str | Path) -> str:
         if name.startswith((".", "/", "~")) or "\\" in name:  # written as a path, so it cannot be a hub name
             raise FileNotFoundError(f"no checkpoint folder at {name}: give a folder with config.json and *.safetensors")
         return name
-    if not any((folder / weights).exists() for weights in _WEIGHTS):
+    if not any((folder / weights).exists() for weights in (FILE, INDEX)):
         if (folder / "model" / "config.json").is_file():
             return str(folder / "model")
         if (folder / "checkpoints").is_dir():
@@ -74,3 +80,47 @@ def clear_errors(name: str) -> Iterator[None]:
                 "check the name and the network, or give a local folder"
             ) from error
         raise
+
+
+def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]]:
+    """Find the files, and the tensors that an index lists (none without one); later files go before earlier ones.
+
+    Raises FileNotFoundError for one that is missing, OSError for a damaged index.
+    """
+    from transformers.utils import cached_file
+
+    def find(file: str) -> Path | None:
+        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **origin)
+        return None if found is None else Path(str(found))
+
+    if (single := find(FILE)) is not None:
+        return [single], set()
+    if (index := find(INDEX)) is None:
+        raise FileNotFoundError(
+            f"{name} has no {FILE}: only safetensors files are loaded; save the model with save_pretrained(), or copy the "
+            "file there"
+        )
+    listed = listed_files(index)
+    paths = []
+    for file in sorted({*listed.values()}):
+        if (path := find(file)) is None:
+            raise FileNotFoundError(f"{name} has no {file}, which its {INDEX} names: copy the file there")
+        paths.append(path)
+    return paths, {*listed}
+
+
+def listed_files(index: Path) -> dict[str, str]:
+    """Read the file of every tensor that an index lists. OSError for one that cannot be read."""
+    try:
+        said = json.loads(index.read_text(encoding="utf-8"))
+        listed = {str(tensor): str(file) for tensor, file in said["weight_map"].items()}
+        whole = isinstance(said["metadata"], dict) and bool(listed)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise OSError(f"{index} is damaged ({type(error).__name__}: {error}): {_AGAIN}") from error
+    if not whole:
+        raise OSError(f"{index} is damaged (it lists nothing): {_AGAIN}")
+    if foreign := sorted(
+        file for file in listed.values() if Path(file).name != file or not file.endswith(".safetensors")
+    ):
+        raise OSError(f"{index} names {foreign[0]}, which is not a safetensors file beside it: {_AGAIN}")
+    return listed

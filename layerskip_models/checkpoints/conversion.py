@@ -1,34 +1,28 @@
-"""From a transformers model in memory to a `LayerSkipModel`: weights are fused and laid out, layer by layer.
+"""From weights, wherever they are, to a `LayerSkipModel`: matrices are fused, reordered and laid out, layer by layer.
 
-The weights are copied, because the model must stay as it is. `release` hands each layer's original weights back as soon as
-they are converted, so that nothing is resident twice. `share` makes the original ones views of the fused ones.
+A matrix is in memory once as it was loaded and once as it stays, and no more than one layer's matrices are at a time.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from layerskip_models.checkpoints.as_built import rotary_angles
-from layerskip_models.checkpoints.fused_reading import (
-    places_of,
-    read_eight_bits,
-    read_floats,
-    read_numbers,
-    rounds_while_reading,
-)
-from layerskip_models.checkpoints.progress import tell
-from layerskip_models.checkpoints.stored_tensor import StoredTensor
+from layerskip_models.checkpoints.finite import copy_finite, not_finite
+from layerskip_models.checkpoints.parameters import EMBEDDING, HEAD, NORM, parameter_shapes
 from layerskip_models.checkpoints.supported import check_transformers
+from layerskip_models.checkpoints.weights import ModuleWeights, Weights
 from layerskip_models.decoder_layer import DecoderLayer, interleave_heads
 from layerskip_models.families import family_of, head_dim_of
 from layerskip_models.grouped_weight import GroupedWeight
+from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import NativeInt8Linear
 from layerskip_models.kernels.pages import expect_large_pages
 from layerskip_models.linear import (
@@ -38,7 +32,6 @@ from layerskip_models.linear import (
     Linear,
     PlainLinear,
     check_layout,
-    default_layout,
     grouped_linear,
     keeps_eight_bits,
 )
@@ -46,15 +39,23 @@ from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 DRAFT_HEAD_BYTES = 16 << 20
 """Heads from this size on get a second one in 8 bits, which drafts are chosen with: smaller ones stay in a cache."""
 _COMPARED = 1 << 20  # numbers at a time
-Packed = Mapping[str, GroupedWeight | StoredTensor]
-"""Weights that a checkpoint has in 4 bits, or that are still in its files, by the names of their modules
-("model.layers.0.mlp.down_proj")."""
-_NOTHING: Packed = MappingProxyType({})
+_HALVES = (torch.bfloat16, torch.float16)
+_listener: ContextVar[Callable[[int, int], object] | None] = ContextVar("loading_progress", default=None)
+
+
+@contextmanager
+def telling(listener: Callable[[int, int], object]) -> Iterator[None]:
+    """Within it, models that are built call the listener with (layers done, layers in all) after every layer."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
 
 
 def arithmetic_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
@@ -63,7 +64,7 @@ def arithmetic_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
     PyTorch's products of 16-bit matrices on a CPU depend on how many rows they have, so that a text would depend on how it
     was drafted. In float32 it depends on the model and the prompt. Elsewhere a model is computed in its own dtype.
     """
-    return torch.float32 if device.type == "cpu" and weights in (torch.bfloat16, torch.float16) else weights
+    return torch.float32 if device.type == "cpu" and weights in _HALVES else weights
 
 
 def from_transformers(
@@ -86,8 +87,14 @@ def from_transformers(
     config = check_transformers(model)
     if share and (reason := why_not_shared(model, layout)) is not None:
         raise ValueError(reason)
-    with torch.inference_mode(False), torch.no_grad():
-        return convert(model, config, "plain" if share else layout, release, share)
+    weight = model.model.norm.weight
+    dtype, device = weight.dtype, weight.device
+    weights = ModuleWeights(model, config, release=release)
+    made = build_model(weights, dtype=dtype, layout="plain" if share else layout, device=device, share=share)
+    if release:
+        for parameter in model.parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+    return made
 
 
 def why_not_shared(model: PreTrainedModel, layout: Layout | None = None) -> str | None:
@@ -104,103 +111,59 @@ def why_not_shared(model: PreTrainedModel, layout: Layout | None = None) -> str 
     return None
 
 
-def convert(
-    model: PreTrainedModel,
-    config: PreTrainedConfig,
+def build_model(
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
     layout: Layout | None,
-    release: bool,
+    device: torch.device | Mapping[str, torch.device],
     share: bool = False,
-    packed: Packed = _NOTHING,
-    fill: Callable[[str, nn.Module], None] = lambda name, module: None,
-    own_head: StoredTensor | None = None,
+    keep_bits: int = 0,
 ) -> LayerSkipModel:
-    """`from_transformers` without its checks. fill: called with each layer and its name before it is read.
+    """Load every weight and build a model of them.
 
-    packed: of layers' matrices that keep their numbers, or are still in a file. own_head: a head that is. Their parameters
-    in `model` then only have the right shape.
+    dtype: that weights are rounded to. layout: of matrices; None for the fastest lossless one. device: of everything, or of
+    each module by its name. share: as in `from_transformers`. keep_bits: quantised matrices of layers keep the numbers that
+    their file has if these have so many bits or fewer; the head does if this is 8.
     """
-    decoder = model.model
-    stored = decoder.norm.weight.dtype
-    dtype = arithmetic_dtype(stored, decoder.norm.weight.device)
-    if layout is not None:
-        check_layout(layout, decoder.norm.weight.new_empty(0, dtype=dtype))
-
-    def layout_of(weight: Tensor, layer: int | None = None) -> Layout:
-        if layout == "int4" and keeps_eight_bits(layer):
-            return "int8"
-        return default_layout(weight) if layout is None else layout
-
-    inv_freq = _inv_freq(decoder.rotary_emb, config)
-    layers = []
-    for index, layer in enumerate(decoder.layers):
-        fill(f"model.layers.{index}", layer)
-        layers.append(
-            convert_layer(
-                layer,
-                config,
-                partial(layout_of, layer=index),
-                dtype,
-                index=index,
-                rotated=2 * inv_freq.numel(),
-                share=share,
-                packed=packed,
-            )
+    config: Any = weights.config
+    names = ["model.embed_tokens", "lm_head", *(f"model.layers.{index}" for index in range(config.num_hidden_layers))]
+    home, last, *devices = (device[name] if isinstance(device, Mapping) else device for name in names)
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        computed = arithmetic_dtype(dtype, last)
+        if layout is not None:
+            check_layout(layout, torch.empty(0, dtype=computed, device=last))
+        builder = LayerBuilder(weights, dtype=dtype, computed=computed, layout=layout, share=share, keep_bits=keep_bits)
+        frequencies, scaling = weights.rotary()
+        inv_freq = _checked(frequencies.to(home), config)
+        embedding, head, draft_head = builder.ends(home, last)
+        final_norm = builder.norm(NORM, last)
+        layers, listener = [], _listener.get()
+        for index, place in enumerate(devices):
+            layers.append(builder.layer(index, place, rotated=2 * inv_freq.numel()))
+            if listener is not None:
+                listener(index + 1, len(devices))
+        return LayerSkipModel(
+            config,
+            dtype=computed,
+            weights_dtype=computed if layout in ("int8", "int4") else dtype,
+            embedding=embedding,
+            layers=layers,
+            final_norm=final_norm,
+            head=head,
+            draft_head=draft_head,
+            inv_freq=inv_freq,
+            rotary_scaling=scaling,
+            generation_config=copy.deepcopy(weights.generation_config),
+            name=config.name_or_path or None,
         )
-        if release:
-            _release(layer)
-        tell(index + 1, len(decoder.layers))
-
-    embedding = decoder.embed_tokens.weight.detach()
-    head_weight = (model.lm_head.weight if own_head is None else decoder.norm.weight).detach()
-    tied = head_weight.device == embedding.device and head_weight.data_ptr() == embedding.data_ptr()
-    if not release and not share:
-        embedding = embedding.clone()
-        head_weight = embedding if tied else head_weight.clone()
-    head: Linear
-    draft_head: Linear | None = None
-    head_layout = layout_of(head_weight.new_empty(0, dtype=dtype))
-    if own_head is not None and own_head.is_quantised:
-        head = grouped_linear(own_head.quantised(), own=True)
-    elif own_head is not None and rounds_while_reading([own_head], head_layout, dtype):
-        head = read_eight_bits([own_head], None, None)
-    else:
-        if own_head is not None:
-            head_weight = read_floats([own_head], None, dtype)
-        head_weight, head_layout = in_its_layout(head_weight, dtype, layout_of)
-        head = LAYOUTS[head_layout](head_weight, None)
-        if head_layout == "native" and head.num_bytes >= DRAFT_HEAD_BYTES:
-            draft_head = NativeInt8Linear(head_weight)
-    if tied and isinstance(head, PlainLinear):
-        embedding = head.weight  # one copy serves both
-    elif embedding.dtype != stored:  # as the file has it, see `StoredWeights.stored`
-        embedding = embedding if head_layout in COMPACT else embedding.to(stored)
-    elif dtype == stored and head_layout in COMPACT and _fits_bfloat16(embedding):
-        embedding = embedding.bfloat16()
-    result = LayerSkipModel(
-        config,
-        dtype=dtype,
-        weights_dtype=dtype if layout in ("int8", "int4") else stored,
-        embedding=embedding,
-        layers=layers,
-        final_norm=_norm(decoder.norm.weight, config, dtype, share),
-        head=head,
-        draft_head=draft_head,
-        inv_freq=inv_freq,
-        rotary_scaling=float(decoder.rotary_emb.attention_scaling),
-        generation_config=copy.deepcopy(model.generation_config),
-        name=config.name_or_path or None,
-    )
-    if release:
-        _release(model)
-    return result
 
 
-def _inv_freq(rotary: Any, config: Any) -> Tensor:
-    """Return the frequencies of transformers' rotary embedding, [numbers that rotate / 2].
+def _checked(inv_freq: Tensor, config: Any) -> Tensor:
+    """Return rotary frequencies, [numbers that rotate / 2].
 
     ValueError for frequencies that are not numbers, and for part of a head where transformers rotates all of it.
     """
-    inv_freq = rotary_angles(rotary).float().clone()
     size, rotated = head_dim_of(config), 2 * inv_freq.numel()
     if not bool(inv_freq.isfinite().all()):
         raise ValueError(f"the rotary frequencies are NaN or infinite: rope_parameters is {config.rope_parameters}")
@@ -216,151 +179,198 @@ def interleaves(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def convert_layer(
-    layer: Any,
-    config: PreTrainedConfig,
-    layout_of: Callable[[Tensor], Layout],
-    dtype: torch.dtype,
-    *,
-    index: int = 0,
-    rotated: int | None = None,
-    share: bool = False,
-    packed: Packed = _NOTHING,
-) -> DecoderLayer:
-    """Convert a transformers layer to the fused layout.
+@dataclass(slots=True, eq=False)
+class LayerBuilder:
+    """Builds the parts of one model. dtype: that weights are rounded to. computed: the dtype of the arithmetic.
 
-    layout_of: the layout of one of its four matrices. dtype: what the layer is computed in. index: its number in the model.
-    rotated: how many numbers of a head rotate, its first ones; None for all.
-    share: its parameters become views of the fused ones, else they are copied. packed: as in `convert`.
+    layout, share, keep_bits: as in `build_model`.
     """
-    family, size = family_of(config), head_dim_of(config)
-    interleaved = interleaves(layer.mlp.down_proj.weight.device) and not share
-    turned = (config.num_attention_heads + config.num_key_value_heads) * size
 
-    def reordered(values: Tensor) -> Tensor:
-        """Rows of whole heads, [heads * size, ...], in the order that the kernels want."""
-        return interleave_heads(values, values.shape[0] // size, rotated) if interleaved else values
+    weights: Weights
+    dtype: torch.dtype
+    computed: torch.dtype
+    layout: Layout | None
+    share: bool = False
+    keep_bits: int = 0
+    _shapes: Mapping[str, tuple[int, ...]] = field(init=False)
 
-    def norm(name: str | None, of_heads: bool = False) -> RMSNorm | None:
-        if name is None:
-            return None
-        weight = getattr(layer.self_attn if of_heads else layer, name).weight
-        return _norm(reordered(weight) if of_heads else weight, config, dtype, share)
+    def __post_init__(self) -> None:
+        self._shapes = parameter_shapes(self.weights.config)
 
-    def fused(kind: str, parts: Sequence[Tensor]) -> Tensor:
-        """Weights or biases of the linears of a projection as one; a new tensor, unless they are shared."""
-        if share:
-            return together(parts)
-        values = [part.detach() for part in parts]
-        if len({one.dtype for one in values}) > 1:
-            values = [one.to(dtype) for one in values]
-        value = values[0].new_empty(sum(len(one) for one in values), *values[0].shape[1:])
-        expect_large_pages(value)
-        for room, one in zip(value.split([len(one) for one in values]), values):
-            room.copy_(one)
-        if interleaved and kind == "qkv":
-            value[:turned] = reordered(value[:turned])
-        return value
+    def layer(self, index: int, device: torch.device, *, rotated: int) -> DecoderLayer:
+        """Build a layer. rotated: how many numbers of a head rotate, its first ones."""
+        config: Any = self.weights.config
+        family, prefix = family_of(config), f"model.layers.{index}."
+        turns = rotated if interleaves(device) and not self.share else None
 
-    input_norm, post_attention_norm = norm(family.input_norm), norm(family.post_attention_norm)
-    before = {"qkv": input_norm, "gate_up": post_attention_norm}
-    names = {
-        "qkv": [f"self_attn.{name}" for name in family.qkv],
-        "output": ["self_attn.o_proj"],
-        "gate_up": [f"mlp.{name}" for name in family.gate_up],
-        "down": ["mlp.down_proj"],
-    }
-    projections: dict[str, Linear] = {}
-    for kind, places in names.items():
-        linears = [layer.get_submodule(place) for place in places]
-        bias = None
-        if any(linear.bias is not None for linear in linears):
-            biases = [_zeros_like_output(one.weight) if one.bias is None else one.bias for one in linears]
-            bias = fused(kind, biases).to(dtype)
-        own = [packed.get(f"model.layers.{index}.{place}") for place in places]
-        stored = [weight for weight in own if isinstance(weight, StoredTensor)]
-        kept = [weight for weight in own if weight is not None and _keeps_numbers(weight)]
-        is_stored = len(stored) == len(own)
-        order: Tensor | None = None
-        rows_of_whole: Tensor | None = None
-        if kind == "qkv" and (is_stored or len(kept) == len(own)):
-            count = sum(len(linear.weight) for linear in linears)
-            order = fused(kind, [torch.arange(count, device=linears[0].weight.device)])
-            rows_of_whole = places_of(order)
-        if len(kept) == len(own):
-            whole = read_numbers(stored, rows_of_whole) if is_stored else None
-            if whole is None:
-                known = [weight.quantised() if isinstance(weight, StoredTensor) else weight for weight in kept]
-                whole = GroupedWeight.cat(known)
-                whole = whole if order is None else whole.reordered(order)
-            projections[kind] = grouped_linear(whole, bias, own=True)
-            continue
-        if is_stored and rounds_while_reading(stored, layout_of(linears[0].weight.new_empty(0, dtype=dtype)), dtype):
-            projections[kind] = read_eight_bits(stored, rows_of_whole, bias)
-            continue
-        if is_stored:
-            value = read_floats(stored, rows_of_whole, dtype)
+        def norm(name: str | None, *, of_heads: bool = False) -> RMSNorm | None:
+            if name is None:
+                return None
+            place = f"{prefix}self_attn." if of_heads else prefix
+            return self.norm(f"{place}{name}.weight", device, turns=turns if of_heads else None)
+
+        def linear(*names: str, **options: Any) -> Linear:
+            return self.linear([prefix + name for name in names], device, index, **options)
+
+        input_norm, post_attention_norm = norm(family.input_norm), norm(family.post_attention_norm)
+        return DecoderLayer(
+            input_norm=input_norm,
+            qkv=linear(*(f"self_attn.{name}" for name in family.qkv), before=input_norm, turns=turns),
+            output=linear("self_attn.o_proj"),
+            post_attention_norm=post_attention_norm,
+            gate_up=linear(*(f"mlp.{name}" for name in family.gate_up), before=post_attention_norm),
+            down=linear("mlp.down_proj"),
+            output_norm=norm(family.output_norm),
+            down_norm=norm(family.down_norm),
+            query_norm=norm(family.query_norm, of_heads=True),
+            key_norm=norm(family.key_norm, of_heads=True),
+            sliding_window=family.sliding_window(config, index),
+            rotated=family.rotates(config, index),
+            interleaved=turns is not None,
+        )
+
+    def ends(self, home: torch.device, last: torch.device) -> tuple[Tensor, Linear, Linear | None]:
+        """Build the embedding, the head, and the head that drafts are chosen with if it is another one."""
+        embedding = self._floats([EMBEDDING], home)
+        tied = HEAD not in self.weights.names()
+        own: Tensor | GroupedWeight = embedding
+        if not tied or self.keep_bits == 8:
+            own = self._fused([EMBEDDING if tied else HEAD], last, self.keep_bits if self.keep_bits == 8 else 0)
+        draft_head: Linear | None = None
+        layout = self._layout(last, None)
+        if isinstance(own, GroupedWeight):
+            head = grouped_linear(own, own=True)
         else:
-            value = fused(kind, [_floats(linear.weight, known) for linear, known in zip(linears, own)])
-        weight, layout = in_its_layout(value, dtype, layout_of)
-        norm_before = before.get(kind)
-        factors = None if norm_before is None or layout in COMPACT else norm_before.fold()
+            weight = self._in_layout(own, layout)
+            head = LAYOUTS[layout](weight, None)
+            if layout == "native" and head.num_bytes >= DRAFT_HEAD_BYTES:
+                draft_head = NativeInt8Linear(weight)
+        if tied and isinstance(head, PlainLinear):
+            embedding = head.weight  # one copy serves both
+        elif layout not in COMPACT:
+            embedding = embedding.to(self.dtype)
+        elif embedding.dtype == self.computed and _fits_bfloat16(embedding):
+            embedding = embedding.bfloat16()
+        return embedding, head, draft_head
+
+    def norm(self, name: str, device: torch.device, *, turns: int | None = None) -> RMSNorm:
+        """Build a norm. turns: how many numbers of each head are interleaved; None leaves the order as it is."""
+        weight = self._floats([name], device).to(self.dtype)
+        if turns is not None:
+            weight = interleave_heads(weight, len(weight) // head_dim_of(self.weights.config), turns)
+        return RMSNorm(weight.to(self.computed), self.weights.config.rms_norm_eps, live=self.share)
+
+    def linear(
+        self,
+        modules: Sequence[str],
+        device: torch.device,
+        layer: int,
+        *,
+        before: RMSNorm | None = None,
+        turns: int | None = None,
+    ) -> Linear:
+        """Fuse linears to one. before: the norm of its inputs. turns: as in `norm`, of queries and keys."""
+        weights, biases = ([f"{module}.{kind}" for module in modules] for kind in ("weight", "bias"))
+        order = None if turns is None else self._order(weights, turns)
+        bias: Tensor | None = None
+        if any(name in self.weights.names() for name in biases):
+            bias = self._floats(biases, device, order).to(self.computed)
+        weight = self._fused(weights, device, self.keep_bits, order)
+        if isinstance(weight, GroupedWeight):
+            return grouped_linear(weight, bias, own=True)
+        layout = self._layout(device, layer)
+        weight = self._in_layout(weight, layout)
+        factors = None if before is None or layout in COMPACT else before.fold()
         if factors is not None:
             weight.mul_(factors)
-        projections[kind] = LAYOUTS[layout](weight, bias)
-    return DecoderLayer(
-        **projections,
-        input_norm=input_norm,
-        post_attention_norm=post_attention_norm,
-        output_norm=norm(family.output_norm),
-        down_norm=norm(family.down_norm),
-        query_norm=norm(family.query_norm, of_heads=True),
-        key_norm=norm(family.key_norm, of_heads=True),
-        sliding_window=family.sliding_window(config, index),
-        rotated=family.rotates(config, index),
-        interleaved=interleaved,
-    )
+        return LAYOUTS[layout](weight, bias)
 
+    def _order(self, names: Sequence[str], turns: int) -> Tensor:
+        """Return which row of queries, keys and values comes first, second and so on. turns: as in `norm`."""
+        config: Any = self.weights.config
+        heads = config.num_attention_heads + config.num_key_value_heads
+        order = torch.arange(sum(self._shapes[name][0] for name in names))
+        turned = heads * head_dim_of(config)
+        order[:turned] = interleave_heads(order[:turned], heads, turns)
+        return order
 
-def _keeps_numbers(weight: GroupedWeight | StoredTensor) -> bool:
-    return weight.is_quantised if isinstance(weight, StoredTensor) else True
+    def _fused(
+        self, names: Sequence[str], device: torch.device, keep_bits: int, order: Tensor | None = None
+    ) -> Tensor | GroupedWeight:
+        """Load parameters as rows of one, with the file's own numbers where all of them can keep these."""
+        if keep_bits:
+            parts = [self.weights.load(name, keep_bits) for name in names]
+            kept = [part for part in parts if isinstance(part, GroupedWeight)]
+            if len(kept) == len(parts):
+                whole = kept[0] if len(kept) == 1 else GroupedWeight.cat(kept)
+                return whole if order is None else whole.reordered(order)
+        return self._floats(names, device, order)
 
+    def _floats(self, names: Sequence[str], device: torch.device, order: Tensor | None = None) -> Tensor:
+        """Load parameters as rows of a new tensor; of one that they become views of if they are shared.
 
-def _floats(weight: Tensor, known: GroupedWeight | StoredTensor | None) -> Tensor:
-    """Return the numbers of a matrix, of which something else than its weight may be known."""
-    return weight if known is None else known.values() if isinstance(known, GroupedWeight) else known.tensor()
+        order: which of the rows is first, second and so on; None for theirs. Raises ValueError for numbers that are not
+        finite, and names the first of such parameters.
+        """
+        if self.share:
+            return together([self._load(name, device) for name in names])
+        shapes = [self._shapes.get(name) or self._shapes[name.replace(".bias", ".weight")] for name in names]
+        places = torch.arange(sum(shape[0] for shape in shapes)) if order is None else order.argsort()
+        room, filled = torch.empty(0), 0
+        for name, (rows, *_) in zip(
+            names, shapes
+        ):  # one by one, since some are converted to float32 when they are loaded
+            part = self._load(name, device)
+            dtype = self._kept_dtype(part.dtype, device)
+            if (
+                len(names) == 1
+                and self.weights.gives(name)
+                and part.dtype == dtype
+                and part.device == device
+                and order is None
+            ):
+                return part.contiguous()
+            if not filled:
+                room = torch.empty(len(places), *part.shape[1:], dtype=dtype, device=device)
+                expect_large_pages(room)
+            elif dtype != room.dtype:
+                room = room.to(self.computed)
+            finite = copy_finite(part, room, places[filled : filled + rows], checks=self.weights.checkpoint is not None)
+            if not finite:
+                raise not_finite(str(self.weights.checkpoint), name)
+            filled += rows
+        return room
 
+    def _load(self, name: str, device: torch.device) -> Tensor:
+        """Load a parameter as floats. A bias that some of several fused linears lack is zeros."""
+        if name.endswith(".bias") and name not in self.weights.names():
+            return torch.zeros(self._shapes[name.replace(".bias", ".weight")][0], dtype=self.dtype, device=device)
+        value = self.weights.load(name)
+        assert isinstance(value, Tensor)
+        return value
 
-def in_its_layout(weight: Tensor, dtype: torch.dtype, layout_of: Callable[[Tensor], Layout]) -> tuple[Tensor, Layout]:
-    """Return a weight in the dtype that it is computed in, and its layout.
+    def _kept_dtype(self, own: torch.dtype, device: torch.device) -> torch.dtype:
+        """Return the dtype that numbers are loaded in. On a CPU 16 bits that become float32 stay 16 bits for now."""
+        keeps = own in _HALVES and self.dtype == torch.float32 and device.type == "cpu"
+        return own if keeps else self.dtype
 
-    Our kernels keep 16 bits, bfloat16 where it is exact.
-    """
-    if weight.dtype in (torch.bfloat16, torch.float16) and layout_of(weight.new_empty(0, dtype=dtype)) == "native":
-        return _in_bfloat16(weight), "native"
-    weight = weight.to(dtype)
-    return weight, layout_of(weight)
+    def _layout(self, device: torch.device, layer: int | None) -> Layout:
+        """Return the layout of a layer's matrices; of the head for None."""
+        if self.layout == "int4" and keeps_eight_bits(layer):
+            return "int8"
+        return self.layout or ("native" if native_works(device, self.computed) else "plain")
 
-
-def _in_bfloat16(weight: Tensor) -> Tensor:
-    """Return a weight of 16 bits as `without_loss` would keep its numbers."""
-    return weight.bfloat16() if weight.dtype != torch.bfloat16 and _fits_bfloat16(weight) else weight
+    def _in_layout(self, weight: Tensor, layout: Layout) -> Tensor:
+        """Return a weight in the dtype that a layout is made from. Our kernels read 16 bits, best bfloat16."""
+        if layout == "native" and weight.dtype == torch.float16 and _fits_bfloat16(weight):
+            return weight.bfloat16()
+        return weight if layout in COMPACT and weight.dtype in _HALVES else weight.to(self.computed)
 
 
 def _fits_bfloat16(weight: Tensor) -> bool:
     """Whether bfloat16 holds all its numbers; nearly always the first rows say no. Little more memory is needed for it."""
     step = max(_COMPARED // weight.shape[1], 1)
     return all(torch.equal(some.bfloat16().to(some.dtype), some) for some in weight.split(step))
-
-
-def _norm(weight: Tensor, config: PreTrainedConfig, dtype: torch.dtype, share: bool) -> RMSNorm:
-    weight = weight.detach()
-    return RMSNorm(weight if share else weight.to(dtype, copy=True), config.rms_norm_eps, live=share)
-
-
-def _zeros_like_output(weight: Tensor) -> Tensor:
-    """[out], of a weight [out, in]."""
-    return weight.detach().new_zeros(weight.shape[0])
 
 
 def together(parameters: Sequence[Tensor]) -> Tensor:
@@ -382,11 +392,3 @@ def together(parameters: Sequence[Tensor]) -> Tensor:
     for parameter, own in zip(parameters, rows.split([value.shape[0] for value in values])):
         parameter.data = own
     return rows
-
-
-def _release(module: nn.Module) -> None:
-    """Give the memory of a module's parameters back."""
-    for parameter in module.parameters():
-        if parameter.is_meta:  # a head that was read from its file
-            continue
-        parameter.data = torch.empty(0, dtype=parameter.dtype)

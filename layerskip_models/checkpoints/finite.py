@@ -1,20 +1,16 @@
-"""Whether weights hold NaN or infinity, at the cost of reading them."""
+"""Weights that hold NaN or infinity are found while they are copied, when each number is in a cache anyway."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
-_EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
-"""The bits that only NaN and infinity have all of."""
-_PIECE = 1 << 20  # numbers looked at together: few enough to stay in a cache
+from layerskip_models.kernels import library
+from layerskip_models.kernels.library import KINDS
+from layerskip_models.kernels.native_rounding import in_shares
 
-
-def check_finite(value: Tensor, checkpoint: str, name: str) -> None:
-    """ValueError if a number of this tensor is NaN or infinite: nothing could be decoded with it."""
-    if not is_finite(value):
-        raise not_finite(checkpoint, name)
+_NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+_PIECE = 1 << 18  # numbers that are copied and then looked at
 
 
 def not_finite(checkpoint: str, name: str) -> ValueError:
@@ -27,15 +23,38 @@ def not_finite(checkpoint: str, name: str) -> ValueError:
 
 def is_finite(value: Tensor) -> bool:
     """Whether no number is NaN or infinite."""
-    exponent = _EXPONENTS.get(value.dtype)
-    if exponent is not None and value.is_cpu and value.is_contiguous():
-        # numpy, on one core: PyTorch's threads would wait for each other more often than they work.
-        numbers = value.view(torch.int16).view(-1).numpy()
-        room = np.empty(min(_PIECE, len(numbers)), np.int16)
-        for first in range(0, len(numbers), _PIECE):
-            piece = numbers[first : first + _PIECE]
-            if np.bitwise_and(piece, np.int16(exponent), out=room[: len(piece)]).max() == exponent:
-                return False
-        return True
     # A sum of floats shows one of them; where it is not finite itself every number is looked at.
     return bool(value.sum(dtype=torch.float32).isfinite()) or bool(value.isfinite().all())
+
+
+def copy_finite(source: Tensor, target: Tensor, places: Tensor, *, checks: bool = True) -> bool:
+    """Copy rows to these rows of a tensor, on several threads. Whether all numbers are finite, if that is checked.
+
+    places: int64 [rows], neighbours or not.
+    """
+    first, last = int(places[0]), int(places[-1])
+    are_neighbours = last - first == len(places) - 1 and bool((places[1:] > places[:-1]).all())
+    kernels = library.kernels()
+    same = source.dtype == target.dtype and source.dtype in _NATIVE and source.is_cpu and target.is_cpu
+    if kernels is None or not same or source.dim() != 2 or not source.is_contiguous():
+        if are_neighbours:
+            target[first : last + 1] = source
+        else:
+            target[places.to(target.device)] = source.to(target.device, target.dtype)
+        return not checks or is_finite(source)
+    numbers, room = (tensor.detach().view(torch.uint8).numpy() for tensor in (source, target))
+    step, look = max(_PIECE // source.shape[1], 1), kernels.finite_numbers
+
+    def some(rows: range) -> bool:
+        finite = True
+        for begin in rows[::step]:
+            end = min(begin + step, rows.stop)
+            room[slice(first + begin, first + end) if are_neighbours else places[begin:end].numpy()] = numbers[
+                begin:end
+            ]
+            if checks:
+                piece = source[begin:end]
+                finite &= bool(look(KINDS[source.dtype], piece.data_ptr(), piece.numel()))
+        return finite
+
+    return in_shares(source, some)

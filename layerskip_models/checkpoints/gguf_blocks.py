@@ -13,14 +13,24 @@ Source: gguf's `quants.py` and `constants.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from ctypes import byref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from layerskip_models.grouped_weight import BLOCK, CHUNK, GroupedWeight, pack_nibbles, pack_sixes
+from layerskip_models.kernels import library
+from layerskip_models.kernels.native_rounding import in_shares
+from layerskip_models.kernels.pages import expect_large_pages
 
+_STORED = {
+    name: kind
+    for kind, name in enumerate(("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"), start=3)
+}
+"""`enum Stored` of stored.h: types that the native library reads."""
+_PIECE = 1 << 18  # numbers that gguf converts at a time
 IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -58,18 +68,81 @@ def keeps_form(form: str, columns: int, bits: int) -> bool:
     return kept is not None and kept.bits <= bits and columns % (BLOCK if kept.in_blocks else CHUNK) == 0
 
 
-def room_for_numbers(rows: int, columns: int, form: str) -> GroupedWeight:
-    """Memory for a weight of this form in our layout. columns: as in `keeps_form`."""
-    kept = GROUPED[form]
-    groups = columns // kept.group
+def kept_rows(rows: Tensor, form: str, order: Tensor | None) -> GroupedWeight | None:
+    """Convert a tensor's bytes, uint8 [out, bytes of a row], to our layout; None if a scale is not finite.
+
+    form: one of `GROUPED`. order: which row each row of the result is; None for the same.
+    """
+    kernels = library.kernels()
+    if kernels is None:
+        made = numbers_of_blocks(rows if order is None else rows[order], form).contiguous()
+        return made if made.is_finite() else None
+    made, convert = _room(rows, form), kernels.block_rows
+    targets = made.packed, made.groups, made.offsets, made.blocks
+    finite = _convert(
+        rows,
+        made.shape[1],
+        order,
+        targets,
+        lambda first, read: convert(_STORED[form], *read, byref(library.Blocks(*first))),
+    )
+    return made if finite else None
+
+
+def float_rows(rows: Tensor, form: str, order: Tensor | None) -> Tensor | None:
+    """Convert a tensor's bytes to float32 [out, in] as gguf does; None if a number is not finite. order: as above."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    block, width = GGML_QUANT_SIZES[GGMLQuantizationType[form]]
+    made = torch.empty(len(rows), rows.shape[1] // width * block, dtype=torch.float32, device="cpu")
+    kernels = library.kernels()
+    if kernels is None or form not in _STORED:
+        step = max(_PIECE // made.shape[1], 1)
+        for piece, room in zip((rows if order is None else rows[order]).split(step), made.split(step)):
+            room.copy_(torch.from_numpy(dequantize(piece.numpy().copy(), GGMLQuantizationType[form])))
+        return made if bool(made.isfinite().all()) else None
+    convert = kernels.float_rows
+    finite = _convert(rows, made.shape[1], order, (made,), lambda first, read: convert(_STORED[form], *read, *first))
+    return made if finite else None
+
+
+def _convert(
+    rows: Tensor,
+    columns: int,
+    order: Tensor | None,
+    targets: Sequence[Tensor | None],
+    run: Callable[[list[int | None], tuple[int | None, ...]], int],
+) -> bool:
+    """Have the native library convert rows, on several threads. Whether all numbers are finite.
+
+    run: called with the addresses of the targets' first rows, and the library's arguments for some rows of the file.
+    """
+    places = None if order is None else order.argsort()  # where each row of the file goes
+    for target in targets:
+        if target is not None:
+            expect_large_pages(target)
+
+    def some(share: range) -> bool:
+        begin = 0 if places is not None else share.start
+        first = [None if target is None else target[begin:].data_ptr() for target in targets]
+        here = None if places is None else places[share.start :].data_ptr()
+        return bool(run(first, (rows[share.start].data_ptr(), len(share), columns, rows.shape[1], here)))
+
+    return in_shares(rows, some)
+
+
+def _room(rows: Tensor, form: str) -> GroupedWeight:
+    """Make room for the numbers of these rows, in our layout."""
+    kept, count = GROUPED[form], len(rows)
+    columns = rows.shape[1] // kept.block_bytes * (BLOCK if kept.in_blocks else 32)
 
     def room(width: int, dtype: torch.dtype, *more: int) -> Tensor:
-        return torch.empty(rows, width, *more, dtype=dtype, device="cpu")
+        return torch.empty(count, width, *more, dtype=dtype, device="cpu")
 
     return GroupedWeight(
         room(columns * kept.bits // 8, torch.uint8),
-        room(groups, kept.scales),
-        None if kept.offsets is None else room(groups, kept.offsets),
+        room(columns // kept.group, kept.scales),
+        None if kept.offsets is None else room(columns // kept.group, kept.offsets),
         blocks=room(columns // BLOCK, torch.float16, 1 if kept.offsets is None else 2) if kept.in_blocks else None,
         bits=kept.bits,
         zero=kept.zero,

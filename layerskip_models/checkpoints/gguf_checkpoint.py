@@ -1,20 +1,25 @@
 """GGUF files: where the file is, its configuration, its weights, its tokenizer.
 
+Weights keep the file's own numbers where that is asked for and our layout holds them; everything else becomes floats.
+A file of a Llama has the rows of queries and keys in another order, which they are brought back from.
+
 A file with tensors that the model does not have is refused, because it would become another model. A tokenizer or a
 generation_config.json beside the file goes before what the file says, since a GGUF file describes a tokenizer only roughly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from layerskip_models.checkpoints.config_checks import shell_of
+from layerskip_models.checkpoints.finite import not_finite
+from layerskip_models.checkpoints.gguf_blocks import float_rows, keeps_form, kept_rows
 from layerskip_models.checkpoints.gguf_metadata import (
     ROPE_FACTORS,
     UnsupportedModelError,
@@ -23,13 +28,14 @@ from layerskip_models.checkpoints.gguf_metadata import (
 )
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.gguf_tokenizer import build_tokenizer
-from layerskip_models.checkpoints.gguf_weights import GgufWeights
+from layerskip_models.checkpoints.parameters import HEAD, parameter_shapes, rotary_frequencies
+from layerskip_models.checkpoints.supported import GGUF_METHOD
+from layerskip_models.checkpoints.weights import FLOATS
+from layerskip_models.families import head_dim_of
+from layerskip_models.grouped_weight import GroupedWeight
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
-
-GGUF_METHOD = "gguf"
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def gguf_file(name: str) -> Path | None:
@@ -56,25 +62,8 @@ def gguf_file(name: str) -> Path | None:
     return path
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GgufCheckpoint:
-    """A file whose header was read and compared with the model that it describes, once for all that is wanted of it.
-
-    config: marked as that of a GGUF file in `quantization_config`. names: the file's tensor for each parameter.
-    """
-
-    path: Path
-    reader: GgufReader
-    config: Any
-    names: Mapping[str, str]
-
-    def weights(self, config: PreTrainedConfig, *, keep_bits: int) -> GgufWeights:
-        """config: without the mark. keep_bits: as in `StoredWeights`."""
-        return GgufWeights(str(self.path), self.reader, config, self.names, keep_bits=keep_bits)
-
-
-def open_gguf(path: Path) -> GgufCheckpoint:
-    """Open a GGUF file.
+def open_gguf(path: Path) -> GgufWeights:
+    """Open a GGUF file, and compare it with the model that it describes. Its configuration is marked as that of a file.
 
     Raises ValueError for what is not read, or where something would be left out; OSError for a damaged file.
     """
@@ -83,19 +72,10 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         config = read_config(reader)
         names = _tensor_names(reader, config)
     types = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
-    few_bits = not types <= _FLOATS.keys()
-    config.dtype = torch.bfloat16 if few_bits else _FLOATS[min(types, key=lambda kind: _FLOATS[kind].itemsize)]
+    few_bits = not types <= FLOATS.keys()
+    config.dtype = torch.bfloat16 if few_bits else FLOATS[min(types, key=lambda kind: FLOATS[kind].itemsize)]
     config.quantization_config = {"quant_method": GGUF_METHOD, "few_bits": few_bits, "types": sorted(types)}
-    return GgufCheckpoint(path, reader, config, names)
-
-
-def gguf_generation_config(path: Path, config: PreTrainedConfig) -> GenerationConfig:
-    """How the model of a file generates, from beside the file or from its configuration."""
-    from transformers import GenerationConfig
-
-    if (path.parent / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(path.parent)
-    return GenerationConfig.from_model_config(config)
+    return GgufWeights(path, reader, config, names)
 
 
 def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
@@ -150,8 +130,9 @@ def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str
 
     kind = next(key for key, value in MODEL_ARCH_NAMES.items() if value == architecture_of(reader))
     names = get_tensor_name_map(kind, config.num_hidden_layers)
-    model = shell_of(config, "it")
-    shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
+    shapes = {name: [*shape] for name, shape in parameter_shapes(config).items()}
+    if config.tie_word_embeddings:
+        del shapes[HEAD]
     wanted = {name: str(names.get_name(name, (".weight", ".bias"))) for name in shapes}
     there = {tensor.name: [*tensor.shape][::-1] for tensor in reader.tensors if tensor.name != ROPE_FACTORS}
     if unread := sorted(there.keys() - {*wanted.values()}):
@@ -165,3 +146,50 @@ def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str
                 f"{shapes[name]}"
             )
     return wanted
+
+
+class GgufWeights:
+    """`Weights` of a GGUF file. names: the file's tensor for each parameter."""
+
+    generation_config: Any = None
+
+    def __init__(self, path: Path, reader: GgufReader, config: Any, names: Mapping[str, str]) -> None:
+        self.path, self.checkpoint, self.config = path, str(path), config
+        self._file, self._permuted = reader.file, architecture_of(reader) == "llama"
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._tensors = {name: tensors[stored] for name, stored in names.items()}
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def load(self, name: str, keep_bits: int = 0) -> Tensor | GroupedWeight:
+        tensor = self._tensors[name]
+        form, shape = tensor.tensor_type.name, tensor.shape[::-1]
+        order = _order(name, self.config) if self._permuted else None
+        if form in FLOATS:
+            floats = self._file.tensor(tensor.begin, FLOATS[form], shape)
+            return floats if order is None else floats[order]
+        rows = self._file.tensor(tensor.begin, torch.uint8, (math.prod(shape[:-1]), tensor.row_bytes))
+        read: Callable[[Tensor, str, Tensor | None], Tensor | GroupedWeight | None]
+        read = kept_rows if keeps_form(form, shape[-1], keep_bits) else float_rows
+        found = read(rows, form, order)
+        if found is None:
+            raise not_finite(self.checkpoint, name)
+        return found.view(shape) if isinstance(found, Tensor) else found
+
+    def gives(self, name: str) -> bool:
+        return self._tensors[name].tensor_type.name not in FLOATS
+
+    def rotary(self) -> tuple[Tensor, float]:
+        return rotary_frequencies(self.config)
+
+
+def _order(name: str, config: Any) -> Tensor | None:
+    """Which row of the file's tensor is which row of the parameter; None if they are in order.
+
+    llama.cpp rotates neighbours of a head's query or key, transformers numbers that are half a head apart.
+    """
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if heads is None:
+        return None
+    return torch.arange(heads * head_dim_of(config), device="cpu").view(heads, -1, 2).transpose(1, 2).flatten()

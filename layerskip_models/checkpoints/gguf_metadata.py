@@ -14,6 +14,7 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.typed_fields import is_int, is_number
@@ -196,15 +197,13 @@ def _rope(keys: dict[str, Any], theta: float, head_dim: int, reader: GgufReader)
     """
     kind, factor, attention = (keys.get(name) for name in _ROPE)
     scaling = kind or "none"
-    factors = next((np.array(tensor.data) for tensor in reader.tensors if tensor.name == ROPE_FACTORS), None)
-    if factors is None:
-        factors = np.ones(1)
-    elif (
-        factors.dtype != np.float32
-        or factors.shape != (head_dim // 2,)
-        or not (np.isfinite(factors) & (factors > 0)).all()
-    ):
-        raise ValueError(f"has a {ROPE_FACTORS} that does not fit heads of {head_dim} numbers")
+    factors = np.ones(1)
+    tensor = next((tensor for tensor in reader.tensors if tensor.name == ROPE_FACTORS), None)
+    if tensor is not None:
+        if tensor.tensor_type.name == "F32" and tensor.shape == (head_dim // 2,):
+            factors = reader.file.tensor(tensor.begin, torch.float32, tensor.shape).numpy()
+        if len(factors) != head_dim // 2 or not (np.isfinite(factors) & (factors > 0)).all():
+            raise ValueError(f"has a {ROPE_FACTORS} that does not fit heads of {head_dim} numbers")
     if scaling in ("none", "linear") and attention in (None, 1.0):
         if np.allclose(factors, factors[0], rtol=1e-4):
             total = float(factors[0]) * ((factor or 1.0) if scaling == "linear" else 1.0)

@@ -10,13 +10,12 @@ description of each tensor, then the tensors, each at a multiple of the file's a
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from layerskip_models.checkpoints.weights import MappedFile
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -30,24 +29,22 @@ _MAX_NESTED, _MAX_DIMENSIONS = 4, 4
 class GgufTensor:
     """A tensor in the file. shape: the innermost dimension first, as the file has it.
 
-    tensor_type: gguf's `GGMLQuantizationType`. begin: its place in the file. data: rows of floats or, of quantised types and
-    bfloat16, of bytes.
+    tensor_type: gguf's `GGMLQuantizationType`. begin: its place in the file. row_bytes: of a row there.
     """
 
     name: str
     tensor_type: Any
     shape: tuple[int, ...]
     begin: int
-    data: np.ndarray
+    row_bytes: int
 
 
 class GgufReader:
     """A mapped file. Raises ValueError for one that is damaged; UnicodeDecodeError is one, too."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._bytes = np.memmap(path, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
-        self._view, self._at = self._bytes.data, 0
+        self.path, self.file = path, MappedFile(path)
+        self._view, self._at = self.file.view, 0
         if bytes(self._take(4)) != _MAGIC:
             raise ValueError("it does not begin as a GGUF file")
         version = self._number("I")
@@ -92,12 +89,6 @@ class GgufReader:
             return None
         kind, _, length = struct.unpack_from("<IIQ", self._view, self._places[key])
         return int(length) if kind == _ARRAY else None
-
-    def forget(self) -> None:
-        """Give back the memory of what was read from the tensors. It is read from the file again where it is needed."""
-        mapped = getattr(self._bytes, "_mmap", None)
-        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):  # not on every system
-            mapped.madvise(mmap.MADV_DONTNEED)
 
     def _fits(self, count: int, least: int) -> None:
         if count * least > len(self._view) - self._at:
@@ -164,10 +155,6 @@ class GgufReader:
             raise ValueError(f"its tensor {name} has shape {list(shape)}, and blocks of {block} inputs are meant")
         row = shape[0] // block * width
         begin, size = start + offset, row * math.prod(shape[1:])
-        if begin + size > len(self._bytes):
+        if begin + size > len(self._view):
             raise ValueError(f"its tensor {name} reaches beyond the end of the file")
-        data = self._bytes[begin : begin + size]
-        floats = {"F16": np.float16, "F32": np.float32, "F64": np.float64}.get(tensor_type.name)
-        rows = shape[:0:-1]
-        data = data.reshape(*rows, row) if floats is None else data.view(floats).reshape(*rows, shape[0])
-        return GgufTensor(name, tensor_type, shape, begin, data)
+        return GgufTensor(name, tensor_type, shape, begin, row)

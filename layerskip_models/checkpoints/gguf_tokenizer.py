@@ -4,6 +4,7 @@ Byte-level vocabularies ("gpt2") are split by regular expressions, which the fil
 llama.cpp has adapted a model's own expression to its matcher, the model's own one is here. SentencePiece vocabularies
 ("llama") have their spaces written as U+2581, with one in front of a text and after every special token, unless the file
 says otherwise.
+Names of models whose architecture is not run are left out.
 Source: llama.cpp, src/llama-vocab.cpp, for names, expressions, and what is assumed where a key is missing.
 """
 
@@ -36,12 +37,7 @@ _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S
 _LLAMA_3 = rf"{_ENDING}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN_2 = rf"{_ENDING}|{_WORD}|\p{{N}}|{_REST}"
 _GPT_4O = rf"{_CASED[0]}{_ENDING}?|{_CASED[1]}{_ENDING}?|\p{{N}}{{1,3}}|{_CASED_REST}"
-_WITHOUT_HAN = "&&[^\\p{Han}]]"
-_KIMI = "|".join(f"{one}{_ENDING}?".replace(r"\p{M}]", r"\p{M}" + _WITHOUT_HAN) for one in _CASED)
 _ASIAN = "[一-龥ࠀ-一가-퟿]+"
-_HAN_AND_KANA = "[一-龥぀-ゟ゠-ヿ]+"
-_DEEPSEEK = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
-_SENTENCE = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _PUNCTUATION = r"\p{P}\$\+<=>\^~\|"
 _DEEPSEEK_LETTERS = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ"
@@ -51,63 +47,28 @@ _DEEPSEEK_LETTERS = (
 
 _SPLITS: dict[str, tuple[str, ...]] = {
     "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": (_LLAMA_3,),
-    "dbrx smaug-bpe chatglm-bpe glm4 glm5": (_LLAMA_3,),
+    "smaug-bpe": (_LLAMA_3,),
     "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 hunyuan megrez solar-open grok-2": (_QWEN_2,),
-    "qwen35": (rf"{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}",),
     "ufakzeka": (rf"{_WORD}|\p{{N}}|{_REST}",),
-    "laguna": (r"[^\n]+|[\n]+", _QWEN_2),
     "seed-coder": (rf"{_ENDING}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}",),
     "minicpm5": (r"\p{N}{1,3}", rf"{_ENDING}|{_WORD}|\p{{N}}+|{_REST}"),
-    "jais-2": (
-        _LLAMA_3.removesuffix(r"\s+(?!\S)|\s+")
-        + "".join(rf"\s{{{most}}}(?!\S)|" for most in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
-        + r"\s",
-    ),
-    "bailingmoe bailingmoe2 llada-moe": (
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    ),
-    "exaone-moe": (
-        rf"{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
-    ),
     "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jina-v1-en": (_GPT_2,),
     "jina-v2-code roberta-bpe mpt olmo jais trillion exaone4 granite-docling": (_GPT_2,),
     "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": (r"\p{N}", _GPT_2),
     "default": (rf"[{_PUNCTUATION}]+", _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"),
-    "falcon": (rf"[{_PUNCTUATION}`]+", _GPT_2, "[0-9][0-9][0-9]"),
-    "chameleon": (
-        "<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )", r"\p{N}",
-        r"[\p{P}!-/:-@\[-`{-~]", _GPT_2,
-    ),
     "deepseek-llm": (
         r"[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _ASIAN, r"\p{N}+",
     ),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": (r"\p{N}{1,3}", _HAN_AND_KANA, rf"{_DEEPSEEK}[\r\n]*|{_LINES}"),
-    "spark2_5": (r"\p{N}{1,3}", _HAN_AND_KANA, rf"{_DEEPSEEK}|[\r\n]|\s+(?!\S)|\s+", r"\p{N}"),
-    "afmoe": (
-        r"\p{N}+", r"\p{N}{1,3}(?=(?:\p{N}{3})*\z)",
-        "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+", rf"{_DEEPSEEK}[\r\n]*|{_LINES}",
-    ),
-    "poro-chat bloom gpt3-finnish": (_SENTENCE,),
-    "viking": (_SENTENCE, r"\p{N}"),
+    "viking": (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}"),
     "tekken": (rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_REST}",),
-    "gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m": (_GPT_4O,),
-    "tiny_aya cohere2moe": (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT_4O),
-    "youtu": (
-        "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
-        rf"{_CASED[0]}{_ENDING}?|{_CASED[1]}{_ENDING}?|\p{{N}}|{_CASED_REST}",
-    ),
-    "kimi-k2": (rf"[\p{{Han}}]+|{_KIMI}|\p{{N}}{{1,3}}|{_REST}",),
-    "superbpe": (r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
+    "gpt-4o kanana2 talkie granite-embed-multi-97m": (_GPT_4O,),
 }  # fmt: skip
 SPLITS = {name: split for names, split in _SPLITS.items() for name in names.split()}
 """The expressions of each name. A text is split by the first, the pieces by the second, and so on."""
-_WHOLE_WORDS_FIRST = frozenset(
-    {*next(iter(_SPLITS)).split(), "tekken", "youtu", "minicpm5", "granite-embed-multi-97m", "glm4", "glm5"}
-)
+_WHOLE_WORDS_FIRST = frozenset({*next(iter(_SPLITS)).split(), "tekken", "minicpm5", "granite-embed-multi-97m"})
 """Names with which a piece that is a token by itself is taken whole, whatever the merges make of it."""
-_BEGINS = frozenset({*next(iter(_SPLITS)).split(), "tekken", "chameleon"})
+_BEGINS = frozenset({*next(iter(_SPLITS)).split(), "tekken"})
 """Names with which a text begins with BOS if the file does not say."""
 
 

@@ -1,34 +1,84 @@
-"""Checkpoints by name or folder: transformers or `source` reads the files, `conversion` lays the weights out."""
+"""Checkpoints by name or folder: `find_source` reads what they are, `build_model` their weights.
+
+transformers reads those files of weights in which names are older than ours.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
-from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
-from layerskip_models.checkpoints.config_checks import shell_of
-from layerskip_models.checkpoints.conversion import from_transformers
-from layerskip_models.checkpoints.finite import check_finite
-from layerskip_models.checkpoints.gguf_checkpoint import gguf_file, gguf_tokenizer, open_gguf
-from layerskip_models.checkpoints.quantised import has_few_bits, quantisation_of
-from layerskip_models.checkpoints.source import Source
-from layerskip_models.checkpoints.supported import DTYPES, check_config
+from layerskip_models.checkpoints.checkpoint_files import clear_errors, files_of, resolve_checkpoint
+from layerskip_models.checkpoints.conversion import build_model, from_transformers
+from layerskip_models.checkpoints.finite import is_finite, not_finite
+from layerskip_models.checkpoints.gguf_checkpoint import GgufWeights, gguf_file, gguf_tokenizer, open_gguf
+from layerskip_models.checkpoints.parameters import HEAD, parameter_shapes
+from layerskip_models.checkpoints.supported import DTYPES, check_config, quantisation_of
 from layerskip_models.checkpoints.typed_fields import is_int
+from layerskip_models.checkpoints.weights import SafetensorsWeights, Weights
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
 from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEMO_PATH = Path(__file__).parent.parent / "demo"
 """The checkpoint that ships with the package."""
 _MAX_LAYERS = 1 << 14
 FEW_BITS: tuple[Layout, ...] = ("int8", "int4")
 """Names of dtypes that are layouts of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint whose configuration was read and checked, and whose weights were not.
+
+    name: a folder, a .gguf file or a hub name. config: of a GGUF file with a `quantization_config` that says so. origin:
+    revision and local_files_only, for transformers. gguf: the opened file, if it is one.
+    """
+
+    name: str
+    config: Any
+    origin: Mapping[str, Any]
+    gguf: GgufWeights | None = None
+
+    def float_config(self) -> PreTrainedConfig:
+        """Return the configuration of the same model with float weights, under the checkpoint's name."""
+        config = copy.deepcopy(self.config)
+        config.name_or_path = self.name
+        if quantisation_of(config) is not None:
+            del config.quantization_config
+        return config
+
+    def weights(self) -> SafetensorsWeights | GgufWeights:
+        """Open the files of the weights. Raises what is wrong with the files, and ValueError for tensors of another model."""
+        with clear_errors(self.name):
+            weights: SafetensorsWeights | GgufWeights
+            if self.gguf is None:
+                weights = SafetensorsWeights(self.name, *files_of(self.name, self.origin), self.float_config())
+            else:
+                weights, self.gguf.config = self.gguf, self.float_config()
+            weights.generation_config = self.generation_config()
+            return weights
+
+    def generation_config(self) -> GenerationConfig:
+        """Read the checkpoint's own, or make what follows from its configuration."""
+        from transformers import GenerationConfig
+
+        origin: Mapping[str, Any]
+        place, origin = (self.name, self.origin) if self.gguf is None else (str(self.gguf.path.parent), {})
+        try:
+            return GenerationConfig.from_pretrained(place, **origin)
+        except OSError:  # it has none
+            return GenerationConfig.from_model_config(self.config)
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
@@ -79,7 +129,7 @@ def load_model(
         "float16" round the weights to that dtype; the arithmetic stays float32 (`arithmetic_dtype`). "int8" on a CPU:
         weights rounded to 8 bits, all else in float32 (another model, a little; `int8_linear` says how). "int4" on a CPU:
         matrices of layers rounded to 4 bits, the head to 8 (`int4_linear`). For a checkpoint that is quantised already
-        (`checkpoints.quantised`) "auto" on a CPU is "int8", except that 4-bit matrices are kept as they are where they fit
+        (a GGUF file) "auto" on a CPU is "int8", except that 4-bit matrices are kept as they are where they fit
         our layout. "int4" keeps these, too.
     layout: of the weights; None for the default on this device (`linear.default_layout`).
     exits: adapters to draft with: "auto" takes those in the folder `exits` beside a local checkpoint, if there is one; a path
@@ -91,9 +141,13 @@ def load_model(
     """
     source = find_source(name_or_path, revision, local_files_only)
     dtype, layout, keep_bits = resolve_layout(source.config, dtype, layout, device)
-    if source.has_every_weight():
+    weights = source.weights()
+    tied = {HEAD} if source.config.tie_word_embeddings else set()
+    if parameter_shapes(source.config).keys() - tied <= {*weights.names()}:
         target, chosen = _resolve(source, dtype, device)
-        loaded = source.read_model(chosen, layout, lambda module: target, keep_bits=keep_bits)
+        if quantisation_of(source.config) is None:
+            weights.config.dtype = chosen  # as transformers says it of a model that it has loaded
+        loaded = build_model(weights, dtype=chosen, layout=layout, device=target, keep_bits=keep_bits)
     else:  # transformers knows older names, and says what is missing
         loaded = from_transformers(_load_transformers(source, dtype, device), layout=layout, release=True)
     return with_exits(loaded, exits).with_kv_dtype(kv_dtype)
@@ -106,8 +160,8 @@ def find_source(name_or_path: str | Path, revision: str | None, local_files_only
     file = gguf_file(name)
     if file is None:
         return Source(name, _folder_config(name, **origin), origin)
-    opened = open_gguf(file)
-    return Source(name, check_config(opened.config, name), origin, opened)
+    weights = open_gguf(file)
+    return Source(name, check_config(weights.config, name), origin, weights)
 
 
 def resolve_layout(
@@ -118,10 +172,11 @@ def resolve_layout(
     Arguments as those of `load_model`. Raises ValueError for a dtype of few bits that does not run there.
     """
     keep_bits = 4 if dtype == "int4" else 0
+    few_bits = (quantisation_of(config) or {}).get("few_bits", False)  # so that int8 is the natural layout
     if dtype in FEW_BITS:
         dtype, layout = _half_or_full(config), cast(Layout, dtype)
         check_layout(layout, torch.empty(0, dtype=torch.float32, device=resolve_device(device)))
-    elif dtype == "auto" and layout is None and has_few_bits(config) and resolve_device(device).type == "cpu":
+    elif dtype == "auto" and layout is None and few_bits and resolve_device(device).type == "cpu":
         dtype, layout, keep_bits = torch.float32, "int8", 8
     return dtype, layout, keep_bits
 
@@ -160,10 +215,11 @@ def _load_transformers(source: Source, dtype: str | torch.dtype, device: str | t
     """Raise ValueError for weights that are missing or of another shape: transformers would make random ones."""
     target, chosen = _resolve(source, dtype, device)
     config, quantised = source.float_config(), quantisation_of(source.config) is not None
-    with source.open() as weights:  # which is checked before memory is taken for what the configuration says
-        files: dict[str, Any] = {**source.origin, "use_safetensors": True, "trust_remote_code": False}
-        if quantised:
-            files = {"state_dict": {name: weights.read(name, chosen, target) for name in weights.names}}
+    weights = source.weights()  # which is checked before memory is taken for what the configuration says
+    files: dict[str, Any] = {**source.origin, "use_safetensors": True, "trust_remote_code": False}
+    if quantised:
+        files = {"state_dict": {name: _whole(weights, name, target, chosen) for name in weights.names()}}
+    with clear_errors(source.name):
         found: dict[str, Any]
         model, found = family_of(config).model.from_pretrained(
             None if quantised else source.name,
@@ -184,8 +240,19 @@ def _load_transformers(source: Source, dtype: str | torch.dtype, device: str | t
         model.generation_config = source.generation_config()
     else:
         for parameter_name, parameter in model.named_parameters():
-            check_finite(parameter.detach(), source.name, parameter_name)
+            if not is_finite(parameter.detach()):
+                raise not_finite(source.name, parameter_name)
     return model
+
+
+def _whole(weights: Weights, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Load a parameter as floats, in memory of its own. Raises ValueError for numbers that are not finite."""
+    value = weights.load(name)
+    assert isinstance(value, Tensor)
+    value = value.to(device=device, dtype=dtype, copy=True).contiguous()
+    if not is_finite(value):
+        raise not_finite(str(weights.checkpoint), name)
+    return value
 
 
 def load_config(
@@ -220,9 +287,7 @@ def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -
                 f"{name} holds no model that transformers knows: give a checkpoint of a supported family, "
                 f"a folder with config.json and *.safetensors ({' '.join(str(error).split())})"
             ) from error
-    check_config(config, name)
-    shell_of(config, name)
-    return config
+    return check_config(config, name)
 
 
 def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTokenizerBase:

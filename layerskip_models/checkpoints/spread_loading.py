@@ -11,9 +11,10 @@ from accelerate import infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 
 from layerskip_models.backends.spread import spread
-from layerskip_models.checkpoints.config_checks import built_on_meta
+from layerskip_models.checkpoints.conversion import build_model
 from layerskip_models.checkpoints.loading import find_source, resolve_dtype
-from layerskip_models.checkpoints.quantised import quantisation_of
+from layerskip_models.checkpoints.parameters import built_on_meta
+from layerskip_models.checkpoints.supported import quantisation_of
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.model import LayerSkipModel
 
@@ -47,7 +48,9 @@ def load_spread(
         )
     chosen = resolve_dtype(dtype, torch.device("cuda"), getattr(config, "dtype", None))
     where = places(config, chosen, max_memory)
-    model = source.read_model(chosen, "plain", where.__getitem__)
+    weights = source.weights()
+    weights.config.dtype = chosen
+    model = build_model(weights, dtype=chosen, layout="plain", device=where)
     devices = [where[_LAYER.format(index)] for index in range(model.num_layers)]
     return with_exits(spread(model, devices, where[_LAST[1]]), exits)
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from layerskip_models import DEMO_PATH, load_tokenizer
+from layerskip_models.checkpoints.conversion import telling
 from layerskip_models.checkpoints.loading import load_transformers
-from layerskip_models.checkpoints.progress import telling
 from layerskip_models.output_paths import output_file
 from selfspec import SelfSpecGenerator
 from selfspec.cli.console import gc_paused, one_line_errors

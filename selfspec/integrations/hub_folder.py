@@ -11,10 +11,16 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 
-from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
+from layerskip_models.checkpoints.checkpoint_files import (
+    FILE,
+    INDEX,
+    clear_errors,
+    files_of,
+    listed_files,
+    resolve_checkpoint,
+)
 from layerskip_models.checkpoints.loading import load_config
-from layerskip_models.checkpoints.quantised import quantisation_of
-from layerskip_models.checkpoints.weight_files import FILE, INDEX, files_of, listed_files
+from layerskip_models.checkpoints.supported import quantisation_of
 from layerskip_models.exits import folder as exits
 from policies import LayerCost, parse_policy
 from selfspec import __version__

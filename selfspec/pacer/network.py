@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from layerskip_models.checkpoints.conversion import convert_layer
+from layerskip_models.checkpoints.conversion import LayerBuilder
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.checkpoints.module_folder import read_module, with_tuples, write_module
 from layerskip_models.checkpoints.typed_fields import check_types
+from layerskip_models.checkpoints.weights import ModuleWeights
+from layerskip_models.families import head_dim_of
 from layerskip_models.families.llama import LLAMA
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout, PlainLinear
@@ -171,7 +173,9 @@ class LeanPreVerifier:
             return PlainLinear(tensor(matrix.weight), tensor(matrix.bias))
 
         with torch.inference_mode(False), torch.no_grad():
-            converted = convert_layer(module.layer.to(device=device, dtype=dtype), llama, lambda weight: layout, dtype)
+            weights = ModuleWeights(module.layer.to(device=device, dtype=dtype), llama, prefix="model.layers.0.")
+            builder = LayerBuilder(weights, dtype=dtype, computed=dtype, layout=layout)
+            converted = builder.layer(0, device, rotated=head_dim_of(llama))
             self.layer = LayerSkipModel(
                 llama,
                 dtype=dtype,

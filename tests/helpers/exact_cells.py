@@ -36,7 +36,7 @@ SEED = 52
 NEW_TOKENS = 18
 NEAR_TIE = 1e-3
 """Of a float32 model on operators: logits that two orders of summation may swap."""
-EIGHT_BITS = ("int8", "Q8_0", "Q5_K", "Q6_K", "integers")
+EIGHT_BITS = ("int8", "Q8_0", "Q5_K", "Q6_K")
 """Weights that can draft in 4 bits, though not in 8."""
 BITS = (
     "bits:8-3", "bits:4-4", "bits:4-3,layer=2", "bits:8-3,layer=1", "bits:4-6+dv", "bits:8-6+svip", "bits:4-6+adaedl",
@@ -45,7 +45,7 @@ BITS = (
 """Drafts with the weights rounded to fewer bits."""
 POLICIES = ("ar", *SCRIPTED, *EVERY_POLICY, *BITS)
 FIRST_POLICIES = first_of_each(POLICIES)
-FIRST_WEIGHTS = ("float64", "float32", "bfloat16", DRAFT_HEAD, "int8", "int4", "Q8_0", "Q4_K_M", "gptq")
+FIRST_WEIGHTS = ("float64", "float32", "bfloat16", DRAFT_HEAD, "int8", "int4", "Q8_0", "Q4_K_M")
 MODES = ("greedy", "seeded", "one choice")
 """Greedy, sampled, and sampled where processors leave one token: then the text is the greedy one."""
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -24,7 +24,6 @@ from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.kernels import library
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import GROUP, keeps_eight_bits
-from quantised_files import quantise_checkpoint
 from random_adapters import adapted
 from tiny_llama import CONTEXT, VOCAB_SIZE
 
@@ -36,13 +35,8 @@ NUM_LAYERS = 4
 FLOATS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GGUF = ("Q8_0", "Q4_0")  # of which the package `gguf` writes files of several families
 K_QUANTS = ("Q4_K_M", "Q5_K", "Q6_K")
-PACKED: dict[str, dict[str, Any]] = {
-    "gptq": {"method": "gptq", "group_size": 32, "symmetric": False},
-    "packed": {"method": "pack-quantized", "group_size": 64},
-    "integers": {"method": "int-quantized", "bits": 8, "group_size": None},
-}
 DRAFT_HEAD = "float32, drafts chosen by 8 bits"
-WEIGHTS = (*FLOATS, DRAFT_HEAD, "int8", "int4", *GGUF, *K_QUANTS, *PACKED)
+WEIGHTS = (*FLOATS, DRAFT_HEAD, "int8", "int4", *GGUF, *K_QUANTS)
 
 
 def exists(family: str, weights: str, variant: str) -> bool:
@@ -50,8 +44,6 @@ def exists(family: str, weights: str, variant: str) -> bool:
     if weights in K_QUANTS:
         return family == "llama"
     if weights in GGUF and family not in gguf_models.KINDS:
-        return False
-    if weights in PACKED and family not in ("llama", "mistral", "qwen2"):
         return False
     if weights == "float64":
         return variant == NONE
@@ -80,7 +72,7 @@ def config_of(family: str, weights: str) -> Any:
     own: dict[str, Any] = {"rope_parameters": dict(ROPES["default" if plain_file else rope])}
     if family in ("llama", "mistral", "qwen3"):
         own["head_dim"] = head_dim
-    if family in ("llama", "smollm3") and not plain_file and weights not in PACKED:
+    if family in ("llama", "smollm3") and not plain_file:
         own |= {"attention_bias": True, "mlp_bias": True}
     if family in ("mistral", "phi3"):
         own["sliding_window"] = 5
@@ -132,8 +124,6 @@ def source_of(family: str, weights: str) -> Source:
     if weights in ("int8", "int4", DRAFT_HEAD):
         return Source(_rounded(model, weights).double(), model)
     path = Path(_FOLDER.name, f"{family} {weights}")
-    if weights in PACKED:
-        return Source(quantise_checkpoint(model, path, **PACKED[weights]).double(), path=path)
     path.mkdir()
     path /= "model.gguf"
     if weights in K_QUANTS:

@@ -18,7 +18,6 @@ from layerskip_models import from_transformers
 from layerskip_models.checkpoints.fingerprint import fingerprint
 from layerskip_models.exits.folder import save_adapters
 from layerskip_models.families import FAMILIES
-from quantised_files import quantise_checkpoint
 from random_adapters import random_adapters
 from selfspec.pacer.network import PreVerifierConfig, PreVerifierModule, describe_layer, save_preverifier
 
@@ -66,12 +65,6 @@ def _floats(folder: Path, seed: int, *, shard_size: str = "5GB") -> Built:
     return Built(folder, folder, model)
 
 
-def _quantised(folder: Path, seed: int, **options: Any) -> Built:
-    model: Any = small(Random(seed).choice(["llama", "mistral", "qwen2"]), seed)
-    quantise_checkpoint(model, folder, **options)
-    return Built(folder, folder, model)
-
-
 def _gguf(folder: Path, seed: int, *, kind: str) -> Built:
     name = Random(seed).choice([*gguf_models.KINDS])
     model: Any = small(name, seed)
@@ -114,15 +107,6 @@ Builder = Callable[[Path, int], Built]
 FORMATS: Mapping[str, Builder] = {
     "safetensors": _floats,
     "safetensors, sharded": partial(_floats, shard_size="60KB"),
-    "gptq": partial(_quantised, method="gptq", group_size=32),
-    "gptq, zero points, reordered": partial(_quantised, method="gptq", group_size=16, symmetric=False, shuffled=True),
-    "gptq, 8 bits": partial(_quantised, method="gptq", bits=8, group_size=None),
-    "packed": partial(_quantised, method="pack-quantized", group_size=32),
-    "packed, zero points": partial(_quantised, method="pack-quantized", group_size=32, symmetric=False),
-    "packed, bytes": partial(_quantised, method="pack-quantized", group_size=32, symmetric=False, packed_zeros=False),
-    "packed, 8 bits, reordered": partial(_quantised, method="pack-quantized", bits=8, group_size=16, shuffled=True),
-    "integers": partial(_quantised, method="int-quantized", bits=8, group_size=None),
-    "integers, zero points": partial(_quantised, method="int-quantized", bits=8, group_size=32, symmetric=False),
     **{f"gguf {kind}": partial(_gguf, kind=kind) for kind in ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")},
     "adapters": _adapters,
     "pre-verifier": _preverifier,

@@ -27,7 +27,7 @@ FILES = (
     "gguf_checkpoint", "grouped_weights", "integer_rows", "kernel_library", "kv_dtype",
     "large_sizes", "many_rows", "many_texts", "matrix_unit", "native", "native_attention", "native_forward",
     "native_memory", "native_sampling", "no_rerun", "pool", "pool_failures", "prepared_rows", "products", "quantised",
-    "shared_weights", "stored_tensor", "topology", "without_kernels",
+    "shared_weights", "topology", "without_kernels",
 )  # fmt: skip
 """Tests that call the library, by the names of their files."""
 SHORT = ("native_memory", "native_forward")

@@ -200,10 +200,9 @@ def test_special_tokens_of_phi_3_take_the_spaces_behind_them(tmp_path: Path) -> 
 
 
 OTHERWISE = {
-    **dict.fromkeys(("tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), (5,)), "kimi-k2": (5, 9),
-    "deepseek-llm": (8,), "deepseek-coder": (8,), "deepseek-v3": (7,), "hunyuan-dense": (7,), "afmoe": (2,),
-    "tiny_aya": (2, 9), "cohere2moe": (2, 9), "youtu": (9,),
-}  # fmt: skip
+    **dict.fromkeys(("tekken", "gpt-4o", "kanana2", "talkie"), (5,)),
+    **dict.fromkeys(("deepseek-llm", "deepseek-coder"), (8,)),
+}
 """Texts that llama.cpp splits otherwise than the model's own expression: its matcher knows no cases of letters, takes U+3000
 for another space and "~" for no symbol, and splits spaces before grouped digits."""
 

@@ -188,11 +188,8 @@ def test_long_caches_ask_for_large_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not asked
     cache = KVCache(LAYERS, 32768)
     assert [memory.data_ptr() for memory in asked] == [cache.keys.data_ptr(), cache.values.data_ptr()]
-
-
-def test_size_in_bytes() -> None:
-    # 3 layers * 10 rows * (1 key + 1 value head) * 8 numbers * 8 bytes
-    assert KVCache(LAYERS, 10).num_bytes == 3 * 10 * 2 * 8 * 8
+    # 3 layers * 32768 rows * (1 key + 1 value head) * 8 numbers * 8 bytes
+    assert cache.num_bytes == 3 * 32768 * 2 * 8 * 8
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

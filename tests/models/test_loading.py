@@ -129,7 +129,14 @@ def test_other_architectures_are_refused_with_the_list(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; supported is 'silu'"),
         ({"num_hidden_layers": 1}, "early exit needs at least 2"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' rope scaling"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "quantised by an unknown method"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by gptq.*convert it to GGUF"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantised by compressed-tensors.*to GGUF"),
+        (
+            {"compression_config": {"quant_method": "awq"}},
+            "quantised by awq.*load the checkpoint that it was made from",
+        ),
+        ({"quantization_config": "x"}, "no description of quantised weights"),
     ],
 )
 def test_configs_that_cannot_be_run(changes: dict[str, Any], message: str) -> None:
@@ -151,40 +158,6 @@ def test_weights_that_cannot_be_run() -> None:
         from_transformers(mixed)
 
 
-class Adapted(torch.nn.Module):
-    """A linear layer with an adapter, as PEFT wraps it: its `weight` is the bare layer's."""
-
-    def __init__(self, base: torch.nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.adapter = torch.nn.Linear(base.in_features, base.out_features, bias=False)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base_layer.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.base_layer.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.adapter(x)
-
-
-def test_an_adapter_is_not_left_out() -> None:
-    llama = tiny_llama()
-    attention = llama.model.layers[2].self_attn
-    generator = SelfSpecGenerator(llama)
-    attention.v_proj = Adapted(attention.v_proj)
-    for make in (from_transformers, SelfSpecGenerator):
-        with pytest.raises(
-            ValueError, match=r"layers\.2\.self_attn\.v_proj is a test_loading\.Adapted.*merge adapters"
-        ):
-            make(llama)
-    with pytest.raises(ValueError, match="merge adapters"):
-        generator.generate([1, 2], max_new_tokens=2)  # it was added since
-
-
 def test_a_wrapper_around_the_model_is_told_to_merge() -> None:
     class Wrapper(torch.nn.Module):
         def merge_and_unload(self) -> torch.nn.Module:
@@ -202,15 +175,10 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
         load_model(tmp_path, local_files_only=True)
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere"])
-def test_a_missing_folder(name: str) -> None:
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "an empty folder"])
+def test_a_missing_folder(name: str, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        load_model(name)
-
-
-def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises((OSError, ValueError)):
-        load_model(tmp_path, local_files_only=True)
+        load_model(tmp_path if name == "an empty folder" else name, local_files_only=True)
 
 
 def test_a_weight_is_kept_as_it_is_where_nothing_better_works() -> None:
@@ -255,7 +223,7 @@ def test_the_context_is_the_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size"])
-@pytest.mark.parametrize("kind", ["safetensors", "gptq", "packed, bytes", "integers"])
+@pytest.mark.parametrize("kind", ["safetensors", "safetensors, sharded"])
 def test_a_size_that_the_weights_do_not_have_takes_no_memory(tmp_path: Path, kind: str, field: str) -> None:
     """A trillion numbers: whoever takes memory before comparing shapes ends with the allocator's error."""
     FORMATS[kind](tmp_path, 1)

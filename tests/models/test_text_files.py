@@ -141,14 +141,16 @@ def _with_a_full_disk(do: Callable[[], object]) -> None:
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
-    """Results before the line that was cut short, what a policy has learned, a log, a table."""
+    """Results and answers before the line that was cut short, what a policy has learned, a log."""
     prompts = read_prompts(_prompts_file(tmp_path / "p.jsonl", *({"prompt": f"p{i}"} for i in range(6))), {})
     output = tmp_path / "o.jsonl"
     whole = "".join(json.dumps({"id": line.id, "key": line.key, "text": "x" * 40}) + "\n" for line in prompts[:4])
     output.write_text(whole + '{"id": 5, "ke', encoding="utf-8")
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps({"step": step, "loss": 1.5}) + "\n" for step in range(20)), encoding="utf-8")
-    state = tmp_path / "state.json"
+    answers, state = tmp_path / "answers.jsonl", tmp_path / "state.json"
+    answered = "".join(json.dumps({"prompt": str(i), "answer": [i] * 30}) + "\n" for i in range(5))
+    answers.write_text(answered + '{"pro', encoding="utf-8")
     policy = parse_policy("auto", num_layers=4, measure=lambda: made_up_cost(4))
     policy.save(state)
     assert len(state.read_bytes()) > 100
@@ -160,7 +162,10 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
         before = path.read_bytes()
         assert in_a_child(lambda do=do: _with_a_full_disk(do)) == 7  # type: ignore[misc]
         assert path.read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "o.jsonl", "p.jsonl", "state.json"]
+    assert in_a_child(lambda: _with_a_full_disk(lambda: recorded_answers(answers))) == 0  # which only cuts
+    assert answers.read_text(encoding="utf-8") == answered
+    names = ["answers.jsonl", "log.jsonl", "o.jsonl", "p.jsonl", "state.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert _results_so_far(output, prompts) == {1, 2, 3, 4}
     assert output.read_text(encoding="utf-8") == whole
 
@@ -174,14 +179,6 @@ def test_complete_results_are_not_written_again(tmp_path: Path) -> None:
     before = output.stat()
     assert _results_so_far(output, prompts) == {1}
     assert (output.stat().st_mtime_ns, output.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
-
-
-def test_answers_before_a_cut_line_are_not_written_again(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    whole = "".join(json.dumps({"prompt": str(i), "answer": [i] * 30}) + "\n" for i in range(5))
-    path.write_text(whole + '{"pro', encoding="utf-8")
-    assert in_a_child(lambda: _with_a_full_disk(lambda: recorded_answers(path))) == 0
-    assert path.read_text(encoding="utf-8") == whole
 
 
 def test_links_and_permissions_stay(tmp_path: Path) -> None:

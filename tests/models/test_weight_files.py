@@ -18,7 +18,6 @@ from layerskip_models import LayerSkipModel, load_model
 from layerskip_models.checkpoints.conversion import from_transformers
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
-from quantised_files import quantise_checkpoint
 from tiny_llama import tiny_llama
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -70,19 +69,6 @@ def test_one_file_goes_before_an_index(single: bool, tmp_path: Path) -> None:
     assert torch.equal(read(tmp_path), expected)
     meant = logits(from_transformers(small(seed=1 if single else 2), layout=PLAIN))
     assert torch.equal(expected, meant)
-
-
-def test_quantised_files_are_chosen_alike(tmp_path: Path) -> None:
-    """A shard that no index names, and one file beside an index."""
-    meant = logits(from_transformers(quantise_checkpoint(small(), tmp_path, "gptq"), layout=PLAIN))
-    shutil.move(tmp_path / FILE, tmp_path / "first.safetensors")
-    names = dict.fromkeys(load_file(tmp_path / "first.safetensors"), "first.safetensors")
-    (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "zzz.safetensors")
-    assert torch.equal(read(tmp_path), meant)
-    shutil.copy(tmp_path / "first.safetensors", tmp_path / FILE)
-    change(tmp_path / "first.safetensors", **{"model.norm.weight": torch.zeros(32)})
-    assert torch.equal(read(tmp_path), meant)
 
 
 @pytest.mark.parametrize("same", [True, False])
