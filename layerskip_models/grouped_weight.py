@@ -242,7 +242,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Join rows, in memory that has large pages from the first write on."""
     room = parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
     expect_large_pages(room)
-    return torch.cat(parts, out=room)
+    return torch.cat([*parts], out=room)
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def _switch(text: str) -> bool:
 
 
 _CONVERT: dict[str, Convert] = {
-    **dict.fromkeys(("cost", "length", "on_stop", "prompt", "scope"), str),
+    **dict.fromkeys(("cost", "length", "on_stop", "prompt"), str),
     **dict.fromkeys(("omega", "start", "target", "step", "threshold", "tau", "t", "rho"), float),
     **dict.fromkeys(("no_speculation", "copy", "bits"), _switch),
     **dict.fromkeys(("min", "d_max", "max_length", "prompt_rows", "learn_every", "exit_layer", "layer", "b"), _integer),
@@ -97,7 +97,7 @@ STOPPINGS = {
     "svip": PolicySpec("svip:3,threshold=0.6", SvipThreshold.from_args, "threshold max_length"),
     "adaedl": PolicySpec("adaedl:3", AdaEdlThreshold.from_args, "start max_length"),
     "spide": PolicySpec("spide:3,tau=0.7", SpideStopping.from_args, "tau max_length"),
-    "pacer": PolicySpec("pacer:FOLDER,t=0.7", PacerStopping.from_args, "exit_layer b t rho scope max_length", "[PATH]"),
+    "pacer": PolicySpec("pacer:FOLDER,t=0.7", PacerStopping.from_args, "exit_layer b t rho max_length", "[PATH]"),
     "del": PolicySpec("ls:3-18+del", DelThreshold.from_args, "on_stop omega prompt"),
 }
 """Policies that end a draft. Alone, all but "del" take a fixed exit layer first ("dv:3")."""

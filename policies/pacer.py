@@ -22,8 +22,8 @@ MAX_LENGTH = 32
 class PacerStopping(NeverStop):
     """Draft in blocks of b tokens; stop, keeping the block, when its mean estimated acceptance is at most t; then t *= rho.
 
-    t is back at its start in every round (our reading of Algorithm 1). scope: see `PreVerifier.estimate`. max_length: of a
-    draft; a block that ends there, or at the plan's cap, is not judged, since nothing would come after it.
+    t is back at its start in every round (our reading of Algorithm 1). max_length: of a draft; a
+    block that ends there, or at the plan's cap, is not judged, since nothing would come after it.
     Keeping what was drawn is exact for any rule, so this one is for sampling, too (policies.base).
     Raises ValueError for settings out of range.
     Source: Pacer (Zhang et al. 2025), section 3.2 and Algorithm 1.
@@ -38,7 +38,6 @@ class PacerStopping(NeverStop):
         b: int = BLOCK,
         t: float = THRESHOLD,
         rho: float = GROWTH,
-        scope: str | None = None,
         max_length: int = MAX_LENGTH,
     ) -> None:
         check_number("b", b, 1, MAX_DRAFTS)
@@ -49,7 +48,7 @@ class PacerStopping(NeverStop):
             raise ValueError(f"rho must be a number above 0, got {rho}")
         self.preverifier = preverifier
         self.exit_layers = preverifier.exit_layers
-        self.b, self.t, self.rho, self.scope = b, t, rho, scope
+        self.b, self.t, self.rho = b, t, rho
         self.max_length = max_length
         self.observes = ObservationSpec(exit_hidden=True, features=True, context_layers=self.exit_layers)
         self._current = t
@@ -102,7 +101,6 @@ class PacerStopping(NeverStop):
             first.num_drafted + 1,
             torch.stack([row.exit_hidden for row in block if row.exit_hidden is not None]),
             torch.stack([row.features for row in block if row.features is not None]),
-            self.scope,
         )
         self._spent = self._spent + PolicyCost(layers=1, seconds=perf_counter() - started)
         return sum(estimates) / len(estimates)

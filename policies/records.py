@@ -168,13 +168,11 @@ class PreVerifier(Protocol):
         first_index: int,
         hidden: Tensor,
         features: Tensor,
-        scope: str | None,
     ) -> list[float]:
         """Chance that each draft of a block is accepted (so all before it are), one pass over the block.
 
         position: of the row that produced the block's first draft. first_index: that draft's number in the round, from 1; the
         blocks of a round come in order. hidden [rows, hidden], features [rows, F]: of the rows that produced the drafts.
-        scope: which rows they may attend to; None for the one it was trained with.
         """
         ...
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS
-from layerskip_models.kernels.native_rounding import in_shares
+from layerskip_models.kernels.weights import in_shares
 
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 _PIECE = 1 << 18  # numbers that are copied and then looked at

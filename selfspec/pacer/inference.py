@@ -67,11 +67,8 @@ class PreVerification:
         first_index: int,
         hidden: Tensor,
         features: Tensor,
-        scope: str | None = None,
     ) -> list[float]:
-        """See `policies.PreVerifier`. Raises ValueError for a scope other than "full", the only one that is left."""
-        if scope not in (None, "full"):
-            raise ValueError(f"scope must be full, got {scope!r}")
+        """See `policies.PreVerifier`."""
         if self._text is None or self._text() is not context:
             self._committed.clear()
             self._text = ref(context)

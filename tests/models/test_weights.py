@@ -22,7 +22,7 @@ from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.checkpoints.weights import FLOATS, MappedFile
 from layerskip_models.families import FAMILIES
 from layerskip_models.grouped_weight import GroupedWeight
-from layerskip_models.kernels import library, native_linear, native_rounding
+from layerskip_models.kernels import library, native_linear, weights
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.linear import Layout
 from test_native import needs_native
@@ -42,8 +42,8 @@ NAMES = ("qkv", "output", "gate_up", "down")
 @pytest.fixture(autouse=True)
 def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small a matrix is."""
-    monkeypatch.setattr(native_rounding, "_SHARE", 6000)
-    monkeypatch.setattr(native_rounding, "num_threads", lambda: 3)
+    monkeypatch.setattr(weights, "_SHARE", 6000)
+    monkeypatch.setattr(weights, "num_threads", lambda: 3)
     monkeypatch.setattr(finite, "_PIECE", 1500)
 
 

@@ -51,7 +51,7 @@ class Scripted:
         self.blocks = list(blocks)
         self.asked: list[tuple[int, int, int]] = []
 
-    def estimate(self, context, exit_layer, position, first_index, hidden, features, scope) -> list[float]:
+    def estimate(self, context, exit_layer, position, first_index, hidden, features) -> list[float]:
         self.asked.append((position, first_index, len(hidden)))
         return list(self.blocks.pop(0))
 
@@ -122,9 +122,9 @@ def test_names() -> None:
     def parse(text: str) -> Policy:
         return parse_policy(text, num_layers=4, preverifier=lambda path: Scripted())
 
-    pacer = parse("pacer:some/folder,t=0.5,rho=1,scope=draft,max_length=9").stopping
+    pacer = parse("pacer:some/folder,t=0.5,rho=1,max_length=9").stopping
     assert isinstance(pacer, PacerStopping)
-    assert (pacer.b, pacer.t, pacer.rho, pacer.scope) == (2, 0.5, 1.0, "draft")
+    assert (pacer.b, pacer.t, pacer.rho) == (2, 0.5, 1.0)
     plan = parse("pacer").exit.plan(None)
     assert (plan.exit_layer, plan.max_speculations) == (2, 32)
     assert parse("pacer:exit_layer=1").exit.plan(None).exit_layer == 1
@@ -187,11 +187,11 @@ class Checked(PreVerification):
         self.module, self.count, self.first = module.to(model.dtype), 0, 0
         self.rows: list[tuple[Tensor, Tensor]] = []
 
-    def estimate(self, context, exit_layer, position, first_index, hidden, features, scope) -> list[float]:
+    def estimate(self, context, exit_layer, position, first_index, hidden, features) -> list[float]:
         if first_index == 1:
             self.rows = []
         self.rows.append((hidden.clone(), features.clone()))
-        got = super().estimate(context, exit_layer, position, first_index, hidden, features, scope)
+        got = super().estimate(context, exit_layer, position, first_index, hidden, features)
         drafts = torch.cat([part for part, _ in self.rows])
         start, rows = position - first_index + 1, len(drafts)
         before = context.rows(exit_layer, 0, start)

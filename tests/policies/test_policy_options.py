@@ -24,7 +24,7 @@ OTHER_VALUES: dict[str, tuple[str, ...]] = {  # by option; for one whose default
     "no_speculation": ("on",), "on_stop": ("keep",), "prompt": ("counted",),
     "prompt_rows": ("5",), "learn_every": ("3", "100"), "start": ("0.3",), "target": ("0.3",),
     "step": ("0.3",), "max_length": ("5",), "threshold": ("0.3",), "tau": ("0.3",),
-    "exit_layer": ("1", "3"), "b": ("2",), "t": ("0.3",), "rho": ("1.3",), "scope": ("block",),
+    "exit_layer": ("1", "3"), "b": ("2",), "t": ("0.3",), "rho": ("1.3",),
     "min": ("3",), "copy": ("off",), "bits": ("off",), "layer": ("2",),
 }  # fmt: skip
 
