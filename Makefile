@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 # PyTorch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo chat test test-operators lint docs records results sanitize sanitize-short wheel wheels clean
+.PHONY: demo chat test test-operators test-triton lint docs records results sanitize sanitize-short wheel wheels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/selfspec generate --compare --ignore-eos --max-new-tokens 200 </dev/null
@@ -29,6 +29,11 @@ WITHOUT_KERNELS = tests/kernels/test_choices.py tests/kernels/test_kernel_librar
 
 test-operators: $(VENV)/.installed
 	SELFSPEC_NATIVE=0 $(BIN)/python -m pytest -k "not float64" $(WITHOUT_KERNELS)
+
+# CUDA's kernels, in Triton's interpreter where there is no GPU.
+test-triton: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet triton
+	$(BIN)/python -m pytest -n 2 tests/kernels/test_triton_rows.py tests/engine/test_graphs.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
