@@ -20,6 +20,7 @@ from layerskip_models.families import FAMILIES
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine import model_source
+from selfspec.engine.runners import graphs as graphs_module
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.runners.graphs import GraphRunner
 from tiny_llama import reference_greedy, tiny_llama
@@ -52,6 +53,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Engines run graphs, or their passes in the interpreter."""
     if DEVICE == "cpu":
         monkeypatch.setattr(triton_rows, "PARTS", 2)
+        monkeypatch.setattr(graphs_module, "MAX_ROWS", 4)  # two texts that verify take two passes
         monkeypatch.setattr(conversion, "interleaves", lambda device: False)
         monkeypatch.setattr(model_source, "make_runner", lambda model, name: Interpreted(model))
     yield
@@ -71,11 +73,14 @@ def test_texts_are_those_of_the_eager_runner(family: str, graphs: None, monkeypa
     plain, drafted = texts(engine, policy="ar"), texts(engine, policy="ls:1-2")
     sampled = texts(engine, policy="ls:1-2", do_sample=True, seed=4)
     together = [one.new_tokens for one in engine.generate_batch(PROMPTS, batch_size=2, policy="ls:1-2", **OPTIONS)]
+    drawn = engine.generate_batch(PROMPTS, batch_size=2, policy="ls:1-2", do_sample=True, seed=4, **OPTIONS)
     assert Interpreted.passes > 10 or engine.runner == "graphs"
     monkeypatch.setattr(model_source, "make_runner", lambda model, name: EagerRunner(model))
     eager = SelfSpecGenerator(from_transformers(network, layout="plain"))
     assert plain == drafted == together == texts(eager, policy="ar")
     assert sampled == texts(eager, policy="ls:1-2", do_sample=True, seed=4)
+    alone = eager.generate_batch(PROMPTS, batch_size=2, policy="ls:1-2", do_sample=True, seed=4, **OPTIONS)
+    assert [one.new_tokens for one in drawn] == [one.new_tokens for one in alone]
 
 
 def cuda_model(dtype: torch.dtype, **config: Any) -> PreTrainedModel:

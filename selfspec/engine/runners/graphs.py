@@ -28,7 +28,7 @@ from selfspec.engine.runners.eager import EagerRunner, hand_out, max_detail
 from selfspec.engine.runners.runner import Head
 
 MAX_ROWS = 64
-"""Rows of the longest pass that is captured. A longer one runs eagerly."""
+"""Rows of the longest capture. More rows of several texts take several passes; those of one text run eagerly."""
 _NUMBERS: dict[Detail, int] = {"token": 2, "confidence": 3, "all": 5}
 """How many numbers of a `HeadOutput` are read of a row."""
 
@@ -70,12 +70,15 @@ class GraphRunner(EagerRunner):
         self._scratch = KVCache(model, 1)
         self._scratch_hidden = torch.zeros(model.hidden_size, dtype=model.dtype, device=device)
 
-    @property
-    def num_captures(self) -> int:
-        return len(self._graphs)
-
     def run(self, drafts: Sequence[Draft], start: int, stop: int, head: Head | None) -> None:
         rows = sum(draft.end - draft.first for draft in drafts)
+        if rows > MAX_ROWS and len(drafts) > 1:
+            half = len(drafts) // 2
+            for part in (drafts[:half], drafts[half:]):
+                self.run(part, start, stop, head)
+                for draft in part:  # the next pass writes over logits
+                    draft.logits = None if draft.logits is None else draft.logits.clone()
+            return
         adapters = {draft.exit_layer for draft in drafts if head == "draft" and draft.exit_layer in self.model.adapters}
         if rows > MAX_ROWS or len(adapters) > 1 or (adapters and len({draft.exit_layer for draft in drafts}) > 1):
             super().run(drafts, start, stop, head)
