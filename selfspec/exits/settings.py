@@ -38,7 +38,7 @@ class ExitLossSettings(OptimizerSettings):
     kl_weight: float = option(1.0, "Weight of KL(model || exit).", AT_LEAST_0)
     ce_weight: float = option(0.1, "Weight of the cross-entropy on the model's own tokens.", AT_LEAST_0)
     arm: str = option(
-        "uniform", "Weights of positions: uniform, or D-PACE's: cumulative, full (docs/exit-adapters.md).", ARMS
+        "uniform", "Weights of positions: uniform, or D-PACE's: cumulative, full (docs/training.md).", ARMS
     )
     alpha: float = option(0.5, "Smoothing of D-PACE's weights, in [0, 1].", Range(0, 1))
     block: int = option(8, "Draft length that D-PACE's weights count with.", AT_LEAST_1)
@@ -80,7 +80,7 @@ class ExitTraining(ExitLossSettings, FrozenModelSettings):
     )
     form: str = option(
         LOW_RANK,
-        "low_rank; or steered: drafts also see states of the row that was verified last (docs/exit-adapters.md).",
+        "low_rank; or steered: drafts also see states of the row that was verified last (docs/training.md).",
         FORMS,
     )
     steering_size: int = option(

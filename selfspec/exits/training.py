@@ -1,7 +1,7 @@
 """`selfspec train-exit`: texts, hidden states and the fitting of exit adapters, in one resumable run.
 
 In several processes with `accelerate launch` or `torchrun` in front, the first computes the states and all fit, each on a
-part of every batch. docs/exit-adapters.md explains the options.
+part of every batch. docs/training.md explains the options.
 """
 
 from __future__ import annotations
