@@ -26,9 +26,9 @@ for our own kernels, without loss."""
 COMPACT: frozenset[Layout] = frozenset({"int8", "int4", "native"})
 """Layouts that need the weight as the checkpoint has it, without a norm's factors in it."""
 GROUP = 32
-"""Inputs that share a scale where weights are rounded to 4 bits here; docs/quantised.md has what other sizes give."""
+"""Inputs that share a scale where weights are rounded to 4 bits here; docs/models.md has what other sizes give."""
 EIGHT_BIT_LAYERS = 1
-"""How many of the first layers get 8 bits, like the head, in a model rounded to 4: they lose most (docs/quantised.md)."""
+"""How many of the first layers get 8 bits, like the head, in a model rounded to 4: they lose most (docs/models.md)."""
 _SIGNED = 128  # what a byte holds for 0
 
 

@@ -67,7 +67,7 @@ class SelfSpecGenerator:
         output: with our own CPU kernels. A size, such as "500MB" or a number of bytes: as many texts as fit, and always the
         last one. They are reused everywhere; with PyTorch's operators that may change the last digits, as another batch size
         does. 0: every prompt is read from its beginning.
-    exits: adapters for the exits (docs/exit-adapters.md). "auto": those that the model was loaded with, or in the folder of a
+    exits: adapters for the exits (docs/training.md). "auto": those that the model was loaded with, or in the folder of a
         transformers model's checkpoint; a path: those in that folder; None: no adapters.
     kv_dtype: data type of the KV cache. "auto": as the model was loaded, usually the dtype of its arithmetic; "bfloat16":
         half the memory of float32, with slightly different results (docs/kernels.md).

@@ -46,7 +46,7 @@ class ExitTraining(FrozenModelSettings):
     )
     form: str = option(
         LOW_RANK,
-        "low_rank; or steered: drafts also see states of the row that was verified last (docs/exit-adapters.md).",
+        "low_rank; or steered: drafts also see states of the row that was verified last (docs/training.md).",
         FORMS,
     )
     steering_size: int = option(

@@ -1,6 +1,6 @@
 """`selfspec train-exit`: texts, and the fitting of exit adapters to a frozen model, in one resumable run.
 
-In several processes with `accelerate launch` or `torchrun` in front, each takes a part of every batch. docs/exit-adapters.md
+In several processes with `accelerate launch` or `torchrun` in front, each takes a part of every batch. docs/training.md
 explains the options.
 """
 

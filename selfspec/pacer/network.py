@@ -3,7 +3,7 @@
 The network is trained as a transformers module (`PreVerifierModule`, around the family's own `LlamaDecoderLayer`) and decodes
 as a `LeanPreVerifier`, a `LayerSkipModel` of one layer; tests compare the two. A row is the exit hidden state of a
 committed token (context), or of the row that produced a draft; only the latter get a draft-position embedding and features
-of the distribution that the draft was taken from. docs/pacer.md says what that adds to the paper.
+of the distribution that the draft was taken from. docs/training.md says what that adds to the paper.
 Source: Pacer (Zhang et al. 2025), section 3.2.
 """
 

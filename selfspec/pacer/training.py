@@ -1,7 +1,7 @@
 """`selfspec train-pacer`: data and training of a pre-verifier in one resumable run.
 
 In several processes with `accelerate launch` or `torchrun` in front, the first makes the data and all train on a part of
-each batch. docs/pacer.md explains the options and what is measured.
+each batch. docs/training.md explains the options and what is measured.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def test_every_whole_number_of_a_name_is_bounded(name: str) -> None:
 
 
 def test_a_round_drafts_at_most_64_tokens() -> None:
-    """As docs/security.md says."""
+    """As docs/serving.md says."""
     assert parsed("ls:3-64").exit.plan(None).max_speculations == 64
     with pytest.raises(ValueError, match=r"an integer in \[0, 64\], got 65"):
         parsed("ls:3-65")
