@@ -26,14 +26,12 @@ from selfspec.serve.replica_options import ReplicaOptions
 from selfspec.serve.serve_options import ServeOptions
 from selfspec.serve.server_settings import ServerSettings
 
-APPS = (bench.commands.bench_app.app, selfspec.cli.main.app)
-
 
 def test_a_path_that_cannot_be_written_is_one_line_of_every_command_that_writes_a_file(tmp_path: Path) -> None:
     """Told before anything else is looked at."""
     (tmp_path / "file").touch()
     target, tried = tmp_path / "file" / "below" / "x.jsonl", 0
-    for app in APPS:
+    for app in (bench.commands.bench_app.app, selfspec.cli.main.app):
         group: Any = get_command(app)
         for name in group.list_commands(None):
             command = group.get_command(None, name)
@@ -89,10 +87,8 @@ def test_what_is_refused_names_what_to_use_in_one_line(
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and all(part in line for part in told)
     removed.refuse_removed("generate", ["--", "--gone"])  # a text after two dashes is no option
-
-
-def test_nothing_that_exists_is_called_removed() -> None:
-    assert not removed.COMMANDS.keys() & COMMANDS.keys()
+    monkeypatch.undo()
+    assert not removed.COMMANDS.keys() & COMMANDS.keys()  # nothing that exists is called removed
 
 
 def test_python_and_the_command_line_have_every_option() -> None:
