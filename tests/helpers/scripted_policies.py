@@ -92,9 +92,9 @@ EVERY_POLICY = (
     "del:no_speculation=on", "del:prompt=counted",
     "del+spide", "del+dv", "del+fs", "del+adaedl", "ls:{E}-9+del", "auto", "auto:cost=layers",
     "auto:cost=layers,learn_every=1", "auto+spide",
-    "pacer:random,exit_layer={E},b=2,t=0.3", "pacer:random,exit_layer={E},b=3,t=0.1,scope=draft",
+    "pacer:random,exit_layer={E},b=2,t=0.3", "pacer:random,exit_layer={E},b=3,t=0.1",
     "ls:{E}-9+pacer:random,b=1,t=0.3",
-    "pacer:random,exit_layer={E},b=2,t=0.2,scope=block",
+    "pacer:random,exit_layer={E},b=2,t=0.2",
     "auto:cost=layers+pacer:random,b=2,t=0.2", "del+pacer:random,b=2,t=0.3",
     "copy:4", "copy:2,min=3",
 )  # fmt: skip
