@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from faster_tests import FROZEN, build_once, keep_bytecode
+from faster_tests import build_once, freeze, keep_bytecode
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -49,14 +49,14 @@ def pytest_collection_finish() -> None:
     if hasattr(os, "register_at_fork"):
         # A forked process has none of its parent's threads, and its first product would wait for them for ever.
         os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
-    FROZEN.renew()
+    freeze()
 
 
 @pytest.hookimpl(trylast=True)  # after the ends of the fixtures
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Again after every file, which imports more and leaves caches, and after a server."""
-    if nextitem is not None and (nextitem.path != item.path or not FROZEN.known):
-        FROZEN.renew()
+    """Again after every file, which imports more and leaves caches."""
+    if nextitem is not None and nextitem.path != item.path:
+        freeze()
 
 
 @pytest.fixture(scope="session")

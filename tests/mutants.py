@@ -103,12 +103,12 @@ def draw(seed: int, count: int) -> list[Mutant]:
     return drawn
 
 
-def killed_by(mutant: Mutant, root: Path, tests: list[str], timeout: float) -> str | None:
-    """The test that fails first, or None if all pass. root: the tree that is copied and mutated."""
+def killed_by(mutant: Mutant, tests: list[str], timeout: float) -> str | None:
+    """The test that fails first, or None if all pass."""
     with tempfile.TemporaryDirectory(prefix="mutant") as folder:
         copy = Path(folder, "tree")
         skipped = shutil.ignore_patterns(".git", "build", "__pycache__", ".venv", ".gpu", ".*_cache")
-        shutil.copytree(root, copy, ignore=skipped, symlinks=True)
+        shutil.copytree(ROOT, copy, ignore=skipped, symlinks=True)
         lines = (copy / mutant.path).read_text(encoding="utf-8").split("\n")
         nearest = min((i for i, line in enumerate(lines) if line == mutant.old), key=lambda i: abs(i + 1 - mutant.line))
         lines[nearest] = mutant.new
@@ -120,11 +120,8 @@ def killed_by(mutant: Mutant, root: Path, tests: list[str], timeout: float) -> s
             tests = [name for name in dict.fromkeys((*first, *others)) if (copy / name).exists()]
         for name in tests:
             command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", name]
-            environment = {
-                **os.environ,
-                "PYTHONPATH": str(copy),
-                "PYTHONPYCACHEPREFIX": str(ROOT / "build" / "bytecode"),
-            }
+            kept = str(ROOT / "build" / "bytecode")
+            environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONPYCACHEPREFIX": kept}
             environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else every run compiles PyTorch anew
             try:
                 done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True,
@@ -147,14 +144,13 @@ def main() -> int:
     parser.add_argument(
         "--tests", nargs="+", default=[], help="Files or folders, in place of those of the mutant's folder."
     )
-    parser.add_argument("--root", type=Path, default=ROOT, help="Another tree with the same lines, and its tests.")
     parser.add_argument("--timeout", type=float, default=900, help="Seconds for each file or folder (default 900).")
     given, survived = parser.parse_args(), 0
     for number, mutant in enumerate(draw(given.seed, given.count)):
         if given.only is None or number in given.only:
             print(f"{number}: {mutant.path}:{mutant.line}: {mutant.old.strip()}  ->  {mutant.new.strip()}", flush=True)
             if not given.list:
-                found = killed_by(mutant, given.root, given.tests, given.timeout)
+                found = killed_by(mutant, given.tests, given.timeout)
                 survived += found is None
                 print("    survived" if found is None else f"    killed by {found}", flush=True)
     return int(survived > 0)

@@ -6,9 +6,6 @@ import ast
 import re
 from collections import defaultdict
 from pathlib import Path
-from types import ModuleType
-
-import pytest
 
 import layerskip_models
 import policies
@@ -23,47 +20,14 @@ MAY_IMPORT = {
 }
 
 
-def imported(source: str) -> set[str]:
-    """Top-level names of the modules that a file imports, inside functions too."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "relative imports hide where an arrow points"
-            assert node.module is not None
-            names.add(node.module.partition(".")[0])
-    return names
-
-
 FILES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_arrow_points_up(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
-    own = imported(path.read_text(encoding="utf-8")) & ({*MAY_IMPORT, "tests"})
-    assert own <= MAY_IMPORT[package]
-
-
 CORE = sorted((ROOT / "selfspec" / "engine").rglob("*.py")) + sorted((ROOT / "selfspec" / "cache").rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_engine_knows_neither_its_command_line_nor_its_analysis(path: Path) -> None:
-    assert not re.search(
-        r"^\s*(from|import) selfspec\.(cli|analysis|serve|distributed)\b",
-        path.read_text(encoding="utf-8"),
-        re.MULTILINE,
-    )
-
-
-@pytest.mark.parametrize("package", [layerskip_models, policies, selfspec], ids=lambda package: package.__name__)
-def test_everything_exported_says_what_it_is(package: ModuleType) -> None:
-    for name in package.__all__:
-        exported = getattr(package, name)
-        if callable(exported):
-            assert (exported.__doc__ or "").strip(), name
+def test_everything_exported_says_what_it_is() -> None:
+    for package in (layerskip_models, policies, selfspec):
+        exported = {name: getattr(package, name) for name in package.__all__}
+        assert not [name for name, value in exported.items() if callable(value) and not (value.__doc__ or "").strip()]
 
 
 def test_a_class_name_stands_for_one_thing() -> None:
@@ -73,18 +37,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].add(name)
-    several = {name: sorted(paths) for name, paths in found.items() if len(paths) > 1}
-    assert not several
-
-
-def test_there_are_files_to_read() -> None:
-    assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(MAY_IMPORT)
-    assert len(FILES) > 20
-
-
-def test_an_arrow_that_points_up_is_seen() -> None:
-    source = "import torch\ndef late():\n    from selfspec.engine.draft import Draft\n    import bench.run as cli\n"
-    assert imported(source) == {"torch", "selfspec", "bench"}
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1}
 
 
 def module_imports(tree: ast.AST, every: bool = False) -> list[tuple[str, str | None]]:
@@ -97,10 +50,29 @@ def module_imports(tree: ast.AST, every: bool = False) -> list[tuple[str, str | 
             continue
         if isinstance(node, ast.Import):
             found += [(alias.name, None) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "relative imports hide where an arrow points"
             found += [(node.module, alias.name) for alias in node.names]
         found += module_imports(node, every)
     return found
+
+
+def packages(source: str) -> set[str]:
+    """Top-level names of the modules that a file imports, inside functions too."""
+    return {module.partition(".")[0] for module, _ in module_imports(ast.parse(source), every=True)}
+
+
+def test_no_arrow_points_up() -> None:
+    """And the engine knows neither its command line nor its analysis."""
+    assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(MAY_IMPORT)
+    for path in FILES:
+        own = packages(path.read_text(encoding="utf-8")) & {*MAY_IMPORT, "tests"}
+        assert own <= MAY_IMPORT[path.relative_to(ROOT).parts[0]], path
+    for path in CORE:
+        above = r"^\s*(from|import) selfspec\.(cli|analysis|serve)\b"
+        assert not re.search(above, path.read_text(encoding="utf-8"), re.MULTILINE), path
+    source = "import torch\ndef late():\n    from selfspec.engine.draft import Draft\n    import bench.run as cli\n"
+    assert packages(source) == {"torch", "selfspec", "bench"}
 
 
 def import_graph(sources: dict[str, str], every: bool = False) -> dict[str, set[str]]:
@@ -127,13 +99,10 @@ def sources_of(files: list[Path]) -> dict[str, str]:
 
 
 def test_no_imports_go_in_a_circle() -> None:
+    """In policies not even those of types."""
     assert not circles(sources_of(FILES))
-
-
-def test_in_policies_not_even_types_go_in_a_circle() -> None:
-    assert not circles(
-        sources_of([path for path in FILES if path.relative_to(ROOT).parts[0] == "policies"]), every=True
-    )
+    own = [path for path in FILES if path.relative_to(ROOT).parts[0] == "policies"]
+    assert not circles(sources_of(own), every=True)
 
 
 def depth(graph: dict[str, set[str]], module: str) -> int:
@@ -148,12 +117,9 @@ def test_imports_of_the_engine_are_not_deep() -> None:
     assert max(depth(graph, module) for module in graph) <= 10
 
 
-def test_depth_is_counted() -> None:
+def test_depth_is_counted_and_a_circle_is_seen() -> None:
     graph = import_graph({"a": "import b\nimport c\n", "b": "import c\n", "c": "import torch\n"})
     assert [depth(graph, module) for module in "abc"] == [3, 2, 1]
-
-
-def test_a_circle_is_seen() -> None:
     sources = {"a": "import b\n", "b": "from c import d\n", "c": "import a\n", "e": "import a\n", "f": ""}
     assert circles(sources) == {"a", "b", "c", "e"}  # and what depends on it
     late = {"a": "if TYPE_CHECKING:\n    import b\n", "b": "def late():\n    import a\n"}

@@ -28,10 +28,11 @@ from torch import Tensor
 import layerskip_models
 import policies
 import selfspec
-from fuzz_models import CONTEXT, FuzzModel, make_model
+from fuzz_models import CONTEXT
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.sequence import Sequence
+from tests.adverse.drawn_models import FuzzModel, make_model
 from tests.adverse.fuzz_cases import Case, make_case, make_policy, quiet
 
 CASES_PER_MODEL = 12

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fuzz_models import FuzzModel, make_model
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 from selfspec.engine.sampling import NonFiniteLogitsError
+from tests.adverse.drawn_models import FuzzModel, make_model
 from tests.adverse.fuzz_cases import Case, make_case, make_policy, quiet
 
 CASES_PER_MODEL = 20

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from fuzz_models import CONTEXT, FuzzModel
+from fuzz_models import CONTEXT
 from policies import MeasuredCost, Policy, parse_policy
+from tests.adverse.drawn_models import FuzzModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

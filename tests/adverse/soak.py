@@ -12,8 +12,8 @@ import argparse
 import sys
 
 from bench.engines.servers import selfspec_server
-from hostile_clients import COSTLY_OPTIONS, OPTIONS, HostileTrial, costly_trial, expected_answers
 from layerskip_models import DEMO_PATH
+from tests.adverse.hostile_clients import COSTLY_OPTIONS, OPTIONS, HostileTrial, costly_trial, expected_answers
 
 
 def main(arguments: list[str] | None = None) -> int:

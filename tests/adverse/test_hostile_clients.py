@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-import hostile_clients
 from bench.engines.servers import Server
-from hostile_clients import PROMPTS, Asked, HostileTrial, costly_trial
-from hostile_requests import guesser
 from layerskip_models import DEMO_PATH
 from running_server import RunningServer, connected, post, running_server, wait_until
 from selfspec import SelfSpecGenerator
 from selfspec.serve import request_limits, running
+from tests.adverse import hostile_clients
+from tests.adverse.hostile_clients import PROMPTS, Asked, HostileTrial, costly_trial
+from tests.adverse.hostile_requests import guesser
 
 ASK: dict[str, Any] = {"model": "demo", "prompt": "Once upon", "max_tokens": 3, "temperature": 0}
 
@@ -85,7 +85,7 @@ def test_each_limit_beside_costly_requests_can_be_broken(
         report.failures
     )
     assert report.statuses["200"] and report.statuses["good 200"] == len(report.waits)
-    assert len(report.lines()) == 3
+    assert len(report.lines()) == 3 + len(report.failures)
 
 
 @pytest.fixture(scope="module")

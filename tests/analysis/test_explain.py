@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from layerskip_models import from_transformers
 from policies import LayerCost, MeasuredCost, RoundRecord, cost_of_round
+from records import finished
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
 from selfspec.analysis.inspection import inspect_model, inspection_lines, text_agreement
 from selfspec.analysis.replay import replay, trace_agreement
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
+from selfspec.engine.results import GenerationResult
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 PROMPT = [5, 3, 7, 1]
-OPTIONS = {"max_new_tokens": 40, "eos_token_id": []}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": []}
+COST = MeasuredCost(num_layers=4, layer_seconds=(1e-6, 1.1e-6), head_seconds=(2e-6, 2.2e-6), draft_seconds=1e-7)
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +31,14 @@ def generator() -> SelfSpecGenerator:
     return SelfSpecGenerator(model, tiny_tokenizer(), policy="ls:2-3")
 
 
-def watched(generator: SelfSpecGenerator, policy: str):  # type: ignore[no-untyped-def]
+def watched(generator: SelfSpecGenerator, policy: str) -> GenerationResult:
     resolved = watching_all_layers(generator.resolve_policy(policy), generator.model.num_layers)
-    return generator.generate(PROMPT, policy=resolved, trace=True, **OPTIONS)  # type: ignore[arg-type]
+    return generator.generate(PROMPT, policy=resolved, trace=True, **OPTIONS)
 
 
-def test_a_run_explains_itself(generator: SelfSpecGenerator) -> None:
-    cost = MeasuredCost(num_layers=4, layer_seconds=(1e-6, 1.1e-6), head_seconds=(2e-6, 2.2e-6), draft_seconds=1e-7)
+def test_a_run_explains_itself(generator: SelfSpecGenerator, tmp_path: Path) -> None:
     result = watched(generator, "ls:2-3")
-    explanation = explain(result, 4, cost)
+    explanation = explain(result, 4, COST)
     assert sum(explanation.phases.values()) == pytest.approx(1.0, abs=0.05)
     assert explanation.speedups.layers == pytest.approx(result.stats.etpl * 4)
     assert explanation.exact
@@ -44,33 +47,33 @@ def test_a_run_explains_itself(generator: SelfSpecGenerator) -> None:
     own = next(setting for setting in explanation.by_layers if setting.policy == "ls:2-3")
     assert own.tokens_per_cost == pytest.approx(result.stats.etpl)
     rounds = replay(trace_agreement(generator, torch.tensor(PROMPT), 40), 2, 3)
-    assert explanation.speedups.cost == pytest.approx(rounds.num_tokens * cost.autoregressive() / rounds.cost(cost))
-    text = "\n".join(explanation_lines(explanation, cost))
-    assert "replayed from this run" in text
-    assert "largest loss is" in text
-    assert explanation.settings[0].policy in text
+    assert explanation.speedups.cost == pytest.approx(rounds.num_tokens * COST.autoregressive() / rounds.cost(COST))
+    text = "\n".join(explanation_lines(explanation, COST))
+    assert all(part in text for part in ("replayed from this run", "largest loss is", explanation.settings[0].policy))
+    assert "cop" not in text  # a run that copies nothing does not speak of copies
+    plot_trace(result.trace or (), 4, result.policy, tmp_path / "trace.svg")
+    assert "accepted, copied" not in (tmp_path / "trace.svg").read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="no round to draw"):
+        plot_trace((), 4, "ar", tmp_path / "trace.png")
 
 
 def test_watching_does_not_change_the_output(generator: SelfSpecGenerator) -> None:
-    plain = generator.generate(PROMPT, num_speculations=0, **OPTIONS)  # type: ignore[arg-type]
+    plain = generator.generate(PROMPT, num_speculations=0, **OPTIONS)
     for policy in ("auto:cost=layers", "del", "spide:1"):
         assert watched(generator, policy).new_tokens == plain.new_tokens
 
 
 def test_an_estimate_says_so_and_one_token_leaves_nothing_to_explain(generator: SelfSpecGenerator) -> None:
     policy, cost = watching_all_layers(generator.resolve_policy("ls:1-2"), 4), LayerCost(4)
-    result = generator.generate(PROMPT, policy=policy, trace=True, do_sample=True, seed=1, **OPTIONS)  # type: ignore[arg-type]
+    result = generator.generate(PROMPT, policy=policy, trace=True, do_sample=True, seed=1, **OPTIONS)
     assert "estimated from 100% of the positions" in "\n".join(explanation_lines(explain(result, 4, cost), cost))
     result = generator.generate(PROMPT, policy=policy, trace=True, max_new_tokens=1)
     assert "nothing to explain" in "\n".join(explanation_lines(explain(result, 4, cost), cost))
 
 
 def round_of(exit_layer: int | None, copied: int, drafted: int, accepted: int) -> RoundRecord:
-    return RoundRecord(
-        index=0, num_committed_before=5, exit_layer=exit_layer, max_speculations=drafted, num_accepted=accepted,
-        draft_tokens=tuple(range(copied + drafted)), tokens=tuple(range(accepted + 1)), loaded_layers=4,
-        stop_cause="cap", num_copied=copied,
-    )  # fmt: skip
+    record = finished(copied + drafted, accepted, cause="cap")
+    return replace(record, exit_layer=exit_layer, max_speculations=drafted, num_copied=copied)
 
 
 def test_rounds_cost_what_their_passes_cost() -> None:
@@ -89,18 +92,17 @@ def test_rounds_cost_what_their_passes_cost() -> None:
 
 
 def test_a_run_that_copies_says_what_each_source_gave(generator: SelfSpecGenerator, tmp_path: Path) -> None:
-    plain = generator.generate(PROMPT, policy="ar", **OPTIONS)  # type: ignore[arg-type]
+    plain = generator.generate(PROMPT, policy="ar", **OPTIONS)
     store = [plain.sequences[0, :20].tolist()]  # what follows is drafted
     policy = watching_all_layers(generator.resolve_policy("auto:cost=layers"), 4)
     prompt = plain.sequences[0, :12]
     result = generator.generate(prompt, policy=policy, copy_from=store, trace=True, max_new_tokens=30, eos_token_id=[])
     stats = result.stats
     assert stats.num_copied_accepted > 0 and result.trace is not None
-    cost = MeasuredCost(num_layers=4, layer_seconds=(1e-6, 1.1e-6), head_seconds=(2e-6, 2.2e-6), draft_seconds=1e-7)
-    rounds = sum(cost_of_round(record, cost) for record in result.trace)
-    explanation = explain(result, 4, cost)
-    assert explanation.speedups.cost == pytest.approx((stats.num_new_tokens - 1) * cost.autoregressive() / rounds)
-    text = "\n".join(explanation_lines(explanation, cost))
+    rounds = sum(cost_of_round(record, COST) for record in result.trace)
+    explanation = explain(result, 4, COST)
+    assert explanation.speedups.cost == pytest.approx((stats.num_new_tokens - 1) * COST.autoregressive() / rounds)
+    text = "\n".join(explanation_lines(explanation, COST))
     assert f"copied from earlier text: {stats.num_copied_accepted} of {stats.num_copied} accepted; drafted by" in text
     assert "these settings copy nothing" in text
     lines = trace_lines(result.trace)[1:]
@@ -113,37 +115,13 @@ def test_a_run_that_copies_says_what_each_source_gave(generator: SelfSpecGenerat
     assert "accepted, copied" in picture.read_text(encoding="utf-8")
 
 
-def test_a_run_that_copies_nothing_does_not_speak_of_copies(generator: SelfSpecGenerator, tmp_path: Path) -> None:
-    result = watched(generator, "ls:2-3")
-    assert "cop" not in "\n".join(explanation_lines(explain(result, 4, LayerCost(4)), LayerCost(4)))
-    plot_trace(result.trace or (), 4, result.policy, tmp_path / "trace.svg")
-    assert "accepted, copied" not in (tmp_path / "trace.svg").read_text(encoding="utf-8")
-
-
-def test_a_line_per_round(generator: SelfSpecGenerator) -> None:
-    result = generator.generate(PROMPT, policy="del", trace=True, **OPTIONS)  # type: ignore[arg-type]
-    assert result.trace is not None
-    lines = trace_lines(result.trace)
-    assert len(lines) == 1 + result.stats.rounds
-    assert sum(line.count("+") for line in lines) == result.stats.num_accepted
-    assert all(record.threshold is not None and record.acceptance for record in result.trace if record.num_drafted)
-
-
-def test_no_round_no_picture(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no round to draw"):
-        plot_trace((), 4, "ar", tmp_path / "trace.png")
-
-
 def test_text_agreement_is_that_of_full_passes(generator: SelfSpecGenerator) -> None:
     llama = tiny_llama(seed=4, late_scale=0.9, dtype=torch.float64)
     ids = torch.arange(40) % 24
     hidden = llama.model(ids[None], output_hidden_states=True).hidden_states
-    states = [*hidden[1:-1], None]
     final = llama(ids[None]).logits[0].argmax(-1)
     expected = [
-        float((llama.lm_head(llama.model.norm(state))[0].argmax(-1) == final).double().mean())
-        for state in states
-        if state is not None
+        float((llama.lm_head(llama.model.norm(state))[0].argmax(-1) == final).double().mean()) for state in hidden[1:-1]
     ]
     assert text_agreement(generator.model, ids) == pytest.approx(expected)
 

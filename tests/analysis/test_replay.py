@@ -50,24 +50,14 @@ def test_replay_is_what_really_runs(index, num_new):
     rejected = 0
     for exit_layer in range(1, generator.model.num_layers):
         for length in (1, 3, 8):
-            real = generator.generate(
-                prompt,
-                max_new_tokens=num_new,
-                eos_token_id=[],
-                exit_layer=exit_layer,
-                num_speculations=length,
-                trace=True,
-            )
+            fixed = {"exit_layer": exit_layer, "num_speculations": length}
+            real = generator.generate(prompt, max_new_tokens=num_new, eos_token_id=[], trace=True, **fixed)
             assert tuple(real.new_tokens) == trace.tokens
             expected = replay(trace, exit_layer, length)
-            assert real.trace is not None
-            assert [(r.num_drafted, r.num_accepted) for r in real.trace] == list(
-                zip(expected.drafted, expected.accepted)
-            )
-            assert real.stats.loaded_layers == expected.loaded_layers
-            assert real.stats.etpl == expected.etpl
-            assert real.stats.acceptance_rate == expected.acceptance_rate
-            assert real.stats.tokens_per_round == expected.tokens_per_round
+            rounds = [(r.num_drafted, r.num_accepted) for r in real.trace]
+            assert rounds == list(zip(expected.drafted, expected.accepted))
+            for name in ("loaded_layers", "etpl", "acceptance_rate", "tokens_per_round"):
+                assert getattr(real.stats, name) == getattr(expected, name)
             rejected += real.stats.num_drafted - real.stats.num_accepted
     assert rejected or num_new < 18  # the models were made to disagree at times
 
@@ -101,10 +91,8 @@ def test_any_greedy_run_that_learns_everywhere_is_a_full_trace(name):
 
 @pytest.mark.parametrize("which", ["tiny", "demo"])
 def test_a_trace_with_gaps_ranks_the_settings(which):
-    if which == "tiny":
-        generator = unsteered(11)
-        prompts = [[seed, 3, 7, 1] for seed in range(6)]
-    else:
+    generator, prompts = unsteered(11), [[seed, 3, 7, 1] for seed in range(6)]
+    if which == "demo":
         model, tokenizer = load_demo()
         generator = SelfSpecGenerator(model)
         texts = ("def add(a, b):", "Question: A box holds 12 eggs. How many do", "It was a dark night, and the king")
@@ -112,14 +100,11 @@ def test_a_trace_with_gaps_ranks_the_settings(which):
     num_layers = generator.model.num_layers
     layers = tuple(range(1, num_layers))
     full, thin = [], []
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": [], "trace": True}
     for prompt in prompts:
-        policy = Policy(TraceEveryLayer(num_layers), name="trace")
-        gaps = Policy(TraceEveryLayer(num_layers, learn_every=3), name="trace")
-        for into, watched in ((full, policy), (thin, gaps)):
-            result = generator.generate(
-                prompt, policy=watched, max_new_tokens=40, do_sample=False, eos_token_id=[], trace=True
-            )
-            into.append(agreement_trace(result, num_layers))
+        for into, learn_every in ((full, 1), (thin, 3)):
+            policy = Policy(TraceEveryLayer(num_layers, learn_every=learn_every), name="trace")
+            into.append(agreement_trace(generator.generate(prompt, policy=policy, **options), num_layers))
     assert all(trace.coverage < 0.4 and not trace.is_complete for trace in thin)
     with pytest.raises(ValueError, match="does not cover"):
         replay(thin[0], 1, 2)

@@ -33,8 +33,8 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from selfspec import SelfSpecGenerator
-from selfspec.cache.pool import SMALL_LOSS, CacheSlot, KVCachePool
-from selfspec.cache.prefix_cache import num_common, parse_bytes
+from selfspec.cache.pool import SMALL_LOSS, CacheSlot, KeptTexts, KVCachePool
+from selfspec.cache.prefix_cache import parse_bytes
 from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
 HAS_STATES = "pacer:random,exit_layer={E},b=2,t=0.3"
@@ -94,22 +94,17 @@ def test_trees_of_conversations_are_what_fresh_caches_give(layout: Layout, monke
         for _ in range(5):
             wishes = []
             for _ in range(random.choice([1, 1, 2, 4])):
-                policy = next(names) if random.random() < 0.75 else HAS_STATES
+                policy = next(names) if random.random() < 0.6 else HAS_STATES
                 options: dict[str, Any] = {"max_new_tokens": random.randint(1, 25)}
                 if policy not in BATCH_SENSITIVE and random.random() < 0.4:
                     options |= {"do_sample": True, "seed": random.randrange(1000), "temperature": 1.2}
                 if random.random() < 0.2:
                     options |= {"repetition_penalty": 1.3}
-                wishes.append(
-                    Wish(
-                        prompt=next_prompt(random, texts),
-                        policy=policy,
-                        exit_layer=random.randint(1, 3),
-                        options=options,
-                        joins=random.choice([0, random.randint(0, 5)]),
-                        leaves=random.randint(0, 9) if random.random() < 0.15 else None,
-                    )
-                )
+                prompt, exit_layer = next_prompt(random, texts), random.randint(1, 3)
+                joins = random.choice([0, random.randint(0, 5)])
+                leaves = random.randint(0, 9) if random.random() < 0.15 else None
+                wishes.append(Wish(prompt=prompt, policy=policy, exit_layer=exit_layer, options=options,
+                                   joins=joins, leaves=leaves))  # fmt: skip
             for wish, course in zip(wishes, run_together(generator, wishes)):
                 texts.append([*wish.prompt, *course.tokens])
                 expected = run_alone(generator.model, wish)
@@ -160,30 +155,27 @@ class Pool:
 A, B, C = ([token] * 50 for token in (3, 7, 11))
 
 
-def test_what_is_read_again() -> None:
+@pytest.fixture
+def pool() -> Pool:
+    return Pool("1MB")
+
+
+def test_what_is_read_again(pool: Pool) -> None:
     """The last row, whose logits are needed; and the rows that a policy learns from."""
-    pool = Pool("1MB")
-    assert pool.reused(A) == 0
-    assert pool.reused(A) == 49
-    assert pool.reused(A[:20]) == 19
+    assert [pool.reused(prompt) for prompt in (A, A, A[:20])] == [0, 49, 19]
     seq_round = [*pool.text, 5, 5]
     assert pool.reused([*A, *pool.text]) >= 49
     assert pool.reused(seq_round, policy="del") == min(len(seq_round) - 32, 29)
-    assert pool.reused(A, policy="del") == 50 - 32
-    assert pool.reused(A[:32], policy="del") == 0
+    assert [pool.reused(prompt, policy="del") for prompt in (A, A[:32])] == [50 - 32, 0]
 
 
 def test_several_texts_are_kept_and_the_oldest_goes_first() -> None:
+    """Unused room is given up before a text is."""
     pool = Pool(2 * 60 * 2 * ROW_BYTES)  # float64; room for two texts of 60 positions
     assert [pool.reused(prompt) for prompt in (A, B, A, B)] == [0, 0, 49, 49]
-    assert pool.reused(C) == 0  # in place of A
-    assert [pool.reused(prompt) for prompt in (B, C)] == [49, 49]
+    assert [pool.reused(prompt) for prompt in (C, B, C)] == [0, 49, 49]  # in place of A
     assert pool.reused(A) == 0
-    assert pool.generator.kept_texts.count == 2
-    assert pool.generator.kept_texts.num_bytes == 2 * 60 * 2 * ROW_BYTES
-
-
-def test_unused_room_is_given_up_before_a_text_is() -> None:
+    assert pool.generator.kept_texts == KeptTexts(2, 2 * 60 * 2 * ROW_BYTES)
     pool = Pool(2 * 70 * 2 * ROW_BYTES)
     pool.reused(A, 200, eos_token_id=[3, *pool.generator.generate(A, max_new_tokens=1).new_tokens])
     pool.reused(B)
@@ -192,9 +184,8 @@ def test_unused_room_is_given_up_before_a_text_is() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_branch_leaves_the_other_one_as_it_is(times: int) -> None:
+def test_a_branch_leaves_the_other_one_as_it_is(pool: Pool, times: int) -> None:
     """Where more than a few rows would be lost, the common ones are copied. A second branch writes over a short one."""
-    pool = Pool("1MB")
     pool.reused(A, new=SMALL_LOSS + 10)
     long = pool.text
     for token in range(times):
@@ -203,9 +194,8 @@ def test_a_branch_leaves_the_other_one_as_it_is(times: int) -> None:
     assert pool.generator.kept_texts.count == 2
 
 
-def test_a_text_that_goes_on_leaves_nothing_behind() -> None:
+def test_a_text_that_goes_on_leaves_nothing_behind(pool: Pool) -> None:
     """And the last token of an answer has no row yet."""
-    pool = Pool("1MB")
     pool.reused(A)
     for _ in range(3):
         before = len(pool.text)
@@ -217,15 +207,15 @@ def test_a_text_that_goes_on_leaves_nothing_behind() -> None:
 def test_a_text_goes_on_from_one_that_is_still_being_decoded(layout: Layout) -> None:
     """From what that one has read of its prompt, even if it is not at its end."""
     generator = generator_of(layout, "1MB")
+    wishes = [
+        Wish(prompt=B, options={"max_new_tokens": 40}),
+        Wish(prompt=A, policy="ls:{E}-4", options={"max_new_tokens": 30}, joins=1),
+        Wish(prompt=[*A, 5], policy="ls:{E}-4", options={"max_new_tokens": 20}, joins=2),
+        Wish(prompt=[*A, 6], policy="del", options={"max_new_tokens": 20}, joins=8),
+        Wish(prompt=A, policy="ar", options={"max_new_tokens": 20, "do_sample": True, "seed": 1}, joins=8),
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selfspec.engine.engine, "PIECE_ROWS", 20)
-        wishes = [
-            Wish(prompt=B, options={"max_new_tokens": 40}),
-            Wish(prompt=A, policy="ls:{E}-4", options={"max_new_tokens": 30}, joins=1),
-            Wish(prompt=[*A, 5], policy="ls:{E}-4", options={"max_new_tokens": 20}, joins=2),
-            Wish(prompt=[*A, 6], policy="del", options={"max_new_tokens": 20}, joins=8),
-            Wish(prompt=A, policy="ar", options={"max_new_tokens": 20, "do_sample": True, "seed": 1}, joins=8),
-        ]
         courses = run_together(generator, wishes)
     assert [reused(course) for course in courses] == [0, 0, 20, 51 - 32, 49]
     for wish, course in zip(wishes, courses):
@@ -249,12 +239,11 @@ def test_on_our_own_kernels_the_last_text_is_used() -> None:
     assert pool.idle == [slot]
     assert pool.reused([*pool.text, 1], 100) > 50  # in a longer cache, with the rows copied
     assert len(pool.idle) == 1 and pool.idle != [slot]
-    assert pool.generator.kept_texts == pool.generator.kept_texts.__class__(1, pool.idle[0].cache.num_bytes)
+    assert pool.generator.kept_texts == KeptTexts(1, pool.idle[0].cache.num_bytes)
 
 
-def test_pacers_states_are_kept_with_the_text() -> None:
+def test_pacers_states_are_kept_with_the_text(pool: Pool) -> None:
     """A text that lacks them is read from its beginning."""
-    pool = Pool("1MB")
     wish = Wish(prompt=A, policy="pacer:random,exit_layer={E},b=2,t=0.3")
     options = {"max_new_tokens": 10, **wish.arguments(pool.generator.model)}
     other = replace(wish, exit_layer=1).arguments(pool.generator.model)
@@ -266,9 +255,13 @@ def test_pacers_states_are_kept_with_the_text() -> None:
     assert pool.generator.generate([*B, 1], **options).stats.num_reused_tokens == 0
 
 
-def test_a_cancelled_text_leaves_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_text_leaves_what_was_read_and_a_failed_one_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfspec.engine.engine, "PIECE_ROWS", 20)
-    pool = Pool("1MB")
+
+    def nan(input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores * (torch.nan if input_ids.shape[1] == 55 else 1)
+
+    pool, failing = Pool("1MB"), Pool("1MB")
     with pool.generator.engine() as engine:
         engine.add(B, max_new_tokens=100, policy="ar")
         engine.step()
@@ -276,19 +269,10 @@ def test_a_cancelled_text_leaves_what_was_read(monkeypatch: pytest.MonkeyPatch) 
         engine.step()
         engine.cancel(ticket)
         engine.cancel(1)
-    assert pool.reused(A) == 20
-    assert pool.reused(B) == 49
-
-
-def test_a_text_that_failed_leaves_nothing() -> None:
-    pool = Pool("1MB")
-
-    def nan(input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores * (torch.nan if input_ids.shape[1] == 55 else 1)
-
+    assert [pool.reused(A), pool.reused(B)] == [20, 49]
     with pytest.raises(RuntimeError):
-        pool.generator.generate(A, policy="ar", max_new_tokens=10, logits_processor=LogitsProcessorList([nan]))
-    assert pool.reused(A) == 0
+        failing.generator.generate(A, policy="ar", max_new_tokens=10, logits_processor=LogitsProcessorList([nan]))
+    assert failing.reused(A) == 0
 
 
 def test_other_weights_know_no_text() -> None:
@@ -305,13 +289,10 @@ def test_other_weights_know_no_text() -> None:
     result = generator.generate(prompt, max_new_tokens=5)
     assert (result.stats.num_reused_tokens, result.new_tokens) == (0, expected)
     assert reused() == 29
-    generator.refresh()
-    assert reused() == 0
 
 
-def test_refresh_forgets_the_texts_of_a_model_that_is_not_copied() -> None:
+def test_refresh_forgets_the_texts_of_a_model_that_is_not_copied(pool: Pool) -> None:
     """Those that are complete, and those that end later."""
-    pool = Pool("1MB")
     pool.reused(A)
     stream = pool.generator.stream(B, max_new_tokens=10, policy="ar")
     next(stream)
@@ -322,28 +303,13 @@ def test_refresh_forgets_the_texts_of_a_model_that_is_not_copied() -> None:
     assert [pool.reused(A), pool.reused(B)] == [49, 49]
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [(0, 0), (12, 12), ("0", 0), ("200", 200), ("2kB", 2000), ("1.5 GB", 1_500_000_000), ("1GiB", 1 << 30)],
-)
-def test_sizes(size: int | str, expected: int) -> None:
-    assert parse_bytes(size) == expected
-
-
-@pytest.mark.parametrize("size", ["", "much", "-1", "1TBB", "1.5.1MB", -1, 1.5, True])
-def test_what_is_no_size(size: Any) -> None:
-    with pytest.raises(ValueError, match="prefix_cache must be"):
-        SelfSpecGenerator(model_of("plain"), prefix_cache=size)
-
-
-def test_how_much_two_texts_have_in_common() -> None:
-    def alike(one: list[int], other: list[int]) -> int:
-        return num_common(torch.tensor(one, dtype=torch.long), torch.tensor(other, dtype=torch.long))
-
-    assert alike([1, 2, 3], [1, 2, 3]) == 3
-    assert alike([1, 2, 3], [1, 2]) == alike([1, 2], [1, 2, 3]) == 2
-    assert alike([1, 2, 3], [1, 5, 3]) == 1
-    assert alike([4], [1]) == alike([], [1]) == 0
+def test_sizes() -> None:
+    sizes = {0: 0, 12: 12, "0": 0, "200": 200, "2kB": 2000, "1.5 GB": 1_500_000_000, "1GiB": 1 << 30}
+    assert {size: parse_bytes(size) for size in sizes} == sizes
+    wrong: list[Any] = ["", "much", "-1", "1TBB", "1.5.1MB", -1, 1.5, True]
+    for size in wrong:
+        with pytest.raises(ValueError, match="prefix_cache must be"):
+            SelfSpecGenerator(model_of("plain"), prefix_cache=size)
 
 
 def test_a_cache_takes_rows_of_another() -> None:
@@ -361,9 +327,8 @@ def test_a_cache_takes_rows_of_another() -> None:
         torch.testing.assert_close(model.run_layers(model.embed(torch.arange(8, 12)), 0, 4, other), expected)
 
 
-def test_a_place_that_returns_while_the_pool_changes_waits() -> None:
+def test_a_place_that_returns_while_the_pool_changes_waits(pool: Pool) -> None:
     """The garbage collector may end a stream at any moment."""
-    pool = Pool("1MB")
     runners: KVCachePool = pool.generator._models.current.pool
     lent = runners.lend(10)
     slot = lent.__enter__()

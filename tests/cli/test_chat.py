@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from layerskip_models import from_transformers
+from layerskip_models import DEMO_PATH, from_transformers
 from selfspec import SelfSpecGenerator
 from selfspec.cli.chat_command import COMMANDS, Chat
 from selfspec.cli.console import LogConsole, one_line_errors
@@ -27,7 +28,7 @@ from selfspec.detokenize import StopTrimmer, TokenSource, before_stop
 from selfspec.messages import ChatTemplate
 from tiny_llama import WORDS, tiny_llama, tiny_tokenizer
 
-TEMPLATE = ChatTemplate("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
 class Talk:
@@ -38,32 +39,23 @@ class Talk:
         self.generator = SelfSpecGenerator(model, tiny_tokenizer(), "ls:2-4", prefix_cache=1)
         self.pieces: list[tuple[str, TokenSource]] = []
         self.conversation = Conversation(
-            self.generator,
-            ChatTemplate(TEMPLATE.source, stops),
-            {"do_sample": False, "eos_token_id": []},
-            max_new_tokens=max_new_tokens,
-            write=self.write,
-        )
+            self.generator, ChatTemplate(TEMPLATE, stops), {"do_sample": False, "eos_token_id": []},
+            max_new_tokens=max_new_tokens, write=self.write,
+        )  # fmt: skip
         self.conversation.use_policy("ls:2-4")
-        self.log = Console(
-            file=io.StringIO(), record=True, width=200, force_terminal=False, highlight=False, markup=False
-        )
+        self.log = Console(file=io.StringIO(), record=True, width=200, highlight=False, markup=False)
 
     def write(self, text: str, source: TokenSource) -> None:
         self.pieces.append((text, source))
 
+    @property
+    def shown(self) -> str:
+        return "".join(text for text, source in self.pieces if source != "rejected")
+
     def type(self, *lines: str | BaseException) -> str:
         """Returns what was said beside answers."""
-        left: Iterator[str | BaseException] = iter([*lines, EOFError()])
-
-        def read_line(prompt: str) -> str:
-            line = next(left)
-            if isinstance(line, BaseException):
-                raise line
-            return line
-
-        writer = TextWriter(Console(file=io.StringIO()))
-        Chat(self.conversation, writer, self.log).run(read_line)
+        read_line = Mock(side_effect=[*lines, EOFError()])
+        Chat(self.conversation, TextWriter(Console(file=io.StringIO())), self.log).run(read_line)
         return self.log.export_text()
 
     @property
@@ -75,13 +67,11 @@ def test_a_conversation_is_one_prompt_and_what_was_read_is_kept() -> None:
     talk = Talk()
     talk.type("a bed", "cab")
     first, second = talk.answers
-    expected = SelfSpecGenerator(talk.generator.model, tiny_tokenizer()).generate(
-        f"a bed\n{first}\ncab\n", max_new_tokens=20, eos_token_id=[]
-    )
-    assert second == expected.text
-    assert talk.conversation.last is not None
-    assert talk.conversation.last.stats.num_reused_tokens >= len("a bed\n")
-    assert "".join(text for text, _ in talk.pieces) == first + second
+    fresh = SelfSpecGenerator(talk.generator.model, tiny_tokenizer())
+    assert second == fresh.generate(f"a bed\n{first}\ncab\n", max_new_tokens=20, eos_token_id=[]).text
+    last = talk.conversation.last
+    assert last is not None and last.stats.num_reused_tokens >= len("a bed\n")
+    assert talk.shown == first + second
     said = talk.type("/stats")
     assert "tokens/s" in said and "of them read for this answer" in said
 
@@ -98,8 +88,7 @@ def test_commands(tmp_path: Path) -> None:
     assert talk.conversation.messages[0]["content"] == "fig"
     said = talk.type("/policy ar", "/policy", "/policy ls:9-1", "a")
     assert "policy: ar" in said and "exit_layer must be in" in said
-    assert talk.conversation.last is not None
-    assert talk.conversation.last.policy == "ar"
+    assert talk.conversation.last is not None and talk.conversation.last.policy == "ar"
     assert "no command /nonsense: /help lists them" in talk.type("/nonsense")
     file = tmp_path / "talk.json"
     assert "say where" in talk.type("/save")
@@ -120,8 +109,8 @@ def test_commands(tmp_path: Path) -> None:
     assert not talk.answers
 
 
-def test_what_is_shown_steers_no_terminal(tmp_path: Path) -> None:
-    """A saved conversation may be a stranger's, and a model may write anything."""
+def test_what_is_shown_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A saved conversation may be a stranger's, a model may write anything, and an error may quote it."""
     hostile = "a\x1b]0;title\x07 \x9b2J \x85\x7f\r\x08 [bold]b[/]"
     talk = Talk()
     file = tmp_path / "talk.json"
@@ -139,94 +128,66 @@ def test_what_is_shown_steers_no_terminal(tmp_path: Path) -> None:
     writer = TextWriter(Console(file=raw, force_terminal=True, color_system=None))
     writer.write_token(hostile, "target")
     assert not [one for one in steering if one in raw.getvalue()]
-
-
-def test_errors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), one_line_errors():
         raise ValueError("no model \x9b2J\x1b[31m called so")
     assert capsys.readouterr().err == "error: no model \\x9b2J␛[31m called so\n"
 
 
-def test_a_template_that_fails_ends_no_chat() -> None:
+def test_a_message_of_several_lines_and_a_template_that_fails() -> None:
     talk = Talk()
+    talk.type('"""a', 'bed"""', '"""', "fig", '"""', "", "  ")
+    assert [m["content"] for m in talk.conversation.messages if m["role"] == "user"] == ["a\nbed", "fig"]
     talk.conversation._template = ChatTemplate("{{ 1 / 0 }}")
     assert talk.type("a", "/system").count("the chat template fails on these messages (ZeroDivisionError") == 1
 
 
-def test_a_message_of_several_lines() -> None:
-    talk = Talk()
-    talk.type('"""a', 'bed"""', '"""', "fig", '"""', "", "  ")
-    assert [m["content"] for m in talk.conversation.messages if m["role"] == "user"] == ["a\nbed", "fig"]
-
-
-def test_ctrl_c_stops_the_answer_and_keeps_the_conversation() -> None:
-    """And at the prompt it drops the line."""
-    talk = Talk(max_new_tokens=200)
-    full = Talk(max_new_tokens=200)
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(times: int) -> None:
+    """At the prompt it drops the line; a second one ends an answer at once."""
+    talk, full = Talk(max_new_tokens=200), Talk(max_new_tokens=200)
     full.type("a bed")
-    write = talk.write
-
     before = signal.getsignal(signal.SIGINT)  # a process in the background may ignore it
 
     def interrupted(text: str, source: TokenSource) -> None:
-        write(text, source)
+        talk.write(text, source)
         if sum(len(piece) for piece, _ in talk.pieces) > 20:
-            talk.conversation._write = write
-            os.kill(os.getpid(), signal.SIGINT)
+            talk.conversation._write = talk.write
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
 
     talk.conversation._write = interrupted
     said = talk.type("a bed", KeyboardInterrupt())
-    assert "stopped; the conversation goes on" in said and "Ctrl-D leaves" in said
     (answer,) = talk.answers
-    assert 20 < len(answer) < len(full.answers[0])
-    assert full.answers[0].startswith(answer)
+    assert 20 < len(answer) < len(full.answers[0]) and full.answers[0].startswith(answer)
     assert signal.getsignal(signal.SIGINT) is before
+    assert "Ctrl-D leaves" in said
+    if times == 2:
+        assert (answer, talk.conversation.last) == (talk.shown, None)
+        return
+    assert "stopped; the conversation goes on" in said
     talk.type("cab")
     assert len(talk.answers) == 2
     assert "interrupted" not in talk.type("/stats")
 
 
-def test_a_second_ctrl_c_ends_it_at_once() -> None:
-    talk = Talk(max_new_tokens=200)
-
-    def twice(text: str, source: TokenSource) -> None:
-        talk.write(text, source)
-        talk.conversation._write = talk.write
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    talk.conversation._write = twice
-    talk.type("a bed")
-    assert talk.answers == ["".join(text for text, _ in talk.pieces)]
-    assert talk.conversation.last is None
-
-
 def test_a_full_conversation_says_so_and_stays_as_it_is() -> None:
     talk = Talk(max_new_tokens=500, positions=64)
     talk.type("a bed")
-    assert talk.conversation.last is not None
-    assert talk.conversation.last.stats.num_new_tokens == 64 - len("a bed\n")
+    last = talk.conversation.last
+    assert last is not None and last.stats.num_new_tokens == 64 - len("a bed\n")
     before = [*talk.conversation.messages]
     assert "the model has room for 64: begin a new one with /clear" in talk.type("cab")
     assert talk.conversation.messages == before
 
 
-def test_an_answer_ends_before_its_stop_string() -> None:
+def test_an_answer_ends_before_its_stop_string_and_shows_drafts_on_request() -> None:
     free = Talk(max_new_tokens=40)
     free.type("a bed")
     stop = free.answers[0][17:20]
     talk = Talk(stops=(stop,), max_new_tokens=40)
-    talk.type("a bed")
-    assert talk.answers == [free.answers[0].partition(stop)[0]]
-    assert "".join(text for text, _ in talk.pieces) == talk.answers[0]
-
-
-def test_drafts_are_shown_on_request() -> None:
-    talk = Talk()
     talk.type("/drafts", "a bed")
-    sources = {source for _, source in talk.pieces}
-    assert "accepted" in sources and "rejected" in sources
-    assert "".join(text for text, source in talk.pieces if source != "rejected") == talk.answers[0]
+    assert {"accepted", "rejected"} <= {source for _, source in talk.pieces}
+    assert talk.answers == [free.answers[0].partition(stop)[0]] == [talk.shown]
     assert "drafts are not shown" in talk.type("/drafts")
 
 
@@ -250,21 +211,32 @@ def test_a_trimmed_stream_is_the_trimmed_text(words: list[tuple[str, TokenSource
     assert "".join(text for text, source in written if source != "rejected") == before_stop(seen, stops)
 
 
-def test_the_command(tmp_path: Path) -> None:
-    """With the demo, from a pipe; and what it says of a model without a template."""
-    lines = "Tom has 3 apples.\n/stats\n/exit\n"
-    result = CliRunner().invoke(app, ["chat", "--max-new-tokens", "12", "--policy", "ls:2-4"], input=lines)
-    assert result.exit_code == 0, result.output
-    assert "/help lists the commands" in result.stderr
-    assert "12 tokens in" in result.stderr
-    assert result.stdout.strip()
+def test_what_the_command_refuses(tmp_path: Path) -> None:
     tiny_llama(seed=3).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    result = CliRunner().invoke(app, ["chat", str(tmp_path)], input="a\n")
-    assert result.exit_code == 2
-    assert (
-        "has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain" in result.stderr
-    )
-    result = CliRunner().invoke(app, ["chat", "--temperature", "0.5"], input="a\n")
-    assert result.exit_code == 2
-    assert "add --do-sample" in result.stderr
+    template = "has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain"
+    for arguments, told in (
+        ([str(tmp_path)], template),
+        (["--temperature", "0.5"], "add --do-sample"),
+        (["--policy", "ls:2-4", "--copy-from", str(tmp_path / "config.json")], "--copy-from has no effect"),
+    ):
+        result = CliRunner().invoke(app, ["chat", *arguments], input="a\n")
+        assert result.exit_code == 2 and told in result.stderr
+
+
+def test_the_command_copies_from_files_while_its_policy_copies(tmp_path: Path) -> None:
+    """The command, with the demo, from a pipe."""
+    question, file = "Tom has 3 apples.", tmp_path / "answers.txt"
+    asked = f"Question: {question}\nAnswer:"
+    demo = SelfSpecGenerator.from_pretrained(DEMO_PATH)
+    file.write_text(asked + (demo.generate(asked, max_new_tokens=16, policy="ar").text or ""), encoding="utf-8")
+    arguments = ["chat", "--max-new-tokens", "16", "--copy-from", str(file), "--policy", "copy:8"]
+    typed = f"{question}\n/stats\n/clear\n/policy ls:2-4\n{question}\n/stats\n"
+    result = CliRunner().invoke(app, arguments, input=typed)
+    assert result.exit_code == 0, result.output
+    assert "/help lists the commands" in result.stderr and "16 tokens in" in result.stderr
+    first, _, second = result.stderr.partition("a new conversation")
+    assert re.search(r"copied from earlier text: [1-9]", first) and "error" not in result.stderr
+    assert "policy ls:2-4: " in second and "copied" not in second
+    half = len(result.stdout) // 2
+    assert result.stdout[:half] == result.stdout[half:]

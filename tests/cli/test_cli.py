@@ -1,23 +1,22 @@
 import io
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import fields
+from itertools import count
 from pathlib import Path
-from xml.etree import ElementTree
+from unittest.mock import Mock
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH
 from selfspec import GenerationStats, SelfSpecGenerator
-from selfspec.cli.display import TextWriter
+from selfspec.cli.display import SOURCE_STYLES, TextWriter
 from selfspec.cli.main import app
 from selfspec.cli.text_input import EXAMPLE_PROMPT
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -29,14 +28,17 @@ STRUCK = re.compile(r"\x1b\[[\d;]*\b9;[\d;]*m.*?\x1b\[0m", re.S)  # 9 is "struck
 ESCAPE = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
 
 
-def checkpoint_model():
-    """It writes varied text and has drafts of every fate."""
-    return tiny_llama(seed=4, late_scale=0.9, max_position_embeddings=128)
-
-
 @pytest.fixture(scope="module")
 def expected(folder):
     return SelfSpecGenerator.from_pretrained(folder).generate(PROMPT, max_new_tokens=30, policy="ls:1-3")
+
+
+@pytest.fixture(scope="module")
+def said(expected, tmp_path_factory):
+    """A file of what the model says, which is a good text to copy from."""
+    path = tmp_path_factory.mktemp("texts") / "said.txt"
+    path.write_bytes((PROMPT + expected.text).encode().replace(b"\n", b"\r\n"))
+    return path
 
 
 def invoke(*arguments, **options):
@@ -84,7 +86,7 @@ def test_json_is_one_object_with_every_statistic(folder, expected):
     assert found["token_ids"] == expected.new_tokens
     assert (found["stop_reason"], found["policy"], found["model"]) == ("length", "ls:1-3", str(folder))
     assert found["num_prompt_tokens"] == expected.stats.num_prompt_tokens
-    assert found["comparison"] is None
+    assert found["comparison"] is found["explanation"] is None
     assert set(found["stats"]) == {field.name for field in fields(GenerationStats)}
     timed = re.compile("seconds|per_second|time_to")
     for name, value in expected.stats.as_dict().items():
@@ -96,14 +98,11 @@ def test_compare_reports_speed_and_equality(folder, expected):
     assert result.stdout == expected.text + "\n"
     assert "median of 2 alternated pairs" in result.stderr
     assert re.search(r"speed-up \d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\); outputs equal\n", result.stderr)
-
     found = json.loads(generate(folder, PROMPT, "--compare", "--repeats", "2", "--json").stdout)["comparison"]
     assert found["outputs_equal"] is True
     assert found["repeats"] == len(found["runs"]) == len(found["baseline_runs"]) == 2
     assert all(run["num_drafted"] == expected.stats.num_drafted for run in found["runs"])
     assert all(run["num_drafted"] == 0 and run["num_new_tokens"] == 30 for run in found["baseline_runs"])
-    ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(found["runs"], found["baseline_runs"])]
-    assert found["speedup"] == pytest.approx(sum(ratios) / 2)
 
 
 def test_compare_needs_room_for_the_text_only(folder):
@@ -128,6 +127,8 @@ def test_compare_needs_room_for_the_text_only(folder):
             {"do_sample": True, "seed": 7, "temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
         ),
         (["--dtype", "float64"], {}),
+        (["--temperature", "0"], {}),  # greedy
+        (["--do-sample", "--temperature", "0"], {}),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -142,18 +143,16 @@ def test_options_reach_generate(folder, expected, arguments, options):
     assert (found["policy"], found["stats"]["rounds"]) == (wanted.policy, wanted.stats.rounds)
 
 
-def test_ignore_eos(tmp_path, expected):
+def test_ignore_eos(folder, expected, tmp_path):
     """The checkpoint's own end token is ignored."""
-    model = checkpoint_model()
-    model.generation_config.eos_token_id = expected.new_tokens[4]
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    assert json.loads(generate(tmp_path, PROMPT, "--json").stdout)["stop_reason"] == "eos"
-    found = json.loads(generate(tmp_path, PROMPT, "--json", "--ignore-eos").stdout)
+    config = shutil.copytree(folder, tmp_path / "model") / "generation_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token_id": expected.new_tokens[4]}))
+    assert json.loads(generate(config.parent, PROMPT, "--json").stdout)["stop_reason"] == "eos"
+    found = json.loads(generate(config.parent, PROMPT, "--json", "--ignore-eos").stdout)
     assert (found["stop_reason"], found["token_ids"]) == ("length", expected.new_tokens)
 
 
-def test_show_drafts_in_colour_adds_only_struck_drafts(folder, expected, monkeypatch):
+def test_show_drafts_in_colour_adds_only_struck_drafts(folder, expected, said, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     result = generate(folder, PROMPT, "--show-drafts", color=True)
@@ -165,24 +164,42 @@ def test_show_drafts_in_colour_adds_only_struck_drafts(folder, expected, monkeyp
     assert STRUCK.search(written)
     for style in ("\x1b[32m", "\x1b[1;33m", "\x1b[36m"):  # accepted, corrected, bonus
         assert style in written
-    assert "accepted draft" in ESCAPE.sub("", result.stderr)
+    assert "accepted draft" in ESCAPE.sub("", result.stderr) and "drafted by" not in result.stderr
+    copies = ["--policy", "auto:cost=layers", "--copy-from", said]
+    copying = generate(folder, PROMPT, "--show-drafts", *copies, color=True)
+    assert "\x1b[35m" in copying.stdout and "\x1b[35m" not in result.stdout
+    assert "accepted copy" in ESCAPE.sub("", copying.stderr)
+    assert "\x1b[32m" in copying.stdout  # drafts of the exit stay as they are
+    assert len({str(style) for style in SOURCE_STYLES.values()}) == len(SOURCE_STYLES)
+    stats = json.loads(generate(folder, PROMPT, *copies, "--json").stdout)["stats"]
+    drafted = stats["num_drafted"] - stats["num_copied"]
+    accepted = stats["num_accepted"] - stats["num_copied_accepted"]
+    assert drafted > 0 and f"drafted by an exit: {accepted} of {drafted} accepted" in ESCAPE.sub("", copying.stderr)
 
 
 def test_drafts_as_a_picture(folder, expected, tmp_path):
     path = tmp_path / "new" / "drafts.svg"
     assert generate(folder, PROMPT, "--show-drafts", "--svg", path).stdout == expected.text + "\n"
     picture = path.read_text(encoding="utf-8")
-    root = ElementTree.fromstring(picture)
-    styles = dict(re.findall(r"\.[\w-]+-(r\d+) \{ ([^}]*)\}", picture))
-    drawn: dict[str, str] = {}
-    for element in root.iter("{http://www.w3.org/2000/svg}text"):
-        name = element.get("class", "").rpartition("-")[2]
-        drawn[name] = drawn.get(name, "") + (element.text or "")
-    struck = "".join(text for name, text in drawn.items() if "line-through" in styles.get(name, ""))
-    assert "dropped" in struck
-    assert len(struck) > len("dropped draft")  # the legend, and drafts
-    assert len({styles[name] for name in drawn if name in styles}) >= 5  # the prompt and the fates
-    assert "url(http" not in picture
+    assert "line-through" in picture and "dropped" in picture and "url(http" not in picture
+    assert len(set(re.findall(r"-r\d+ \{ ([^}]*)\}", picture))) >= 5  # the prompt and the fates
+
+
+def test_drafts_are_copied_from_files(folder, expected, said, tmp_path):
+    """Plain decoding, which --compare runs beside it, copies nothing, and rounds that copy are replayed as well."""
+    other = tmp_path / "other.txt"
+    other.write_text("head, head, head", encoding="utf-8")
+    copies = ["--policy", "copy:8", "--copy-from", other, "--copy-from", said]
+    result = generate(folder, PROMPT, *copies, "--compare", "--repeats", 1, "--explain")
+    assert result.stdout == expected.text + "\n"
+    assert "outputs equal" in result.stderr and "these settings copy nothing" in result.stderr
+    assert "fixed settings, replayed from this run" in result.stderr
+    found, without = (
+        json.loads(generate(folder, PROMPT, *options, "--json").stdout)["stats"] for options in (copies, copies[:2])
+    )
+    copied, accepted = found["num_copied"], found["num_copied_accepted"]
+    assert accepted > without["num_copied_accepted"]
+    assert f"copied from earlier text: {accepted} of {copied} accepted; drafted by an exit: none" in result.stderr
 
 
 COPY = ["--policy", "copy:8", "--copy-from"]
@@ -192,7 +209,6 @@ ERRORS = {
     "exit layer": ([PROMPT, "--exit-layer", "9"], "exit_layer must be in [1, 3] for this 4-layer model, got 9"),
     "policy": ([PROMPT, "--policy", "deep"], "policy 'deep': unknown policy"),
     "both": ([PROMPT, "--policy", "ls:1-2", "--exit-layer", "2"], "give policy, or exit_layer"),
-    "both in comparison": ([PROMPT, "--policy", "ls:1-2", "--exit-layer", "2", "--compare"], "give policy, or exit_"),
     "no folder": ([PROMPT, "--model", "./not/there"], "no checkpoint folder at ./not/there"),
     "a file for a folder": ([PROMPT, "--model", "LATIN"], "LATIN is a file: give the folder"),
     "empty folder": ([PROMPT, "--model", "EMPTY"], "EMPTY holds no checkpoint: it has no config.json"),
@@ -216,14 +232,14 @@ ERRORS = {
     "eos": ([PROMPT, "--ignore-eos", "--eos-token-id", "1"], "give --ignore-eos or --eos-token-id, not both"),
     "json drafts": ([PROMPT, "--json", "--show-drafts"], "leave out --show-drafts"),
     "picture of nothing": ([PROMPT, "--svg", "x.svg"], "--svg draws coloured drafts: add --show-drafts"),
-    "trace": ([PROMPT, "--trace", "/proc/trace.jsonl"], "cannot write /proc/trace.jsonl"),
+    "trace of no kind": (["trace", PROMPT, "-o", "trace.gif"], ".png, .svg, .pdf, .jsonl"),
+    "trace of no policy": (["trace", PROMPT, "--policy", "dell"], "unknown policy 'dell'; did you mean del"),
     "no copies": ([PROMPT, *COPY, "NOWHERE"], "NOWHERE: --copy-from takes the path"),
     "empty copies": ([PROMPT, *COPY, "NOTHING"], "NOTHING is empty: --copy-from takes a file"),
     "copies not UTF-8": ([PROMPT, *COPY, "LATIN"], "LATIN is not UTF-8 text (byte 1)"),
     "a folder of copies": ([PROMPT, *COPY, "EMPTY"], "EMPTY"),
     "short copies": ([PROMPT, *COPY, "SHORT"], "no text of two tokens"),
     "copies for nobody": ([PROMPT, "--policy", "ls:1-3", "--copy-from", "SHORT"], "--copy-from has no effect with policy"),
-    "lines without copies": ([*LINES, [{"prompt": PROMPT}], *COPY, "NOWHERE"], "NOWHERE: --copy-from takes the path"),
     "lines that copy nothing": (
         [*LINES, [{"prompt": PROMPT}], "--policy", "ls:1-3", "--copy-from", "SHORT"], "--copy-from has no effect with policy",
     ),
@@ -241,54 +257,38 @@ ERRORS = {
 def test_mistakes_end_with_2_and_one_line(folder, case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments, message = ERRORS[case]
-    (tmp_path / "EMPTY").mkdir()
-    (tmp_path / "LATIN").write_bytes("käse".encode("latin-1"))
-    (tmp_path / "NOTHING").touch()
-    (tmp_path / "SHORT").write_bytes(b"a")
+    for name in ("EMPTY", "BROKEN", "UNFINISHED/checkpoints"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copy(folder / "config.json", tmp_path / "BROKEN")
+    files = {"LATIN": b"k\xe4se", "NOTHING": b"", "SHORT": b"a", "BROKEN/model.safetensors": b"nothing of the kind"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
     for lines in (argument for argument in arguments if isinstance(argument, list)):
         (tmp_path / "LINES").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    (tmp_path / "BROKEN").mkdir()
-    (tmp_path / "BROKEN" / "config.json").write_bytes((Path(folder) / "config.json").read_bytes())
-    (tmp_path / "BROKEN" / "model.safetensors").write_bytes(b"nothing of the kind")
-    for name in ("SPEECHLESS", "WEIGHTLESS"):
-        shutil.copytree(folder, tmp_path / name)
-    (tmp_path / "WEIGHTLESS" / "model.safetensors").unlink()
-    for file in (tmp_path / "SPEECHLESS").glob("tokenizer*"):
-        file.unlink()
-    (tmp_path / "UNFINISHED" / "checkpoints").mkdir(parents=True)
+    for name, missing in (("SPEECHLESS", "tokenizer*"), ("WEIGHTLESS", "model.safetensors")):
+        for file in shutil.copytree(folder, tmp_path / name).glob(missing):
+            file.unlink()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no waiting for a network
     arguments = ["LINES" if isinstance(a, list) else str(tmp_path / a) if a.isupper() else a for a in arguments]
-    result = invoke("generate", "--model", folder, *arguments, input="")
-    assert result.exit_code == 2
-    assert isinstance(result.exception, SystemExit)
-    assert result.stderr.startswith("error: ")
+    command = "trace" if "trace" in arguments else "generate"
+    result = invoke(command, "--model", folder, *(word for word in arguments if word != "trace"), input="")
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert result.stderr.startswith("error: ") and message in result.stderr
     assert result.stderr.count("\n") == 1
-    assert message in result.stderr
     assert result.stdout == "" and not (tmp_path / "o.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("factor", "status", "message"),
-    [
+def test_a_model_without_a_distribution_is_one_line(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    for factor, status, message in (
         (float("nan"), 2, "holds NaN or infinite weights, first in model.norm.weight"),
         (3e38, 1, "the logits hold NaN"),  # finite weights whose products are not
-    ],
-)
-def test_a_model_without_a_distribution_is_one_line(tmp_path, factor, status, message):
-    model = tiny_llama(seed=3)
-    with torch.no_grad():
-        model.model.norm.weight.fill_(factor)
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    result = generate(tmp_path, PROMPT)
-    assert result.exit_code == status
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
-def test_temperature_zero_is_greedy_on_the_command_line_too(folder, expected):
-    for flags in (["--temperature", "0"], ["--do-sample", "--temperature", "0"]):
-        assert generate(folder, PROMPT, *flags).stdout == expected.text + "\n"
+    ):
+        model = tiny_llama(seed=3)
+        model.model.norm.weight.data.fill_(factor)
+        model.save_pretrained(tmp_path)
+        result = generate(tmp_path, PROMPT)
+        assert (result.exit_code, result.stderr.count("\n")) == (status, 1) and message in result.stderr
 
 
 def test_the_folder_of_a_training_run_stands_for_its_model(folder, expected, tmp_path):
@@ -300,10 +300,7 @@ def test_the_folder_of_a_training_run_stands_for_its_model(folder, expected, tmp
 
 
 def test_our_own_fault_is_not_dressed_up_as_the_callers(folder, monkeypatch):
-    def fail(self, text, style=None):
-        raise ValueError("a fault in here")
-
-    monkeypatch.setattr(TextWriter, "write", fail)
+    monkeypatch.setattr(TextWriter, "write", Mock(side_effect=ValueError("a fault in here")))
     result = generate(folder, PROMPT)
     assert isinstance(result.exception, RuntimeError)
     assert "a fault in here" in str(result.exception.__cause__)
@@ -316,32 +313,18 @@ def test_a_character_that_the_output_cannot_hold_is_shown_by_number():
     assert buffer.getvalue() == "ä and \\u6570".encode("latin-1")
 
 
-@pytest.fixture
-def press_ctrl_c(monkeypatch):
-    """Ctrl-C, pressed when the given chunks of text are written."""
-    write = TextWriter.write
-
-    def arm(*chunks):
-        count = 0
-
-        def pressing(self, text, style=None):
-            nonlocal count
-            write(self, text, style)
-            count += 1
-            if count in chunks:
-                signal.raise_signal(signal.SIGINT)
-
-        monkeypatch.setattr(TextWriter, "write", pressing)
-
-    handler = signal.getsignal(signal.SIGINT)
-    yield arm
-    assert signal.getsignal(signal.SIGINT) is handler
-
-
 @pytest.mark.parametrize("times", [(3,), (3, 4)], ids=["once", "twice"])
-def test_ctrl_c_keeps_the_text_and_sums_up_and_a_second_one_ends_at_once(folder, expected, press_ctrl_c, times):
-    press_ctrl_c(*times)
+def test_ctrl_c_keeps_the_text_and_sums_up_and_a_second_one_ends_at_once(folder, expected, monkeypatch, times):
+    write, chunk, handler = TextWriter.write, count(), signal.getsignal(signal.SIGINT)
+
+    def pressing(self, text, style=None):
+        write(self, text, style)
+        if next(chunk) + 1 in times:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(TextWriter, "write", pressing)
     result = generate(folder, PROMPT, "--compare")
+    assert signal.getsignal(signal.SIGINT) is handler
     assert result.exit_code == 130
     assert 0 < len(result.stdout.removesuffix("\n")) < len(expected.text)
     assert expected.text.startswith(result.stdout.removesuffix("\n"))
@@ -353,10 +336,7 @@ def test_ctrl_c_keeps_the_text_and_sums_up_and_a_second_one_ends_at_once(folder,
 def test_the_demo_as_a_person_runs_it():
     """`make demo`, shorter: no prompt, no terminal, a comparison on the checkpoint that ships."""
     command = [sys.executable, "-m", "selfspec.cli.main", "generate", "--compare", "--max-new-tokens", "24"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
-    )
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
     assert result.returncode == 0, result.stderr
     generator = SelfSpecGenerator.from_pretrained(DEMO_PATH)
     assert result.stdout == generator.generate(EXAMPLE_PROMPT, max_new_tokens=24).text + "\n"
@@ -365,13 +345,9 @@ def test_the_demo_as_a_person_runs_it():
 
 
 def test_explain_says_what_fixed_settings_would_have_given(folder):
-    result = generate(folder, PROMPT, "--explain", "--ignore-eos")
-    assert result.exit_code == 0, result.stderr
+    explained = json.loads(generate(folder, PROMPT, "--explain", "--ignore-eos", "--json").stdout)["explanation"]
     for part in ("time: prefill", "the largest loss is", "replayed from this run", "against plain: ls:"):
-        assert part in result.stderr
-    explained = json.loads(generate(folder, PROMPT, "--explain", "--json").stdout)["explanation"]
-    assert any("replayed" in line for line in explained)
-    assert json.loads(generate(folder, PROMPT, "--json").stdout)["explanation"] is None
+        assert part in "\n".join(explained)
 
 
 def test_trace_draws_and_prints(folder, tmp_path):
@@ -385,21 +361,14 @@ def test_trace_draws_and_prints(folder, tmp_path):
     assert invoke(*arguments, "-o", records).exit_code == 0
     rounds = [json.loads(line) for line in records.read_text().splitlines()]
     assert len(rounds) == len(result.stdout.splitlines()) - 1
-    assert generate(folder, PROMPT, "--policy", "del", "--max-new-tokens", "20", "--trace", picture).exit_code == 0
-    assert [json.loads(line)["index"] for line in picture.read_text().splitlines()] == [*range(len(rounds))]
+    run = generate(folder, PROMPT, "--policy", "del", "--max-new-tokens", "20", "--trace", picture, "--json")
+    run, traced = json.loads(run.stdout), [json.loads(line) for line in picture.read_text().splitlines()]
+    assert [record["index"] for record in traced] == [*range(len(rounds))]
+    assert [token for record in traced for token in record["tokens"]] == run["token_ids"][1:]
+    assert sum(record["loaded_layers"] for record in traced) == run["stats"]["loaded_layers"]
     for record in rounds:  # of the layers that DEL had to look at, the chosen one among them
         assert f"exit {record['exit_layer']}" in record["acceptance"]
         assert set(record["acceptance"]) <= {"exit 1", "exit 2", "exit 3"}
-
-
-def test_trace_refuses(folder, tmp_path):
-    result = invoke("trace", PROMPT, "--model", folder, "-o", tmp_path / "trace.gif")
-    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-    assert ".png, .svg, .pdf, .jsonl" in result.stderr
-    assert invoke("trace", PROMPT, "--model", folder, "-o", tmp_path / "no" / "trace.png").exit_code == 2
-    wrong = invoke("trace", PROMPT, "--model", folder, "--policy", "dell")
-    assert wrong.exit_code == 2
-    assert "unknown policy 'dell'; did you mean del" in wrong.stderr
 
 
 def test_inspect_has_a_verdict(folder, tmp_path):

@@ -43,23 +43,7 @@ def build_once() -> None:
     as_built.built_on_meta = built_before
 
 
-class FrozenObjects:
-    """What Python's collector leaves alone: a full collection took a quarter of the tests' time.
-
-    known: whether there are any: the collector itself counts them one by one to say so.
-    """
-
-    known = False
-
-    def renew(self) -> None:
-        """Garbage goes, and all else that exists now is left alone from now on."""
-        gc.collect()
-        gc.freeze()
-        self.known = True
-
-    def are_gone(self) -> None:
-        """A server that ends lets go of all that was frozen."""
-        self.known = False
-
-
-FROZEN = FrozenObjects()
+def freeze() -> None:
+    """Have Python's collector leave alone what exists now: its full collections took a quarter of the tests' time."""
+    gc.collect()
+    gc.freeze()

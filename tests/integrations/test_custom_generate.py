@@ -7,7 +7,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +32,6 @@ from transformers.generation.streamers import BaseStreamer
 import selfspec
 from exact_laws import exact_law
 from layerskip_models.transformers_names import with_cache
-from policies import Policy
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec.integrations.custom_generate import SelfSpecOutput, _generators, generator_of
 from strategies import POOL_SIZE, processor_options, prompts, tokens
@@ -56,61 +55,42 @@ class StopByRow(StoppingCriteria):
         return input_ids[:, -1] % 7 == torch.arange(input_ids.shape[0]) + input_ids[:, 0] % 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchCase:
-    """A call of `generate`: padded prompts for one model, and options; `policy`: an index of EVERY_POLICY."""
+def inputs(*texts: list[int], pad: int = 0) -> dict[str, Any]:
+    """Left-padded prompts for `generate`, greedy."""
+    width = max(map(len, texts))
+    return {
+        "input_ids": torch.tensor([[pad] * (width - len(text)) + text for text in texts]),
+        "attention_mask": torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts]),
+        "do_sample": False,
+        "pad_token_id": pad,
+    }
 
-    model: int
-    prompts: list[list[int]]
-    pad: int
-    max_new_tokens: int
-    options: dict[str, Any]
-    custom_processor: bool
-    custom_criterion: bool
-    allowed: bool
-    without_eos: bool
-    policy: int
-    exit_layer: int
 
-    def arguments(self) -> dict[str, Any]:
-        """Of `model.generate`, new ones for every call."""
-        width = max(map(len, self.prompts))
-        ids = [[self.pad] * (width - len(p)) + p for p in self.prompts]
-        mask = [[0] * (width - len(p)) + [1] * len(p) for p in self.prompts]
-        arguments = {
-            "input_ids": torch.tensor(ids),
-            "attention_mask": torch.tensor(mask),
-            "pad_token_id": self.pad,
-            "do_sample": False,
-            "max_new_tokens": self.max_new_tokens,
-            **copy.deepcopy(self.options),
-        }
-        if "min_new_tokens" in arguments:
-            arguments["min_new_tokens"] = min(arguments["min_new_tokens"], self.max_new_tokens)
-        if self.without_eos:
-            for name in ("eos_token_id", "exponential_decay_length_penalty"):
-                arguments.pop(name, None)
-        elif "exponential_decay_length_penalty" in arguments:
-            arguments.setdefault("eos_token_id", [3])
-        if "num_return_sequences" in arguments:  # greedy decoding has only one: draw from the best token alone
-            arguments.update(do_sample=True, top_k=1)
-            arguments.pop("remove_invalid_values", None)  # where all tokens are masked, all would be the best
-        if forced := arguments.get("forced_eos_token_id"):
-            arguments["suppress_tokens"] = [t for t in arguments.get("suppress_tokens", [22]) if t != forced] or [22]
-        if self.custom_processor:
-            arguments["logits_processor"] = LogitsProcessorList([BanByRow()])
-        if self.custom_criterion:
-            arguments["stopping_criteria"] = StoppingCriteriaList([StopByRow()])
-        if self.allowed:
-            arguments["prefix_allowed_tokens_fn"] = lambda row, text: [
-                t for t in range(VOCAB_SIZE) if (t + row + len(text)) % 5
-            ]
-        return arguments
-
-    def chosen(self, engine: selfspec.SelfSpecGenerator) -> Policy:
-        """The policy."""
-        layer = 1 + self.exit_layer % (engine.model.num_layers - 1)
-        return named_policy(EVERY_POLICY[self.policy], layer, engine.model)
+def arguments_of(case: SimpleNamespace) -> dict[str, Any]:
+    """Of `model.generate`, new ones for every call: padded prompts for one model, and options."""
+    arguments = inputs(*case.prompts, pad=case.pad)
+    arguments |= {"max_new_tokens": case.max_new_tokens, **copy.deepcopy(case.options)}
+    if "min_new_tokens" in arguments:
+        arguments["min_new_tokens"] = min(arguments["min_new_tokens"], case.max_new_tokens)
+    if case.without_eos:
+        for name in ("eos_token_id", "exponential_decay_length_penalty"):
+            arguments.pop(name, None)
+    elif "exponential_decay_length_penalty" in arguments:
+        arguments.setdefault("eos_token_id", [3])
+    if "num_return_sequences" in arguments:  # greedy decoding has only one: draw from the best token alone
+        arguments.update(do_sample=True, top_k=1)
+        arguments.pop("remove_invalid_values", None)  # where all tokens are masked, all would be the best
+    if forced := arguments.get("forced_eos_token_id"):
+        arguments["suppress_tokens"] = [t for t in arguments.get("suppress_tokens", [22]) if t != forced] or [22]
+    if case.custom_processor:
+        arguments["logits_processor"] = LogitsProcessorList([BanByRow()])
+    if case.custom_criterion:
+        arguments["stopping_criteria"] = StoppingCriteriaList([StopByRow()])
+    if case.allowed:
+        arguments["prefix_allowed_tokens_fn"] = lambda row, text: [
+            t for t in range(VOCAB_SIZE) if (t + row + len(text)) % 5
+        ]
+    return arguments
 
 
 _options = st.builds(
@@ -134,7 +114,7 @@ _options = st.builds(
     ),
 )
 _cases = st.builds(
-    BatchCase,
+    SimpleNamespace,
     model=st.integers(0, POOL_SIZE - 1),
     prompts=st.sampled_from([1, 2, 3]).flatmap(lambda rows: st.lists(prompts, min_size=rows, max_size=rows)),
     pad=tokens,
@@ -167,26 +147,26 @@ def test_equals_plain_generate(examples: int) -> None:
 
     @given(case=_cases)
     @settings(max_examples=examples, phases=[Phase.explicit, Phase.generate])
-    def check(case: BatchCase) -> None:
+    def check(case: SimpleNamespace) -> None:
         llama, engine = pool_model(case.model, torch.float64)
-        expected = outcome(lambda: llama.generate(**case.arguments(), tokenizer=tokenizer))  # type: ignore[arg-type]
-        ours = selfspec.custom_generate(case.chosen(engine), tokenizer=tokenizer)
-        found = outcome(lambda: llama.generate(**case.arguments(), custom_generate=ours))  # type: ignore[arg-type]
+        expected = outcome(lambda: llama.generate(**arguments_of(case), tokenizer=tokenizer))  # type: ignore[arg-type]
+        layer = 1 + case.exit_layer % (engine.model.num_layers - 1)
+        policy = named_policy(EVERY_POLICY[case.policy], layer, engine.model)
+        ours = selfspec.custom_generate(policy, tokenizer=tokenizer)
+        found = outcome(lambda: llama.generate(**arguments_of(case), custom_generate=ours))  # type: ignore[arg-type]
         if isinstance(expected, str):
             # transformers may also break off on the masked scores of a row that has ended.
             assert isinstance(found, str) or expected == "RuntimeError", expected
             count["transformers raises"] += 1
             return
         if found == "NonFiniteLogitsError":  # transformers goes on with token 0
-            scored: Any = llama.generate(
-                **case.arguments(), tokenizer=tokenizer, output_scores=True, return_dict_in_generate=True
-            )
+            more = {"tokenizer": tokenizer, "output_scores": True, "return_dict_in_generate": True}
+            scored: Any = llama.generate(**arguments_of(case), **more)
             assert any(bool(scores.isnan().any()) for scores in scored.scores)
             count["NaN"] += 1
             return
         assert isinstance(found, Tensor), found
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected), (found, expected)
+        assert found.dtype == expected.dtype and torch.equal(found, expected), (found, expected)
         count["equal"] += 1
         count["rows"] += found.shape[0]
         count["padded"] += len({len(prompt) for prompt in case.prompts}) > 1
@@ -195,7 +175,7 @@ def test_equals_plain_generate(examples: int) -> None:
         count["without EOS, stopped together"] += (
             found.shape[0] > 1
             and (case.custom_criterion or "stop_strings" in case.options)
-            and "eos_token_id" not in case.arguments()
+            and "eos_token_id" not in arguments_of(case)
         )
 
     check()
@@ -207,29 +187,17 @@ def test_equals_plain_generate(examples: int) -> None:
     assert count["without EOS, stopped together"] >= examples * 0.05
 
 
-def inputs(*texts: list[int], pad: int = 0) -> dict[str, Any]:
-    """Left-padded prompts for `generate`, greedy."""
-    width = max(map(len, texts))
-    return {
-        "input_ids": torch.tensor([[pad] * (width - len(text)) + text for text in texts]),
-        "attention_mask": torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts]),
-        "do_sample": False,
-        "pad_token_id": pad,
-    }
-
-
 class Puts(BaseStreamer):
-    """Keeps what it is given."""
+    """Keeps what it is given, and None for its end."""
 
     def __init__(self) -> None:
-        self.values: list[Tensor] = []
-        self.ended = 0
+        self.values: list[list[Any] | None] = []
 
     def put(self, value: Tensor) -> None:
-        self.values.append(value)
+        self.values.append(value.tolist())
 
     def end(self) -> None:
-        self.ended += 1
+        self.values.append(None)
 
 
 @pytest.mark.parametrize("bound", [False, True])
@@ -239,30 +207,24 @@ def test_a_streamer_gets_what_plain_generate_gives_it_and_its_end(bound: bool, l
 
     expected, found = Puts(), Puts()
     llama64.generate(**inputs([5, 1, 7]), max_new_tokens=12, streamer=expected)
-    options = {} if bound else {"streamer": found}
+    options: dict[str, Any] = {} if bound else {"streamer": found}
     ours = selfspec.custom_generate("ls:2-4", streamer=found if bound else None)
     llama64.generate(**inputs([5, 1, 7]), max_new_tokens=12, custom_generate=ours, **options)
-    assert [value.tolist() for value in found.values] == [value.tolist() for value in expected.values]
-    assert found.ended == expected.ended == 1
-    processors = LogitsProcessorList([broken])
+    assert found.values == expected.values and found.values.count(None) == 1
+    options |= {"max_new_tokens": 12, "logits_processor": LogitsProcessorList([broken])}
     with pytest.raises(RuntimeError, match="broken"):
-        llama64.generate(**inputs([5]), custom_generate=ours, logits_processor=processors, **options)
-    assert found.ended == 2
+        llama64.generate(**inputs([5]), custom_generate=ours, **options)
+    assert found.values.count(None) == 2
 
 
 def test_the_statistics_are_in_the_output(llama64: LlamaForCausalLM) -> None:
     arguments = {**inputs([5, 1, 7], [9]), "max_new_tokens": 12}
-    out = llama64.generate(
-        **arguments,
-        return_dict_in_generate=True,
-        custom_generate=selfspec.custom_generate(exit_layer=2, num_speculations=3),
-    )
+    ours = selfspec.custom_generate(exit_layer=2, num_speculations=3)
+    out = llama64.generate(**arguments, return_dict_in_generate=True, custom_generate=ours)
     assert isinstance(out, SelfSpecOutput)
     assert torch.equal(out.sequences, llama64.generate(**arguments))
-    assert out.stats is not None
     assert isinstance(out.stats, list)  # a pipeline takes a tuple for one of tensors
-    assert [stats.num_new_tokens for stats in out.stats] == [12, 12]
-    assert [stats.num_prompt_tokens for stats in out.stats] == [3, 1]
+    assert [(stats.num_prompt_tokens, stats.num_new_tokens) for stats in out.stats] == [(3, 12), (1, 12)]
     assert all(set(stats.rounds_by_exit_layer) <= {0, 2} and stats.num_drafted for stats in out.stats)
     assert {name: value for name, value in vars(out).items() if value is not None}.keys() == {"sequences", "stats"}
     assert not out.sequences.is_inference()  # a training loop may go on with it
@@ -275,10 +237,10 @@ def test_the_statistics_are_in_the_output(llama64: LlamaForCausalLM) -> None:
         ({"assistant_model": "itself"}, "assistant_model"),
         ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens=2"),
         ({"assistant_early_exit": 2}, "assistant_early_exit=2"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True"),
-        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits=True"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
+        *(
+            ({name: True, "return_dict_in_generate": True}, f"{name}=True")
+            for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+        ),
         ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
         ({"use_cache": False}, "use_cache=False"),
@@ -297,14 +259,9 @@ def test_the_statistics_are_in_the_output(llama64: LlamaForCausalLM) -> None:
 def test_what_does_not_apply_is_refused_by_name(options: dict[str, Any], named: str, llama64: LlamaForCausalLM) -> None:
     if "assistant_model" in options:
         options = {"assistant_model": llama64}
-    arguments = {
-        **inputs([5, 1]),
-        "max_new_tokens": 4,
-        "custom_generate": selfspec.custom_generate("ls:2-3"),
-        **options,
-    }
+    ours = selfspec.custom_generate("ls:2-3")
     with pytest.raises(ValueError, match=named):
-        llama64.generate(**arguments)
+        llama64.generate(**{**inputs([5, 1]), "max_new_tokens": 4, "custom_generate": ours, **options})
 
 
 def test_every_field_of_a_configuration_is_dealt_with() -> None:

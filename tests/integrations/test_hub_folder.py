@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.dynamic_module_utils
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer, pipeline
+from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer, pipeline
 from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH
@@ -53,10 +51,8 @@ def test_from_pretrained_decodes_with_selfspec(folder: Path) -> None:
     expected = reference_greedy(plain, [5, 1, 7], max_new_tokens=12)
     assert model.generate(ids, max_new_tokens=12, do_sample=False)[0, 3:].tolist() == expected
     out = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
-    assert isinstance(out, SelfSpecOutput)
-    assert out.sequences[0, 3:].tolist() == expected
-    assert out.stats is not None
-    assert out.stats[0].num_drafted > 0
+    assert isinstance(out, SelfSpecOutput) and out.sequences[0, 3:].tolist() == expected
+    assert out.stats is not None and out.stats[0].num_drafted > 0
     config = GenerationConfig(max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
     assert model.generate(ids, config, policy="ar").stats[0].num_drafted == 0
     assert model.generate(ids, generation_config=config, num_speculations=0).stats[0].num_drafted == 0
@@ -64,42 +60,33 @@ def test_from_pretrained_decodes_with_selfspec(folder: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         model.generate(ids, streamer=streamer, max_new_tokens=12, do_sample=False)
     assert shown.getvalue().strip() == tiny_tokenizer().decode(expected).strip()
-    with pytest.raises(ValueError, match="assistant_model"):
-        model.generate(ids, max_new_tokens=4, assistant_model=plain)
-    with pytest.raises(ValueError, match="num_beams=2"):
-        model.generate(ids, max_new_tokens=4, num_beams=2)
-
-
-def test_without_trust_it_is_the_checkpoint(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    out = model.generate(torch.tensor([[5, 1, 7]]), max_new_tokens=4, return_dict_in_generate=True)
-    assert not isinstance(out, SelfSpecOutput)
+    for name, value in (("assistant_model", plain), ("num_beams", 2)):
+        with pytest.raises(ValueError, match=name):
+            model.generate(ids, max_new_tokens=4, **{name: value})
+    untrusted: Any = AutoModelForCausalLM.from_pretrained(folder)
+    assert not isinstance(untrusted.generate(ids, config), SelfSpecOutput)
 
 
 @pytest.mark.parametrize("place", ["argument", "configuration", "checkpoint"])
 def test_stop_strings_wherever_they_are(place: str, folder: Path) -> None:
-    model, tokenizer = load(folder), tiny_tokenizer()
-    ids = torch.tensor([[5, 1, 7]])
-    text = tokenizer.decode(reference_greedy(tiny_llama(seed=3), [5, 1, 7], max_new_tokens=12)[3:5])
-    expected = reference_greedy(tiny_llama(seed=3), [5, 1, 7], max_new_tokens=12, stop_strings=[text])
+    """A caller's configuration stays as it is."""
+    model, tokenizer, plain = load(folder), tiny_tokenizer(), tiny_llama(seed=3)
+    text = tokenizer.decode(reference_greedy(plain, [5, 1, 7], max_new_tokens=12)[3:5])
+    expected = reference_greedy(plain, [5, 1, 7], max_new_tokens=12, stop_strings=[text])
     assert len(expected) < 12
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, stop_strings=[text])
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-    if place == "argument":
-        options["stop_strings"] = [text]
-    elif place == "configuration":
-        options = {"generation_config": GenerationConfig(**options, stop_strings=[text])}
-    else:
+    if place == "checkpoint":
         model.generation_config.stop_strings = [text]
-    found = model.generate(ids, tokenizer=tokenizer, **options)
-    assert found[0, 3:].tolist() == expected
-    if place == "configuration":
-        assert options["generation_config"].stop_strings == [text]  # the caller's stays as it is
+    else:
+        options = {"generation_config": config} if place == "configuration" else {**options, "stop_strings": [text]}
+    found = model.generate(torch.tensor([[5, 1, 7]]), tokenizer=tokenizer, **options)
+    assert found[0, 3:].tolist() == expected and config.stop_strings == [text]
 
 
 def test_a_pipeline(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ours = pipeline("text-generation", str(folder), tokenizer=tokenizer, trust_remote_code=True)
-    plain = pipeline("text-generation", str(folder), tokenizer=tokenizer)
+    ours = pipeline("text-generation", str(folder), trust_remote_code=True)
+    plain = pipeline("text-generation", str(folder))
     calls: list[Any] = []
     generate = ours.model.generate
     ours.model.generate = lambda *args, **options: calls.append(generate(*args, **options)) or calls[-1]
@@ -113,11 +100,9 @@ def test_a_pipeline(folder: Path) -> None:
 
 def test_what_is_in_the_folder(tmp_path: Path, checkpoint: Path) -> None:
     exported = export_hub(DEMO_PATH, tmp_path / "demo", link=True)
-    names = {str(path.relative_to(exported)) for path in exported.rglob("*") if path.is_file()}
-    assert names >= {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "selfspec.json", "README.md",
-        "custom_generate/generate.py", "custom_generate/requirements.txt", "pacer/preverifier.json",
-    }  # fmt: skip
+    assert all(
+        (exported / name).exists() for name in ("generation_config.json", "selfspec.json", "pacer/preverifier.json")
+    )
     assert (exported / "model.safetensors").is_symlink()
     assert not (exported / "tokenizer.json").is_symlink()
     card = (exported / "README.md").read_text(encoding="utf-8")
@@ -125,8 +110,7 @@ def test_what_is_in_the_folder(tmp_path: Path, checkpoint: Path) -> None:
     assert "# Demo checkpoint" in card  # its own card goes on below
     assert (exported / "custom_generate" / "requirements.txt").read_text(encoding="utf-8").startswith("selfspec>=")
     copied = tmp_path / "copied"
-    result = CliRunner().invoke(app, ["export-hub", str(checkpoint), str(copied), "--policy", "del"])
-    assert result.exit_code == 0, result.stderr
+    assert CliRunner().invoke(app, ["export-hub", str(checkpoint), str(copied), "--policy", "del"]).exit_code == 0
     assert "POLICY = 'del'" in (copied / "custom_generate" / "generate.py").read_text(encoding="utf-8")
     assert not (copied / "model.safetensors").is_symlink()
 
@@ -175,30 +159,24 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, checkpoint: P
     (tmp_path / "full" / "file").touch()
     places = {"MODEL": str(checkpoint), "FULL": str(tmp_path / "full"), "NEW": str(tmp_path / "new")}
     result = CliRunner().invoke(app, ["export-hub", *[places.get(word, word) for word in arguments]])
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1) and message in result.stderr
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.slow
-def test_a_checkpoint_by_its_hub_name(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_by_its_hub_name(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the local cache, offline: links point at the files themselves, not at the cache's links."""
-    repo = tmp_path / "home" / "hub" / "models--someone--tiny"
+    repo = tmp_path / "hub" / "models--someone--tiny"
     snapshot = repo / "snapshots" / "0123"
-    snapshot.mkdir(parents=True)
-    (repo / "blobs").mkdir()
-    (repo / "refs").mkdir()
+    for folder in (snapshot, repo / "blobs", repo / "refs"):
+        folder.mkdir(parents=True)
     (repo / "refs" / "main").write_text("0123", encoding="utf-8")
     for number, path in enumerate(sorted(checkpoint.iterdir())):
         (repo / "blobs" / str(number)).write_bytes(path.read_bytes())
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    environment.pop("HF_HUB_CACHE", None)
-    command = [sys.executable, "-m", "selfspec.cli.main", "export-hub", "someone/tiny", str(tmp_path / "out"), "--link"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = CliRunner().invoke(app, ["export-hub", "someone/tiny", str(tmp_path / "out"), "--link"])
+    assert result.exit_code == 0, result.stderr
     weights = tmp_path / "out" / "model.safetensors"
-    assert weights.is_symlink()
-    assert weights.readlink().parent == (repo / "blobs").resolve()
+    assert weights.is_symlink() and weights.readlink().parent == (repo / "blobs").resolve()
     assert "base_model: someone/tiny" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")

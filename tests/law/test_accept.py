@@ -10,13 +10,38 @@ from torch import Tensor
 
 from selfspec.engine import accept
 from selfspec.engine.accept import accept_greedy, accept_sampled, acceptance_probabilities, residual
-from strategies import distributions, pairs
 
 ALMOST_ONE = 1 - 2**-24  # the largest float32 below 1: the most a uniform number can be
 
 
 def double(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+@st.composite
+def distributions(draw: st.DrawFn, size: int) -> Tensor:
+    """Float64 [size], sums to 1: with zeros and ties often, one-hot sometimes, and any spread of magnitudes."""
+    kind = draw(st.sampled_from(["weights", "small integers", "one-hot"]))
+    if kind == "one-hot":
+        return torch.nn.functional.one_hot(torch.tensor(draw(st.integers(0, size - 1))), size).double()
+    if kind == "small integers":
+        weights = draw(st.lists(st.integers(0, 3), min_size=size, max_size=size).filter(any))
+        return _normalised([float(w) for w in weights])
+    exponents = draw(st.lists(st.floats(-30, 0), min_size=size, max_size=size))
+    return _normalised([10.0**exponent for exponent in exponents])
+
+
+def _normalised(weights: list[float]) -> Tensor:
+    values = torch.tensor(weights, dtype=torch.float64)
+    return values / values.sum()
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """(p, q) over the same vocabulary of 2 to 8 tokens; equal in one case of four."""
+    size = draw(st.integers(2, 8))
+    p = draw(distributions(size))
+    return p, p.clone() if draw(st.integers(0, 3)) == 0 else draw(distributions(size))
 
 
 def output_law(p: Tensor, q: Tensor) -> Tensor:

@@ -22,7 +22,10 @@ from statistics import median
 from typing import Any
 
 from bench.engines.servers import Server
-from hostile_requests import (
+from layerskip_models import DEMO_PATH
+from selfspec import SelfSpecGenerator
+from selfspec.detokenize import before_stop
+from tests.adverse.hostile_requests import (
     guesser,
     half_a_request,
     hang_up,
@@ -35,9 +38,6 @@ from hostile_requests import (
     too_many,
     wrong_types,
 )
-from layerskip_models import DEMO_PATH
-from selfspec import SelfSpecGenerator
-from selfspec.detokenize import before_stop
 
 PROMPTS = ("def fibonacci(n):\n", "Question: Tom has 3 apples and buys 4.\nAnswer:", "Once upon a time " * 40)
 LENGTHS = (1, 12, 60, 150)
