@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
+from callbacks import StopAt
 from fuzz_models import CONTEXT, FuzzModel
 from policies import MeasuredCost, Policy, parse_policy
 
@@ -97,17 +98,9 @@ def _raise_at(text: list[int], scores: Tensor, at: int) -> Tensor:
     return scores
 
 
-class _AtLength(StoppingCriteria):
-    def __init__(self, at: int) -> None:
-        self.at = at
-
+class _AtSum(StopAt):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.tensor([input_ids.shape[1] >= self.at])
-
-
-class _AtSum(_AtLength):
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.tensor([int(input_ids.sum()) % 7 == self.at % 7])
+        return torch.tensor([int(input_ids.sum()) % 7 == self.length % 7])
 
 
 PROCESSORS = {
@@ -116,7 +109,7 @@ PROCESSORS = {
         "shift": _shift, "ban": _ban, "mask all": _mask_all, "infinite": _infinite, "raise": _raise, "raise at": _raise_at,
     }.items()
 }  # fmt: skip
-CRITERIA = {"at length": _AtLength, "at sum": _AtSum}
+CRITERIA = {"at length": StopAt, "at sum": _AtSum}
 
 
 def make_case(random: Random, model: FuzzModel) -> Case:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -27,6 +26,8 @@ from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
 from selfspec import SelfSpecGenerator
+from selfspec.engine.engine import Engine
+from selfspec.engine.results import StepOutput
 from selfspec.engine.sequence import Sequence
 from tests.adverse.broken_rounds import Fault, trial
 
@@ -41,17 +42,25 @@ def cells(*policies: str) -> list[Any]:
     return [pytest.param(*cell, marks=[needs_native] if "native" in cell else []) for cell in found]
 
 
-def run(generator: SelfSpecGenerator, wishes: list[Wish], fault: Fault) -> list[Course]:
-    """As `run_together`, but steps may be broken off."""
+def run(
+    generator: SelfSpecGenerator,
+    wishes: list[Wish],
+    fault: Fault,
+    broken: Callable[[Engine], object] = lambda engine: None,
+) -> list[Course]:
+    """As `run_together`, but steps may be broken off. broken: called then."""
     courses: dict[int, tuple[Course, Sequence]] = {}
     with generator.engine() as engine:
         for wish in wishes:
             ticket = engine.add(wish.prompt, **wish.arguments(generator.model))
             courses[ticket] = Course(), engine._slots[ticket].sequence
         for step in range(100):
-            found = []
-            with suppress(KeyboardInterrupt), fault.watched():
-                found = engine.step()
+            found: list[StepOutput] = []
+            try:
+                with fault.watched():
+                    found = engine.step()
+            except (KeyboardInterrupt, MemoryError):
+                broken(engine)
             for progress in found:
                 course, text = courses[progress.ticket]
                 course.take(step, progress, text)
@@ -84,38 +93,22 @@ def test_no_memory_in_a_verification(policy: str, layout: Layout, monkeypatch: p
     generator = generator_of(layout)
     wish = Wish(prompt=[5, 1, 7], policy=policy, options={"max_new_tokens": 20})
     expected = run_alone(shared_model(layout), wish)
-    full = iter([False, False, True])
+    full, errors = iter([False] * 4 + [True]), []
 
     def failing(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, x: Tensor, *arguments: Any, **options: Any) -> Any:
-            verifies = shared_model(layout).num_layers in arguments
+            verifies = shared_model(layout).num_layers in arguments  # or reads the prompt
             if verifies and next(full, False):
                 raise MemoryError("no memory")
             return original(self, x, *arguments, **options)
 
         return run
 
-    with generator.engine() as engine:
-        ticket = engine.add(wish.prompt, **wish.arguments(generator.model))
-        other = engine.add([3, 3], max_new_tokens=20, policy="ls:2-3")
-        course, text = Course(), engine._slots[ticket].sequence
-        errors = 0
-        for step in range(60):
-            if step == 1:
-                monkeypatch.setattr(NativeForward, "rows", failing(NativeForward.rows))
-                monkeypatch.setattr(LayerSkipModel, "run_layers", failing(LayerSkipModel.run_layers))
-            try:
-                found = engine.step()
-            except MemoryError:
-                errors += 1
-                engine.cancel(other)
-                continue
-            for progress in found:
-                if progress.ticket == ticket:
-                    course.take(step, progress, text)
-            if course.result is not None:
-                break
-    assert errors == 1
+    monkeypatch.setattr(NativeForward, "rows", failing(NativeForward.rows))
+    monkeypatch.setattr(LayerSkipModel, "run_layers", failing(LayerSkipModel.run_layers))
+    other = Wish(prompt=[3, 3], policy="ls:{E}-3", options={"max_new_tokens": 20})
+    course, _ = run(generator, [wish, other], Fault(), lambda engine: errors.append(engine.cancel(2)))
+    assert len(errors) == 1
     assert_same(course, expected, rounds=False, exact=layout == "native")
 
 

@@ -30,13 +30,11 @@ from tiny_llama import reference_greedy, tiny_tokenizer
 
 PROMPTS = [[5, 1, 7], [2], [9, 9, 3, 0, 23, 4, 4, 1], [*range(20)], [7, 7], [11, 3, 5]]
 FEW = {"max_new_tokens": 12, "policy": "ls:2-3"}
+LONGEST = 14
 
 
 def texts(results: list[GenerationResult]) -> list[list[int]]:
     return [result.new_tokens for result in results]
-
-
-LONGEST = 14
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +66,7 @@ def test_never_more_than_the_batch_size_at_once(
         )
     assert texts(found) == [references[number][:length] for number, length in zip(chosen, lengths)]
     assert sorted(complete) == [*range(len(prompts))]
-    for at_once, done in seen:
-        assert at_once == min(batch_size, len(prompts) - done)
+    assert all(at_once == min(batch_size, len(prompts) - done) for at_once, done in seen)
 
 
 def test_breaking_off_in_on_result_ends_the_batch() -> None:

@@ -233,6 +233,13 @@ def test_unchanged_weights_are_copied_by_refresh_alone(llama: LlamaForCausalLM, 
     assert engine.generate(PROMPT, max_new_tokens=20).new_tokens == expected
 
 
+def test_a_large_sample_is_spread_over_rows_and_columns() -> None:
+    """Else an update of some rows, as an adapter's may be, would not be noticed."""
+    sample = model_source._sampled(torch.arange(2048 * 1024))
+    assert len({int(n) // 1024 for n in sample}) == len({int(n) % 1024 for n in sample}) == len(sample) == 32
+    assert int(sample[-1]) // 1024 > 1900
+
+
 def test_a_model_that_changes_its_dtype() -> None:
     """Policies with measured costs, or networks of their own, are made anew."""
     llama = tiny_llama(dtype=torch.float32, seed=3)

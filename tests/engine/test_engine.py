@@ -57,7 +57,6 @@ def test_an_engine_is_empty_until_texts_join() -> None:
     assert (progress.ticket, len(progress.tokens), progress.record, progress.error) == (late, 1, None, None)
     assert progress.result is not None and progress.result.stop_reason == "length"
     assert len(engine) == 0
-    engine.close()
 
 
 def test_a_cancelled_text_is_gone_and_may_be_cancelled_again() -> None:

@@ -88,7 +88,7 @@ def others_alone(layout: Layout, do_sample: bool) -> list[Course]:
     return [run_alone(model, replace(text, options=options)) for text in OTHERS]
 
 
-# Any two of a fault, a layout, and greedy or sampled meet in every run; all three of them in the slow one.
+# Any two of a fault, a layout, and greedy or sampled meet in every run; all three in the slow one.
 @pytest.mark.parametrize(
     ("kind", "layout", "do_sample"),
     [
@@ -156,13 +156,12 @@ def test_nan_of_one_text_s_rows_is_that_text_s_alone(layout: Layout) -> None:
 
 
 POLICIES = ("ar", "ls:3-20", "ls:1-4", "dv:3,start=0.0", "svip:3,threshold=9", "del", "spide:3,tau=0.01")
-PAIRS = [
+PAIRS = [  # as above
     pytest.param(policy, how, do_sample, marks=() if do_sample == (i + j) % 2 else pytest.mark.slow)
     for i, policy in enumerate(POLICIES)
     for j, how in enumerate(["masked", "nan", "raises", "infinite"])
     for do_sample in (False, True)
 ]
-"""Any two of a policy, a fault, and greedy or sampled meet in every run; all of them in the slow one."""
 
 
 @pytest.fixture(scope="module")

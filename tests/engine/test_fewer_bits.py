@@ -192,8 +192,7 @@ def test_auto_drafts_with_what_is_there(late_scale: float) -> None:
     """Up to an exit where exits are as good as the model, and cost half as much in fewer bits. Alone and in company."""
     generator = generator_with("int8", made(late_scale))
     exit_policy = generator.policy.exit
-    assert isinstance(exit_policy, AutoExit)
-    assert exit_policy.observes.bits == (8,)
+    assert isinstance(exit_policy, AutoExit) and exit_policy.observes.bits == (8,)
     expected = texts(generator, "ar")
     drafted: Counter[int | None] = Counter()
     for prompt, text in zip(PROMPTS, expected):
@@ -226,8 +225,7 @@ def test_auto_makes_them_in_the_first_text(monkeypatch: pytest.MonkeyPatch, capl
         result = generator.generate(PROMPTS[2], max_new_tokens=80, trace=True)
         assert list(generator.model.drafters) == [8]
         assert result.new_tokens == expected
-        assert result.trace is not None
-        assert any(record.bits == 8 for record in result.trace)
+        assert result.trace is not None and any(record.bits == 8 for record in result.trace)
         assert 0 < result.stats.calibration_seconds < result.stats.seconds
         learner = generator.policy.exit.learner  # type: ignore[attr-defined]
         assert isinstance(learner.cost, MeasuredCost)

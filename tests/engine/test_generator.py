@@ -193,8 +193,9 @@ def test_a_text_with_a_token_that_the_model_lacks_is_refused() -> None:
                 engine.add(**options, max_new_tokens=4)
         results = [progress.result for _ in range(4) for progress in engine.step()]
         assert results[-1] is not None
-    message = r"the tokenizer's ids must be in \[0, 23\].* got 24: is it this model's tokenizer"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=r"tokenizer's ids must be in \[0, 23\].* got 24: is it this model's tokenizer"
+    ):
         generator.generate_batch(["ab", "<new>"], max_new_tokens=4)
     request = request_for(generator.model, [5, 1], max_new_tokens=4)
     with pytest.raises(ValueError, match="got 24"):

@@ -39,9 +39,8 @@ def ids(generator: SelfSpecGenerator, text: str) -> list[int]:
 
 
 def test_every_way_to_give_them(generator: SelfSpecGenerator) -> None:
-    prompt = ids(generator, "d a bed\na fig\nd cab\na ")
-    expected = generator.generate(prompt, max_new_tokens=12)
     options: dict[str, Any] = {"max_new_tokens": 12}
+    expected = generator.generate(ids(generator, "d a bed\na fig\nd cab\na "), **options)
     assert generator.generate(messages=TALK, **options).sequences.equal(expected.sequences)
     assert generator.generate(TALK, **options).sequences.equal(expected.sequences)
     assert "".join(map(str, generator.stream(messages=TALK, **options))) == expected.text

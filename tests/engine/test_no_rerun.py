@@ -31,6 +31,7 @@ def expected_rows(record: RoundRecord) -> Counter[tuple[int, int]]:
     return Counter((layer, row) for layer in range(NUM_LAYERS) for row in rows)
 
 
+CAUSES = {name: (name, "none") for name in ("cap", "before_draw", "after_draw")}
 SCRIPT = [(1, 5), (3, 3), (None, 0), (2, 1)]
 POLICIES: dict[str, Callable[[], Policy]] = {
     "cap": lambda: Policy(ScriptedExit(SCRIPT)),
@@ -39,9 +40,6 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "copy:5": lambda: parse_policy("copy:5", num_layers=NUM_LAYERS),
     "auto:cost=layers": lambda: parse_policy("auto:cost=layers", num_layers=NUM_LAYERS),
 }
-
-
-CAUSES = {name: (name, "none") for name in ("cap", "before_draw", "after_draw")}
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -11,15 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from batched_runs import generator_of, in_threads, shared_model
-from policies import (
-    MeasuredCost,
-    PacerStopping,
-    Plan,
-    Policy,
-    RoundContext,
-    ShadowTokens,
-    parse_policy,
-)
+from policies import MeasuredCost, PacerStopping, Plan, Policy, RoundContext, ShadowTokens, parse_policy
 from policies.auto.constants import TUNING
 from preverifiers import random_preverification
 from scripted_policies import OneText, ScriptedExit, StopBelow, Together, made_up_cost
@@ -161,7 +153,7 @@ def test_policies_whose_costs_are_timings_learn_together(name: str, costs: Measu
         parts = parts_of(engine)
         assert [part.exit is policy.exit for part in parts] == [True, together, together]
         assert all(type(part.stopping) is type(policy.stopping) for part in parts)
-        assert len({id(part.stopping) for part in parts}) == 3
+        assert policy.stopping is None or len({id(part.stopping) for part in parts}) == 3
         results = {}
         while len(engine):
             results |= {one.ticket: one.result.new_tokens for one in engine.step() if one.result is not None}
@@ -201,7 +193,7 @@ def test_a_policy_is_told_of_its_batch_size() -> None:
     assert expected == [3, 3, 3, 2, 2]  # the last two join when all before them are complete
 
 
-@pytest.mark.parametrize(("name", "learn"), [("auto:", 1), ("auto:cost=layers,", 3)], ids=["together", "each"])
+@pytest.mark.parametrize(("name", "learn"), [("auto:", 1), ("auto:cost=layers,", 3)])
 def test_of_texts_that_learn_together_one_learns_in_a_round(name: str, learn: int) -> None:
     """Three texts would else compute three times what one needs, and pay for it where no draft pays."""
     policy = parse_policy(f"{name}learn_every=1,copy=off", num_layers=4, measure=lambda: TIMED)

@@ -62,17 +62,15 @@ def states_of(model: LayerSkipModel, text: Sequence[int], stop: int) -> Tensor:
 @torch.inference_mode()
 def draft_after(model: LayerSkipModel, text: Sequence[int], steering_row: int, exit_layer: int) -> int:
     """What an exit drafts after this text, which ends with a pending token or a draft, steered by this row of it."""
-    steered = None
-    if model.steering is not None:
-        states = states_of(model, text[: steering_row + 1], model.num_layers)
-        steered = model.steering(states[[layer - 1 for layer in model.steering.layers], -1])
+    assert model.steering is not None
+    states = states_of(model, text[: steering_row + 1], model.num_layers)
+    steered = model.steering(states[[layer - 1 for layer in model.steering.layers], -1])
     hidden = states_of(model, text, exit_layer)[-1, -1:]
     return int(model.draft_logits(model.at_exit(hidden, exit_layer, steered)).argmax())
 
 
 def check_drafts(model: LayerSkipModel, text: list[int], trace: Sequence[RoundRecord]) -> tuple[int, int]:
-    """Every draft is what a fresh pass drafts, steered by the last committed row. Returns how many, and how many followed a
-    rejection."""
+    """Every draft is a fresh pass's, steered by the last committed row. Returns how many, and how many after a rejection."""
     checked = after_rejection = 0
     rejected = False
     for record in trace:

@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GenerationConfig,
-    LlamaForCausalLM,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LlamaForCausalLM, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxTimeCriteria
 
 from callbacks import StopAt
