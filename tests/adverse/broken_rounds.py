@@ -218,7 +218,7 @@ def run_case(random: Random, model: FuzzModel, number: int) -> RoundsReport:
         if problem is not None:
             return RoundsReport(number=number, places=fault.places, problem=problem)
     if broken:
-        text = random.choice(broken)[: CONTEXT - 12]
+        text = [*random.choice(broken)[: CONTEXT - 12], random.randrange(model.vocab_size)]
         options: dict[str, Any] = {"max_new_tokens": 8, "policy": random.choice(["ar", "ls:1-3"])}
         following = model.engine.generate(text, **options).new_tokens
         fresh = SelfSpecGenerator(model.engine.model, model.tokenizer, runner="eager")

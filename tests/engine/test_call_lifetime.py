@@ -1,8 +1,4 @@
-"""A call keeps the model that it began with, whatever happens to the weights, the prompt or other calls meanwhile.
-
-Updated weights of a transformers model are noticed by the next call, however they were written. `test_as_built` has what is
-refused.
-"""
+"""A call keeps the weights that it began with, and the next one runs on new ones. `test_as_built` has what is refused."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_an_engine_is_empty_until_texts_join() -> None:
     assert len(engine) == 0
     assert engine.step() == []
     tickets = [engine.add(PROMPT, max_new_tokens=4, policy="ar") for _ in range(3)]
-    assert len(engine) == 3 and len({*tickets}) == 3
+    assert len(engine) == len({*tickets}) == 3
     while len(engine):
         engine.step()
     assert engine.step() == []
@@ -89,11 +89,10 @@ def test_a_closed_engine_has_let_go_of_everything() -> None:
         engine.step()
         assert len(engine) == 3
         raise ZeroDivisionError
-    assert len(engine) == 0
-    assert engine.step() == []
+    assert len(engine) == 0 and engine.step() == []
+    engine.close()  # once more
     with lend(policy) as loan:
         assert loan.policy is policy
-    engine.close()  # once more
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -120,10 +119,7 @@ def test_what_a_text_held_is_free_when_it_is_gone(layout: Layout, monkeypatch: p
 
 
 def test_new_weights_between_two_texts_of_an_engine() -> None:
-    """A text ends with the weights that it began with; those that join are on the new ones, however often they change.
-
-    Copies that nobody decodes on are let go. (Their passes were found by an address once, which a later copy came to have.)
-    """
+    """A text ends with the weights it began with, those that join are on the new ones; unused copies are let go."""
     llama = tiny_llama(dtype=torch.float64, seed=3)
     generator = SelfSpecGenerator(llama, policy="ls:2-4")
     models: list[weakref.ref[LayerSkipModel]] = []

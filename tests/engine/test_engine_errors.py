@@ -183,10 +183,7 @@ def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
 def test_rows_that_give_no_token(
     engine: SelfSpecGenerator, llama: LlamaForCausalLM, expected: list[int], policy: str, how: str, do_sample: bool
 ) -> None:
-    """Behind a stop they break nothing; what the text comes to is judged as transformers judges it.
-
-    Greedy: a row masked entirely gives its first token, an infinite logit wins. Nothing can be drawn from either.
-    """
+    """Behind a stop they break nothing; what the text comes to is judged as transformers judges it: greedily, inf wins."""
     options = {"policy": policy, "do_sample": do_sample, "seed": 7}
     spoiled: dict[str, Any] = {**options, "logits_processor": LogitsProcessorList([Spoiling(9, how)])}
     criteria = StoppingCriteriaList([StopAt(9)])

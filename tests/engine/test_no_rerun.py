@@ -1,7 +1,4 @@
-"""No layer runs twice for a row that is committed or drafted, prefill included, and rounds allocate little.
-
-`test_many_rows` counts native calls, `test_engine` the caches that are kept.
-"""
+"""No layer runs twice for a row, prefill included, and rounds allocate little. `test_many_rows` counts native calls."""
 
 from __future__ import annotations
 

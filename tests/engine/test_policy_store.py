@@ -139,10 +139,7 @@ TOGETHER = ("auto", "auto+spide", "auto+fs", "auto+pacer:b=2,t=0.3", "auto:learn
     ("name", "costs"), [*((name, made_up_cost(4)) for name in COPIED), *((name, TIMED) for name in TOGETHER)]
 )
 def test_policies_whose_costs_are_timings_learn_together(name: str, costs: MeasuredCost) -> None:
-    """The learner is one, and every text keeps the kind of stopping rule that its name says.
-
-    Others decide alike in any batch: the first text has the policy itself, the others copies.
-    """
+    """One learner, stopping rules as the name says. Others decide alike in any batch: only the first text has no copy."""
     generator = SelfSpecGenerator(shared_model("plain"))
     network = random_preverification(generator.model)
     policy = parse_policy(name, num_layers=4, measure=lambda: costs, preverifier=lambda _: network)

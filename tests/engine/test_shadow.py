@@ -1,11 +1,9 @@
-"""Shadow tokens are norm + head of the hidden states that a full forward pass has at those layers.
-
-DEL asks for few of those it is offered, and decides as if it had asked for all of them.
-"""
+"""Shadow tokens are norm + head of what a full forward pass has at those layers, and DEL asks for few of them."""
 
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +123,26 @@ def test_what_a_dropped_row_would_have_said(engine: SelfSpecGenerator) -> None:
                 known.append(record.dropped_acceptance)
                 assert record.dropped_acceptance == shadow_acceptance(record.shadow)[0][2]
         assert do_sample or (len(known) > 3 and len(set(known)) > 1)
+
+
+def test_a_policy_is_told_that_a_new_text_begins(engine: SelfSpecGenerator) -> None:
+    events: list[str] = []
+    asked = ObservationSpec(shadow_layers=(1,), prompt_rows=4)
+
+    class Told(ScriptedExit):
+        observes: Any = property(lambda self: events.append("needs") or asked, lambda self, value: None)
+
+        def begin_text(self) -> None:
+            events.append("begin")
+
+        def observe_prompt(self, shadow: ShadowTokens) -> None:
+            events.append("prompt")
+
+    policy = Policy(Told([(1, 2)]))
+    for _ in range(2):
+        events.clear()
+        engine.generate([5, 6], max_new_tokens=8, policy=policy)
+        assert events == ["begin", "needs", "prompt"]
 
 
 @pytest.mark.parametrize("num_prompt", [3, 1020, 1024, 1030, 2060])

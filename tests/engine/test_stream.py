@@ -1,7 +1,4 @@
-"""Texts as they come: `for piece in generator.stream(...)`, an end whenever the reader wants one, and streamers.
-
-Pieces of text add up to what the tokenizer makes of all tokens at once.
-"""
+"""Texts as they come: `generator.stream`, which may be left whenever the reader likes, streamers, and pieces of text."""
 
 from __future__ import annotations
 

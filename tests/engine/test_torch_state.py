@@ -73,10 +73,7 @@ def expected_texts() -> list[list[int]]:
 
 @pytest.mark.parametrize("state", STATES)
 def test_the_callers_state_changes_no_text(state: str) -> None:
-    """The generator is made outside of that state, or in it, of weights that were drawn before.
-
-    All that a call allocates is made inside; what it keeps for later calls serves these, too.
-    """
+    """The generator is made outside of that state or in it; what a call keeps for later calls serves these, too."""
     expected, engine, llama = expected_texts(), engine_for(), tiny_llama(seed=3, late_scale=0.5)
     with STATES[state]():
         assert texts(engine) == expected
