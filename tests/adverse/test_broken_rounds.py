@@ -156,6 +156,27 @@ def test_a_caller_s_own_generator_is_not_set_back() -> None:
         assert torch.equal(source.get_state(), state)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_text_goes_on_from_rows_of_one_that_broke_off(layout: Layout) -> None:
+    generator = generator_of(layout)
+    wish = Wish(prompt=[5, 1, 7, 9, 4, 3], policy="ls:{E}-5", options=GREEDY)
+    counting = Fault()
+    run(generator, [wish], counting)
+    begun: list[list[int]] = []
+
+    def cancel(engine: Engine) -> None:
+        text = engine._slots[1].sequence
+        begun.append(text.tokens[0, : text.length].tolist())
+        engine.cancel(1)
+
+    for at in range(1, counting.events * 3 // 4, counting.events // 6):
+        run(generator, [wish], Fault({at: KeyboardInterrupt}), cancel)
+        later = Wish(prompt=[*begun[-1], 6], options=GREEDY)
+        (found,) = run(generator, [later], Fault())
+        assert_same(found, run_alone(shared_model(layout), later), exact=layout == "native")
+    assert len({*map(len, begun)}) > 2
+
+
 class Narrow(LogitsProcessor):
     """Forgets some of the vocabulary at every second token, once the text is long enough."""
 
