@@ -24,8 +24,7 @@ test: $(VENV)/.installed
 
 # What our kernels compute is computed once more by PyTorch's operators, as on a machine where they cannot be built.
 WITHOUT_KERNELS = tests/kernels/test_choices.py tests/kernels/test_kernel_library.py \
-  tests/kernels/test_pool.py $(addprefix tests/engine/test_,deferred_learning.py generator.py memory.py no_rerun.py shadow.py \
-  stream.py verification.py)
+  tests/kernels/test_pool.py $(addprefix tests/engine/test_,engine_errors.py generator.py no_rerun.py shadow.py stream.py)
 
 test-operators: $(VENV)/.installed
 	SELFSPEC_NATIVE=0 $(BIN)/python -m pytest -k "not float64" $(WITHOUT_KERNELS)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -33,14 +33,12 @@ from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.sequence import Sequence
 from tests.adverse.drawn_models import FuzzModel, make_model
-from tests.adverse.fuzz_cases import Case, make_case, make_policy, quiet
+from tests.adverse.fuzz_cases import Case, make_case, quiet
 
 CASES_PER_MODEL = 12
 _ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, KeyboardInterrupt, MemoryError, RuntimeError)
 _OURS = tuple(str(Path(package.__file__ or "").parent) for package in (selfspec, layerskip_models, policies))
-_CLEANING = frozenset(
-    {"__exit__", "close", "leave_captures"}
-)  # Python itself cannot take these back once they have begun
+_CLEANING = frozenset({"__exit__", "close", "leave_captures"})  # Python cannot take these back once they have begun
 _UNLEARNING = re.compile(r"ar|ls:[0-9]+-[0-9]+")  # no round depends on what earlier ones were like
 _MAX_STEPS = 400
 
@@ -100,12 +98,8 @@ class _Course:
     rows: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Companions:
-    """Texts, and the step before which each joins."""
-
-    cases: list[Case]
-    joins: list[int]
+Company = list[tuple[Case, int]]
+"""Texts, and the step before which each joins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,32 +111,24 @@ class RoundsReport:
     problem: str | None = None
 
 
-def _add(engine: Engine, model: FuzzModel, case: Case) -> int:
-    policy = make_policy(case, model)
-    seeded: dict[str, Any] = {} if case.sample_seed is None else {"seed": case.sample_seed}
-    return engine.add(case.prompt, generation_config=case.config(), policy=policy, **seeded, **case.lists())
-
-
 def decode(
     model: FuzzModel,
-    batch_size: Companions,
+    company: Company,
     fault: Fault,
     after: Callable[[Engine, dict[int, _Course]], None] | None = None,
 ) -> list[_Course | None]:
     """Every text to its end. after: called when a step was broken off. None for a text that the engine refuses."""
-    courses: list[_Course | None] = [None] * len(batch_size.cases)
+    courses: list[_Course | None] = [None] * len(company)
     texts: dict[int, tuple[_Course, Sequence]] = {}
     with model.engine.engine() as engine:
         for step in range(_MAX_STEPS):
-            for index, joins in enumerate(batch_size.joins):
+            for index, (case, joins) in enumerate(company):
                 if joins == step:
-                    try:
-                        ticket = _add(engine, model, batch_size.cases[index])
-                    except Exception:  # settings that the engine refuses
-                        continue
-                    courses[index] = joined = _Course()
-                    texts[ticket] = joined, engine._slots[ticket].sequence
-            if not len(engine) and step > max(batch_size.joins):
+                    with suppress(Exception):  # settings that the engine refuses
+                        ticket = engine.add(case.prompt, **case.arguments(model))
+                        courses[index] = joined = _Course()
+                        texts[ticket] = joined, engine._slots[ticket].sequence
+            if not len(engine) and step > max(joins for _, joins in company):
                 return courses
             try:
                 with fault.watched():
@@ -159,18 +145,16 @@ def decode(
             for progress in found:
                 course, text = texts[progress.ticket]
                 course.tokens += progress.tokens
+                course.ended = progress.error is not None or progress.result is not None
                 if progress.error is not None:
-                    course.error, course.ended = type(progress.error).__name__, True
+                    course.error = type(progress.error).__name__
                 elif progress.result is not None:
-                    if progress.result.new_tokens != course.tokens:
-                        course.error = f"result {progress.result.new_tokens}, progress {course.tokens}"
-                    if progress.result.stats.num_new_tokens != len(course.tokens):
-                        course.error = f"{progress.result.stats.num_new_tokens} tokens in the statistics"
-                    course.ended = True
-                    if course.left:
-                        continue
-                    end = text.length - 1
-                    course.rows = torch.stack([text.cache.keys.mT[:, :, :end], text.cache.values[:, :, :end]])
+                    told = (progress.result.new_tokens, progress.result.stats.num_new_tokens)
+                    if told != (course.tokens, len(course.tokens)):
+                        course.error = f"the result tells of {told}, progress of {course.tokens}"
+                    if not course.left:
+                        end = text.length - 1
+                        course.rows = torch.stack([text.cache.keys.mT[:, :, :end], text.cache.values[:, :, :end]])
     raise RuntimeError(f"the texts did not end within {_MAX_STEPS} steps")
 
 
@@ -184,17 +168,13 @@ def _compare(model: FuzzModel, index: int, found: _Course, wanted: _Course, brok
         return None if found.tokens[:shorter] == wanted.tokens[:shorter] else f"another text: {about}"
     if (found.tokens, found.error, found.ended) != (wanted.tokens, wanted.error, wanted.ended):
         return f"another text: {about}"
-    if (
-        model.bitwise
-        and found.rows is not None
-        and wanted.rows is not None
-        and not torch.equal(found.rows, wanted.rows)
-    ):
+    rows = found.rows, wanted.rows
+    if model.bitwise and rows[0] is not None and rows[1] is not None and not torch.equal(*rows):
         return f"other keys and values: {about}"
     return None
 
 
-def make_company(random: Random, model: FuzzModel) -> Companions:
+def make_company(random: Random, model: FuzzModel) -> Company:
     """Draw one. Texts that sample use a policy that learns nothing, so that they must come out the same as well."""
     cases: list[Case] = []
     for _ in range(random.choice([1, 2, 2, 3, 4])):
@@ -205,14 +185,14 @@ def make_company(random: Random, model: FuzzModel) -> Companions:
             exit_layer, length = random.randint(1, model.engine.model.num_layers - 1), random.randint(1, 6)
             case = replace(case, policy=random.choice(["ar", f"ls:{exit_layer}-{length}"]))
         cases.append(case)
-    return Companions(cases=cases, joins=[0, *(random.choice([0, 0, 1, 3]) for _ in cases[1:])])
+    return [(case, random.choice([0, 0, 1, 3]) if index else 0) for index, case in enumerate(cases)]
 
 
 def run_case(random: Random, model: FuzzModel, number: int) -> RoundsReport:
     """One company, undisturbed and disturbed, and a text that follows."""
-    batch_size = make_company(random, model)
+    company = make_company(random, model)
     counting = Fault()
-    wanted = decode(model, batch_size, counting)
+    wanted = decode(model, company, counting)
     last = max(counting.events, 1)
     fault = Fault({random.randint(1, last): random.choice(_ERRORS) for _ in range(random.choice([1, 1, 2, 3]))})
     broken: list[list[int]] = []
@@ -228,25 +208,24 @@ def run_case(random: Random, model: FuzzModel, number: int) -> RoundsReport:
             courses[ticket].cancelled = True
             engine.cancel(ticket)
 
-    found = decode(model, batch_size, fault, after)
+    found = decode(model, company, fault, after)
     for index, (one, other) in enumerate(zip(found, wanted)):
         if one is None or other is None:
             continue
         # An exception in processing a draft's row ends that draft, as one of a processor does: others are drawn then.
-        if batch_size.cases[index].sample_seed is not None and {*fault.raised} - {KeyboardInterrupt}:
+        if company[index][0].sample_seed is not None and {*fault.raised} - {KeyboardInterrupt}:
             continue
         problem = _compare(model, index, one, other, bool(fault.places))
         if problem is not None:
             return RoundsReport(number=number, places=fault.places, problem=problem)
     if broken:
-        text = random.choice(broken)[: CONTEXT - 12]
+        text = [*random.choice(broken)[: CONTEXT - 12], random.randrange(model.vocab_size)]
         options: dict[str, Any] = {"max_new_tokens": 8, "policy": random.choice(["ar", "ls:1-3"])}
         following = model.engine.generate(text, **options).new_tokens
         fresh = SelfSpecGenerator(model.engine.model, model.tokenizer, runner="eager")
         if following != fresh.generate(text, **options).new_tokens:
-            return RoundsReport(
-                number=number, places=fault.places, problem=f"a later text, {text}, came out as {following}"
-            )
+            problem = f"a later text, {text}, came out as {following}"
+            return RoundsReport(number=number, places=fault.places, problem=problem)
     return RoundsReport(number=number, places=fault.places)
 
 

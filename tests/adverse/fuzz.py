@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 from selfspec.engine.sampling import NonFiniteLogitsError
 from tests.adverse.drawn_models import FuzzModel, make_model
-from tests.adverse.fuzz_cases import Case, make_case, make_policy, quiet
+from tests.adverse.fuzz_cases import Case, make_case, quiet
 
 CASES_PER_MODEL = 20
 
@@ -76,11 +76,8 @@ def _reference(model: FuzzModel, case: Case) -> _Said:
 
 
 def _engine(model: FuzzModel, case: Case) -> _Said:
-    options: dict[str, Any] = {} if case.sample_seed is None else {"seed": case.sample_seed}
     try:
-        result = model.engine.generate(
-            case.prompt, generation_config=case.config(), policy=make_policy(case, model), **options, **case.lists()
-        )
+        result = model.engine.generate(case.prompt, **case.arguments(model))
     except Exception as error:
         return _Said(tokens=[], error=f"{type(error).__name__}: {error}")
     return _Said(tokens=result.new_tokens)
@@ -148,12 +145,9 @@ def check(model: FuzzModel, case: Case) -> tuple[str, str]:
 def run_model(seed: int, group: int, numbers: Iterable[int]) -> list[CaseResult]:
     """The cases of one model."""
     model = make_model(Random(f"{seed} model {group}"))
-    outcomes = []
-    for number in numbers:
-        case = make_case(Random(f"{seed} case {number}"), model)
-        kind, detail = check(model, case)
-        outcomes.append(CaseResult(number=number, kind=kind, detail=detail))
-    return outcomes
+    cases = {number: make_case(Random(f"{seed} case {number}"), model) for number in numbers}
+    found = {number: check(model, case) for number, case in cases.items()}
+    return [CaseResult(number=number, kind=kind, detail=detail) for number, (kind, detail) in found.items()]
 
 
 def _prepare() -> None:
@@ -181,19 +175,6 @@ def summary(outcomes: list[CaseResult]) -> str:
     return f"{len(outcomes)} cases, {sum(outcome.failed for outcome in outcomes)} failed ({kinds})"
 
 
-def describe(seed: int, number: int) -> CaseResult:
-    """Run one case and print all that it is made of."""
-    group = number // CASES_PER_MODEL
-    model = make_model(Random(f"{seed} model {group}"))
-    case = _with_stop(model, make_case(Random(f"{seed} case {number}"), model))
-    print(f"model: {model.about}\n{case}")
-    print(f"transformers: {_reference(model, case)}\nselfspec: {_engine(model, case)}")
-    print(f"plain: {_engine(model, replace(case, policy='ar'))}")
-    [outcome] = run_model(seed, group, [number])
-    print(f"{outcome.kind} {outcome.detail}")
-    return outcome
-
-
 def main(arguments: list[str] | None = None) -> int:
     """The command; its exit status is 1 if a case failed."""
     parser = argparse.ArgumentParser(
@@ -205,7 +186,15 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     _prepare()
     if given.case is not None:
-        return int(describe(given.seed, given.case).failed)
+        group = given.case // CASES_PER_MODEL
+        model = make_model(Random(f"{given.seed} model {group}"))
+        case = _with_stop(model, make_case(Random(f"{given.seed} case {given.case}"), model))
+        print(f"model: {model.about}\n{case}")
+        print(f"transformers: {_reference(model, case)}\nselfspec: {_engine(model, case)}")
+        print(f"plain: {_engine(model, replace(case, policy='ar'))}")
+        [outcome] = run_model(given.seed, group, [given.case])
+        print(f"{outcome.kind} {outcome.detail}")
+        return int(outcome.failed)
     started = time.monotonic()
     outcomes = fuzz(given.seed, given.cases)
     print(f"{summary(outcomes)}, seed {given.seed}, {time.monotonic() - started:.0f} s")

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
+from callbacks import StopAt
 from fuzz_models import CONTEXT
 from policies import MeasuredCost, Policy, parse_policy
 from tests.adverse.drawn_models import FuzzModel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """One call. stop: a stop to be taken from the model's own text, so that it is met, ("eos" or "string", where)."""
 
@@ -39,6 +41,11 @@ class Case:
         """The settings; greedy, unless the case samples."""
         return GenerationConfig(do_sample=self.sample_seed is not None, pad_token_id=0, **{**self.options, **more})
 
+    def arguments(self, model: FuzzModel) -> dict[str, Any]:
+        """Of the engine, but for the prompt. Policies, processors and criteria are made afresh."""
+        seeded = {} if self.sample_seed is None else {"seed": self.sample_seed}
+        return {"generation_config": self.config(), "policy": make_policy(self, model), **seeded, **self.lists()}
+
     def lists(self) -> dict[str, Any]:
         """Fresh processors and criteria of our own."""
         return {
@@ -47,81 +54,63 @@ class Case:
         }
 
 
-class _Shift(LogitsProcessor):
-    """Prefers tokens by a function of the text."""
+class _Own(LogitsProcessor):
+    """A function of the text and a number."""
 
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        favoured = (int(input_ids.sum()) + torch.arange(scores.shape[-1])) % 5 == self.at % 5
-        return torch.where(favoured, scores + 1.5, scores)
-
-
-class _Ban(_Shift):
-    """Masks tokens by a function of the text."""
+    def __init__(self, at: int, change: Callable[[list[int], Tensor, int], Tensor]) -> None:
+        self.at, self.change = at, change
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        banned = (int(input_ids[0, -1]) + torch.arange(scores.shape[-1])) % 3 == self.at % 3
-        return scores.masked_fill(banned, -torch.inf)
+        return self.change(input_ids[0].tolist(), scores, self.at)
 
 
-class _MaskAll(_Shift):
-    """Masks everything from a length on."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return torch.full_like(scores, -torch.inf) if input_ids.shape[1] >= self.at else scores
-
-
-class _Infinite(_Shift):
-    """Makes one token infinitely likely at one length."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.shape[1] != self.at:
-            return scores
-        return scores.index_fill(-1, torch.tensor([self.at % scores.shape[-1]]), torch.inf)
+def _shift(text: list[int], scores: Tensor, at: int) -> Tensor:
+    """Prefer some tokens."""
+    favoured = (sum(text) + torch.arange(scores.shape[-1])) % 5 == at % 5
+    return torch.where(favoured, scores + 1.5, scores)
 
 
-class _Raise(_Shift):
-    """Raises for texts of a length and longer."""
+def _ban(text: list[int], scores: Tensor, at: int) -> Tensor:
+    banned = (text[-1] + torch.arange(scores.shape[-1])) % 3 == at % 3
+    return scores.masked_fill(banned, -torch.inf)
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.shape[1] >= self.at:
-            raise LookupError(f"no state for a text of {input_ids.shape[1]} tokens")
+
+def _mask_all(text: list[int], scores: Tensor, at: int) -> Tensor:
+    return torch.full_like(scores, -torch.inf) if len(text) >= at else scores
+
+
+def _infinite(text: list[int], scores: Tensor, at: int) -> Tensor:
+    """Make one token infinitely likely at one length."""
+    if len(text) != at:
         return scores
+    return scores.index_fill(-1, torch.tensor([at % scores.shape[-1]]), torch.inf)
 
 
-class _RaiseAt(_Shift):
-    """Raises for texts that end in one token."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if int(input_ids[0, -1]) == self.at % scores.shape[-1]:
-            raise LookupError(f"no state behind token {int(input_ids[0, -1])}")
-        return scores
+def _raise(text: list[int], scores: Tensor, at: int) -> Tensor:
+    if len(text) >= at:
+        raise LookupError(f"no state for a text of {len(text)} tokens")
+    return scores
 
 
-class _AtLength(StoppingCriteria):
-    def __init__(self, at: int) -> None:
-        self.at = at
+def _raise_at(text: list[int], scores: Tensor, at: int) -> Tensor:
+    """Raise for texts that end in one token."""
+    if text[-1] == at % scores.shape[-1]:
+        raise LookupError(f"no state behind token {text[-1]}")
+    return scores
 
+
+class _AtSum(StopAt):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.tensor([input_ids.shape[1] >= self.at])
-
-
-class _AtSum(_AtLength):
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.tensor([int(input_ids.sum()) % 7 == self.at % 7])
+        return torch.tensor([int(input_ids.sum()) % 7 == self.length % 7])
 
 
 PROCESSORS = {
-    "shift": _Shift,
-    "ban": _Ban,
-    "mask all": _MaskAll,
-    "infinite": _Infinite,
-    "raise": _Raise,
-    "raise at": _RaiseAt,
-}
-CRITERIA = {"at length": _AtLength, "at sum": _AtSum}
+    name: partial(_Own, change=change)
+    for name, change in {
+        "shift": _shift, "ban": _ban, "mask all": _mask_all, "infinite": _infinite, "raise": _raise, "raise at": _raise_at,
+    }.items()
+}  # fmt: skip
+CRITERIA = {"at length": StopAt, "at sum": _AtSum}
 
 
 def make_case(random: Random, model: FuzzModel) -> Case:
@@ -154,15 +143,8 @@ def make_case(random: Random, model: FuzzModel) -> Case:
         sample_seed = random.randrange(1000)
         options |= {"temperature": random.choice([0.5, 1.0, 1.7]), "top_k": random.choice([0, 2, 5])}
         options |= {"top_p": 0.9} if random.random() < 0.3 else {}
-    return Case(
-        prompt=prompt,
-        policy=_policy(random, model.num_layers, model.draft_bits),
-        options=options,
-        stop=stop,
-        processors=processors,
-        criteria=criteria,
-        sample_seed=sample_seed,
-    )
+    policy = _policy(random, model.num_layers, model.draft_bits)
+    return Case(prompt, policy, options, stop, processors, criteria, sample_seed)
 
 
 def _processors(random: Random, vocab_size: int, budget: int, prompt: list[int]) -> dict[str, Any]:
@@ -217,18 +199,11 @@ def _policy(random: Random, num_layers: int, draft_bits: Sequence[int]) -> str:
             f"svip:{exit_layer},threshold={round(3 * tau, 2)}",
             f"adaedl:{exit_layer}",
             f"spide:{exit_layer},tau={tau}",
-            "del",
-            "del:on_stop=keep",
-            "del:length=tpl",
-            "del:prompt=counted",
-            "del:cost=measured",
+            *("del", "del:on_stop=keep", "del:length=tpl", "del:prompt=counted", "del:cost=measured"),
             f"del+spide:tau={tau}",
             f"del+dv:start={tau}",
             f"ls:{exit_layer}-{max(length, 1)}+del",
-            "auto",
-            "auto:cost=layers",
-            "auto:cost=layers,learn_every=1",
-            "auto+spide",
+            *("auto", "auto:cost=layers", "auto:cost=layers,learn_every=1", "auto+spide"),
             f"copy:{max(length, 1)}",
         ]
     )

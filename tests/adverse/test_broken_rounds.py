@@ -11,23 +11,35 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from batched_runs import LAYOUTS, Course, Wish, assert_same, generator_of, run_alone, shared_model
+from batched_runs import (
+    LAYOUTS,
+    Course,
+    Wish,
+    assert_same,
+    generator_of,
+    needs_native,
+    run_alone,
+    run_together,
+    shared_model,
+)
 from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
+from selfspec.engine.results import StepOutput
 from selfspec.engine.sequence import Sequence
 from tests.adverse.broken_rounds import Fault, trial
 
 GREEDY = {"max_new_tokens": 14}
-ROUNDED = ("bits:8-5", "bits:4-2")
 PACER = "pacer:random,exit_layer={E},b=2,t=0.3"
 
 
-def skip_unless_it_runs(policy: str, layout: Layout) -> None:
-    if policy in ROUNDED and layout != "native":
-        pytest.skip("drafts in fewer bits need our kernels")
+def cells(*policies: str) -> list[Any]:
+    """Each policy in each layout; drafts in fewer bits need our kernels."""
+    found = [(policy, layout) for policy in policies for layout in ("plain", "native")]
+    found += [("bits:8-5", "native"), ("bits:4-2", "native")]
+    return [pytest.param(*cell, marks=[needs_native] if "native" in cell else []) for cell in found]
 
 
 def run(
@@ -36,19 +48,19 @@ def run(
     fault: Fault,
     broken: Callable[[Engine], object] = lambda engine: None,
 ) -> list[Course]:
-    """As `run_together`, but steps may be broken off."""
+    """As `run_together`, but steps may be broken off. broken: called then."""
     courses: dict[int, tuple[Course, Sequence]] = {}
     with generator.engine() as engine:
         for wish in wishes:
             ticket = engine.add(wish.prompt, **wish.arguments(generator.model))
             courses[ticket] = Course(), engine._slots[ticket].sequence
         for step in range(100):
+            found: list[StepOutput] = []
             try:
                 with fault.watched():
                     found = engine.step()
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, MemoryError):
                 broken(engine)
-                continue
             for progress in found:
                 course, text = courses[progress.ticket]
                 course.take(step, progress, text)
@@ -57,10 +69,8 @@ def run(
     return [course for course, _ in courses.values()]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("policy", ["ls:{E}-5", PACER, "copy:3", "auto:cost=layers", *ROUNDED])
+@pytest.mark.parametrize(("policy", "layout"), cells("ls:{E}-5", PACER, "copy:3", "auto:cost=layers"))
 def test_texts_are_the_same_wherever_a_step_is_broken_off(policy: str, layout: Layout) -> None:
-    skip_unless_it_runs(policy, layout)
     generator = generator_of(layout)
     texts = [
         Wish(prompt=[5, 1, 7, 5, 1, 7, 5], policy=policy, options=GREEDY),
@@ -77,48 +87,28 @@ def test_texts_are_the_same_wherever_a_step_is_broken_off(policy: str, layout: L
         assert fault.places
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("policy", ["ls:{E}-5", "dv:{E}", PACER, *ROUNDED])
+@pytest.mark.parametrize(("policy", "layout"), cells("ls:{E}-5", "dv:{E}", PACER))
 def test_no_memory_in_a_verification(policy: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts have written to the first layers by then. The other text is cancelled, as one would to free memory."""
-    skip_unless_it_runs(policy, layout)
+    """Drafts have written to the first layers by then. Nobody is blamed; the other text is cancelled to free memory."""
     generator = generator_of(layout)
     wish = Wish(prompt=[5, 1, 7], policy=policy, options={"max_new_tokens": 20})
     expected = run_alone(shared_model(layout), wish)
-    full = iter([False, False, True])
+    full, errors = iter([False] * 4 + [True]), []
 
     def failing(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, x: Tensor, *arguments: Any, **options: Any) -> Any:
-            verifies = shared_model(layout).num_layers in arguments
+            verifies = shared_model(layout).num_layers in arguments  # or reads the prompt
             if verifies and next(full, False):
                 raise MemoryError("no memory")
             return original(self, x, *arguments, **options)
 
         return run
 
-    with generator.engine() as engine:
-        ticket = engine.add(wish.prompt, **wish.arguments(generator.model))
-        other = engine.add([3, 3], max_new_tokens=20, policy="ls:2-3")
-        course, text = Course(), engine._slots[ticket].sequence
-        for progress in engine.step():
-            if progress.ticket == ticket:
-                course.take(0, progress, text)
-        monkeypatch.setattr(NativeForward, "rows", failing(NativeForward.rows))
-        monkeypatch.setattr(LayerSkipModel, "run_layers", failing(LayerSkipModel.run_layers))
-        errors = 0
-        for _ in range(60):
-            try:
-                found = engine.step()
-            except MemoryError:
-                errors += 1
-                engine.cancel(other)
-                continue
-            for progress in found:
-                if progress.ticket == ticket:
-                    course.take(0, progress, text)
-            if course.result is not None:
-                break
-    assert errors == 1
+    monkeypatch.setattr(NativeForward, "rows", failing(NativeForward.rows))
+    monkeypatch.setattr(LayerSkipModel, "run_layers", failing(LayerSkipModel.run_layers))
+    other = Wish(prompt=[3, 3], policy="ls:{E}-3", options={"max_new_tokens": 20})
+    course, _ = run(generator, [wish, other], Fault(), lambda engine: errors.append(engine.cancel(2)))
+    assert len(errors) == 1
     assert_same(course, expected, rounds=False, exact=layout == "native")
 
 
@@ -182,9 +172,8 @@ def test_a_text_goes_on_from_rows_of_one_that_broke_off(layout: Layout) -> None:
     for at in range(1, counting.events * 3 // 4, counting.events // 6):
         run(generator, [wish], Fault({at: KeyboardInterrupt}), cancel)
         later = Wish(prompt=[*begun[-1], 6], options=GREEDY)
-        assert_same(
-            run(generator, [later], Fault())[0], run_alone(shared_model(layout), later), exact=layout == "native"
-        )
+        (found,) = run(generator, [later], Fault())
+        assert_same(found, run_alone(shared_model(layout), later), exact=layout == "native")
     assert len({*map(len, begun)}) > 2
 
 
@@ -197,31 +186,15 @@ class Narrow(LogitsProcessor):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_faults_in_judging_are_one_text_s_alone(layout: Layout) -> None:
-    generator = generator_of(layout)
-    loop = [5, 1, 7]
-    bad: dict[str, Any] = {
-        "policy": "ls:2-4", "do_sample": True, "seed": 1, "logits_processor": LogitsProcessorList([Narrow()]),
-    }  # fmt: skip
+    sampled = {"do_sample": True, "seed": 1, "logits_processor": LogitsProcessorList([Narrow()])}
     others = [
         Wish(prompt=[2, 2, 8, 1], policy="ls:{E}-4", options=GREEDY),
-        Wish(prompt=loop * 4, policy="copy:3", options=GREEDY),
+        Wish(prompt=[5, 1, 7] * 4, policy="copy:3", options=GREEDY),
     ]
-    courses = [Course() for _ in others]
-    with generator.engine() as engine:
-        wrong = engine.add(loop, max_new_tokens=14, **bad)
-        tickets = {engine.add(one.prompt, **one.arguments(generator.model)): index for index, one in enumerate(others)}
-        texts = {ticket: engine._slots[ticket].sequence for ticket in tickets}
-        error: Exception | None = None
-        for step in range(60):
-            for progress in engine.step():
-                if progress.ticket == wrong:
-                    error = progress.error or error
-                else:
-                    courses[tickets[progress.ticket]].take(step, progress, texts[progress.ticket])
-            if not len(engine):
-                break
-    assert error is not None
-    for course, one in zip(courses, others):
+    wrong = Wish(prompt=[5, 1, 7], policy="ls:{E}-4", options={**GREEDY, **sampled})
+    failed, *found = run_together(generator_of(layout), [wrong, *others])
+    assert failed.error is not None
+    for course, one in zip(found, others):
         assert_same(course, run_alone(shared_model(layout), one), exact=layout == "native")
 
 

@@ -81,9 +81,7 @@ def test_each_limit_beside_costly_requests_can_be_broken(
     monkeypatch.setattr(hostile_clients, "MAX_HEALTH_SECONDS", 0.0)
     with running_server(generator) as server:
         report = costly_trial(as_a_process(server), 0.5, max_wait=0)
-    assert [failure.partition(" took")[0] for failure in report.failures] == ["a first token", "/health"], (
-        report.failures
-    )
+    assert [failure.partition(" took")[0] for failure in report.failures] == ["a first token", "/health"]
     assert report.statuses["200"] and report.statuses["good 200"] == len(report.waits)
     assert len(report.lines()) == 3 + len(report.failures)
 

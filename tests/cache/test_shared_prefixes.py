@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from layerskip_models import DEMO_PATH, from_transformers
-from running_server import RunningServer, running_server
+from running_server import RunningServer, post, running_server, wait_until
 from selfspec import SelfSpecGenerator
 from selfspec.cache import pool as kv_cache_pool
 from selfspec.cache.pool import SMALL_LOSS, KVCachePool
 from selfspec.cache.prefix_cache import Owner, PrefixCache, num_common
-from test_serve import post, wait_until
 from tiny_llama import tiny_llama
 
 SECRET = [*range(300, 324)]
@@ -30,7 +29,7 @@ CANDIDATES = [306, 355, 371]
 def cached(server: RunningServer, prompt: list[int], **fields: Any) -> int:
     """What a request is told of its prompt."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": 1, "temperature": 0, "policy": "ar", **fields}
-    status, answer, _ = post(server, "/v1/completions", json.dumps(body).encode())
+    status, answer = post(server, "/v1/completions", body)
     assert status == 200, answer
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 

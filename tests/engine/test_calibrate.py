@@ -12,7 +12,6 @@ from torch import Tensor
 
 import selfspec.engine.calibrate
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.choices import Choices
 from policies import AutoExit, MeasuredCost
 from selfspec import SelfSpecGenerator
 from selfspec.engine.calibrate import _every_row, _timed, calibrate, measured_cost
@@ -20,12 +19,9 @@ from tiny_llama import tiny_llama
 
 
 def test_it_times_every_number_of_rows() -> None:
-    model = from_transformers(tiny_llama(seed=1), layout="plain")
-    cost = calibrate(model)
-    assert isinstance(cost, MeasuredCost)
-    assert cost.num_layers == model.num_layers
-    assert len(cost.layer_seconds) == len(cost.head_seconds) == 13
+    cost = calibrate(from_transformers(tiny_llama(seed=1), layout="plain"))
     for seconds in (cost.layer_seconds, cost.head_seconds):
+        assert len(seconds) == 13
         assert all(0 < a <= b for a, b in itertools.pairwise(seconds))
     assert cost.description.startswith("cpu float32")
 
@@ -41,15 +37,13 @@ def test_every_time_is_that_of_its_number_of_rows(monkeypatch: pytest.MonkeyPatc
     """With a clock that counts rows instead: a pass takes 4 s for every row, a head 1 s, and a draft of 4 steps 20 s."""
     model = from_transformers(tiny_llama(seed=1), layout="plain")
     ran: list[float] = []
-    run_layers, choices = LayerSkipModel.run_layers, LayerSkipModel.choices
 
-    def counted_layers(self: LayerSkipModel, hidden: Tensor, *rest: Any) -> Tensor:
-        ran.append(4.0 * len(hidden))
-        return run_layers(self, hidden, *rest)
+    def counted(original: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        def run(self: LayerSkipModel, hidden: Tensor, *rest: Any) -> Any:
+            ran.append(seconds * len(hidden))
+            return original(self, hidden, *rest)
 
-    def counted_head(self: LayerSkipModel, hidden: Tensor, *rest: Any) -> Choices:
-        ran.append(1.0 * len(hidden))
-        return choices(self, hidden, *rest)
+        return run
 
     def timed(calls: list[Callable[[], object]], *rest: object) -> list[float]:
         seconds = []
@@ -59,19 +53,13 @@ def test_every_time_is_that_of_its_number_of_rows(monkeypatch: pytest.MonkeyPatc
             seconds.append(sum(ran))
         return [*seconds, 20.0]
 
-    monkeypatch.setattr(LayerSkipModel, "run_layers", counted_layers)
-    monkeypatch.setattr(LayerSkipModel, "choices", counted_head)
+    monkeypatch.setattr(LayerSkipModel, "run_layers", counted(LayerSkipModel.run_layers, 4.0))
+    monkeypatch.setattr(LayerSkipModel, "choices", counted(LayerSkipModel.choices, 1.0))
     monkeypatch.setattr(selfspec.engine.calibrate, "_timed", timed)
     cost = calibrate(model)
     assert cost.layer_seconds == pytest.approx([4 * rows / model.num_layers for rows in range(1, 14)])
     assert cost.head_seconds == pytest.approx(range(1, 14))
     assert cost.draft_seconds == pytest.approx(20 / 4 - 4 / model.num_layers - 1)
-
-
-def test_once_per_model() -> None:
-    model = from_transformers(tiny_llama(seed=1), layout="plain")
-    assert measured_cost(model) is measured_cost(model)
-    assert measured_cost(from_transformers(tiny_llama(seed=2), layout="plain")) is not measured_cost(model)
 
 
 def test_rows_between_the_timed_ones() -> None:
@@ -82,14 +70,14 @@ def test_rows_between_the_timed_ones() -> None:
 def test_a_generator_calibrates_for_auto_and_keeps_what_it_learned() -> None:
     generator = SelfSpecGenerator(from_transformers(tiny_llama(seed=1), layout="plain"), policy="auto")
     policy = generator.resolve_policy()
-    assert isinstance(policy.exit, AutoExit)
-    assert isinstance(policy.exit.learner.cost, MeasuredCost)
+    assert isinstance(policy.exit, AutoExit) and isinstance(policy.exit.learner.cost, MeasuredCost)
+    assert measured_cost(generator.model) is measured_cost(generator.model)
+    assert measured_cost(from_transformers(tiny_llama(seed=2), layout="plain")) is not measured_cost(generator.model)
     assert generator.resolve_policy("auto") is policy
-    fresh = policy.exit.state()
-    generator.generate([1, 2, 3, 4], max_new_tokens=12, eos_token_id=[])
-    learned = policy.exit.state()
-    assert learned != fresh
-    generator.generate([1, 2, 3, 4], max_new_tokens=12, eos_token_id=[])
-    assert policy.exit.state() != learned
+    states = [policy.exit.state()]
+    for _ in range(2):
+        generator.generate([1, 2, 3, 4], max_new_tokens=12, eos_token_id=[])
+        states.append(policy.exit.state())
+    assert states[0] != states[1] != states[2]
     policy.reset()
-    assert policy.exit.state() == fresh
+    assert policy.exit.state() == states[0]

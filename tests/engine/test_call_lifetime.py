@@ -1,4 +1,4 @@
-"""A call keeps the model and the runner that it began with, whatever happens to the weights or to other calls meanwhile."""
+"""A call keeps the weights that it began with, and the next one runs on new ones. `test_as_built` has what is refused."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
+from batched_runs import in_threads
+from callbacks import Acting, Recorder
 from layerskip_models import from_transformers
 from layerskip_models.fork_safe import fork_safe
 from policies import Plan, Policy, RoundContext
 from scripted_policies import ScriptedExit
 from selfspec import SelfSpecGenerator
+from selfspec.engine import model_source
 from selfspec.engine.policy_store import lend
-from test_generator import Recorder
 from tiny_llama import reference_greedy, tiny_llama
+from weight_updates import UPDATES
 
 PROMPT = [5, 1, 7]
 LENGTH = 20
@@ -34,163 +37,120 @@ def text_of(seed: int) -> list[int]:
     return reference_greedy(tiny_llama(dtype=torch.float64, seed=seed), PROMPT, max_new_tokens=LENGTH)
 
 
-def old_and_new() -> tuple[LlamaForCausalLM, dict[str, Tensor], list[int], list[int]]:
-    """A model, other weights for it, and what it says with either."""
-    llama, other = (tiny_llama(dtype=torch.float64, seed=seed) for seed in (3, 4))
+@pytest.fixture
+def llama() -> LlamaForCausalLM:
+    return tiny_llama(dtype=torch.float64, seed=3)
+
+
+@pytest.fixture
+def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
+    return SelfSpecGenerator(llama, policy="ls:2-4")
+
+
+def update(llama: LlamaForCausalLM) -> None:
+    """To weights with which it says something else."""
+    llama.load_state_dict(tiny_llama(dtype=torch.float64, seed=4).state_dict())
     assert text_of(3) != text_of(4)
-    return llama, other.state_dict(), text_of(3), text_of(4)
-
-
-class Acting(Recorder):
-    """Calls something at its n-th `put`; the first one brings the prompt."""
-
-    def __init__(self, at: int, action: Any) -> None:
-        super().__init__()
-        self.at, self.action = at, action
-
-    def put(self, value: Tensor) -> None:
-        super().put(value)
-        if len(self.pieces) == self.at:
-            self.action()
 
 
 @pytest.mark.parametrize("at", [1, 2, 4])
 @pytest.mark.parametrize("nested", [False, True], ids=["alone", "with a call between"])
-def test_weights_updated_while_a_call_runs(at: int, nested: bool) -> None:
+def test_weights_updated_while_a_call_runs(
+    llama: LlamaForCausalLM, engine: SelfSpecGenerator, at: int, nested: bool
+) -> None:
     """The call ends with the weights it began with; later calls run prefill and rounds on the new ones alone."""
-    llama, weights, old, new = old_and_new()
-    engine = SelfSpecGenerator(llama, policy="ls:2-4")
     between: list[list[int]] = []
 
-    def update() -> None:
-        llama.load_state_dict(weights)
+    def act() -> None:
+        update(llama)
         if nested:
             between.append(engine.generate(PROMPT, max_new_tokens=LENGTH).new_tokens)
 
-    result = engine.generate(PROMPT, max_new_tokens=LENGTH, streamer=Acting(at, update))
-    assert result.new_tokens == old
-    assert between == [new] * nested
+    result = engine.generate(PROMPT, max_new_tokens=LENGTH, streamer=Acting(at, act))
+    assert result.new_tokens == text_of(3)
+    assert between == [text_of(4)] * nested
     for _ in range(2):
-        assert engine.generate(PROMPT, max_new_tokens=LENGTH).new_tokens == new
+        assert engine.generate(PROMPT, max_new_tokens=LENGTH).new_tokens == text_of(4)
 
 
-def test_threads_share_a_generator_while_its_weights_change() -> None:
+def test_threads_share_a_generator_while_its_weights_change(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
     """Every text is of the old weights or of the new ones, never of both; once all know, of the new ones."""
-    llama, weights, old, new = old_and_new()
-    engine = SelfSpecGenerator(llama, policy="ls:2-4")
     texts: list[list[int]] = []
     updated = threading.Event()
-    errors: list[BaseException] = []
 
     def work() -> None:
-        try:
-            for _ in range(12):
-                known = updated.is_set()
-                text = engine.generate(PROMPT, max_new_tokens=LENGTH).new_tokens
-                assert text == new or (not known and text == old)
-                texts.append(text)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(12):
+            known = updated.is_set()
+            text = engine.generate(PROMPT, max_new_tokens=LENGTH).new_tokens
+            assert text == text_of(4) or (not known and text == text_of(3))
+            texts.append(text)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    while len(texts) < 6 and not errors:
-        time.sleep(0.001)
-    with engine._models._lock:  # nobody copies half of them
-        llama.load_state_dict(weights)
-    updated.set()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    def act() -> None:
+        while len(texts) < 6:
+            time.sleep(0.001)
+        with engine._models._lock:  # nobody copies half of them
+            update(llama)
+        updated.set()
+
+    in_threads([work] * 4, act)
     assert len(texts) == 48
 
 
-def test_weights_that_change_while_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_change_while_they_are_copied(
+    llama: LlamaForCausalLM, engine: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was read may be half old: the next call copies again."""
-    llama, weights, _, new = old_and_new()
-    engine = SelfSpecGenerator(llama, policy="ls:2-4")
-    import selfspec.engine.model_source as module
-
-    copy = module.from_transformers
+    copy = model_source.from_transformers
 
     def slow_copy(model: LlamaForCausalLM) -> object:
         copied = copy(model)
-        llama.load_state_dict(weights)
+        update(llama)
         return copied
 
     with torch.no_grad():
         llama.model.norm.weight.mul_(1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "from_transformers", slow_copy)
+        patch.setattr(model_source, "from_transformers", slow_copy)
         engine.generate(PROMPT, max_new_tokens=3)
-    assert engine.generate(PROMPT, max_new_tokens=LENGTH).new_tokens == new
-
-
-def test_the_runner_with_more_room_is_kept() -> None:
-    """A short call nested in a long one ends first: the long one's KV cache is the one that later calls find."""
-    engine = SelfSpecGenerator(tiny_llama(dtype=torch.float64, seed=3), policy="ls:2-4")
-    short = Acting(2, lambda: engine.generate(PROMPT, max_new_tokens=2))
-    long = engine.generate(PROMPT, max_new_tokens=40, streamer=short).stats.peak_cache_bytes
-    assert engine.generate(PROMPT, max_new_tokens=2).stats.peak_cache_bytes == long
+    assert engine.generate(PROMPT, max_new_tokens=LENGTH).new_tokens == text_of(4)
 
 
 def test_parameters_made_under_inference_mode() -> None:
     """They have no version counter to look at."""
     with torch.inference_mode():
         llama = tiny_llama(dtype=torch.float64, seed=3)
-    expected = reference_greedy(tiny_llama(dtype=torch.float64, seed=3), PROMPT, max_new_tokens=12)
     assert next(llama.parameters()).is_inference()
     engine = SelfSpecGenerator(llama, policy="ls:2-4")
-    assert engine.generate(PROMPT, max_new_tokens=12).new_tokens == expected
+    assert engine.generate(PROMPT, max_new_tokens=LENGTH).new_tokens == text_of(3)
     llama.lm_head.weight = nn.Parameter(tiny_llama(dtype=torch.float64, seed=4).lm_head.weight.detach())
     assert engine.generate(PROMPT, max_new_tokens=12).new_tokens == reference_greedy(llama, PROMPT, max_new_tokens=12)
 
 
-ANSWERS: dict[str, Any] = {
-    "bool": bool,
-    "numpy bool": np.bool_,
-    "numpy array": lambda stop: np.array([stop]),
-    "tensor without dimensions": torch.tensor,
-    "tensor of one": lambda stop: torch.tensor([stop]),
-    "list": lambda stop: [stop],
-}
+@pytest.mark.parametrize("answer", [bool, np.bool_, lambda stop: np.array([stop]), torch.tensor, lambda stop: [stop]])
+def test_a_criterion_may_answer_in_any_of_these(answer: Callable[[bool], Any], engine: SelfSpecGenerator) -> None:
+    """Or by a tensor of one, as most do."""
 
-
-@pytest.mark.parametrize("kind", ANSWERS)
-def test_a_criterion_may_answer_in_any_of_these(kind: str) -> None:
     class AtTen(StoppingCriteria):
         def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-            return ANSWERS[kind](input_ids.shape[1] >= 10)
+            return answer(input_ids.shape[1] >= 10)
 
-    engine = SelfSpecGenerator(tiny_llama(dtype=torch.float64, seed=3), policy="ls:2-4")
     result = engine.generate(PROMPT, max_new_tokens=20, stopping_criteria=StoppingCriteriaList([AtTen()]))
-    assert result.stats.num_new_tokens == 7
-    assert result.stop_reason == "stopping_criteria"
+    assert (result.stats.num_new_tokens, result.stop_reason) == (7, "stopping_criteria")
 
 
-def test_a_streamer_cannot_write_to_the_callers_prompt() -> None:
-    llama = tiny_llama(dtype=torch.float64, seed=3)
-    expected = reference_greedy(llama, PROMPT, max_new_tokens=12)
+def test_the_prompt_is_the_call_s_own(engine: SelfSpecGenerator) -> None:
+    """A streamer cannot write to the caller's; the caller may write to it while the call runs."""
 
     class Writing(Recorder):
         def put(self, value: Tensor) -> None:
-            super().put(value)
             value.fill_(0)
 
     prompt = torch.tensor(PROMPT)
-    result = SelfSpecGenerator(llama, policy="ls:2-4").generate(prompt, max_new_tokens=12, streamer=Writing())
-    assert result.new_tokens == expected
-    assert prompt.tolist() == PROMPT
-    assert result.sequences[0, :3].tolist() == PROMPT
-
-
-def test_the_caller_may_write_to_the_prompt_while_the_call_runs() -> None:
-    llama = tiny_llama(dtype=torch.float64, seed=3)
-    prompt = torch.tensor(PROMPT)
-    streamer = Acting(1, lambda: prompt.fill_(0))
-    result = SelfSpecGenerator(llama, policy="ls:2-4").generate(prompt, max_new_tokens=12, streamer=streamer)
-    assert result.new_tokens == reference_greedy(llama, PROMPT, max_new_tokens=12)
+    result = engine.generate(prompt, max_new_tokens=LENGTH, streamer=Writing())
+    assert result.new_tokens == text_of(3)
+    assert prompt.tolist() == result.sequences[0, :3].tolist() == PROMPT
+    writing = Acting(1, lambda: prompt.fill_(0))
+    assert engine.generate(prompt, max_new_tokens=LENGTH, streamer=writing).new_tokens == text_of(3)
 
 
 def in_a_child(work: Callable[[], object]) -> bool:
@@ -241,3 +201,49 @@ def test_a_forked_child_does_not_wait_for_the_parents_other_threads() -> None:
     finally:
         goes_on.set()
         thread.join()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", UPDATES)
+def test_the_next_call_runs_on_updated_weights(name: str, tied: bool) -> None:
+    torch.manual_seed(0)
+    llama = tiny_llama(dtype=torch.float64, seed=3, tie_word_embeddings=tied)
+    engine = SelfSpecGenerator(llama, policy="ls:2-4")
+    first = engine.generate(PROMPT, max_new_tokens=12).new_tokens
+    UPDATES[name](llama)
+    changed = reference_greedy(llama, PROMPT, max_new_tokens=12)
+    assert changed != first
+    assert engine.generate(PROMPT, max_new_tokens=12).new_tokens == changed
+
+
+def test_unchanged_weights_are_copied_by_refresh_alone(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
+    model = engine.model
+    for _ in range(5):
+        engine.generate(PROMPT, max_new_tokens=20)
+        llama(torch.tensor([PROMPT]))
+    assert engine.model is model
+    llama.model.embed_tokens.weight.data[PROMPT[-1]] *= -2
+    engine.refresh()
+    assert engine.model is not model
+    expected = reference_greedy(llama, PROMPT, max_new_tokens=20)
+    assert engine.generate(PROMPT, max_new_tokens=20).new_tokens == expected
+
+
+def test_a_large_sample_is_spread_over_rows_and_columns() -> None:
+    """Else an update of some rows, as an adapter's may be, would not be noticed."""
+    sample = model_source._sampled(torch.arange(2048 * 1024))
+    assert len({int(n) // 1024 for n in sample}) == len({int(n) % 1024 for n in sample}) == len(sample) == 32
+    assert int(sample[-1]) // 1024 > 1900
+
+
+def test_a_model_that_changes_its_dtype() -> None:
+    """Policies with measured costs, or networks of their own, are made anew."""
+    llama = tiny_llama(dtype=torch.float32, seed=3)
+    engine = SelfSpecGenerator(llama, policy="auto:cost=layers")
+    engine.generate(PROMPT, max_new_tokens=8)
+    before = engine.policy
+    llama.double()
+    expected = reference_greedy(llama, PROMPT, max_new_tokens=20)
+    assert engine.generate(PROMPT, max_new_tokens=20).new_tokens == expected
+    assert engine.model.dtype == torch.float64
+    assert engine.policy is not before

@@ -1,29 +1,40 @@
-"""An engine for texts that come and go: its surface, what it lets go of, threads."""
+"""An engine for texts that come and go: its surface, when prompts are read, what it lets go of."""
 
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from batched_runs import LAYOUTS, CacheCount, Wish, assert_same, generator_of, run_alone, run_together, shared_model
+import selfspec.engine.engine
+import selfspec.engine.round
+from batched_runs import (
+    LAYOUTS,
+    NUM_LAYERS,
+    CacheCount,
+    Wish,
+    assert_same,
+    generator_of,
+    run_alone,
+    run_together,
+    shared_model,
+)
 from layerskip_models import LayerSkipModel
 from layerskip_models.linear import Layout
+from layerskip_models.prefill import PromptPiece
 from policies import parse_policy
 from selfspec import SelfSpecGenerator
+from selfspec.engine.engine import Engine
 from selfspec.engine.policy_store import lend
+from selfspec.engine.results import StepOutput
 from tiny_llama import reference_greedy, tiny_llama
 
 PROMPT = [5, 1, 7]
-
-
-# Its surface
 
 
 def test_an_engine_is_empty_until_texts_join() -> None:
@@ -31,40 +42,21 @@ def test_an_engine_is_empty_until_texts_join() -> None:
     assert len(engine) == 0
     assert engine.step() == []
     tickets = [engine.add(PROMPT, max_new_tokens=4, policy="ar") for _ in range(3)]
-    assert len(engine) == 3 and len({*tickets}) == 3
+    assert len(engine) == len({*tickets}) == 3
     while len(engine):
         engine.step()
     assert engine.step() == []
+    with pytest.raises(ValueError, match="unknown policy"):
+        engine.add(PROMPT, policy="dell")
+    with pytest.raises(TypeError, match="did you mean max_new_tokens"):
+        engine.add(PROMPT, max_new_tokn=3)
     late = engine.add(PROMPT, max_new_tokens=1, policy="ar")
+    assert len(engine) == 1
     assert late not in tickets
     (progress,) = engine.step()
     assert (progress.ticket, len(progress.tokens), progress.record, progress.error) == (late, 1, None, None)
     assert progress.result is not None and progress.result.stop_reason == "length"
     assert len(engine) == 0
-    engine.close()
-
-
-def test_joining_runs_nothing_and_a_wrong_call_does_not_join() -> None:
-    generator = SelfSpecGenerator(shared_model("plain"), policy="ls:2-3")
-    with generator.engine() as engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(generator.model), "run_layers", lambda *_: pytest.fail("ran"))
-        engine.add(PROMPT, max_new_tokens=4, policy="ls:2-3")
-        for wrong, message in (
-            ({"max_new_tokens": 0}, "max_new_tokens"),
-            ({"policy": "dell"}, "unknown policy"),
-            ({"exit_layer": 4}, "exit_layer"),
-            ({"max_new_tokens": 1000}, "context"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                engine.add(PROMPT, **wrong)
-        for wrong, message in (
-            ({"max_new_tokn": 3}, "did you mean max_new_tokens"),
-            ({"streamer": None}, "no argument 'streamer'(?!: did you mean streamer)"),
-            ({"batch_size": 3}, "no argument 'batch_size'"),
-        ):
-            with pytest.raises(TypeError, match=message):
-                engine.add(PROMPT, **wrong)
-        assert len(engine) == 1
 
 
 def test_a_cancelled_text_is_gone_and_may_be_cancelled_again() -> None:
@@ -90,23 +82,17 @@ def test_a_cancelled_text_is_gone_and_may_be_cancelled_again() -> None:
 
 
 def test_a_closed_engine_has_let_go_of_everything() -> None:
-    generator = generator_of("plain")
     policy = parse_policy("fs:2-3", num_layers=4)
-    engine = generator.engine()
-    with engine:
+    with pytest.raises(ZeroDivisionError), generator_of("plain").engine() as engine:
         for _ in range(3):
             engine.add(PROMPT, max_new_tokens=9, policy=policy)
         engine.step()
         assert len(engine) == 3
-    assert len(engine) == 0
-    assert engine.step() == []
+        raise ZeroDivisionError
+    assert len(engine) == 0 and engine.step() == []
+    engine.close()  # once more
     with lend(policy) as loan:
         assert loan.policy is policy
-    engine.close()  # once more
-    with pytest.raises(ZeroDivisionError), generator.engine() as engine:
-        engine.add(PROMPT, max_new_tokens=9)
-        raise ZeroDivisionError
-    assert len(engine) == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -133,78 +119,69 @@ def test_what_a_text_held_is_free_when_it_is_gone(layout: Layout, monkeypatch: p
 
 
 def test_new_weights_between_two_texts_of_an_engine() -> None:
-    """A text ends with the weights that it began with; those that join are on the new ones, however often they change.
-
-    Copies that nobody decodes on are let go. (Their passes were found by an address once, which a later copy came to have.)
-    """
+    """A text ends with the weights it began with, those that join are on the new ones; unused copies are let go."""
     llama = tiny_llama(dtype=torch.float64, seed=3)
-    others = [tiny_llama(dtype=torch.float64, seed=seed) for seed in (4, 5, 6, 7)]
-    texts = [reference_greedy(model, PROMPT, max_new_tokens=14) for model in (*others, llama)]
-    current = -1
     generator = SelfSpecGenerator(llama, policy="ls:2-4")
     models: list[weakref.ref[LayerSkipModel]] = []
+    expected: dict[int, list[int]] = {}
     with generator.engine() as engine:
-        for number in range(14):
-            for_batch_size = number % 3 == 0
-            expected = [texts[current]]
-            got = {engine.add(PROMPT, max_new_tokens=14): list[int]()}
+        for number in range(12):
+            llama.load_state_dict(tiny_llama(dtype=torch.float64, seed=3 + number).state_dict())
+            ticket = engine.add(PROMPT, max_new_tokens=14)
+            expected[ticket] = reference_greedy(llama, PROMPT, max_new_tokens=14)
             models.append(weakref.ref(generator.model))
-            if for_batch_size:
+            for _ in range(1 + 20 * (number % 3)):  # at times with others beside it, at times to its end
                 for progress in engine.step():
-                    got[progress.ticket] += progress.tokens
-                current = (number + 2) % 4
-                llama.load_state_dict(others[current].state_dict())
-                expected.append(texts[current])
-                got[engine.add(PROMPT, max_new_tokens=14)] = []
-                models.append(weakref.ref(generator.model))
-            while len(engine):
-                for progress in engine.step():
-                    got[progress.ticket] += progress.tokens
-            assert [*got.values()] == expected
-            current = (number + 1) % 4
-            llama.load_state_dict(others[current].state_dict())
+                    assert progress.result is None or progress.result.new_tokens == expected.pop(progress.ticket)
             gc.collect()
-            assert sum(model() is not None for model in models) <= 2
-
-
-# Threads
+            assert sum(model() is not None for model in models) <= len(engine) + 2
+    assert not expected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_engines_in_two_threads_at_once(layout: Layout) -> None:
-    """Of one generator, each with several texts, and a policy by name that both use."""
-    generator = generator_of(layout)
+def test_a_long_prompt_is_read_in_pieces_while_others_go_on(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever decodes gets a token in every step; of the prompts no more rows are read in a step than may be."""
+    monkeypatch.setattr(selfspec.engine.engine, "PIECE_ROWS", 4)
+    read = [0]
+    original = selfspec.engine.round.read_pieces
+
+    def counted(model: LayerSkipModel, pieces: Sequence[PromptPiece], stop: int) -> list[Tensor]:
+        read[-1] += sum(piece.rows for piece in pieces)
+        return original(model, pieces, stop)
+
+    monkeypatch.setattr(selfspec.engine.round, "read_pieces", counted)
     texts = [
-        Wish(prompt=[number, 3 + number], policy=policy, options={"max_new_tokens": 25, **options}, joins=number)
-        for number, (policy, options) in enumerate(
-            [
-                ("ls:{E}-4", {}),
-                ("del", {}),
-                ("dv:{E}", {"do_sample": True, "seed": 2}),
-                ("ar", {"eos_token_id": [4]}),
-                ("auto:cost=layers", {"policy": "auto:cost=layers"}),
-            ]
-        )
+        Wish(prompt=[5, 1, 7], policy="ls:{E}-4", options={"max_new_tokens": 40}),
+        Wish(prompt=[3, 9] * 11, policy="dv:{E}", options={"max_new_tokens": 20}, joins=2),
+        Wish(prompt=[8, 2, 4], policy="ar", options={"max_new_tokens": 20}, joins=3),
+        Wish(prompt=[6] * 14, policy="ls:{E}-4", options={"max_new_tokens": 20}, joins=4),
     ]
-    expected = [run_alone(shared_model(layout), text) for text in texts]
-    errors: list[BaseException] = []
 
-    def work(order: int) -> None:
-        try:
-            for _ in range(3):
-                mine = [replace(text, joins=0 if order > 0 else text.joins) for text in texts[::order]]
-                for course, own in zip(run_together(generator, mine, rows=False), expected[::order]):
-                    own = replace(own, rows=None, context=None)
-                    assert_same(course, own, rounds=own.result.policy != "auto:cost=layers", exact=layout == "native")
-        except BaseException as error:
-            errors.append(error)
+    def watch(engine: Engine, found: list[StepOutput]) -> None:
+        decoding = {ticket for ticket, slot in engine._slots.items() if not slot.sequence.reading}
+        assert decoding <= {progress.ticket for progress in found if progress.tokens}
+        read.append(0)
 
-    threads = [threading.Thread(target=work, args=(order,)) for order in (1, -1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    courses = run_together(generator_of(layout), texts, watch)
+    for text, course in zip(texts, courses):
+        expected = run_alone(shared_model(layout), text)
+        assert_same(course, expected, exact=layout == "native")
+        assert course.steps == [*range(course.steps[0], course.steps[-1] + 1)]  # once it decodes, in every step
+        numbers = NUM_LAYERS * 2 * 2 * 8 * (len(text.prompt) + text.options["max_new_tokens"])
+        assert course.result is not None  # a cache has room for its own text, whatever the others need
+        assert course.result.stats.peak_cache_bytes == numbers * shared_model(layout).dtype.itemsize
+    # 22, 3 and 14 rows, four in every step, the third prompt with what is left of the second's last piece.
+    assert [course.steps[0] for course in courses] == [0, 2 + 5, 2 + 6, 2 + 9]
+    assert read[:12] == [3, 0, *[4] * 9, 3]
+
+
+def test_with_nobody_decoding_prompts_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the pass is full: nobody waits for a token meanwhile. The others in pieces, in the order in which they came."""
+    monkeypatch.setattr(selfspec.engine.engine, "PIECE_ROWS", 15)
+    monkeypatch.setattr(selfspec.engine.engine, "FULL_ROWS", 60)
+    texts = [Wish(prompt=[token] * 30, options={"max_new_tokens": 6}) for token in (1, 2, 3)]
+    courses = run_together(generator_of("plain"), texts)
+    assert [course.steps for course in courses] == [[*range(6)], [*range(6)], [*range(2, 8)]]
 
 
 def test_a_call_within_a_step_of_an_engine() -> None:
@@ -219,13 +196,7 @@ def test_a_call_within_a_step_of_an_engine() -> None:
                 inner.append(generator.generate(PROMPT, max_new_tokens=12, policy="ls:2-3").new_tokens)
             return scores
 
-    with generator.engine() as engine:
-        tickets = [
-            engine.add(PROMPT, max_new_tokens=12, policy="ls:2-3", logits_processor=LogitsProcessorList([Asking()])),
-            engine.add(PROMPT, max_new_tokens=12, policy="ls:2-3"),
-        ]
-        got: dict[int, list[int]] = {ticket: [] for ticket in tickets}
-        while len(engine):
-            for progress in engine.step():
-                got[progress.ticket] += progress.tokens
-    assert [*got.values(), *inner] == [expected] * 6
+    options = {"max_new_tokens": 12, "policy": "ls:2-3"}
+    processors = [LogitsProcessorList([Asking()]), None]
+    found = generator.generate_batch([PROMPT, PROMPT], logits_processor=processors, **options)
+    assert [*(one.new_tokens for one in found), *inner] == [expected] * 6

@@ -1,16 +1,16 @@
-"""An error of one text is that text's alone: the others of its batch go on as if nothing had happened."""
+"""An error of one text is that text's alone, and one behind a row that gives no token counts only if the text comes to it."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList
 
 from batched_runs import (
     LAYOUTS,
@@ -24,119 +24,51 @@ from batched_runs import (
     run_together,
     shared_model,
 )
+from callbacks import Grammar, Spoiling, StopAt
 from layerskip_models import from_transformers
 from layerskip_models.linear import Layout
-from policies import (
-    Drafter,
-    DraftRow,
-    NeverStop,
-    ObservationSpec,
-    Plan,
-    Policy,
-    RoundContext,
-    RoundRecord,
-    ShadowTokens,
-)
-from scripted_policies import ScriptedExit
+from policies import NeverStop, ObservationSpec, Plan, Policy
+from scripted_policies import ScriptedExit, StopBelow, fixed
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
-from test_verification import From
-from tiny_llama import tiny_llama, tiny_tokenizer
+from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 
 PROMPT = [5, 1, 7]
 
 
-class Faulty(ScriptedExit):
-    """Fails in one of an exit policy's methods, in its third round."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__([(2, 3)], ObservationSpec(shadow_layers=(1, 2), prompt_rows=2))
-        self.where = where
-
-    def _fail(self, where: str, number: int = 2) -> None:
-        if (where, number) == (self.where, 2):
-            raise ZeroDivisionError(f"a fault in {where}")
-
-    def plan(self, context: RoundContext) -> Plan:
-        self._fail("plan", context.round_index)
-        if self.where == "a wrong layer" and context.round_index == 2:
-            return Plan(exit_layer=4, max_speculations=3)
-        return super().plan(context)
-
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
-        self._fail("observe_prompt")
-
-    def observe(self, record: RoundRecord) -> None:
-        self._fail("observe", record.index)
-
-
-class FaultyStop(NeverStop):
-    """Fails in one of a stopping policy's methods, in its third round and at its second row."""
-
-    def __init__(self, where: str) -> None:
-        self.where, self.round = where, -1
-
-    def _fail(self, where: str) -> None:
-        if where == self.where and self.round == 2:
-            raise ZeroDivisionError(f"a fault in {where}")
-
-    def start_round(self, plan: Plan) -> None:
-        self.round += 1
-        self._fail("start_round")
-
-    def stop_before_draw(self, row: DraftRow) -> bool:
-        if row.num_drafted == 1:
-            self._fail("stop_before_draw")
-        return False
-
-    def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        if row.num_drafted == 1:
-            self._fail("stop_after_draw")
-        return False
-
-    def threshold(self, drafter: Drafter) -> None:
-        self._fail("threshold")
-
-    def spent(self) -> Any:
-        self._fail("spent")
-        return super().spent()
-
-
-class Raising(LogitsProcessor):
-    """A fault of its own, whatever the text is once it has some length."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.shape[1] >= self.length:
-            raise ZeroDivisionError("a fault of a processor")
-        return scores
-
-
-class RaisingCriterion(StoppingCriteria):
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        if input_ids.shape[1] >= 9:
-            raise ZeroDivisionError("a fault of a criterion")
-        return False
-
-
 EXIT_FAULTS = ("plan", "a wrong layer", "observe_prompt", "observe")
 STOP_FAULTS = ("start_round", "threshold", "stop_before_draw", "stop_after_draw", "spent")
+KINDS = (*EXIT_FAULTS, *STOP_FAULTS, "a criterion", "a processor", "at the first token", "NaN")
+CALL = {"observe_prompt": 1, "stop_before_draw": 8, "stop_after_draw": 8}
+"""The call in which a method fails; of the others the third, most of which are called once a round."""
+
+
+def faulty(parent: type, kind: str) -> type:
+    """A subclass of an exit or stopping policy, of which one method fails."""
+    method = "plan" if kind == "a wrong layer" else kind
+    original, calls = getattr(parent, method), count(1)
+
+    def fails(*arguments: Any) -> Any:
+        if next(calls) != CALL.get(kind, 3):
+            return original(*arguments)
+        if kind == "a wrong layer":
+            return Plan(exit_layer=4, max_speculations=3)
+        raise ZeroDivisionError(f"a fault in {kind}")
+
+    return type("Faulty", (parent,), {method: fails})
 
 
 def with_fault(kind: str) -> dict[str, Any]:
     """Arguments of a call that fails some tokens into its text."""
     if kind in EXIT_FAULTS:
-        return {"policy": Policy(Faulty(kind))}
+        observes = ObservationSpec(shadow_layers=(1, 2), prompt_rows=2)
+        return {"policy": Policy(faulty(ScriptedExit, kind)([(2, 3)], observes))}
     if kind in STOP_FAULTS:
-        return {"policy": Policy(ScriptedExit([(2, 3)]), FaultyStop(kind))}
+        return {"policy": Policy(ScriptedExit([(2, 3)]), faulty(NeverStop, kind)())}
     if kind == "a criterion":
-        return {"stopping_criteria": StoppingCriteriaList([RaisingCriterion()]), "policy": "ls:2-3"}
-    processors = {"a processor": Raising(9), "at the first token": Raising(3), "NaN": From(9, "nan")}
+        criterion = StopAt(9, ZeroDivisionError("a fault of a criterion"))
+        return {"stopping_criteria": StoppingCriteriaList([criterion]), "policy": "ls:2-3"}
+    processors = {"a processor": Spoiling(9), "at the first token": Spoiling(3), "NaN": Spoiling(9, "nan")}
     return {"logits_processor": LogitsProcessorList([processors[kind]]), "policy": "ls:2-3"}
-
-
-KINDS = (*EXIT_FAULTS, *STOP_FAULTS, "a criterion", "a processor", "at the first token", "NaN")
 
 
 OTHERS = (
@@ -156,7 +88,7 @@ def others_alone(layout: Layout, do_sample: bool) -> list[Course]:
     return [run_alone(model, replace(text, options=options)) for text in OTHERS]
 
 
-# Any two of a fault, a layout, and greedy or sampled meet in every run; all three of them in the slow one.
+# Any two of a fault, a layout, and greedy or sampled meet in every run; all three in the slow one.
 @pytest.mark.parametrize(
     ("kind", "layout", "do_sample"),
     [
@@ -223,16 +155,82 @@ def test_nan_of_one_text_s_rows_is_that_text_s_alone(layout: Layout) -> None:
     assert min(failures, drafted) > 2
 
 
-def test_an_error_of_what_all_need_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No memory, say: nobody is blamed, and the engine can be closed."""
-    generator = generator_of("plain")
-    with generator.engine() as engine:
-        for _ in range(2):
-            engine.add(PROMPT, max_new_tokens=9, policy="ar")
-        engine.step()
-        engine.step()
-        monkeypatch.setattr(type(generator.model), "run_layers", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
-        with pytest.raises(MemoryError, match="full"):
-            engine.step()
-        monkeypatch.undo()
-    assert generator.generate(PROMPT, max_new_tokens=9, policy="ar").stats.num_new_tokens == 9
+POLICIES = ("ar", "ls:3-20", "ls:1-4", "dv:3,start=0.0", "svip:3,threshold=9", "del", "spide:3,tau=0.01")
+PAIRS = [  # as above
+    pytest.param(policy, how, do_sample, marks=() if do_sample == (i + j) % 2 else pytest.mark.slow)
+    for i, policy in enumerate(POLICIES)
+    for j, how in enumerate(["masked", "nan", "raises", "infinite"])
+    for do_sample in (False, True)
+]
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    return tiny_llama(dtype=torch.float64, late_scale=0.3, seed=3)
+
+
+@pytest.fixture(scope="module")
+def expected(llama: LlamaForCausalLM) -> list[int]:
+    return reference_greedy(llama, PROMPT, max_new_tokens=25)
+
+
+@pytest.fixture(scope="module")
+def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
+    return SelfSpecGenerator(from_transformers(llama, layout="plain"))
+
+
+@pytest.mark.parametrize(("policy", "how", "do_sample"), PAIRS)
+def test_rows_that_give_no_token(
+    engine: SelfSpecGenerator, llama: LlamaForCausalLM, expected: list[int], policy: str, how: str, do_sample: bool
+) -> None:
+    """Behind a stop they break nothing; what the text comes to is judged as transformers judges it: greedily, inf wins."""
+    options = {"policy": policy, "do_sample": do_sample, "seed": 7}
+    spoiled: dict[str, Any] = {**options, "logits_processor": LogitsProcessorList([Spoiling(9, how)])}
+    criteria = StoppingCriteriaList([StopAt(9)])
+    result = engine.generate(PROMPT, max_new_tokens=20, stopping_criteria=criteria, **spoiled)
+    assert (len(result.new_tokens), result.stop_reason) == (6, "stopping_criteria")
+    assert do_sample or result.new_tokens == expected[:6]
+    assert len(engine.generate(PROMPT, max_new_tokens=6, **spoiled).new_tokens) == 6
+    assert (
+        engine.generate(PROMPT, max_new_tokens=12, policy=policy).new_tokens == expected[:12]
+    )  # the next text is right
+    if how in ("masked", "infinite") and not do_sample:
+        processors = spoiled["logits_processor"]
+        ids = torch.tensor([PROMPT])
+        out: Any = llama.generate(
+            ids, max_new_tokens=20, do_sample=False, logits_processor=processors, attention_mask=torch.ones_like(ids),
+            pad_token_id=0,
+        )  # fmt: skip
+        assert engine.generate(PROMPT, max_new_tokens=20, **spoiled).new_tokens == out[0, 3:].tolist()
+        return
+    wanted = ZeroDivisionError if how == "raises" else NonFiniteLogitsError
+    with pytest.raises(wanted, match="a fault of a processor" if how == "raises" else "at position 9"):
+        engine.generate(PROMPT, max_new_tokens=20, **spoiled)
+
+
+def test_a_processor_may_refuse_what_was_only_drafted(engine: SelfSpecGenerator, expected: list[int]) -> None:
+    grammar = LogitsProcessorList([Grammar(len(PROMPT), expected)])
+    rejected = 0
+    for policy in ("ar", "ls:1-4", "ls:2-9", "del", "dv:1,start=0.0"):
+        result = engine.generate(PROMPT, max_new_tokens=25, policy=policy, logits_processor=grammar)
+        assert result.new_tokens == expected
+        rejected += result.stats.num_drafted - result.stats.num_accepted
+    assert rejected > 5  # texts that it does refuse were there
+
+
+def test_a_policy_is_not_shown_nan() -> None:
+    seen: list[float | None] = []
+
+    class Watch(StopBelow):
+        def stop_before_draw(self, row: Any) -> bool:
+            seen.append(row.confidence)
+            return False
+
+    broken = tiny_llama(dtype=torch.float64, late_scale=1.5, seed=5)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[:] = torch.nan
+        broken.model.embed_tokens.weight[3] = 1.0
+    engine = SelfSpecGenerator(from_transformers(broken, layout="plain"))
+    with pytest.raises(NonFiniteLogitsError):
+        engine.generate([3], max_new_tokens=25, policy=fixed(1, 4, Watch(0.5)))
+    assert all(value == value for value in seen)

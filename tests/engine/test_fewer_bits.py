@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -31,18 +32,27 @@ PROMPTS = ([3, 5, 7, 3, 5], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7])
 LENGTH = 24
 
 
-@cache
-def llama() -> LlamaForCausalLM:
-    """Wide enough for groups of 4 bits; its last layers say much, so that rounded drafts are often wrong."""
+def made(late_scale: float, seed: int = 6) -> LlamaForCausalLM:
+    """Wide enough for groups of 4 bits. late_scale: the more, the more often are rounded drafts wrong."""
     return tiny_llama(
-        num_layers=LAYERS, vocab_size=50, hidden_size=64, intermediate_size=128, late_scale=3.0, seed=6,
+        num_layers=LAYERS, vocab_size=50, hidden_size=64, intermediate_size=128, late_scale=late_scale, seed=seed,
         max_position_embeddings=128,
     )  # fmt: skip
 
 
+@cache
+def llama() -> LlamaForCausalLM:
+    return made(3.0)
+
+
+def generator_with(draft_weights: Any = "auto", model: LlamaForCausalLM | None = None) -> SelfSpecGenerator:
+    lean = from_transformers(model or llama(), layout="native")
+    return SelfSpecGenerator(lean, tiny_tokenizer(), draft_weights=draft_weights, prefix_cache=0)
+
+
 @pytest.fixture
 def generator() -> SelfSpecGenerator:
-    return SelfSpecGenerator(from_transformers(llama(), layout="native"), prefix_cache=0)
+    return generator_with()
 
 
 def texts(generator: SelfSpecGenerator, policy: str, **options: Any) -> list[list[int]]:
@@ -69,8 +79,7 @@ def test_what_was_kept_of_a_text_is_of_the_full_model() -> None:
     longer = [3, 5, 7, *first.new_tokens, 2]
     second = generator.generate(longer, max_new_tokens=LENGTH, policy="bits:4-4")
     assert second.stats.num_reused_tokens > 3
-    fresh = SelfSpecGenerator(from_transformers(llama(), layout="native"), prefix_cache=0)
-    assert second.new_tokens == fresh.generate(longer, max_new_tokens=LENGTH, policy="ar").new_tokens
+    assert second.new_tokens == generator_with().generate(longer, max_new_tokens=LENGTH, policy="ar").new_tokens
 
 
 @pytest.mark.parametrize("policy", ["bits:4-3", "bits:8-4,layer=2", "bits:4-6+svip"])
@@ -100,12 +109,10 @@ def test_nothing_that_a_draft_wrote_is_read_by_verification(
 def test_weights_that_are_nonsense_draft_nonsense(generator: SelfSpecGenerator) -> None:
     """A drafter of another model, and one whose numbers overflow: texts stay, drafts are rejected or not drawn."""
     expected = texts(generator, "ar")
-    for scale in (1.0, float("inf")):
-        other = tiny_llama(
-            num_layers=LAYERS, vocab_size=50, hidden_size=64, intermediate_size=128, late_scale=1.5, seed=6
-        )
+    for scale in (1.0, 1e30):
+        other = made(1.5)
         with torch.no_grad():
-            other.model.layers[1].mlp.down_proj.weight.mul_(scale if scale < 2 else 1e30)
+            other.model.layers[1].mlp.down_proj.weight.mul_(scale)
         wrong = drafter(from_transformers(other, layout="native"), 8)
         wrong.prepare(64)
         generator.model.drafters[8] = wrong
@@ -115,12 +122,11 @@ def test_weights_that_are_nonsense_draft_nonsense(generator: SelfSpecGenerator) 
 
 def test_new_weights_have_new_drafters() -> None:
     """After an update the drafts are the new model's: accepted nearly always, in 8 bits."""
-    model = tiny_llama(num_layers=LAYERS, vocab_size=50, hidden_size=64, intermediate_size=128, late_scale=1.5, seed=5)
+    model = made(1.5, seed=5)
     generator = SelfSpecGenerator(model, prefix_cache=0, draft_weights="int8")
     generator.generate(PROMPTS[0], max_new_tokens=LENGTH, policy="bits:8-4")
     before = generator.model.drafters[8]
-    other = tiny_llama(num_layers=LAYERS, vocab_size=50, hidden_size=64, intermediate_size=128, late_scale=1.5, seed=9)
-    model.load_state_dict(other.state_dict())
+    model.load_state_dict(made(1.5, seed=9).state_dict())
     result = generator.generate(PROMPTS[0], max_new_tokens=LENGTH, policy="bits:8-4")
     assert generator.model.drafters[8] is not before
     assert result.new_tokens == generator.generate(PROMPTS[0], max_new_tokens=LENGTH, policy="ar").new_tokens
@@ -150,12 +156,11 @@ def test_models_that_cannot_draft_in_fewer_bits_say_why() -> None:
     with pytest.raises(ValueError, match="float32"):
         drafter(from_transformers(llama().double(), layout="plain"), 8)
     llama.cache_clear()
-    with pytest.raises(ValueError, match="draft_weights is 'none'"):
-        SelfSpecGenerator(from_transformers(llama()), draft_weights="none").generate([1], policy="bits:8-3")
-    with pytest.raises(ValueError, match="draft_weights is 'int8'"):
-        SelfSpecGenerator(from_transformers(llama()), draft_weights="int8").generate([1], policy="bits:4-3")
+    for weights, policy in (("none", "bits:8-3"), ("int8", "bits:4-3")):
+        with pytest.raises(ValueError, match=f"draft_weights is '{weights}'"):
+            generator_with(weights).generate([1], policy=policy)
     with pytest.raises(ValueError, match="one of auto, none, int8, int4"):
-        SelfSpecGenerator(from_transformers(llama()), draft_weights="int2")  # type: ignore[arg-type]
+        generator_with("int2")
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -181,68 +186,48 @@ def made_up_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_store, "measured_cost", measured)
 
 
+@pytest.mark.parametrize("late_scale", [3.0, 0.02])
 @pytest.mark.usefixtures("made_up_costs")
-def test_auto_drafts_with_what_is_there() -> None:
-    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), draft_weights="int8", prefix_cache=0)
+def test_auto_drafts_with_what_is_there(late_scale: float) -> None:
+    """Up to an exit where exits are as good as the model, and cost half as much in fewer bits. Alone and in company."""
+    generator = generator_with("int8", made(late_scale))
     exit_policy = generator.policy.exit
-    assert isinstance(exit_policy, AutoExit)
-    assert exit_policy.observes.bits == (8,)
-    drafted = 0
-    for prompt in PROMPTS:
-        result = generator.generate(prompt, max_new_tokens=LENGTH, trace=True)
-        assert result.new_tokens == generator.generate(prompt, max_new_tokens=LENGTH, policy="ar").new_tokens
-        assert result.trace is not None
-        drafted += sum(record.num_drafted for record in result.trace if record.bits == 8)
-    assert drafted > 20
-    assert sum(exit_policy.learner.table.seen[Drafter(LAYERS, 8)]) > 0
-
-
-def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_weights, "_last_cache", lambda: 0)
-
-
-@pytest.mark.usefixtures("made_up_costs")
-def test_auto_drafts_up_to_an_exit_with_them() -> None:
-    """Where exits are as good as the model, and cost half as much in fewer bits. Alone and in company, greedy and drawn."""
-    model = tiny_llama(num_layers=LAYERS, vocab_size=50, hidden_size=64, intermediate_size=128, late_scale=0.02, seed=6)
-    generator = SelfSpecGenerator(from_transformers(model, layout="native"), draft_weights="int8", prefix_cache=0)
+    assert isinstance(exit_policy, AutoExit) and exit_policy.observes.bits == (8,)
     expected = texts(generator, "ar")
-    kinds = set()
+    drafted: Counter[int | None] = Counter()
     for prompt, text in zip(PROMPTS, expected):
         result = generator.generate(prompt, max_new_tokens=LENGTH, trace=True)
         assert result.new_tokens == text
         assert result.trace is not None
-        kinds |= {(record.exit_layer, record.bits) for record in result.trace if record.num_drafted}
-    assert any(bits == 8 and exit_layer < LAYERS for exit_layer, bits in kinds)
+        drafted.update({record.exit_layer: record.num_drafted for record in result.trace if record.bits == 8})
+    if late_scale > 1:
+        assert drafted[LAYERS] and sum(exit_policy.learner.table.seen[Drafter(LAYERS, 8)]) > 0
+    else:
+        assert any(layer < LAYERS for layer in drafted)
     together = generator.generate_batch([*PROMPTS], max_new_tokens=LENGTH)
     assert [result.new_tokens for result in together] == expected
     assert len(generator.generate(PROMPTS[0], max_new_tokens=LENGTH, do_sample=True, seed=1).new_tokens) == LENGTH
 
 
-@pytest.mark.parametrize("policy", ["auto+spide", "auto+dv", "auto+svip", "auto:cost=layers+del"])
-def test_another_stopping_rule_is_for_exits_in_full(policy: str) -> None:
-    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), draft_weights="int8", prefix_cache=0)
-    for prompt, text in zip(PROMPTS, texts(generator, "ar")):
-        result = generator.generate(prompt, max_new_tokens=LENGTH, policy=policy, trace=True)
-        assert result.new_tokens == text
-        assert result.trace is not None
-        assert all(record.bits is None for record in result.trace)
+def test_another_stopping_rule_is_for_exits_in_full() -> None:
+    generator = generator_with("int8")
+    for name in ("auto+spide", "auto+dv", "auto+svip", "auto:cost=layers+del"):
+        assert generator.resolve_policy(name).observes.bits == ()
     with pytest.raises(ValueError, match="bits= changes nothing"):
-        generator.generate(PROMPTS[0], max_new_tokens=4, policy="auto:bits=off+spide")
+        generator.resolve_policy("auto:bits=off+spide")
 
 
 @pytest.mark.usefixtures("made_up_costs")
 def test_auto_makes_them_in_the_first_text(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Once its prompt has shown that exits promise less. Later texts know what they cost, and what was learned so far."""
-    small_cache(monkeypatch)
-    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), prefix_cache=0)
+    monkeypatch.setattr(draft_weights, "_last_cache", lambda: 0)
+    generator = generator_with()
     expected = generator.generate(PROMPTS[2], max_new_tokens=80, policy="ar").new_tokens
     with caplog.at_level(logging.INFO, "selfspec"):
         result = generator.generate(PROMPTS[2], max_new_tokens=80, trace=True)
         assert list(generator.model.drafters) == [8]
         assert result.new_tokens == expected
-        assert result.trace is not None
-        assert any(record.bits == 8 for record in result.trace)
+        assert result.trace is not None and any(record.bits == 8 for record in result.trace)
         assert 0 < result.stats.calibration_seconds < result.stats.seconds
         learner = generator.policy.exit.learner  # type: ignore[attr-defined]
         assert isinstance(learner.cost, MeasuredCost)
@@ -253,27 +238,18 @@ def test_auto_makes_them_in_the_first_text(monkeypatch: pytest.MonkeyPatch, capl
     assert line.startswith("drafts are made with a copy of the weights in 8 bits from now on: 0 MB, made in 0.")
 
 
-@pytest.mark.usefixtures("made_up_costs")
-def test_auto_makes_none_for_texts_too_short_to_learn_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_cache(monkeypatch)
-    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), prefix_cache=0)
-    generator.generate(PROMPTS[2], max_new_tokens=8)
-    assert not generator.model.drafters
-
-
-@pytest.mark.parametrize("lacks", ["room", "size", "wish"])
+@pytest.mark.parametrize("lacks", ["room", "size", "wish", "text"])
 @pytest.mark.usefixtures("made_up_costs")
 def test_auto_leaves_it_where_there_is_no_use_or_no_room(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    """A text of few tokens is too short to learn from."""
     monkeypatch.setattr(draft_weights, "_last_cache", lambda: 1 << 40 if lacks == "size" else 0)
     monkeypatch.setattr(draft_weights, "_is_room_for", lambda size: lacks != "room")
-    weights: Any = "none" if lacks == "wish" else "auto"
-    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), draft_weights=weights, prefix_cache=0)
-    generator.generate(PROMPTS[2], max_new_tokens=80)
+    generator = generator_with("none" if lacks == "wish" else "auto")
+    generator.generate(PROMPTS[2], max_new_tokens=8 if lacks == "text" else 80)
     assert not generator.model.drafters
 
 
-def test_a_verdict_counts_them() -> None:
-    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), tiny_tokenizer(), prefix_cache=0)
+def test_a_verdict_counts_them(generator: SelfSpecGenerator) -> None:
     inspection = inspect_model(generator, ["abcdefgh" * 3], max_new_tokens=12, repeats=1)
     fast = replace(inspection.rounded[0], comparison=replace(inspection.comparison, speedup=1.7))
     slow = replace(inspection, comparison=replace(inspection.comparison, speedup=0.9))

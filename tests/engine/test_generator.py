@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from time import sleep
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
-from transformers.generation.streamers import BaseStreamer
 
+from callbacks import Recorder
 from layerskip_models import LayerSkipModel, from_transformers
-from policies import MeasuredCost, Policy, RoundRecord
+from policies import MeasuredCost, Policy
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
 from selfspec import SelfSpecGenerator
 from tiny_llama import full_logits, reference_greedy, request_for, tiny_llama, tiny_tokenizer
@@ -33,45 +32,25 @@ def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
     return SelfSpecGenerator(from_transformers(llama, layout="plain"))
 
 
-class Recorder(BaseStreamer):
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.pieces: list[list[int]] = []
-        self.records: list[RoundRecord] = []
-        self.ends = 0
-
-    def put(self, value: Tensor) -> None:
-        assert value.dtype == torch.int64
-        assert value.dim() == 1
-        self.pieces.append(value.tolist())
-
-    def on_round(self, record: RoundRecord) -> None:
-        self.records.append(record)
-
-    def end(self) -> None:
-        self.ends += 1
-
-
-def policies() -> list[Policy | str]:
-    return [
-        "ar",
-        "ls:1-4",
-        "ls:3-2",
-        Policy(ScriptedExit([(1, 5)]), StopBelow(0.5)),
-        Policy(ScriptedExit([(2, 5), (None, 0)]), StopAtTokens(range(12))),
-    ]
+POLICIES: dict[str, Policy | str] = {
+    **{name: name for name in ("ar", "ls:1-4", "ls:3-2")},
+    "before": Policy(ScriptedExit([(1, 5)]), StopBelow(0.5)),
+    "after": Policy(ScriptedExit([(2, 5), (None, 0)]), StopAtTokens(range(12))),
+}
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("policy", policies(), ids=["ar", "ls:1-4", "ls:3-2", "before", "after"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("budget", [1, 2, 7, 30])
 def test_statistics_add_up(engine: SelfSpecGenerator, policy: Policy | str, do_sample: bool, budget: int) -> None:
-    result = engine.generate(
-        PROMPT, max_new_tokens=budget, policy=policy, do_sample=do_sample, seed=2, eos_token_id=[0, 20], trace=True
-    )
+    streamed = Recorder()
+    options = {"do_sample": do_sample, "seed": 2, "eos_token_id": [0, 20], "trace": True, "streamer": streamed}
+    result = engine.generate(PROMPT, max_new_tokens=budget, policy=policy, **options)
     stats, trace = result.stats, result.trace
     assert trace is not None
+    assert streamed.pieces[0] == PROMPT
+    assert [token for piece in streamed.pieces[1:] for token in piece] == result.new_tokens
+    assert all(streamed.pieces) and tuple(streamed.records) == trace and streamed.ends == 1
     assert result.sequences.shape == (1, len(PROMPT) + stats.num_new_tokens)
     assert result.sequences[0].tolist() == PROMPT + result.new_tokens
     assert result.new_tokens[1:] == [token for record in trace for token in record.tokens]
@@ -94,23 +73,18 @@ def test_statistics_add_up(engine: SelfSpecGenerator, policy: Policy | str, do_s
     round_tokens = stats.num_new_tokens - 1
     assert stats.tokens_per_round == round_tokens / stats.rounds
     assert stats.etpl == round_tokens / stats.loaded_layers
-    if stats.num_drafted:
-        assert stats.acceptance_rate == stats.num_accepted / stats.num_drafted
-        assert stats.accepted_per_round == stats.num_accepted / stats.rounds
-    else:
-        assert stats.acceptance_rate is stats.accepted_per_round is None
+    rates = (
+        (stats.num_accepted / stats.num_drafted, stats.num_accepted / stats.rounds)
+        if stats.num_drafted
+        else (None,) * 2
+    )
+    assert (stats.acceptance_rate, stats.accepted_per_round) == rates
     if policy == "ar":
         assert stats.etpl == 1 / NUM_LAYERS
         assert stats.num_drafted == 0
     assert 0 < stats.time_to_first_token <= stats.seconds
-    phases = (
-        stats.calibration_seconds
-        + stats.prefill_seconds
-        + stats.draft_seconds
-        + stats.verify_seconds
-        + stats.accept_seconds
-    )
-    assert phases + stats.learn_seconds + stats.other_seconds == pytest.approx(stats.seconds)
+    phases = ("calibration", "prefill", "draft", "verify", "accept", "learn", "other")
+    assert sum(getattr(stats, f"{phase}_seconds") for phase in phases) == pytest.approx(stats.seconds)
     decoding_seconds = stats.seconds - stats.calibration_seconds
     assert stats.tokens_per_second == pytest.approx(stats.num_new_tokens / decoding_seconds)
 
@@ -139,26 +113,11 @@ def test_accepted_drafts_behind_a_stop_string_count_nowhere(llama: LlamaForCausa
     for position in range(1, 25):
         string = tiny_tokenizer().decode(free[position : position + 2])
         result = engine.generate(PROMPT, max_new_tokens=30, stop_strings=string, policy="ls:3-6", trace=True)
-        assert result.trace is not None
-        if not result.trace:
-            continue
-        last = result.trace[-1]
-        if len(last.tokens) <= last.num_accepted:
+        *before, last = result.trace or (None,)
+        if last is not None and len(last.tokens) <= last.num_accepted:
             cut += 1
-            rest = sum(record.num_drafted for record in result.trace[:-1])
-            assert result.stats.num_drafted == rest + len(last.tokens)
+            assert result.stats.num_drafted == sum(record.num_drafted for record in before) + len(last.tokens)
     assert cut > 0
-
-
-@pytest.mark.parametrize("policy", policies(), ids=["ar", "ls:1-4", "ls:3-2", "before", "after"])
-def test_a_streamer_gets_every_committed_token_once(engine: SelfSpecGenerator, policy: Policy | str) -> None:
-    recorder = Recorder()
-    result = engine.generate(PROMPT, max_new_tokens=25, policy=policy, streamer=recorder, trace=True)
-    assert recorder.pieces[0] == PROMPT
-    assert [token for piece in recorder.pieces[1:] for token in piece] == result.new_tokens
-    assert all(recorder.pieces)
-    assert recorder.ends == 1
-    assert tuple(recorder.records) == result.trace
 
 
 def test_a_streamer_that_raises_leaves_the_generator_usable(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
@@ -180,8 +139,7 @@ def test_a_transformers_model_stays_as_it_is() -> None:
     before = {name: value.clone() for name, value in llama.state_dict().items()}
     text = reference_greedy(llama, PROMPT, max_new_tokens=10)
     logits = full_logits(llama, text)
-    engine = SelfSpecGenerator(llama)
-    assert engine.generate(PROMPT, max_new_tokens=10).new_tokens == text
+    assert SelfSpecGenerator(llama).generate(PROMPT, max_new_tokens=10).new_tokens == text
     after = llama.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -190,37 +148,32 @@ def test_a_transformers_model_stays_as_it_is() -> None:
     llama(torch.tensor([text]), labels=torch.tensor([text])).loss.backward()  # it can still be trained
 
 
-def test_trace_and_text_only_when_there_is_something(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
-    assert engine.generate(PROMPT, max_new_tokens=3).trace is None
-    assert engine.generate(PROMPT, max_new_tokens=3).text is None
-    with_text = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer())
-    result = with_text.generate("bad", max_new_tokens=8)
-    assert result.stats.num_prompt_tokens == 3
-    assert result.text == tiny_tokenizer().decode(result.new_tokens)
-
-
 def test_how_a_call_chooses_its_policy(engine: SelfSpecGenerator) -> None:
-    def name(**options: Any) -> str:
-        return engine.generate(PROMPT, max_new_tokens=3, **options).policy
-
-    assert name() == "auto"
-    assert name(policy="ar") == "ar"
-    assert name(exit_layer=3) == "ls:3-4"  # of a checkpoint without a setting: a quarter of the layers, 4 drafts
-    assert name(num_speculations=2) == "ls:1-2"
-    assert name(exit_layer=2, num_speculations=6) == "ls:2-6"
-    assert name(num_speculations=0) == "ar"
-    assert name(num_speculations=0, exit_layer=2) == "ar"
-    assert name(num_speculations=0, policy="ls:2-6") == "ar"
+    for options, name in (
+        ({}, "auto"),
+        ({"policy": "ar"}, "ar"),
+        ({"exit_layer": 3}, "ls:3-4"),  # of a checkpoint without a setting: a quarter of the layers, 4 drafts
+        ({"num_speculations": 2}, "ls:1-2"),
+        ({"exit_layer": 2, "num_speculations": 6}, "ls:2-6"),
+        ({"num_speculations": 0}, "ar"),
+        ({"num_speculations": 0, "exit_layer": 2}, "ar"),
+        ({"num_speculations": 0, "policy": "ls:2-6"}, "ar"),
+    ):
+        assert engine.generate(PROMPT, max_new_tokens=3, **options).policy == name
     own = SelfSpecGenerator(engine.model, policy="ls:3-1")
     assert own.generate(PROMPT, max_new_tokens=3).policy == "ls:3-1"
 
 
 def test_statistics_as_plain_numbers(engine: SelfSpecGenerator) -> None:
-    numbers = engine.generate(PROMPT, max_new_tokens=3, policy="ar").stats.as_dict()
-    assert numbers["acceptance_rate"] is None
+    result = engine.generate(PROMPT, max_new_tokens=3, policy="ar")
+    numbers = result.stats.as_dict()
+    assert result.trace is result.text is numbers["acceptance_rate"] is None
     assert numbers["num_new_tokens"] == 3
     assert numbers["rounds_by_exit_layer"] == numbers["rounds_by_length"] == {"0": 2}
     assert json.loads(json.dumps(numbers)) == numbers
+    with_text = SelfSpecGenerator(engine.model, tiny_tokenizer()).generate("bad", max_new_tokens=8)
+    assert with_text.stats.num_prompt_tokens == 3
+    assert with_text.text == tiny_tokenizer().decode(with_text.new_tokens)
 
 
 def test_a_text_with_a_token_that_the_model_lacks_is_refused() -> None:
@@ -241,7 +194,7 @@ def test_a_text_with_a_token_that_the_model_lacks_is_refused() -> None:
         results = [progress.result for _ in range(4) for progress in engine.step()]
         assert results[-1] is not None
     with pytest.raises(
-        ValueError, match=r"the tokenizer's ids must be in \[0, 23\].* got 24: is it this model's tokenizer"
+        ValueError, match=r"tokenizer's ids must be in \[0, 23\].* got 24: is it this model's tokenizer"
     ):
         generator.generate_batch(["ab", "<new>"], max_new_tokens=4)
     request = request_for(generator.model, [5, 1], max_new_tokens=4)

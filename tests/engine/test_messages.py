@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from layerskip_models import from_transformers
+from layerskip_models import DEMO_PATH, from_transformers, load_tokenizer
 from selfspec import SelfSpecGenerator
 from selfspec.messages import PLAIN_TEMPLATE, ChatTemplate, encode_messages, read_template
 from tiny_llama import WORDS, tiny_llama, tiny_tokenizer
@@ -26,7 +26,8 @@ TALK = [
 
 @pytest.fixture
 def generator() -> SelfSpecGenerator:
-    made = SelfSpecGenerator(from_transformers(tiny_llama(seed=3), layout="plain"), tiny_tokenizer(), policy="ls:2-4")
+    model = from_transformers(tiny_llama(seed=3, max_position_embeddings=512), layout="plain")
+    made = SelfSpecGenerator(model, tiny_tokenizer(), policy="ls:2-4", prefix_cache="1MB")
     assert made.tokenizer is not None
     made.tokenizer.chat_template = TEMPLATE.replace("message.role[0]", "'d' if message.role == 'user' else 'a'")
     return made
@@ -38,9 +39,8 @@ def ids(generator: SelfSpecGenerator, text: str) -> list[int]:
 
 
 def test_every_way_to_give_them(generator: SelfSpecGenerator) -> None:
-    prompt = ids(generator, "d a bed\na fig\nd cab\na ")
-    expected = generator.generate(prompt, max_new_tokens=12)
     options: dict[str, Any] = {"max_new_tokens": 12}
+    expected = generator.generate(ids(generator, "d a bed\na fig\nd cab\na "), **options)
     assert generator.generate(messages=TALK, **options).sequences.equal(expected.sequences)
     assert generator.generate(TALK, **options).sequences.equal(expected.sequences)
     assert "".join(map(str, generator.stream(messages=TALK, **options))) == expected.text
@@ -53,16 +53,10 @@ def test_every_way_to_give_them(generator: SelfSpecGenerator) -> None:
     assert results[0].sequences.equal(expected.sequences)
 
 
-def test_the_assistants_last_message_is_continued(generator: SelfSpecGenerator) -> None:
+def test_a_conversation_goes_on_from_what_was_read(generator: SelfSpecGenerator) -> None:
+    """The assistant's last message is continued."""
     result = generator.generate(messages=TALK[:2], max_new_tokens=3)
     assert result.sequences[0, :-3].tolist() == ids(generator, "d a bed\na fig")
-
-
-def test_a_conversation_goes_on_from_what_was_read() -> None:
-    model = from_transformers(tiny_llama(seed=3, max_position_embeddings=512), layout="plain")
-    generator = SelfSpecGenerator(model, tiny_tokenizer(), policy="ls:2-4", prefix_cache="1MB")
-    assert generator.tokenizer is not None
-    generator.tokenizer.chat_template = TEMPLATE.replace("message.role[0]", "'d' if message.role == 'user' else 'a'")
     talk: list[dict[str, str]] = []
     before = 0
     for question in ("a bed", "cab", "fig"):
@@ -76,24 +70,26 @@ def test_a_conversation_goes_on_from_what_was_read() -> None:
 
 def test_what_is_wrong_with_them(generator: SelfSpecGenerator) -> None:
     silent = SelfSpecGenerator(generator.model, tiny_tokenizer())
-    for call in (silent.generate, silent.stream, silent.check):
-        with pytest.raises(
-            ValueError, match=r"has no chat template: give a text prompt, or set tokenizer\.chat_template"
-        ):
-            call(messages=TALK)
-    with pytest.raises(ValueError, match="text 1: this model's tokenizer has no chat template"):
-        silent.generate_batch(["a", TALK])
-    with pytest.raises(ValueError, match="messages need a tokenizer"):
-        SelfSpecGenerator(generator.model).generate(messages=TALK)
-    with pytest.raises(ValueError, match="refuses these messages: no tools here"):
-        generator.generate(messages=[{"role": "tool", "content": "a"}])
+    missing = r"has no chat template: give a text prompt, or set tokenizer\.chat_template"
+    calls: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (silent.generate, {"messages": TALK}, ValueError, missing),
+        (silent.stream, {"messages": TALK}, ValueError, missing),
+        (
+            silent.generate_batch,
+            {"prompts": ["a", TALK]},
+            ValueError,
+            "text 1: this model's tokenizer has no chat template",
+        ),
+        (SelfSpecGenerator(generator.model).generate, {"messages": TALK}, ValueError, "messages need a tokenizer"),
+        (generator.generate, {"messages": [{"role": "tool", "content": "a"}]}, ValueError, "refuses .*: no tools here"),
+        (generator.generate, {"prompt": "a", "messages": TALK}, TypeError, "a prompt or messages, not both"),
+        (generator.generate_batch, {"prompts": ["a"], "messages": [TALK]}, TypeError, "conversations as its prompts"),
+    ]
     for wrong in ([], [{"content": "a"}], [{"role": 1, "content": "a"}], "a", ["a"]):
-        with pytest.raises(ValueError, match="messages must be a list of"):
-            generator.generate(messages=wrong)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a prompt or messages, not both"):
-        generator.generate("a", messages=TALK)
-    with pytest.raises(TypeError, match="takes conversations as its prompts"):
-        generator.generate_batch(["a"], messages=[TALK])
+        calls.append((generator.generate, {"messages": wrong}, ValueError, "messages must be a list of"))
+    for call, arguments, error, message in calls:
+        with pytest.raises(error, match=message):
+            call(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -142,18 +138,12 @@ def test_a_role_that_the_template_does_not_know_is_read_as_the_systems_or_refuse
 def test_templates_by_name_and_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages[0].content }}", encoding="utf-8-sig")  # of which the byte order mark is no part
-    tokenizer = tiny_tokenizer()
     assert read_template(None) == ChatTemplate()
     assert read_template("plain") is PLAIN_TEMPLATE
-    found = encode_messages([{"role": "user", "content": "head"}], tokenizer, read_template(str(file)))
+    found = encode_messages([{"role": "user", "content": "head"}], tiny_tokenizer(), read_template(str(file)))
     assert found == [WORDS.index(letter) for letter in "head"]
     with pytest.raises(FileNotFoundError):
         read_template(str(tmp_path / "none"))
-
-
-def test_the_plain_template() -> None:
-    from layerskip_models import DEMO_PATH, load_tokenizer
-
     tokenizer = load_tokenizer(str(DEMO_PATH), local_files_only=True)
     talk = [{"role": "system", "content": "Be brief."}, *TALK[:2], {"role": "user", "content": " And now? "}]
     text = tokenizer.decode(encode_messages(talk, tokenizer, PLAIN_TEMPLATE))

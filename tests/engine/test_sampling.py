@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -27,6 +26,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
+from callbacks import InDtype, Spy
 from layerskip_models import from_transformers
 from layerskip_models.choices import choices_of
 from layerskip_models.kernels.check import native_works
@@ -50,36 +50,16 @@ WARPERS: dict[type[LogitsProcessor], Callable[[], LogitsProcessor]] = {
 }
 
 
-class Spy(LogitsProcessor):
-    """Writes down the text that it is shown with every row, and what it does with it makes the output depend on it."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, ...]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        assert input_ids.shape[0] == scores.shape[0] == 1
-        self.seen.append(tuple(input_ids[0].tolist()))
-        scores[0, int(input_ids.sum()) % scores.shape[1]] += 3.0
-        return scores
-
-
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_processors_see_every_prefix_of_the_text_and_its_drafts(do_sample: bool) -> None:
     """Draft row j and verified row j see x_0..x_{n-1}, d_1..d_j: no token more, none less. Rows behind the first rejected
     draft are not processed again."""
     engine = SelfSpecGenerator(from_transformers(tiny_llama(seed=3, late_scale=0.6), layout="plain"))
     spy = Spy()
-    result = engine.generate(
-        [3, 9, 1],
-        max_new_tokens=24,
-        policy=Policy(ScriptedExit([(1, 3), (None, 0), (2, 2)])),
-        logits_processor=LogitsProcessorList([spy]),
-        do_sample=do_sample,
-        top_k=0,
-        seed=4,
-        eos_token_id=[],
-        trace=True,
-    )
+    policy = Policy(ScriptedExit([(1, 3), (None, 0), (2, 2)]))
+    options = {"do_sample": do_sample, "top_k": 0, "seed": 4, "eos_token_id": [], "trace": True}
+    processors = LogitsProcessorList([spy])
+    result = engine.generate([3, 9, 1], max_new_tokens=24, policy=policy, logits_processor=processors, **options)
     text = result.sequences[0].tolist()
     expected = [tuple(text[:3])]
     assert result.trace is not None
@@ -91,10 +71,6 @@ def test_processors_see_every_prefix_of_the_text_and_its_drafts(do_sample: bool)
     assert 0 < result.stats.num_accepted < result.stats.num_drafted
 
 
-def test_every_prefix_free_processor_is_tried_here() -> None:
-    assert set(WARPERS) == prefix_free()
-
-
 @given(
     kinds=st.lists(st.sampled_from(sorted(WARPERS, key=lambda kind: kind.__name__)), max_size=4, unique=True),
     rows=st.integers(1, 5),
@@ -103,6 +79,7 @@ def test_every_prefix_free_processor_is_tried_here() -> None:
 @settings(max_examples=150)
 def test_all_rows_at_once_equal_row_by_row(kinds: list[type[LogitsProcessor]], rows: int, seed: int) -> None:
     """Processors that ignore the text take the short way; the result is what the long way gives."""
+    assert set(WARPERS) == prefix_free()
     logits = torch.randn(rows, 9, generator=torch.Generator().manual_seed(seed))
     tokens = torch.arange(12)[None] % 9
     processors = LogitsProcessorList([WARPERS[kind]() for kind in kinds])
@@ -131,32 +108,20 @@ def test_draws_follow_the_weights_and_never_take_a_zero(native: bool) -> None:
     drawn = [sampler.draw(weights, "here") for _ in range(2000)]
     assert set(drawn) == {1, 3}
     assert abs(drawn.count(1) - 1500) < 90  # 4.6 standard deviations of binomial(2000, 3/4)
-
-
-@pytest.mark.parametrize("native", NATIVE)
-@pytest.mark.parametrize("weights", [[0.0, 0.0], [float("nan"), 1.0], [float("inf"), 1.0]])
-def test_a_row_without_a_distribution_is_an_error(weights: list[float], native: bool) -> None:
-    sampler = Sampler(LogitsProcessorList(), torch.Generator(), native=native)
-    with pytest.raises(NonFiniteLogitsError, match="at position 7"):
-        sampler.draw(torch.tensor(weights), "position 7")
-
-
-def test_uniform_numbers_are_below_one() -> None:
-    sampler = Sampler(LogitsProcessorList(), torch.Generator().manual_seed(0))
+    for wrong in ([0.0, 0.0], [float("nan"), 1.0], [float("inf"), 1.0]):
+        with pytest.raises(NonFiniteLogitsError, match="at position 7"):
+            sampler.draw(torch.tensor(wrong), "position 7")
     numbers = sampler.uniforms(10_000, torch.device("cpu"))
     assert numbers.dtype == torch.float32
-    assert 0 <= float(numbers.min()) < 0.01
-    assert 0.99 < float(numbers.max()) < 1
+    assert 0 <= float(numbers.min()) < 0.01 < 0.99 < float(numbers.max()) < 1
 
 
 def test_confidence_and_entropy() -> None:
     # softmax of (ln 2, 0, 0) is (1/2, 1/4, 1/4): top-1 probability 1/2, entropy 1.5 ln 2
-    logits = torch.tensor([[2.0, 1.0, 1.0]]).log()
-    assert float(choices_of(logits, "all").confidences) == pytest.approx(0.5)
-    assert float(choices_of(logits, "all").entropies) == pytest.approx(1.5 * 0.6931472)
-    one_hot = torch.tensor([[0.0, float("-inf"), float("-inf")]])
-    assert float(choices_of(one_hot, "all").confidences) == 1.0
-    assert float(choices_of(one_hot, "all").entropies) == 0.0
+    for row, confidence, entropy in (([2.0, 1.0, 1.0], 0.5, 1.5 * 0.6931472), ([1.0, 0.0, 0.0], 1.0, 0.0)):
+        found = choices_of(torch.tensor([row]).log(), "all")
+        assert float(found.confidences) == pytest.approx(confidence)
+        assert float(found.entropies) == pytest.approx(entropy)
 
 
 def test_confidence_ignores_the_processors() -> None:
@@ -165,27 +130,17 @@ def test_confidence_ignores_the_processors() -> None:
     seen = []
     for temperature in (0.5, 1.0):
         exit_policy = ScriptedExit([(2, 1)], ObservationSpec(confidence=True))
-        engine.generate(
-            [5, 6],
-            max_new_tokens=3,
-            do_sample=True,
-            temperature=temperature,
-            top_k=1,
-            policy=Policy(exit_policy),
-            seed=0,
-        )
+        options = {"max_new_tokens": 3, "do_sample": True, "temperature": temperature, "top_k": 1, "seed": 0}
+        engine.generate([5, 6], policy=Policy(exit_policy), **options)
         seen.append(exit_policy.records[0].confidences)
-    assert seen[0] == seen[1]
-    assert seen[0] is not None
+    assert seen[0] == seen[1] is not None
     assert seen[0][0] < 1.0  # of the filtered distribution, top_k = 1, it would be 1
 
 
 def test_request_processors_are_in_transformers_order() -> None:
     model = from_transformers(tiny_llama(), layout="plain")
-    request = request_for(
-        model, [1], do_sample=True, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1
-    )
-    assert [type(p) for p in request.processors] == [
+    options = {"do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
+    assert [type(p) for p in request_for(model, [1], **options).processors] == [
         RepetitionPenaltyLogitsProcessor,
         TemperatureLogitsWarper,
         TopKLogitsWarper,
@@ -194,25 +149,15 @@ def test_request_processors_are_in_transformers_order() -> None:
     ]
 
 
-class InDtype(LogitsProcessor):
-    """Returns scores in another floating type, as processors do that compute in it."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.to(self.dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_processors_may_return_any_floating_type(dtype: torch.dtype) -> None:
     """With and without drafts, greedy and sampled; scores that float64 keeps as they are give the same text."""
     generator = SelfSpecGenerator(from_transformers(tiny_llama(late_scale=0.9)))
+    processor, same = (LogitsProcessorList([InDtype(one)]) for one in (dtype, torch.float32))
     for policy in ("ar", "ls:2-4"):
         for options in ({}, {"do_sample": True, "seed": 3}):
             common = {"max_new_tokens": 10, "policy": policy, **options}
-            found = generator.generate([5, 1, 7], logits_processor=LogitsProcessorList([InDtype(dtype)]), **common)
-            assert len(found.new_tokens) == 10
+            found = generator.generate([5, 1, 7], logits_processor=processor, **common).new_tokens
+            assert len(found) == 10
             if dtype is torch.float64:
-                same = LogitsProcessorList([InDtype(torch.float32)])
-                assert found.new_tokens == generator.generate([5, 1, 7], logits_processor=same, **common).new_tokens
+                assert found == generator.generate([5, 1, 7], logits_processor=same, **common).new_tokens

@@ -1,8 +1,9 @@
-"""Shadow tokens are norm + head of the hidden states that a full forward pass has at those layers."""
+"""Shadow tokens are norm + head of what a full forward pass has at those layers, and DEL asks for few of them."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +11,24 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from layerskip_models import from_transformers
-from policies import DraftRow, ObservationSpec, Policy, RoundRecord, ShadowTokens
+from policies import DelExit, DraftRow, ObservationSpec, Policy, RoundContext, ShadowTokens
 from policies.base import NeverStop
 from policies.spide import shadow_acceptance
+from records import finished
 from scripted_policies import ScriptedExit, StopBelow
 from selfspec import SelfSpecGenerator
+from selfspec.engine.hidden_states import DeferredShadow, HiddenStates
 from tiny_llama import tiny_llama
 
 
 @pytest.fixture(scope="module")
 def llama() -> LlamaForCausalLM:
     return tiny_llama(num_layers=5, dtype=torch.float64, late_scale=0.6, seed=3)
+
+
+@pytest.fixture(scope="module")
+def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
+    return SelfSpecGenerator(from_transformers(llama, layout="plain"))
 
 
 @lru_cache(1)  # every layer of a text is asked for in turn
@@ -48,23 +56,16 @@ def check(llama: LlamaForCausalLM, shadow: ShadowTokens, text: list[int], rows: 
         torch.testing.assert_close(shadow.confidences[index], best, rtol=0, atol=1e-5)
 
 
-def text_before(record: RoundRecord, text: list[int]) -> list[int]:
-    """What the rows 0..m of a round were run on: the text before it and the accepted drafts."""
-    return text[: record.num_committed_before] + list(record.draft_tokens[: record.num_accepted])
-
-
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("stopping", [None, StopBelow(0.4)], ids=["cap", "before a draw"])
 def test_shadow_tokens_of_rounds_and_prompt(
-    llama: LlamaForCausalLM, stopping: StopBelow | None, do_sample: bool
+    llama: LlamaForCausalLM, engine: SelfSpecGenerator, stopping: StopBelow | None, do_sample: bool
 ) -> None:
     """Layers below, at and above the exit layer; rounds with drafts, without, and plain steps; the prompt's last rows."""
     exit_policy = ScriptedExit([(2, 4), (None, 0), (3, 1)], ObservationSpec(shadow_layers=(1, 2, 4), prompt_rows=5))
-    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"))
     prompt = [3, 9, 1, 4, 4, 20, 8]
-    result = engine.generate(
-        prompt, max_new_tokens=30, policy=Policy(exit_policy, stopping), do_sample=do_sample, top_k=0, seed=1
-    )
+    options = {"max_new_tokens": 30, "do_sample": do_sample, "top_k": 0, "seed": 1}
+    result = engine.generate(prompt, policy=Policy(exit_policy, stopping), **options)
     text = result.sequences[0].tolist()
     (shadow,) = exit_policy.prompts
     check(llama, shadow, prompt, slice(-5, None))
@@ -72,7 +73,7 @@ def test_shadow_tokens_of_rounds_and_prompt(
     accepted = 0
     for record in exit_policy.records:
         assert record.shadow is not None
-        before = text_before(record, text)
+        before = text[: record.num_committed_before] + list(record.draft_tokens[: record.num_accepted])
         rows = slice(record.num_committed_before - 1, None)
         assert record.shadow.tokens.shape == (3, record.num_accepted + 1)
         check(llama, record.shadow, before, rows)
@@ -88,9 +89,8 @@ def test_shadow_tokens_of_rounds_and_prompt(
     assert accepted > 0
 
 
-def test_about_one_row_in_n_is_learned_from(llama: LlamaForCausalLM) -> None:
+def test_about_one_row_in_n_is_learned_from(engine: SelfSpecGenerator) -> None:
     exit_policy = ScriptedExit([(2, 2)], ObservationSpec(shadow_layers=(1,), learn_every=3))
-    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"))
     engine.generate([5, 6], max_new_tokens=30, policy=Policy(exit_policy))
     assert exit_policy.prompts == []
     learned = seen = 0
@@ -101,7 +101,7 @@ def test_about_one_row_in_n_is_learned_from(llama: LlamaForCausalLM) -> None:
     assert 0 < learned < seen // 2
 
 
-def test_what_a_dropped_row_would_have_said(llama: LlamaForCausalLM) -> None:
+def test_what_a_dropped_row_would_have_said(engine: SelfSpecGenerator) -> None:
     """It teaches at no cost: right or wrong is known as soon as its row is verified."""
 
     class DropThird(NeverStop):
@@ -110,7 +110,6 @@ def test_what_a_dropped_row_would_have_said(llama: LlamaForCausalLM) -> None:
         def stop_before_draw(self, row: DraftRow) -> bool:
             return row.num_drafted == 2
 
-    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"))
     for do_sample in (False, True):
         exit_policy = ScriptedExit([(2, 9)], ObservationSpec(shadow_layers=(2,)))
         policy = Policy(exit_policy, DropThird())
@@ -126,8 +125,28 @@ def test_what_a_dropped_row_would_have_said(llama: LlamaForCausalLM) -> None:
         assert do_sample or (len(known) > 3 and len(set(known)) > 1)
 
 
-@pytest.mark.parametrize("num_prompt", [1020, 1024, 1030, 2060])
-def test_a_prompt_longer_than_a_prefill_pass(num_prompt: int) -> None:
+def test_a_policy_is_told_that_a_new_text_begins(engine: SelfSpecGenerator) -> None:
+    events: list[str] = []
+    asked = ObservationSpec(shadow_layers=(1,), prompt_rows=4)
+
+    class Told(ScriptedExit):
+        observes: Any = property(lambda self: events.append("needs") or asked, lambda self, value: None)
+
+        def begin_text(self) -> None:
+            events.append("begin")
+
+        def observe_prompt(self, shadow: ShadowTokens) -> None:
+            events.append("prompt")
+
+    policy = Policy(Told([(1, 2)]))
+    for _ in range(2):
+        events.clear()
+        engine.generate([5, 6], max_new_tokens=8, policy=policy)
+        assert events == ["begin", "needs", "prompt"]
+
+
+@pytest.mark.parametrize("num_prompt", [3, 1020, 1024, 1030, 2060])
+def test_the_last_rows_of_a_prompt(num_prompt: int) -> None:
     """Prefill runs 1,024 rows at a time: the last 32 are learned from also where the last pass would have fewer."""
     llama = tiny_llama(num_layers=3, dtype=torch.float64, max_position_embeddings=2100, seed=3)
     exit_policy = ScriptedExit([(1, 2)], ObservationSpec(shadow_layers=(1, 2), prompt_rows=32))
@@ -135,50 +154,72 @@ def test_a_prompt_longer_than_a_prefill_pass(num_prompt: int) -> None:
     prompt = [i * i % 23 for i in range(num_prompt)]
     engine.generate(prompt, max_new_tokens=2, policy=Policy(exit_policy))
     (shadow,) = exit_policy.prompts
-    assert shadow.tokens.shape == (2, 32)
+    assert shadow.tokens.shape == (2, min(num_prompt, 32))
     check(llama, shadow, prompt, slice(-32, None))
 
 
-def test_a_short_prompt_gives_the_rows_it_has(llama: LlamaForCausalLM) -> None:
-    exit_policy = ScriptedExit([(1, 2)], ObservationSpec(shadow_layers=(1,), prompt_rows=32))
-    SelfSpecGenerator(from_transformers(llama, layout="plain")).generate(
-        [1, 2, 3], max_new_tokens=2, policy=Policy(exit_policy)
-    )
-    assert exit_policy.prompts[0].tokens.shape == (1, 3)
+LAYERS = tuple(range(1, 8))
+CONTEXT = RoundContext(round_index=0, num_committed=5, remaining_tokens=50)
 
 
-def test_a_policy_is_told_that_a_new_text_begins(llama: LlamaForCausalLM) -> None:
-    class Told(ScriptedExit):
-        def __init__(self) -> None:
-            super().__init__([(1, 2)])
-            self.events: list[str] = []
+class Counting(ShadowTokens):
+    """Remembers which layers were asked for."""
 
-        @property
-        def observes(self) -> ObservationSpec:
-            self.events.append("needs")
-            return ObservationSpec(shadow_layers=(1,), prompt_rows=4)
+    @cached_property
+    def asked(self) -> set[int]:
+        return set()
 
-        @observes.setter
-        def observes(self, value: ObservationSpec) -> None:
-            pass
-
-        def begin_text(self) -> None:
-            self.events.append("begin")
-
-        def observe_prompt(self, shadow: ShadowTokens) -> None:
-            self.events.append("prompt")
-
-    told = Told()
-    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"))
-    for _ in range(2):
-        engine.generate([5, 6], max_new_tokens=8, policy=Policy(told))
-    assert told.events == ["begin", "needs", "prompt"] * 2
+    def rows_of(self, layer: int) -> list[tuple[bool, float]]:
+        self.asked.add(layer)
+        return super().rows_of(layer)
 
 
-def test_del_does_the_same_on_every_run_and_auto_does_not(llama: LlamaForCausalLM) -> None:
-    for name, equal in (("del", True), ("ls:2-9+del", True), ("auto:cost=layers", False)):
-        engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), policy=name)
-        runs = [engine.generate([5, 6], max_new_tokens=40, eos_token_id=[], trace=True) for _ in range(2)]
-        estimates = [[(record.acceptance, record.threshold) for record in run.trace or ()] for run in runs]
-        assert (estimates[0] == estimates[1]) == equal
-        assert runs[0].new_tokens == runs[1].new_tokens
+def shadow_of(matches: list[list[bool]], seed: int) -> Counting:
+    tokens = torch.tensor(matches).long()
+    confidences = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed))
+    target = torch.ones(tokens.shape[1], dtype=torch.long)
+    return Counting(layers=LAYERS, tokens=tokens, confidences=confidences, target_tokens=target)
+
+
+def test_layers_that_cannot_be_chosen_are_not_asked_for() -> None:
+    """One layer is always right: deeper ones cost more for nothing better, whatever they would have said."""
+    text = [shadow_of([[layer >= 2] * 3 for layer in LAYERS], index) for index in range(12)]
+    policy = DelExit(num_layers=8)
+    policy.observe_prompt(text[0])
+    for shadow in text[1:]:
+        assert policy.plan(CONTEXT).exit_layer == 2
+        policy.observe(finished(1, 1, exit_layer=2, seen=shadow))
+    assert set().union(*(shadow.asked for shadow in text)) == {1, 2}
+
+
+def test_hidden_states_are_not_kept_for_ever() -> None:
+    """A layer that is never asked for is learned all the same once 256 of its rows wait."""
+    policy = DelExit(num_layers=8)
+    rows = (60, 60, 60, 60, 17, 60)  # 257 with the fifth
+    text = [shadow_of([[layer >= 2] * count for layer in LAYERS], index) for index, count in enumerate(rows)]
+    for shadow in text:
+        policy.observe(finished(1, 1, exit_layer=2, seen=shadow))
+    assert [len(shadow.asked) for shadow in text] == [7, 7, 7, 7, 7, 0]
+
+
+def test_a_record_that_is_kept_holds_no_hidden_states() -> None:
+    engine = SelfSpecGenerator(from_transformers(tiny_llama(seed=3)))
+    trace = engine.generate([5, 1, 7], max_new_tokens=12, policy="del", trace=True).trace or ()
+    shadows = [record.shadow for record in trace if isinstance(record.shadow, DeferredShadow)]
+    assert shadows and all(shadow._hidden is None for shadow in shadows)
+
+
+def test_deferred_shadow_tokens_are_those_of_one_pass() -> None:
+    """Layer by layer, several rounds at once and all layers at once: the same tokens, the same confidences."""
+    generator = SelfSpecGenerator(tiny_llama(num_layers=4))
+    model = generator.model
+    states = HiddenStates(model, (1, 3), max_rows=5)
+    for layer in (1, 3):
+        states.capture(0, layer, torch.randn(5, model.hidden_size, generator=torch.Generator().manual_seed(layer)))
+    target = torch.arange(5)
+    one, two, three = (states.shadow_tokens(rows, target[:rows]) for rows in (2, 5, 5))
+    assert isinstance(one, DeferredShadow)
+    one.compute(3, [two])
+    assert two.rows_of(3)[:2] == one.rows_of(3)
+    assert [match for match, _ in two.rows_of(1)] == (three.tokens[0] == target).tolist()
+    assert torch.equal(two.tokens, three.tokens) and torch.allclose(two.confidences, three.confidences, atol=1e-6)

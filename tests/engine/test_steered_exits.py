@@ -62,17 +62,15 @@ def states_of(model: LayerSkipModel, text: Sequence[int], stop: int) -> Tensor:
 @torch.inference_mode()
 def draft_after(model: LayerSkipModel, text: Sequence[int], steering_row: int, exit_layer: int) -> int:
     """What an exit drafts after this text, which ends with a pending token or a draft, steered by this row of it."""
-    steered = None
-    if model.steering is not None:
-        states = states_of(model, text[: steering_row + 1], model.num_layers)
-        steered = model.steering(states[[layer - 1 for layer in model.steering.layers], -1])
+    assert model.steering is not None
+    states = states_of(model, text[: steering_row + 1], model.num_layers)
+    steered = model.steering(states[[layer - 1 for layer in model.steering.layers], -1])
     hidden = states_of(model, text, exit_layer)[-1, -1:]
     return int(model.draft_logits(model.at_exit(hidden, exit_layer, steered)).argmax())
 
 
 def check_drafts(model: LayerSkipModel, text: list[int], trace: Sequence[RoundRecord]) -> tuple[int, int]:
-    """Every draft is what a fresh pass drafts, steered by the last committed row. Returns how many, and how many followed a
-    rejection."""
+    """Every draft is a fresh pass's, steered by the last committed row. Returns how many, and how many after a rejection."""
     checked = after_rejection = 0
     rejected = False
     for record in trace:
@@ -105,28 +103,32 @@ def test_drafts_are_steered_by_the_last_accepted_row(layout: Layout, policy: str
 def test_steering_changes_what_is_drafted() -> None:
     """Otherwise nothing here would concern it: the same adapters, steered by an earlier row, draft other tokens."""
     model = steered_model("plain")
+    assert model.steering is not None
     result = SelfSpecGenerator(model).generate([5, 1, 7], max_new_tokens=20, policy="ls:3-3", trace=True)
     text = result.sequences[0].tolist()
     with pytest.raises(AssertionError):
         check_drafts(model, [text[0], text[2], text[1], *text[3:]], result.trace[:1])
-    others = [draft_after(model, text[:last], last - 4, 3) for last in range(8, 20)]
-    assert others != [draft_after(model, text[:last], last - 2, 3) for last in range(8, 20)]
+    earlier, last = ([draft_after(model, text[:end], end - back, 3) for end in range(8, 20)] for back in (4, 2))
+    assert earlier != last
+    states = torch.zeros(len(model.steering.layers), model.hidden_size, dtype=model.dtype)
+    hidden = torch.randn(4, model.hidden_size, dtype=model.dtype, generator=torch.Generator().manual_seed(1))
+    zeros = model.at_exit(hidden, 3, model.steering(states))  # as where costs are timed
+    torch.testing.assert_close(model.at_exit(hidden, 3), zeros)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_company_changes_no_draft(do_sample: bool) -> None:
     """On our kernels bit for bit: the same drafts, the same rates, and with a seed the same sampled text."""
-    model = steered_model(IN_USE)
-    generator = SelfSpecGenerator(model, prefix_cache=0)
+    generator = SelfSpecGenerator(steered_model(IN_USE), prefix_cache=0)
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": do_sample, "trace": True, "seed": [*range(5)]}
     alone, together = (
         generator.generate_batch(PROMPTS, policy=changing_plans(), batch_size=size, **options) for size in (1, 5)
     )
-    for one, other in zip(alone, together):
-        assert one.new_tokens == other.new_tokens
-        assert [(r.draft_tokens, r.num_accepted, r.acceptance_probabilities) for r in one.trace] == [
-            (r.draft_tokens, r.num_accepted, r.acceptance_probabilities) for r in other.trace
+    for one, other in zip(alone, together, strict=True):
+        drafts = [
+            [(r.draft_tokens, r.num_accepted, r.acceptance_probabilities) for r in side.trace] for side in (one, other)
         ]
+        assert (one.new_tokens, drafts[0]) == (other.new_tokens, drafts[1])
 
 
 def test_a_reused_prefix_steers_as_one_that_was_read() -> None:
@@ -167,12 +169,3 @@ def test_a_round_that_broke_off_leaves_the_steering_of_the_round_before(
                 records += [] if output.record is None else [output.record]
     assert calls[0] > 6
     assert check_drafts(model, text.tokens[0, : text.length].tolist(), records)[0] > 6
-
-
-def test_what_nothing_steers_is_steered_by_zeros() -> None:
-    """As where costs are timed. On our kernels that is another way, without a bias."""
-    model = steered_model(IN_USE)
-    assert model.steering is not None
-    states = torch.zeros(len(model.steering.layers), model.hidden_size, dtype=model.dtype)
-    hidden = torch.randn(4, model.hidden_size, dtype=model.dtype, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(model.at_exit(hidden, 3), model.at_exit(hidden, 3, model.steering(states)))

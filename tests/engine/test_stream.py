@@ -1,17 +1,25 @@
-"""`for piece in generator.stream(...)`: the same text in pieces, and an end whenever the reader wants one."""
+"""Texts as they come: `generator.stream`, which may be left whenever the reader likes, streamers, and pieces of text."""
 
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import SequenceBiasLogitsProcessor, StoppingCriteriaList
 
+from byte_tokenizers import CLEANING, TOKENIZERS
+from callbacks import StopAt
 from layerskip_models import from_transformers
+from records import finished
 from selfspec import SelfSpecGenerator
+from selfspec.detokenize import DraftStreamer, IncrementalDecoder, TextStreamer, token_sources
 from selfspec.engine.policy_store import lend
 from tiny_llama import tiny_llama, tiny_tokenizer
 
@@ -19,13 +27,14 @@ PROMPT = [5, 1, 7]
 
 
 @pytest.fixture
-def engine() -> SelfSpecGenerator:
-    return SelfSpecGenerator(from_transformers(tiny_llama(seed=3), layout="plain"), policy="ls:2-4")
+def speaking() -> SelfSpecGenerator:
+    return SelfSpecGenerator(from_transformers(tiny_llama(seed=3), layout="plain"), tiny_tokenizer(), policy="ls:2-4")
 
 
 @pytest.fixture
-def speaking() -> SelfSpecGenerator:
-    return SelfSpecGenerator(from_transformers(tiny_llama(seed=3), layout="plain"), tiny_tokenizer(), policy="ls:2-4")
+def engine(speaking: SelfSpecGenerator) -> SelfSpecGenerator:
+    """Without a tokenizer."""
+    return SelfSpecGenerator(speaking.model, policy="ls:2-4")
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 3}, {"max_new_tokens": 1}, {"policy": "ar"}])
@@ -49,29 +58,16 @@ def test_pieces_add_up_to_what_generate_returns(
 def test_arguments_are_checked_before_anything_is_read(engine: SelfSpecGenerator) -> None:
     with pytest.raises(ValueError, match="max_new_tokens"):
         engine.stream(PROMPT, max_new_tokens=0)
-    with pytest.raises(TypeError, match="takes no streamer"):
-        engine.stream(PROMPT, streamer=None)
-    for name in ("max_tokens", "options", "prompts"):
-        with pytest.raises(TypeError, match=f"no argument '{name}'"):
+    for name, message in (("streamer", "takes no streamer"), ("max_tokens", "no argument"), ("prompts", "no argument")):
+        with pytest.raises(TypeError, match=message):
             engine.stream(PROMPT, **{name: None})
-
-
-class Counting(StoppingCriteria):
-    """Counts the committed tokens, and never stops."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
-        self.seen += 1
-        return False
 
 
 @pytest.mark.parametrize("way", ["break", "exception", "close", "with"])
 def test_leaving_early_ends_the_generation(way: str, engine: SelfSpecGenerator) -> None:
     """Nothing runs behind what was read; the runner, and the policy itself, serve the next call."""
     full = engine.generate(PROMPT, max_new_tokens=50)
-    counting = Counting()
+    counting = StopAt(99)
     options: dict[str, Any] = {"max_new_tokens": 50, "stopping_criteria": StoppingCriteriaList([counting])}
     read: list[int] = []
 
@@ -83,25 +79,17 @@ def test_leaving_early_ends_the_generation(way: str, engine: SelfSpecGenerator) 
                     raise KeyError
                 return
 
-    if way == "exception":
-        with pytest.raises(KeyError):
-            reading(engine.stream(PROMPT, **options))
-    elif way == "with":
-        with engine.stream(PROMPT, **options) as stream:
-            reading(stream)
-    else:
-        stream = engine.stream(PROMPT, **options)
+    stream = engine.stream(PROMPT, **options)
+    with pytest.raises(KeyError) if way == "exception" else nullcontext(), stream if way == "with" else nullcontext():
         reading(stream)
-        if way == "close":
-            stream.close()
-        assert stream.result is None
-        del stream
+    if way == "close":
+        stream.close()
+    assert stream.result is None
+    del stream
     gc.collect()
     assert read == full.new_tokens[: len(read)]
-    assert counting.seen == len(read) < 50
-    (idle,) = engine._models.current.pool._idle
+    assert len(counting.seen) == len(read) < 50
     assert engine.generate(PROMPT, max_new_tokens=50).new_tokens == full.new_tokens
-    assert [*engine._models.current.pool._idle] == [idle]
 
 
 def test_a_stream_that_is_kept_has_its_policy_until_it_is_closed(engine: SelfSpecGenerator) -> None:
@@ -118,35 +106,180 @@ def test_a_stream_that_is_kept_has_its_policy_until_it_is_closed(engine: SelfSpe
 
 
 def test_what_is_between_pieces_runs_in_the_callers_mode(engine: SelfSpecGenerator) -> None:
-    """A loop may train on what it reads, and make calls of its own."""
-    expected = engine.generate(PROMPT, max_new_tokens=25).new_tokens
-    found: list[int] = []
-    for piece in engine.stream(PROMPT, max_new_tokens=25):
-        found += piece
-        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        assert engine.generate(PROMPT, max_new_tokens=25).new_tokens == expected
-    assert found == expected
-
-
-def test_two_streams_take_turns(engine: SelfSpecGenerator) -> None:
-    expected = [engine.generate(prompt, max_new_tokens=25).new_tokens for prompt in (PROMPT, [9, 2])]
-    streams = [engine.stream(prompt, max_new_tokens=25) for prompt in (PROMPT, [9, 2])]
+    """A loop may train on what it reads, make calls of its own, and read two streams in turns."""
+    prompts = [PROMPT, [9, 2]]
+    expected = [engine.generate(prompt, max_new_tokens=25).new_tokens for prompt in prompts]
+    streams = [engine.stream(prompt, max_new_tokens=25) for prompt in prompts]
     found: list[list[int]] = [[], []]
     for _ in range(25):
         for text, stream in zip(found, streams):
             text += next(stream, [])
+            assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        assert engine.generate(PROMPT, max_new_tokens=25).new_tokens == expected[0]
     assert found == expected
 
 
 def test_an_error_in_a_round_ends_the_stream(engine: SelfSpecGenerator) -> None:
-    class Failing(Counting):
-        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
-            if input_ids.shape[1] == 9:
-                raise KeyError("a criterion's own fault")
-            return False
-
-    stream = engine.stream(PROMPT, max_new_tokens=25, stopping_criteria=StoppingCriteriaList([Failing()]))
+    failing = StoppingCriteriaList([StopAt(9, KeyError("a criterion's own fault"))])
+    stream = engine.stream(PROMPT, max_new_tokens=25, stopping_criteria=failing)
     with pytest.raises(KeyError, match="own fault"):
         list(stream)
     assert list(stream) == []
     assert stream.result is None
+
+
+def pieces(decoder, tokens, cuts):
+    bounds = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
+    return [decoder.push(tokens[a:b]) for a, b in pairwise(bounds)]
+
+
+@given(text=st.text(), cuts=st.lists(st.integers(0, 60)))
+def test_pieces_of_a_text_add_up_and_hold_whole_characters(text, cuts):
+    tokenizer = TOKENIZERS["byte_level"]
+    tokens = tokenizer(text)["input_ids"]
+    decoder = IncrementalDecoder(tokenizer)
+    out = pieces(decoder, tokens, cuts)
+    assert "".join(out) + decoder.finish() == text
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert "\N{REPLACEMENT CHARACTER}" not in "".join(out)
+        assert "".join(out) == text  # a complete text has nothing held back
+
+
+@given(data=st.data())
+def test_pieces_are_what_the_tokens_add_to_the_prompts_text(data):
+    """With the space between them, which decoding the tokens alone strips; after a special token there is none."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    space, *others = tokenizer.convert_tokens_to_ids(["▁", "▁a", "▁be", "a", "b", "é", "."])
+    tokens = st.lists(st.sampled_from([space, *others]), max_size=24)
+    prompt, new = data.draw(tokens), data.draw(tokens)
+    before, whole = (tokenizer.decode(ids) for ids in (prompt, [*prompt, *new]))
+    decoder = IncrementalDecoder(tokenizer, prompt)
+    out = pieces(decoder, new, data.draw(st.lists(st.integers(0, 24))))
+    if any(token != space for token in prompt[-16:]):  # else nothing of the prompt is text
+        assert "".join(out) + decoder.finish() == whole[len(before) :]
+    anew = IncrementalDecoder(tokenizer, [*prompt, tokenizer.eos_token_id])
+    assert anew.push(new) + anew.finish() == tokenizer.decode(new)
+
+
+FREQUENT = {
+    "byte_level": ["<|end|>", "a", "b", "Ã", "æ"],
+    "byte_fallback": ["</s>", "a", "b", "▁", "▁a", "<0x00>", "<0xC3>", "<0xA9>", "<0xE6>", "<0x95>", "<0xB0>", "é"],
+}
+
+
+@pytest.mark.parametrize("kind", [*TOKENIZERS, *CLEANING])
+@given(data=st.data())
+def test_pieces_of_any_tokens_add_up(kind, data):
+    """Tokens that are no text at all, special ones among them, many of them over and over again."""
+    tokenizer = {**TOKENIZERS, **CLEANING}[kind]
+    token = st.integers(0 if kind in TOKENIZERS else 1, len(tokenizer) - 1)
+    if kind in FREQUENT:
+        token = st.one_of(st.sampled_from(tokenizer.convert_tokens_to_ids(FREQUENT[kind])), token)
+    count = st.one_of(st.just(1), st.integers(1, 40)) if kind in TOKENIZERS else st.just(1)
+    runs = data.draw(st.lists(st.tuples(token, count), max_size=24))
+    tokens = [token for token, count in runs for _ in range(count)]
+    decoder = IncrementalDecoder(tokenizer)
+    out = pieces(decoder, tokens, data.draw(st.one_of(st.lists(st.integers(0, 24)), st.just(range(len(tokens))))))
+    assert "".join(out) + decoder.finish() == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_a_character_waits_for_its_last_byte_and_nothing_else_waits():
+    tokenizer = TOKENIZERS["byte_level"]
+    decoder = IncrementalDecoder(tokenizer)
+    first, *rest = tokenizer("ñ")["input_ids"]
+    assert len(rest) == 1
+    a = tokenizer.convert_tokens_to_ids("a")
+    assert [decoder.push([a]), decoder.push([first]), decoder.push(rest), decoder.push([a])] == ["a", "", "ñ", "a"]
+    decoder.push([first])
+    assert decoder.finish() == "\N{REPLACEMENT CHARACTER}"
+    assert decoder.push([first, *rest]) == "ñ"  # finished, it starts anew
+    # A run of bytes that is no text as a whole goes on behind a special token.
+    tokenizer = TOKENIZERS["byte_fallback"]
+    decoder, run = IncrementalDecoder(tokenizer), tokenizer.convert_tokens_to_ids(["<0x00>", "</s>", "<0xC3>"])
+    out = [decoder.push(run[:2]), decoder.push(run[2:])]
+    assert "".join(out) + decoder.finish() == tokenizer.decode(run, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "copied", "accepted", "tokens", "fates"),
+    [
+        ((5, 6, 7), 0, 1, (5, 9), "5 accepted, 6 rejected, 7 rejected, 9 corrected"),
+        ((5, 6), 0, 2, (5, 6, 9), "5 accepted, 6 accepted, 9 bonus"),
+        ((5, 6), 0, 0, (9,), "5 rejected, 6 rejected, 9 corrected"),
+        ((), 0, 0, (9,), "9 target"),
+        ((5, 6, 7), 0, 2, (5,), "5 accepted"),  # a stop inside the accepted drafts
+        ((5, 6), 0, 2, (5, 6), "5 accepted, 6 accepted"),  # a stop at the last of them: no bonus
+        ((5, 6, 7), 3, 3, (5, 6, 7, 9), "5 copied, 6 copied, 7 copied, 9 bonus"),
+        ((5, 6, 7), 3, 2, (5, 6, 9), "5 copied, 6 copied, 7 rejected, 9 corrected"),
+        ((5, 6, 7), 3, 1, (5, 9), "5 copied, 6 rejected, 7 rejected, 9 corrected"),
+        ((5, 6, 7), 3, 3, (5,), "5 copied"),  # a stop inside the copy
+    ],
+)
+def test_fates_of_a_round(drafts, copied, accepted, tokens, fates):
+    made = finished(len(drafts), accepted)
+    found = token_sources(replace(made, draft_tokens=drafts, tokens=tokens, num_copied=copied))
+    assert ", ".join(f"{token} {fate}" for token, fate in found) == fates
+
+
+def test_streamers_write_what_the_result_holds_and_fates_match_the_statistics():
+    tokenizer = TOKENIZERS["byte_level"]
+    generator = SelfSpecGenerator(tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=256, seed=3), tokenizer)
+    options = {"max_new_tokens": 80, "policy": "ls:1-3", "eos_token_id": []}
+
+    plain, written = [], []
+    generator.generate("Äpfel", streamer=TextStreamer(tokenizer, plain.append), **options)
+    streamer = DraftStreamer(tokenizer, lambda text, fate: written.append((text, fate)))
+    result = generator.generate("Äpfel", streamer=streamer, trace=True, **options)
+
+    assert "".join(plain) == result.text
+    assert "".join(text for text, fate in written if fate != "rejected") == result.text
+    assert {fate for _, fate in written} == {"target", "accepted", "corrected", "bonus", "rejected"}
+    fates = [fate for round_ in result.trace for _, fate in token_sources(round_)]
+    assert fates.count("accepted") == result.stats.num_accepted
+    assert fates.count("accepted") + fates.count("rejected") == result.stats.num_drafted
+
+
+def test_a_stream_has_the_space_behind_the_prompt_and_the_results_text_has_not():
+    tokenizer = TOKENIZERS["byte_fallback"]
+    prompt, time = tokenizer.convert_tokens_to_ids(["▁a", "▁be"])
+    model = tiny_llama(vocab_size=len(tokenizer), seed=3)
+    generator = SelfSpecGenerator(model, tokenizer, "ls:1-3")
+    options = {"max_new_tokens": 4, "logits_processor": [SequenceBiasLogitsProcessor([[[time], 1e4]])]}
+    written = []
+    result = generator.generate([prompt], streamer=TextStreamer(tokenizer, written.append), **options)
+    assert result.text == "be be be be"
+    assert "".join(written) == "".join(generator.stream([prompt], **options)) == " be be be be"
+
+
+def test_on_start_is_called_for_a_valid_call_only():
+    generator = SelfSpecGenerator(tiny_llama(), tiny_tokenizer())
+    calls = []
+    streamer = TextStreamer(tiny_tokenizer(), str, lambda: calls.append(torch.is_inference_mode_enabled()))
+    with pytest.raises(ValueError, match="exit_layer"):
+        generator.generate("a", streamer=streamer, policy="ls:4-2", max_new_tokens=3)
+    assert calls == []
+    generator.generate("a", streamer=streamer, max_new_tokens=3)
+    assert calls == [False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "token"),
+    [("byte_level", "<|end|>"), ("byte_level", "Ã"), ("byte_fallback", "<0xC3>"), ("byte_fallback", "</s>")],
+)
+def test_a_token_costs_the_same_however_many_came_before(kind, token, monkeypatch):
+    """Bytes that are no text are certain before their run ends: replacement characters do not wait for it."""
+    tokenizer = TOKENIZERS[kind]
+    decoded = 0
+    decode = tokenizer.decode
+
+    def counting(tokens, **options):
+        nonlocal decoded
+        decoded += len(tokens)
+        return decode(tokens, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    decoder = IncrementalDecoder(tokenizer)
+    (number,) = tokenizer.convert_tokens_to_ids([token])
+    text = "".join(decoder.push([number]) for _ in range(1000))
+    assert len(text) > 980 or token != "Ã"
+    assert decoded < 200 * 1000  # all of them each time would be half a million

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import threading
 import weakref
 from collections import abc
 from collections.abc import Callable
@@ -197,6 +198,25 @@ def assert_same(found: Course, expected: Course, *, rounds: bool = True, exact: 
             assert torch.equal(ours, theirs)
         elif ours is not None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9 if ours.dtype == torch.float64 else 1e-3)
+
+
+def in_threads(works: abc.Iterable[Callable[[], object]], meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Do all of it at once, and something in this thread; raises the first error."""
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    meanwhile()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
 
 
 class CacheCount:

@@ -48,6 +48,19 @@ class ScriptedExit(StatelessPolicy):
         self.prompts.clear()
 
 
+class Together(ScriptedExit):
+    """An exit policy whose texts learn in one state, with a stopping rule for each of them."""
+
+    learns_together = True
+
+    def __init__(self) -> None:
+        super().__init__([(2, 3), (1, 2)])
+        self.rounds = 0
+
+    def observe(self, record: RoundRecord) -> None:
+        self.rounds += 1
+
+
 class StopBelow(NeverStop):
     """Stops before a draw when the row's confidence is below a threshold (exact: the token does not exist yet)."""
 
@@ -58,6 +71,24 @@ class StopBelow(NeverStop):
     def stop_before_draw(self, row: DraftRow) -> bool:
         assert row.confidence is not None
         return row.confidence < self._threshold
+
+
+class OneText(StopBelow):
+    """Fails when another text's rows come between the start of a round and its end, as a policy with a state might."""
+
+    def __init__(self) -> None:
+        super().__init__(0.2)
+        self.next_row = 0
+        self.rounds = 0
+
+    def start_round(self, plan: Plan) -> None:
+        self.next_row = 0
+        self.rounds += 1
+
+    def stop_before_draw(self, row: DraftRow) -> bool:
+        assert row.num_drafted == self.next_row, "another text's round"
+        self.next_row += 1
+        return super().stop_before_draw(row)
 
 
 class StopAtTokens(NeverStop):

@@ -17,8 +17,8 @@ from layerskip_models.checkpoints.conversion import together
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
 from selfspec.engine import model_source
-from test_weight_watch import UPDATES
 from tiny_llama import full_logits, reference_greedy, tiny_llama
+from weight_updates import UPDATES
 
 TEXT = [3, 8, 1, 0, 22, 5, 7]
 PROMPT = [5, 1, 7]

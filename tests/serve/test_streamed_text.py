@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
+from byte_tokenizers import TOKENIZERS
 from running_server import ask, running_server
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.detokenize import skipped_tokens
@@ -19,7 +20,6 @@ from selfspec.engine.engine import run_calls
 from selfspec.serve.api_responses import Piece
 from selfspec.serve.request_stream import DraftLog
 from selfspec.serve.trimmed_text import Stops, StopTexts, TrimmedText
-from test_streaming import TOKENIZERS
 from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

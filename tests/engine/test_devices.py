@@ -26,12 +26,8 @@ def test_graphs_need_a_gpu() -> None:
 
 
 def switches() -> tuple[bool, ...]:
-    return (
-        backends.flash_sdp_enabled(),
-        backends.mem_efficient_sdp_enabled(),
-        backends.math_sdp_enabled(),
-        backends.cudnn_sdp_enabled(),
-    )
+    kinds = ("flash", "mem_efficient", "math", "cudnn")
+    return tuple(getattr(backends, f"{kind}_sdp_enabled")() for kind in kinds)
 
 
 def test_cudnn_is_off_until_the_last_one_leaves() -> None:
