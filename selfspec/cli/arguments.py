@@ -86,14 +86,14 @@ def _loading(model: str | None, log: Console) -> Iterator[str]:
 
 
 @contextmanager
-def progress_bar(total: int, log: Console) -> Iterator[Callable[[str], None]]:
+def progress_bar(total: int, log: Console, done: int = 0) -> Iterator[Callable[[str], None]]:
     """Show a progress bar with the time left, and remove it at the end.
 
     Yields the function that advances it and shows a label.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=log, transient=True) as bar:
-        task = bar.add_task("starting", total=total)
+    with Progress(*columns, console=log, transient=True, disable=log.quiet) as bar:
+        task = bar.add_task("starting", total=total, completed=done)
         yield lambda label: bar.update(task, advance=1, description=label)
 
 

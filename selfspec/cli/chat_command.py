@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import check_sampling, load_generator
 from selfspec.cli.console import LogConsole, one_line_errors
 from selfspec.cli.conversation import Conversation
@@ -29,8 +27,6 @@ from selfspec.cli.option_groups import (
     with_groups,
 )
 from selfspec.cli.text_input import read_copy_files, store_of_files
-from selfspec.defaults import DEFAULT_POLICY
-from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.request import host_class
 from selfspec.messages import has_template, template_of
 from selfspec.options import SamplingOptions
@@ -83,12 +79,9 @@ def chat_command(
         options: dict[str, Any] = {**sampling}
         if (seed := options.pop("seed")) is not None:  # one random generator for all answers
             options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
-        chosen = calibration = None
-        if policy is None and not copy_texts and BackgroundCalibration.helps(generator):
-            calibration = BackgroundCalibration(generator)
-        else:
-            with log.status("Calibrating ..."):  # only if the policy uses measured costs
-                chosen = generator.resolve_policy(policy)
+        with log.status("Calibrating ..."):  # only if the policy uses measured costs
+            host_class()  # else the first answer waits for what it imports
+            chosen = generator.resolve_policy(policy)
         writer = TextWriter(Console(highlight=False))
         conversation = Conversation(
             generator,
@@ -102,8 +95,8 @@ def chat_command(
             conversation.load(chat.load)
         if chat.system is not None:
             conversation.system = chat.system
-        conversation.policy = DEFAULT_POLICY if chosen is None else policy or chosen.name
-        session = Chat(conversation, writer, log, calibration)
+        conversation.policy = policy or chosen.name
+        session = Chat(conversation, writer, log)
         log.print(
             f"{'the demo model' if model is None else model}, {generator.model.max_positions} tokens of context; "
             "/help lists the commands, Ctrl-C stops an answer"
@@ -118,27 +111,14 @@ def chat_command(
         if sys.stdin.isatty():
             with suppress(ImportError):  # not every system has it
                 importlib.import_module("readline")  # arrow keys then edit lines, and recall earlier ones
-        if calibration is not None:
-            calibration.start()
-        try:
-            session.run(input if sys.stdin.isatty() else lambda prompt: input())
-        finally:
-            if calibration is not None:
-                calibration.stop()
+        session.run(input if sys.stdin.isatty() else lambda prompt: input())
 
 
 class Chat:
     """Reads lines and carries them out: commands, and messages to answer."""
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        writer: TextWriter,
-        log: Console,
-        calibration: BackgroundCalibration | None = None,
-    ) -> None:
+    def __init__(self, conversation: Conversation, writer: TextWriter, log: Console) -> None:
         self._conversation, self._writer, self._log = conversation, writer, log
-        self._calibration = calibration
 
     def run(self, read_line: Callable[[str], str]) -> None:
         """Run until /exit or the end of the input. Ctrl-C at the prompt drops the line."""
@@ -206,45 +186,9 @@ class Chat:
             raise ValueError(f"no command {name}: /help lists them")
 
     def _ask(self, question: str) -> None:
-        if self._calibration is not None:
-            self._calibration.wait(self._log)
         try:
             self._conversation.ask(question)
         finally:
             self._writer.write("\n")
         if self._conversation.was_interrupted:
             self._log.print("(stopped; the conversation goes on)")
-
-
-class BackgroundCalibration(threading.Thread):
-    """Measures the default policy's costs and does late imports while the person types the first message.
-
-    For a model on a processor. An error is left to the answer, which meets it again.
-    """
-
-    def __init__(self, generator: SelfSpecGenerator) -> None:
-        super().__init__(name="selfspec-calibration", daemon=True)
-        self._generator, self._stopped = generator, threading.Event()
-
-    @staticmethod
-    def helps(generator: SelfSpecGenerator) -> bool:
-        """Return whether the default policy times the model, and may do so in a thread of its own."""
-        model = generator.model
-        return model.num_layers > 1 and model.device.type == "cpu"
-
-    def run(self) -> None:
-        host_class()  # imports what the first call of `generate` needs
-        with suppress(Exception):
-            measured_cost(self._generator.model, stopped=self._stopped.is_set)
-
-    def wait(self, log: Console) -> None:
-        """Wait until it is done. Ctrl-C leaves it running."""
-        if self.is_alive():
-            with log.status("Calibrating ..."):
-                self.join()
-
-    def stop(self) -> None:
-        """End it within a pass or two."""
-        self._stopped.set()
-        if self.is_alive():
-            self.join()

@@ -12,7 +12,7 @@ from transformers import StoppingCriteriaList
 from layerskip_models.text_files import write_text
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.cache.copy_index import CopyStore, copies_drafts
-from selfspec.cli.interrupt import InterruptCriteria
+from selfspec.cli.console import Interrupt
 from selfspec.detokenize import DraftStreamer, StopTrimmer, TextStreamer, TokenSource, before_stop
 from selfspec.messages import ChatTemplate, are_messages, encode_messages
 
@@ -104,7 +104,7 @@ class Conversation:
         trimmer = StopTrimmer(stops, write)
         streamer = (DraftStreamer if self.show_drafts else TextStreamer)(tokenizer, trimmer.push)
         copies = copies_drafts(self._generator.resolve_policy(self.policy).observes)
-        self.last, interrupt = None, InterruptCriteria()
+        self.last, interrupt = None, Interrupt()
         try:
             with interrupt:
                 self.last = self._generator.generate(

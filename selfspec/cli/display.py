@@ -98,25 +98,22 @@ def legend(styles_shown: bool) -> Text:
 
 
 def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
-    stats = result.stats
-    speculation = f"{stats.rounds} round{'' if stats.rounds == 1 else 's'}, nothing drafted"
+    stats, speculation = result.stats, "nothing drafted"
     if stats.acceptance_rate is not None:
         speculation = (
-            f"{stats.rounds} round{'' if stats.rounds == 1 else 's'}, acceptance rate {stats.acceptance_rate:.3f} "
-            f"({stats.num_accepted} of {stats.num_drafted} drafts), "
+            f"acceptance rate {stats.acceptance_rate:.3f} ({stats.num_accepted} of {stats.num_drafted} drafts), "
             f"{stats.accepted_per_round:.2f} accepted/round, {stats.tokens_per_round:.2f} tokens/round"
         )
     lines = [
         f"{stats.num_new_tokens} tokens in {_in_seconds(stats.seconds)}, {stats.tokens_per_second:.1f} tokens/s; "
         f"first token after {_in_seconds(stats.time_to_first_token)}; stop reason: {stop_reason}",
-        f"policy {result.policy}: {speculation}",
+        f"policy {result.policy}: {stats.rounds} round{'' if stats.rounds == 1 else 's'}, {speculation}",
     ]
     if stats.num_copied:
         lines.append(f"  {sources_text(stats)}")
     if stats.calibration_seconds >= 0.01:
-        lines.append(
-            f"of that time {_in_seconds(stats.calibration_seconds)} to prepare the policy, once per model and process"
-        )
+        prepared = _in_seconds(stats.calibration_seconds)
+        lines.append(f"of that time {prepared} to prepare the policy, once per model and process")
     return lines
 
 

@@ -12,14 +12,15 @@ import typer
 from rich.console import Console
 from transformers import StoppingCriteriaList
 
+from policies import autoregressive
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.analysis.comparison import Generate, compare, warm_up
-from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
-from selfspec.analysis.replay import plain_and_watched
+from selfspec.analysis.explain import explain, explanation_lines
+from selfspec.analysis.replay import watching_all_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE
 from selfspec.cli.arguments import check_sampling, checked_output_file, load_generator
 from selfspec.cli.batch_file import generate_file, read_prompts
-from selfspec.cli.console import LogConsole, one_line_errors
+from selfspec.cli.console import Interrupt, LogConsole, one_line_errors
 from selfspec.cli.display import (
     PROMPT_STYLE,
     TextWriter,
@@ -29,7 +30,6 @@ from selfspec.cli.display import (
     summary_lines,
     write_trace,
 )
-from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.cli.option_groups import CopyFromOption, LoadOptions, ModelOption, option, with_groups
 from selfspec.cli.text_input import PromptArgument, read_copy_files, read_prompt, store_of_files
 from selfspec.detokenize import DraftStreamer, TextStreamer, TokenSource
@@ -38,46 +38,30 @@ from selfspec.options import WrittenOptions
 
 _WARM_UP_TOKENS = 16
 _MANY, _OUTPUT, _TEXT = "Many prompts", "Output", "Text"
+_PROMPTS_HELP = 'JSON lines with "prompt" or "messages", and optionally options of their own ("seed", ...).'
+_OUTPUT_HELP = "With --prompts: write the results here as JSON lines. The command resumes an earlier run."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
     compare: bool = option(False, "Also decode without speculation and show the speed-up.", _OUTPUT, "--compare")
-    show_drafts: bool = option(
-        False, "Colour each token by how it was produced (accepted draft, correction, ...).", _OUTPUT, "--show-drafts"
-    )
+    show_drafts: bool = option(False, "Colour each token by how it was produced.", _OUTPUT, "--show-drafts")
     svg: Path | None = option(
-        None,
-        "With --show-drafts: also draw the coloured text into this SVG file.",
-        _OUTPUT,
-        callback=checked_output_file,
+        None, "With --show-drafts: also draw the text into this SVG file.", _OUTPUT, callback=checked_output_file
     )
     as_json: bool = option(False, "Print one JSON object instead of the text.", _OUTPUT, "--json")
     trace: Path | None = option(
         None, "Write a JSON line per round to this file.", _OUTPUT, callback=checked_output_file
     )
     explain: bool = option(
-        False,
-        "Explain where the time went, what limits the speed-up, and what fixed settings would have given.",
-        _OUTPUT,
-        "--explain",
+        False, "Explain where the time went, and what fixed settings would have given.", _OUTPUT, "--explain"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    prompts: Path | None = option(
-        None,
-        'Many prompts: JSON lines with "prompt" or "messages", and optionally options of their own ("seed", ...).',
-        _MANY,
-    )
-    output: Path | None = option(
-        None,
-        "With --prompts: write the results here as JSON lines. The command resumes an earlier run.",
-        _MANY,
-        *("--output", "-o"),
-        callback=checked_output_file,
-    )
+    prompts: Path | None = option(None, _PROMPTS_HELP, _MANY)
+    output: Path | None = option(None, _OUTPUT_HELP, _MANY, "--output", "-o", callback=checked_output_file)
     batch_size: int = option(DEFAULT_BATCH_SIZE, "With --prompts: number of texts decoded together.", _MANY, min=1)
     file: Path | None = option(None, "Read the prompt from this UTF-8 file.", _TEXT)
     ignore_eos: bool = option(False, "Do not stop at an end-of-sequence token.", _TEXT, "--ignore-eos")
@@ -147,10 +131,9 @@ def _generate_one(
     with log.status("Calibrating ..."):  # only if the policy uses measured costs
         policy = generator.resolve_policy(options["policy"], options["exit_layer"], options["num_speculations"])
     options["copy_from"] = store_of_files(generator, copy_texts, policy)
-    interrupt = InterruptCriteria()
-    generate: Generate = partial(
-        generator.generate, prompt, **options, stopping_criteria=StoppingCriteriaList([interrupt])
-    )
+    interrupt = Interrupt()
+    criteria = StoppingCriteriaList([interrupt])
+    generate: Generate = partial(generator.generate, prompt, **options, stopping_criteria=criteria)
     explanation = comparison = None
     with interrupt:
         if shown.compare:
@@ -160,13 +143,14 @@ def _generate_one(
         result = _shown_run(generate, tokenizer, prompt, shown, log)
         if shown.explain and not interrupt.requested:
             with log.status("Watching every layer ..."):
-                cost = measured_cost(model, generator.runner)
+                cost, num_layers = measured_cost(model, generator.runner), model.num_layers
                 changes: dict[str, Any] = {"exit_layer": None, "num_speculations": None, "trace": True}
-                watched = generate(**changes, policy=watching_all_layers(policy, model.num_layers))
+                watched = generate(**changes, policy=watching_all_layers(policy, num_layers))
                 plain = None
                 if greedy and watched.stats.num_copied:  # rounds that copy are not watched
-                    plain = generate(**changes, policy=plain_and_watched(model.num_layers), copy_from=None)
-                explanation = explanation_lines(explain(watched, model.num_layers, cost, plain), cost)
+                    plain_policy = watching_all_layers(autoregressive(num_layers), num_layers)
+                    plain = generate(**changes, policy=plain_policy, copy_from=None)
+                explanation = explanation_lines(explain(watched, num_layers, cost, plain), cost)
         if shown.compare and not interrupt.requested:
             doing = "Comparing with autoregressive decoding"
             with log.status(f"{doing} ...") as status:

@@ -59,7 +59,9 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 def install(app: FastAPI) -> None:
     """Make the app report every error in this form. Call it when all routes are there."""
-    shown = sorted((route.path, "/".join(sorted(route.methods))) for route in app.routes if isinstance(route, APIRoute))
+    shown = sorted(
+        (route.path, "/".join(sorted(route.methods or ()))) for route in app.routes if isinstance(route, APIRoute)
+    )
     routes = ", ".join(f"{methods} {path.replace(':path', '')}" for path, methods in shown)
 
     @app.exception_handler(ApiError)

@@ -133,8 +133,8 @@ class ModelTools:
                 why = "this model's chat template leaves out calls and their results" if self.known else self._why
                 raise ApiError(f"{why}: leave out {param}", param=param, code="unsupported_parameter")
         if messages and messages[-1].tool_calls is not None:
-            message = "the last message has tool_calls: add their results, as messages of the role 'tool'"
-            raise ApiError(message, param="messages")
+            why = "the last message has tool_calls: add their results, as messages of the role 'tool'"
+            raise ApiError(why, param="messages")
 
     def grammar(self, body: GenerationRequest) -> Grammar | None:
         """Say what the text must follow; None if any text will do. Raises ValueError for what does not go together."""

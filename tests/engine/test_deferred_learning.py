@@ -10,7 +10,7 @@ from layerskip_models import from_transformers
 from policies import DelExit, Drafter, LayerCost, MeasuredCost, RoundContext, ShadowTokens
 from records import finished
 from selfspec import SelfSpecGenerator
-from selfspec.engine.hidden_states import DeferredShadow, HiddenStates
+from selfspec.cache.hidden_states import DeferredShadow, HiddenStates
 from tiny_llama import tiny_llama
 
 LAYERS = tuple(range(1, 8))

@@ -119,16 +119,16 @@ def test_there_is_no_other_field() -> None:
 def test_a_watermark_that_counts_its_calls_is_refused() -> None:
     engine = SelfSpecGenerator(tiny_llama())
     config = GenerationConfig(do_sample=True, watermarking_config=SynthIDTextWatermarkingConfig(2, keys=[1, 2]))
-    with pytest.raises(ValueError, match="SynthID watermark keeps a state"):
+    with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor keeps a state"):
         engine.generate(PROMPT, generation_config=config, max_new_tokens=3)
-    with pytest.raises(ValueError, match="SynthID watermark keeps a state"):
+    with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor keeps a state"):
         engine.generate_batch([PROMPT, PROMPT], generation_config=config, max_new_tokens=3)
 
 
 def test_guidance_given_as_a_processor_is_refused() -> None:
     llama = tiny_llama()
     own = LogitsProcessorList([UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, llama)])
-    with pytest.raises(ValueError, match="classifier-free guidance keeps a state"):
+    with pytest.raises(ValueError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor keeps a state"):
         SelfSpecGenerator(llama).generate(PROMPT, logits_processor=own, max_new_tokens=3)
 
 
