@@ -14,14 +14,7 @@ from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.cli.arguments import checked_output_file, load_generator, load_reference, progress_bar
 from selfspec.cli.console import LogConsole, one_line_errors
 from selfspec.cli.display import write_trace
-from selfspec.cli.option_groups import (
-    DeviceOptions,
-    LoadOptions,
-    ModelArgument,
-    ModelOption,
-    PolicyOption,
-    with_groups,
-)
+from selfspec.cli.option_groups import DeviceOptions, LoadOptions, ModelArgument, ModelOption, PolicyOption, with_groups
 from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument, read_prompt
 from selfspec.engine.results import sources_text
 from selfspec.pacer.inference import has_preverifier

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,10 +13,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import StoppingCriteriaList
 
+from layerskip_models.text_files import write_text
+from selfspec import GenerationResult, SelfSpecGenerator
+from selfspec.cache.copy_index import CopyStore, copies_drafts
 from selfspec.cli.arguments import check_sampling, load_generator
-from selfspec.cli.console import LogConsole, one_line_errors
-from selfspec.cli.conversation import Conversation
+from selfspec.cli.console import Interrupt, LogConsole, one_line_errors
 from selfspec.cli.display import TextWriter, legend, summary_lines
 from selfspec.cli.option_groups import (
     ChatTemplateOption,
@@ -27,8 +31,9 @@ from selfspec.cli.option_groups import (
     with_groups,
 )
 from selfspec.cli.text_input import read_copy_files, store_of_files
+from selfspec.detokenize import DraftStreamer, StopTrimmer, TextStreamer, TokenSource, before_stop
 from selfspec.engine.request import host_class
-from selfspec.messages import has_template, template_of
+from selfspec.messages import ChatTemplate, are_messages, encode_messages, has_template, template_of
 from selfspec.options import SamplingOptions
 
 COMMANDS = {
@@ -83,13 +88,9 @@ def chat_command(
             host_class()  # else the first answer waits for what it imports
             chosen = generator.resolve_policy(policy)
         writer = TextWriter(Console(highlight=False))
+        store, most = store_of_files(generator, copy_texts, chosen), chat.max_new_tokens
         conversation = Conversation(
-            generator,
-            template,
-            options,
-            max_new_tokens=chat.max_new_tokens,
-            write=writer.write_token,
-            copy_from=store_of_files(generator, copy_texts, chosen),
+            generator, template, options, max_new_tokens=most, write=writer.write_token, copy_from=store
         )
         if chat.load is not None:
             conversation.load(chat.load)
@@ -98,8 +99,8 @@ def chat_command(
         conversation.policy = policy or chosen.name
         session = Chat(conversation, writer, log)
         log.print(
-            f"{'the demo model' if model is None else model}, {generator.model.max_positions} tokens of context; "
-            "/help lists the commands, Ctrl-C stops an answer"
+            f"{model or 'the demo model'}, {generator.model.max_positions} tokens of context; /help lists the commands, "
+            "Ctrl-C stops an answer"
         )
         if model is None:
             log.print(
@@ -192,3 +193,113 @@ class Chat:
             self._writer.write("\n")
         if self._conversation.was_interrupted:
             self._log.print("(stopped; the conversation goes on)")
+
+
+class Conversation:
+    """Asks one question after another. Each prompt is the whole conversation, but only its new part has to be read.
+
+    options: of `SelfSpecGenerator.generate`. max_new_tokens: of an answer; fewer if the context ends before. write: gets the
+    answer piece by piece, with sources if drafts are shown. copy_from: texts to copy drafts from, in addition to the
+    conversation, if the policy copies. Raises ValueError if the template cannot be used.
+    """
+
+    def __init__(
+        self,
+        generator: SelfSpecGenerator,
+        template: ChatTemplate,
+        options: dict[str, Any],
+        *,
+        max_new_tokens: int,
+        write: Callable[[str, TokenSource], object],
+        copy_from: CopyStore | None = None,
+    ) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.policy: str | None = None
+        self.show_drafts = False
+        self.last: GenerationResult | None = None
+        self.was_interrupted = False
+        self._generator, self._template, self._options = generator, template, options
+        self._max_new_tokens, self._write, self._copy_from = max_new_tokens, write, copy_from
+        encode_messages([{"role": "user", "content": "."}], generator.tokenizer, template)
+
+    @property
+    def system(self) -> str | None:
+        first = self.messages[0] if self.messages else {}
+        return first["content"] if first.get("role") == "system" else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        rest = self.messages if self.system is None else self.messages[1:]
+        self.messages = [*([] if text is None else [{"role": "system", "content": text}]), *rest]
+
+    def clear(self) -> None:
+        """Start a new conversation with the same system message."""
+        self.messages = [] if self.system is None else self.messages[:1]
+        self.last = None
+
+    def use_policy(self, name: str) -> None:
+        """Use a policy from the next answer on. Raises ValueError for an unknown one."""
+        self._generator.resolve_policy(name)
+        self.policy = name
+
+    def save(self, path: Path) -> None:
+        write_text(path, json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n")
+
+    def load(self, path: Path) -> None:
+        """Continue with messages written by `save`. Raises ValueError for another file."""
+        try:
+            messages = json.loads(path.read_text(encoding="utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not a saved conversation: {error}") from error
+        if not are_messages(messages) or not all(
+            isinstance(message.get(name), str) for message in messages for name in ("role", "content")
+        ):
+            raise ValueError(f'{path} is not a saved conversation: a list of {{"role": ..., "content": ...}}')
+        self.messages = [dict(message) for message in messages]
+
+    def ask(self, question: str) -> None:
+        """Get an answer, and write it while it is generated. Ctrl-C ends it; what was generated is then the answer.
+
+        Raises ValueError if the question cannot be asked, for example without room for an answer, and forgets it.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        tokenizer = self._generator.tokenizer
+        assert tokenizer is not None
+        prompt = encode_messages(asked, tokenizer, self._template)
+        context = self._generator.model.max_positions
+        room = context - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"the conversation has {len(prompt)} tokens, the model has room for {context}: begin a new one with /clear"
+            )
+        written: list[str] = []
+
+        def write(text: str, source: TokenSource) -> None:
+            if source != "rejected":
+                written.append(text)
+            self._write(text, source)
+
+        stops = self._template.stops
+        trimmer = StopTrimmer(stops, write)
+        streamer = (DraftStreamer if self.show_drafts else TextStreamer)(tokenizer, trimmer.push)
+        copies = copies_drafts(self._generator.resolve_policy(self.policy).observes)
+        self.last, interrupt = None, Interrupt()
+        try:
+            with interrupt:
+                self.last = self._generator.generate(
+                    prompt,
+                    max_new_tokens=min(self._max_new_tokens, room),
+                    stop_strings=[*stops] or None,
+                    policy=self.policy,
+                    copy_from=self._copy_from if copies else None,
+                    streamer=streamer,
+                    stopping_criteria=StoppingCriteriaList([interrupt]),
+                    **self._options,
+                )
+        except KeyboardInterrupt:  # pressed again, or before the first token
+            interrupt.requested = True
+        trimmer.finish()
+        self.was_interrupted = interrupt.requested
+        whole = None if self.last is None else self.last.text
+        answer = "".join(written) if whole is None else before_stop(whole, stops)
+        self.messages = [*asked, {"role": "assistant", "content": answer}]

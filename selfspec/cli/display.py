@@ -31,8 +31,6 @@ SOURCE_STYLES: dict[TokenSource, Style] = {
     "rejected": Style(color="red", dim=True, strike=True),
 }
 PROMPT_STYLE = Style(dim=True)
-_PICTURE_WIDTH = 100  # characters
-
 _LEGEND: dict[TokenSource, str] = {
     "accepted": "accepted draft",
     "copied": "accepted copy",
@@ -81,7 +79,7 @@ class TextWriter:
 
 def save_drafts(path: Path, title: str, prompt: str, tokens: Iterable[tuple[str, TokenSource]]) -> None:
     """Write tokens with their sources as an SVG picture of a terminal, with a legend, without references to fonts."""
-    console = Console(record=True, file=io.StringIO(), width=_PICTURE_WIDTH, highlight=False)
+    console = Console(record=True, file=io.StringIO(), width=100, highlight=False)
     text = Text().append(visible(prompt), PROMPT_STYLE)
     for token, source in tokens:
         text.append(visible_line(token) if source == "rejected" else visible(token), SOURCE_STYLES[source])
@@ -128,14 +126,12 @@ def comparison_lines(comparison: Comparison, policy: str) -> list[str]:
             f"  {_in_seconds(median(r.seconds for r in runs)):>8}"
             f"  first token {_in_seconds(median(r.time_to_first_token for r in runs))}"
         )
-    verdict = "outputs equal"
-    if comparison.outputs_equal is None:
-        verdict = "outputs not compared: sampled texts differ, their distribution is the same"
-    elif not comparison.outputs_equal:
-        verdict = (
-            f"OUTPUTS DIFFER from new token {comparison.first_difference} on: a near-tie of two tokens can do that "
-            "(float64 decides: --dtype float64)"
-        )
+    verdict = {
+        True: "outputs equal",
+        None: "outputs not compared: sampled texts differ, their distribution is the same",
+        False: f"OUTPUTS DIFFER from new token {comparison.first_difference} on: a near-tie of two tokens can do that "
+        "(float64 decides: --dtype float64)",
+    }[comparison.outputs_equal]
     spread = f"{comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}"
     return [*lines, f"speed-up {comparison.speedup:.2f} ({spread}); {verdict}"]
 
