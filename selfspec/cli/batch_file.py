@@ -139,9 +139,9 @@ def generate_file(
 ) -> int:
     """Decode the prompts without a result, `batch_size` at a time, and write each result at once. Returns how many failed.
 
-    copy_texts: texts to copy from, for lines without their own whose policy copies. A prompt that fails (because it is too
-    long, for example) gets a line with its error, and the others go on.
-    Raises ValueError if a line uses the command's policy, and that policy copies nothing although there are texts.
+    copy_texts: texts to copy from, for lines without their own whose policy copies. A prompt that fails, such as one that is
+    too long, gets a line with its error. Raises ValueError if the command's policy is used and copies nothing although there
+    are texts.
     """
     own = next((line.policy(generator) for line in prompts if not line.chooses), None) if copy_texts else None
     store = store_of_files(generator, copy_texts, own)

@@ -98,9 +98,9 @@ def chat_command(
             conversation.system = chat.system
         conversation.policy = policy or chosen.name
         session = Chat(conversation, writer, log)
+        context = generator.model.max_positions
         log.print(
-            f"{model or 'the demo model'}, {generator.model.max_positions} tokens of context; /help lists the commands, "
-            "Ctrl-C stops an answer"
+            f"{model or 'the demo model'}, {context} tokens of context; /help lists the commands, Ctrl-C stops an answer"
         )
         if model is None:
             log.print(
@@ -199,8 +199,8 @@ class Conversation:
     """Asks one question after another. Each prompt is the whole conversation, but only its new part has to be read.
 
     options: of `SelfSpecGenerator.generate`. max_new_tokens: of an answer; fewer if the context ends before. write: gets the
-    answer piece by piece, with sources if drafts are shown. copy_from: texts to copy drafts from, in addition to the
-    conversation, if the policy copies. Raises ValueError if the template cannot be used.
+    answer piece by piece, with sources if drafts are shown. copy_from: texts to copy from besides the conversation, if the
+    policy copies. Raises ValueError if the template cannot be used.
     """
 
     def __init__(
@@ -251,9 +251,8 @@ class Conversation:
             messages = json.loads(path.read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a saved conversation: {error}") from error
-        if not are_messages(messages) or not all(
-            isinstance(message.get(name), str) for message in messages for name in ("role", "content")
-        ):
+        names = ("role", "content")
+        if not are_messages(messages) or not all(isinstance(m.get(name), str) for m in messages for name in names):
             raise ValueError(f'{path} is not a saved conversation: a list of {{"role": ..., "content": ...}}')
         self.messages = [dict(message) for message in messages]
 

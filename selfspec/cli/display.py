@@ -42,10 +42,7 @@ _LEGEND: dict[TokenSource, str] = {
 
 
 class TextWriter:
-    """Writes generated text: unchanged to a file, styled to a terminal.
-
-    Only rich's styles are used, because its print expands tabs and drops characters.
-    """
+    """Writes generated text, unchanged to a file and styled to a terminal; rich's print expands tabs and drops characters."""
 
     def __init__(self, console: Console) -> None:
         self._file = console.file
