@@ -32,7 +32,8 @@ class HiddenStates:
     """The rows of one round at every layer, and the rows of the whole text at the layers that a policy looks back at.
 
     shadow_layers: candidate exit layers, whose states are learned from. context_layers: those kept for the whole text of at
-    most `max_length` rows (`policies.ContextStates`). kept_layers: others whose rows of a round are wanted.
+    most `max_length` rows (`policies.ContextStates`). max_rows: of a round, until `reserve` makes room for more. kept_layers:
+    others whose rows of a round are wanted.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """The rows of a prepared batch of transformers' `generate`, each as a call of its own.
 
-The engine has no padding: a row's prompt comes without it. Logits processors and stopping criteria that transformers prepared
-for the batch get the row as it is in the batch, padding included, because they would see that in plain `generate`, and
-lengths such as `min_new_tokens` are counted in it.
+The engine has no padding. Logits processors and stopping criteria that transformers prepared for the batch get the row with
+its padding, because they would see that in plain `generate`, and lengths such as `min_new_tokens` are counted in it.
 """
 
 from __future__ import annotations
@@ -60,11 +59,10 @@ class BatchRow:
 
 
 def split_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> list[BatchRow]:
-    """Split a batch into its rows, without their padding.
+    """Split a batch, int64 [rows, length], into its rows, without their padding.
 
-    input_ids: int64 [rows, length]. attention_mask: [rows, length], zeros only on the left; None if nothing is padded.
-    position_ids: [rows or 1, length]; each row must count from 0 after its padding.
-    Raises ValueError for padding elsewhere, an empty row, or other positions.
+    attention_mask: [rows, length], zeros only on the left. position_ids: [rows or 1, length]; each row must count from 0
+    after its padding. Raises ValueError for padding elsewhere, an empty row, or other positions.
     """
     num_rows, length = input_ids.shape
     ids = input_ids.detach().to("cpu", torch.long, copy=True)
@@ -122,11 +120,7 @@ def row_criterion(criterion: Any, row: BatchRow) -> Any:
 
 
 class StopTogether:
-    """Makes all rows end with the last one.
-
-    Without an EOS token transformers continues every row until a criterion has ended all of them, and the tokens that a row
-    got in the meantime are in the output.
-    """
+    """Makes all rows end with the last one, as transformers does without an EOS token. What a row got meanwhile is output."""
 
     def __init__(self, num_rows: int, max_new_tokens: int) -> None:
         self._max_new_tokens = max_new_tokens

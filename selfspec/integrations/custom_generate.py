@@ -2,8 +2,7 @@
 
     model.generate(**inputs, custom_generate=selfspec.custom_generate(policy="auto"))
 
-transformers prepares the call (configuration, lengths, logits processors, stopping criteria, masks, expanded rows), and the
-engine decodes from exactly that. Every row of the batch is one text in the engine.
+transformers prepares the call, and the engine decodes from exactly that. Every row of the batch is one text in the engine.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ _lock = fork_safe(threading.Lock())
 def generator_of(model: PreTrainedModel) -> SelfSpecGenerator:
     """Return the generator of a transformers model, made at the first call.
 
-    On a CPU it copies the weights, again when they have changed; on CUDA it shares them (see `SelfSpecGenerator`). Its
-    reference to the model is weak, so that it is freed with the model. Call its `refresh` after writing a few numbers of a
-    weight through `.data`. Raises ValueError for a model that this engine cannot run.
+    Its reference to the model is weak, so that it is freed with the model. Call its `refresh` after a few numbers of a weight
+    were written through `.data`. Raises ValueError for a model that this engine cannot run.
     """
     with _lock:
         if model not in _generators:
@@ -67,10 +65,7 @@ def generator_of(model: PreTrainedModel) -> SelfSpecGenerator:
 
 @dataclass
 class SelfSpecOutput(GenerateDecoderOnlyOutput):
-    """The output of `generate` with `return_dict_in_generate=True`: `sequences`, and the statistics of every row.
-
-    The fields for scores, logits, attentions, hidden states and the cache are None.
-    """
+    """The output of `generate` with `return_dict_in_generate=True`: `sequences`, and statistics of every row."""
 
     stats: list[GenerationStats] | None = None  # not a tuple, whose items pipelines take for tensors
 
@@ -113,8 +108,8 @@ class CustomGenerate:
     ) -> Tensor | SelfSpecOutput:
         """Decode for transformers, which calls this once it has prepared everything except streamers and stop strings.
 
-        Returns int64 [rows, length] on the device of `input_ids`, in which rows that ended early are padded, or a
-        `SelfSpecOutput`. Raises ValueError that names what the engine does not support.
+        Returns int64 [rows, length] on the device of `input_ids`, padded on the right, or a `SelfSpecOutput`. Raises
+        ValueError that names what the engine does not support.
         """
         given = _arguments_of_generate(sys._getframe(1))
         streamer = given.get("streamer")

@@ -76,8 +76,8 @@ def export_hub(
 
     name_or_path: a hub name or a checkpoint's folder. folder: created; it must be empty if it exists.
     policy: the name of the policy for calls that name none. link: link to the weights instead of copying them.
-    Returns the folder. Raises ValueError for a model or a policy that cannot be used, FileNotFoundError or OSError for a
-    checkpoint that cannot be read, FileExistsError for a folder with something in it.
+    Raises ValueError for a model or a policy that cannot be used, FileNotFoundError or OSError for a checkpoint that cannot
+    be read, FileExistsError for a folder with something in it.
     """
     name = resolve_checkpoint(name_or_path)
     config = load_config(name)
