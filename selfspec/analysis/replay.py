@@ -98,9 +98,10 @@ def trace_agreement(generator: SelfSpecGenerator, prompt: Tensor | str, max_new_
     """Decode autoregressively and greedily, EOS off, and record every layer's argmax. prompt: int64 [n], or text."""
     num_layers = generator.model.num_layers
     watched = watching_all_layers(autoregressive(num_layers), num_layers)
-    options = GenerationOptions(do_sample=False, eos_token_id=[], trace=True)
-    result = generator.generate(prompt, max_new_tokens=max_new_tokens, policy=watched, **options)
-    return agreement_trace(result, num_layers)
+    options = GenerationOptions(
+        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy=watched, trace=True
+    )
+    return agreement_trace(generator.generate(prompt, **options), num_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +172,8 @@ class Setting:
 def fixed_settings(trace: AgreementTrace, cost: CostModel, lengths: Sequence[int] = GRID_LENGTHS) -> list[Setting]:
     """List every recorded exit layer with every length, best tokens per cost first.
 
-    Replayed where the trace is complete, else estimated: as if each draft were accepted with its layer's mean acceptance,
-    independently (DEL eq. 1).
+    Estimated where the trace is not complete: as if each draft were accepted with its layer's mean acceptance, independently
+    (DEL eq. 1).
     """
     settings = []
     for exit_layer in trace.agrees:
