@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from statistics import median
-from typing import Any, Protocol
 
 import torch
 
@@ -20,12 +19,8 @@ _PLAIN: Mapping[str, int | None] = {"exit_layer": None, "num_speculations": 0, "
 """Options that make a call decode without speculation, whatever its others."""
 
 
-class Generate(Protocol):
-    """`SelfSpecGenerator.generate` with the prompt and the options bound."""
-
-    def __call__(self, **changes: Any) -> GenerationResult:
-        """Generate, with these options in place of the bound ones."""
-        ...
+Generate = Callable[..., GenerationResult]
+"""`SelfSpecGenerator.generate` with the prompt and the options bound; it is called with options in place of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +29,8 @@ class Comparison:
 
     speedup: median over the pairs of self-speculative / autoregressive tokens per second, prefill included; speedup_min and
     speedup_max are the smallest and the largest pair. decode_speedup: without prefill and first token, None if there was
-    nothing else.
-    runs, baseline_runs: each run's statistics, in order.
-    outputs_equal: True if all runs wrote the same tokens; None when sampling, where only their distribution is the same.
-    first_difference: index of the first new token that differs, None if none does.
+    nothing else. runs, baseline_runs: each run's statistics, in order. outputs_equal: all runs wrote the same tokens; None
+    when sampling, where only their distribution is the same. first_difference: index of the first new token that differs.
     """
 
     repeats: int
@@ -101,12 +94,10 @@ def compare(
 def summarise(results: list[GenerationResult], baselines: list[GenerationResult], *, greedy: bool) -> Comparison:
     """Compare the pairs results[i], baselines[i]; at least one."""
     runs, baseline_runs = tuple(r.stats for r in results), tuple(b.stats for b in baselines)
-    speedups = [r.tokens_per_second / b.tokens_per_second for r, b in zip(runs, baseline_runs)]
-    decode_speedups = [
-        r.decode_tokens_per_second / b.decode_tokens_per_second
-        for r, b in zip(runs, baseline_runs)
-        if r.decode_tokens_per_second and b.decode_tokens_per_second
-    ]
+    pairs = [*zip(runs, baseline_runs)]
+    speedups = [r.tokens_per_second / b.tokens_per_second for r, b in pairs]
+    rates = [(r.decode_tokens_per_second, b.decode_tokens_per_second) for r, b in pairs]
+    decode_speedups = [ours / plain for ours, plain in rates if ours and plain]
     reference = baselines[0].new_tokens
     differences = [first_difference(reference, r.new_tokens) for r in results + baselines] if greedy else []
     known = [index for index in differences if index is not None]

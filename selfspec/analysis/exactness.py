@@ -53,11 +53,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The answers of transformers to some prompts.
+    """The answers of transformers to some prompts, int64 [n], computed in `dtype`.
 
-    dtype: that it was computed in: how far rounding may take the engine from it.
-    prompts: int64 [n]. texts: the greedy continuation of each. logits: float32 [new, vocab], before each token of the text.
-    sampled: probability of each sequence of sampled tokens after the first prompt, at temperature 1 with top-k.
+    texts: the greedy continuation of each. logits: float32 [new, vocab], before each token of the text. sampled: probability
+    of each sequence of sampled tokens after the first prompt, at temperature 1 with top-k.
     """
 
     dtype: torch.dtype
@@ -78,15 +77,10 @@ def every_policy(num_layers: int) -> list[str]:
     ]  # fmt: skip
 
 
-def sampled_policies(num_layers: int) -> list[str]:
-    """Name the policies whose draws are counted: one that keeps every draft, one that stops by what it sees."""
-    return [f"ls:{max(num_layers // 4, 1)}-2", "auto:cost=layers"]
-
-
 def num_steps(num_layers: int, num_prompts: int, draws: int, num_policies: int | None = None) -> int:
     """Count the calls of `on_progress` by `verify_engine`."""
     policies = len(every_policy(num_layers)) if num_policies is None else num_policies
-    return num_prompts + 2 + policies + draws * len(sampled_policies(num_layers))
+    return num_prompts + 2 + policies + 2 * draws
 
 
 def verify_engine(
@@ -117,8 +111,8 @@ def verify_engine(
         if policies or bits is None or why_no_drafter(model, bits) is None:
             yield check_greedy(generator, reference, name)
         on_progress(name)
-    if draws:
-        for name in sampled_policies(model.num_layers):
+    if draws:  # one policy that keeps every draft, one that stops by what it sees
+        for name in (f"ls:{max(model.num_layers // 4, 1)}-2", "auto:cost=layers"):
             yield check_sampling(generator, reference, name, draws, on_progress)
 
 
@@ -193,7 +187,7 @@ def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
     text = [*reference.prompts[0].tolist(), *reference.texts[0]][-_RULE_ROWS:]
     ids = torch.tensor(text, dtype=torch.long, device=model.device)
     exit_layer = max(model.num_layers // 4, 1)
-    faults, tried = 0, 0
+    faults = tried = 0
     with torch.inference_mode():
         cache = KVCache(model, len(ids))
         early = prefill(model, ids, cache, stop=exit_layer)
@@ -237,26 +231,22 @@ def check_greedy(generator: SelfSpecGenerator, reference: Reference, policy: str
             near_ties += 1
         errors.append(_cache_error(decoding))
     worst, allowed = float(torch.stack(errors).max()), _CACHE_TOLERANCES[generator.model.dtype]  # NaN if any is
-    return Check(
-        f"greedy, {policy}",
-        worst <= allowed,
-        f"{len(reference.texts)} texts equal, of which {near_ties} up to a near-tie; {rejected} drafts rejected; "
-        f"KV cache differs by {worst:.2g}, allowed {allowed:g}",
-    )
+    detail = f"{len(reference.texts)} texts equal, {near_ties} of them up to a near-tie; {rejected} drafts rejected; "
+    detail += f"KV cache differs by {worst:.2g}, allowed {allowed:g}"
+    return Check(f"greedy, {policy}", worst <= allowed, detail)
 
 
 def check_sampling(
     generator: SelfSpecGenerator, reference: Reference, policy: str, draws: int, on_progress: Callable[[str], None]
 ) -> Check:
     """Compare samples with their exact probabilities: Pearson's chi-squared over outcomes expected at least 5 times."""
-    chosen = make_policy(generator.bound, policy)
+    chosen, prompt = make_policy(generator.bound, policy), reference.prompts[0]
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(draws):
         chosen.reset()
-        decoding = _decode(
-            generator, reference.prompts[0], chosen, max_new_tokens=_STEPS, do_sample=True, top_k=_TOP_K, seed=seed
-        )
-        counts[tuple(decoding.tokens[0, reference.prompts[0].numel() : decoding.length].tolist())] += 1
+        sampled = {"max_new_tokens": _STEPS, "do_sample": True, "top_k": _TOP_K, "seed": seed}
+        decoding = _decode(generator, prompt, chosen, **sampled)
+        counts[tuple(decoding.tokens[0, prompt.numel() : decoding.length].tolist())] += 1
         on_progress(f"sampling, {policy}")
     cells = [(counts[outcome], draws * share) for outcome, share in reference.sampled.items()]
     large = [(seen, expected) for seen, expected in cells if expected >= 5]
@@ -264,20 +254,16 @@ def check_sampling(
     if rest_expected >= 5:
         large.append((rest_seen, rest_expected))
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in large)
-    freedom = len(large) - 1
-    chance = 1.0
+    freedom, chance = len(large) - 1, 1.0
     if freedom > 0:
         halves = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
         chance = float(torch.special.gammaincc(*halves))
     outside = draws - sum(counts[outcome] for outcome in reference.sampled)
     # In half precision a third and a fourth token may nearly tie; few draws may then fall outside.
     stray = outside > (0 if reference.dtype in (torch.float32, torch.float64) else draws // 20)
-    return Check(
-        f"sampling, {policy}",
-        chance > _SUSPICIOUS and not stray,
-        f"{draws} draws over {len(large)} outcomes: chi-squared {statistic:.1f}, as bad by chance once in "
-        f"{1 / max(chance, 1e-300):.3g}; outside the top {_TOP_K}: {outside}",
-    )
+    detail = f"{draws} draws over {len(large)} outcomes: chi-squared {statistic:.1f}, as bad by chance once in "
+    detail += f"{1 / max(chance, 1e-300):.3g}; outside the top {_TOP_K}: {outside}"
+    return Check(f"sampling, {policy}", chance > _SUSPICIOUS and not stray, detail)
 
 
 def _rows_of(model: LayerSkipModel, ids: list[int]) -> tuple[Tensor, Tensor]:
@@ -294,9 +280,8 @@ def _cache_error(decoding: Sequence) -> Tensor:
     cache, fresh = decoding.cache, KVCache(decoding.model, length)
     prefill(decoding.model, decoding.tokens[0, :length], fresh)
     pairs = (cache.keys[..., :length], fresh.keys), (cache.values[:, :, :length], fresh.values)
-    return torch.stack(
-        [(got - wanted).abs().max() / wanted.float().square().mean().sqrt() for got, wanted in pairs]
-    ).max()
+    errors = [(got - wanted).abs().max() / wanted.float().square().mean().sqrt() for got, wanted in pairs]
+    return torch.stack(errors).max()
 
 
 def _decode(generator: SelfSpecGenerator, prompt: Tensor, policy: Policy, **options: Any) -> Sequence:

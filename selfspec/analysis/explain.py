@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies import CostModel, LayerCost, ObservationSpec, Policy, cost_of_round
+from policies import CostModel, LayerCost, cost_of_round
 from selfspec.analysis.replay import Setting, agreement_trace, fixed_settings
 from selfspec.engine.results import sources_text
 from selfspec.generator import GenerationResult
-
-
-def watching_all_layers(policy: Policy, num_layers: int) -> Policy:
-    """Give the same policy, with all layers' shadow tokens in every record. They cost time, and it learns from them."""
-    return Policy(
-        policy.exit, policy.stopping, policy.name, also=ObservationSpec(shadow_layers=tuple(range(1, num_layers)))
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +29,9 @@ class Speedups:
 class Explanation:
     """One run, explained.
 
-    phases: share of the call's time per phase, summing to 1. speedups: None without rounds.
-    settings, by_layers: fixed settings, which copy nothing, by measured tokens per second and per loaded layer, best first.
-    exact: they were replayed, not estimated. sources: how many drafts were copied and how many an exit made, and how many of
-    each were accepted; None where nothing was copied.
+    phases: share of the call's time per phase, summing to 1. speedups: None without rounds. settings, by_layers: fixed
+    settings, which copy nothing, by measured tokens per second and per loaded layer, best first. exact: they were replayed,
+    not estimated. sources: `sources_text`; None where nothing was copied.
     """
 
     phases: dict[str, float]
@@ -56,7 +48,7 @@ def explain(
 ) -> Explanation:
     """Explain a run that kept its trace; `watching_all_layers` makes the settings exact for a greedy one.
 
-    plain: the same text, decoded by `plain_and_watched`, for a run that copied: rounds that copy are not watched.
+    plain: the same text, decoded plainly and watched, for a run that copied: rounds that copy are not watched.
     """
     stats = result.stats
     assert result.trace is not None, "generate with trace=True"

@@ -17,28 +17,20 @@ from functools import cached_property
 
 from torch import Tensor
 
-from policies import CostModel, ObservationSpec, Plan, Policy, RoundContext, StatelessPolicy, tokens_per_cost
+from policies import CostModel, ObservationSpec, Policy, autoregressive, tokens_per_cost
 from policies.spide import shadow_acceptance
-from selfspec.engine.results import mean, ratio
+from selfspec.engine.results import mean
 from selfspec.generator import GenerationResult, SelfSpecGenerator
+from selfspec.options import GenerationOptions
 
 GRID_LENGTHS = tuple(range(1, 9))
 """Drafts a round of the fixed settings that others are compared with."""
 
 
-class TraceEveryLayer(StatelessPolicy):
-    """An exit policy that never speculates and asks for the shadow tokens of every layer."""
-
-    def __init__(self, num_layers: int, *, learn_every: int = 1) -> None:
-        self.observes = ObservationSpec(shadow_layers=tuple(range(1, num_layers)), learn_every=learn_every)
-
-    def plan(self, context: RoundContext) -> Plan:
-        return Plan(exit_layer=None, max_speculations=0)
-
-
-def plain_and_watched(num_layers: int) -> Policy:
-    """Make a policy that decodes plainly and records the shadow tokens of all layers at every position."""
-    return Policy(TraceEveryLayer(num_layers), name="trace")
+def watching_all_layers(policy: Policy, num_layers: int) -> Policy:
+    """Give the same policy, with all layers' shadow tokens in every record. They cost time, and it learns from them."""
+    watched = ObservationSpec(shadow_layers=tuple(range(1, num_layers)))
+    return Policy(policy.exit, policy.stopping, policy.name, also=watched)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +39,6 @@ class AgreementTrace:
 
     tokens: the new ones, N of them. agrees: per recorded exit layer, N-1 entries: whether its argmax after new token i is
     new token i+1; when sampling the probability of its argmax under the target; None where nothing was recorded.
-    num_layers: of the model, L.
     """
 
     tokens: tuple[int, ...]
@@ -106,15 +97,11 @@ def agreement_trace(result: GenerationResult, num_layers: int) -> AgreementTrace
 def trace_agreement(generator: SelfSpecGenerator, prompt: Tensor | str, max_new_tokens: int) -> AgreementTrace:
     """Decode autoregressively and greedily, EOS off, and record every layer's argmax. prompt: int64 [n], or text."""
     num_layers = generator.model.num_layers
-    result = generator.generate(
-        prompt,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=[],
-        policy=plain_and_watched(num_layers),
-        trace=True,
+    watched = watching_all_layers(autoregressive(num_layers), num_layers)
+    options = GenerationOptions(
+        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy=watched, trace=True
     )
-    return agreement_trace(result, num_layers)
+    return agreement_trace(generator.generate(prompt, **options), num_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,20 +126,6 @@ class Replay:
     def loaded_layers(self) -> int:
         """Count the layers run, weight loads: k * E + L in a round with k drafts, L in one without."""
         return sum(self.drafted) * self.exit_layer + self.rounds * self.num_layers
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Return accepted / drafted, None if nothing was drafted."""
-        return ratio(sum(self.accepted), sum(self.drafted))
-
-    @property
-    def tokens_per_round(self) -> float | None:
-        return ratio(self.num_tokens, self.rounds)
-
-    @property
-    def etpl(self) -> float | None:
-        """Return tokens committed in rounds over layers loaded in rounds (DEL's eTPL)."""
-        return ratio(self.num_tokens, self.loaded_layers)
 
     def cost(self, cost: CostModel) -> float:
         """Add up what all rounds cost, in the cost model's unit. Rounds of one length cost the same."""
@@ -199,8 +172,8 @@ class Setting:
 def fixed_settings(trace: AgreementTrace, cost: CostModel, lengths: Sequence[int] = GRID_LENGTHS) -> list[Setting]:
     """List every recorded exit layer with every length, best tokens per cost first.
 
-    Replayed where the trace is complete, else estimated: as if each draft were accepted with its layer's mean acceptance,
-    independently (DEL eq. 1).
+    Estimated where the trace is not complete: as if each draft were accepted with its layer's mean acceptance, independently
+    (DEL eq. 1).
     """
     settings = []
     for exit_layer in trace.agrees:

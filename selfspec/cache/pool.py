@@ -16,8 +16,8 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kv_cache import KVCache
+from selfspec.cache.hidden_states import PrefixHiddenStates
 from selfspec.cache.prefix_cache import ANYONE, MAX_KEPT, TOKEN_BYTES, Owner, PrefixCache, as_bytes, num_common
-from selfspec.engine.hidden_states import PrefixHiddenStates
 
 SMALL_LOSS = 32
 """Rows of a kept text that a sequence which goes on from it may overwrite. Policies have about as many read again anyway. If

@@ -14,19 +14,13 @@ from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.cli.arguments import checked_output_file, load_generator, load_reference, progress_bar
 from selfspec.cli.console import LogConsole, one_line_errors
 from selfspec.cli.display import write_trace
-from selfspec.cli.option_groups import (
-    DeviceOptions,
-    LoadOptions,
-    ModelArgument,
-    ModelOption,
-    PolicyOption,
-    with_groups,
-)
+from selfspec.cli.option_groups import DeviceOptions, LoadOptions, ModelArgument, ModelOption, PolicyOption, with_groups
 from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument, read_prompt
 from selfspec.engine.results import sources_text
 from selfspec.pacer.inference import has_preverifier
 
 _ENDINGS = (".png", ".svg", ".pdf", ".jsonl")
+_OUTPUT_HELP = "Picture to draw (.png, .svg, .pdf), or .jsonl for the records."
 
 
 @with_groups
@@ -36,18 +30,12 @@ def trace_command(
     policy: PolicyOption = None,
     model: ModelOption = None,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Picture to draw (.png, .svg, .pdf), or .jsonl for the records.",
-            callback=checked_output_file,
-        ),
+        Path | None, typer.Option("--output", "-o", help=_OUTPUT_HELP, callback=checked_output_file)
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate; EOS does not end the text.", min=2)] = 128,
 ) -> None:
-    """Decode a prompt greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance."""
+    """Decode greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance."""
     log = LogConsole()
     with one_line_errors():
         if output is not None and output.suffix not in _ENDINGS:
@@ -79,7 +67,7 @@ def inspect_command(
     max_new_tokens: Annotated[int, typer.Option(help="New tokens per text.", min=2)] = 64,
     repeats: Annotated[int, typer.Option(help="Number of pairs of runs to measure.", min=1)] = 3,
 ) -> None:
-    """Say whether a checkpoint is worth self-speculating with: agreement per layer, speed-up predicted and measured."""
+    """Say whether a checkpoint is worth speculating with: agreement per layer, speed-up predicted and measured."""
     log = LogConsole()
     with one_line_errors():
         texts = [read_prompt(None, path) for path in text or ()] or [EXAMPLE_PROMPT]
@@ -122,15 +110,11 @@ def verify_command(
         total = num_steps(num_layers, len(prompts), draws, len(policy or [*every_policy(num_layers), *own]))
         failed = 0
         with progress_bar(total, log) as on_progress:
-            for check in verify_engine(
-                llama,
-                prompts,
-                max_new_tokens=max_new_tokens,
-                draws=draws,
-                policies=policy,
-                besides=own,
+            checks = verify_engine(
+                llama, prompts, max_new_tokens=max_new_tokens, draws=draws, policies=policy, besides=own,
                 on_progress=on_progress,
-            ):
+            )  # fmt: skip
+            for check in checks:
                 failed += not check.passed
                 typer.echo(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")
     if failed:

@@ -37,8 +37,7 @@ def load_generator(
 ) -> SelfSpecGenerator:
     """Load the checkpoint with its tokenizer; the demo if none is named. prefix_cache, device_map: as of `SelfSpecGenerator`.
 
-    several_processes: the command may be launched as several, which each hold the whole model.
-    Raises ValueError if several processes were launched for a command that runs in one.
+    several_processes: the command may be launched as several, which each hold the whole model; others raise ValueError then.
     """
     if not several_processes and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
@@ -86,14 +85,14 @@ def _loading(model: str | None, log: Console) -> Iterator[str]:
 
 
 @contextmanager
-def progress_bar(total: int, log: Console) -> Iterator[Callable[[str], None]]:
+def progress_bar(total: int, log: Console, done: int = 0) -> Iterator[Callable[[str], None]]:
     """Show a progress bar with the time left, and remove it at the end.
 
     Yields the function that advances it and shows a label.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=log, transient=True) as bar:
-        task = bar.add_task("starting", total=total)
+    with Progress(*columns, console=log, transient=True, disable=log.quiet) as bar:
+        task = bar.add_task("starting", total=total, completed=done)
         yield lambda label: bar.update(task, advance=1, description=label)
 
 
@@ -106,7 +105,7 @@ def checked_output_file(path: Path | None) -> Path | None:
 def check_sampling(defaults: transformers.GenerationConfig, options: SamplingOptions) -> bool:
     """Return whether decoding is greedy. Raises ValueError if it is and a sampling option is given.
 
-    defaults: the checkpoint's. A temperature of 0, which means greedy too, is taken out of the options.
+    defaults: the checkpoint's. A temperature of 0, which means greedy, is taken out of the options.
     """
     if options["temperature"] == 0:
         options["do_sample"], options["temperature"] = False, None

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from layerskip_models.output_paths import output_file
 from layerskip_models.text_files import read_lines, write_text
@@ -19,6 +18,7 @@ from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.batch import completed
 from selfspec.cache.copy_index import copies_drafts
+from selfspec.cli.arguments import progress_bar
 from selfspec.cli.text_input import store_of_files
 from selfspec.engine.engine import BoundRequest
 from selfspec.messages import Messages, are_messages
@@ -74,10 +74,8 @@ def read_prompts(
 def _read_line(line: str, number: int, where: str, options: Mapping[str, Any], copy_texts: Sequence[str]) -> PromptLine:
     try:
         values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
-        raise ValueError(f"{where} cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or thousands of brackets
+        raise ValueError(f"{where} cannot be read as JSON: {error}") from None
     values = values if isinstance(values, dict) else {}
     prompt, messages = values.get("prompt"), values.get("messages")
     asked: str | Messages | None = None
@@ -98,8 +96,7 @@ def _read_line(line: str, number: int, where: str, options: Mapping[str, Any], c
         raise ValueError(f"{where}: the id must be a text or an integer, got {json.dumps(name)[:100]}")
     if not isinstance(own.get("policy", ""), (str, type(None))):
         raise ValueError(f"{where}: the policy must be a name, got {json.dumps(own['policy'])[:100]}")
-    merged = {**options, **own}
-    hashed = merged
+    merged = hashed = {**options, **own}
     if copy_texts:
         hashed = {"copy_from": hashlib.sha256("\0".join(copy_texts).encode()).hexdigest(), **merged}
     key = hashlib.sha256(json.dumps([asked, hashed], sort_keys=True).encode()).hexdigest()[:16]
@@ -142,9 +139,9 @@ def generate_file(
 ) -> int:
     """Decode the prompts without a result, `batch_size` at a time, and write each result at once. Returns how many failed.
 
-    copy_texts: texts to copy from, for lines without their own whose policy copies. A prompt that fails (because it is too
-    long, for example) gets a line with its error, and the others go on.
-    Raises ValueError if a line uses the command's policy, and that policy copies nothing although there are texts.
+    copy_texts: texts to copy from, for lines without their own whose policy copies. A prompt that fails, such as one that is
+    too long, gets a line with its error. Raises ValueError if the command's policy is used and copies nothing although there
+    are texts.
     """
     own = next((line.policy(generator) for line in prompts if not line.chooses), None) if copy_texts else None
     store = store_of_files(generator, copy_texts, own)
@@ -152,12 +149,7 @@ def generate_file(
     if done:
         log.print(f"{len(done)} of {len(prompts)} results are in {output} already")
     failed = tokens = 0
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with (
-        output.open("a", encoding="utf-8") as file,
-        Progress(*columns, TimeRemainingColumn(), console=log, disable=log.quiet) as bar,
-    ):
-        task = bar.add_task("Decoding", total=len(prompts), completed=len(done))
+    with output.open("a", encoding="utf-8") as file, progress_bar(len(prompts), log, len(done)) as on_progress:
         checked: list[BoundRequest] = []
         asked: list[PromptLine] = []
         for line in prompts:
@@ -172,7 +164,7 @@ def generate_file(
             except (ValueError, TypeError) as error:
                 failed += 1
                 _write(file, line, {"error": str(error)})
-                bar.advance(task)
+                on_progress("Decoding")
         with closing(completed(checked, batch_size)) as results:
             for index, result in results:
                 if isinstance(result, Exception):
@@ -182,8 +174,7 @@ def generate_file(
                     tokens += result.stats.num_new_tokens
                     values = {"text": result.text, "token_ids": result.new_tokens, "stop_reason": result.stop_reason}
                     _write(file, asked[index], {**values, "policy": result.policy, "stats": result.stats.as_dict()})
-                bar.advance(task)
-                bar.update(task, description=f"Decoding, {tokens} tokens")
+                on_progress(f"Decoding, {tokens} tokens")
     return failed
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import StoppingCriteriaList
 
-from selfspec import SelfSpecGenerator
+from layerskip_models.text_files import write_text
+from selfspec import GenerationResult, SelfSpecGenerator
+from selfspec.cache.copy_index import CopyStore, copies_drafts
 from selfspec.cli.arguments import check_sampling, load_generator
-from selfspec.cli.console import LogConsole, one_line_errors
-from selfspec.cli.conversation import Conversation
+from selfspec.cli.console import Interrupt, LogConsole, one_line_errors
 from selfspec.cli.display import TextWriter, legend, summary_lines
 from selfspec.cli.option_groups import (
     ChatTemplateOption,
@@ -29,10 +31,9 @@ from selfspec.cli.option_groups import (
     with_groups,
 )
 from selfspec.cli.text_input import read_copy_files, store_of_files
-from selfspec.defaults import DEFAULT_POLICY
-from selfspec.engine.calibrate import measured_cost
+from selfspec.detokenize import DraftStreamer, StopTrimmer, TextStreamer, TokenSource, before_stop
 from selfspec.engine.request import host_class
-from selfspec.messages import has_template, template_of
+from selfspec.messages import ChatTemplate, are_messages, encode_messages, has_template, template_of
 from selfspec.options import SamplingOptions
 
 COMMANDS = {
@@ -83,30 +84,23 @@ def chat_command(
         options: dict[str, Any] = {**sampling}
         if (seed := options.pop("seed")) is not None:  # one random generator for all answers
             options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
-        chosen = calibration = None
-        if policy is None and not copy_texts and BackgroundCalibration.helps(generator):
-            calibration = BackgroundCalibration(generator)
-        else:
-            with log.status("Calibrating ..."):  # only if the policy uses measured costs
-                chosen = generator.resolve_policy(policy)
+        with log.status("Calibrating ..."):  # only if the policy uses measured costs
+            host_class()  # else the first answer waits for what it imports
+            chosen = generator.resolve_policy(policy)
         writer = TextWriter(Console(highlight=False))
+        store, most = store_of_files(generator, copy_texts, chosen), chat.max_new_tokens
         conversation = Conversation(
-            generator,
-            template,
-            options,
-            max_new_tokens=chat.max_new_tokens,
-            write=writer.write_token,
-            copy_from=store_of_files(generator, copy_texts, chosen),
+            generator, template, options, max_new_tokens=most, write=writer.write_token, copy_from=store
         )
         if chat.load is not None:
             conversation.load(chat.load)
         if chat.system is not None:
             conversation.system = chat.system
-        conversation.policy = DEFAULT_POLICY if chosen is None else policy or chosen.name
-        session = Chat(conversation, writer, log, calibration)
+        conversation.policy = policy or chosen.name
+        session = Chat(conversation, writer, log)
+        context = generator.model.max_positions
         log.print(
-            f"{'the demo model' if model is None else model}, {generator.model.max_positions} tokens of context; "
-            "/help lists the commands, Ctrl-C stops an answer"
+            f"{model or 'the demo model'}, {context} tokens of context; /help lists the commands, Ctrl-C stops an answer"
         )
         if model is None:
             log.print(
@@ -118,27 +112,14 @@ def chat_command(
         if sys.stdin.isatty():
             with suppress(ImportError):  # not every system has it
                 importlib.import_module("readline")  # arrow keys then edit lines, and recall earlier ones
-        if calibration is not None:
-            calibration.start()
-        try:
-            session.run(input if sys.stdin.isatty() else lambda prompt: input())
-        finally:
-            if calibration is not None:
-                calibration.stop()
+        session.run(input if sys.stdin.isatty() else lambda prompt: input())
 
 
 class Chat:
     """Reads lines and carries them out: commands, and messages to answer."""
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        writer: TextWriter,
-        log: Console,
-        calibration: BackgroundCalibration | None = None,
-    ) -> None:
+    def __init__(self, conversation: Conversation, writer: TextWriter, log: Console) -> None:
         self._conversation, self._writer, self._log = conversation, writer, log
-        self._calibration = calibration
 
     def run(self, read_line: Callable[[str], str]) -> None:
         """Run until /exit or the end of the input. Ctrl-C at the prompt drops the line."""
@@ -206,8 +187,6 @@ class Chat:
             raise ValueError(f"no command {name}: /help lists them")
 
     def _ask(self, question: str) -> None:
-        if self._calibration is not None:
-            self._calibration.wait(self._log)
         try:
             self._conversation.ask(question)
         finally:
@@ -216,35 +195,110 @@ class Chat:
             self._log.print("(stopped; the conversation goes on)")
 
 
-class BackgroundCalibration(threading.Thread):
-    """Measures the default policy's costs and does late imports while the person types the first message.
+class Conversation:
+    """Asks one question after another. Each prompt is the whole conversation, but only its new part has to be read.
 
-    For a model on a processor. An error is left to the answer, which meets it again.
+    options: of `SelfSpecGenerator.generate`. max_new_tokens: of an answer; fewer if the context ends before. write: gets the
+    answer piece by piece, with sources if drafts are shown. copy_from: texts to copy from besides the conversation, if the
+    policy copies. Raises ValueError if the template cannot be used.
     """
 
-    def __init__(self, generator: SelfSpecGenerator) -> None:
-        super().__init__(name="selfspec-calibration", daemon=True)
-        self._generator, self._stopped = generator, threading.Event()
+    def __init__(
+        self,
+        generator: SelfSpecGenerator,
+        template: ChatTemplate,
+        options: dict[str, Any],
+        *,
+        max_new_tokens: int,
+        write: Callable[[str, TokenSource], object],
+        copy_from: CopyStore | None = None,
+    ) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.policy: str | None = None
+        self.show_drafts = False
+        self.last: GenerationResult | None = None
+        self.was_interrupted = False
+        self._generator, self._template, self._options = generator, template, options
+        self._max_new_tokens, self._write, self._copy_from = max_new_tokens, write, copy_from
+        encode_messages([{"role": "user", "content": "."}], generator.tokenizer, template)
 
-    @staticmethod
-    def helps(generator: SelfSpecGenerator) -> bool:
-        """Return whether the default policy times the model, and may do so in a thread of its own."""
-        model = generator.model
-        return model.num_layers > 1 and model.device.type == "cpu"
+    @property
+    def system(self) -> str | None:
+        first = self.messages[0] if self.messages else {}
+        return first["content"] if first.get("role") == "system" else None
 
-    def run(self) -> None:
-        host_class()  # imports what the first call of `generate` needs
-        with suppress(Exception):
-            measured_cost(self._generator.model, stopped=self._stopped.is_set)
+    @system.setter
+    def system(self, text: str | None) -> None:
+        rest = self.messages if self.system is None else self.messages[1:]
+        self.messages = [*([] if text is None else [{"role": "system", "content": text}]), *rest]
 
-    def wait(self, log: Console) -> None:
-        """Wait until it is done. Ctrl-C leaves it running."""
-        if self.is_alive():
-            with log.status("Calibrating ..."):
-                self.join()
+    def clear(self) -> None:
+        """Start a new conversation with the same system message."""
+        self.messages = [] if self.system is None else self.messages[:1]
+        self.last = None
 
-    def stop(self) -> None:
-        """End it within a pass or two."""
-        self._stopped.set()
-        if self.is_alive():
-            self.join()
+    def use_policy(self, name: str) -> None:
+        """Use a policy from the next answer on. Raises ValueError for an unknown one."""
+        self._generator.resolve_policy(name)
+        self.policy = name
+
+    def save(self, path: Path) -> None:
+        write_text(path, json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n")
+
+    def load(self, path: Path) -> None:
+        """Continue with messages written by `save`. Raises ValueError for another file."""
+        try:
+            messages = json.loads(path.read_text(encoding="utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not a saved conversation: {error}") from error
+        names = ("role", "content")
+        if not are_messages(messages) or not all(isinstance(m.get(name), str) for m in messages for name in names):
+            raise ValueError(f'{path} is not a saved conversation: a list of {{"role": ..., "content": ...}}')
+        self.messages = [dict(message) for message in messages]
+
+    def ask(self, question: str) -> None:
+        """Get an answer, and write it while it is generated. Ctrl-C ends it; what was generated is then the answer.
+
+        Raises ValueError if the question cannot be asked, for example without room for an answer, and forgets it.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        tokenizer = self._generator.tokenizer
+        assert tokenizer is not None
+        prompt = encode_messages(asked, tokenizer, self._template)
+        context = self._generator.model.max_positions
+        room = context - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"the conversation has {len(prompt)} tokens, the model has room for {context}: begin a new one with /clear"
+            )
+        written: list[str] = []
+
+        def write(text: str, source: TokenSource) -> None:
+            if source != "rejected":
+                written.append(text)
+            self._write(text, source)
+
+        stops = self._template.stops
+        trimmer = StopTrimmer(stops, write)
+        streamer = (DraftStreamer if self.show_drafts else TextStreamer)(tokenizer, trimmer.push)
+        copies = copies_drafts(self._generator.resolve_policy(self.policy).observes)
+        self.last, interrupt = None, Interrupt()
+        try:
+            with interrupt:
+                self.last = self._generator.generate(
+                    prompt,
+                    max_new_tokens=min(self._max_new_tokens, room),
+                    stop_strings=[*stops] or None,
+                    policy=self.policy,
+                    copy_from=self._copy_from if copies else None,
+                    streamer=streamer,
+                    stopping_criteria=StoppingCriteriaList([interrupt]),
+                    **self._options,
+                )
+        except KeyboardInterrupt:  # pressed again, or before the first token
+            interrupt.requested = True
+        trimmer.finish()
+        self.was_interrupted = interrupt.requested
+        whole = None if self.last is None else self.last.text
+        answer = "".join(written) if whole is None else before_stop(whole, stops)
+        self.messages = [*asked, {"role": "assistant", "content": answer}]

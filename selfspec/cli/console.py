@@ -1,8 +1,9 @@
-"""Standard error of a command: its log, and errors in one line. Imported by commands that need no model, too."""
+"""Standard error of a command: its log, and errors in one line; and Ctrl-C. For commands that need no model, too."""
 
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,6 +69,30 @@ def _is_of_the_model(error: RuntimeError) -> bool:
     from selfspec import NonFiniteLogitsError
 
     return isinstance(error, (NonFiniteLogitsError, OutOfMemoryError))
+
+
+class Interrupt:
+    """A stopping criterion: ends the text at the next token after Ctrl-C. A second Ctrl-C raises KeyboardInterrupt.
+
+    A context manager, to be entered in the main thread: the signal is caught only inside.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Interrupt:
+        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def __call__(self, *text_and_scores: object) -> bool:
+        return self.requested
+
+    def _on_signal(self, *number_and_frame: object) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

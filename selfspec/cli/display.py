@@ -31,8 +31,6 @@ SOURCE_STYLES: dict[TokenSource, Style] = {
     "rejected": Style(color="red", dim=True, strike=True),
 }
 PROMPT_STYLE = Style(dim=True)
-_PICTURE_WIDTH = 100  # characters
-
 _LEGEND: dict[TokenSource, str] = {
     "accepted": "accepted draft",
     "copied": "accepted copy",
@@ -44,10 +42,7 @@ _LEGEND: dict[TokenSource, str] = {
 
 
 class TextWriter:
-    """Writes generated text: unchanged to a file, styled to a terminal.
-
-    Only rich's styles are used, because its print expands tabs and drops characters.
-    """
+    """Writes generated text, unchanged to a file and styled to a terminal; rich's print expands tabs and drops characters."""
 
     def __init__(self, console: Console) -> None:
         self._file = console.file
@@ -81,7 +76,7 @@ class TextWriter:
 
 def save_drafts(path: Path, title: str, prompt: str, tokens: Iterable[tuple[str, TokenSource]]) -> None:
     """Write tokens with their sources as an SVG picture of a terminal, with a legend, without references to fonts."""
-    console = Console(record=True, file=io.StringIO(), width=_PICTURE_WIDTH, highlight=False)
+    console = Console(record=True, file=io.StringIO(), width=100, highlight=False)
     text = Text().append(visible(prompt), PROMPT_STYLE)
     for token, source in tokens:
         text.append(visible_line(token) if source == "rejected" else visible(token), SOURCE_STYLES[source])
@@ -98,25 +93,22 @@ def legend(styles_shown: bool) -> Text:
 
 
 def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
-    stats = result.stats
-    speculation = f"{stats.rounds} round{'' if stats.rounds == 1 else 's'}, nothing drafted"
+    stats, speculation = result.stats, "nothing drafted"
     if stats.acceptance_rate is not None:
         speculation = (
-            f"{stats.rounds} round{'' if stats.rounds == 1 else 's'}, acceptance rate {stats.acceptance_rate:.3f} "
-            f"({stats.num_accepted} of {stats.num_drafted} drafts), "
+            f"acceptance rate {stats.acceptance_rate:.3f} ({stats.num_accepted} of {stats.num_drafted} drafts), "
             f"{stats.accepted_per_round:.2f} accepted/round, {stats.tokens_per_round:.2f} tokens/round"
         )
     lines = [
         f"{stats.num_new_tokens} tokens in {_in_seconds(stats.seconds)}, {stats.tokens_per_second:.1f} tokens/s; "
         f"first token after {_in_seconds(stats.time_to_first_token)}; stop reason: {stop_reason}",
-        f"policy {result.policy}: {speculation}",
+        f"policy {result.policy}: {stats.rounds} round{'' if stats.rounds == 1 else 's'}, {speculation}",
     ]
     if stats.num_copied:
         lines.append(f"  {sources_text(stats)}")
     if stats.calibration_seconds >= 0.01:
-        lines.append(
-            f"of that time {_in_seconds(stats.calibration_seconds)} to prepare the policy, once per model and process"
-        )
+        prepared = _in_seconds(stats.calibration_seconds)
+        lines.append(f"of that time {prepared} to prepare the policy, once per model and process")
     return lines
 
 
@@ -131,14 +123,12 @@ def comparison_lines(comparison: Comparison, policy: str) -> list[str]:
             f"  {_in_seconds(median(r.seconds for r in runs)):>8}"
             f"  first token {_in_seconds(median(r.time_to_first_token for r in runs))}"
         )
-    verdict = "outputs equal"
-    if comparison.outputs_equal is None:
-        verdict = "outputs not compared: sampled texts differ, their distribution is the same"
-    elif not comparison.outputs_equal:
-        verdict = (
-            f"OUTPUTS DIFFER from new token {comparison.first_difference} on: a near-tie of two tokens can do that "
-            "(float64 decides: --dtype float64)"
-        )
+    verdict = {
+        True: "outputs equal",
+        None: "outputs not compared: sampled texts differ, their distribution is the same",
+        False: f"OUTPUTS DIFFER from new token {comparison.first_difference} on: a near-tie of two tokens can do that "
+        "(float64 decides: --dtype float64)",
+    }[comparison.outputs_equal]
     spread = f"{comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}"
     return [*lines, f"speed-up {comparison.speedup:.2f} ({spread}); {verdict}"]
 

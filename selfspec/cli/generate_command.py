@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,15 @@ import typer
 from rich.console import Console
 from transformers import StoppingCriteriaList
 
+from policies import autoregressive
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.analysis.comparison import Generate, compare, warm_up
-from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
-from selfspec.analysis.replay import plain_and_watched
+from selfspec.analysis.explain import explain, explanation_lines
+from selfspec.analysis.replay import watching_all_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE
 from selfspec.cli.arguments import check_sampling, checked_output_file, load_generator
 from selfspec.cli.batch_file import generate_file, read_prompts
-from selfspec.cli.console import LogConsole, one_line_errors
+from selfspec.cli.console import Interrupt, LogConsole, one_line_errors
 from selfspec.cli.display import (
     PROMPT_STYLE,
     TextWriter,
@@ -29,7 +30,6 @@ from selfspec.cli.display import (
     summary_lines,
     write_trace,
 )
-from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.cli.option_groups import CopyFromOption, LoadOptions, ModelOption, option, with_groups
 from selfspec.cli.text_input import PromptArgument, read_copy_files, read_prompt, store_of_files
 from selfspec.detokenize import DraftStreamer, TextStreamer, TokenSource
@@ -38,46 +38,26 @@ from selfspec.options import WrittenOptions
 
 _WARM_UP_TOKENS = 16
 _MANY, _OUTPUT, _TEXT = "Many prompts", "Output", "Text"
+_PROMPTS_HELP = 'JSON lines with "prompt" or "messages", and optionally options of their own ("seed", ...).'
+_OUTPUT_HELP = "With --prompts: write the results here as JSON lines. The command resumes an earlier run."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputOptions:
+class RunOptions:
     compare: bool = option(False, "Also decode without speculation and show the speed-up.", _OUTPUT, "--compare")
-    show_drafts: bool = option(
-        False, "Colour each token by how it was produced (accepted draft, correction, ...).", _OUTPUT, "--show-drafts"
-    )
+    show_drafts: bool = option(False, "Colour each token by how it was produced.", _OUTPUT, "--show-drafts")
     svg: Path | None = option(
-        None,
-        "With --show-drafts: also draw the coloured text into this SVG file.",
-        _OUTPUT,
-        callback=checked_output_file,
+        None, "With --show-drafts: also draw the text into this SVG file.", _OUTPUT, callback=checked_output_file
     )
     as_json: bool = option(False, "Print one JSON object instead of the text.", _OUTPUT, "--json")
     trace: Path | None = option(
         None, "Write a JSON line per round to this file.", _OUTPUT, callback=checked_output_file
     )
     explain: bool = option(
-        False,
-        "Explain where the time went, what limits the speed-up, and what fixed settings would have given.",
-        _OUTPUT,
-        "--explain",
+        False, "Explain where the time went, and what fixed settings would have given.", _OUTPUT, "--explain"
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    prompts: Path | None = option(
-        None,
-        'Many prompts: JSON lines with "prompt" or "messages", and optionally options of their own ("seed", ...).',
-        _MANY,
-    )
-    output: Path | None = option(
-        None,
-        "With --prompts: write the results here as JSON lines. The command resumes an earlier run.",
-        _MANY,
-        *("--output", "-o"),
-        callback=checked_output_file,
-    )
+    prompts: Path | None = option(None, _PROMPTS_HELP, _MANY)
+    output: Path | None = option(None, _OUTPUT_HELP, _MANY, "--output", "-o", callback=checked_output_file)
     batch_size: int = option(DEFAULT_BATCH_SIZE, "With --prompts: number of texts decoded together.", _MANY, min=1)
     file: Path | None = option(None, "Read the prompt from this UTF-8 file.", _TEXT)
     ignore_eos: bool = option(False, "Do not stop at an end-of-sequence token.", _TEXT, "--ignore-eos")
@@ -89,7 +69,6 @@ class RunOptions:
 def generate_command(
     options: WrittenOptions,
     load: LoadOptions,
-    shown: OutputOptions,
     run: RunOptions,
     prompt: PromptArgument = None,
     model: ModelOption = None,
@@ -98,15 +77,16 @@ def generate_command(
     """Continue a prompt: print the text as it is generated, then a summary of what speculation did."""
     log = LogConsole(quiet=run.quiet)
     with one_line_errors():
-        if shown.as_json and shown.show_drafts:
+        if run.as_json and run.show_drafts:
             raise ValueError("--json prints no text to colour: leave out --show-drafts")
-        if shown.svg is not None and not shown.show_drafts:
+        if run.svg is not None and not run.show_drafts:
             raise ValueError("--svg draws coloured drafts: add --show-drafts")
         if run.ignore_eos and options["eos_token_id"]:
             raise ValueError("give --ignore-eos or --eos-token-id, not both")
         if (run.prompts is None) != (run.output is None):
             raise ValueError("--prompts and --output go together: a file of prompts, and one for the results")
-        if run.prompts is not None and any((prompt, run.file, *astuple(shown))):
+        one_text = (prompt, run.file, run.compare, run.show_drafts, run.svg, run.as_json, run.trace, run.explain)
+        if run.prompts is not None and any(one_text):
             raise ValueError("--prompts takes no single prompt, and --compare, --json and the like are for one text")
         if run.ignore_eos:
             options["eos_token_id"] = []
@@ -128,7 +108,7 @@ def generate_command(
             text = read_prompt(prompt, run.file)
             # Every run reads the prompt, because runs of one prompt are timed against each other.
             generator = load_generator(model, load, log, prefix_cache=0)
-            _generate_one(generator, text, options, copy_texts, shown, run.repeats, log)
+            _generate_one(generator, text, options, copy_texts, run, log)
 
 
 def _generate_one(
@@ -136,8 +116,7 @@ def _generate_one(
     prompt: str,
     options: WrittenOptions,
     copy_texts: list[str],
-    shown: OutputOptions,
-    repeats: int,
+    run: RunOptions,
     log: Console,
 ) -> None:
     """Run one prompt as often as the options need. Ctrl-C ends any run as a stop condition would."""
@@ -147,38 +126,38 @@ def _generate_one(
     with log.status("Calibrating ..."):  # only if the policy uses measured costs
         policy = generator.resolve_policy(options["policy"], options["exit_layer"], options["num_speculations"])
     options["copy_from"] = store_of_files(generator, copy_texts, policy)
-    interrupt = InterruptCriteria()
-    generate: Generate = partial(
-        generator.generate, prompt, **options, stopping_criteria=StoppingCriteriaList([interrupt])
-    )
+    interrupt = Interrupt()
+    criteria = StoppingCriteriaList([interrupt])
+    generate: Generate = partial(generator.generate, prompt, **options, stopping_criteria=criteria)
     explanation = comparison = None
     with interrupt:
-        if shown.compare:
+        if run.compare:
             room = model.max_positions - len(tokenizer(prompt)["input_ids"])
             with log.status("Warming up ..."):
                 warm_up(generate, max(1, min(_WARM_UP_TOKENS, room, options["max_new_tokens"] or _WARM_UP_TOKENS)))
-        result = _shown_run(generate, tokenizer, prompt, shown, log)
-        if shown.explain and not interrupt.requested:
+        result = _shown_run(generate, tokenizer, prompt, run, log)
+        if run.explain and not interrupt.requested:
             with log.status("Watching every layer ..."):
-                cost = measured_cost(model, generator.runner)
+                cost, num_layers = measured_cost(model, generator.runner), model.num_layers
                 changes: dict[str, Any] = {"exit_layer": None, "num_speculations": None, "trace": True}
-                watched = generate(**changes, policy=watching_all_layers(policy, model.num_layers))
+                watched = generate(**changes, policy=watching_all_layers(policy, num_layers))
                 plain = None
                 if greedy and watched.stats.num_copied:  # rounds that copy are not watched
-                    plain = generate(**changes, policy=plain_and_watched(model.num_layers), copy_from=None)
-                explanation = explanation_lines(explain(watched, model.num_layers, cost, plain), cost)
-        if shown.compare and not interrupt.requested:
+                    plain_policy = watching_all_layers(autoregressive(num_layers), num_layers)
+                    plain = generate(**changes, policy=plain_policy, copy_from=None)
+                explanation = explanation_lines(explain(watched, num_layers, cost, plain), cost)
+        if run.compare and not interrupt.requested:
             doing = "Comparing with autoregressive decoding"
             with log.status(f"{doing} ...") as status:
                 comparison = compare(
                     generate,
-                    repeats=repeats,
+                    repeats=run.repeats,
                     greedy=greedy,
-                    before_run=lambda run: status.update(f"{doing}, run {run + 1} of {2 * repeats} ..."),
+                    before_run=lambda index: status.update(f"{doing}, run {index + 1} of {2 * run.repeats} ..."),
                     interrupted=lambda: interrupt.requested,
                 )
     stop_reason = "interrupted" if interrupt.requested else result.stop_reason
-    if shown.as_json:
+    if run.as_json:
         described = {
             "model": model.name,
             "text": result.text,
@@ -198,38 +177,38 @@ def _generate_one(
         raise typer.Exit(130)
 
 
-def _shown_run(generate: Generate, tokenizer: Any, prompt: str, shown: OutputOptions, log: Console) -> GenerationResult:
+def _shown_run(generate: Generate, tokenizer: Any, prompt: str, run: RunOptions, log: Console) -> GenerationResult:
     """Make the run that the user sees, on standard output unless JSON is asked for, and in files."""
     writer = TextWriter(Console(highlight=False))
     drafts: list[tuple[str, TokenSource]] = []
 
     def on_start() -> None:
-        if shown.as_json or log.quiet:
+        if run.as_json or log.quiet:
             return
         if writer.is_terminal:
             writer.write(prompt, PROMPT_STYLE)
-        elif shown.compare:  # standard output gets the continuation alone
+        elif run.compare:  # standard output gets the continuation alone
             log.print(f"prompt:\n{prompt}\n", style=PROMPT_STYLE)
 
     def on_token(text: str, source: TokenSource) -> None:
         drafts.append((text, source))
         writer.write_token(text, source)
 
-    if shown.show_drafts:
+    if run.show_drafts:
         streamer: TextStreamer = DraftStreamer(tokenizer, on_token, on_start)
         log.print(legend(writer.shows_styles))
     else:
-        streamer = TextStreamer(tokenizer, (lambda text: None) if shown.as_json else writer.write, on_start)
+        streamer = TextStreamer(tokenizer, (lambda text: None) if run.as_json else writer.write, on_start)
     try:
-        result = generate(streamer=streamer, trace=shown.trace is not None)
+        result = generate(streamer=streamer, trace=run.trace is not None)
     except (ValueError, TypeError) as error:
         if streamer.started:  # the arguments were valid, so this is a bug of ours
             raise RuntimeError("generation failed") from error
         raise
-    if not shown.as_json:
+    if not run.as_json:
         writer.write("\n")
-    if shown.trace is not None:
-        write_trace(shown.trace, result.trace or ())
-    if shown.svg is not None:
-        save_drafts(shown.svg, f"selfspec generate --policy {result.policy} --show-drafts", prompt, drafts)
+    if run.trace is not None:
+        write_trace(run.trace, result.trace or ())
+    if run.svg is not None:
+        save_drafts(run.svg, f"selfspec generate --policy {result.policy} --show-drafts", prompt, drafts)
     return result

@@ -16,53 +16,24 @@ from selfspec.cli.console import gc_paused, one_line_errors
 from selfspec.removed import refuse_removed
 
 COMMANDS = {
-    "generate": (
-        "selfspec.cli.generate_command:generate_command",
-        "Continue a prompt: print the text as it is generated, then a summary of what speculation did.",
-    ),
-    "chat": (
-        "selfspec.cli.chat_command:chat_command",
-        "Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation.",
-    ),
-    "get": (
-        "selfspec.cli.get_command:get_command",
-        "Download a model that can then be used by its short name, for example: selfspec chat smollm2.",
-    ),
-    "trace": (
-        "selfspec.cli.analysis_commands:trace_command",
-        "Decode a prompt greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance.",
-    ),
-    "inspect": (
-        "selfspec.cli.analysis_commands:inspect_command",
-        "Say whether a checkpoint is worth self-speculating with: agreement per layer, speed-up predicted and measured.",
-    ),
-    "verify": (
-        "selfspec.cli.analysis_commands:verify_command",
-        "Check on this machine that the engine's output equals that of the model as transformers runs it.",
-    ),
-    "serve": (
-        "selfspec.cli.serve_command:serve_command",
-        "Serve a model to OpenAI clients: chat, completions, streams, metrics.",
-    ),
-    "train": (
-        "selfspec.cli.training_commands:train_command",
-        "Train a Llama with the LayerSkip recipe: layer dropout and early-exit loss.",
-    ),
-    "train-pacer": (
-        "selfspec.cli.training_commands:train_pacer_command",
-        "Train Pacer's pre-verifier for a LayerSkip checkpoint.",
-    ),
-    "train-exit": (
-        "selfspec.cli.training_commands:train_exit_command",
-        "Train exit adapters for a frozen checkpoint: its drafts get better, and its output stays the same.",
-    ),
-    "export-hub": (
-        "selfspec.cli.export_command:export_hub_command",
-        "Write a folder that transformers decodes from with selfspec (from_pretrained, pipeline, transformers serve).",
-    ),
+    "generate": "Continue a prompt: print the text as it is generated, then a summary of what speculation did.",
+    "chat": "Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation.",
+    "get": "Download a model that can then be used by its short name, for example: selfspec chat smollm2.",
+    "trace": "Decode greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance.",
+    "inspect": "Say whether a checkpoint is worth speculating with: agreement per layer, speed-up predicted and measured.",
+    "verify": "Check on this machine that the engine's output equals that of the model as transformers runs it.",
+    "serve": "Serve a model to OpenAI clients: chat, completions, streams, metrics.",
+    "train": "Train a Llama with the LayerSkip recipe: layer dropout and early-exit loss.",
+    "train-pacer": "Train Pacer's pre-verifier for a LayerSkip checkpoint.",
+    "train-exit": "Train exit adapters for a frozen checkpoint: its drafts get better, and its output stays the same.",
+    "export-hub": "Write a folder that transformers decodes from with selfspec: from_pretrained, pipeline, serve.",
 }
-"""Places of the commands' functions, and lines for the list of commands. Only the module of the command that is called
-gets imported, none for the list."""
+"""The commands, with a line of help for the list, which imports none of their modules."""
+_TOGETHER = {
+    **dict.fromkeys(("trace", "inspect", "verify"), "analysis_commands"),
+    **dict.fromkeys(("train", "train-pacer", "train-exit"), "training_commands"),
+}
+"""Modules of several commands. Others have one of their own, such as `get_command`."""
 
 
 class _Commands(TyperGroup):
@@ -79,8 +50,7 @@ class _Command(TyperCommand):
     """A command whose module is imported when it is called; until then it has a name and a line of help."""
 
     def __init__(self, name: str) -> None:
-        self._place, summary = COMMANDS[name]
-        super().__init__(name, help=summary)
+        super().__init__(name, help=COMMANDS[name])
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         with one_line_errors():
@@ -89,9 +59,10 @@ class _Command(TyperCommand):
 
     def imported(self) -> Any:
         """Import the command itself."""
-        module, _, function = self._place.partition(":")
+        name = str(self.name)
+        function = f"{name.replace('-', '_')}_command"
         with gc_paused():
-            called = getattr(import_module(module), function)
+            called = getattr(import_module(f"selfspec.cli.{_TOGETHER.get(name, function)}"), function)
         alone = typer.Typer(add_completion=False)
         alone.command(self.name)(called)
         return typer.main.get_command(alone)

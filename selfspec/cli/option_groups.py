@@ -21,11 +21,6 @@ ModelOption = Annotated[str | None, typer.Option(help=MODEL_HELP, rich_help_pane
 ModelArgument = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 
 
-def option(default: Any, help: str, panel: str | None = None, *flags: str, **others: Any) -> Any:
-    """Make a field of a group, as `option_fields.option`. A flag off by default needs its name among the flags."""
-    return option_field(default, help, flags=flags, rich_help_panel=panel, **others)
-
-
 PolicyOption = Annotated[str | None, typer.Option(help=POLICY_HELP, rich_help_panel="Speculation")]
 _COPY_HELP = "UTF-8 text file to copy drafts from, in addition to the prompt and the generated text; repeatable."
 CopyFromOption = Annotated[list[Path] | None, typer.Option(help=_COPY_HELP, rich_help_panel="Speculation")]
@@ -34,6 +29,11 @@ _TEMPLATE_HELP = (
     "Default: the tokenizer's own; plain for the demo model."
 )
 ChatTemplateOption = Annotated[str | None, typer.Option(help=_TEMPLATE_HELP)]
+
+
+def option(default: Any, help: str, panel: str | None = None, *flags: str, **others: Any) -> Any:
+    """Make a field of a group, as `option_fields.option`. A flag off by default needs its name among the flags."""
+    return option_field(default, help, flags=flags, rich_help_panel=panel, **others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

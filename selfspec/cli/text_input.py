@@ -19,9 +19,7 @@ EXAMPLE_PROMPT = (
     "Translate German to English: Ich habe ein neues Auto.\nEnglish: I have a new car.\n\n"
     "Translate German to English: Das Wetter ist heute sehr gut.\nEnglish:"
 )
-"""The default prompt."""
 CODE_PROMPT = 'def fibonacci(n):\n    """Return the first n Fibonacci numbers."""\n'
-"""A second example: code."""
 
 PromptArgument = Annotated[
     str | None, typer.Argument(help='Text to continue; "-" reads standard input (default: an example).')
@@ -31,14 +29,14 @@ PromptArgument = Annotated[
 def read_prompt(argument: str | None, file: Path | None) -> str:
     """Read the prompt. "-" means standard input; so does no prompt when something is piped in.
 
-    Files and standard input are UTF-8; one newline at the end does not count. Raises ValueError if two sources are given, or
-    if one is empty or not UTF-8; OSError if the file cannot be read.
+    One newline at the end of a file or of standard input does not count. Raises ValueError if two sources are given, or if
+    one is empty or not UTF-8; OSError if the file cannot be read.
     """
     if argument is not None and file is not None:
         raise ValueError("give a prompt or --file, not both")
     source = "standard input"
     if file is not None:
-        source, text = str(file), _read(file, "give the path of")
+        source, text = str(file), _read(file)
     elif argument == "-" or (argument is None and _is_piped()):
         text = _decode(sys.stdin.buffer.read(), source)
     elif argument is None:
@@ -55,12 +53,11 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
 
 def read_copy_files(files: Sequence[Path] | None) -> list[str]:
     """Read the text of each file. Raises ValueError if one is empty or not UTF-8, OSError if it cannot be read."""
-    texts = []
-    for path in files or ():
-        texts.append(_read(path, "--copy-from takes the path of"))
-        if not texts[-1]:
+    texts = {path: _read(path) for path in files or ()}
+    for path, text in texts.items():
+        if not text:
             raise ValueError(f"{path} is empty: --copy-from takes a file with the text to copy from")
-    return texts
+    return [*texts.values()]
 
 
 def store_of_files(
@@ -86,11 +83,11 @@ def _is_piped() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
-def _read(path: Path, wanted: str) -> str:
+def _read(path: Path) -> str:
     try:
         return _decode(path.read_bytes(), str(path))
     except FileNotFoundError:
-        raise FileNotFoundError(f"no file {path}: {wanted} a UTF-8 text file") from None
+        raise FileNotFoundError(f"no file {path}: give the path of a UTF-8 text file") from None
 
 
 def _decode(content: bytes, source: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
@@ -17,8 +17,8 @@ from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kernels.threads import num_threads
 from layerskip_models.kv_cache import KVCache
 from policies import FixedExit, MeasuredCost, NeverStop, ObservationSpec, Policy
+from selfspec.cache.hidden_states import HiddenStates
 from selfspec.engine.draft import Draft, make_drafts
-from selfspec.engine.hidden_states import HiddenStates
 from selfspec.engine.request import plain_request
 from selfspec.engine.runners.eager import make_runner
 from selfspec.engine.runners.runner import RunnerName, engine_mode, resolve_runner
@@ -34,39 +34,27 @@ _measuring = fork_safe(threading.Lock())
 _measured: WeakKeyDictionary[LayerSkipModel, dict[RunnerName, MeasuredCost]] = WeakKeyDictionary()
 
 
-class StoppedError(Exception):
-    """A calibration was stopped."""
-
-
-def measured_cost(
-    model: LayerSkipModel, runner: RunnerName | None = None, *, stopped: Callable[[], bool] = lambda: False
-) -> MeasuredCost:
+def measured_cost(model: LayerSkipModel, runner: RunnerName | None = None) -> MeasuredCost:
     """Return the model's costs on its device: calibrated on the first call, remembered as long as the model lives.
 
-    runner: of the passes; None for the one that a generator takes by default. stopped: asked between timings; raises
-    StoppedError once it says so.
+    runner: of the passes; None for the one that a generator takes by default.
     """
     runner = resolve_runner("auto", model) if runner is None else runner
     with _measuring:  # two calibrations at once would time each other
         known = _measured.setdefault(model, {})
         if runner not in known:
-            known[runner] = calibrate(model, runner, stopped)
+            known[runner] = calibrate(model, runner)
         return known[runner]
 
 
 def use_cost(model: LayerSkipModel, cost: MeasuredCost) -> None:
-    """Use this cost for the model from now on, such as another process's calibration, so that both decide alike.
-
-    It stays as it is: policies do not repair it by what rounds take.
-    """
+    """Use this cost from now on, as it is, such as another process's, so that both decide alike."""
     fixed = replace(cost, fixed=True)
     with _measuring:
         _measured[model] = {"eager": fixed, "graphs": fixed}
 
 
-def calibrate(
-    model: LayerSkipModel, runner: RunnerName = "eager", stopped: Callable[[], bool] = lambda: False
-) -> MeasuredCost:
+def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCost:
     """Time layers and head over several numbers of rows, and a draft step. All calls take turns; the lower quartile counts.
 
     Two rounds of timings at least, then more for up to 0.6 s: under a second for the demo checkpoint. Numbers of rows between
@@ -80,13 +68,10 @@ def calibrate(
         for stored in cache.memory:
             # Not leftover memory: infinities there are slow on some processors.
             stored.normal_(generator=own if stored.device == own.device else None)
-        # From many rows to one, so that a pass over one comes soon after another pass, as in decoding, and finds in a cache
-        # what of the weights fits there.
-        *passes, draft = _timed(_calls(model.with_adapters({}), cache, rows_timed[::-1], runner), model, stopped)
+        *passes, draft = _timed(_calls(model.with_adapters({}), cache, rows_timed, runner), model)
         adapter_seconds = _adapter_seconds(model, cache, runner) if model.adapters else ()
-    layers, heads = passes[-2::-2], passes[::-2]
-    if runner == "graphs" or model.steps() is not None:  # the first of each two calls has the second one in it
-        layers = [max(both - head, 0.1 * both) for both, head in zip(layers, heads)]
+    heads = passes[::-2]
+    layers = [max(both - head, 0.1 * both) for both, head in zip(passes[-2::-2], heads)]
     layer_seconds = _every_row(rows_timed, [value / model.num_layers for value in layers])
     head_seconds = _every_row(rows_timed, heads)
     step = draft / _DRAFTS - layer_seconds[0] - head_seconds[0]
@@ -103,10 +88,8 @@ def calibrate(
 
 def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> tuple[tuple[int, float], ...]:
     """Measure what each exit's adapter adds to a draft step: the difference between a draft with it and one without."""
-    exits, bare = sorted(model.adapters), model.with_adapters({})
-    seconds = _timed(
-        [_draft_call(one, cache, exit_layer, runner) for exit_layer in exits for one in (model, bare)], model
-    )
+    exits, pair = sorted(model.adapters), (model, model.with_adapters({}))
+    seconds = _timed([_draft_call(one, cache, layer, runner) for layer in exits for one in pair], model)
     added = [max(with_it - without, 0.0) / _DRAFTS for with_it, without in zip(seconds[::2], seconds[1::2])]
     return tuple(zip(exits, added))
 
@@ -136,53 +119,24 @@ def _draft_call(model: LayerSkipModel, cache: KVCache, exit_layer: int, runner: 
 
 
 def _calls(
-    model: LayerSkipModel, cache: KVCache, rows_timed: abc.Sequence[int], runner: RunnerName
+    model: LayerSkipModel, cache: KVCache, rows_timed: tuple[int, ...], runner: RunnerName
 ) -> list[Callable[[], object]]:
-    """All layers and the head over each number of rows, in turn, and a draft of `_DRAFTS` steps."""
-    context, last = cache.max_length, model.num_layers
-    steps = model.steps()
+    """For each number of rows, all layers with the head, then the head alone; last, a draft of `_DRAFTS` steps.
 
-    def layers(rows: int) -> Callable[[], object]:
-        hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
-
-        def run() -> object:
-            cache.declare(context - rows)
-            if steps is not None:
-                return steps.rows(hidden, ((cache, rows),), 0, last)
-            return model.run_layers(hidden, 0, last, cache)
-
-        return run
-
-    def head(rows: int) -> Callable[[], object]:
-        hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
-        return lambda: model.choices(hidden).tokens.tolist()
-
-    # A head after layers, as in decoding: after another head its weights might still be in a cache.
-    calls = (layers, head) if runner == "eager" else _runner_calls(model, cache, runner)
-    passes = [call(rows) for rows in rows_timed for call in calls]
-    return [*passes, _draft_call(model, cache, 1, runner)]
-
-
-def _runner_calls(
-    model: LayerSkipModel, cache: KVCache, runner: RunnerName
-) -> tuple[Callable[[int], Callable[[], object]], ...]:
-    """As a round makes them: all layers with the head, and the head alone."""
+    From many rows to one, so that a pass over one comes soon after another pass, as in decoding, and finds in a cache what of
+    the weights fits there. A head comes after layers: after another head its weights might still be in a cache.
+    """
     running, text, last = make_runner(model, runner), _text(model, cache), model.num_layers
+    text.reserve(rows_timed[-1])
+    text.hidden.zero_()
 
-    def both(rows: int) -> Callable[[], object]:
-        draft = Draft(text, copied=[0] * (rows - 1))
+    def run(draft: Draft, start: int) -> None:
+        cache.declare(cache.max_length - draft.end)
+        running.run([draft], start, last, "full")
 
-        def run() -> None:
-            cache.declare(cache.max_length - rows)
-            running.run([draft], 0, last, "full")
-
-        return run
-
-    def head(rows: int) -> Callable[[], object]:
-        draft = Draft(text, copied=[0] * (rows - 1))
-        return lambda: running.run([draft], last, last, "full")
-
-    return both, head
+    drafts = [Draft(text, copied=[0] * (rows - 1)) for rows in reversed(rows_timed)]
+    passes = [partial(run, draft, start) for draft in drafts for start in (0, last)]
+    return [*passes, _draft_call(model, cache, 1, runner)]
 
 
 def timed_context(model: LayerSkipModel) -> int:
@@ -191,31 +145,22 @@ def timed_context(model: LayerSkipModel) -> int:
 
 
 def learning_seconds(model: LayerSkipModel, layers: tuple[int, ...], rows: tuple[int, ...]) -> dict[int, float]:
-    """Seconds of one learning step over each number of rows: every candidate layer's through norm, head and softmax.
-
-    layers: the candidates. Timed as `calibrate` times.
-    """
+    """Seconds of one learning step over each number of rows: every candidate layer's through norm, head and softmax."""
     states = HiddenStates(model, layers, max_rows=max(rows))
     row = model.embed(torch.zeros(max(rows), dtype=torch.long, device=model.device))
     for layer in layers:
         states.capture(0, layer, row)
     target = torch.zeros(max(rows), dtype=torch.long, device=model.device)
 
-    def learn(count: int) -> Callable[[], object]:
-        return lambda: states.shadow_tokens(count, target[:count])
-
+    calls: list[Callable[[], object]] = [partial(states.shadow_tokens, count, target[:count]) for count in rows]
     with engine_mode(model.device), model.on_one_team():
-        return dict(zip(rows, _timed([learn(count) for count in rows], model)))
+        return dict(zip(rows, _timed(calls, model)))
 
 
-def _timed(
-    calls: list[Callable[[], object]], model: LayerSkipModel, stopped: Callable[[], bool] = lambda: False
-) -> list[float]:
+def _timed(calls: list[Callable[[], object]], model: LayerSkipModel) -> list[float]:
     """Seconds of each call: the lower quartile, since a busy machine only ever adds. The calls take turns."""
     device = model.device
     for call in calls:
-        if stopped():
-            raise StoppedError
         call()
     seconds: list[list[float]] = [[] for _ in calls]
     started = perf_counter()
@@ -223,8 +168,6 @@ def _timed(
         if repeat >= 2 and perf_counter() - started > _SECONDS:
             break
         for call, times in zip(calls, seconds):
-            if stopped():
-                raise StoppedError
             synchronize(device)
             start = perf_counter()
             call()

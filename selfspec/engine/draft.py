@@ -17,11 +17,9 @@ from policies.records import StopCause
 from selfspec.engine.results import without_traceback
 
 if TYPE_CHECKING:
-    from selfspec.engine.hidden_states import HiddenStates
+    from selfspec.cache.hidden_states import HiddenStates
     from selfspec.engine.runners.runner import Runner
     from selfspec.engine.sequence import Sequence
-
-_NOTHING = HeadOutput(-1, math.nan)
 
 
 class Draft:
@@ -32,23 +30,20 @@ class Draft:
 
     By the plan:
         exit_layer: 0 if no exit drafts. max_speculations: most tokens it drafts. bits: of the weights that draft, None for
-            the model's own. num_copied: how many drafts were copied from earlier text, all or none.
-        context, acceptance, threshold: for the round's record. learns: whether the policy learns from the round.
-        states: keeps hidden states for whoever looks at them, None if nobody does. steering: of steered exits, by the row
-            that was verified last.
+            the model's own. num_copied: drafts copied from earlier text, all or none. context, acceptance, threshold: for the
+            round's record. learns: whether the policy learns from the round. states: keeps hidden states for whoever looks
+            at them, None if nobody does. steering: of steered exits, by the row that was verified last.
     While it runs:
-        rows: their tokens, int. first, end: a pass runs rows [first, end). outputs: what the head said of them. logits:
-            float32 [end - first, vocab], where tokens are sampled or processed; the next pass may overwrite them.
-        verified_from: the layer at which verification takes up all rows.
-        seen: the confidence of every row looked at that has one. dropped_token: what a greedy draft would have taken from
-            the row that a policy stopped before.
-        error: why the sequence cannot go on: its policy raised it, or a processor, or memory is short.
+        rows: their tokens. first, end: a pass runs rows [first, end). outputs: what the head said of them. logits: float32
+            [end - first, vocab], where tokens are sampled or processed; the next pass may overwrite them. verified_from: the
+            layer at which verification takes up all rows. seen: the confidence of every row looked at that has one.
+            dropped_token: what a greedy draft would have taken from the row that a policy stopped before. error: why the
+            sequence cannot go on: its policy raised it, or a processor, or memory is short.
     By the verdict:
-        num_accepted: m. block: the m + 1 tokens to commit. failure: why the last of them is not a token, if it is not: the
-            text ends with it if it gets that far.
-        target_tokens: greedy, the full model's choice for rows 0..m at least. p: when sampling, the distributions that
-            tokens were judged by, float32 [m+1 or more, vocab]. rates: when sampling, min(1, p/q) of each draft whose fate
-            is known.
+        num_accepted: m. block: the m + 1 tokens to commit. failure: why the last of them is not a token: the text ends with
+            it if it gets that far. target_tokens: greedy, the full model's choice for rows 0..m at least. p: when sampling,
+            the distributions that tokens were judged by, float32 [m+1 or more, vocab]. rates: when sampling, min(1, p/q) of
+            each draft whose fate is known.
     """
 
     __slots__ = (
@@ -129,8 +124,7 @@ class Draft:
             self.error = without_traceback(error)
             return False
         self.first, self.end = self.end, len(self.rows)
-        if stop is not None:
-            self.stop_cause = stop
+        self.stop_cause = stop or "cap"
         return stop is None
 
     def _take_row(self) -> StopCause | None:
@@ -155,9 +149,8 @@ class Draft:
         )
         if row.confidence is not None and row.confidence == row.confidence:
             self.seen.append(row.confidence)
-        if row.confidence != row.confidence or row.entropy != row.entropy:  # no policy is shown NaN
-            return "before_draw"
-        if observes.features and any(map(math.isnan, output[2:])):
+        no_number = row.confidence != row.confidence or row.entropy != row.entropy
+        if no_number or (observes.features and any(map(math.isnan, output[2:]))):  # no policy is shown NaN
             return "before_draw"
         if stopping is not None and stopping.stop_before_draw(row):
             self.dropped_token = None if sequence.samples else self._pick(output, logits)
@@ -178,16 +171,16 @@ class Draft:
         """Return what the policy wants to know of a row whose token is sampled or processed."""
         sequence = self.sequence
         if sequence.detail == "token":
-            return _NOTHING
+            return HeadOutput(-1, math.nan)
         looked = look if sequence.sampler.native and takes(logits) and logits.is_contiguous() else choices_of
         return looked(logits, sequence.detail).outputs()[0]
 
     def _pick(self, output: HeadOutput, logits: Tensor | None) -> int | None:
         """Pick the next draft: the argmax after processors, or a draw from q, which is kept.
 
-        None where the row gives none: nothing can be drawn from it, or a processor refuses the text. That text holds drafts,
-        so plain decoding may never come to it. The draft then ends, which depends on nothing that is drawn later, and
-        verification looks at the same row if it is ever committed.
+        None where nothing can be drawn from the row, or a processor refuses the text, to which plain decoding may never come.
+        The draft then ends, which depends on nothing that is drawn later, and verification looks at the same row if it is
+        ever committed.
         """
         if logits is None:
             return output.token
@@ -209,9 +202,8 @@ def make_drafts(runner: Runner, drafts: abc.Sequence[Draft]) -> None:
     Step j runs one row of every sequence that still drafts. Where exits differ, a row leaves the pass at its own, and the
     draft head then looks at all rows together. Rows that are drafted with weights in fewer bits have a pass of their own.
     """
-    drafting = [draft for draft in drafts if draft.exit_layer]
+    going = drafting = [draft for draft in drafts if draft.exit_layer]
     kinds = {draft.bits for draft in drafting}
-    going = drafting
     while going:
         for bits in kinds:
             alike = going if len(kinds) == 1 else [draft for draft in going if draft.bits == bits]

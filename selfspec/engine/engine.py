@@ -15,7 +15,7 @@ from layerskip_models.draft_weights import make_for
 from layerskip_models.kernels.threads import reclaim_buffers
 from layerskip_models.prefill import MAX_ROWS
 from policies import Policy, RoundRecord
-from selfspec.engine.hidden_states import DeferredShadow
+from selfspec.cache.hidden_states import DeferredShadow
 from selfspec.engine.model_source import BoundModel
 from selfspec.engine.policy_store import BatchPolicies
 from selfspec.engine.request import Request
@@ -24,6 +24,7 @@ from selfspec.engine.round import Outputs, emit, read_prompts, run_round
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.runners.runner import engine_mode
 from selfspec.engine.sequence import Sequence
+from selfspec.engine.stopping import StopReason
 from selfspec.messages import Messages
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ class BoundRequest:
 class Engine:
     """Decodes sequences together. Made by `SelfSpecGenerator.engine`; for one thread at a time.
 
-    Every sequence has its own KV cache, policy state and random generator. A row gets cheaper as sequences join, since all
-    share one reading of the weights; policies that measure cost know the batch size. On a CPU with our own kernels a sequence
+    A row gets cheaper as sequences join, since all share one reading of the weights. On a CPU with our own kernels a sequence
     gets bit for bit what it would get alone, except when sampling with a policy that decides by measured time ("auto").
     """
 
@@ -66,8 +66,7 @@ class Engine:
         self._slots: dict[int, _Slot] = {}
         self._policies = BatchPolicies()
         self._runners: dict[BoundModel, EagerRunner] = {}  # for each copy of the weights in use
-        # What sequences got in this step, and what of that is ready to be returned. A step that raises leaves both to the
-        # next one.
+        # What sequences got in this step, and what of that may be returned. A step that raises leaves both to the next one.
         self._got: Outputs = []
         self._outputs: list[StepOutput] = []
 
@@ -129,22 +128,30 @@ class Engine:
         Returns the output of each sequence that got something; a step that only reads may return none. An error of one
         sequence is in its `StepOutput`, and the others go on.
 
-        Raises what concerns the engine as a whole: no memory, say, or Ctrl-C. Nothing is lost then. Every sequence goes on
+        Raises what concerns the engine as a whole: no memory, say, or Ctrl-C. Nothing is lost then: every sequence goes on
         from what it had committed, and the next step returns what this one had found. Greedy sequences, and those that sample
-        with a seed and a policy that does not learn, come out as without the error. Others are still drawn from the model's
+        with a seed and a policy that does not learn, come out as without the error, others still follow the model's
         distribution. Records of rounds that were broken off may be missing in the statistics and the trace.
         """
-        self._catch_up()
-        for bound, slots in self._by_model().items():
+        self._report()  # first, what a step that broke off has left
+        for slot in self._slots.values():
+            if slot.sequence.unsent:
+                emit(slot.sequence, self._got, StepOutput(tokens=slot.sequence.unsent))
+        self._report()
+        groups: dict[BoundModel, list[_Slot]] = {}  # sequences of one copy of the weights can share passes
+        ended = {output.ticket for output in self._outputs if output.ended}
+        for slot in self._slots.values():
+            if slot.ticket not in ended:
+                groups.setdefault(slot.call.bound, []).append(slot)
+        for bound, slots in groups.items():
             # Left again before the caller works with the tokens.
             with engine_mode(bound.model.device), bound.model.on_one_team(), ExitStack() as held:
                 for slot in slots:
                     held.enter_context(slot.policy_lock)
                 waiting = [slot.sequence for slot in slots if slot.sequence.reading]
                 going = [slot.sequence for slot in slots if not slot.sequence.reading]
-                if waiting:
-                    # In the order in which they came, several in a pass if they are short. Where nobody waits for this pass,
-                    # it may be as long as memory allows.
+                if waiting:  # in the order in which they came, several in a pass if they are short
+                    # Where nobody waits for this pass, it may be as long as memory allows.
                     most, enough = (PIECE_ROWS, PIECE_ROWS) if going else (MAX_ROWS, FULL_ROWS)
                     read_prompts(waiting, most, enough, self._got)
                 if going:
@@ -155,14 +162,6 @@ class Engine:
                 self._leave(output.ticket)
         found, self._outputs = self._outputs, []
         return found
-
-    def _catch_up(self) -> None:
-        """Report what a step that broke off has left; nothing after one that did not."""
-        self._report()
-        for slot in [*self._slots.values()]:
-            if slot.sequence.unsent:
-                emit(slot.sequence, self._got, StepOutput(tokens=slot.sequence.unsent))
-        self._report()
 
     def _report(self) -> None:
         """Turn what sequences got into what the caller gets."""
@@ -175,15 +174,6 @@ class Engine:
             outputs = [] if slot is None else [output]
             # Nothing is called here, so no signal comes between: see `emit`.
             self._outputs, self._got = [*self._outputs, *outputs], self._got[1:]
-
-    def _by_model(self) -> dict[BoundModel, list[_Slot]]:
-        """Sequences that can share passes: those of one copy of the weights."""
-        groups: dict[BoundModel, list[_Slot]] = {}
-        ended = {output.ticket for output in self._outputs if output.ended}
-        for slot in self._slots.values():
-            if slot.ticket not in ended:
-                groups.setdefault(slot.call.bound, []).append(slot)
-        return groups
 
     def _runner(self, bound: BoundModel) -> EagerRunner:
         if bound not in self._runners:
@@ -229,7 +219,8 @@ class _Slot:
         if output.error is None:
             try:
                 self._count(output.record)
-                output.result = self._result() if self.sequence.stop_reason is not None else None
+                if self.sequence.stop_reason is not None:
+                    output.result = self._result(self.sequence.stop_reason)
             except Exception as error:
                 output.error = error
         self._leaves_text = output.error is None
@@ -257,7 +248,7 @@ class _Slot:
             self._held.close()
             self._closed = True
 
-    def _result(self) -> GenerationResult:
+    def _result(self, reason: StopReason) -> GenerationResult:
         call, sequence = self.call, self.sequence
         num_prompt = call.request.prompt.numel()
         ids = sequence.tokens[:, : sequence.length].to("cpu", copy=True)
@@ -277,14 +268,9 @@ class _Slot:
             runner=call.bound.runner,
             kernels=call.bound.model.kernels,
         )
-        assert sequence.stop_reason is not None
+        trace = tuple(self._records) if call.keep_trace else None
         return GenerationResult(
-            sequences=ids,
-            text=text,
-            stop_reason=sequence.stop_reason,
-            stats=stats,
-            policy=call.policy.name,
-            trace=tuple(self._records) if call.keep_trace else None,
+            sequences=ids, text=text, stop_reason=reason, stats=stats, policy=call.policy.name, trace=trace
         )
 
 

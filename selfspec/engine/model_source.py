@@ -73,9 +73,7 @@ class ModelSource:
         draft_weights: DraftWeights = "auto",
     ) -> None:
         self._draft_weights = check_draft_weights(draft_weights)
-        self._runner: RunnerChoice = runner
-        self._kv_dtype = kv_dtype
-        self._exits: ExitsChoice = exits
+        self._runner, self._kv_dtype, self._exits = runner, kv_dtype, exits
         self._prefixes = PrefixCache() if prefixes is None else prefixes
         self._lock = fork_safe(threading.RLock())  # the garbage collector may finalise a stream while it is held
         self._source = None if isinstance(model, LayerSkipModel) else model
@@ -100,24 +98,18 @@ class ModelSource:
 
     def refresh(self) -> None:
         """Take the weights as they are now, and drop KV caches of the old ones."""
-        if self._source is None:
-            self._forget()
-        else:
-            with self._lock:
-                self._renew(self._source)
+        with self._lock:
+            self._renew(self._source)
 
-    def _forget(self) -> None:
-        """Drop what was made of the weights: they may be others now."""
+    def _renew(self, source: PreTrainedModel | None) -> None:
+        """Copy the weights, or, where they are the engine's own, drop what was made of them: they may be others now."""
+        if source is not None and (self._watch is None or self._watch.moved() or why_not_shared(source) is not None):
+            self.current = self._copied(source)
+            return
         self.current.pool.forget()
         self.current.model.drafters.clear()
         make_draft_weights(self.current.model, self._draft_weights)
-
-    def _renew(self, source: PreTrainedModel) -> None:
-        if self._watch is None or self._watch.moved() or why_not_shared(source) is not None:
-            self.current = self._copied(source)
-        else:
-            self._forget()
-            self._watch = WeightWatch(source)
+        self._watch = None if source is None else WeightWatch(source)
 
     def _copied(self, source: PreTrainedModel) -> BoundModel:
         self._watch = None  # if this fails, the next call tries again
@@ -151,10 +143,10 @@ class ModelSource:
 class WeightWatch:
     """Remembers the state of a model's weights, and says whether it has changed.
 
-    PyTorch has no signal for this: a parameter's version counter does not change when it is written through `.data` or by a
-    fused optimiser. So every call compares what there is by identity, with hooks and replaced forwards; addresses, version
-    counters and the rotary frequencies; and a sample of the numbers in every parameter, spread over its rows and columns, bit
-    for bit. A write through `.data` to a few numbers is not found.
+    A parameter's version counter does not change when it is written through `.data` or by a fused optimiser. So every call
+    compares what there is by identity, with hooks and replaced forwards; addresses, version counters and the rotary
+    frequencies; and a sample of the numbers in every parameter, spread over its rows and columns, bit for bit. A write
+    through `.data` to a few numbers is not found.
 
     model: its parameters have one dtype and one device. It is referred to weakly. Not for several threads at once.
     """
@@ -169,7 +161,7 @@ class WeightWatch:
         self._versioned = [parameter for parameter in self._parameters if not parameter.is_inference()]
         self._rotary: list[Any] = [module for module in self._inner if "inv_freq" in module._buffers]
         self._state = self._now()
-        self._places = [_sampled(_numbers(parameter)) for parameter in self._parameters]
+        self._places = [_sampled(parameter) for parameter in self._parameters]
         with engine_mode(self._parameters[0].device):
             self._sample = torch.cat(self._places)
 
@@ -204,15 +196,11 @@ class WeightWatch:
         )
 
 
-def _numbers(parameter: Tensor) -> Tensor:
-    """View a parameter's memory as integers of the same width, [numbers]; all its storage if it is not contiguous."""
+def _sampled(parameter: Tensor) -> Tensor:
+    """View some numbers of a parameter's memory as integers of the same width; of all its storage if it is not contiguous."""
     values = parameter.detach()
-    if values.is_contiguous():
-        return values.view(-1).view(_INTEGERS[values.element_size()])
-    size = values.untyped_storage().nbytes() // values.element_size()
-    return values.as_strided((size,), (1,), 0).view(_INTEGERS[values.element_size()])
-
-
-def _sampled(numbers: Tensor) -> Tensor:
-    """View some numbers. The step is odd, so that it covers all columns of a matrix with a power of two of them."""
+    if not values.is_contiguous():
+        values = values.as_strided((values.untyped_storage().nbytes() // values.element_size(),), (1,), 0)
+    numbers = values.view(-1).view(_INTEGERS[values.element_size()])
+    # The step is odd, so that it covers all columns of a matrix with a power of two of them.
     return numbers[:: numbers.numel() // _SAMPLES | 1][:_SAMPLES]

@@ -1,7 +1,6 @@
 """Policies by name, kept with what they have learned, and lent to one call at a time.
 
-Policies keep state: what they have learned, and what they know of the current text and round. If two calls used one state at
-the same time, each would decide by the other's drafts. The output would still be the model's own, but a stopping policy that
+If two calls used one policy's state at the same time, each would decide by the other's drafts, and a stopping policy that
 finds another round than the one it started may fail. A call therefore borrows a policy (`lend`). A second call that comes
 meanwhile gets a copy, unless the policy wants to learn from all texts of a batch together (`BatchPolicies`).
 """
@@ -75,25 +74,19 @@ class PolicyStore:
 
         Raises ValueError for a policy that does not fit the model, or for arguments that contradict each other.
         """
-        found = self._resolve(bound, policy, exit_layer, num_speculations)
-        if found is not policy:  # what a policy of the caller's own observes is asked once a call, by its sequence
-            make_for(bound.model, bound.draft_weights, found.name, found.observes.bits)
-        return found
-
-    def _resolve(
-        self, bound: BoundModel, policy: str | Policy | None, exit_layer: int | None, num_speculations: int | None
-    ) -> Policy:
         model = bound.model
         if exit_layer is not None:
             check_exit_layer(exit_layer, model.num_layers)
         if num_speculations == 0 and not isinstance(num_speculations, bool):
             return autoregressive(model.num_layers)
         if exit_layer is None and num_speculations is None:
-            policy = self.default if policy is None else policy
-            if isinstance(policy, Policy):
-                return policy
-            name = (DEFAULT_POLICY if model.num_layers > 1 else "ar") if policy is None else policy.strip()
-            return self._with_draft_weights(bound, name, (name, model.dtype, model.device))
+            found = self.default if policy is None else policy
+            if not isinstance(found, Policy):
+                name = (DEFAULT_POLICY if model.num_layers > 1 else "ar") if found is None else found.strip()
+                found = self._with_draft_weights(bound, name, (name, model.dtype, model.device))
+            if found is not policy:  # what a policy of the caller's own observes is asked once a call, by its sequence
+                make_for(model, bound.draft_weights, found.name, found.observes.bits)
+            return found
         if policy is not None:
             raise ValueError("give policy, or exit_layer with num_speculations, not both")
         default_exit, default_length = fixed_setting(model.name, model.num_layers)
@@ -111,16 +104,10 @@ class PolicyStore:
         offered = bits_on_offer(model, bound.draft_weights)
         if (tuple(sorted(model.drafters)), offered) == (chooser.observes.bits, chooser.offered_bits):
             return policy
-        with self._lock:
-            self._kept.pop(key, None)
-
-        def make() -> Policy:
-            made = make_policy(bound, name)
-            assert isinstance(made.exit, AutoExit)
-            made.exit.adopt(chooser)
-            return made
-
-        return self.find(key, make)
+        made = make_policy(bound, name)
+        assert isinstance(made.exit, AutoExit)
+        made.exit.adopt(chooser)
+        return self.keep(key, made)
 
 
 def make_policy(
@@ -134,24 +121,20 @@ def make_policy(
 
     measure, preverifier: as for `parse_policy`; by default the model's calibration and its loader of pre-verifiers.
     """
+    drafters = sorted(bound.model.drafters.items())
+
+    def measure_all() -> MeasuredCost:
+        rounded = tuple((bits, measured_cost(drafter)) for bits, drafter in drafters)
+        return replace(measured_cost(bound.model, bound.runner), rounded=rounded)
+
     return parse_policy(
         name,
         num_layers=bound.model.num_layers,
-        measure=measure or partial(_measured_cost, bound),
+        measure=measure or measure_all,
         preverifier=preverifier or bound.preverifiers,
-        draft_bits=tuple(sorted(bound.model.drafters)),
+        draft_bits=tuple(bits for bits, _ in drafters),
         offered_bits=bits_on_offer(bound.model, bound.draft_weights),
     )
-
-
-def _measured_cost(bound: BoundModel) -> MeasuredCost:
-    """Measure the costs of the model, and of its weights in fewer bits."""
-    cost = measured_cost(bound.model, bound.runner)
-    drafters = sorted(bound.model.drafters.items())
-    return replace(cost, rounded=tuple((bits, measured_cost(drafter)) for bits, drafter in drafters))
-
-
-# Loans
 
 
 class _Loan:
@@ -171,7 +154,7 @@ _lock = fork_safe(threading.RLock())  # re-entered when a stream is finalised by
 
 
 def _forget_other_threads() -> None:
-    """In a forked child: calls of the parent's other threads do not go on there, and never give back what they borrowed."""
+    """In a forked child, end the loans of the parent's other threads: their calls do not go on there."""
     for key, loan in [*_lent.items()]:
         if loan.thread != threading.get_ident():
             del _lent[key]

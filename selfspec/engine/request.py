@@ -52,6 +52,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "output_hidden_states": (None, False),
 }
 """GenerationConfig fields that do not apply to this engine, with the values that turn them off."""
+_DOES_NOT_APPLY = "does not apply to self-speculative decoding of one sequence: leave it"
 
 _MEANT = {
     "max_tokens": "max_new_tokens",
@@ -74,15 +75,15 @@ def config_fields() -> frozenset[str]:
 
 
 @cache
-def counts_its_calls() -> Mapping[type, str]:
+def counts_its_calls() -> tuple[type, ...]:
     """Processors of transformers whose result depends on earlier calls. Drafting adds calls."""
     from transformers.generation import logits_process as theirs
 
-    return {
-        theirs.SynthIDTextWatermarkLogitsProcessor: "a SynthID watermark",
-        theirs.UnbatchedClassifierFreeGuidanceLogitsProcessor: "classifier-free guidance",
-        theirs.DiaEOSDelayPatternLogitsProcessor: "Dia's delay of the last token",
-    }
+    return (
+        theirs.SynthIDTextWatermarkLogitsProcessor,
+        theirs.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+        theirs.DiaEOSDelayPatternLogitsProcessor,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,7 +94,7 @@ class Request:
     owner: whose earlier texts a prompt may reuse.
     watch_prompt: called with (position of the first row, hidden states [rows, hidden] of the last layer) for all rows of the
         prompt, in order. No row is then taken from an earlier text.
-    shares_generator: true when the caller gave the generator, so that others may draw from it too.
+    shares_generator: the caller gave the generator, so others may draw from it too.
     """
 
     prompt: Tensor
@@ -137,8 +138,12 @@ def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, voc
     elif isinstance(prompt, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
         ids = torch.tensor(list(prompt), dtype=torch.long, device="cpu")
     else:
+        got = type(prompt).__name__
+        if isinstance(prompt, Sequence):
+            wrong = next((item for item in prompt if not isinstance(item, int) or isinstance(item, bool)), None)
+            got = f"a {got} that holds a {type(wrong).__name__}"
         raise TypeError(
-            f"prompt must be text, a list of token ids or an integer tensor, got {_describe(prompt)}; "
+            f"prompt must be text, a list of token ids or an integer tensor, got {got}; "
             "of a tokenizer's output pass ['input_ids']"
         )
     if ids.numel() == 0:
@@ -155,25 +160,16 @@ def check_ids(ids: Tensor, vocab_size: int, *, from_tokenizer: bool) -> None:
         raise ValueError(f"{source} ids must be in [0, {vocab_size - 1}], the model's vocabulary, got {wrong}{hint}")
 
 
-def _describe(prompt: object) -> str:
-    """Name the type of a prompt. For a list, also the type of its first item that is not a token id."""
-    if isinstance(prompt, (list, tuple)):
-        wrong = next((item for item in prompt if not isinstance(item, int) or isinstance(item, bool)), None)
-        return f"a {type(prompt).__name__} that holds a {type(wrong).__name__}"
-    return type(prompt).__name__
-
-
 def refuse_unknown(names: Iterable[str]) -> None:
-    """Raise for keyword arguments that are not among `GenerationOptions`, if there are any.
+    """Raise TypeError for an argument that is not among `GenerationOptions`, naming the one that is meant if one is close.
 
-    Raises ValueError for a field of GenerationConfig that does not apply here, TypeError for any other name, with the
-    argument that is meant if one is close.
+    Raises ValueError for a field of GenerationConfig that does not apply here.
     """
     for name in names:
         if name in NAMES:
             continue
         if name in _REFUSED:
-            raise ValueError(f"{name} does not apply to self-speculative decoding of one sequence: leave it out")
+            raise ValueError(f"{name} {_DOES_NOT_APPLY} out")
         if name in config_fields():
             raise TypeError(
                 f"generate() has no argument {name!r}: set it in a GenerationConfig and pass that as generation_config"
@@ -189,20 +185,17 @@ def refuse_fields(config: GenerationConfig, allowed: Container[str] = ()) -> Non
     for name, neutral in _REFUSED.items():
         value = getattr(config, name, None)
         if value not in neutral and name not in allowed:
-            raise ValueError(
-                f"{name}={value!r} does not apply to self-speculative decoding of one sequence: leave it unset"
-            )
+            raise ValueError(f"{name}={value!r} {_DOES_NOT_APPLY} unset")
 
 
 def refuse_processors(processors: Iterable[object]) -> None:
     """Raise ValueError for a logits processor known not to be a pure function of text and scores."""
     for processor in processors:
-        for kind, called in counts_its_calls().items():
-            if isinstance(processor, kind):
-                raise ValueError(
-                    f"{called} keeps a state that its every call changes ({kind.__name__}), and drafts call it more often "
-                    "than plain decoding does: leave it out, or decode with transformers' own generate"
-                )
+        if isinstance(processor, counts_its_calls()):
+            raise ValueError(
+                f"{type(processor).__name__} keeps a state that its every call changes, and drafts call it more often than "
+                "plain decoding does: leave it out, or decode with transformers' own generate"
+            )
 
 
 class ContextLengthError(ValueError):
@@ -226,10 +219,7 @@ def check_context(num_prompt: int, max_new_tokens: int, context: int) -> None:
 def make_generator(
     seed: int | None, generator: torch.Generator | None, device: torch.device, do_sample: bool
 ) -> torch.Generator | None:
-    """Choose one call's random generator: the given one, one seeded by `seed`, or a freshly seeded one; None when greedy.
-
-    Raises ValueError if both are given or the generator is on another device.
-    """
+    """Choose one call's random generator: the given one, one seeded by `seed`, or a freshly seeded one; None when greedy."""
     if seed is not None and generator is not None:
         raise ValueError("give seed or generator, not both")
     if not do_sample:
@@ -274,16 +264,12 @@ def plain_request(prompt: Tensor, max_new_tokens: int, eos: frozenset[int] = fro
 
 
 def make_request(
-    *,
-    host: Any,
-    prompt: object,
-    tokenizer: PreTrainedTokenizerBase | None,
-    options: Mapping[str, Any],
+    *, host: Any, prompt: object, tokenizer: PreTrainedTokenizerBase | None, options: Mapping[str, Any]
 ) -> Request:
     """Check one call and turn it into what the engine needs.
 
-    host: a `host_class`. options: `GenerationOptions`. Those that are None were not given. How to
-        speculate is not decided here.
+    host: a `host_class`. options: `GenerationOptions`. Those that are None were not given. How to speculate is not decided
+        here.
     Raises ValueError (TypeError for a wrong type) that names the argument, its range and the remedy.
     """
     from transformers import LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
@@ -328,7 +314,7 @@ def make_request(
         config.min_length = num_prompt + config.min_new_tokens
 
     device = host.device
-    sampler_source = make_generator(options.get("seed"), generator, device, bool(config.do_sample))
+    source = make_generator(options.get("seed"), generator, device, bool(config.do_sample))
     host._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device)
     processors = host._get_logits_processor(
         generation_config=config,
@@ -348,13 +334,8 @@ def make_request(
     criteria = StoppingCriteriaList([c for c in criteria if type(c) not in own or c in (stopping_criteria or [])])
     clocks = tuple(c for c in criteria if isinstance(c, MaxTimeCriteria) and c not in (stopping_criteria or []))
     stops = StopConditions(eos=eos, criteria=criteria, max_new_tokens=config.max_new_tokens, clocks=clocks)
-    return Request(
-        prompt=ids,
-        processors=processors,
-        stops=stops,
-        generator=sampler_source,
-        shares_generator=generator is not None,
-    )
+    shared = generator is not None
+    return Request(prompt=ids, processors=processors, stops=stops, generator=source, shares_generator=shared)
 
 
 def end_tokens(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

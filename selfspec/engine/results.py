@@ -25,8 +25,7 @@ _SHOWN = 60  # characters, or ids, of the new text in a repr
 def without_traceback(error: Exception) -> Exception:
     """Rid the error, and those that led to it, of tracebacks; from Python 3.11 on a note tells where each was raised.
 
-    The functions in a traceback, and those that called them, hold what keeps the error: with it, all that they refer to would
-    stay until Python looks for circles.
+    A traceback holds the functions that keep the error: all that they refer to would stay until Python looks for circles.
     """
     known: set[BaseException] = set()
     waiting: list[BaseException | None] = [error]
@@ -102,19 +101,14 @@ class GenerationStats:
     num_new_tokens: with the first one, which prefill yields. acceptance_rate and accepted_per_round: None if nothing was
     drafted. etpl: tokens committed in rounds / layers loaded in rounds (DEL's eTPL; 1/L for plain decoding), None without
     a round. rounds_by_exit_layer, rounds_by_length: rounds by exit layer and by number of drafted tokens (0: a round without
-    speculation), keys ascending. seconds and tokens_per_second include prefill; decode_tokens_per_second is
-    that of the rounds.
-    calibration_seconds: time to set the policy up. A policy that uses measured costs times the model when it is first
+    speculation), keys ascending. seconds and tokens_per_second include prefill; decode_tokens_per_second is that of the
+    rounds. calibration_seconds: time to set the policy up. A policy that uses measured costs times the model when it is first
     used, and "auto" may make a copy of the weights to draft with, each once per model and process; tokens_per_second and
-    decode_tokens_per_second leave that out, seconds does not.
-    time_to_first_token: seconds from the call to the first committed token, tokenisation included. Times of a text in a batch
-    are from when it joins the others.
-    num_copied, num_copied_accepted: of num_drafted and num_accepted, those that were copied from the text.
-    preverifier_layers: passes of a stopping policy's own layer (Pacer's), not among loaded_layers; etpl_charged counts both.
-    *_seconds: host time per phase, learning with planning; on an asynchronous device a phase includes waiting for what the
-    earlier ones queued.
-    peak_cache_bytes: what the KV cache holds allocated.
-    runner: how passes were run.
+    decode_tokens_per_second leave that out, seconds does not. time_to_first_token: seconds from the call to the first
+    committed token, tokenisation included. Times of a text in a batch are from when it joins the others. num_copied,
+    num_copied_accepted: of num_drafted and num_accepted, those that were copied from the text. preverifier_layers: passes of
+    a stopping policy's own layer (Pacer's), not among loaded_layers; etpl_charged counts both. *_seconds: host time per
+    phase, learning with planning; on an asynchronous device a phase includes waiting for what the earlier ones queued.
     kernels: which variant of our own kernels ran the layers ("avx2", ..), None where PyTorch's operators did.
     """
 
@@ -163,21 +157,12 @@ class StatsBuilder:
     """Adds rounds up while they happen."""
 
     def __init__(self) -> None:
-        self.rounds = 0
-        self.num_drafted = 0
-        self.num_accepted = 0
-        self.num_copied = 0
-        self.num_copied_accepted = 0
-        self.round_tokens = 0
-        self.loaded_layers = 0
-        self.preverifier_layers = 0
+        self.rounds = self.round_tokens = self.loaded_layers = self.preverifier_layers = 0
+        self.num_drafted = self.num_accepted = self.num_copied = self.num_copied_accepted = 0
         self.exit_layers: Counter[int] = Counter()
         self.lengths: Counter[int] = Counter()
-        self.draft_seconds = 0.0
-        self.preverify_seconds = 0.0
-        self.verify_seconds = 0.0
-        self.accept_seconds = 0.0
-        self.learn_seconds = 0.0
+        self.draft_seconds = self.preverify_seconds = self.verify_seconds = 0.0
+        self.accept_seconds = self.learn_seconds = 0.0
         self.setup_seconds = 0.0  # part of calibration_seconds: the policy's, in the middle of the text
 
     def add(self, record: RoundRecord) -> None:
@@ -203,17 +188,12 @@ class StatsBuilder:
     ) -> GenerationStats:
         """Make the statistics. seconds: of the whole call; first_token: until the first token was committed.
 
-        known: fields of `GenerationStats` as they are. num_new_tokens: those of rounds that an error broke off are among
-        them, though nothing else of these rounds is known.
+        known: fields of `GenerationStats` as they are. Of rounds that an error broke off, only the tokens are known.
         """
         calibration_seconds += self.setup_seconds
         decode_seconds = seconds - first_token - self.setup_seconds
-        phases = sum(
-            (
-                calibration_seconds, known["prefill_seconds"], self.draft_seconds, self.preverify_seconds,
-                self.verify_seconds, self.accept_seconds, self.learn_seconds,
-            )
-        )  # fmt: skip
+        phases = calibration_seconds + known["prefill_seconds"] + self.draft_seconds + self.preverify_seconds
+        phases += self.verify_seconds + self.accept_seconds + self.learn_seconds
         counted = {name: value for name, value in vars(self).items() if name in GenerationStats.__slots__}
         return GenerationStats(
             **counted,
@@ -235,7 +215,7 @@ class StatsBuilder:
 
 
 def sources_text(stats: GenerationStats) -> str:
-    """Drafts that were copied and drafts of exits, and the number of each that was accepted, in words."""
+    """Say how many drafts were copied and how many an exit made, and how many of each were accepted."""
     drafted, accepted = stats.num_drafted - stats.num_copied, stats.num_accepted - stats.num_copied_accepted
     copies = f"copied from earlier text: {stats.num_copied_accepted} of {stats.num_copied} accepted"
     return f"{copies}; drafted by an exit: {f'{accepted} of {drafted} accepted' if drafted else 'none'}"

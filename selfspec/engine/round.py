@@ -85,7 +85,7 @@ def read_prompts(
     reading = perf_counter()
     model = sequences[0].model
     hidden = read_pieces(model, pieces, model.num_layers)
-    read = [(sequence, states, not sequence.unread) for sequence, states in zip(sequences, hidden)]
+    read = [(one, states, one.cache.length == one.length) for one, states in zip(sequences, hidden)]
     last = [states[-1:] for _, states, ends in read if ends]
     logits = iter(model.logits(torch.cat(last)).split(1) if last else ())
     seconds = perf_counter() - reading

@@ -100,10 +100,7 @@ class Sampler:
         rewinds: bool = False,
         native: bool = False,
     ) -> None:
-        self.processors = processors
-        self.generator = generator
-        self._rewinds = rewinds
-        self.native = native
+        self.processors, self.generator, self._rewinds, self.native = processors, generator, rewinds, native
         self.prefix_free = all(type(p) in prefix_free() for p in processors)
         self._before_warp, self._warp = warp_of(processors)
 
@@ -121,38 +118,42 @@ class Sampler:
         assert self.generator is not None
         self.generator.set_state(state)
 
-    def process(self, logits: Tensor, tokens: Tensor, length: int) -> Tensor:
-        """Apply the processors; row i sees exactly the text that precedes the token it predicts.
+    def process(
+        self, logits: Tensor, tokens: Tensor, length: int, processors: Sequence[LogitsProcessor] | None = None
+    ) -> Tensor:
+        """Apply the processors, all by default; row i sees exactly the text that precedes the token it predicts.
 
         logits: float32 [rows, vocab]. tokens: int64 [1, >= length + rows - 1], the text, drafts included. length: tokens
         before row 0's prediction. Returns [rows, vocab], in float32 unless a processor returns another type.
         """
-        return self._processed(self.processors, logits, tokens, length)
-
-    def _processed(self, processors: Sequence[LogitsProcessor], logits: Tensor, tokens: Tensor, length: int) -> Tensor:
+        processors = self.processors if processors is None else processors
         if not processors:
             return logits
-        if self.prefix_free:
-            return _apply(processors, tokens[:, :length], logits)
-        rows = (_apply(processors, tokens[:, : length + i], logits[i : i + 1].clone()) for i in range(logits.shape[0]))
-        return torch.cat([*rows])
+        rows = [logits] if self.prefix_free else [row.clone() for row in logits.split(1)]
+        for index in range(len(rows)):
+            # What calling transformers' list does, without its inspecting every processor's signature at every token.
+            for processor in processors:
+                rows[index] = processor(tokens[:, : length + index], rows[index])
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def probabilities(self, logits: Tensor, tokens: Tensor, length: int, out: Tensor | None = None) -> Tensor:
         """Compute the float32 distribution after the processors, [rows, vocab]; other arguments as in `process`.
 
         out: float32 [rows, vocab], where to write it; a new tensor by default.
         """
+        scores, others = logits, None  # all processors
         if self.native:
-            scores = self._processed(self._before_warp, logits, tokens, length)
+            scores = self.process(logits, tokens, length, self._before_warp)
             if takes(scores):
                 out = torch.empty_like(scores) if out is None else out
                 distribute(scores, self._warp, out)
                 return out
-            # A processor made another type of it: the operators go on from there.
-            scores = self._processed(self.processors[len(self._before_warp) :], scores, tokens, length)
-        else:
-            scores = self.process(logits, tokens, length)
-        return distribution(scores) if out is None else out.copy_(distribution(scores))
+            others = self.processors[
+                len(self._before_warp) :
+            ]  # a processor made another type of it, which the operators take
+        scores = self.process(scores, tokens, length, others)
+        p = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).float()
+        return p if out is None else out.copy_(p)
 
     def next_token(self, logits: Tensor, tokens: Tensor, length: int) -> int:
         """Take the next token as plain decoding does: drawn, or the likeliest one.
@@ -172,9 +173,12 @@ class Sampler:
     def sample(self, logits: Tensor, tokens: Tensor, length: int, out: Tensor, where: str) -> int:
         """`probabilities` of one row, [1, vocab], and a draw from it. Raises NonFiniteLogitsError as `draw`."""
         if self.native and takes(out):
-            scores = self._processed(self._before_warp, logits, tokens, length)
+            scores = self.process(logits, tokens, length, self._before_warp)
             if takes(scores):
-                return _found(sample(scores, self._warp, self._uniform(), out), where)
+                token = sample(scores, self._warp, self._uniform(), out)
+                if token is None:
+                    raise non_finite(where)
+                return token
         self.probabilities(logits, tokens, length, out)
         return self.draw(out[0], where)
 
@@ -187,7 +191,7 @@ class Sampler:
         """
         if not (self.native and self.prefix_free):
             return None
-        scores = self._processed(self._before_warp, logits, tokens, length)
+        scores = self.process(logits, tokens, length, self._before_warp)
         if not takes(scores):
             return None
         uniforms = self.uniforms(len(drafts), scores.device).tolist() if drafts else []
@@ -202,12 +206,14 @@ class Sampler:
 
         Raises NonFiniteLogitsError (a RuntimeError) if the weights hold NaN or are all 0.
         """
+        token: int | None = None
         if self.native and takes(weights):
-            return _found(draw(weights, self._uniform()), where)
-        total = float(weights.sum())
-        if not 0 < total < math.inf:
+            token = draw(weights, self._uniform())
+        elif 0 < float(weights.sum()) < math.inf:
+            token = int(torch.multinomial(weights, 1, generator=self.generator))
+        if token is None:
             raise non_finite(where)
-        return int(torch.multinomial(weights, 1, generator=self.generator))
+        return token
 
     def _uniform(self) -> float:
         """Draw a number in [0, 1) for a draw by our kernels."""
@@ -216,22 +222,3 @@ class Sampler:
     def uniforms(self, count: int, device: torch.device) -> Tensor:
         """Float32 [count], uniform in [0, 1), fresh ones each time."""
         return torch.rand(count, generator=self.generator, dtype=torch.float32, device=device)
-
-
-def _found(token: int | None, where: str) -> int:
-    """Return what our kernels have drawn. Raises NonFiniteLogitsError if they found nothing to draw from."""
-    if token is None:
-        raise non_finite(where)
-    return token
-
-
-def _apply(processors: Sequence[LogitsProcessor], prefix: Tensor, logits: Tensor) -> Tensor:
-    """Do what calling transformers' list does, without its inspecting every processor's signature at every token."""
-    for processor in processors:
-        logits = processor(prefix, logits)
-    return logits
-
-
-def distribution(processed: Tensor) -> Tensor:
-    """Probabilities in float32 of processed logits, which may be of any floating type: [.., vocab] -> [.., vocab]."""
-    return processed.softmax(dim=-1, dtype=torch.promote_types(processed.dtype, torch.float32)).float()

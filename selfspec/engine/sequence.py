@@ -1,8 +1,4 @@
-"""One sequence: its state, and how a round changes it.
-
-A sequence shares nothing with another: committed tokens, KV cache, stop conditions, processors, random generator, policy
-state and statistics are its own. So sequences that share a pass need no padding and no realignment.
-"""
+"""One sequence: its state, and how a round changes it. It shares nothing with another, so passes need no padding."""
 
 from __future__ import annotations
 
@@ -18,11 +14,11 @@ from layerskip_models.draft_weights import make_offered
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MAX_ROWS, PromptPiece, piece_end, prefill
 from layerskip_models.transfer import to_device
-from policies import Drafter, ObservationSpec, Policy, PolicyCost, RoundContext, RoundRecord, Shadow
+from policies import Drafter, Policy, PolicyCost, RoundContext, RoundRecord, Shadow
 from policies.bounds import check_draft_layer
 from selfspec.cache.copy_index import CopyIndex, copies_drafts
+from selfspec.cache.hidden_states import HiddenStates, PrefixHiddenStates
 from selfspec.engine.draft import Draft
-from selfspec.engine.hidden_states import HiddenStates, PrefixHiddenStates
 from selfspec.engine.request import Request
 from selfspec.engine.results import StatsBuilder
 from selfspec.engine.sampling import Sampler
@@ -40,9 +36,8 @@ class Sequence:
 
     tokens: int64 [1, capacity], the text; drafts are written after its `length` committed tokens. pending: the last of
     these, which no layer has seen yet. samples: tokens are drawn. greedy: they are the model's own choices, so nobody needs
-    logits. detail: what a
-    draft step computes of a row for the policy. hidden: [rows, hidden], what the layers passed so far put out for a round's
-    rows. q: float32 [rows, vocab], the distributions that drafts are drawn from.
+    logits. detail: what a draft step computes of a row for the policy. hidden: [rows, hidden], what the layers passed so far
+    put out for a round's rows. q: float32 [rows, vocab], the distributions that drafts are drawn from.
     """
 
     def __init__(
@@ -57,13 +52,11 @@ class Sequence:
         policy.begin_text()
         request.stops.start()
         self.observes = policy.observes
-        self.detail = detail_of(self.observes)
-        self.sampler = Sampler(
-            request.processors,
-            request.generator,
-            rewinds=not request.shares_generator,
-            native=model.kernels is not None,
-        )
+        self.detail: Detail = "confidence" if self.observes.confidence else "token"
+        if self.observes.entropy or self.observes.features:
+            self.detail = "all"
+        rewinds, native = not request.shares_generator, model.kernels is not None
+        self.sampler = Sampler(request.processors, request.generator, rewinds=rewinds, native=native)
         self.samples = self.sampler.do_sample
         self.greedy = not self.samples and not request.processors
         self._num_prompt = self.length = request.prompt.numel()  # committed tokens, n
@@ -75,8 +68,8 @@ class Sequence:
             self._on_host = torch.empty(1, cache.max_length + 1, dtype=torch.long, device="cpu")
             self._on_host[0, : self.length] = request.prompt
         # Where the host writes, through NumPy: an operator takes as long as the rest of a commit.
-        kept = [tokens for tokens in (self.tokens, self._on_host) if tokens is not None and tokens.is_cpu]
-        self._written = [tokens[0].numpy() for tokens in kept]
+        kept = self.tokens, self._on_host
+        self._written = [tokens[0].numpy() for tokens in kept if tokens is not None and tokens.is_cpu]
         self.hidden = torch.empty(0, model.hidden_size, dtype=model.dtype, device=model.device)
         self.q = torch.empty(0, model.vocab_size, dtype=torch.float32, device=model.device)
         self._steering = model.steering
@@ -103,8 +96,9 @@ class Sequence:
             self._index_anew()
         self.pending = -1
         self._rows_shown = 0  # of the prompt, to who watches it
-        self.unsent: list[int] = []
-        """Committed tokens that nobody was told of yet: between rounds none, unless one broke off."""
+        self.unsent: list[
+            int
+        ] = []  # committed tokens that nobody was told of: between rounds none, unless one broke off
         self._is_open = False  # whether a round has begun and not ended
         self._random: tuple[int, Tensor] | None = None  # the length and the generator's state as a round began
         self.stop_reason: StopReason | None = None
@@ -124,13 +118,8 @@ class Sequence:
 
     @property
     def reading(self) -> bool:
-        """Whether part of the prompt is still to be read."""
+        """Whether the first new token is still to come."""
         return self.num_new == 0
-
-    @property
-    def unread(self) -> int:
-        """Tokens of the prompt still to be read."""
-        return self.length - self.cache.length if self.reading else 0
 
     def prompt_read(self) -> Tensor:
         """Return the tokens of the prompt whose rows the cache holds, int64 [rows] on the CPU. Any thread may ask."""
@@ -150,8 +139,7 @@ class Sequence:
         self.cache.roll_back(min(self.cache.length, self.length - max(self._prompt_rows, 1)))
         capture = None
         if self._prompt_rows or self.observes.context_layers or self._steering is not None:
-            last_rows = self._prompt_rows if self._steering is None else max(self._prompt_rows, 1)
-            capture = partial(self.states.capture_prompt, last_rows)
+            capture = partial(self.states.capture_prompt, max(self._prompt_rows, int(self._steering is not None)))
         if self.request.watch_prompt is not None:
             self.cache.roll_back(min(self.cache.length, self._rows_shown))
             most = min(most, _WATCHED_ROWS)
@@ -187,8 +175,7 @@ class Sequence:
     def _open(self) -> None:
         """Begin a round from the committed text, whatever an interrupted round has left.
 
-        What was drawn in a round that broke off is drawn again, unless the caller's own generator was used, which others may
-        have drawn from since.
+        What it drew is drawn again, unless from the caller's own generator, which others may have drawn from since.
         """
         if self._is_open:
             if not self.reading:
@@ -204,7 +191,7 @@ class Sequence:
         self._random = None if state is None else (self.length, state)
 
     def plan(self, batch_size: int) -> Draft:
-        """Step 1: what the policy wants of the coming round, in which `batch_size` sequences share the passes."""
+        """Step 1: ask the policy what it wants of the coming round, in which `batch_size` sequences share the passes."""
         planning = perf_counter()
         self._open()
         remaining = self.request.stops.max_new_tokens - self.num_new
@@ -367,10 +354,3 @@ class Sequence:
         self.copies.read(self.request.prompt)
         self._index(self.copies, self.tokens[0, self._num_prompt : self.length].tolist())
         self._indexed = self.length
-
-
-def detail_of(observes: ObservationSpec) -> Detail:
-    """Say what to compute of every row for a policy that needs this."""
-    if observes.entropy or observes.features:
-        return "all"
-    return "confidence" if observes.confidence else "token"

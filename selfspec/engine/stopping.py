@@ -57,16 +57,10 @@ class StopConditions:
 
     def _reason(self, prefix: Tensor) -> StopReason | None:
         for criterion in self.criteria:
-            if _holds(criterion(prefix, None)):
+            answer = criterion(prefix, None)  # a tensor (bool [1], as transformers' own give), a Python or a NumPy bool
+            if bool((answer if isinstance(answer, Tensor) else torch.as_tensor(answer, device="cpu")).any()):
                 return _reason_of(criterion)
         return None
-
-
-def _holds(answer: object) -> bool:
-    """Whether a criterion's answer says stop: a tensor (bool [1], as transformers' own give), a Python or a NumPy bool."""
-    if isinstance(answer, Tensor):
-        return bool(answer.any())
-    return bool(torch.as_tensor(answer, device="cpu").any())
 
 
 def _reason_of(criterion: StoppingCriteria) -> StopReason:

@@ -1,10 +1,9 @@
 """Steps 3 and 4 of a round: the full model looks at all rows at once, and its verdict is read row by row.
 
-A row counts only if its token is committed. Plain decoding never sees a row after a rejected draft or after a stop, so
-nothing that is wrong with such a row may break a call: logits that hold NaN, a sampled row in which every token is masked,
-or a logits processor that raises for a text which plain decoding would not have shown it. So rows after the first
-rejection are not processed one by one at all, and what is wrong with the last row is handed on as a `failure`, which is
-raised only if no stop condition ends the text before it.
+Plain decoding never sees a row after a rejected draft or after a stop, so nothing that is wrong with such a row may break a
+call: logits that hold NaN, a sampled row in which every token is masked, or a logits processor that raises. So rows after
+the first rejection are not processed one by one at all, and what is wrong with the last row is handed on as a `failure`,
+which is raised only if no stop condition ends the text before it.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ def verify(runner: Runner, drafts: Sequence[Draft]) -> None:
     on. What was copied starts here. A draft that ended in an error is left out.
     """
     sound = [draft for draft in drafts if draft.error is None]
-    last = runner.model.num_layers
-    start = 0
+    last, start = runner.model.num_layers, 0
     for stop in (*sorted({draft.verified_from for draft in sound if draft.verified_from}), last):
         for draft in sound:
             if draft.verified_from <= start:  # its rows join here
@@ -52,7 +50,11 @@ def accept(runner: Runner, draft: Draft) -> None:
     if draft.error is not None:
         return
     _judge(draft)
-    if draft.failure is not None and _is_spoilt(draft):
+    # Earlier rows mask a row that overflows, but 0 times NaN is NaN: a row that only drafts reached may be why it failed. A
+    # sampled round cannot be done again, because its random numbers are drawn.
+    if draft.failure is None or draft.stop_cause == "none" or draft.sequence.samples:
+        return
+    if draft.logits is None or bool(draft.logits[draft.num_accepted].isnan().any()):
         draft.drop_drafts()
         verify(runner, [draft])
         _judge(draft)
@@ -69,17 +71,6 @@ def _judge(draft: Draft) -> None:
             _judge_greedy(draft, draft.logits)
     except Exception as error:
         draft.error = without_traceback(error)
-
-
-def _is_spoilt(draft: Draft) -> bool:
-    """Whether a row that only drafts reached may be why verification failed.
-
-    Earlier rows mask a row that overflows, but 0 times NaN is NaN. A sampled round cannot be done again: its random numbers
-    are drawn.
-    """
-    if draft.stop_cause == "none" or draft.sequence.samples:
-        return False
-    return draft.logits is None or bool(draft.logits[draft.num_accepted].isnan().any())
 
 
 def _accept_choices(draft: Draft, chosen: list[int], values: Sequence[float], failure: Exception | None) -> None:
@@ -135,9 +126,10 @@ def _judge_sampled(draft: Draft, logits: Tensor) -> None:
     q = sequence.q[:num_drafts] if drafts else logits[:0]
     found = sampler.accept(logits, tokens, length, drafts, q, num_copied)
     if found is not None:
-        accepted, token, p, rates = found.num_accepted, found.token, found.p, found.rates
-        failure: Exception | None = None if token is not None else non_finite(f"position {length + accepted}")
-        _set_sampled(draft, accepted, token, failure, p, rates if token is not None else rates[:accepted])
+        failure: Exception | None = (
+            None if found.token is not None else non_finite(f"position {length + found.num_accepted}")
+        )
+        _set_sampled(draft, found.num_accepted, found.token, failure, found.p, found.rates)
         return
     for row, copied in enumerate(drafts[:num_copied]):
         q[row].zero_()
@@ -169,13 +161,12 @@ def _judge_sampled(draft: Draft, logits: Tensor) -> None:
         except NonFiniteLogitsError as error:
             failure = without_traceback(error)
     rates = acceptance_probabilities(p, q[:known], drafted[:known]).tolist() if known else []
-    _set_sampled(draft, accepted, token, failure, p, rates[: accepted + (failure is None)])
+    _set_sampled(draft, accepted, token, failure, p, rates)
 
 
 def _set_sampled(
     draft: Draft, accepted: int, token: int | None, failure: Exception | None, p: Tensor, rates: Sequence[float]
 ) -> None:
-    draft.num_accepted, draft.failure = accepted, failure
+    draft.num_accepted, draft.failure, draft.p = accepted, failure, p
     draft.block = [*draft.rows[1 : 1 + accepted], NO_TOKEN if token is None else token]
-    draft.p = p
-    draft.rates = None if draft.stop_cause == "none" else tuple(rates)
+    draft.rates = None if draft.stop_cause == "none" else tuple(rates[: accepted + (failure is None)])

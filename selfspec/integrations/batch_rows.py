@@ -1,8 +1,7 @@
 """The rows of a prepared batch of transformers' `generate`, each as a call of its own.
 
-The engine has no padding: a row's prompt comes without it. Logits processors and stopping criteria that transformers prepared
-for the batch get the row as it is in the batch, padding included, because they would see that in plain `generate`, and
-lengths such as `min_new_tokens` are counted in it.
+The engine has no padding. Logits processors and stopping criteria that transformers prepared for the batch get the row with
+its padding, because they would see that in plain `generate`, and lengths such as `min_new_tokens` are counted in it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
@@ -39,7 +37,7 @@ _ROW_BY_ROW = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchRow:
-    """One row of a batch: its index, its padding on the left, int64 [1, p], and its prompt, int64 [n]."""
+    """One row of a batch. padding: int64 [1, p], on the left. prompt: int64 [n]."""
 
     index: int
     batch_size: int
@@ -55,17 +53,16 @@ class BatchRow:
         """True if the batch is only this row, without padding."""
         return self.batch_size == 1 and not self.padding.numel()
 
-    def num_copies(self, processor: Any) -> int:
-        """Return how many copies of the row a processor gets: a whole batch, where it may keep something for each row."""
-        return 1 if type(processor) in _ROW_BY_ROW else self.batch_size
+    def copies_for(self, processor: Any) -> tuple[int, int]:
+        """Return how many copies of the row it gets, a batch where it may keep something for each row, and whose output."""
+        return (1, 0) if type(processor) in _ROW_BY_ROW else (self.batch_size, self.index)
 
 
 def split_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> list[BatchRow]:
-    """Split a batch into its rows, without their padding.
+    """Split a batch, int64 [rows, length], into its rows, without their padding.
 
-    input_ids: int64 [rows, length]. attention_mask: [rows, length], zeros only on the left; None if nothing is padded.
-    position_ids: [rows or 1, length]; each row must count from 0 after its padding.
-    Raises ValueError for padding elsewhere, an empty row, or other positions.
+    attention_mask: [rows, length], zeros only on the left. position_ids: [rows or 1, length]; each row must count from 0
+    after its padding. Raises ValueError for padding elsewhere, an empty row, or other positions.
     """
     num_rows, length = input_ids.shape
     ids = input_ids.detach().to("cpu", torch.long, copy=True)
@@ -88,22 +85,8 @@ def split_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: T
     return rows
 
 
-class RowProcessor(LogitsProcessor):
-    """A logits processor of a batch, for one row of it. It gets copies of the row; the output for the row's index is used."""
-
-    def __init__(self, processor: Any, row: BatchRow) -> None:
-        self._processor, self._row, self._copies = processor, row, row.num_copies(processor)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids: int64 [1, length], without padding. scores: float32 [1, vocab]."""
-        ids, row = self._row.padded(input_ids), self._row.index
-        if self._copies == 1:
-            return self._processor(ids, scores)
-        return self._processor(ids.repeat(self._copies, 1), scores.repeat(self._copies, 1))[row : row + 1]
-
-
 def row_processor(processor: Any, row: BatchRow) -> Any:
-    """Make what does for one row what the processor does for the batch."""
+    """Make what does for one row what the processor does for the batch: it gets copies of the row, and one output is used."""
     # Prefix-free processors do not see the text, and the engine runs them over many positions at once.
     if row.alone or type(processor) in prefix_free():
         return processor
@@ -113,29 +96,31 @@ def row_processor(processor: Any, row: BatchRow) -> Any:
             ignored = ignored[row.index : row.index + 1]
         processor = logits_process.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
         row = replace(row, index=0, batch_size=1)
-    return RowProcessor(processor, row)
+    copies, place = row.copies_for(processor)
+
+    def process(input_ids: Tensor, scores: Tensor) -> Tensor:
+        found = processor(row.padded(input_ids).repeat(copies, 1), scores.repeat(copies, 1))
+        return found[place : place + 1]
+
+    return process
 
 
-class RowCriterion(StoppingCriteria):
-    """A stopping criterion of a batch, for one row of it; it gets copies of the row as in `RowProcessor`."""
+def row_criterion(criterion: Any, row: BatchRow) -> Any:
+    """Make what answers for one row as the stopping criterion does for the batch; it gets copies as in `row_processor`."""
+    if row.alone:
+        return criterion
+    copies, place = row.copies_for(criterion)
 
-    def __init__(self, criterion: Any, row: BatchRow) -> None:
-        self._criterion, self._row, self._copies = criterion, row, row.num_copies(criterion)
+    def may_end(input_ids: Tensor, scores: Any) -> Any:
+        answer = criterion(row.padded(input_ids).repeat(copies, 1), scores)
+        whole = isinstance(answer, Tensor) and answer.numel() == copies
+        return answer.reshape(-1)[place] if whole else answer
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """input_ids: int64 [1, length], without padding."""
-        answer = self._criterion(self._row.padded(input_ids).repeat(self._copies, 1), scores)
-        if isinstance(answer, Tensor) and answer.numel() == self._copies:
-            return answer.reshape(-1)[self._row.index if self._copies > 1 else 0]
-        return answer
+    return may_end
 
 
 class StopTogether:
-    """Makes all rows end with the last one.
-
-    Without an EOS token transformers continues every row until a criterion has ended all of them, and the tokens that a row
-    got in the meantime are in the output.
-    """
+    """Makes all rows end with the last one, as transformers does without an EOS token. What a row got meanwhile is output."""
 
     def __init__(self, num_rows: int, max_new_tokens: int) -> None:
         self._max_new_tokens = max_new_tokens
@@ -149,7 +134,7 @@ class StopTogether:
     def criterion(self, criteria: Sequence[Any], row: BatchRow) -> Callable[..., bool]:
         """Make the criterion of one row, in place of its own criteria."""
 
-        def may_end(input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        def may_end(input_ids: Tensor, scores: Any) -> bool:
             holds = any(bool(torch.as_tensor(criterion(input_ids, scores)).any()) for criterion in criteria)
             count = input_ids.shape[1] - row.prompt.numel()
             if self._ended[row.index] is None and (holds or count == self._max_new_tokens):

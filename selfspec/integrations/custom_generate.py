@@ -2,12 +2,12 @@
 
     model.generate(**inputs, custom_generate=selfspec.custom_generate(policy="auto"))
 
-transformers prepares the call (configuration, lengths, logits processors, stopping criteria, masks, expanded rows), and the
-engine decodes from exactly that. Every row of the batch is one text in the engine.
+transformers prepares the call, and the engine decodes from exactly that. Every row of the batch is one text in the engine.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import threading
@@ -33,7 +33,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from layerskip_models.draft_weights import DraftWeights, check_draft_weights
 from layerskip_models.fork_safe import fork_safe
 from layerskip_models.transformers_names import CACHE_NAMES
 from policies import Policy
@@ -42,39 +41,31 @@ from selfspec.engine.request import Request, encode_prompt, end_tokens, refuse_f
 from selfspec.engine.results import GenerationResult, GenerationStats
 from selfspec.engine.stopping import StopConditions
 from selfspec.generator import SelfSpecGenerator
-from selfspec.integrations.batch_rows import BatchRow, RowCriterion, StopTogether, row_processor, split_rows
+from selfspec.integrations.batch_rows import BatchRow, StopTogether, row_criterion, row_processor, split_rows
 from selfspec.options import SpeculationOptions
 
-_OF_A_BATCH = ("num_return_sequences",)
 _PREPARED = ("attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep")
 """Passed by transformers to every callable."""
 
-_generators: WeakKeyDictionary[PreTrainedModel, dict[str, SelfSpecGenerator]] = WeakKeyDictionary()
+_generators: WeakKeyDictionary[PreTrainedModel, SelfSpecGenerator] = WeakKeyDictionary()
 _lock = fork_safe(threading.Lock())
 
 
-def generator_of(model: PreTrainedModel, draft_weights: DraftWeights = "auto") -> SelfSpecGenerator:
-    """Return the generator of a transformers model, made at the first call; another for each choice of draft weights.
+def generator_of(model: PreTrainedModel) -> SelfSpecGenerator:
+    """Return the generator of a transformers model, made at the first call.
 
-    On a CPU it copies the weights, again when they have changed; on CUDA it shares them (see `SelfSpecGenerator`). Its
-    reference to the model is weak, so that it is freed with the model. Call its `refresh` after writing a few numbers of a
-    weight through `.data`. draft_weights: as in `SelfSpecGenerator`. Raises ValueError for a model that this engine cannot
-    run.
+    Its reference to the model is weak, so that it is freed with the model. Call its `refresh` after a few numbers of a weight
+    were written through `.data`. Raises ValueError for a model that this engine cannot run.
     """
     with _lock:
-        made = _generators.setdefault(model, {})
-        if draft_weights not in made:
-            weak = cast("PreTrainedModel", proxy(model))
-            made[draft_weights] = SelfSpecGenerator(weak, draft_weights=draft_weights)
-        return made[draft_weights]
+        if model not in _generators:
+            _generators[model] = SelfSpecGenerator(cast("PreTrainedModel", proxy(model)))
+        return _generators[model]
 
 
 @dataclass
 class SelfSpecOutput(GenerateDecoderOnlyOutput):
-    """The output of `generate` with `return_dict_in_generate=True`: `sequences`, and the statistics of every row.
-
-    The fields for scores, logits, attentions, hidden states and the cache are None.
-    """
+    """The output of `generate` with `return_dict_in_generate=True`: `sequences`, and statistics of every row."""
 
     stats: list[GenerationStats] | None = None  # not a tuple, whose items pipelines take for tensors
 
@@ -86,9 +77,6 @@ class CustomGenerate:
         may name its own.
     tokenizer: for stop strings, since transformers does not pass its own `tokenizer` argument on. Its end token ends a row as
         well as the checkpoint's, unless the call names another eos_token_id.
-    streamer: for every call; the `streamer` argument of `model.generate` works as well.
-    draft_weights: a copy of the weights in fewer bits to draft with, as in `SelfSpecGenerator`. Loops with different choices
-        hold copies of their own.
     """
 
     def __init__(
@@ -98,16 +86,9 @@ class CustomGenerate:
         exit_layer: int | None = None,
         num_speculations: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        streamer: BaseStreamer | None = None,
-        draft_weights: DraftWeights = "auto",
     ) -> None:
-        self.speculation: SpeculationOptions = {
-            "policy": policy,
-            "exit_layer": exit_layer,
-            "num_speculations": num_speculations,
-        }
-        self.tokenizer, self.streamer = tokenizer, streamer
-        self.draft_weights: DraftWeights = check_draft_weights(draft_weights)
+        self.speculation = SpeculationOptions(policy=policy, exit_layer=exit_layer, num_speculations=num_speculations)
+        self.tokenizer = tokenizer
 
     # transformers passes on the arguments of `generate` that it does not know and that this signature names. What it
     # prepares itself, such as attention_mask, must not be named here.
@@ -127,33 +108,24 @@ class CustomGenerate:
     ) -> Tensor | SelfSpecOutput:
         """Decode for transformers, which calls this once it has prepared everything except streamers and stop strings.
 
-        Returns int64 [rows, length] on the device of `input_ids`, in which rows that ended early are padded, or a
-        `SelfSpecOutput`. Raises ValueError that names what the engine does not support.
+        Returns int64 [rows, length] on the device of `input_ids`, padded on the right, or a `SelfSpecOutput`. Raises
+        ValueError that names what the engine does not support.
         """
         given = _arguments_of_generate(sys._getframe(1))
-        if given.get("assistant_model") is not None:
-            raise ValueError(_refusal("assistant_model"))
         streamer = given.get("streamer")
-        if streamer is None and self.streamer is not None:
-            streamer = self.streamer
-            streamer.put(input_ids.cpu())
-        own: SpeculationOptions = {"policy": policy, "exit_layer": exit_layer, "num_speculations": num_speculations}
+        own = SpeculationOptions(policy=policy, exit_layer=exit_layer, num_speculations=num_speculations)
         speculation = self.speculation if all(value is None for value in own.values()) else own
         criteria = StoppingCriteriaList(stopping_criteria)
         try:
             if stop_strings is not None:
                 if self.tokenizer is None:
-                    raise ValueError(
-                        "stop_strings need the tokenizer, which transformers does not hand on: "
-                        "selfspec.custom_generate(tokenizer=...)"
-                    )
+                    raise ValueError("stop_strings need a tokenizer: selfspec.custom_generate(tokenizer=...)")
                 criteria.append(StopStringCriteria(tokenizer=self.tokenizer, stop_strings=stop_strings))
+            prepared["assistant_model"] = given.get("assistant_model")
             _refuse(generation_config, logits_processor, prepared)
             rows = split_rows(input_ids, prepared.get("attention_mask"), prepared.get("position_ids"))
             if streamer is not None and len(rows) > 1:
-                raise ValueError(
-                    f"a streamer takes one row at a time, the batch has {len(rows)}: call generate for each"
-                )
+                raise ValueError(f"a streamer takes one row at a time, of {len(rows)} here: call generate for each")
             ends = [] if self.tokenizer is None else end_tokens(generation_config, self.tokenizer)
             if ends and generation_config.eos_token_id == getattr(model.generation_config, "eos_token_id", None):
                 criteria.append(EosTokenCriteria(ends))
@@ -162,7 +134,7 @@ class CustomGenerate:
                     generation_config._pad_token_tensor = torch.tensor(ends[0], device="cpu")
             do_sample, length = bool(generation_config.do_sample), input_ids.shape[1]
             requests, together = _requests(model, rows, length, logits_processor, criteria, do_sample)
-            results = _run(generator_of(model, self.draft_weights).check_prepared(requests, **speculation), streamer)
+            results = _run(generator_of(model).check_prepared(requests, **speculation), streamer)
         finally:
             if streamer is not None:
                 streamer.end()
@@ -172,33 +144,19 @@ class CustomGenerate:
             return SelfSpecOutput(sequences=sequences, stats=[result.stats for result in results])
         return sequences
 
-    def __repr__(self) -> str:
-        named = ", ".join(f"{name}={value!r}" for name, value in self.speculation.items() if value is not None)
-        return f"selfspec.custom_generate({named})"
-
 
 custom_generate = CustomGenerate
 
 
 def _refuse(config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict[str, Any]) -> None:
-    refuse_fields(config, allowed=_OF_A_BATCH)
-    if config.cache_implementation not in (None, "dynamic"):
-        raise ValueError(
-            f"cache_implementation={config.cache_implementation!r}: selfspec keeps a KV cache of its own, leave it unset"
-        )
-    if config.use_cache is False:
-        raise ValueError("use_cache=False: selfspec always uses its own KV cache, leave it unset")
+    refuse_fields(config, allowed=("num_return_sequences",))
+    for name, fine in (("cache_implementation", (None, "dynamic")), ("use_cache", (None, True))):
+        if (value := getattr(config, name)) not in fine:
+            raise ValueError(f"{name}={value!r}: selfspec always uses a KV cache of its own, leave it unset")
     for name, value in model_kwargs.items():
-        if value is not None and name not in _PREPARED:
-            raise ValueError(_refusal(name))
-    for name in CACHE_NAMES:
-        if getattr(model_kwargs.get(name), "_is_user_defined", False):
-            raise ValueError(_refusal(name))
+        if (value is not None and name not in _PREPARED) or getattr(value, "_is_user_defined", False):  # such a cache
+            raise ValueError(f"{name} does not apply to selfspec's decoding: leave it out")
     refuse_processors(processors)
-
-
-def _refusal(name: str) -> str:
-    return f"{name} does not apply to selfspec's decoding: leave it out"
 
 
 def _requests(
@@ -216,7 +174,7 @@ def _requests(
     # We decide these on the host. A criterion of these types from the user has replaced the prepared one.
     lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     max_new_tokens = max(1, min(lengths) - length)
-    eos = [int(i) for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()]
+    eos = frozenset(int(i) for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist())
     others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
     together = None
     if others and len(rows) > 1 and not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
@@ -225,20 +183,14 @@ def _requests(
     seeds = torch.randint(2**63 - 1, (len(rows),), device="cpu").tolist() if do_sample else None
     requests = []
     for row in rows:
-        own: list[Any] = others if row.alone else [RowCriterion(criterion, row) for criterion in others]
+        own = [row_criterion(criterion, row) for criterion in others]
         if together is not None:
             own = [together.criterion(own, row)]
         source = None if seeds is None else torch.Generator(device=model.device).manual_seed(seeds[row.index])
-        requests.append(
-            Request(
-                prompt=encode_prompt(row.prompt, None, model.config.vocab_size),
-                processors=LogitsProcessorList([row_processor(processor, row) for processor in processors]),
-                stops=StopConditions(
-                    eos=frozenset(eos), criteria=StoppingCriteriaList(own), max_new_tokens=max_new_tokens
-                ),
-                generator=source,
-            )
-        )
+        stops = StopConditions(eos=eos, criteria=StoppingCriteriaList(own), max_new_tokens=max_new_tokens)
+        alike = LogitsProcessorList([row_processor(processor, row) for processor in processors])
+        prompt = encode_prompt(row.prompt, None, model.config.vocab_size)
+        requests.append(Request(prompt=prompt, processors=alike, stops=stops, generator=source))
     return requests, together
 
 
@@ -268,12 +220,49 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def _arguments_of_generate(caller: FrameType | None) -> dict[str, Any]:
-    """Find the arguments of `model.generate` that transformers does not pass on, if it is the caller or the caller's caller.
+    """Find the streamer and the assistant model of `model.generate`, if it is the caller or the caller's caller.
 
-    It passes neither its streamer nor its assistant model to a callable. They are looked up in its frame, because otherwise
-    the streamer would stay silent and the assistant model be ignored.
+    transformers passes neither on. They are looked up in its frame, because otherwise the streamer would stay silent and the
+    assistant model be ignored.
     """
     for frame in (caller, caller and caller.f_back):
         if frame is not None and frame.f_code is _GENERATE:
             return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}
     return {}
+
+
+def hub_generate(
+    model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any], *, policy: str | Policy | None = None
+) -> Tensor | SelfSpecOutput:
+    """Decode `model.generate(*arguments, **options)` with selfspec, for the code in exported folders.
+
+    The options may also contain `policy`, `exit_layer` and `num_speculations`. policy: used if none of these is given. An
+    explicit `custom_generate` takes precedence over all of them. Stop strings in a configuration work here too.
+    """
+    bound = inspect.signature(GenerationMixin.generate).bind(model, *arguments, **options).arguments
+    others = bound.pop("kwargs", {})
+    del bound["self"]
+    if bound.get("custom_generate") is None:
+        decode = custom_generate(policy, tokenizer=others.pop("tokenizer", None))
+        bound["custom_generate"] = decode
+        stops = _stop_strings(model, bound, others)
+        if stops is not None:
+            # `stop_strings` is not in its signature, so that the None among the options reaches the configuration.
+            def decode_to_a_stop(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Tensor | SelfSpecOutput:
+                return decode(model, input_ids, stop_strings=stops, **prepared)
+
+            bound["custom_generate"] = decode_to_a_stop
+    return GenerationMixin.generate(model, **bound, **others)
+
+
+def _stop_strings(model: PreTrainedModel, bound: dict[str, Any], others: dict[str, Any]) -> Any:
+    """Take the stop strings out of a call's arguments. transformers raises if it finds any, even with a tokenizer."""
+    config = bound.get("generation_config")
+    given = others.pop("stop_strings", None)
+    found = [given, None if config is None else config.stop_strings, model.generation_config.stop_strings]
+    if found[1] is not None:
+        bound["generation_config"] = copy.deepcopy(config)
+        bound["generation_config"].stop_strings = None
+    if found[2] is not None:
+        others["stop_strings"] = None
+    return next((stops for stops in found if stops is not None), None)

@@ -42,7 +42,7 @@ IN_FOLDERS = (
 GENERATE = '''\
 """transformers runs this instead of `model.generate`: self-speculative decoding with selfspec."""
 
-from selfspec.integrations.hub_generate import hub_generate
+from selfspec.integrations.custom_generate import hub_generate
 
 POLICY = {policy!r}
 
@@ -55,9 +55,9 @@ def generate(*arguments, model, **options):
 _CARD = """\
 # {title}, decoding with selfspec
 
-This folder decodes with selfspec: the first layers draft a few tokens, and the rest verify them in one pass. The weights are
-unchanged. In float32, as below, greedy text is the model's own, and samples follow its distribution. In bfloat16 or float16
-transformers rounds after each operation, and selfspec on a CPU does not, so texts may differ.
+The first layers draft a few tokens, and the rest verify them in one pass. The weights are unchanged. In float32, as below,
+greedy text is the model's own, and samples follow its distribution. In bfloat16 or float16 transformers rounds after each
+operation, and selfspec on a CPU does not, so texts may differ.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -69,40 +69,34 @@ inputs = tokenizer("def fibonacci(n):", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
 
-`pipeline("text-generation", name, trust_remote_code=True)` and `transformers serve FOLDER --trust-remote-code` do the same.
-`trust_remote_code=True` runs `custom_generate/generate.py`, a few lines that call the installed package `selfspec`
-(see `custom_generate/requirements.txt`). Without it this is an ordinary checkpoint.
-
-The policy is `{policy}`; a call may name another, as in `model.generate(**inputs, policy="ls:3-4")`.
+`trust_remote_code=True`, which `pipeline` takes too, runs `custom_generate/generate.py`: a few lines that call the installed
+package `selfspec`. Without it this is an ordinary checkpoint. The policy is `{policy}`; a call may name another, as in
+`model.generate(**inputs, policy="ls:3-4")`.
 """
 
 
 def export_hub(
     name_or_path: str | Path, folder: str | Path, *, policy: str = DEFAULT_POLICY, link: bool = False
 ) -> Path:
-    """Write a folder that transformers decodes from with selfspec.
+    """Write a folder that transformers decodes from with selfspec, exit adapters and a pre-verifier included.
 
-    Exit adapters and a pre-verifier in the checkpoint's folder are included. Other files that are not part of a checkpoint
-    are not.
     name_or_path: a hub name or a checkpoint's folder. folder: created; it must be empty if it exists.
     policy: the name of the policy for calls that name none. link: link to the weights instead of copying them.
-    Returns the folder. Raises ValueError for a model or a policy that cannot be used, FileNotFoundError or OSError for a
-    checkpoint that cannot be read, FileExistsError for a folder with something in it.
+    Raises ValueError for a model or a policy that cannot be used, FileNotFoundError or OSError for a checkpoint that cannot
+    be read, FileExistsError for a folder with something in it.
     """
     name = resolve_checkpoint(name_or_path)
     config = load_config(name)
     if quantisation_of(config) is not None:
         raise ValueError(f"{name} is quantised: transformers would load it in a form that selfspec cannot decode with")
-    if "pacer" not in {part.strip().partition(":")[0] for part in policy.split("+")}:  # which needs files of its own
+    if "pacer" not in policy:  # which needs files of its own
         num_layers = config.num_hidden_layers
         parse_policy(policy, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
     target = Path(folder)
     if target.is_dir() and any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty: give a new folder")
-    source = Path(name)
     with clear_errors(name):
-        if not source.is_dir():
-            source = _downloaded(name)
+        source = Path(name) if Path(name).is_dir() else _downloaded(name)
         files, listed = files_of(str(source), {})
     weights = [*([INDEX] if listed else []), *(file.name for file in files)]
     target.mkdir(parents=True, exist_ok=True)
@@ -124,10 +118,11 @@ def export_hub(
 
 def _downloaded(name: str) -> Path:
     """Download the files of a checkpoint from the hub, and nothing else of its repository; returns the folder."""
-    snapshot_download(name, allow_patterns=[*FILES, INDEX, "README.md"], ignore_patterns=["*/*"])
+    snapshot_download(name, allow_patterns=[*FILES, FILE, INDEX, "README.md"], ignore_patterns=["*/*"])
     folder = Path(snapshot_download(name, allow_patterns=[*IN_FOLDERS]))
-    weights = [FILE] if not (folder / INDEX).is_file() else [FILE, *listed_files(folder / INDEX).values()]
-    return Path(snapshot_download(name, allow_patterns=weights, ignore_patterns=["*/*"]))
+    if (folder / INDEX).is_file():
+        snapshot_download(name, allow_patterns=[*listed_files(folder / INDEX).values()], ignore_patterns=["*/*"])
+    return folder
 
 
 def _card(name: str, source: Path, policy: str) -> str:

@@ -13,9 +13,9 @@ from layerskip_models import from_transformers
 from policies import LayerCost, MeasuredCost, RoundRecord, cost_of_round
 from records import finished
 from selfspec import SelfSpecGenerator
-from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
+from selfspec.analysis.explain import explain, explanation_lines
 from selfspec.analysis.inspection import inspect_model, inspection_lines, text_agreement
-from selfspec.analysis.replay import replay, trace_agreement
+from selfspec.analysis.replay import replay, trace_agreement, watching_all_layers
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.engine.results import GenerationResult
 from tiny_llama import tiny_llama, tiny_tokenizer

@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH, from_transformers
 from selfspec import SelfSpecGenerator
-from selfspec.cli.chat_command import COMMANDS, Chat
+from selfspec.cli.chat_command import COMMANDS, Chat, Conversation
 from selfspec.cli.console import LogConsole, one_line_errors
-from selfspec.cli.conversation import Conversation
 from selfspec.cli.display import TextWriter
 from selfspec.cli.main import app
 from selfspec.detokenize import StopTrimmer, TokenSource, before_stop

@@ -110,10 +110,10 @@ def test_processors_that_keep_a_state_are_refused() -> None:
     engine = SelfSpecGenerator(llama)
     config = GenerationConfig(do_sample=True, watermarking_config=SynthIDTextWatermarkingConfig(2, keys=[1, 2]))
     for call, prompt in ((engine.generate, PROMPT), (engine.generate_batch, [PROMPT, PROMPT])):
-        with pytest.raises(ValueError, match="SynthID watermark keeps a state"):
+        with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor keeps a state"):
             call(prompt, generation_config=config, max_new_tokens=3)
     own = LogitsProcessorList([UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, llama)])
-    with pytest.raises(ValueError, match="classifier-free guidance keeps a state"):
+    with pytest.raises(ValueError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor keeps a state"):
         engine.generate(PROMPT, logits_processor=own, max_new_tokens=3)
 
 

@@ -58,7 +58,7 @@ def test_prefill_in_passes_that_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
         text = Sequence(model, KVCache(model, 321), request_for(model, prompt, max_new_tokens=20), policy)
         lengths = []
         while text.reading:
-            lengths.append(text.unread)
+            lengths.append(text.length - text.cache.length)
             read_prompts([text], 50)
         assert lengths == [301 - first for first, _ in pieces(301, most=50)]
         for _ in decode(text, EagerRunner(model)):

@@ -18,7 +18,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.choices import Detail, HeadOutput
 from layerskip_models.draft_weights import drafter_of
-from layerskip_models.kernels.native_forward import STEP_ROWS, NativeForward
+from layerskip_models.kernels.native_forward import STEP_ROWS
 from layerskip_models.kernels.native_linear import only_operators
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.transfer import to_device
@@ -47,15 +47,19 @@ class EagerRunner:
         return found
 
     def run(self, drafts: Sequence[Draft], start: int, stop: int, head: Head | None) -> None:
-        native = self._native_for(drafts)
-        if native is None or start == stop or (start and (stop < self.model.num_layers or head != "full")):
+        native, rows = self._native, sum(draft.end - draft.first for draft in drafts)
+        # A single native call takes few rows, and what begins at a token or ends with the full head.
+        single = start < stop and (not start or (stop == self.model.num_layers and head == "full"))
+        if native is None or rows > STEP_ROWS or not single or only_operators():
             self._run_layers(drafts, start, stop, head)
             return
         if head == "draft" and self.model.is_steered(stop):  # a bias for each text, which the single call does not take
             self.run(drafts, start, stop, None)
             self._run_head(drafts, _gathered(drafts), head)
             return
-        logits = self._room_for_logits(drafts) if head is not None else None
+        logits: Tensor | None = None  # of all rows, if tokens of some are sampled or processed
+        if head is not None and not all(draft.sequence.greedy for draft in drafts):
+            logits = torch.empty(rows, self.model.vocab_size, dtype=torch.float32, device="cpu")
         if start:
             x, where, record = _gathered(drafts), _cache_rows(drafts), self._record(drafts)
             tokens, best = native.rows(x, where, start, stop, record=record, logits=logits)
@@ -76,8 +80,8 @@ class EagerRunner:
                 logits=logits,
             )
         else:
+            x, where, record = self._together[:rows], _cache_rows(drafts), self._record(drafts)
             tokens = [token for draft in drafts for token in draft.rows[draft.first : draft.end]]
-            x, where, record = self._together[: len(tokens)], _cache_rows(drafts), self._record(drafts)
             detail = max_detail(drafts) if head == "draft" else "token"
             outputs = native.tokens(tokens, where, stop, x, head=head, detail=detail, record=record, logits=logits)
             _scatter(drafts, x)
@@ -85,15 +89,7 @@ class EagerRunner:
             if head is not None:
                 hand_out(drafts, outputs, logits)
 
-    def _native_for(self, drafts: Sequence[Draft]) -> NativeForward | None:
-        """Return what runs this pass in a single call, if something does: few rows."""
-        if self._native is None or only_operators():
-            return None
-        total = sum(draft.end - draft.first for draft in drafts)
-        return self._native if total <= STEP_ROWS else None
-
     def _run_layers(self, drafts: Sequence[Draft], start: int, stop: int, head: Head | None) -> None:
-        """Layer by layer."""
         model = self.model
         if start:
             x = _gathered(drafts)
@@ -126,13 +122,6 @@ class EagerRunner:
                 logits = model.draft_logits(hidden) if drafting else model.logits(hidden)
                 for draft, begin, end in _places(part_of):
                     draft.outputs, draft.logits = (), logits[begin:end]
-
-    def _room_for_logits(self, drafts: Sequence[Draft]) -> Tensor | None:
-        """Where a pass puts the logits of all rows, if tokens of some are sampled or processed: [rows, vocab]."""
-        if all(draft.sequence.greedy for draft in drafts):
-            return None
-        count = sum(draft.end - draft.first for draft in drafts)
-        return torch.empty(count, self.model.vocab_size, dtype=torch.float32, device="cpu")
 
     def _record(self, drafts: Sequence[Draft]) -> tuple[Tensor, int] | None:
         """Where a native pass puts every layer's output, if somebody observes: at its place, or to be handed out."""

@@ -1,4 +1,4 @@
-"""What a runner is: it runs rows of sequences through layers, and the head if asked. It neither drafts nor verifies."""
+"""What a runner is, how one is chosen, and the state of PyTorch that passes run in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RunnerChoice = Literal["auto", "eager", "graphs"]
 
 
 class Runner(Protocol):
-    """Runs rows of sequences."""
+    """Runs rows of sequences. It neither drafts nor verifies."""
 
     @property
     def model(self) -> LayerSkipModel: ...
@@ -72,9 +72,6 @@ def why_no_graphs(model: LayerSkipModel) -> str | None:
     if model.hidden_size % 16 or model.head_dim % 16:
         return "CUDA graphs need hidden and head sizes that are multiples of 16"
     return "CUDA graphs do not take steered exits" if model.steering is not None else None
-
-
-# The state of PyTorch that passes run in
 
 
 class _WithoutCuDNN:

@@ -21,7 +21,7 @@ def export_hub_command(
         bool, typer.Option("--link", help="Link to the files with the weights instead of copying them.")
     ] = False,
 ) -> None:
-    """Write a folder that transformers decodes from with selfspec (from_pretrained, pipeline, transformers serve)."""
+    """Write a folder that transformers decodes from with selfspec: from_pretrained, pipeline, serve."""
     with one_line_errors():
         written = export_hub(model, folder, policy=policy, link=link)
     LogConsole().print(

@@ -32,8 +32,8 @@ class HiddenStates:
     """The rows of one round at every layer, and the rows of the whole text at the layers that a policy looks back at.
 
     shadow_layers: candidate exit layers, whose states are learned from. context_layers: those kept for the whole text of at
-    most `max_length` rows (`policies.ContextStates`). max_rows: most rows of a round; see `reserve`. kept_layers: others
-    whose rows of a round are wanted.
+    most `max_length` rows (`policies.ContextStates`). max_rows: of a round, until `reserve` makes room for more. kept_layers:
+    others whose rows of a round are wanted.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class HiddenStates:
         return self
 
     def reserve(self, rows: int) -> None:
-        """Make room for rounds of `rows` rows. If the buffers grow, what was seen of this round is lost."""
+        """Make room for rounds of `rows` rows. If the buffer grows, what was seen of this round is lost."""
         if self.round.shape[1] < rows:
             self.round = self._empty(self._model.num_layers, rows)
 
@@ -152,20 +152,12 @@ class DeferredShadow:
     target_probabilities = None
 
     def __init__(
-        self,
-        model: LayerSkipModel,
-        layers: tuple[int, ...],
-        hidden: Tensor,
-        target_tokens: Tensor,
-        at_exit: AtExit,
+        self, model: LayerSkipModel, layers: tuple[int, ...], hidden: Tensor, target_tokens: Tensor, at_exit: AtExit
     ) -> None:
-        self._at_exit = at_exit
-        self._model, self._slots = model, {layer: slot for slot, layer in enumerate(layers)}
+        self._model, self._at_exit = model, at_exit
         self._hidden: Tensor | None = hidden
         self._known: dict[int, Choices] = {}
-        self.layers = layers
-        self.target_tokens = target_tokens
-        self.num_rows = target_tokens.shape[0]
+        self.layers, self.target_tokens, self.num_rows = layers, target_tokens, target_tokens.shape[0]
 
     def __deepcopy__(self, memo: dict[int, object]) -> DeferredShadow:
         """Itself, complete: nothing of it changes any more, so a copied policy may have it too."""
@@ -192,26 +184,22 @@ class DeferredShadow:
 
     def compute(self, layer: int, others: Sequence[Shadow]) -> None:
         """See `Shadow`."""
-        missing = [one for one in (self, *others) if isinstance(one, DeferredShadow) and layer not in one._known]
-        if missing:
-            _fill([(one, layer) for one in missing])
+        _fill([(one, layer) for one in (self, *others) if isinstance(one, DeferredShadow)])
 
     def compute_all(self) -> None:
         """Every layer that is still missing; the hidden states are then let go."""
-        missing = [(self, layer) for layer in self.layers if layer not in self._known]
-        if missing:
-            _fill(missing)
+        _fill([(self, layer) for layer in self.layers])
         self._hidden = None
 
-    def states(self, layer: int) -> Tensor:
-        """[rows, hidden] of a layer that is still missing, as the head sees them."""
-        assert self._hidden is not None
-        return self._at_exit(self._hidden[self._slots[layer]], layer)
 
-
-def _fill(missing: Sequence[tuple[DeferredShadow, int]]) -> None:
-    """One pass through norm and head for all of these."""
-    parts = [shadow.states(layer) for shadow, layer in missing]
+def _fill(wanted: Sequence[tuple[DeferredShadow, int]]) -> None:
+    """Compute what is missing of these in one pass through norm and head."""
+    missing, parts = [(shadow, layer) for shadow, layer in wanted if layer not in shadow._known], []
+    if not missing:
+        return
+    for shadow, layer in missing:
+        assert shadow._hidden is not None
+        parts.append(shadow._at_exit(shadow._hidden[shadow.layers.index(layer)], layer))
     with torch.inference_mode():
         choices = missing[0][0]._model.draft_choices(parts[0] if len(parts) == 1 else torch.cat(parts), "confidence")
     first = 0
