@@ -13,17 +13,17 @@ import runpy
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from layerskip_models.decoder_layer import DecoderLayer
+from attending import Attending, exactly
 from layerskip_models.kernels import native_linear
 from layerskip_models.kernels.library import LIBRARY, SECTION
-from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
+from layerskip_models.kernels.native_layers import KV_DTYPES
 from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.kv_cache import KVCache
@@ -75,39 +75,6 @@ def test_a_matrix_of_over_two_to_the_31_numbers() -> None:
     assert choices.tokens.tolist() == [rows[int(row.argmax())] for row in found[:, rows]]
 
 
-@dataclass(frozen=True)
-class Attending:
-    """Layers of which only attention is looked at: what goes in comes out with what it attends to added."""
-
-    num_layers: int
-    heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
-    kv_dtype: torch.dtype
-    device: torch.device = torch.device("cpu")  # noqa: RUF009
-
-    def prepare(self, max_length: int) -> None:
-        pass
-
-    @property
-    def width(self) -> int:
-        return (self.heads + 2 * self.num_kv_heads) * self.head_dim
-
-    def layers(self) -> NativeLayers:
-        width, attended = self.width, self.heads * self.head_dim
-        nothing = NativeLinear(torch.zeros(width, width))
-        layer = DecoderLayer(
-            input_norm=None, qkv=NativeLinear(torch.eye(width)), output=NativeLinear(torch.eye(width, attended)),
-            post_attention_norm=None, gate_up=NativeLinear(torch.zeros(2 * width, width)), down=nothing,
-            interleaved=True, sliding_window=self.window,
-        )  # fmt: skip
-        return NativeLayers(
-            [layer] * self.num_layers, hidden_size=width, heads=self.heads, kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim, eps=1e-5,
-        )  # fmt: skip
-
-
 def turns(positions: int, dim: int) -> Tensor:
     """A rotary table."""
     angles = torch.rand(positions, dim // 2, generator=torch.Generator().manual_seed(5)) * 6
@@ -120,8 +87,8 @@ def test_a_cache_of_over_four_gib(kv_dtype: torch.dtype) -> None:
     kv_heads, dim, rows, window, end = 8, 128, 5, 700, CONTEXT - 3
     num_layers = (1 << 32) // (kv_heads * CONTEXT * dim * kv_dtype.itemsize) + 2
     start = CONTEXT - 4 * SECTION
-    large = Attending(num_layers, kv_heads, kv_heads, dim, window, kv_dtype)
-    small = replace(large, num_layers=1)
+    large = Attending(kv_heads, kv_heads, dim, kv_dtype, (window,) * num_layers, rotated=True)
+    small = replace(large, windows=(window,))
     whole, short = KVCache(large, CONTEXT), KVCache(small, CONTEXT - start)
     # The last layer's keys begin behind 4 GiB of others.
     assert whole.keys[-1].data_ptr() - whole.keys.data_ptr() > 1 << 32
@@ -144,7 +111,7 @@ def test_a_cache_of_over_four_gib(kv_dtype: torch.dtype) -> None:
 def test_the_end_of_128k_positions(kv_dtype: torch.dtype) -> None:
     """All 256 sections, divided among any number of threads, against float64."""
     heads, kv_heads, dim, rows = 4, 2, 16, 3
-    attending = Attending(1, heads, kv_heads, dim, None, kv_dtype)
+    attending = Attending(heads, kv_heads, dim, kv_dtype, rotated=True)
     layers, table, x = attending.layers(), turns(CONTEXT, dim), drawn(rows, attending.width, seed=9)
     cache = KVCache(attending, CONTEXT)
     cache.keys[0, :, :, :-rows] = drawn(kv_heads, CONTEXT - rows, dim, seed=10).mT
@@ -156,13 +123,8 @@ def test_the_end_of_128k_positions(kv_dtype: torch.dtype) -> None:
             results.append(layers.run(x, 0, 1, ((cache, rows),), table, None) - x)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     pairs = torch.view_as_complex(x[:, : heads * dim].double().unflatten(1, (heads, dim // 2, 2)))
-    query = torch.view_as_real(pairs * table[-rows:].to(torch.complex128)).flatten(2).transpose(0, 1)
-    keys, values = (
-        part.double().repeat_interleave(heads // kv_heads, 0) for part in (cache.keys[0].mT, cache.values[0])
-    )
-    unseen = torch.arange(CONTEXT) > torch.arange(CONTEXT - rows, CONTEXT).unsqueeze(1)
-    scores = (query @ keys.mT * dim**-0.5).masked_fill(unseen, -torch.inf)
-    expected = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
+    query = torch.view_as_real(pairs * table[-rows:].to(torch.complex128)).flatten(2)
+    expected = exactly(attending, query, cache.keys[0].mT, cache.values[0])
     torch.testing.assert_close(results[0][:, : heads * dim].double(), expected, rtol=1e-5, atol=2e-6)
 
 
