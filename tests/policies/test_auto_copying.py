@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,13 +65,11 @@ def test_copies_as_long_as_it_pays() -> None:
     table, costs = CopyTable(), [ROWS.copying(copied) for copied in range(MAX_COPY_LENGTH + 1)]
     table.observe([(4, True)] * 9 + [(4, False)])
     for rate, length in product((0.05, 0.14, 0.3, 1.0), (2, 4, 8, 33)):
-        values = []
-        for copied in range(1, MAX_COPY_LENGTH + 1):
-            tokens, reliability = 1.0, 1.0
-            for index in range(copied):
-                reliability *= table.chance(length + index)
-                tokens += reliability
-            values.append((tokens - rate * ROWS.copying(copied), copied))
+        reliability = np.cumprod([1.0, *(table.chance(length + index) for index in range(MAX_COPY_LENGTH))])
+        values = [
+            (reliability[: copied + 1].sum() - rate * ROWS.copying(copied), copied)
+            for copied in range(1, MAX_COPY_LENGTH + 1)
+        ]
         choice = best_copy(table, costs, length, rate)
         assert (choice.value, choice.copied) == pytest.approx(max(values))
 
@@ -138,6 +137,5 @@ def test_a_text_that_does_not_repeat_is_decoded_as_without_copies(monkeypatch: p
 def test_rounds_that_copy_say_nothing_of_drafting_and_plain_steps() -> None:
     drift = CostDrift(ROWS)
     copied = replace(copied_record(5, 3), draft_seconds=9.0, verify_seconds=90.0)
-    for _ in range(200):
-        assert not drift.observe(copied)
-    assert all(not ratios for ratios in drift._ratios.values())
+    assert not any(drift.observe(copied) for _ in range(200))
+    assert not any(drift._ratios.values())
