@@ -21,7 +21,7 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import LAYOUTS
 from quantised_files import compressed_tensors_settings, quantise_checkpoint
 from selfspec.integrations.hub_folder import export_hub
-from test_integer_rows import CUT_ROWS
+from test_products import CUT_ROWS
 from tiny_llama import tiny_llama
 
 CPU = torch.device("cpu")
