@@ -95,6 +95,7 @@ class Pass:
     def compare(self, equal: Callable[[Tensor, Tensor], Any], watched: bool) -> None:
         (found, seen), (expected, own) = self.run(watched)
         equal(found, expected)
+        assert self.start < self.stop or torch.equal(found, self.hidden)
         assert [*seen] == [*own] == [*range(self.start + 1, self.stop + 1)] * watched
         for layer, states in seen.items():
             equal(states, own[layer])
