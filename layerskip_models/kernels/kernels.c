@@ -307,19 +307,6 @@ static int team_of_step(int threads, int64_t layers, int64_t bytes, int64_t rows
   return (int)worth_sharing(threads, bytes / (LAYER_PHASES * layers + 1), rows);
 }
 
-/* How a pass of `rows` rows at the beginning of a text is divided among `threads` threads. found: the threads that take part, and
- * the pieces of the first layer's four matrices, in the order of `Layer`, and of the head. */
-PUBLIC void EXPORT(division)(const Layer *layers, int64_t count, const Matrix *head, int64_t rows, int threads, int64_t *found) {
-  const Matrix *products[] = {&layers->qkv, &layers->output, &layers->gate_up, &layers->down};
-  int64_t team = team_of_step(threads, count, count * layer_bytes(layers) + bytes_read(head), rows);
-  found[0] = team;
-  for (int i = 0; i < 4; i++) {
-    int64_t size = i == 2 ? products[i]->out / 2 : products[i]->out;
-    found[i + 1] = pieces_of(team, (size + BLOCK - 1) / BLOCK, bytes_read(products[i]), rows);
-  }
-  found[5] = chunk_pieces(team, head, rows);
-}
-
 PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
   int64_t hidden = s->shape->hidden;
   for (int64_t r = 0; s->embedding && r < s->rows; r++) {

@@ -9,11 +9,9 @@ from contextvars import ContextVar
 from ctypes import addressof
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
-from layerskip_models.grouped_linear import grouped_product
 from layerskip_models.grouped_weight import BLOCK, GroupedWeight
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import GROUPED_KINDS, KINDS, SCALES, Matrix
@@ -32,7 +30,7 @@ from layerskip_models.norm import RMSNorm
 
 MAX_ROWS = 128
 """Most rows per call, which bounds the scratch. With this many, reading the weights costs next to nothing."""
-_CONVERTED = 1 << 23  # numbers converted at a time for PyTorch's product: few enough that no new memory is mapped
+_CONVERTED = 1 << 21  # numbers converted at a time for PyTorch's product
 _ROUNDED = 1 << 20  # numbers rounded to 8 bits at a time, which fit into a cache
 _operators_only: ContextVar[bool] = ContextVar("operators_only", default=False)
 
@@ -173,7 +171,11 @@ class NativeLinear:
     @property
     def weight(self) -> Tensor:
         """The weight in float32, [out, in]."""
-        return self.numbers_in_rows.float()
+        return next(self.float_pieces(self._out))
+
+    def float_pieces(self, outputs: int) -> Iterator[Tensor]:
+        """Yield the weight in float32, piece by piece. outputs: in each piece."""
+        return (part.float() for part in self.numbers_in_rows.split(outputs))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: float32 [rows, in]. Returns float32 [rows, out]. ValueError if x is anything else."""
@@ -204,21 +206,11 @@ class NativeLinear:
         return y
 
     def _by_operators(self, x: Tensor) -> Tensor:
-        if self.stored.dtype == torch.float32:
-            return F.linear(x, self.stored, self._bias)
-        y = self._products(x, self.numbers_in_rows)
+        """x W^T + b by PyTorch's operators, which take some outputs at a time in float32."""
+        y, step = x.new_empty(x.shape[0], self._out), max(_CONVERTED // self._in, 1)
+        for first, piece in zip(range(0, self._out, step), self.float_pieces(step)):
+            torch.mm(x, piece.t(), out=y[:, first : first + step])
         return y if self._bias is None else y.add_(self._bias)
-
-    def _products(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """x numbers^T by PyTorch's operators, some outputs at a time; numbers: [out, in], in any dtype."""
-        step = max(_CONVERTED // numbers.shape[1], 1)
-        y = x.new_empty(x.shape[0], self._out)
-        room = x.new_empty(min(step, self._out), numbers.shape[1])
-        for first in range(0, self._out, step):
-            part = numbers[first : first + step]
-            full = room[: part.shape[0]].copy_(part)
-            torch.mm(x, full.t(), out=y[:, first : first + step])
-        return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x W^T + b."""
@@ -327,21 +319,11 @@ class NativeInt8Linear(NativeLinear):
             return self.stored
         return (without_interleaving(self.stored, words=True).view(torch.uint8) ^ 128).view(torch.int8)
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight in float32, [out, in]."""
-        return next(self.float_pieces(self._out))
-
     def float_pieces(self, outputs: int) -> Iterator[Tensor]:
         """Yield the weight in float32, piece by piece. outputs: in each piece."""
         assert self._scale is not None
         parts = zip(self.numbers_in_rows.split(outputs), self._scale.split(outputs))
         return (part.float().mul_(scale.unsqueeze(1)) for part, scale in parts)
-
-    def _by_operators(self, x: Tensor) -> Tensor:
-        assert self._scale is not None
-        y = self._products(x, self.numbers_in_rows).mul_(self._scale)
-        return y if self._bias is None else y.add_(self._bias)
 
 
 class NativeGroupedLinear(NativeLinear):
@@ -387,15 +369,7 @@ class NativeGroupedLinear(NativeLinear):
         more = (self._kept.groups, self._kept.offsets, self._kept.blocks)
         return [*(tensor for tensor in more if tensor is not None), *super().tensors]
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight in float32, [out, in]."""
-        return self.numbers.values()
-
     def float_pieces(self, outputs: int) -> Iterator[Tensor]:
         """Yield the weight in float32, piece by piece. outputs: in each piece."""
         numbers = self.numbers
         return (numbers.values(first, first + outputs) for first in range(0, self._out, outputs))
-
-    def _by_operators(self, x: Tensor) -> Tensor:
-        return grouped_product(x, self.numbers, self._bias)

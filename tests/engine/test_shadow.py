@@ -17,7 +17,7 @@ from policies.spide import shadow_acceptance
 from records import finished
 from scripted_policies import ScriptedExit, StopBelow
 from selfspec import SelfSpecGenerator
-from selfspec.engine.hidden_states import DeferredShadow, HiddenStates
+from selfspec.cache.hidden_states import DeferredShadow, HiddenStates
 from tiny_llama import tiny_llama
 
 

@@ -22,33 +22,24 @@ def test_the_check_at_load_passes(variant: str) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize(
-    ("function", "texts", "found"),
-    [
-        ("linear", 1, "linear computes a row otherwise in company, on 1 threads"),
-        ("normalised_linear", 1, "normalised_linear computes a row otherwise in company, on 1 threads"),
-        ("step", 1, "step computes a row otherwise in company, on 1 threads"),
-        ("step", 2, "step computes a row otherwise in company, on 1 threads"),
-    ],
-)
+@pytest.mark.parametrize(("function", "texts"), [("linear", 1), ("normalised_linear", 1), ("step", 1), ("step", 2)])
 def test_the_check_at_load_finds_a_row_that_depends_on_its_company(
-    function: str, texts: int, found: str, monkeypatch: pytest.MonkeyPatch
+    function: str, texts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One more rounding where there are several rows, or several texts, as a compiler might introduce it, is enough."""
-    chosen = library.load()
+    chosen, found = library.load(), f"{function} computes a row otherwise in company, on 1 threads"
     right = getattr(chosen, function)
 
     def wrong(*arguments: Any) -> int:
         job = right(*arguments)
         if function == "step":
             step = library.Step.from_address(arguments[0])
-            rows, result, several = step.rows, step.outputs, step.num_spans >= texts
+            several, result = step.rows > 1 and step.num_spans >= texts, step.outputs
         else:
-            row_argument, result_argument = {"linear": (2, 4), "normalised_linear": (4, 5)}[function]
-            rows, result, several = arguments[row_argument], arguments[result_argument], True
-        if rows > 1 and several:
-            number = ctypes.c_int32.from_address(result)
-            number.value ^= 1  # the last bit of the first number
+            rows, result = {"linear": arguments[2:5:2], "normalised_linear": arguments[4:6]}[function]
+            several = rows > 1
+        if several:
+            ctypes.c_int32.from_address(result).value ^= 1  # the last bit of the first number
         return job
 
     broken = copy.copy(chosen)

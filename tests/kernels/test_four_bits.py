@@ -21,13 +21,8 @@ from layerskip_models.kernels import library, weights
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import NativeInt8Linear
 from selfspec import SelfSpecGenerator
+from test_native import CPU, DTYPES, RUNNABLE, default_dtype, drawn
 from tiny_llama import tiny_llama
-
-CPU = torch.device("cpu")
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def numbers(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -93,19 +88,21 @@ def test_what_files_hold_is_kept_exactly(
 
 def test_what_cannot_be_kept() -> None:
     values = numbers(4, 64)
-    assert exact(values, drawn(4, 8).half()) is None  # groups of 8
-    assert exact(values[:, :32], drawn(4, 1).half()) is None  # half a chunk
-    assert (
-        exact(values, torch.tensor([[1e-30, 1.0]] * 4).bfloat16()) is None
-    )  # further apart than float16's numbers are
-    with pytest.raises(ValueError, match="do not fit together"):
-        GroupedWeight(pack_nibbles(values), drawn(4, 2).double())
-    with pytest.raises(ValueError, match="do not fit together"):
-        GroupedWeight(pack_nibbles(values), numbers(4, 2).to(torch.uint8))  # integers, and nothing that multiplies them
-    with pytest.raises(ValueError, match="do not fit together"):
-        GroupedWeight(pack_nibbles(values), drawn(4, 2).half(), blocks=drawn(4, 1, 1).half())
-    with pytest.raises(ValueError, match="groups must be of 128 or 64 or 32"):
-        GroupedWeight(pack_nibbles(values), drawn(4, 8).half())
+    for kept, scale in (
+        (values, drawn(4, 8).half()),  # groups of 8
+        (values[:, :32], drawn(4, 1).half()),  # half a chunk
+        (values, torch.tensor([[1e-30, 1.0]] * 4).bfloat16()),  # further apart than float16's numbers are
+    ):
+        assert exact(kept, scale) is None
+    packed, fit = pack_nibbles(values), drawn(4, 2).half()
+    for groups, blocks, message in (
+        (fit.double(), None, "do not fit together"),
+        (numbers(4, 2).to(torch.uint8), None, "do not fit together"),  # integers, and nothing that multiplies them
+        (fit, drawn(4, 1, 1).half(), "do not fit together"),
+        (drawn(4, 8).half(), None, "groups must be of 128 or 64 or 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GroupedWeight(packed, groups, blocks=blocks)
     with pytest.raises(ValueError, match="a multiple of 64 inputs, got 96"):
         round_to_four_bits(drawn(4, 96), group=32)
     assert fits_four_bits(192) and not fits_four_bits(96)
@@ -138,11 +135,9 @@ def test_rounding_of_odd_numbers() -> None:
     assert found[2].isnan().tolist() == [False] * 32 + [True] * 32 and not found[3].isnan().any()
 
 
-@pytest.mark.parametrize("variant", ["amx", "vnni", "avx512", "avx2", "neon", "baseline"])
+@pytest.mark.parametrize("variant", RUNNABLE)
 def test_every_variant_rounds_to_the_operators_bits(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and groups of zeros, rows far from 1, groups far apart in a row; on one thread and on several."""
-    if library.kernels() is None or variant not in library.runnable_variants():
-        pytest.skip("this processor cannot run it")
     monkeypatch.setattr(weights, "_SHARE", 1000)
     for columns in (64, 576):  # fewer groups than a vector has lanes, and a number that is no multiple of them
         weight = drawn(23, columns)
@@ -159,28 +154,22 @@ def test_every_variant_rounds_to_the_operators_bits(variant: str, monkeypatch: p
             assert (made[0].factors is None) == (dtype == torch.float16)  # which does not hold the smallest row
 
 
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("default", DTYPES)
 def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
     """Nor small and large numbers, whose factors float16 does not hold."""
     weight, scale = drawn(6, 128) * 1e-20, (drawn(6, 2).abs() * 1e-12).bfloat16().float()
-    values = numbers(6, 128)
+    values, x = numbers(6, 128), torch.ones(2, 128)
 
     def made() -> tuple[Tensor, ...]:
         found = round_to_four_bits(weight, group=32)
         kept = exact(values, scale, values[:, :2])
         assert kept is not None
-        x = torch.ones(2, 128, dtype=torch.float32)
-        both = GroupedWeight.cat([kept, found])
-        return (*(one.values() for one in (found, kept, both)), grouped_product(x, kept, None))
+        return found.values(), kept.values(), GroupedWeight.cat([kept, found]).values(), grouped_product(x, kept, None)
 
-    expected, before = made(), torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(default)
-        found = made()
-    finally:
-        torch.set_default_dtype(before)
-    for one, other in zip(found, expected):
-        assert one.dtype == torch.float32 and torch.equal(one, other) and bool((one != 0).any())
+    expected = made()
+    with default_dtype(default):
+        for one, other in zip(made(), expected):
+            assert one.dtype == torch.float32 and torch.equal(one, other) and bool((one != 0).any())
 
 
 def test_pieces_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,14 +203,10 @@ def test_int4_by_name() -> None:
     model = load_model(DEMO_PATH, dtype="int4", device="cpu", local_files_only=True)
     eight = load_model(DEMO_PATH, dtype="int8", device="cpu", local_files_only=True)
     assert model.layer_bytes < 0.6 * eight.layer_bytes and model.head_bytes == eight.head_bytes
+    assert isinstance(from_transformers(wide(), layout="int4")._head, NativeInt8Linear) == native_works(
+        CPU, torch.float32
+    )
     with pytest.raises(ValueError, match=r"int4 weights are this engine's own.*use float32"):
         loading.resolve_dtype("int4", CPU, None)
-    with pytest.raises(ValueError, match="layout 'int4' needs a CPU and float32"):
-        from_transformers(wide(dtype=torch.float64), layout="int4")
     with pytest.raises(ValueError, match="layout 'int4' needs a CPU"):
         load_model(DEMO_PATH, dtype="int4", device="meta", local_files_only=True)
-
-
-@pytest.mark.skipif(not native_works(CPU, torch.float32), reason="needs the native kernels")
-def test_the_head_of_a_4_bit_model_is_on_our_kernels() -> None:
-    assert isinstance(from_transformers(wide(), layout="int4")._head, NativeInt8Linear)

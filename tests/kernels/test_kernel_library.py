@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import runpy
+import re
 import shutil
 import subprocess
 import sys
@@ -16,13 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from compiled import FOLDER, ROOT, build_settings, variants_here
 from layerskip_models.kernels import library
-from layerskip_models.kernels.library import KernelsUnavailableError, kernels, load, runnable_variants
+from layerskip_models.kernels.library import KernelsUnavailableError, kernels, runnable_variants
 from layerskip_models.kernels.pages import use_large_pages
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "layerskip_models" / "kernels"
 switched_off = os.environ.get("SELFSPEC_NATIVE") == "0"
+CUT = re.compile(
+    r"from .(?:u?int64_t|s?size_t|(?:unsigned )?long)\b.* to .(?:u?int(?:32_t|16_t|8_t)?|unsigned|short|char)\b"
+    r"|loses integer precision: .(?:u?int64_t|s?size_t|(?:unsigned )?long)\b"
+)
 needs_library = pytest.mark.skipif(not library.LIBRARY.exists(), reason="the library was not built")
 
 
@@ -42,31 +45,34 @@ def loaded_anew() -> Iterator[None]:
     reason="no C compiler here, or switched off",
 )
 def test_where_there_is_a_compiler_there_are_kernels() -> None:
-    """Or a mistake in the source would only skip tests. It must compile without a warning, too, for every processor."""
+    """Or a mistake in the source would only skip tests. For every processor it compiles without a warning.
+
+    Nor is a size cut to 32 bits, of which the compiler warns among other conversions, unless the source has a cast.
+    """
     assert kernels() is not None, "run `python setup.py build_ext --inplace`"
-    pytest.importorskip("setuptools.command.bdist_wheel")
-    setup = runpy.run_path(str(ROOT / "setup.py"))
-    variants = setup["VARIANTS"].get(platform.machine(), {"baseline": []})
-    compiled = [("kernels.c", *flags, f"-DVARIANT={variant}") for variant, flags in variants.items()]
-    compiled += [(path.name,) for path in FOLDER.glob("*.c") if path.name != "kernels.c"]
-    for source, *flags in compiled:
-        command = ["cc", *setup["FLAGS"], *flags, "-Wall", "-Wextra", "-fsyntax-only", str(FOLDER / source)]
-        assert subprocess.run(command, capture_output=True, text=True, check=True).stderr == ""
+    flags = [*build_settings()["FLAGS"], "-Wall", "-Wextra", "-Wconversion", "-fsyntax-only"]
+
+    def warned(*command: str, text: str = "") -> list[str]:
+        environment = {**os.environ, "LC_ALL": "C"}
+        result = subprocess.run(
+            ["cc", *flags, *command], input=text, capture_output=True, text=True, check=True, env=environment
+        )
+        found = [line for line in result.stderr.splitlines() if "warning:" in line]
+        return [line for line in found if CUT.search(line) or not re.search(r"\[-W[\w-]*conversion\]", line)]
+
+    assert warned("-x", "c", "-", text="#include <stdint.h>\nint cut(int64_t size) { return size; }")
+    for variant, own in variants_here().items():
+        assert not warned(*own, f"-DVARIANT={variant}", str(FOLDER / "kernels.c"))
+    for path in FOLDER.glob("*.c"):
+        assert path.name == "kernels.c" or not warned(str(path))
 
 
 @needs_library
-def test_what_is_compiled_in_place_is_what_runs_here() -> None:
-    pytest.importorskip("setuptools.command.bdist_wheel")
-    setup = runpy.run_path(str(ROOT / "setup.py"))
-    compiled = setup["runnable"](setup["VARIANTS"].get(platform.machine(), {"baseline": []}), str(library.LIBRARY))
-    assert list(compiled)[::-1] == list(runnable_variants())
-
-
-@needs_library
-def test_the_best_variant_is_chosen_and_any_other_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_variant_is_chosen_and_any_other_that_exists_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SELFSPEC_NATIVE", raising=False)
     names = runnable_variants()
     assert names and list(names) == [name for name in library.VARIANTS if name in names]
+    assert [*build_settings()["runnable"](variants_here(), str(library.LIBRARY))][::-1] == [*names]
     chosen = kernels()
     assert chosen is not None and chosen.variant == names[0]
     for name in names:
@@ -78,6 +84,10 @@ def test_the_best_variant_is_chosen_and_any_other_can_be(monkeypatch: pytest.Mon
     monkeypatch.setenv("SELFSPEC_NATIVE", absent)
     kernels.cache_clear()
     with pytest.raises(KernelsUnavailableError, match=f"no variant '{absent}' that can run here; it has {names[0]}"):
+        kernels()
+    monkeypatch.setenv("SELFSPEC_NATIVE", "sse9")
+    kernels.cache_clear()
+    with pytest.raises(ValueError, match=r"SELFSPEC_NATIVE must be 0, 1, require or one of amx.*got 'sse9'"):
         kernels()
 
 
@@ -106,19 +116,17 @@ def test_switched_off_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kernels() is None
 
 
-def test_an_unknown_choice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SELFSPEC_NATIVE", "sse9")
-    with pytest.raises(ValueError, match=r"SELFSPEC_NATIVE must be 0, 1, require or one of amx.*got 'sse9'"):
-        kernels()
+WHOLE = library.LIBRARY.read_bytes() if library.LIBRARY.exists() else b"\x7fELF but no library"
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\x7fELF but no library", b"#!/bin/sh\n"])
-def test_a_library_that_is_missing_or_broken_is_one_warning(
-    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [None, 0, 60, 1 << 12, len(WHOLE) // 2, len(WHOLE) - 1, "#!/bin/sh\n"])
+def test_a_library_that_is_missing_broken_or_cut_short_is_one_warning(
+    size: int | str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A half-copied file must not be mapped and run: touching its missing pages would end the process."""
     path = tmp_path / "libkernels.so"
-    if content is not None:
-        path.write_bytes(content)
+    if size is not None:
+        path.write_bytes(size.encode() if isinstance(size, str) else WHOLE[:size])
     monkeypatch.setattr(library, "LIBRARY", path)
     monkeypatch.delenv("SELFSPEC_NATIVE", raising=False)
     with pytest.warns(RuntimeWarning, match="no native kernels.*libkernels.so") as caught:
@@ -128,19 +136,6 @@ def test_a_library_that_is_missing_or_broken_is_one_warning(
     kernels.cache_clear()
     with pytest.raises(KernelsUnavailableError, match=r"SELFSPEC_NATIVE=require, but libkernels\.so"):
         kernels()
-
-
-@needs_library
-def test_a_truncated_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A half-copied file must not be mapped and run: touching its missing pages would end the process."""
-    whole = library.LIBRARY.read_bytes()
-    for size in (60, 1 << 12, len(whole) // 2, len(whole) - 1):
-        path = tmp_path / f"{size}.so"
-        path.write_bytes(whole[:size])
-        monkeypatch.setattr(library, "LIBRARY", path)
-        library._library.cache_clear()
-        with pytest.raises(KernelsUnavailableError, match=f"{size}.so"):
-            load()
 
 
 def test_large_pages_change_no_number() -> None:
@@ -172,8 +167,6 @@ def cross_compiler() -> list[str] | None:
 @pytest.mark.parametrize("processor", ["cortex-a53", "max"])  # ARMv8.0, and all that the emulator knows
 def test_on_an_emulated_arm_processor_a_row_is_the_same_in_any_company(processor: str, tmp_path: Path) -> None:
     """And its numbers are those of the portable code here, but for rounding. The driver compares the bits."""
-    pytest.importorskip("setuptools.command.bdist_wheel")
-    setup = runpy.run_path(str(ROOT / "setup.py"))
     sources = [ROOT / "tests" / "kernels" / "kernels_driver.c", FOLDER / "pool.c"]  # the driver has kernels.c in it
     numbers = []
     for compiler, run, variant in (
@@ -181,7 +174,7 @@ def test_on_an_emulated_arm_processor_a_row_is_the_same_in_any_company(processor
         (cross_compiler(), ["qemu-aarch64", "-cpu", processor], "neon"),
     ):
         program = tmp_path / variant
-        options = [*setup["FLAGS"], f"-DVARIANT={variant}", f"-I{FOLDER}", "-o", str(program)]
+        options = [*build_settings()["FLAGS"], f"-DVARIANT={variant}", f"-I{FOLDER}", "-o", str(program)]
         subprocess.run([*compiler, *options, *map(str, sources), "-lm", "-ldl"], check=True)
         result = subprocess.run([*run, str(program)], check=True, capture_output=True, text=True)
         numbers.append([float(line) for line in result.stdout.split()])

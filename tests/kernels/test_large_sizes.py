@@ -6,24 +6,16 @@ Nearly all of their memory is never written, so the system gives none for it: wh
 from __future__ import annotations
 
 import mmap
-import os
-import platform
-import re
-import runpy
-import shutil
-import subprocess
 import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from layerskip_models.decoder_layer import DecoderLayer
+from attending import Attending, exactly
 from layerskip_models.kernels import native_linear
-from layerskip_models.kernels.library import LIBRARY, SECTION
-from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
+from layerskip_models.kernels.library import SECTION
+from layerskip_models.kernels.native_layers import KV_DTYPES
 from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.kv_cache import KVCache
@@ -75,117 +67,50 @@ def test_a_matrix_of_over_two_to_the_31_numbers() -> None:
     assert choices.tokens.tolist() == [rows[int(row.argmax())] for row in found[:, rows]]
 
 
-@dataclass(frozen=True)
-class Attending:
-    """Layers of which only attention is looked at: what goes in comes out with what it attends to added."""
-
-    num_layers: int
-    heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
-    kv_dtype: torch.dtype
-    device: torch.device = torch.device("cpu")  # noqa: RUF009
-
-    def prepare(self, max_length: int) -> None:
-        pass
-
-    @property
-    def width(self) -> int:
-        return (self.heads + 2 * self.num_kv_heads) * self.head_dim
-
-    def layers(self) -> NativeLayers:
-        width, attended = self.width, self.heads * self.head_dim
-        nothing = NativeLinear(torch.zeros(width, width))
-        layer = DecoderLayer(
-            input_norm=None, qkv=NativeLinear(torch.eye(width)), output=NativeLinear(torch.eye(width, attended)),
-            post_attention_norm=None, gate_up=NativeLinear(torch.zeros(2 * width, width)), down=nothing,
-            interleaved=True, sliding_window=self.window,
-        )  # fmt: skip
-        return NativeLayers(
-            [layer] * self.num_layers, hidden_size=width, heads=self.heads, kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim, eps=1e-5,
-        )  # fmt: skip
-
-
 def turns(positions: int, dim: int) -> Tensor:
     """A rotary table."""
     angles = torch.rand(positions, dim // 2, generator=torch.Generator().manual_seed(5)) * 6
     return torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
 
 
+def filled(attending: Attending, first: int, rows: int) -> KVCache:
+    """A cache for the whole context: the last layer's keys and values from `first` on are drawn, but for the last rows."""
+    cache = KVCache(attending, CONTEXT)
+    keys, values = drawn(2, attending.num_kv_heads, CONTEXT - rows - first, attending.head_dim, seed=6)
+    cache.keys[-1, :, :, first:-rows], cache.values[-1, :, first:-rows] = keys.mT, values
+    cache.declare(CONTEXT - rows)
+    return cache
+
+
+def assert_attends(attending: Attending, cache: KVCache, first: int, threads: tuple[int, ...]) -> None:
+    """Of the last rows of a context, in its last layer, against float64. first: the first position that they may see."""
+    table, x = turns(CONTEXT, attending.head_dim), drawn(3, attending.width, seed=9)
+    layers, last, width = attending.layers(), attending.num_layers - 1, attending.heads * attending.head_dim
+    results = []
+    for count in threads:
+        cache.declare(CONTEXT - len(x))
+        with on_threads(count):
+            results.append(layers.run(x, last, last + 1, ((cache, len(x)),), table, None) - x)
+        assert torch.equal(results[0], results[-1])
+    pairs = torch.view_as_complex(x[:, :width].double().unflatten(1, (attending.heads, -1, 2)))
+    query = torch.view_as_real(pairs * table[-len(x) :].to(torch.complex128)).flatten(2)
+    expected = exactly(attending, query, cache.keys[-1, ..., first:].mT, cache.values[-1, :, first:])
+    torch.testing.assert_close(results[0][:, :width].double(), expected, rtol=1e-5, atol=4e-6)
+
+
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_a_cache_of_over_four_gib(kv_dtype: torch.dtype) -> None:
-    """The end of the last layer's context, beside a short cache that begins four sections before that end."""
-    kv_heads, dim, rows, window, end = 8, 128, 5, 700, CONTEXT - 3
-    num_layers = (1 << 32) // (kv_heads * CONTEXT * dim * kv_dtype.itemsize) + 2
-    start = CONTEXT - 4 * SECTION
-    large = Attending(num_layers, kv_heads, kv_heads, dim, window, kv_dtype)
-    small = replace(large, num_layers=1)
-    whole, short = KVCache(large, CONTEXT), KVCache(small, CONTEXT - start)
-    # The last layer's keys begin behind 4 GiB of others.
-    assert whole.keys[-1].data_ptr() - whole.keys.data_ptr() > 1 << 32
-    held = end - rows - start
-    keys, values = drawn(kv_heads, held, dim, seed=6), drawn(kv_heads, held, dim, seed=7)
-    for cache, first in ((whole, start), (short, 0)):
-        cache.keys[-1, :, :, first : first + held] = keys.mT
-        cache.values[-1, :, first : first + held] = values
-        cache.declare(first + held)
-    x, table = drawn(rows, large.width, seed=8), turns(CONTEXT, dim)
-    with on_threads(2):
-        found = large.layers().run(x, num_layers - 1, num_layers, ((whole, rows),), table, None)
-        expected = small.layers().run(x, 0, 1, ((short, rows),), table[start:].contiguous(), None)
-    assert (found - x).count_nonzero() and torch.equal(found, expected)
-    assert torch.equal(whole.keys[-1, ..., end - rows : end], short.keys[-1, ..., held : held + rows])
-    assert torch.equal(whole.values[-1, :, end - rows : end], short.values[-1, :, held : held + rows])
+    """The end of the last layer's context, whose keys begin behind 4 GiB of others."""
+    num_layers = (1 << 32) // (8 * CONTEXT * 128 * kv_dtype.itemsize) + 2
+    attending = Attending(8, 8, 128, kv_dtype, (700,) * num_layers, rotated=True)
+    first = CONTEXT - 4 * SECTION
+    cache = filled(attending, first, 3)
+    assert cache.keys[-1].data_ptr() - cache.keys.data_ptr() > 1 << 32
+    assert_attends(attending, cache, first, (2,))
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_the_end_of_128k_positions(kv_dtype: torch.dtype) -> None:
-    """All 256 sections, divided among any number of threads, against float64."""
-    heads, kv_heads, dim, rows = 4, 2, 16, 3
-    attending = Attending(1, heads, kv_heads, dim, None, kv_dtype)
-    layers, table, x = attending.layers(), turns(CONTEXT, dim), drawn(rows, attending.width, seed=9)
-    cache = KVCache(attending, CONTEXT)
-    cache.keys[0, :, :, :-rows] = drawn(kv_heads, CONTEXT - rows, dim, seed=10).mT
-    cache.values[0, :, :-rows] = drawn(kv_heads, CONTEXT - rows, dim, seed=11)
-    results = []
-    for threads in (1, 2, 32):
-        cache.declare(CONTEXT - rows)
-        with on_threads(threads):
-            results.append(layers.run(x, 0, 1, ((cache, rows),), table, None) - x)
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-    pairs = torch.view_as_complex(x[:, : heads * dim].double().unflatten(1, (heads, dim // 2, 2)))
-    query = torch.view_as_real(pairs * table[-rows:].to(torch.complex128)).flatten(2).transpose(0, 1)
-    keys, values = (
-        part.double().repeat_interleave(heads // kv_heads, 0) for part in (cache.keys[0].mT, cache.values[0])
-    )
-    unseen = torch.arange(CONTEXT) > torch.arange(CONTEXT - rows, CONTEXT).unsqueeze(1)
-    scores = (query @ keys.mT * dim**-0.5).masked_fill(unseen, -torch.inf)
-    expected = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
-    torch.testing.assert_close(results[0][:, : heads * dim].double(), expected, rtol=1e-5, atol=2e-6)
-
-
-CUT = re.compile(
-    r"from .(?:u?int64_t|s?size_t|(?:unsigned )?long)\b.* to .(?:u?int(?:32_t|16_t|8_t)?|unsigned|short|char)\b"
-)
-CLANG_CUT = re.compile(r"loses integer precision: .(?:u?int64_t|s?size_t|(?:unsigned )?long)\b")
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_no_size_is_cut_to_32_bits_in_c() -> None:
-    """By the compiler's own warnings, which nothing in the sources may raise without a cast."""
-    pytest.importorskip("setuptools.command.bdist_wheel")
-    build = runpy.run_path(str(Path(__file__).parents[2] / "setup.py"))
-    flags, folder = [*build["FLAGS"], "-O0", "-Wconversion", "-fsyntax-only"], LIBRARY.parent
-
-    def warnings(*command: str, text: str = "") -> list[str]:
-        command = ("cc", *flags, *command)
-        environment = {**os.environ, "LC_ALL": "C"}
-        result = subprocess.run(command, input=text, capture_output=True, text=True, check=False, env=environment)
-        return [line for line in result.stderr.splitlines() if CUT.search(line) or CLANG_CUT.search(line)]
-
-    assert warnings("-x", "c", "-", text="#include <stdint.h>\nint cut(int64_t size) { return size; }")
-    assert not warnings(str(folder / "pool.c"))
-    for variant, own in build["VARIANTS"].get(platform.machine().lower(), {"baseline": []}).items():
-        assert not warnings(*own, f"-DVARIANT={variant}", str(folder / "kernels.c"))
+    """All 256 sections, divided among any number of threads."""
+    attending = Attending(4, 2, 16, kv_dtype, rotated=True)
+    assert_attends(attending, filled(attending, 0, 3), 0, (1, 2, 32))

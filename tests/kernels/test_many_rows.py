@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,9 +25,11 @@ from layerskip_models.kernels.threads import on_threads
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
 from test_cuda_paths import as_on_cuda
-from test_native import RUNNABLE, drawn, every_variant, native_model, needs_native
+from test_native import RUNNABLE, drawn, every_variant, needs_native, use
 from tiny_llama import tiny_llama, tiny_tokenizer
 
+Call = tuple[int, int, int, int, bool]
+"""Texts, rows, first layer, last layer + 1, whether the head was looked at."""
 SHAPES: tuple[dict[str, Any], ...] = (
     {"seed": 2},
     {"seed": 3, "heads": 6, "kv_heads": 3, "hidden_size": 24, "head_dim": 8, "attention_bias": True},
@@ -37,7 +39,9 @@ SHAPES: tuple[dict[str, Any], ...] = (
 
 @cache
 def cached_native(variant: str, shape: int) -> LayerSkipModel:
-    return native_model(variant, **SHAPES[shape])[1]
+    llama = tiny_llama(dtype=torch.bfloat16, **{"max_position_embeddings": 256, **SHAPES[shape]})
+    with use(variant):
+        return from_transformers(llama.float(), layout="native")
 
 
 @cache
@@ -59,7 +63,7 @@ class Pass:
         self.model = model
         self.sizes = [random.choice([1, 1, random.randint(1, max_rows)]) for _ in range(random.randint(1, max_texts))]
         positions = [random.choice([0, random.randint(0, 60)]) for _ in self.sizes]
-        self.start, self.stop = sorted(random.sample(range(model.num_layers + 1), 2))
+        self.start, self.stop = sorted(random.choices(range(model.num_layers + 1), k=2))  # none as well
         self.hidden = drawn(sum(self.sizes), model.hidden_size, seed=seed).to(model.dtype)
         self.caches: list[list[KVCache]] = [[], []]
         for position, size in zip(positions, self.sizes):
@@ -91,6 +95,7 @@ class Pass:
     def compare(self, equal: Callable[[Tensor, Tensor], Any], watched: bool) -> None:
         (found, seen), (expected, own) = self.run(watched)
         equal(found, expected)
+        assert self.start < self.stop or torch.equal(found, self.hidden)
         assert [*seen] == [*own] == [*range(self.start + 1, self.stop + 1)] * watched
         for layer, states in seen.items():
             equal(states, own[layer])
@@ -140,29 +145,25 @@ def test_a_pass_over_several_texts_is_their_rows_one_by_one_on_operators(
         Pass(operator_model(shape, path), seed, *most).compare(nearly_equal, watched)
 
 
-@needs_native
-def test_more_rows_than_fit_a_call_are_run_in_as_few_calls_as_can_be() -> None:
-    """A text's rows may be in two of them: the later ones attend to the earlier ones all the same."""
-    model = cached_native(RUNNABLE[0], 0)
-    sizes = [MAX_ROWS - 5, 1, 1, 30, 100]
-    caches = [KVCache(model, size) for size in sizes]
-    hidden = drawn(sum(sizes), model.hidden_size)
-    with native_calls(model) as calls:
-        found = model.run_layers(hidden, 0, 4, [*zip(caches, sizes)])
-    assert [call[:2] for call in calls] == [(4, MAX_ROWS), (2, sum(sizes) - MAX_ROWS)]
-    alone = [model.run_layers(part, 0, 4, KVCache(model, len(part))) for part in hidden.split(sizes)]
-    assert torch.equal(found, torch.cat(alone))
-
-
 # How often weights are read
 
 
+@needs_native
+def test_more_rows_than_fit_a_call_are_run_in_as_few_calls_as_can_be() -> None:
+    """A text's rows may be in two of them."""
+    model = cached_native(RUNNABLE[0], 0)
+    sizes = [MAX_ROWS - 5, 1, 1, 30, 100]
+    with native_calls(model) as calls:
+        model.run_layers(drawn(sum(sizes), model.hidden_size), 0, 4, [(KVCache(model, size), size) for size in sizes])
+    assert [call[:2] for call in calls] == [(4, MAX_ROWS), (2, sum(sizes) - MAX_ROWS)]
+
+
 @contextmanager
-def native_calls(model: LayerSkipModel) -> Iterator[list[tuple[int, int, int, int, bool]]]:
-    """Calls of the library's layers: texts, rows, first layer, last layer + 1, whether the head was looked at."""
+def native_calls(model: LayerSkipModel) -> Iterator[list[Call]]:
+    """Calls of the library's layers."""
     native = model.backend
     assert isinstance(native, NativeLayers)
-    calls: list[tuple[int, int, int, int, bool]] = []
+    calls: list[Call] = []
     original = native.run_step
 
     def counted(address: int, threads: int) -> int:
@@ -177,14 +178,17 @@ def native_calls(model: LayerSkipModel) -> Iterator[list[tuple[int, int, int, in
         native.run_step = original
 
 
-def rounds_of(texts: Sequence[Wish], monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int, int, int, bool]]]:
+def rounds_of(texts: Sequence[Wish], monkeypatch: pytest.MonkeyPatch) -> list[list[Call]]:
     """What was called in each step of an engine whose texts have all read their prompts, and how often the head was."""
     model = model_of("native")
     generator = SelfSpecGenerator(model, tiny_tokenizer())
     heads: list[int] = []
     for name in ("logits", "draft_logits", "choices", "draft_choices"):
-        monkeypatch.setattr(model, name, _counting(getattr(model, name), heads))
-    found: list[list[tuple[int, int, int, int, bool]]] = []
+        original = getattr(model, name)
+        monkeypatch.setattr(
+            model, name, lambda x, *rest, original=original: heads.append(x.shape[0]) or original(x, *rest)
+        )
+    found: list[list[Call]] = []
     with native_calls(model) as calls:
 
         def watch(engine: Any, progress: Any) -> None:
@@ -197,63 +201,47 @@ def rounds_of(texts: Sequence[Wish], monkeypatch: pytest.MonkeyPatch) -> list[li
     return found
 
 
-def _counting(function: Callable[..., Any], heads: list[int]) -> Callable[..., Any]:
-    def counted(hidden: Tensor, *rest: Any) -> Any:
-        heads.append(hidden.shape[0])
-        return function(hidden, *rest)
-
-    return counted
-
-
-def texts_of(count: int, policy: str, **options: Any) -> list[Wish]:
-    # The last one joins first of all that are read: so all are past their prompts from the second step on.
-    return [
-        Wish(prompt=[3 + index, 1], policy=policy, exit_layer=2, options={"max_new_tokens": 30, **options})
-        for index in range(count)
-    ]
+LS_OF_20 = [*[(20, 20, 0, 2, True)] * 4, (20, 20, 0, 2, False), (20, 100, 2, 4, False), (0, 100, 4, 4, True)]
+LS_OF_5 = [*[(5, 5, 0, 2, True)] * 4, (5, 5, 0, 2, False), (5, 25, 2, 4, True)]
+SAMPLED = {"do_sample": True, "seed": 1}
 
 
 @needs_native
-def test_a_plain_round_of_several_texts_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    for round_calls in rounds_of(texts_of(5, "ar"), monkeypatch)[1:20]:
-        assert round_calls == [(5, 5, 0, 4, True)]
-
-
-@needs_native
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 1}], ids=["greedy", "sampled"])
-def test_a_draft_step_is_one_call_and_so_is_a_verification(
-    sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("count", "policy", "sampling", "calls"),
+    [
+        (5, "ar", {}, [(5, 5, 0, 4, True)]),
+        # Each draft step is one call, and so is verification; before it the last tokens' first layers, which no draft ran.
+        (5, "ls:{E}-4", {}, LS_OF_5),
+        (5, "ls:{E}-4", SAMPLED, LS_OF_5),
+        (20, "ls:{E}-4", {}, LS_OF_20),  # more rows than a step has room for: the head by itself
+    ],
+)
+def test_a_step_of_several_texts_is_one_call(
+    count: int, policy: str, sampling: dict[str, Any], calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it the last tokens' first layers, which no draft step ran: of all texts in one call, too."""
-    for round_calls in rounds_of(texts_of(5, "ls:{E}-4", **sampling), monkeypatch)[1:5]:
-        assert round_calls == [*[(5, 5, 0, 2, True)] * 4, (5, 5, 0, 2, False), (5, 25, 2, 4, True)]
-
-
-@needs_native
-def test_more_rows_than_a_step_has_room_for_are_verified_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = 20 * 5
-    assert STEP_ROWS < rows <= MAX_ROWS
-    last = [(20, 20, 0, 2, False), (20, rows, 2, 4, False), (0, rows, 4, 4, True)]
-    for round_calls in rounds_of(texts_of(20, "ls:{E}-4"), monkeypatch)[1:5]:
-        drafted = [call for call in round_calls if call[3] == 2][:-1]
-        assert drafted == [(20, 20, 0, 2, True)] * 4
-        assert round_calls[4:] == last
+    # The last one joins first of all that are read: so all are past their prompts from the second step on.
+    assert 25 < STEP_ROWS < 100 <= MAX_ROWS
+    options = {"max_new_tokens": 30, **sampling}
+    texts = [Wish(prompt=[3 + index, 1], policy=policy, exit_layer=2, options=options) for index in range(count)]
+    for round_calls in rounds_of(texts, monkeypatch)[1:5]:
+        assert round_calls == calls
 
 
 @needs_native
 def test_texts_of_several_exit_layers_share_their_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of two draft steps reads 3 layers once, and what verifies reads all 4 once, whatever the texts' exit layers."""
-    texts = [replace(text, exit_layer=1 + index % 3) for index, text in enumerate(texts_of(6, "ls:{E}-2"))]
+    options = {"max_new_tokens": 30}
+    texts = [
+        Wish(prompt=[3 + index, 1], policy="ls:{E}-2", exit_layer=1 + index % 3, options=options) for index in range(6)
+    ]
     for round_calls in rounds_of(texts, monkeypatch)[1:5]:
         assert sum(last - first for _, _, first, last, _ in round_calls) == 2 * 3 + 4
 
 
 @needs_native
-def test_native_linears_read_their_weight_once_for_all_rows() -> None:
-    """The head, too, of up to as many rows as a call takes."""
+def test_a_linear_reads_its_weight_once_for_all_rows() -> None:
     linear = NativeLinear(drawn(40, 16))
-    calls: list[int] = []
-    original = linear._run
-    linear._run = lambda *arguments: calls.append(arguments[2]) or original(*arguments)
-    linear(drawn(MAX_ROWS, 16))
-    assert calls == [MAX_ROWS]
+    with patch.object(linear, "_run", wraps=linear._run) as run:
+        linear(drawn(MAX_ROWS, 16))
+    assert run.call_count == 1

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import runpy
 import shutil
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from ctypes import addressof
 from pathlib import Path
 
@@ -15,22 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled import FOLDER, build_settings, compile_c
+from layerskip_models.checkpoints.gguf_blocks import GROUPED
 from layerskip_models.kernels import check, library
 from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import on_threads
-from test_grouped_weights import GROUPED
-from test_grouped_weights import rows_of as rows_with_outliers
-from test_integer_rows import fixed_point, rows_of
+from test_integer_rows import fixed_point, rows_of, rows_with_outliers
 from test_native import use
-from test_products import weight_of
+from test_products import MIXTURES, weight_of
 
-ROOT = Path(__file__).parents[2]
-KERNELS = ROOT / "layerskip_models" / "kernels"
 VECTORS = "vnni" if library.LIBRARY.is_file() and "vnni" in library.runnable_variants() else "baseline"
 """The variant that is compiled with tiles besides: with AMX that is `vnni`."""
 SMALL = 32 * 64 * 2
 """Bytes of the largest matrix here that is too small for the emulated tiles, where its weights are in bfloat16."""
-SAYS_YES = "int runs_emulated(void) { return 1; }"
 NEEDS_AMX = pytest.mark.skipif(
     not library.LIBRARY.is_file() or "amx" not in library.runnable_variants(), reason="this processor has no AMX"
 )
@@ -42,18 +36,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Where this processor multiplies bytes in vectors, one or two rows of 8-bit weights are multiplied so, as with real tiles.
     """
-    pytest.importorskip("setuptools.command.bdist_wheel")
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     folder = tmp_path_factory.mktemp("emulated")
-    (folder / "yes.c").write_text(SAYS_YES)
-    setup = runpy.run_path(str(ROOT / "setup.py"))
-    flags = [*setup["FLAGS"], *setup["X86"][VECTORS], "-O1", *os.environ.get("CFLAGS", "").split()]
-    defined = ["-DVARIANT=emulated", "-DEMULATED_TILES", f"-DTILE_BYTES={SMALL + 1}"]
-    options = [*flags, "-fPIC", "-shared", "-fvisibility=default", *defined]
-    sources = [KERNELS / "kernels.c", KERNELS / "pool.c", folder / "yes.c"]
-    subprocess.run(["cc", *options, "-o", folder / "libkernels.so", *sources, "-lm"], check=True)
-    return folder / "libkernels.so"
+    (folder / "yes.c").write_text("int runs_emulated(void) { return 1; }")
+    options = [*build_settings()["X86"][VECTORS], "-fPIC", "-shared", "-fvisibility=default", "-DVARIANT=emulated",
+               "-DEMULATED_TILES", f"-DTILE_BYTES={SMALL + 1}"]  # fmt: skip
+    return compile_c(folder / "libkernels.so", *options, FOLDER / "kernels.c", FOLDER / "pool.c", folder / "yes.c")
 
 
 @pytest.fixture
@@ -95,9 +84,21 @@ def alone(linear: NativeLinear, x: Tensor) -> Tensor:
         return torch.cat([linear(row) for row in x.split(1)])
 
 
-def counts_of(out: int) -> Sequence[int]:
-    """How many rows go through a matrix: every number up to two turns and one more for one matrix, some for the others."""
-    return range(1, 34) if out == 96 else (2, 5, 6, 17, 37)
+def assert_in_company(linear: NativeLinear, x: Tensor, expected: Tensor) -> None:
+    """Every number of rows up to two turns and one more for one matrix, some for the others."""
+    for threads in (1, 2):
+        with on_threads(threads):
+            for rows in range(1, 34) if len(expected.T) == 96 else (2, 5, 6, 17, 37):
+                assert torch.equal(linear(x[:rows]), expected[:rows])
+
+
+def by_vectors(name: str, matrix: library.Matrix, x: Tensor) -> Tensor:
+    """By a variant without tiles, of the library that is in use elsewhere."""
+    function = getattr(ctypes.CDLL(str(FOLDER / "libkernels.so")), f"linear_{name}")
+    function.argtypes = library._SIGNATURES["linear"][1]
+    y = torch.empty(len(x), matrix.out_features)
+    function(addressof(matrix), x.data_ptr(), len(x), None, y.data_ptr(), 1)
+    return y
 
 
 @pytest.mark.parametrize(("out", "width"), [(32, 64), (96, 128), (64, 1088)])
@@ -107,24 +108,15 @@ def test_eight_bit_weights_come_to_the_same_bits_as_by_whole_numbers(unit: str, 
     q, unit = fixed_point(x)
     expected = ((q @ linear.numbers_in_rows.long().T).double() * unit).float() * linear.tensors[1]
     assert torch.equal(alone(linear, x), expected)
-    for threads in (1, 2):
-        with on_threads(threads):
-            assert all(torch.equal(linear(x[:rows]), expected[:rows]) for rows in counts_of(out))
+    assert_in_company(linear, x, expected)
 
 
 @pytest.mark.skipif(VECTORS != "vnni", reason="this processor multiplies no bytes (AVX-512 VNNI)")
-@pytest.mark.parametrize("form", [*GROUPED, "Q4_K, Q6_K"])
+@pytest.mark.parametrize("form", [*GROUPED, *MIXTURES])
 def test_weights_in_groups_come_to_the_same_bits_as_on_vectors(emulated: str, form: str) -> None:
-    """For every number of rows up to two turns and one more, some of them with outliers."""
-    on_vectors = ctypes.CDLL(str(KERNELS / "libkernels.so")).linear_vnni
-    on_vectors.argtypes = library._SIGNATURES["linear"][1]
     linear, x = NativeGroupedLinear(weight_of(form, 96, 512)), rows_with_outliers(33, 512)
     assert linear.matrix.interleaved
-    expected = torch.empty(33, linear.shape[0])
-    on_vectors(addressof(linear.matrix), x.data_ptr(), 33, None, expected.data_ptr(), 1)
-    for threads in (1, 2):
-        with on_threads(threads):
-            assert all(torch.equal(linear(x[:rows]), expected[:rows]) for rows in counts_of(96))
+    assert_in_company(linear, x, by_vectors("vnni", linear.matrix, x))
 
 
 @pytest.mark.parametrize(("out", "width"), [(32, 64), (96, 128), (64, 1088)])
@@ -136,9 +128,7 @@ def test_three_bfloat16_splits_are_as_good_as_float32(unit: str, out: int, width
     x = torch.randn(37, width)
     expected = x.double() @ linear.weight.double().T + linear.tensors[1].double()
     found = alone(linear, x)
-    for threads in (1, 2):
-        with on_threads(threads):
-            assert all(torch.equal(linear(x[:rows]), found[:rows]) for rows in counts_of(out))
+    assert_in_company(linear, x, found)
     plain = torch.nn.functional.linear(x, linear.weight, linear.tensors[1])
     error, of_float32 = ((result - expected).abs().max() for result in (found, plain))
     assert error < 2 * of_float32
@@ -147,14 +137,11 @@ def test_three_bfloat16_splits_are_as_good_as_float32(unit: str, out: int, width
 def test_a_small_matrix_in_bfloat16_is_multiplied_by_vectors_for_any_number_of_rows(emulated: str) -> None:
     """Its weights stay in a cache, where vectors are faster. The same numbers as those of the variant without tiles."""
     x = torch.randn(37, 64)
-    plain = getattr(ctypes.CDLL(str(KERNELS / "libkernels.so")), f"linear_{VECTORS}")
-    plain.argtypes = library._SIGNATURES["linear"][1]
     for out, tiles in ((32, False), (64, True)):
         linear = NativeLinear(torch.randn(out, 64).bfloat16())
         assert (linear.num_bytes > SMALL) is tiles is bool(linear.matrix.interleaved)
-        y, stored = torch.empty(37, out), linear.numbers_in_rows
-        in_rows = library.Matrix(stored.data_ptr(), kind=1, in_features=64, out_features=out)
-        plain(addressof(in_rows), x.data_ptr(), 37, None, y.data_ptr(), 1)
+        stored = linear.numbers_in_rows
+        y = by_vectors(VECTORS, library.Matrix(stored.data_ptr(), kind=1, in_features=64, out_features=out), x)
         for rows in (1, 5, 6, 37):
             assert torch.equal(linear(x[:rows]), y[:rows]) is not tiles
 

@@ -66,57 +66,57 @@ def test_what_does_not_fit_is_refused() -> None:
     model, steps, cache = made()
     last, rows = torch.zeros(model.hidden_size), torch.zeros(3, model.hidden_size)
     wide = torch.zeros(4, 5, model.hidden_size)
-    full, drafted = KVCache(model, 12), KVCache(model, 12)
+    full, drafted, empty = KVCache(model, 12), KVCache(model, 12), KVCache(model, 12)
     full.declare(12)
     drafted.declare(10)
-    one, three = [(cache, 1)], [(cache, 3)]
     drafted.extend(0, 2, 2)
-    for call in (
-        lambda: steps.tokens([model.vocab_size], one, 2, last),
-        lambda: steps.tokens([-1], one, 2, last),
-        lambda: steps.tokens([1, -1], [(cache, 1), (KVCache(model, 12), 1)], 2, rows[:2]),
-        lambda: steps.tokens([1], [(full, 1)], 2, last),
-        lambda: steps.tokens([1, 1], [(cache, 1), (full, 1)], 2, rows[:2]),
-        lambda: steps.tokens([1, 1], one, 2, rows[:2]),
-        lambda: steps.tokens([1], [(drafted, 1)], 4, last),
-        lambda: steps.tokens([1], one, 2, last[1:]),
-        lambda: steps.tokens([1], one, 2, last.double()),
-        lambda: steps.tokens([1, 1], [(cache, 1), (KVCache(model, 12), 1)], 2, last),
-        lambda: steps.tokens([1, 1], [(cache, 1), (KVCache(model, 12), 1)], 2, wide[0, ::2][:2]),
-        lambda: steps.tokens([1], one, 5, last),
-        lambda: steps.tokens([1] * (STEP_ROWS + 1), [(cache, 1)] * (STEP_ROWS + 1), 2, last.expand(STEP_ROWS + 1, -1)),
-        lambda: steps.tokens([1], one, 2, last, record=(torch.zeros(4, 2, model.hidden_size), 2)),
-        lambda: steps.tokens([1], one, 4, last, record=(torch.zeros(3, 2, model.hidden_size), 0)),
-        lambda: steps.rows(rows, [(drafted, 3)], 2, 4),
-        lambda: steps.rows(rows, [(cache, 2)], 2, 4),
-        lambda: steps.rows(rows, [(cache, 2), (full, 1)], 2, 4),
-        lambda: steps.rows(rows.double(), three, 2, 4),
-        lambda: steps.rows(rows.t().contiguous().t(), three, 2, 4),
-        lambda: steps.rows(torch.zeros(STEP_ROWS + 1, model.hidden_size), [(cache, STEP_ROWS + 1)], 2, 4),
-        lambda: steps.rows(rows, three, 2, 4, record=(torch.zeros(3, 5, model.hidden_size), 0)),
-        lambda: steps.rows(rows, three, 2, 4, record=(wide, 3)),
+    one, two, three, many = [(cache, 1)], [(cache, 1), (empty, 1)], [(cache, 3)], STEP_ROWS + 1
+    for tokens, where, stop, states, *record in (
+        ([model.vocab_size], one, 2, last),
+        ([-1], one, 2, last),
+        ([1, -1], two, 2, rows[:2]),
+        ([1], [(full, 1)], 2, last),
+        ([1, 1], [(cache, 1), (full, 1)], 2, rows[:2]),
+        ([1, 1], one, 2, rows[:2]),
+        ([1], [(drafted, 1)], 4, last),
+        ([1], one, 2, last[1:]),
+        ([1], one, 2, last.double()),
+        ([1, 1], two, 2, last),
+        ([1, 1], two, 2, wide[0, ::2][:2]),
+        ([1], one, 5, last),
+        ([1] * many, [(cache, 1)] * many, 2, last.expand(many, -1)),
+        ([1], one, 2, last, torch.zeros(4, 2, model.hidden_size), 2),
+        ([1], one, 4, last, torch.zeros(3, 2, model.hidden_size), 0),
     ):
         with pytest.raises(ValueError):
-            call()
+            steps.tokens(tokens, where, stop, states, record=tuple(record) or None)
+    for states, where, *record in (
+        (rows, [(drafted, 3)]),
+        (rows, [(cache, 2)]),
+        (rows, [(cache, 2), (full, 1)]),
+        (rows.double(), three),
+        (rows.t().contiguous().t(), three),
+        (torch.zeros(many, model.hidden_size), [(cache, many)]),
+        (rows, three, torch.zeros(3, 5, model.hidden_size), 0),
+        (rows, three, wide, 3),
+    ):
+        with pytest.raises(ValueError):
+            steps.rows(states, where, 2, 4, record=tuple(record) or None)
     assert cache.length == cache.position(0, 4) == 0
 
 
 def test_the_states_of_a_text_are_kept_by_steps_as_well() -> None:
     """Rows of drafts, of verification and of plain steps, at every layer that a policy looks back at."""
     model, _, _ = made()
-    exits = ScriptedExit([(1, 4), (None, 0), (2, 3), (3, 6)])
 
     class LooksBack(NeverStop):
         observes = ObservationSpec(context_layers=(1, 3))
 
-    prompt = [3, 1, 4]
-    request = request_for(model, prompt, max_new_tokens=30)
-    with torch.inference_mode():
-        text = Sequence(model, KVCache(model, 40), request, Policy(exits, LooksBack()))
-        with patch.object(NativeForward, "tokens", autospec=True, side_effect=NativeForward.tokens) as tokens:
-            for _ in decode(text, EagerRunner(model)):
-                pass
-        assert tokens.call_count > 0
+    policy = Policy(ScriptedExit([(1, 4), (None, 0), (2, 3), (3, 6)]), LooksBack())
+    text = Sequence(model, KVCache(model, 40), request_for(model, [3, 1, 4], max_new_tokens=30), policy)
+    watched = patch.object(NativeForward, "tokens", autospec=True, side_effect=NativeForward.tokens)
+    with torch.inference_mode(), watched as steps:
+        assert [*decode(text, EagerRunner(model))] and steps.call_count > 0
         ids, seen = text.tokens[0, : text.length - 1], dict[int, torch.Tensor]()
         model.run_layers(model.embed(ids), 0, 4, KVCache(model, 40), seen.__setitem__)
         for layer in (1, 3):
@@ -131,29 +131,29 @@ def test_a_step_stores_the_logits_of_its_head(vocab_size: int, layout: str) -> N
     steps = model.steps()
     assert steps is not None
     tokens = [5, 0, 23]
+
+    def room(*shape: int) -> torch.Tensor:
+        return torch.full(shape, torch.nan)
+
     with torch.inference_mode():
         for head in ("draft", "full"):
-            states = [torch.zeros(3, model.hidden_size) for _ in range(2)]
-            rooms = torch.full((3, vocab_size), torch.nan), None
+            states, logits = torch.zeros(2, 3, model.hidden_size), room(3, vocab_size)
             looks = [
-                steps.tokens(tokens, [(KVCache(model, 12), 3)], 2, own, head=head, detail="all", logits=room)
-                for own, room in zip(states, rooms)
+                steps.tokens(tokens, [(KVCache(model, 12), 3)], 2, own, head=head, detail="all", logits=stored)
+                for own, stored in zip(states, (logits, None))
             ]
             expected = model.logits(states[0]) if head == "full" else model.draft_logits(states[0])
-            assert torch.equal(states[0], states[1]) and looks[0] == looks[1]
-            assert torch.equal(rooms[0], expected)
-        room = torch.full((3, vocab_size), torch.nan)
-        caches = [KVCache(model, 12) for _ in range(2)]
+            assert torch.equal(states[0], states[1]) and looks[0] == looks[1] and torch.equal(logits, expected)
+        caches, logits = [KVCache(model, 12) for _ in range(2)], room(3, vocab_size)
         for cache in caches:
             steps.tokens(tokens, [(cache, 3)], 1, states[0])
-        found = steps.rows(states[0], [(caches[0], 3)], 1, 2, logits=room)
+        found = steps.rows(states[0], [(caches[0], 3)], 1, 2, logits=logits)
         assert found == steps.rows(states[0], [(caches[1], 3)], 1, 2)
-        assert torch.equal(room.max(-1).values, torch.tensor(found[1]))
-        assert torch.equal(room.argmax(-1), torch.tensor(found[0]))
-        alone = torch.full((1, vocab_size), torch.nan)
+        assert found == (logits.argmax(-1).tolist(), logits.amax(-1).tolist())
+        alone = room(1, vocab_size)
         with on_threads(1):
             steps.tokens(tokens[:1], [(KVCache(model, 12), 1)], 2, states[1][:1], head="full", logits=alone)
         assert torch.equal(alone, expected[:1])
-        for wrong in (torch.zeros(2, vocab_size), torch.zeros(3, vocab_size - 1), torch.zeros(3, vocab_size).double()):
+        for wrong in (room(2, vocab_size), room(3, vocab_size - 1), room(3, vocab_size).double()):
             with pytest.raises(ValueError, match="logits"):
                 steps.tokens(tokens, [(KVCache(model, 12), 3)], 2, states[0], head="full", logits=wrong)

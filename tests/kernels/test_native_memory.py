@@ -2,26 +2,77 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 import torch
 from torch import Tensor
 
-from exact_rooms import check_mixed_layers, exact_rooms
+from exact_rooms import exact_rooms
 from layerskip_models import from_transformers
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.decoder_layer import DecoderLayer
+from layerskip_models.grouped_weight import GroupedWeight
+from layerskip_models.kernels.native_layers import NativeLayers
+from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import on_threads
+from layerskip_models.kv_cache import KVCache
 from layerskip_models.norm import RMSNorm
 from selfspec import SelfSpecGenerator
 from test_four_bits import wide
 from test_native import drawn, every_variant, needs_native, use
+from test_products import drawn_weight, linear_of
 
 pytestmark = needs_native
+HIDDEN, INNER, HEADS, DIM = 64, 192, 2, 32
+KINDS = ("float32", "bfloat16", "float16", "int8", "int4 64, offsets")
+
+
+class Mixed:
+    """Layers with weights of different kinds; also what a cache must know of them."""
+
+    num_kv_heads, head_dim = HEADS, DIM
+    kv_dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, *kinds: str) -> None:
+        self.num_layers = len(kinds)
+        norm = RMSNorm(torch.ones(HIDDEN), 1e-5)
+        shapes = {
+            "qkv": (3 * HEADS * DIM, HIDDEN), "output": (HIDDEN, HEADS * DIM), "gate_up": (2 * INNER, HIDDEN),
+            "down": (HIDDEN, INNER),
+        }  # fmt: skip
+        layers = [
+            DecoderLayer(
+                input_norm=norm, post_attention_norm=norm, interleaved=True,
+                **{name: linear_of(kind, *shape, seed=0, bias=False) for name, shape in shapes.items()},
+            )
+            for kind in kinds
+        ]  # fmt: skip
+        self.layers = NativeLayers(layers, hidden_size=HIDDEN, heads=HEADS, kv_heads=HEADS, head_dim=DIM, eps=1e-5)
+
+    def prepare(self, max_length: int) -> None:
+        pass
+
+    def run(self, x: Tensor, sizes: list[int]) -> Tensor:
+        """The rows of one text, so many in each pass."""
+        cache, rotary = KVCache(self, len(x)), torch.ones(len(x), 1, DIM // 2, dtype=torch.complex64)  # type: ignore[arg-type]
+        parts = x.split(sizes)
+        return torch.cat(
+            [self.layers.run(part, 0, self.num_layers, ((cache, len(part)),), rotary, None) for part in parts]
+        )
 
 
 @every_variant
 def test_layers_of_different_kinds_stay_in_their_memory(variant: str) -> None:
-    with use(variant):
-        check_mixed_layers()
+    """Of every two kinds, either first: passes of growing size, in all of which a row is the same."""
+    x = drawn(68, HIDDEN)
+    for kinds in permutations(KINDS, 2):
+        with use(variant):
+            mixed = Mixed(*kinds)
+        with on_threads(1):
+            alone = mixed.run(x, [1] * len(x))
+        for threads in (1, 2):
+            with on_threads(threads), exact_rooms():
+                assert torch.equal(mixed.run(x, [1, 2, 3, 16, 46]), alone), kinds
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -37,27 +88,29 @@ def test_generation_stays_in_its_memory(threads: int) -> None:
             assert all(torch.equal(result.sequences, text) for result, text in zip(together, alone))
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "float32 that bfloat16 holds", "int8"])
-def test_a_weight_that_is_not_contiguous_is_the_same_weight(kind: str) -> None:
+@pytest.mark.parametrize("kind", [NativeLinear, NativeInt8Linear])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_weight_that_is_not_contiguous_is_the_same_weight(kind: type[NativeLinear], dtype: torch.dtype) -> None:
     """Turned, every second column of a wider one, and one row that stands for all; biases likewise."""
-
-    def weight(*shape: int) -> Tensor:
-        full = drawn(*shape)
-        if kind == "float32 that bfloat16 holds":
-            return full.bfloat16().float()
-        return full.to(getattr(torch, kind)) if "float" in kind else full
-
     x, bias = drawn(3, 64, seed=1), drawn(128, seed=2)[::2]
-    for strange in (weight(64, 64).T, weight(64, 128)[:, ::2], weight(1, 64).expand(64, 64)):
+    wider = drawn(64, 128).to(dtype)
+    for strange in (wider[:, :64].T, wider[:, ::2], wider[:1, :64].expand(64, 64), wider.bfloat16().float()[:, ::2]):
         assert not strange.is_contiguous() and not bias.is_contiguous()
-        plain = strange.contiguous()
-        if kind == "int8":
-            found, same = NativeInt8Linear(strange, bias), NativeInt8Linear(plain, bias.contiguous())
-        else:
-            found, same = NativeLinear(strange, bias), NativeLinear(plain, bias.contiguous())
-            assert torch.equal(found.weight, plain.float())
+        found, same = kind(strange, bias), kind(strange.contiguous(), bias.contiguous())
+        assert kind is NativeInt8Linear or torch.equal(found.weight, strange.float())
         assert torch.equal(found.weight, same.weight) and torch.equal(found(x), same(x))
         assert all(tensor.is_contiguous() for tensor in found.tensors)
+
+
+@pytest.mark.parametrize("outputs", [8, 32])
+def test_groups_that_are_not_contiguous_or_at_an_odd_address_are_the_same_weight(outputs: int) -> None:
+    weight, x = drawn_weight(outputs, 128, 32, True, False), drawn(3, 128)
+    turned = GroupedWeight(*(part.t().contiguous().t() for part in (weight.packed, weight.groups, weight.offsets)))
+    room = torch.empty(weight.packed.numel() + 1, dtype=torch.uint8)
+    room[1:] = weight.packed.flatten()
+    odd = GroupedWeight(room[1:].view_as(weight.packed), weight.groups, weight.offsets)
+    for other in (turned, odd):
+        assert torch.equal(NativeGroupedLinear(other)(x), NativeGroupedLinear(weight)(x))
 
 
 def test_rows_and_residuals_that_are_not_contiguous_are_the_same_rows() -> None:
@@ -66,6 +119,6 @@ def test_rows_and_residuals_that_are_not_contiguous_are_the_same_rows() -> None:
     assert torch.equal(linear(x), linear(x.contiguous()))
     assert torch.equal(linear.add_to(residual, x), linear.add_to(residual.contiguous(), x.contiguous()))
     assert torch.equal(linear.of_normalised(norm, x), linear.of_normalised(norm, x.contiguous()))
-    for detail in ("token", "spread"):
+    for detail in ("token", "all"):
         found, same = (linear.choices_of_normalised(norm, rows, detail) for rows in (x, x.contiguous()))  # type: ignore[arg-type]
         assert torch.equal(found.numbers, same.numbers)

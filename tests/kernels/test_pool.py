@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -74,27 +76,32 @@ def test_the_same_bits_on_any_number_of_threads(count: int, model: LayerSkipMode
     assert not threads._kept
 
 
+def _multiply(count: int, seconds: float) -> None:
+    """For so long on so many threads, by a matrix that is large enough to wake a helper."""
+    linear, x, end = NativeLinear(torch.randn(1024, 512)), torch.randn(1, 512), monotonic() + seconds
+    with threads.on_threads(count):
+        while monotonic() < end:
+            linear(x)
+
+
+def _threads_now() -> set[int]:
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
 def _turns_beside_single_threads() -> int:
     """How often other threads of a process with one core woke within 0.4 s in which jobs were for one thread only."""
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-    linear, x = NativeLinear(torch.randn(64, 64)), torch.randn(1, 64)
 
-    def run(count: int, seconds: float) -> None:
-        end = monotonic() + seconds
-        with threads.on_threads(count):
-            while monotonic() < end:
-                linear(x)
-
-    def seq_rounds() -> int:
-        others = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
-        lines = [line for task in others for line in (task / "status").read_text(encoding="utf-8").splitlines()]
+    def turns() -> int:
+        status = [Path(f"/proc/self/task/{task}/status") for task in _threads_now() - {os.getpid()}]
+        lines = [line for path in status for line in path.read_text(encoding="utf-8").splitlines()]
         return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
 
-    run(2, 0.1)
-    run(1, 0.2)
-    before = seq_rounds()
-    run(1, 0.4)
-    return seq_rounds() - before
+    _multiply(2, 0.1)
+    _multiply(1, 0.2)
+    before = turns()
+    _multiply(1, 0.4)
+    return turns() - before
 
 
 @needs_native
@@ -110,32 +117,20 @@ def _cores_of_a_helper() -> tuple[int, set[int], set[int]]:
     cores = os.sched_getaffinity(0)
     own = min(cores)
     os.sched_setaffinity(0, [own])
-    linear, x = NativeLinear(torch.randn(1024, 512)), torch.randn(1, 512)  # large enough to wake a helper
     before = _threads_now()
-
-    def run(seconds: float) -> None:
-        end = monotonic() + seconds
-        with threads.on_threads(2):
-            while monotonic() < end:
-                linear(x)
-
-    run(0.05)
+    _multiply(2, 0.05)
     (helper,) = _threads_now() - before
     os.sched_setaffinity(helper, [own])
-    run(0.05)
+    _multiply(2, 0.05)
     os.sched_setaffinity(helper, cores)
     ran = set()
     for _ in range(20):
-        run(0.01)
+        _multiply(2, 0.01)
         ran.add(int(Path(f"/proc/self/task/{helper}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[36]))
     late = monotonic() + 10
     while os.sched_getaffinity(helper) != cores and monotonic() < late:
         sleep(0.01)  # it may be on its way from a core
     return own, ran, os.sched_getaffinity(helper)
-
-
-def _threads_now() -> set[int]:
-    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
 
 
 @needs_native
@@ -173,30 +168,24 @@ from layerskip_models.kernels.native_linear import NativeLinear
 threads._here.threads = 3
 linear, x = NativeLinear(torch.randn(300, 64)), torch.randn(3, 64)
 expected = linear(x)
-"""
-
-
-def run(program: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM + program]
-    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[2])
-
-
-@needs_native
-def test_a_forked_child_has_a_team_of_its_own_and_a_process_ends_beside_one() -> None:
-    run("""
 child = os.fork()
 if child == 0:
     same = all(torch.equal(linear(x), expected) for _ in range(100))
     os._exit(0 if same else 1)
 assert all(torch.equal(linear(x), expected) for _ in range(100))
 assert os.waitpid(child, 0)[1] == 0
-""")
+"""
+
+
+@needs_native
+def test_a_forked_child_has_a_team_of_its_own_and_a_process_ends_beside_one() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[2])
 
 
 @needs_native
 def test_what_a_late_thread_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = [7]
-    monkeypatch.setattr(threads, "_kept", deque())
     monkeypatch.setattr(threads, "pool_oldest", lambda: lambda: inside[0])
     monkeypatch.setattr(threads, "_kept", deque())  # without what earlier tests left there
     threads.keep(7, "a")
@@ -220,42 +209,26 @@ def four_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_which_number_of_threads_counts(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SELFSPEC_NUM_THREADS", raising=False)
-    monkeypatch.setattr(threads, "_usable", lambda: threads.Usable(128, 64))
-    assert threads.num_threads() == 4  # PyTorch's
-    monkeypatch.setattr(threads, "_usable", lambda: threads.Usable(6, 3))
-    assert threads.num_threads() == 3  # one per physical core that the process may use
-    for asked, given in (("2", 2), ("5", 5), ("7", 6)):  # what was asked for, but none without a processor
-        monkeypatch.setenv("SELFSPEC_NUM_THREADS", asked)
-        assert threads.num_threads() == given
-    monkeypatch.setenv("SELFSPEC_NUM_THREADS", "none")
-    with pytest.raises(ValueError, match="SELFSPEC_NUM_THREADS"):
-        threads.num_threads()
-
-
 @pytest.mark.parametrize("setting", ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"])
 @pytest.mark.parametrize("own", [None, "2"])
 def test_a_setting_of_openmp_that_leaves_one_core_is_one_warning(
     setting: str, own: str | None, four_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It binds the thread that loads PyTorch, before this package is loaded."""
-    monkeypatch.delenv("SELFSPEC_NUM_THREADS", raising=False)
+    for name in (*threads._BINDING, "SELFSPEC_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     if own is not None:
         monkeypatch.setenv("SELFSPEC_NUM_THREADS", own)
-    monkeypatch.setattr(threads, "_usable", lambda: threads.Usable(1, 1))
-    for name in threads._BINDING:
-        monkeypatch.delenv(name, raising=False)
-    threads._warn_of_binding.cache_clear()
-    assert threads.num_threads() == 1
-    threads._warn_of_binding.cache_clear()
-    monkeypatch.setenv(setting, "close")
-    with pytest.warns(RuntimeWarning, match=f"{setting}=close binds this thread to one core") as caught:
-        assert threads.num_threads() == threads.num_threads() == 1
-    assert len(caught) == 1
-    monkeypatch.setattr(threads, "_usable", lambda: threads.Usable(2, 2))
-    threads._warn_of_binding.cache_clear()
-    assert threads.num_threads() == 2
+    for usable, bound, warned in ((1, False, 0), (1, True, 1), (2, True, 0)):
+        monkeypatch.setattr(threads, "_usable", partial(threads.Usable, usable, usable))
+        if bound:
+            monkeypatch.setenv(setting, "close")
+        threads._warn_of_binding.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert threads.num_threads() == threads.num_threads() == usable
+        found = [str(warning.message) for warning in caught]
+        assert len(found) == warned and all(f"{setting}=close binds this thread to one core" in one for one in found)
 
 
 @needs_native
@@ -287,6 +260,59 @@ def test_a_streamer_has_the_callers_threads(four_threads: None, model: LayerSkip
 
     SelfSpecGenerator(model, policy="ls:2-3").generate([1, 2, 3], max_new_tokens=8, streamer=Streamer())
     assert set(seen) == {4}
+
+
+# How many threads
+
+
+@pytest.fixture
+def two_sockets(tmp_path: Path) -> Path:
+    """Eight processors in two sockets that take turns, as systems often number them; 0 and 4 are threads of one core."""
+    for number in range(8):
+        own = tmp_path / "cpu" / f"cpu{number}" / "topology"
+        own.mkdir(parents=True)
+        (own / "physical_package_id").write_text(f"{number % 2}\n")
+        (own / "thread_siblings_list").write_text(f"{number % 4},{number % 4 + 4}\n")
+    return tmp_path
+
+
+def test_threads_of_a_core_count_once(two_sockets: Path) -> None:
+    folder = two_sockets / "cpu"
+    assert threads.num_physical_cores(tuple(range(8)), folder) == 4
+    assert threads.num_physical_cores((1, 3, 5), folder) == 2
+    assert threads.num_physical_cores((9, 2), two_sockets / "nothing") == 2
+
+
+@pytest.mark.parametrize(
+    ("mask", "quota", "expected"),
+    [
+        (range(8), None, (8, 4)),
+        ((0, 4), None, (2, 1)),  # both threads of one core
+        ((0, 1, 4), None, (3, 2)),
+        (range(8), 2.5, (3, 3)),
+        (range(8), 0.2, (1, 1)),
+        (range(4), 100.0, (4, 4)),
+    ],
+)
+def test_one_thread_per_physical_core_within_mask_and_quota(
+    mask: tuple[int, ...], quota: float | None, expected: tuple[int, int], two_sockets: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(threads, "processors", lambda: tuple(mask))
+    monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(threads, "num_physical_cores", partial(threads.num_physical_cores, folder=two_sockets / "cpu"))
+    assert threads.usable() == threads.Usable(*expected)
+    monkeypatch.setattr(threads, "_usable", threads.usable)
+    monkeypatch.delenv("SELFSPEC_NUM_THREADS", raising=False)
+    for own in (1, 16):  # PyTorch's number, but at most one for each physical core
+        monkeypatch.setattr(torch, "get_num_threads", partial(int, own))
+        assert threads.num_threads() == min(own, expected[1])
+    for asked, given in (("16", expected[0]), ("1", 1)):  # what was asked for, but none without a processor
+        monkeypatch.setenv("SELFSPEC_NUM_THREADS", asked)
+        assert threads.num_threads() == given
+    monkeypatch.setenv("SELFSPEC_NUM_THREADS", "none")
+    with pytest.raises(ValueError, match="SELFSPEC_NUM_THREADS"):
+        threads.num_threads()
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,10 @@ from layerskip_models.kernels.native_linear import (
 )
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.norm import RMSNorm
-from test_integer_rows import CUT_ROWS
 from test_native import drawn, every_variant, needs_native, use
 
+CUT_ROWS = ("amx", "vnni", "avx512", "avx2")
+"""The variants that cut rows to 16 bits for weights in groups."""
 MIXTURES = ("Q4_K, Q6_K", "Q4_0, Q8_0")
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NIBBLES = {

@@ -15,7 +15,6 @@ from policies import Drafter, MeasuredCost, RoundContext, parse_policy
 from policies.auto.acceptance_model import AcceptanceModel
 from policies.auto.constants import TUNING
 from policies.auto.draft_values import DraftValues
-from policies.auto.learner import AutoLearner
 from policies.auto.policy import AutoExit, AutoStopping
 from policies.spide import MIDPOINTS, NUM_BINS
 from records import finished, row, shadow
@@ -57,7 +56,7 @@ def fed(num_layers: int, hits: dict[int, float], confidence: float = 0.55, round
     """`auto` after rounds in which each layer agreed in a given share of rows, all of one confidence."""
     policy = AutoExit(num_layers=num_layers, layers=tuple(hits))
     for index in range(rounds):
-        matches = [[1 if (index + 1) * share % 1 < share - 1e-9 or share == 1 else 0] for share in hits.values()]
+        matches = [[int((index + 1) * share % 1 < share - 1e-9 or share == 1)] for share in hits.values()]
         policy.observe(finished(0, 0, exit_layer=1, seen=shadow(tuple(hits), matches, [[confidence]] * len(hits))))
     return policy
 
@@ -79,19 +78,6 @@ def test_nothing_pays() -> None:
         assert stopping.stop_before_draw(row(0, exit_layer=layer, confidence=0.05))
 
 
-def test_measured_cost_turns_speculation_off_where_a_draft_step_is_dear() -> None:
-    dear = MeasuredCost(num_layers=8, layer_seconds=(1.0, 1.1), head_seconds=(1.0, 1.1), draft_seconds=9.0)
-    cheap = MeasuredCost(num_layers=8, layer_seconds=(1.0, 1.1), head_seconds=(1.0, 1.1))
-    seen = shadow([1, 2], [[1, 0] * 8] * 2, [[0.5] * 16] * 2)
-    plans = []
-    for cost in (dear, cheap):
-        policy = AutoExit(num_layers=8, layers=[1, 2], cost=cost)
-        for _ in range(8):
-            policy.observe_prompt(seen)
-        plans.append(policy.plan(CONTEXT).exit_layer)
-    assert plans == [None, 1]
-
-
 def test_a_deeper_layer_wins_where_it_is_worth_its_cost() -> None:
     assert fed(8, {1: 0.2, 2: 1.0}).plan(CONTEXT).exit_layer == 2
     assert fed(8, {1: 0.9, 4: 1.0}).plan(CONTEXT).exit_layer == 1
@@ -110,45 +96,33 @@ def test_confidence_decides_when_to_stop() -> None:
 
 
 def test_state_survives_a_file(tmp_path: Path) -> None:
-    policy, other = (parse_policy("auto:cost=layers", num_layers=8) for _ in range(2))
+    policy, other, fresh = (parse_policy("auto:cost=layers", num_layers=8) for _ in range(3))
     seen = shadow([1, 2, 3, 4], [[1, 0, 1]] * 4, [[0.8, 0.4, 0.6]] * 4)
     policy.observe_prompt(seen)
     policy.observe(finished(1, 1, exit_layer=2, confidences=[0.7], seen=seen))
     policy.save(tmp_path / "state.json")
     other.load(tmp_path / "state.json")
-    assert other.exit.state() == policy.exit.state()
-    assert json.dumps(other.exit.state())
+    assert other.exit.state() == policy.exit.state() != fresh.exit.state()
     old = {name: value for name, value in policy.exit.state().items() if name != "fit"}
     with pytest.raises(ValueError, match="lacks fit: it was saved by another version"):
         other.exit.restore(old)
     with pytest.raises(ValueError, match="state of policy 'auto:cost=layers'"):
         parse_policy("del", num_layers=8).load(tmp_path / "state.json")
     policy.reset()
-    assert policy.exit.state() == parse_policy("auto:cost=layers", num_layers=8).exit.state()
+    assert policy.exit.state() == fresh.exit.state()
 
 
 @settings(max_examples=30)
-@given(data=st.data(), num_layers=st.integers(2, 10))
-def test_it_plans_within_its_limits(data: st.DataObject, num_layers: int) -> None:
-    learner_policy = AutoExit(num_layers=num_layers)
-    layers = learner_policy.exit_layers
-    for _ in range(data.draw(st.integers(0, 6))):
-        rows = data.draw(st.integers(1, 4))
-        hits = data.draw(
-            st.lists(st.lists(st.booleans(), min_size=rows, max_size=rows), min_size=len(layers), max_size=len(layers))
-        )
-        sure = data.draw(
-            st.lists(
-                st.lists(st.floats(0, 1, width=32), min_size=rows, max_size=rows),
-                min_size=len(layers),
-                max_size=len(layers),
-            )
-        )
-        learner_policy.observe_prompt(shadow(layers, hits, sure))
-        plan = learner_policy.plan(CONTEXT)
+@given(num_layers=st.integers(2, 10), prompts=st.integers(0, 6), rows=st.integers(1, 4), seed=st.integers(0, 999))
+def test_it_plans_within_its_limits(num_layers: int, prompts: int, rows: int, seed: int) -> None:
+    policy, rng = AutoExit(num_layers=num_layers), np.random.default_rng(seed)
+    layers, learner = policy.exit_layers, policy.learner
+    for _ in range(prompts):
+        hits, sure = rng.random((2, len(layers), rows)).astype(np.float32)
+        policy.observe_prompt(shadow(layers, (hits < rng.random()).tolist(), sure.tolist()))
+        plan = policy.plan(CONTEXT)
         assert plan.exit_layer is None or 1 <= plan.exit_layer < num_layers
         assert (plan.exit_layer is None) == (plan.max_speculations == 0)
-        learner: AutoLearner = learner_policy.learner
         assert np.all((learner.acceptance >= 0) & (learner.acceptance <= 1))
         assert learner.acceptance.shape == (len(layers), NUM_BINS)
         # One pass of L layers can never bring more than the draft's tokens, and plain decoding is always possible.
@@ -164,14 +138,13 @@ def taught(policy: AutoExit, rows: int) -> AutoExit:
 
 
 def test_earlier_calls_save_learning_and_are_outweighed() -> None:
-    policy = AutoExit(num_layers=8)
+    policy, other = AutoExit(num_layers=8), AutoExit(num_layers=8)
     fresh = policy.observes.prompt_rows
     assert taught(policy, TUNING.enough_observations // 2).observes.prompt_rows == fresh
     assert taught(policy, TUNING.enough_observations // 2).observes.prompt_rows == TUNING.prompt_rows_taught < fresh
     for _ in range(3):
         taught(policy, TUNING.memory)
         assert policy.learner.known <= 2 * TUNING.memory  # as much as TUNING.memory from before, and this prompt
-    other = AutoExit(num_layers=8)
     other.restore(policy.state())
     assert other.observes == policy.observes and other.plan(CONTEXT) == policy.plan(CONTEXT)
     policy.reset()
@@ -180,14 +153,11 @@ def test_earlier_calls_save_learning_and_are_outweighed() -> None:
 
 def test_another_kind_of_text_is_soon_believed() -> None:
     policy = AutoExit(num_layers=8, layers=[2, 4])
-    for _ in range(60):  # layer 2 was always right
-        policy.begin_text()
-        policy.observe_prompt(shadow([2, 4], [[1] * 16] * 2, [[0.6] * 16] * 2))
-    assert policy.plan(CONTEXT).exit_layer == 2
-    for _ in range(12):  # and now only layer 4 is
-        policy.begin_text()
-        policy.observe_prompt(shadow([2, 4], [[0] * 16, [1] * 16], [[0.6] * 16] * 2))
-    assert policy.plan(CONTEXT).exit_layer == 4
+    for texts, right, chosen in ((60, [1, 1], 2), (12, [0, 1], 4)):  # layer 2 was always right, and now only layer 4 is
+        for _ in range(texts):
+            policy.begin_text()
+            policy.observe_prompt(shadow([2, 4], [[one] * 16 for one in right], [[0.6] * 16] * 2))
+        assert policy.plan(CONTEXT).exit_layer == chosen
 
 
 def test_a_saved_state_fits_with_and_without_weights_in_fewer_bits() -> None:
@@ -203,9 +173,8 @@ def test_a_saved_state_fits_with_and_without_weights_in_fewer_bits() -> None:
     assert {**again.state(), "rate": None} == {**rounded.state(), "rate": None}  # the rate is solved again
     without = AutoExit(num_layers=8)
     without.restore(saved)
-    assert without.learner.table.seen == {
-        drafter: rows for drafter, rows in rounded.learner.table.seen.items() if drafter.bits is None
-    }
+    seen = rounded.learner.table.seen.items()
+    assert without.learner.table.seen == {drafter: rows for drafter, rows in seen if drafter.bits is None}
     more = AutoExit(num_layers=8, bits=(8,))
     more.restore(json.loads(json.dumps(bare.state())))
     assert more.learner.table.seen[Drafter(2)] == bare.learner.table.seen[Drafter(2)]
@@ -255,20 +224,26 @@ def test_what_an_exit_drafts_in_fewer_bits_is_experience_with_that_exit() -> Non
     stopping = policy.default_stopping()
     stopping.start_round(plan)
     assert stopping.threshold(Drafter(6, 8)) == policy.learner.needed(Drafter(6))
-    before = [sum(policy.learner.table.seen[drafter]) for drafter in (Drafter(6), Drafter(24, 8))]
+
+    def seen() -> list[float]:
+        return [sum(policy.learner.table.seen[drafter]) for drafter in (Drafter(6), Drafter(24, 8))]
+
+    exit_rows, rows_of_all = seen()
     policy.observe(replace(finished(3, 3, exit_layer=6, confidences=[0.5, 0.5, 0.5]), bits=8))
-    assert [sum(policy.learner.table.seen[drafter]) for drafter in (Drafter(6), Drafter(24, 8))] == [
-        before[0] + 3,
-        before[1],
-    ]
+    assert seen() == [exit_rows + 3, rows_of_all]
+
+
+def with_bits() -> AutoExit:
+    """After a prompt in which no exit was right: it drafts by all layers in 8 bits."""
+    policy = AutoExit(num_layers=24, layers=[6, 8], bits=(8,))
+    policy.observe_prompt(shadow([6, 8], [[0] * 8] * 2, [[0.5] * 8] * 2))
+    assert policy.plan(CONTEXT).bits == 8
+    return policy
 
 
 def test_weights_that_disappoint_are_not_drafted_with() -> None:
     """The prior promises much; a text that rejects nearly all of it is believed."""
-    policy = AutoExit(num_layers=24, layers=[6, 8], bits=(8,))
-    policy.observe_prompt(shadow([6, 8], [[0] * 8] * 2, [[0.5] * 8] * 2))
-    assert policy.plan(CONTEXT).bits == 8
-    rounds = 0
+    policy, rounds = with_bits(), 0
     while policy.plan(CONTEXT).bits is not None:
         rounds += 1
         policy.observe(replace(finished(3, 0, exit_layer=24, confidences=[0.6, 0.6, 0.6]), bits=8))
@@ -277,9 +252,7 @@ def test_weights_that_disappoint_are_not_drafted_with() -> None:
 
 def test_first_drafts_in_fewer_bits_are_short() -> None:
     """Until a few were seen, since all that is known of them is what is usual."""
-    policy = AutoExit(num_layers=24, layers=[6, 8], bits=(8,))
-    policy.observe_prompt(shadow([6, 8], [[0] * 8] * 2, [[0.5] * 8] * 2))
-    lengths = []
+    policy, lengths = with_bits(), []
     for _ in range(4):
         lengths.append(policy.plan(CONTEXT).max_speculations)
         policy.observe(replace(finished(4, 4, exit_layer=24, confidences=[0.9] * 4), bits=8))
@@ -361,27 +334,17 @@ def test_drafts_in_fewer_bits_have_a_line_of_their_own() -> None:
     assert other.acceptance(*nothing[2]) == pytest.approx(truth[:2], abs=0.03)
     again = AcceptanceModel(LOW_BITS, 16)
     again.restore(other.state(), LOW_BITS[:2])
-    assert again.acceptance(*nothing[3])[2] == pytest.approx(
-        AcceptanceModel(LOW_BITS[2:], 16).acceptance(*nothing[1])[0]
-    )
+    prior = AcceptanceModel(LOW_BITS[2:], 16).acceptance(*nothing[1])[0]
+    assert again.acceptance(*nothing[3])[2] == pytest.approx(prior)
 
 
 @settings(max_examples=60)
-@given(data=st.data(), rows=st.sampled_from([1.0, 30.0, 2000.0]))
-def test_fits_settle_where_nothing_is_more_probable(data: st.DataObject, rows: float) -> None:
+@given(seed=st.integers(0, 999), rows=st.sampled_from([1.0, 30.0, 2000.0]))
+def test_fits_settle_where_nothing_is_more_probable(seed: int, rows: float) -> None:
     """Also from counts that no line explains: an unguarded Newton step jumps back and forth there."""
-    shares = data.draw(
-        st.lists(
-            st.sampled_from([0.0, 0.1, 0.9, 1.0]),
-            min_size=len(LAYERS) * NUM_BINS,
-            max_size=len(LAYERS) * NUM_BINS,
-        )
-    )
-    weights = data.draw(
-        st.lists(st.sampled_from([0.0, 1.0]), min_size=len(LAYERS) * NUM_BINS, max_size=len(LAYERS) * NUM_BINS)
-    )
-    seen = rows * np.array(weights).reshape(len(LAYERS), NUM_BINS)
-    accepted = seen * np.array(shares).reshape(seen.shape)
+    rng = np.random.default_rng(seed)
+    seen = rows * rng.integers(0, 2, (len(LAYERS), NUM_BINS))
+    accepted = seen * rng.choice([0.0, 0.1, 0.9, 1.0], seen.shape)
     model = AcceptanceModel(LAYERS, 16)
     for _ in range(40):
         model.fit(accepted, seen)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
-from batched_runs import shared_model
-from decoding import decode
-from layerskip_models.kv_cache import KVCache
-from policies import MeasuredCost, Policy, RoundContext, RoundRecord, parse_policy
+from batched_runs import generator_of
+from policies import MeasuredCost, RoundContext, RoundRecord, parse_policy
 from policies.auto.constants import TUNING
 from policies.auto.copy_values import CopyTable, best_copy
 from policies.auto.drift import CostDrift
@@ -19,10 +18,6 @@ from policies.auto.policy import AutoExit
 from policies.fixed import MAX_COPY_LENGTH
 from records import finished
 from scripted_policies import made_up_cost
-from selfspec.cache.copy_index import CopyStore
-from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.sequence import Sequence
-from tiny_llama import request_for
 
 # Rows cost a seventh of a plain step each.
 ROWS = MeasuredCost(
@@ -64,13 +59,11 @@ def test_copies_as_long_as_it_pays() -> None:
     table, costs = CopyTable(), [ROWS.copying(copied) for copied in range(MAX_COPY_LENGTH + 1)]
     table.observe([(4, True)] * 9 + [(4, False)])
     for rate, length in product((0.05, 0.14, 0.3, 1.0), (2, 4, 8, 33)):
-        values = []
-        for copied in range(1, MAX_COPY_LENGTH + 1):
-            tokens, reliability = 1.0, 1.0
-            for index in range(copied):
-                reliability *= table.chance(length + index)
-                tokens += reliability
-            values.append((tokens - rate * ROWS.copying(copied), copied))
+        reliability = np.cumprod([1.0, *(table.chance(length + index) for index in range(MAX_COPY_LENGTH))])
+        values = [
+            (reliability[: copied + 1].sum() - rate * ROWS.copying(copied), copied)
+            for copied in range(1, MAX_COPY_LENGTH + 1)
+        ]
         choice = best_copy(table, costs, length, rate)
         assert (choice.value, choice.copied) == pytest.approx(max(values))
 
@@ -99,45 +92,38 @@ def test_a_rate_that_copies_have_raised_is_a_higher_price() -> None:
     assert policy.plan(context(8)).copied == before
 
 
-def run(
-    policy: Policy, prompt: list[int], new: int, store: CopyStore | None = None
-) -> tuple[list[int], list[RoundRecord]]:
-    model = shared_model("plain")
-    request = replace(request_for(model, prompt, max_new_tokens=new), copy_from=store)
-    text = Sequence(model, KVCache(model, len(prompt) + new), request, policy)
-    with torch.inference_mode():
-        records = [committed.record for committed in decode(text, EagerRunner(model))]
-    return text.tokens[0, : text.length].tolist(), [found for found in records if found is not None]
-
-
-def auto(name: str = "auto") -> Policy:
-    return parse_policy(name, num_layers=4, measure=lambda: made_up_cost(4))
+def run(name: str, new: int, **options: Any) -> tuple[list[int], list[RoundRecord]]:
+    policy = parse_policy(name, num_layers=4, measure=lambda: made_up_cost(4))
+    made = generator_of("plain").generate([3, 1, 4, 1, 5], max_new_tokens=new, policy=policy, trace=True, **options)
+    assert made.trace is not None
+    return made.new_tokens, [*made.trace]
 
 
 def test_a_text_that_is_in_the_store_is_copied() -> None:
-    prompt = [3, 1, 4, 1, 5]
-    plain, rounds = run(auto("ar"), prompt, 50)
-    text, records = run(auto(), prompt, 50, CopyStore([plain]))
+    plain, rounds = run("ar", 50)
+    text, records = run("auto", 50, copy_from=[[3, 1, 4, 1, 5, *plain]])
     assert text == plain
     assert len(records) < len(rounds) / 4
     assert sum(found.num_copied for found in records) > 30
-    off, others = run(auto("auto:copy=off"), prompt, 50, CopyStore([plain]))
-    assert off == plain and not any(found.num_copied for found in others)
+    with pytest.raises(ValueError, match="copy_from changes nothing with policy 'auto:copy=off'"):
+        run("auto:copy=off", 50, copy_from=[plain])
 
 
 def test_a_text_that_does_not_repeat_is_decoded_as_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Round by round: what was never seen before changes no plan."""
     monkeypatch.setattr("selfspec.cache.copy_index.CopyIndex.match", property(lambda self: None))
-    facts = []
-    for name in ("auto", "auto:copy=off"):
-        _, records = run(auto(name), [3, 1, 4, 1, 5], 40)
-        facts.append([(r.exit_layer, r.draft_tokens, r.num_accepted, r.stop_cause) for r in records])
+    facts = [
+        [
+            (record.exit_layer, record.draft_tokens, record.num_accepted, record.stop_cause)
+            for record in run(name, 40)[1]
+        ]
+        for name in ("auto", "auto:copy=off")
+    ]
     assert facts[0] == facts[1]
 
 
 def test_rounds_that_copy_say_nothing_of_drafting_and_plain_steps() -> None:
     drift = CostDrift(ROWS)
     copied = replace(copied_record(5, 3), draft_seconds=9.0, verify_seconds=90.0)
-    for _ in range(200):
-        assert not drift.observe(copied)
-    assert all(not ratios for ratios in drift._ratios.values())
+    assert not any(drift.observe(copied) for _ in range(200))
+    assert not any(drift._ratios.values())

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,14 +17,13 @@ from policies import (
     Plan,
     RoundContext,
     RoundRecord,
-    ShadowTokens,
     cost_of_round,
     parse_policy,
     tokens_per_cost,
 )
 from policies.auto.drift import CostDrift
 from policies.cost import best_setting
-from records import finished
+from records import finished, shadow
 
 MEASURED = MeasuredCost(
     num_layers=4, layer_seconds=(1.0, 1.5, 1.75), head_seconds=(2.0, 2.25, 2.5), draft_seconds=0.5, round_seconds=0.25
@@ -62,39 +60,27 @@ def test_measured_cost_refuses(bad: tuple[float, ...]) -> None:
 
 
 @given(
-    num_layers=st.integers(2, 12),
-    data=st.data(),
-    max_speculations=st.integers(1, 9),
+    rates=st.lists(st.floats(0, 1), min_size=1, max_size=11),
+    longest=st.integers(1, 9),
     first=st.integers(0, 1),
     measured=st.booleans(),
 )
-def test_best_setting_is_brute_force(
-    num_layers: int, data: st.DataObject, max_speculations: int, first: int, measured: bool
-) -> None:
-    rates = data.draw(st.lists(st.floats(0, 1), min_size=num_layers - 1, max_size=num_layers - 1))
-    acceptance = dict(enumerate(rates, start=1))
+def test_best_setting_is_brute_force(rates: list[float], longest: int, first: int, measured: bool) -> None:
+    acceptance, num_layers = dict(enumerate(rates, start=1)), len(rates) + 1
     cost: CostModel = LayerCost(num_layers)
     if measured:
         cost = MeasuredCost(num_layers=num_layers, layer_seconds=(1.0, 1.2), head_seconds=(0.7, 0.9), draft_seconds=0.1)
-    exit_layer, length, rate = best_setting(acceptance, max_speculations, cost, first=first)
-    every = [
-        tokens_per_cost(acceptance[layer], layer, d, cost)
-        for layer in acceptance
-        for d in range(first, max_speculations + 1)
-    ]
+    exit_layer, length, rate = best_setting(acceptance, longest, cost, first=first)
+    every = [tokens_per_cost(acceptance[e], e, d, cost) for e in acceptance for d in range(first, longest + 1)]
     assert rate == pytest.approx(max(every))
     assert rate == pytest.approx(tokens_per_cost(acceptance[exit_layer], exit_layer, length, cost))
-    assert first <= length <= max_speculations
+    assert first <= length <= longest
 
 
 def test_company_by_hand() -> None:
     """4 layers; a pass over r rows takes 10 + r per layer and 4 + r for the head, so the line goes on; a draft adds 1."""
-    alone = MeasuredCost(
-        num_layers=4,
-        layer_seconds=tuple(10.0 + rows for rows in range(1, 6)),
-        head_seconds=tuple(4.0 + rows for rows in range(1, 6)),
-        draft_seconds=1.0,
-    )
+    layer, head = (tuple(first + rows for rows in range(1, 6)) for first in (10.0, 4.0))
+    alone = MeasuredCost(num_layers=4, layer_seconds=layer, head_seconds=head, draft_seconds=1.0)
     pair = alone.for_batch_size(2)
     assert pair.autoregressive() == pytest.approx((4 * 12 + 6) / 2)
     assert pair.head_cost(1) == pytest.approx((6 + 1) / 2)
@@ -107,9 +93,7 @@ def test_company_by_hand() -> None:
     assert pair.for_batch_size(4).autoregressive() == pytest.approx((4 * 14 + 8) / 4)
     # Drafts gain less in company: all accepted, two drafts give 3 tokens.
     gains = [3 / cost.round(1, 2) * cost.autoregressive() for cost in map(alone.for_batch_size, (1, 2, 8, 64))]
-    assert gains == sorted(gains, reverse=True)
-    assert gains[0] > 1.5
-    assert gains[-1] < 1
+    assert gains == sorted(gains, reverse=True) and gains[0] > 1.5 and gains[-1] < 1
 
 
 def test_rounds_in_fewer_bits_by_hand() -> None:
@@ -130,9 +114,7 @@ def test_rounds_in_fewer_bits_by_hand() -> None:
 LAYERS = 8
 TRUE = MeasuredCost(num_layers=LAYERS, layer_seconds=(1.0, 1.1, 1.2), head_seconds=(2.0, 2.1, 2.2))
 # A draft step was timed at 20 instead of 3 seconds, in a moment when the thread kept losing its core.
-DEAR = MeasuredCost(
-    num_layers=LAYERS, layer_seconds=TRUE.layer_seconds, head_seconds=TRUE.head_seconds, draft_seconds=17.0
-)
+DEAR = replace(TRUE, draft_seconds=17.0)
 
 
 def record(plan: Plan, *, drafts: int = 3, factor: float = 1.0, index: int = 0, batch_size: int = 1) -> RoundRecord:
@@ -144,14 +126,8 @@ def record(plan: Plan, *, drafts: int = 3, factor: float = 1.0, index: int = 0, 
         draft = true.drafting(exit_layer, drafts)
         verify = true.round(exit_layer, drafts) - draft
     found = finished(drafts, drafts, cause="none" if exit_layer is None else "cap", confidences=(0.9,) * drafts)
-    return replace(
-        found,
-        index=index,
-        exit_layer=exit_layer,
-        draft_seconds=factor * draft,
-        verify_seconds=factor * verify,
-        batch_size=batch_size,
-    )
+    seconds = {"draft_seconds": factor * draft, "verify_seconds": factor * verify}
+    return replace(found, index=index, exit_layer=exit_layer, batch_size=batch_size, **seconds)
 
 
 PLAIN, DRAFT = Plan(exit_layer=None, max_speculations=0), Plan(exit_layer=2, max_speculations=3)
@@ -196,8 +172,7 @@ def run_auto(measure: Callable[[], MeasuredCost], rounds: int) -> list[int | Non
     """The exit layers of rounds of `auto` on a text whose drafts are all right."""
     policy = parse_policy("auto", num_layers=LAYERS, measure=measure)
     layers = policy.observes.shadow_layers
-    always = torch.ones(len(layers), 12, dtype=torch.long)
-    policy.observe_prompt(ShadowTokens(layers=layers, tokens=always, confidences=always * 0.9, target_tokens=always[0]))
+    policy.observe_prompt(shadow(layers, [[1] * 12] * len(layers), [[0.9] * 12] * len(layers)))
     chosen = []
     for index in range(rounds):
         plan = policy.exit.plan(RoundContext(round_index=index, num_committed=10 + index, remaining_tokens=100))
@@ -216,18 +191,15 @@ def test_auto_drafts_again_after_a_calibration_that_made_drafts_dear() -> None:
 
 def test_in_company_a_round_is_what_all_its_texts_took() -> None:
     """Three texts, verification at twice its price: compared after eight rounds of each kind, 48 records."""
-    drift = CostDrift(TRUE.for_batch_size(3), 3)
-    changes = []
+    drift, changes = CostDrift(TRUE.for_batch_size(3), 3), []
+    drafted = [record(DRAFT, batch_size=3, drafts=drafts) for drafts in (1, 2, 3)]
+    draft, verify = (sum(getattr(one, name) for one in drafted) / 3 for name in ("draft_seconds", "verify_seconds"))
     for index in range(16):
-        for text in range(3):
-            plain = index % 2 == 0
-            share = record(PLAIN if plain else DRAFT, index=index, batch_size=3, drafts=1 + text)
-            if not plain:  # all get the same share, whatever they drafted
-                drafted = [record(DRAFT, batch_size=3, drafts=1 + other) for other in range(3)]
-                draft, verify = (
-                    sum(seconds) / 3 for seconds in zip(*[(d.draft_seconds, d.verify_seconds) for d in drafted])
-                )
-                share = replace(share, draft_seconds=draft, verify_seconds=2 * verify)
+        for share in drafted:
+            if index % 2:  # all get the same share, whatever they drafted
+                share = replace(share, index=index, draft_seconds=draft, verify_seconds=2 * verify)
+            else:
+                share = record(PLAIN, index=index, batch_size=3)
             changes.append(drift.observe(share))
     assert changes == [False] * 47 + [True]
     true = TRUE.for_batch_size(3)
@@ -255,13 +227,13 @@ def test_a_text_that_fails_does_not_shift_the_rounds_that_follow() -> None:
 
 def test_a_reset_forgets_repairs_too() -> None:
     policy = parse_policy("auto", num_layers=LAYERS, measure=lambda: DEAR)
-    fresh = policy.exit.state()  # type: ignore[attr-defined]
+    learner: Any = policy.exit
+    fresh = learner.state()
     for index in range(40):
         policy.observe(record(DRAFT if index % 2 else PLAIN, index=index))
-    assert policy.exit.learner.cost is not DEAR  # type: ignore[attr-defined]
+    assert learner.learner.cost is not DEAR
     policy.reset()
-    assert policy.exit.learner.cost is DEAR  # type: ignore[attr-defined]
-    assert policy.exit.state() == fresh  # type: ignore[attr-defined]
+    assert learner.learner.cost is DEAR and learner.state() == fresh
 
 
 def test_a_cost_that_was_handed_over_is_not_repaired() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from policies import DelExit, Drafter, Plan, RoundContext, parse_policy
 from policies.del_policy import DecayedMatches, DelThreshold
@@ -29,13 +27,10 @@ def test_finite_state_follows_its_script() -> None:
     assert policy.stop_after_draw(row(1), 5)
     policy.reset()
     assert policy.length == 2
-
-
-def test_finite_state_has_an_end() -> None:
-    policy = FiniteStateLength(3, max_length=4)
+    short = FiniteStateLength(3, max_length=4)
     for _ in range(3):
-        policy.observe(finished(4, 4))
-    assert policy.length == 4
+        short.observe(finished(4, 4))
+    assert short.length == 4
     with pytest.raises(ValueError, match=r"\[1, 4\]"):
         FiniteStateLength(5, max_length=4)
 
@@ -88,14 +83,10 @@ def test_the_twenty_bins_and_their_edges() -> None:
     high = (0.85, 0.92, 0.94, 0.96, 0.975, 0.985, 0.993, 0.997, 0.9985, 0.9995, 0.9998, 0.99995, 1.0)
     assert [bin_of(value) for value in high] == [*range(8, 20), 19]
     assert NUM_BINS == len(MIDPOINTS) == 20
-
-
-@given(confidence=st.floats(0, 1))
-def test_every_confidence_has_a_bin_that_starts_from_its_midpoint(confidence: float) -> None:
-    index = bin_of(confidence)
-    assert index == sum(edge <= confidence for edge in EDGES)
-    bounds = (0.0, *EDGES, 1.0)
-    assert bounds[index] <= MIDPOINTS[index] <= bounds[index + 1]
+    for value in (*low, *high):
+        index, bounds = bin_of(value), (0.0, *EDGES, 1.0)
+        assert index == sum(edge <= value for edge in EDGES)
+        assert bounds[index] <= MIDPOINTS[index] <= bounds[index + 1]
 
 
 def test_what_another_policy_asked_of_a_prompt_teaches_spide() -> None:
@@ -135,9 +126,9 @@ def test_tables_learn_from_drafts_and_from_shadow_tokens() -> None:
     # Layer 1 drafted three, the second was rejected: the third has no fate. Row 2 of the shadow rows was not drafted.
     seen = shadow([1, 2], [[1, 0, 1], [0, 1, 1]], [[0.15, 0.25, 0.35], [0.15, 0.25, 0.35]])
     table.observe(finished(2, 1, exit_layer=1, confidences=[0.15, 0.25], seen=seen))
-    assert [table.seen[EXIT_1][index] for index in (1, 2, 3)] == [1, 1, 1]
-    assert [table.accepted[EXIT_1][index] for index in (1, 2, 3)] == [1, 0, 1]
-    assert [table.accepted[EXIT_2][index] for index in (1, 2, 3)] == [0, 1, 1]
+    assert [*table.seen[EXIT_1][1:4]] == [1, 1, 1]
+    assert [*table.accepted[EXIT_1][1:4]] == [1, 0, 1]
+    assert [*table.accepted[EXIT_2][1:4]] == [0, 1, 1]
 
 
 def test_a_reset_forgets_what_a_table_has_learned() -> None:
@@ -155,10 +146,8 @@ def test_when_sampling_tables_learn_probabilities() -> None:
     table = AcceptanceTable([EXIT_1, EXIT_2])
     seen = shadow([1, 2], [[1, 1], [1, 1]], [[0.15, 0.25]] * 2, [[0.3, 0.4], [0.5, 0.6]])
     table.observe(finished(1, 1, exit_layer=1, confidences=[0.15], acceptance=[0.7], seen=seen))
-    assert (table.accepted[EXIT_1][1], table.accepted[EXIT_1][2]) == pytest.approx(
-        (0.7, 0.4)
-    )  # own draft, then a shadow row
-    assert (table.accepted[EXIT_2][1], table.accepted[EXIT_2][2]) == pytest.approx((0.5, 0.6))
+    assert table.accepted[EXIT_1][1:3] == pytest.approx([0.7, 0.4])  # own draft, then a shadow row
+    assert table.accepted[EXIT_2][1:3] == pytest.approx([0.5, 0.6])
 
 
 def test_a_table_for_other_bins_is_refused() -> None:
@@ -214,12 +203,11 @@ def test_the_layer_of_the_best_tpl() -> None:
     assert limited.plan(FIRST) == Plan(exit_layer=1, max_speculations=1)
 
 
-def test_no_speculation_is_a_switch() -> None:
-    hopeless = shadow([1, 2, 3], [[0, 0]] * 3, [[0.5, 0.5]] * 3)
-    for switch, expected in ((True, None), (False, 1)):
-        policy = DelExit(num_layers=4, no_speculation=switch)
-        policy.observe_prompt(hopeless)
-        assert policy.plan(FIRST).exit_layer == expected
+@pytest.mark.parametrize(("switch", "expected"), [(True, None), (False, 1)])
+def test_no_speculation_is_a_switch(switch: bool, expected: int | None) -> None:
+    policy = DelExit(num_layers=4, no_speculation=switch)
+    policy.observe_prompt(shadow([1, 2, 3], [[0, 0]] * 3, [[0.5, 0.5]] * 3))
+    assert policy.plan(FIRST).exit_layer == expected
 
 
 def test_tau_stays_when_the_mismatched_rows_are_long_ago() -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from layerskip_models import from_transformers
-from policies import DelExit, Plan, Policy, RoundContext, RoundRecord, Shadow, parse_policy
-from policies.base import DelegatingPolicy
+from policies import DelExit, RoundRecord, parse_policy
 from preverifiers import random_preverification
 from selfspec import SelfSpecGenerator
 from tiny_llama import tiny_llama
@@ -26,26 +25,23 @@ def generator() -> SelfSpecGenerator:
     return SelfSpecGenerator(model, prefix_cache=0)
 
 
-class Watched(DelegatingPolicy):
-    """DEL's exit policy, and every row of shadow tokens that it was shown: of the prompt, and round by round."""
+def shown_to_del(patch: pytest.MonkeyPatch) -> list[dict[int, Rows]]:
+    """The shadow tokens that DEL's exit policy is shown from now on: of a prompt, and round by round."""
+    seen: list[dict[int, Rows]] = []
 
-    def __init__(self, exit_policy: DelExit) -> None:
-        self.learner = self.own = exit_policy
-        self.exit_layers, self.observes = exit_policy.exit_layers, exit_policy.observes
-        self.prompt: list[dict[int, Rows]] = []
-        self.rounds: list[dict[int, Rows]] = []
+    def watch(name: str) -> None:
+        original = getattr(DelExit, name)
 
-    def plan(self, context: RoundContext) -> Plan:
-        return self.own.plan(context)
+        def observe(policy: DelExit, given: Any) -> None:
+            shadow = given.shadow if isinstance(given, RoundRecord) else given
+            seen.append({layer: shadow.rows_of(layer) for layer in range(1, L)})
+            original(policy, given)
 
-    def observe_prompt(self, shadow: Shadow) -> None:
-        self.prompt.append({layer: shadow.rows_of(layer) for layer in self.exit_layers})
-        self.own.observe_prompt(shadow)
+        patch.setattr(DelExit, name, observe)
 
-    def observe(self, record: RoundRecord) -> None:
-        assert record.shadow is not None
-        self.rounds.append({layer: record.shadow.rows_of(layer) for layer in self.exit_layers})
-        self.own.observe(record)
+    watch("observe_prompt")
+    watch("observe")
+    return seen
 
 
 def S(a: Sequence[float]) -> float:
@@ -90,23 +86,22 @@ class DelUpdate:
 
 @pytest.mark.parametrize("prompt", ["first", "counted"])
 @pytest.mark.parametrize("on_stop", ["drop", "keep"])
-def test_del_decides_what_its_algorithm_does(generator: SelfSpecGenerator, on_stop: str, prompt: str) -> None:
-    exits, stops = set(), set()
+def test_del_decides_what_its_algorithm_does(
+    generator: SelfSpecGenerator, on_stop: str, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exits, stops, shown = set(), set(), shown_to_del(monkeypatch)
     for ids in PROMPTS:
-        named = parse_policy(f"del:on_stop={on_stop},prompt={prompt}", num_layers=L)
-        assert isinstance(named.exit, DelExit)
-        watched = Watched(named.exit)
+        shown.clear()
         result = generator.generate(
-            ids, max_new_tokens=50, policy=Policy(watched, named.stopping), do_sample=False, eos_token_id=[], trace=True
+            ids, max_new_tokens=50, policy=f"del:on_stop={on_stop},prompt={prompt}", eos_token_id=[], trace=True
         )
         assert result.trace is not None
-        counted = DelUpdate()
-        decided_by = DelUpdate()
-        (shadow,) = watched.prompt
+        counted, decided_by = DelUpdate(), DelUpdate()
+        shadow, *rounds = shown
         decided_by.update(shadow)  # line 1
         if prompt == "counted":
             counted.update(shadow)
-        for record, seen in zip(result.trace, watched.rounds, strict=True):
+        for record, seen in zip(result.trace, rounds, strict=True):
             left = 50 - 1 - sum(len(done.tokens) for done in result.trace[: record.index])
             layer, tau = record.exit_layer, record.threshold
             if left == 1:
