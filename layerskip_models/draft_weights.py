@@ -22,8 +22,7 @@ import torch
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.fork_safe import fork_safe
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
-from layerskip_models.grouped_linear import GroupedLinear
-from layerskip_models.grouped_weight import GroupedWeight
+from layerskip_models.grouped_weight import GroupedLinear, GroupedWeight
 from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
 from layerskip_models.linear import (
     EIGHT_BIT_LAYERS,

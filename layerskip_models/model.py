@@ -2,7 +2,7 @@
 
 Decoding uses no other forward pass. It exists because calling transformers' layers one by one costs 1.5 to 2.9 times as much
 at batch 1; tests compare its logits with transformers'. There is no batch dimension: a hidden state is [rows, hidden], and
-its rows belong to one sequence or to several, each with its own KV cache. A backend runs the layers (`backends.protocol`):
+its rows belong to one sequence or to several, each with its own KV cache. A backend runs the layers (`operators`):
 PyTorch's operators, our kernels, or layers on several devices.
 """
 
@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip_models.backends.operators import OperatorLayers
-from layerskip_models.backends.protocol import Capture, LayerBackend
 from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.families import family_of, head_dim_of
@@ -31,12 +29,13 @@ from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kernels.threads import SingleThreadedOperators
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.norm import RMSNorm
+from layerskip_models.operators import Capture, LayerBackend, OperatorLayers
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
+    from layerskip_models.exits.adapter import Steering
     from layerskip_models.exits.lean import LeanAdapter
-    from layerskip_models.exits.steering import Steering
 
 _NO_TEAM = nullcontext()
 _growing = fork_safe(threading.Lock())  # while any model's rotary table grows

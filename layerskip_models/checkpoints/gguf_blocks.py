@@ -22,8 +22,8 @@ from torch import Tensor
 
 from layerskip_models.grouped_weight import BLOCK, CHUNK, GroupedWeight, pack_nibbles, pack_sixes
 from layerskip_models.kernels import library
-from layerskip_models.kernels.weights import in_shares
 from layerskip_models.kernels.pages import expect_large_pages
+from layerskip_models.kernels.weights import in_shares
 
 _STORED = {
     name: kind

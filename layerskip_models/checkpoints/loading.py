@@ -131,7 +131,7 @@ def load_model(
         matrices of layers rounded to 4 bits, the head to 8 (`int4_linear`). For a checkpoint that is quantised already
         (a GGUF file) "auto" on a CPU is "int8", except that 4-bit matrices are kept as they are where they fit
         our layout. "int4" keeps these, too.
-    layout: of the weights; None for the default on this device (`linear.default_layout`).
+    layout: of the weights; None for our own kernels wherever they run.
     exits: adapters to draft with: "auto" takes those in the folder `exits` beside a local checkpoint, if there is one; a path
         another folder's; None has bare exits. They change what is drafted and nothing else.
     kv_dtype: that keys and values are kept in, "auto" or "bfloat16" (`LayerSkipModel.with_kv_dtype`).

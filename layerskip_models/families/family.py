@@ -49,7 +49,7 @@ def _configured(config: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture of transformers. The defaults are Llama's, so a family's file says what it does otherwise.
+    """One architecture of transformers. The defaults are Llama's, so a family says what it does otherwise.
 
     title: the models it covers, in a user's words.
     model_type: as config.json names it. architecture: what the names of transformers' classes begin with. The classes are

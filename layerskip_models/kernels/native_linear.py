@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
-from layerskip_models.grouped_linear import grouped_product
-from layerskip_models.grouped_weight import BLOCK, GroupedWeight
+from layerskip_models.grouped_weight import BLOCK, GroupedWeight, grouped_product
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import GROUPED_KINDS, KINDS, SCALES, Matrix
 from layerskip_models.kernels.pages import expect_large_pages, use_large_pages

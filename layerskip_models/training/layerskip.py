@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from layerskip_models.training.accepted_length import accepted_length_weights
 from layerskip_models.training.documents import block, block_order, num_blocks
 from layerskip_models.training.loop import Batch, Report, fit, make_accelerator, my_share, quiet_console
 from layerskip_models.training.muon import Muon
 from layerskip_models.training.recipe import (
+    accepted_length_weights,
     draw_keep_mask,
     enabled_exits,
     exit_hidden_states,

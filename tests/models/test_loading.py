@@ -32,7 +32,6 @@ from layerskip_models.checkpoints.conversion import arithmetic_dtype
 from layerskip_models.checkpoints.loading import resolve_device, resolve_dtype
 from layerskip_models.checkpoints.supported import check_config
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.linear import default_layout
 from selfspec import SelfSpecGenerator
 from small_checkpoints import FORMATS
 from tiny_llama import CONTEXT, full_logits, tiny_llama, tiny_tokenizer
@@ -179,11 +178,6 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
 def test_a_missing_folder(name: str, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load_model(tmp_path if name == "an empty folder" else name, local_files_only=True)
-
-
-def test_a_weight_is_kept_as_it_is_where_nothing_better_works() -> None:
-    assert default_layout(torch.zeros(4, 4, dtype=torch.float64)) == "plain"
-    assert default_layout(torch.zeros(4, 4, device="meta")) == "plain"
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from layerskip_models.training.accepted_length import ARMS, accepted_length_weights
 from layerskip_models.training.layerskip import EarlyExitLoss
 from layerskip_models.training.muon import Muon, orthogonalise
 from layerskip_models.training.recipe import (
+    ARMS,
+    accepted_length_weights,
     draw_keep_mask,
     dropout_depth_scale,
     dropout_time_scale,
