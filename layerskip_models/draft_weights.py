@@ -78,8 +78,6 @@ def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
 def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
     """Return the model with its weights rounded to 8 or 4 bits, to draft with. It shares all else with the model.
 
-    Of a model that is divided over processes each rounds its own part.
-
     Some rows of a matrix at a time are in float32 while they are rounded. Raises ValueError where `why_no_drafter` says why.
     """
     reason = why_no_drafter(model, bits)

@@ -174,21 +174,14 @@ def resolve_layout(
     keep_bits = 4 if dtype == "int4" else 0
     few_bits = (quantisation_of(config) or {}).get("few_bits", False)  # so that int8 is the natural layout
     if dtype in FEW_BITS:
-        dtype, layout = _half_or_full(config), cast(Layout, dtype)
+        own = getattr(config, "dtype", None)
+        layout = cast(Layout, dtype)
+        # For half the memory, what came in 16 bits is loaded in them before it is rounded to fewer.
+        dtype = own if own in (torch.bfloat16, torch.float16) and quantisation_of(config) is None else torch.float32
         check_layout(layout, torch.empty(0, dtype=torch.float32, device=resolve_device(device)))
     elif dtype == "auto" and layout is None and few_bits and resolve_device(device).type == "cpu":
         dtype, layout, keep_bits = torch.float32, "int8", 8
     return dtype, layout, keep_bits
-
-
-def _half_or_full(config: PreTrainedConfig) -> torch.dtype:
-    """Choose what weights are loaded in that are then rounded to fewer bits.
-
-    16 bits if they came in these, for half the memory.
-    """
-    own = getattr(config, "dtype", None)
-    is_half = own in (torch.bfloat16, torch.float16) and quantisation_of(config) is None
-    return own if is_half and own is not None else torch.float32
 
 
 def load_transformers(

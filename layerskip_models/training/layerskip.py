@@ -95,19 +95,16 @@ class EarlyExitLoss(nn.Module):
             losses = torch.cat([checkpoint(self._losses, *chunk, use_reentrant=False) for chunk in zip(*chunks)])
             means.append(losses.detach().mean())
             if layer < last and self.config.exit_loss != "uniform":
-                # Another document follows an end of text: no draft goes on there.
-                losses = losses * self._row_weights(losses.detach().view_as(labels), input_ids != self.eos).flatten()
+                # Another document follows an end of text: no draft goes on there. Rows that no draft contains count as 1.
+                drafted = input_ids != self.eos
+                rows = accepted_length_weights(losses.detach().view_as(labels), drafted, arm=self.config.exit_loss)
+                losses = losses * torch.where(drafted, rows, 1.0).flatten()
             total.append(weight * losses.mean())
         return torch.stack(total).sum(), torch.stack(means)
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = self.model.lm_head(self.model.model.norm(hidden)).float()
         return F.cross_entropy(logits, labels, reduction="none")
-
-    def _row_weights(self, losses: Tensor, drafted: Tensor) -> Tensor:
-        """Weigh each row by accepted length; a row that no draft contains keeps a weight of 1."""
-        weights = accepted_length_weights(losses, drafted, arm=self.config.exit_loss)
-        return torch.where(drafted, weights, 1.0)
 
 
 def optimizers_for(model: LlamaForCausalLM, config: TrainingConfig) -> list[torch.optim.Optimizer]:

@@ -26,8 +26,8 @@ FILES = (
     "check_at_load", "choices", "exit_adapters", "families", "fewer_bits", "four_bits",
     "gguf_checkpoint", "grouped_weights", "integer_rows", "kernel_library", "kv_dtype",
     "large_sizes", "many_rows", "many_texts", "matrix_unit", "native", "native_attention", "native_forward",
-    "native_memory", "native_sampling", "no_rerun", "pool", "pool_failures", "prepared_rows", "products", "quantised",
-    "shared_weights", "topology", "without_kernels",
+    "native_memory", "native_sampling", "no_rerun", "pool", "pool_failures", "prepared_rows", "products", "shared_weights",
+    "topology", "weights", "without_kernels",
 )  # fmt: skip
 """Tests that call the library, by the names of their files."""
 SHORT = ("native_memory", "native_forward")

@@ -178,7 +178,7 @@ def test_odd_widths_get_8_bits() -> None:
     """Of a matrix whose inputs are no multiple of 64; the others keep their 4 bits."""
     model = from_transformers(wide(hidden_size=96), layout="int4")
     eight = from_transformers(wide(hidden_size=96), layout="int8")
-    last, other = model._layers[-1], eight._layers[-1]
+    last, other = model.layers[-1], eight.layers[-1]
     assert last.qkv.num_bytes == other.qkv.num_bytes and last.gate_up.num_bytes == other.gate_up.num_bytes
     assert last.down.num_bytes < 0.6 * other.down.num_bytes
     new = SelfSpecGenerator(model, policy="ls:1-3").generate([3, 1, 4], max_new_tokens=12).new_tokens
@@ -202,4 +202,4 @@ def test_int4_by_name() -> None:
 
 @pytest.mark.skipif(not native_works(CPU, torch.float32), reason="needs the native kernels")
 def test_the_head_of_a_4_bit_model_is_on_our_kernels() -> None:
-    assert isinstance(from_transformers(wide(), layout="int4")._head, NativeInt8Linear)
+    assert isinstance(from_transformers(wide(), layout="int4").head, NativeInt8Linear)
