@@ -138,11 +138,11 @@ def loaded(checkpoint: Path) -> dict[str, Any]:
 def main(checkpoint: str) -> None:
     import gguf  # noqa: F401 (imports are not part of loading)
     import torch
-    from layerskip_models.checkpoints.progress import telling
     from transformers import GenerationConfig, LlamaConfig  # noqa: F401
 
     from bench.machine import peak_bytes
     from layerskip_models import load_model
+    from layerskip_models.checkpoints.conversion import telling
     from layerskip_models.kernels.check import native_works
 
     native_works(torch.device("cpu"), torch.float32)

@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from layerskip_models import load_model
-from layerskip_models.checkpoints.conversion import from_transformers
-from layerskip_models.checkpoints.gguf_checkpoint import open_gguf
 from layerskip_models.checkpoints.gguf_reader import GgufReader
-from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.families import FAMILIES
 
 pytest.importorskip("gguf")
@@ -131,15 +128,6 @@ def test_of_a_model_that_no_checkpoint_helps_with_none_is_advised(kind: str, tmp
         load_model(path)
 
 
-def test_4_bit_files_are_checked_alike(tmp_path: Path) -> None:
-    """They are read without transformers' reader of tensors."""
-    model = model_of("phi3", sliding_window=4, hidden_size=64, head_dim=32)
-    path = write(tmp_path, model, "Q4_0")
-    theirs = from_transformers(load_transformers(path, dtype="float32", device="cpu"), layout="plain")
-    assert [layer.sliding_window for layer in theirs.layers] == [4, 4]
-    assert [layer.sliding_window for layer in load_model(path, device="cpu").layers] == [4, 4]
-
-
 @pytest.mark.parametrize(
     ("place", "value"),
     [
@@ -183,21 +171,6 @@ def test_our_reader_finds_what_ggufs_own_finds(kind: str, tmp_path: Path) -> Non
         )
         data = ours.file.tensor(found.begin, torch.uint8, (meant.data.nbytes,))
         assert np.array_equal(data.numpy(), np.array(meant.data).view(np.uint8).reshape(-1))
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "phi3"])
-def test_our_configuration_is_what_transformers_reads(kind: str, tmp_path: Path) -> None:
-    """All fields of it, but those that transformers leaves at their defaults where the file says something."""
-    path = write(tmp_path, model_of(kind, num_key_value_heads=2))
-    ours, theirs = open_gguf(path).config, AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
-    assert type(ours) is type(theirs)
-    own = {"quantization_config", "dtype", "head_dim", "bos_token_id", "eos_token_id", "pad_token_id", "sliding_window"}
-    own |= {"_name_or_path", "_model_name_or_path", "architectures", "rope_parameters"}
-    differ = {
-        key for key in {**ours.to_dict(), **theirs.to_dict()} if getattr(ours, key, None) != getattr(theirs, key, None)
-    }
-    assert differ <= own
-    assert ours.rope_parameters["rope_theta"] == theirs.rope_parameters["rope_theta"]
 
 
 def test_whatever_ends_a_text_or_a_turn_ends_an_answer(tmp_path: Path) -> None:

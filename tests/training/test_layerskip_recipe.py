@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from layerskip_models.training.layerskip import EarlyExitLoss
-from layerskip_models.training.muon import orthogonalise
+from layerskip_models.training.layerskip import EarlyExitLoss, orthogonalise
 from layerskip_models.training.recipe import (
     ARMS,
     accepted_length_weights,
