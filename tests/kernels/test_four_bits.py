@@ -142,11 +142,11 @@ def test_every_variant_rounds_to_the_operators_bits(variant: str, monkeypatch: p
 def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
     """Nor small and large numbers, whose factors float16 does not hold."""
     weight, packed = drawn(6, 128) * 1e-20, pack_nibbles(numbers(6, 128))
-    factors = torch.full((6,), 1e-12)
+    parts = packed, drawn(6, 2).half(), drawn(6, 2, seed=1), torch.full((6,), 1e-12)
 
     def made() -> tuple[Tensor, ...]:
         found = round_to_four_bits(weight, group=32)
-        kept = GroupedWeight(packed, drawn(6, 2).half(), drawn(6, 2, seed=1).float(), factors)
+        kept = GroupedWeight(*parts)
         x = torch.ones(2, 128, dtype=torch.float32)
         both = GroupedWeight.cat([kept, found])
         return (*(one.values() for one in (found, kept, both)), grouped_product(x, kept, None))

@@ -128,7 +128,7 @@ def test_min_new_tokens_takes_precedence_over_min_length(engine: SelfSpecGenerat
 )
 def test_every_form_of_a_prompt(prompt: Any) -> None:
     with pytest.raises(ValueError, match="empty"):
-        encode_prompt(prompt[:0], tiny_tokenizer(), VOCAB_SIZE)
+        encode_prompt("", tiny_tokenizer(), VOCAB_SIZE)
     ids = encode_prompt(prompt, tiny_tokenizer(), VOCAB_SIZE)
     assert ids.dtype == torch.int64
     assert ids.tolist() == [1, 2, 3]

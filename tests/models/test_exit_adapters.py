@@ -78,6 +78,9 @@ def test_shadow_tokens_pass_the_adapter(layout: Layout) -> None:
     class Learner(FixedExit):
         observes = ObservationSpec(shadow_layers=(1, 2, 3))
 
+        def observe(self, record: object) -> None:
+            """Be one that learns: nothing is computed for others."""
+
     policy = Policy(Learner(3, 3, num_layers=model.num_layers), NeverStop())
     result = generator.generate([5, 1, 7, 2], max_new_tokens=30, policy=policy, trace=True)
     assert result.stats.num_drafted > 0
