@@ -21,7 +21,8 @@ _LOGITS = 1 << 22  # numbers of logits that exist at a time: 16 MB
 class Choices:
     """Figures of the unfiltered distribution at temperature 1, row by row.
 
-    tokens: int64 [rows], the argmax; the first of equal ones. numbers: float32 [1, 2 or 4, rows], as much as was asked for.
+    tokens: int64 [rows], the argmax; the first of equal ones. numbers: float32 [1, 2 or 4, rows], as much as was asked for:
+    logits, confidences, margins (the tokens' logits less the second largest ones) and entropies.
     """
 
     tokens: Tensor
@@ -36,11 +37,6 @@ class Choices:
     def confidences(self) -> Tensor:
         """Probabilities of the tokens, [rows]."""
         return self.numbers[1]
-
-    @property
-    def margins(self) -> Tensor:
-        """The tokens' logits less the second largest ones, [rows]."""
-        return self.numbers[2]
 
     @property
     def entropies(self) -> Tensor:

@@ -22,8 +22,7 @@ import torch
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.fork_safe import fork_safe
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
-from layerskip_models.grouped_linear import GroupedLinear
-from layerskip_models.grouped_weight import GroupedWeight
+from layerskip_models.grouped_weight import GroupedLinear, GroupedWeight
 from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
 from layerskip_models.linear import (
     EIGHT_BIT_LAYERS,
@@ -78,8 +77,6 @@ def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
 
 def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
     """Return the model with its weights rounded to 8 or 4 bits, to draft with. It shares all else with the model.
-
-    Of a model that is divided over processes each rounds its own part.
 
     Some rows of a matrix at a time are in float32 while they are rounded. Raises ValueError where `why_no_drafter` says why.
     """

@@ -1,8 +1,8 @@
 """A weight of small numbers with a scale for every few neighbouring inputs: how it is kept, and what it stands for.
 
 A number q stands for scale * q + offset, with the scale and the offset of its output and its group of inputs; without offsets
-for scale * (q - zero). An output may have one more factor. GPTQ, compressed-tensors and the usual types of GGUF files are all
-of this form, so their numbers are kept exactly (`exact`, and gguf_blocks.py).
+for scale * (q - zero). An output may have one more factor. The usual types of GGUF files are of this form, and their numbers
+are kept exactly (`checkpoints.gguf_blocks`).
 
 In memory 64 inputs of 4 bits are 32 bytes: the low four bits of byte j are input j of the 64, the high four input 32 + j. One
 mask and one shift then give two runs of neighbours, which is how a vector register wants them. Numbers of 6 bits have 16
@@ -11,7 +11,7 @@ bytes after these 32: bits 2 k and 2 k + 1 of byte j are the upper two of input 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,8 +26,8 @@ GROUP_SIZES = (128, 64, 32)
 BLOCK = 256
 """Inputs that share a block's scale, where the groups' own scales are integers."""
 _MIDDLE = 8  # of 4 bits
-_LARGEST_EXPONENT = 15  # of a float16
 _ALL = slice(None)
+_CONVERTED = 1 << 21  # numbers that are float32 at a time in a product by PyTorch's operators
 
 
 def pack_nibbles(values: Tensor) -> Tensor:
@@ -257,35 +257,38 @@ def group_size(columns: int, count: int) -> int | None:
     return next((size for size in GROUP_SIZES if columns // count % size == 0), None)
 
 
-def exact(values: Tensor, scale: Tensor, zeros: Tensor | None = None) -> GroupedWeight | None:
-    """(values - zeros) * scale, product in float32, with not one number changed; None if it cannot be kept.
+class GroupedLinear:
+    """x W^T + b with W in groups, by PyTorch's operators: a piece of W at a time is float32. x is float32 and not rounded."""
 
-    values: 0 to 15, [out, in]. scale: floats [out, groups]. zeros: integers of that shape; None for 8.
-    Scales of 16 bits always can be, unless those of one row are too far apart; scales of 32 bits if a row has only one.
-    """
-    columns = values.shape[1]
-    size = group_size(columns, scale.shape[1])
-    split = _halves(scale.float())
-    if size is None or split is None:
-        return None
-    groups, factors = split
-    offsets = None if zeros is None or bool((zeros == _MIDDLE).all()) else -zeros.float() * groups.float()
-    times = columns // scale.shape[1] // size
-    groups = groups.repeat_interleave(times, dim=1)
-    offsets = None if offsets is None else offsets.repeat_interleave(times, dim=1)
-    return GroupedWeight(pack_nibbles(values), groups, offsets, factors)
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None = None) -> None:
+        self.numbers = weight
+        self.bits, self.shape = weight.bits, weight.shape
+        self.bias = None if bias is None else bias.float()
+        self.num_bytes = weight.num_bytes
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in float32, [out, in]."""
+        return self.numbers.values()
+
+    def float_pieces(self, outputs: int) -> Iterator[Tensor]:
+        """Yield the weight in float32, piece by piece. outputs: in each piece."""
+        return (self.numbers.values(first, first + outputs) for first in range(0, self.shape[0], outputs))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, in]. Returns [rows, out]."""
+        return grouped_product(x, self.numbers, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + x W^T + b."""
+        return self(x).add_(residual)
 
 
-def _halves(scale: Tensor) -> tuple[Tensor, Tensor | None] | None:
-    """float16 and, where they are needed, factors of a row that together are these scales exactly; None if none are.
-
-    scale: float32 [out, groups]. The factors are powers of two, except for rows with one scale.
-    """
-    if torch.equal(scale.half().float(), scale):
-        return scale.half(), None
-    if bool((scale == scale[:, :1]).all()):
-        return torch.ones_like(scale, dtype=torch.float16), scale[:, 0].contiguous()
-    exponents = torch.frexp(scale.abs().amax(dim=1)).exponent
-    factors = powers_of_two(exponents - _LARGEST_EXPONENT)
-    groups = (scale / factors.unsqueeze(1)).half()
-    return (groups, factors) if torch.equal(groups.float() * factors.unsqueeze(1), scale) else None
+def grouped_product(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
+    """x W^T + b by PyTorch's operators. x: float32 [rows, in]. Returns float32 [rows, out]."""
+    outputs, inputs = weight.shape
+    step = max(_CONVERTED // inputs, 1)
+    y = x.new_empty(x.shape[0], outputs)
+    for first in range(0, outputs, step):
+        torch.mm(x, weight.values(first, first + step).t(), out=y[:, first : first + step])
+    return y if bias is None else y.add_(bias)

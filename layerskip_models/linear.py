@@ -10,8 +10,7 @@ from torch import Tensor
 
 from layerskip_models.decoder_layer import Linear
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
-from layerskip_models.grouped_linear import GroupedLinear
-from layerskip_models.grouped_weight import CHUNK, GroupedWeight, group_size
+from layerskip_models.grouped_weight import CHUNK, GroupedLinear, GroupedWeight, group_size
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import (
     NativeGroupedLinear,
@@ -112,11 +111,3 @@ def check_layout(layout: Layout, weight: Tensor) -> Layout:
             f"this is {weight.device.type} and {str(weight.dtype).removeprefix('torch.')}"
         )
     return layout
-
-
-def default_layout(weight: Tensor) -> Layout:
-    """Choose the layout for a weight, [out, in], where none is asked for.
-
-    Our own kernels wherever they run: they are the fastest, and a row's result does not depend on the other rows.
-    """
-    return "native" if native_works(weight.device, weight.dtype) else "plain"

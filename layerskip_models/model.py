@@ -2,7 +2,7 @@
 
 Decoding uses no other forward pass. It exists because calling transformers' layers one by one costs 1.5 to 2.9 times as much
 at batch 1; tests compare its logits with transformers'. There is no batch dimension: a hidden state is [rows, hidden], and
-its rows belong to one sequence or to several, each with its own KV cache. A backend runs the layers (`backends.protocol`):
+its rows belong to one sequence or to several, each with its own KV cache. A backend runs the layers (`operators`):
 PyTorch's operators, our kernels, or layers on several devices.
 """
 
@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip_models.backends.operators import OperatorLayers
-from layerskip_models.backends.protocol import Capture, LayerBackend
 from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.families import family_of, head_dim_of
@@ -31,12 +29,13 @@ from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kernels.threads import SingleThreadedOperators
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.norm import RMSNorm
+from layerskip_models.operators import Capture, LayerBackend, OperatorLayers
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
+    from layerskip_models.exits.adapter import Steering
     from layerskip_models.exits.lean import LeanAdapter
-    from layerskip_models.exits.steering import Steering
 
 _NO_TEAM = nullcontext()
 _growing = fork_safe(threading.Lock())  # while any model's rotary table grows
@@ -67,6 +66,11 @@ class LayerSkipModel:
         rounded to 8 or 4 bits it is `dtype`.
     device: of the embedding, and of hidden states. layer_devices: of each layer's weights and its part of a KV cache.
         head_device: of the last norm and the head.
+    layers, final_norm, head: the weights. draft_head: that drafts are chosen with; the head, or a copy of it in 8 bits.
+    rotary: the rotary table, which `prepare` may replace by a longer one. With interleaved heads it is complex,
+        [positions, 1, head_dim / 2]; pairs that do not rotate have a factor of 1. Otherwise it is real,
+        [positions, 1, 2, 2, r / 2], where the first r numbers of a head rotate. It holds, for both halves of them, the
+        factors of the half's own numbers (cos, cos) and then those of the other half's (-sin, sin).
     drafters: copies of it with weights in fewer bits, by bits, which drafts may be made with (`draft_weights`).
     adapters: by exit layer (`with_adapters`). steering: what the steered ones among them share, None without.
     backend: what runs the layers (`with_backend`).
@@ -103,12 +107,12 @@ class LayerSkipModel:
         self.weights_dtype = dtype if weights_dtype is None else weights_dtype
         self.device = embedding.device
         self._embedding = embedding  # [vocab, hidden]; perhaps in 16 bits, if that loses nothing
-        self._final_norm = final_norm
-        self._head = head
-        self._draft_head = head if draft_head is None else draft_head
+        self.final_norm = final_norm
+        self.head = head
+        self.draft_head = head if draft_head is None else draft_head
         self._inv_freq = inv_freq  # float32 [head_dim / 2]; shorter where only the first part of a head rotates
         self._rotary_scaling = rotary_scaling
-        self._rotary = torch.empty(0)  # complex [positions, 1, head_dim / 2], grown by `prepare`
+        self.rotary = torch.empty(0)
         self._interleaved = layers[0].interleaved
         self.sliding_windows = tuple(layer.sliding_window for layer in layers)
         self.layer_devices, self.head_device = (self.device,) * self.num_layers, self.device
@@ -118,7 +122,7 @@ class LayerSkipModel:
         self._set_layers(layers)
 
     def _set_layers(self, layers: list[DecoderLayer]) -> None:
-        self._layers = layers
+        self.layers: Sequence[DecoderLayer] = layers
         self.operators = OperatorLayers(
             layers,
             heads=self.num_heads,
@@ -144,29 +148,9 @@ class LayerSkipModel:
         return self.backend.variant
 
     @property
-    def layers(self) -> Sequence[DecoderLayer]:
-        """The weights of all layers."""
-        return self._layers
-
-    @property
-    def final_norm(self) -> RMSNorm:
-        """The norm before the head."""
-        return self._final_norm
-
-    @property
-    def head(self) -> Linear:
-        """The model's own head."""
-        return self._head
-
-    @property
-    def draft_head(self) -> Linear:
-        """The head that drafts are chosen with; the model's own, or a copy of it in 8 bits (`draft_logits`)."""
-        return self._draft_head
-
-    @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's weights as stored, which a pass through the layer reads; the mean over layers."""
-        linears = sum(linear.num_bytes for layer in self._layers for linear in layer.linears)
+        linears = sum(linear.num_bytes for layer in self.layers for linear in layer.linears)
         return linears // self.num_layers + 2 * self.hidden_size * self.dtype.itemsize
 
     @property
@@ -178,12 +162,12 @@ class LayerSkipModel:
     @property
     def head_bytes(self) -> int:
         """Bytes of norm and head as stored."""
-        return self._head.num_bytes + self.hidden_size * self.dtype.itemsize
+        return self.head.num_bytes + self.hidden_size * self.dtype.itemsize
 
     @property
     def draft_head_bytes(self) -> int:
         """Bytes of norm and draft head as stored."""
-        return self._draft_head.num_bytes + self.hidden_size * self.dtype.itemsize
+        return self.draft_head.num_bytes + self.hidden_size * self.dtype.itemsize
 
     def prepare(self, max_length: int) -> None:
         """Make the rotary table long enough for positions below `max_length`; allocates only when it grows.
@@ -192,12 +176,12 @@ class LayerSkipModel:
         """
         for drafter in [*self.drafters.values()]:
             drafter.prepare(max_length)
-        if self._rotary.shape[0] >= max_length:
+        if self.rotary.shape[0] >= max_length:
             return
         with _growing, torch.inference_mode(False):
-            if self._rotary.shape[0] >= max_length:  # another thread was faster, perhaps with a longer table
+            if self.rotary.shape[0] >= max_length:  # another thread was faster, perhaps with a longer table
                 return
-            length = min(max(max_length, 2 * self._rotary.shape[0]), max(self.max_positions, max_length))
+            length = min(max(max_length, 2 * self.rotary.shape[0]), max(self.max_positions, max_length))
             positions = torch.arange(length, dtype=torch.float32, device=self.device)
             angles = torch.outer(positions, self._inv_freq)
             wide = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -205,18 +189,13 @@ class LayerSkipModel:
             sin = (angles.sin() * self._rotary_scaling).to(wide)
             if self._interleaved:
                 still = self.head_dim // 2 - cos.shape[1]  # pairs that do not rotate
-                self._rotary = torch.complex(F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))).unsqueeze(1)
+                self.rotary = torch.complex(F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))).unsqueeze(1)
             else:
-                self._rotary = torch.stack((cos, cos, -sin, sin), dim=1).unflatten(1, (2, 2)).unsqueeze(1)
+                self.rotary = torch.stack((cos, cos, -sin, sin), dim=1).unflatten(1, (2, 2)).unsqueeze(1)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens: int64 [rows]. Returns [rows, hidden]."""
         return F.embedding(tokens, self._embedding).to(self.dtype)
-
-    def embed_one(self, token: int) -> Tensor:
-        """Embed one token as [1, hidden]."""
-        # Copies only if the embedding is kept in fewer bits.
-        return self._embedding[token : token + 1].to(self.dtype).contiguous()
 
     def run_layers(
         self, hidden: Tensor, start: int, stop: int, cache: KVCache | CacheRows, capture: Capture | None = None
@@ -229,22 +208,22 @@ class LayerSkipModel:
         capture: called after each layer as capture(layers_done, hidden).
         Returns the hidden state after `stop` layers, [rows, hidden]. Raises ValueError for rows that do not fit.
         """
-        return self.backend.run(hidden, start, stop, cache_rows(cache, hidden.shape[0]), self._rotary, capture)
+        return self.backend.run(hidden, start, stop, cache_rows(cache, hidden.shape[0]), self.rotary, capture)
 
     def steps(self) -> NativeForward | None:
         """Whole passes in single calls of our own kernels; None where they don't run all of the model."""
-        embedding, native, head, draft_head = self._embedding, self.backend, self._head, self._draft_head
-        if not isinstance(native, NativeLayers) or self._final_norm.factors is None or self.dtype != torch.float32:
+        embedding, native, head, draft_head = self._embedding, self.backend, self.head, self.draft_head
+        if not isinstance(native, NativeLayers) or self.final_norm.factors is None or self.dtype != torch.float32:
             return None
         if not (embedding.is_contiguous() and isinstance(head, NativeLinear) and isinstance(draft_head, NativeLinear)):
             return None
         return NativeForward(
             native,
             embedding=embedding,
-            norm=self._final_norm,
+            norm=self.final_norm,
             head=head,
             draft_head=draft_head,
-            rotary=lambda: self._rotary,
+            rotary=lambda: self.rotary,
             adapters={layer: one for layer, one in self.adapters.items() if one.steering is None},
         )
 
@@ -262,7 +241,7 @@ class LayerSkipModel:
     def with_layers(self, layers: Sequence[DecoderLayer], head: Linear) -> LayerSkipModel:
         """Return the same model with other matrices: those of these layers, and this head, for drafts and all else."""
         other = copy.copy(self)
-        other._head = other._draft_head = head
+        other.head = other.draft_head = head
         other.adapters, other.steering, other.drafters = {}, None, {}
         other._set_layers([*layers])
         return other
@@ -298,27 +277,17 @@ class LayerSkipModel:
         adapter = self.adapters.get(exit_layer)
         return hidden if adapter is None else adapter(hidden, steering)
 
-    @property
-    def rotary(self) -> Tensor:
-        """The rotary table; `prepare` may replace it by a longer one.
-
-        With interleaved heads it is complex, [positions, 1, head_dim / 2]; pairs that do not rotate have a factor of 1.
-        Otherwise it is real, [positions, 1, 2, 2, r / 2], where the first r numbers of a head rotate. It holds, for both
-        halves of them, the factors of the half's own numbers (cos, cos) and then those of the other half's (-sin, sin).
-        """
-        return self._rotary
-
     def on_one_team(self) -> AbstractContextManager[None]:
         """Return a context in which this thread's PyTorch operators start no threads of their own, if our kernels run.
 
         For the engine's rounds, whose operators are small; see `kernels.threads`.
         """
-        native = self.kernels is not None or isinstance(self._head, NativeLinear)
+        native = self.kernels is not None or isinstance(self.head, NativeLinear)
         return SingleThreadedOperators() if native else _NO_TEAM
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""
-        return self._head_logits(self._head, hidden)
+        return self._head_logits(self.head, hidden)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Logits that drafts are drawn from, for rows of `at_exit`: [rows, hidden] -> float32 [rows, vocab].
@@ -327,28 +296,28 @@ class LayerSkipModel:
         reading the head is most of a draft's cost. A draft may be drawn from any distribution, as long as verification is
         told which. Verification itself uses `logits`.
         """
-        return self._head_logits(self._draft_head, hidden)
+        return self._head_logits(self.draft_head, hidden)
 
     def choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
         """Choose the best token of each row of `logits`; our kernels store no logits, operators make them in pieces."""
-        return self._head_choices(self._head, hidden, detail)
+        return self._head_choices(self.head, hidden, detail)
 
     def draft_choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
         """Choose the best token of each row of `draft_logits`."""
-        return self._head_choices(self._draft_head, hidden, detail)
+        return self._head_choices(self.draft_head, hidden, detail)
 
     def _head_logits(self, head: Linear, hidden: Tensor) -> Tensor:
         if isinstance(head, NativeLinear):
-            return head.of_normalised(self._final_norm, hidden)
+            return head.of_normalised(self.final_norm, hidden)
         return self._operator_logits(head, hidden.to(self.head_device)).to(self.device)
 
     def _head_choices(self, head: Linear, hidden: Tensor, detail: Detail) -> Choices:
         if isinstance(head, NativeLinear):
-            return head.choices_of_normalised(self._final_norm, hidden, detail)
+            return head.choices_of_normalised(self.final_norm, hidden, detail)
         logits = partial(self._operator_logits, head)
         found = choices_in_pieces(hidden.to(self.head_device), self.vocab_size, logits, detail)
         return Choices(found.tokens.to(self.device), found.numbers.to(self.device))
 
     def _operator_logits(self, head: Linear, hidden: Tensor) -> Tensor:
         """hidden: on the head's device, and so are the logits."""
-        return head(self._final_norm(hidden)).float()
+        return head(self.final_norm(hidden)).float()

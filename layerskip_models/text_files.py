@@ -28,7 +28,12 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _flush_folder(target.parent)
+    with suppress(OSError):  # so that the new name survives a power cut; where folders can be opened
+        handle = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def read_lines(path: Path) -> list[str]:
@@ -61,13 +66,3 @@ def cut_last_line(path: Path) -> None:
                 stream.truncate(start)
                 return
             end = start
-
-
-def _flush_folder(folder: Path) -> None:
-    """So that the new name survives a power cut; where folders can be opened."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -321,7 +321,9 @@ class LayerBuilder:
             names, shapes
         ):  # one by one, since some are converted to float32 when they are loaded
             part = self._load(name, device)
-            dtype = self._kept_dtype(part.dtype, device)
+            # On a CPU 16 bits that become float32 stay 16 bits for now.
+            stays = part.dtype in _HALVES and self.dtype == torch.float32 and device.type == "cpu"
+            dtype = part.dtype if stays else self.dtype
             if (
                 len(names) == 1
                 and self.weights.gives(name)
@@ -348,11 +350,6 @@ class LayerBuilder:
         value = self.weights.load(name)
         assert isinstance(value, Tensor)
         return value
-
-    def _kept_dtype(self, own: torch.dtype, device: torch.device) -> torch.dtype:
-        """Return the dtype that numbers are loaded in. On a CPU 16 bits that become float32 stay 16 bits for now."""
-        keeps = own in _HALVES and self.dtype == torch.float32 and device.type == "cpu"
-        return own if keeps else self.dtype
 
     def _layout(self, device: torch.device, layer: int | None) -> Layout:
         """Return the layout of a layer's matrices; of the head for None."""

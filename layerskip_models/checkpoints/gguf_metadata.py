@@ -146,7 +146,8 @@ def _complete(config: Any, keys: dict[str, Any], reader: GgufReader) -> None:
     config.rope_parameters = {**rope, **_rope(keys, rope["rope_theta"], head_dim, reader)}
     _set_window(config, keys)
     config.bos_token_id = _token(reader, "bos")
-    config.eos_token_id = _ends(reader)
+    ends = [_token(reader, kind) for kind in ("eos", "eot", "eom")]  # of a text or of a turn
+    config.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None)) or None
     config.pad_token_id = _token(reader, "padding")
 
 
@@ -182,12 +183,6 @@ def _token(reader: GgufReader, kind: str) -> int | None:
     if found is not None and not is_int(found):
         raise ValueError(f"says {key} = {found!r}, and a token's number is meant")
     return found
-
-
-def _ends(reader: GgufReader) -> list[int] | None:
-    """List the tokens that end a text or a turn."""
-    found = [_token(reader, kind) for kind in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(end for end in found if end is not None)) or None
 
 
 def _rope(keys: dict[str, Any], theta: float, head_dim: int, reader: GgufReader) -> dict[str, Any]:

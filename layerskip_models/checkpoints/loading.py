@@ -131,7 +131,7 @@ def load_model(
         matrices of layers rounded to 4 bits, the head to 8 (`int4_linear`). For a checkpoint that is quantised already
         (a GGUF file) "auto" on a CPU is "int8", except that 4-bit matrices are kept as they are where they fit
         our layout. "int4" keeps these, too.
-    layout: of the weights; None for the default on this device (`linear.default_layout`).
+    layout: of the weights; None for our own kernels wherever they run.
     exits: adapters to draft with: "auto" takes those in the folder `exits` beside a local checkpoint, if there is one; a path
         another folder's; None has bare exits. They change what is drafted and nothing else.
     kv_dtype: that keys and values are kept in, "auto" or "bfloat16" (`LayerSkipModel.with_kv_dtype`).
@@ -174,21 +174,14 @@ def resolve_layout(
     keep_bits = 4 if dtype == "int4" else 0
     few_bits = (quantisation_of(config) or {}).get("few_bits", False)  # so that int8 is the natural layout
     if dtype in FEW_BITS:
-        dtype, layout = _half_or_full(config), cast(Layout, dtype)
+        own = getattr(config, "dtype", None)
+        layout = cast(Layout, dtype)
+        # For half the memory, what came in 16 bits is loaded in them before it is rounded to fewer.
+        dtype = own if own in (torch.bfloat16, torch.float16) and quantisation_of(config) is None else torch.float32
         check_layout(layout, torch.empty(0, dtype=torch.float32, device=resolve_device(device)))
     elif dtype == "auto" and layout is None and few_bits and resolve_device(device).type == "cpu":
         dtype, layout, keep_bits = torch.float32, "int8", 8
     return dtype, layout, keep_bits
-
-
-def _half_or_full(config: PreTrainedConfig) -> torch.dtype:
-    """Choose what weights are loaded in that are then rounded to fewer bits.
-
-    16 bits if they came in these, for half the memory.
-    """
-    own = getattr(config, "dtype", None)
-    is_half = own in (torch.bfloat16, torch.float16) and quantisation_of(config) is None
-    return own if is_half and own is not None else torch.float32
 
 
 def load_transformers(

@@ -1,9 +1,9 @@
-"""A small network in a folder of its own, next to a checkpoint or alone: reading one that may be damaged."""
+"""A small network in a folder of its own: reading one that may be damaged, or of another model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.model import LayerSkipModel
+from layerskip_models.prefill import prefill
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -22,6 +26,9 @@ _UNREADABLE = (
     StrictDataclassError,
 )  # fmt: skip
 """What reading somebody else's files may raise."""
+
+_PROBE_TOKENS = 8
+_LEAST_COSINE = 0.99  # half precision stays above .999; other weights of the same shape are far below
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -66,3 +73,24 @@ def write_module(
 def with_tuples(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """Turn the named fields into tuples: JSON has lists. Raises TypeError or KeyError for one that is not a list."""
     return {**fields, **{name: tuple(fields[name]) for name in names}}
+
+
+def fingerprint(model: LayerSkipModel) -> tuple[float, ...]:
+    """16 numbers that tell a model's weights from others of its shape, whatever their dtype, device and layout.
+
+    Logits of some tokens after a fixed short text, less their mean: all weights have a part in them.
+    """
+    tokens = torch.arange(1, _PROBE_TOKENS + 1, device=model.device) * 7919 % model.vocab_size
+    with torch.inference_mode():
+        hidden = prefill(model, tokens, KVCache(model, _PROBE_TOKENS))
+        logits = model.logits(hidden[-1:])[0]
+        chosen = logits[torch.arange(1, 17, device=logits.device) * 104729 % logits.shape[0]]
+        return tuple(round(value, 4) for value in (chosen - chosen.mean()).tolist())
+
+
+def same_weights(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two fingerprints are of the same weights, perhaps in another dtype or layout."""
+    if len(one) != len(other):
+        return False
+    numbers = torch.tensor([one, other], dtype=torch.float32, device="cpu")
+    return float(torch.cosine_similarity(numbers[0], numbers[1], dim=0)) >= _LEAST_COSINE

@@ -1,7 +1,7 @@
 """Names and shapes of a model's parameters, and its rotary frequencies, as transformers has them.
 
 transformers' own classes would do, but importing them takes longer than reading a small checkpoint: they bring PyTorch's
-compiler with them. tests/models/test_parameters.py compares every family with what transformers builds.
+compiler with them. tests/models/test_families.py compares every family with what transformers builds.
 """
 
 from __future__ import annotations

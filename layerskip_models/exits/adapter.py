@@ -5,11 +5,19 @@ never see it, and the output of the model is its own whatever an adapter does.
 
     y = x + D (silu(G n) * (U n)),  n = x / rms(x)
 
-x: the hidden state at the exit, h^E; y replaces it before the model's norm and head. The steered form adds a bias to U n
-(`layerskip_models.exits.steering`).
+x: the hidden state at the exit, h^E; y replaces it before the model's norm and head. The steered form sees more of the row
+that was verified last than its token:
 
-Source: the gated low-rank residual of SD2 (appendix A.4), with silu in place of the sigmoid, so that our kernels run it as
-they run an MLP.
+    y = x + D (silu(G n) * (U n + S g)),  g = P [n_1; n_2; n_3]
+
+n_i: the states of the last verified row after a few layers, each divided by its root mean square. g is one for all drafts of
+a round and shared by all exits. S is zero at the start, so an untrained adapter changes nothing. g = 0 steers nothing. The
+j-th draft of a round is steered by the row j positions before its own, so in training a row is steered by a row 1 to
+`FARTHEST` positions before it, at random.
+
+Source: SD2 (Berdoz et al.), appendix A.4, with silu in place of the sigmoid, so that our kernels run it as they run an MLP.
+There the bias goes into every MLP of a drafter of its own. Here drafts share the model's layers and its KV cache, so it goes
+into the adapter alone; and states are normalised, since a layer that is wider in scale would drown the others.
 """
 
 from __future__ import annotations
@@ -22,18 +30,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerskip_models.checkpoints.typed_fields import check_types
-from layerskip_models.exits.steering import Steering
 
 LOW_RANK, STEERED = "low_rank", "steered"
 FORMS = (LOW_RANK, STEERED)
 """The forms of adapters that drafts are made with, as a folder of adapters names them."""
+FARTHEST = 8
+"""How far before a draft's row the row that steers it may be, as far as steering is trained."""
+STEERING_SIZE = 64
+"""The width of g where nobody names another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
     """What an adapter is and which model it belongs to. ValueError for what cannot be.
 
-    base_model, fingerprint: of the model that it was trained for (`checkpoints.fingerprint`). exit_layers: ascending; each
+    base_model, fingerprint: of the model that it was trained for (`checkpoints.module_folder`). exit_layers: ascending; each
     has weights of its own. rank: width of the gated projection. steering_layers, steering_size: of the steered form, after
     which layers the states that steer are taken, ascending, and how wide their common projection is.
     """
@@ -94,6 +105,45 @@ class ExitAdapter(nn.Module):
         if steering is not None and self.steer is not None:
             up = up + self.steer(steering)
         return hidden + self.scale * self.down(F.silu(self.gate(normed)) * up)
+
+
+def steering_layers(num_layers: int) -> tuple[int, ...]:
+    """After which layers states are taken: 3, L/2 and L-2, as in SD2; ascending, fewer in a model of few layers."""
+    wanted = (3, num_layers // 2, num_layers - 2)
+    return tuple(sorted({min(max(layer, 1), num_layers) for layer in wanted}))
+
+
+class Steering(nn.Module):
+    """P, the projection of the states that steer, shared by all exits. layers: after which they are taken, ascending.
+
+    As wide as the hidden states it begins as the sum of the normalised states, as SD2 begins; else with random numbers.
+    """
+
+    def __init__(self, config: AdapterConfig) -> None:
+        super().__init__()
+        self.layers, self.eps = config.steering_layers, config.eps
+        size, hidden, depths = config.steering_size, config.hidden_size, len(self.layers)
+        self.project = nn.Linear(depths * hidden, size, bias=False)
+        if size == hidden:
+            with torch.no_grad():
+                self.project.weight.copy_(torch.eye(hidden).repeat(1, depths))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """states: [..., depths, hidden], ascending depths. Returns g, [..., steering_size]; of zeros, zeros."""
+        normed = F.rms_norm(states.float(), states.shape[-1:], None, self.eps).to(states.dtype)
+        projected: Tensor = self.project(normed.flatten(-2))
+        return projected
+
+    def rows_before(self, states: Tensor, before: Tensor | None = None) -> Tensor:
+        """Steer consecutive rows, each by the row before it, as the first draft of a round is steered: g, [rows, size].
+
+        states: [layers of the model, rows, hidden], as all layers put them out. before: the same of the row before them,
+        [layers, hidden]; None if there is no such row: nothing steers the first row then.
+        """
+        slots = [layer - 1 for layer in self.layers]
+        chosen = states[slots].transpose(0, 1)
+        first = torch.zeros_like(chosen[:1]) if before is None else before[slots].unsqueeze(0)
+        return self(torch.cat([first, chosen[:-1]]))
 
 
 class ExitAdapters(nn.Module):

@@ -7,10 +7,15 @@ from typing import Any
 
 import torch
 
-from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
-from layerskip_models.checkpoints.module_folder import read_module, with_tuples, write_module
-from layerskip_models.exits.adapter import LOW_RANK, STEERED, AdapterConfig, ExitAdapters
-from layerskip_models.exits.steering import STEERING_SIZE, steering_layers
+from layerskip_models.checkpoints.module_folder import fingerprint, read_module, same_weights, with_tuples, write_module
+from layerskip_models.exits.adapter import (
+    LOW_RANK,
+    STEERED,
+    STEERING_SIZE,
+    AdapterConfig,
+    ExitAdapters,
+    steering_layers,
+)
 from layerskip_models.model import LayerSkipModel
 
 FOLDER = "exits"

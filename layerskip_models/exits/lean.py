@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip_models.exits.adapter import ExitAdapter, ExitAdapters
+from layerskip_models.exits.adapter import ExitAdapter, ExitAdapters, Steering
 from layerskip_models.exits.folder import adapters_beside, check_fits, load_adapters
-from layerskip_models.exits.steering import Steering
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import AdapterWeights
 from layerskip_models.kernels.native_linear import (

@@ -1,8 +1,8 @@
-"""Supported model families: one file each, which says how the family's layers differ from Llama's.
+"""Supported model families, each described by how its layers differ from Llama's.
 
-To add a family whose layers have the same parts, write a new file and add it to the list below. tests/models/test_families.py
-then compares small random models of it with transformers. `draw_config` in tests/helpers/fuzz_models.py makes their
-configurations.
+To add a family whose layers have the same parts, describe it in `described` and add it to the list below.
+tests/models/test_families.py then compares small random models of it with transformers. `draw_config` in
+tests/helpers/fuzz_models.py makes their configurations.
 """
 
 from __future__ import annotations
@@ -11,14 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from layerskip_models.families.described import LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
 from layerskip_models.families.family import Family
-from layerskip_models.families.llama import LLAMA
-from layerskip_models.families.mistral import MISTRAL
-from layerskip_models.families.olmo2 import OLMO2
-from layerskip_models.families.phi3 import PHI3
-from layerskip_models.families.qwen2 import QWEN2
-from layerskip_models.families.qwen3 import QWEN3
-from layerskip_models.families.smollm3 import SMOLLM3
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -31,25 +31,9 @@ def attention_biases(config: Any) -> Biased:
     return Biased(qkv=config.attention_bias, output=config.attention_bias)
 
 
-def _configured_biases(config: Any) -> Biased:
-    return Biased(qkv=config.attention_bias, output=config.attention_bias, mlp=config.mlp_bias)
-
-
-def _everything(config: Any, layer: int) -> None:
-    return None
-
-
-def _always(config: Any, layer: int) -> bool:
-    return True
-
-
-def _configured(config: Any) -> int:
-    return config.max_position_embeddings
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture of transformers. The defaults are Llama's, so a family's file says what it does otherwise.
+    """One architecture of transformers. The defaults are Llama's, so a family says what it does otherwise.
 
     title: the models it covers, in a user's words.
     model_type: as config.json names it. architecture: what the names of transformers' classes begin with. The classes are
@@ -81,11 +65,13 @@ class Family:
     query_norm: str | None = None
     key_norm: str | None = None
     norms_all_heads: bool = False
-    biased: Callable[[Any], Biased] = _configured_biases
-    sliding_window: Callable[[Any, int], int | None] = _everything
-    rotates: Callable[[Any, int], bool] = _always
+    biased: Callable[[Any], Biased] = lambda config: Biased(
+        config.attention_bias, config.attention_bias, config.mlp_bias
+    )
+    sliding_window: Callable[[Any, int], int | None] = lambda config, layer: None
+    rotates: Callable[[Any, int], bool] = lambda config, layer: True
     rotates_part: bool = False
-    max_positions: Callable[[Any], int] = _configured
+    max_positions: Callable[[Any], int] = lambda config: config.max_position_embeddings
 
     @property
     def config(self) -> type[PreTrainedConfig]:

@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from layerskip_models.training.accepted_length import ARMS
-from layerskip_models.training.recipe import CURRICULA, DROPOUT_TIMES, EXIT_WEIGHTS, exit_loss_weights
+from layerskip_models.training.recipe import ARMS, CURRICULA, DROPOUT_TIMES, EXIT_WEIGHTS, exit_loss_weights
 from layerskip_models.training.settings import (
     ABOVE_0,
     AT_LEAST_0,

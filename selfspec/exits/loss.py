@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from layerskip_models.exits.adapter import ExitAdapters
-from layerskip_models.exits.steering import FARTHEST
+from layerskip_models.exits.adapter import FARTHEST, ExitAdapters
 from selfspec.exits.frozen_head import FrozenHead
 from selfspec.exits.hidden_states import ExitRows
 

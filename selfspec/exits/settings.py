@@ -8,9 +8,8 @@ from typing import ClassVar
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
-from layerskip_models.exits.adapter import FORMS, LOW_RANK, STEERED
+from layerskip_models.exits.adapter import FORMS, LOW_RANK, STEERED, STEERING_SIZE
 from layerskip_models.exits.folder import FOLDER
-from layerskip_models.exits.steering import STEERING_SIZE
 from layerskip_models.training.settings import (
     AT_LEAST_0,
     AT_LEAST_1,

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
+from layerskip_models.checkpoints.module_folder import fingerprint, same_weights
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
 from layerskip_models.text_files import write_text

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from layerskip_models.checkpoints.conversion import LayerBuilder
-from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
-from layerskip_models.checkpoints.module_folder import read_module, with_tuples, write_module
+from layerskip_models.checkpoints.module_folder import fingerprint, read_module, same_weights, with_tuples, write_module
 from layerskip_models.checkpoints.typed_fields import check_types
 from layerskip_models.checkpoints.weights import ModuleWeights
 from layerskip_models.families import head_dim_of
-from layerskip_models.families.llama import LLAMA
+from layerskip_models.families.described import LLAMA
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout, PlainLinear
 from layerskip_models.model import LayerSkipModel

@@ -142,7 +142,7 @@ def main(checkpoint: str) -> None:
 
     from bench.machine import peak_bytes
     from layerskip_models import load_model
-    from layerskip_models.checkpoints.progress import telling
+    from layerskip_models.checkpoints.conversion import telling
     from layerskip_models.kernels.check import native_works
 
     native_works(torch.device("cpu"), torch.float32)

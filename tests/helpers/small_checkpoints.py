@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import gguf_models
 from fuzz_models import random_model
 from layerskip_models import from_transformers
-from layerskip_models.checkpoints.fingerprint import fingerprint
+from layerskip_models.checkpoints.module_folder import fingerprint
 from layerskip_models.exits.folder import save_adapters
 from layerskip_models.families import FAMILIES
 from random_adapters import random_adapters

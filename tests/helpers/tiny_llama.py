@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from random import Random
 from typing import Any
@@ -14,6 +15,7 @@ from fuzz_models import ROPES, random_model, word_tokenizer
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.exits.adapter import LOW_RANK, STEERED
 from layerskip_models.kernels.check import native_works
+from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from random_adapters import adapted
 from selfspec import SelfSpecGenerator
@@ -116,6 +118,13 @@ def request_for(model: LayerSkipModel, prompt: list[int], *, seed: int | None = 
         tokenizer=None,
         options={**options, "seed": seed},
     )
+
+
+def lean_logits(model: LayerSkipModel, text: Sequence[int]) -> Tensor:
+    """Logits of every position of a text, read in one pass, [n, vocab]."""
+    with torch.inference_mode():
+        hidden = model.run_layers(model.embed(torch.tensor(text)), 0, model.num_layers, KVCache(model, len(text)))
+        return model.logits(hidden)
 
 
 def full_logits(llama: LlamaForCausalLM, tokens: list[int]) -> Tensor:

@@ -30,7 +30,7 @@ def test_equal_logits_nan_and_masked_tokens() -> None:
     norm = RMSNorm(torch.ones(40), 1e-6)
     chosen = NativeLinear(weight).choices_of_normalised(norm, x, "all")
     assert chosen.tokens.tolist() == [17] * 3
-    assert chosen.margins.tolist() == [0.0] * 3
+    assert chosen.numbers[2].tolist() == [0.0] * 3
     for place in (0, 255, 256, 599):
         bias = torch.zeros(600)
         bias[place] = torch.nan

@@ -15,8 +15,7 @@ from bench.models import open_model
 from layerskip_models import DEMO_PATH, from_transformers, load_model
 from layerskip_models.checkpoints import loading
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
-from layerskip_models.grouped_linear import grouped_product
-from layerskip_models.grouped_weight import GroupedWeight, exact, pack_nibbles, unpack_nibbles
+from layerskip_models.grouped_weight import GroupedWeight, grouped_product, pack_nibbles, unpack_nibbles
 from layerskip_models.kernels import library, weights
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import NativeInt8Linear
@@ -53,47 +52,26 @@ def test_by_hand() -> None:
     assert torch.equal(both.values(1, 2), shifted.values())
 
 
-@given(
-    seed=st.integers(0, 99),
-    columns=st.sampled_from([64, 128, 192, 320, 384, 768]),
-    size=st.sampled_from([32, 64, 96, 128, 192, 256, None]),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
-    zeros=st.booleans(),
-    small=st.sampled_from([1.0, 1e-5, 1e4]),
-)
-@settings(max_examples=120)
-def test_what_files_hold_is_kept_exactly(
-    seed: int, columns: int, size: int | None, dtype: torch.dtype, zeros: bool, small: float
-) -> None:
-    """Scales of 16 bits whatever their size, those of 32 bits for rows; and outputs of several as one, in another order."""
-    size = columns if size is None or columns % size else size
-    scale = (drawn(5, columns // size, seed=seed).abs() * 0.02 * small).clamp_min(1e-7).to(dtype).float()
-    zero = numbers(5, columns // size, seed=seed + 1) if zeros else None
-    values = numbers(5, columns, seed=seed + 2)
-    weight = exact(values, scale, zero)
-    shift = torch.full_like(scale, 8) if zero is None else zero
-    meant = ((values.unflatten(1, (-1, size)) - shift.unsqueeze(2)) * scale.unsqueeze(2)).flatten(1)
-    if dtype == torch.float32 and columns > size:
-        assert weight is None
-        return
-    assert weight is not None
-    assert torch.equal(weight.values(), meant)
-    assert weight.group == max(part for part in (32, 64, 128) if size % part == 0)
-    assert zeros or weight.offsets is None
-    other = round_to_four_bits(meant, group=32)
+@given(seed=st.integers(0, 99), size=st.sampled_from([32, 64, 128]), offsets=st.booleans(), factors=st.booleans())
+@settings(max_examples=40)
+def test_outputs_of_several_weights_as_one_in_another_order(seed: int, size: int, offsets: bool, factors: bool) -> None:
+    scale, values = drawn(5, 384 // size, seed=seed).half(), numbers(5, 384, seed=seed + 1)
+    shift = drawn(5, 384 // size, seed=seed + 2) if offsets else -8 * scale.float()
+    factor = torch.exp2(numbers(5, 1, seed=seed + 3) - 8.0) if factors else torch.ones(5, 1)
+    weight = GroupedWeight(
+        pack_nibbles(values), scale, shift if offsets else None, factor.flatten() if factors else None
+    )
+    meant = values.unflatten(1, (-1, size)) * scale.float().unsqueeze(2) + shift.unsqueeze(2)
+    assert torch.equal(weight.values(), meant.flatten(1) * factor)
+    assert weight.group == size
+    other = round_to_four_bits(meant.flatten(1), group=32)
     order = torch.randperm(10, generator=torch.Generator().manual_seed(seed))
     both = GroupedWeight.cat([weight, other]).reordered(order)
-    assert torch.equal(both.values(), torch.cat([meant, other.values()])[order])
+    assert torch.equal(both.values(), torch.cat([weight.values(), other.values()])[order])
 
 
 def test_what_cannot_be_kept() -> None:
     values = numbers(4, 64)
-    for kept, scale in (
-        (values, drawn(4, 8).half()),  # groups of 8
-        (values[:, :32], drawn(4, 1).half()),  # half a chunk
-        (values, torch.tensor([[1e-30, 1.0]] * 4).bfloat16()),  # further apart than float16's numbers are
-    ):
-        assert exact(kept, scale) is None
     packed, fit = pack_nibbles(values), drawn(4, 2).half()
     for groups, blocks, message in (
         (fit.double(), None, "do not fit together"),
@@ -157,14 +135,15 @@ def test_every_variant_rounds_to_the_operators_bits(variant: str, monkeypatch: p
 @pytest.mark.parametrize("default", DTYPES)
 def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
     """Nor small and large numbers, whose factors float16 does not hold."""
-    weight, scale = drawn(6, 128) * 1e-20, (drawn(6, 2).abs() * 1e-12).bfloat16().float()
-    values, x = numbers(6, 128), torch.ones(2, 128)
+    weight, packed = drawn(6, 128) * 1e-20, pack_nibbles(numbers(6, 128))
+    parts = packed, drawn(6, 2).half(), drawn(6, 2, seed=1), torch.full((6,), 1e-12)
 
     def made() -> tuple[Tensor, ...]:
         found = round_to_four_bits(weight, group=32)
-        kept = exact(values, scale, values[:, :2])
-        assert kept is not None
-        return found.values(), kept.values(), GroupedWeight.cat([kept, found]).values(), grouped_product(x, kept, None)
+        kept = GroupedWeight(*parts)
+        x = torch.ones(2, 128, dtype=torch.float32)
+        both = GroupedWeight.cat([kept, found])
+        return (*(one.values() for one in (found, kept, both)), grouped_product(x, kept, None))
 
     expected = made()
     with default_dtype(default):
@@ -175,7 +154,7 @@ def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
 def test_pieces_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = round_to_four_bits(drawn(50, 64), group=32), drawn(3, 64, seed=1)
     whole = grouped_product(x, weight, None)
-    monkeypatch.setattr("layerskip_models.grouped_linear._CONVERTED", 64 * 7)
+    monkeypatch.setattr("layerskip_models.grouped_weight._CONVERTED", 64 * 7)
     torch.testing.assert_close(grouped_product(x, weight, None), whole)
 
 
@@ -189,7 +168,7 @@ def test_odd_widths_get_8_bits() -> None:
     """Of a matrix whose inputs are no multiple of 64; the others keep their 4 bits."""
     model = from_transformers(wide(hidden_size=96), layout="int4")
     eight = from_transformers(wide(hidden_size=96), layout="int8")
-    last, other = model._layers[-1], eight._layers[-1]
+    last, other = model.layers[-1], eight.layers[-1]
     assert last.qkv.num_bytes == other.qkv.num_bytes and last.gate_up.num_bytes == other.gate_up.num_bytes
     assert last.down.num_bytes < 0.6 * other.down.num_bytes
     new = SelfSpecGenerator(model, policy="ls:1-3").generate([3, 1, 4], max_new_tokens=12).new_tokens
@@ -210,3 +189,8 @@ def test_int4_by_name() -> None:
         loading.resolve_dtype("int4", CPU, None)
     with pytest.raises(ValueError, match="layout 'int4' needs a CPU"):
         load_model(DEMO_PATH, dtype="int4", device="meta", local_files_only=True)
+
+
+@pytest.mark.skipif(not native_works(CPU, torch.float32), reason="needs the native kernels")
+def test_the_head_of_a_4_bit_model_is_on_our_kernels() -> None:
+    assert isinstance(from_transformers(wide(), layout="int4").head, NativeInt8Linear)

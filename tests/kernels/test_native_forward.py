@@ -42,7 +42,7 @@ def test_steps_are_the_single_calls(dtype: torch.dtype, recorded: bool) -> None:
         for index, token in enumerate([7, 3, 9]):
             record = (memory, index) if recorded else None
             looks = steps.tokens([token], [(cache, 1)], 2, exits[index], head="draft", detail="all", record=record)
-            hidden = model.run_layers(model.embed_one(token), 0, 2, expected_cache)
+            hidden = model.run_layers(model.embed(torch.tensor([token])), 0, 2, expected_cache)
             assert torch.equal(exits[index], hidden[0])
             choices = model.draft_choices(hidden, "all")
             assert looks == [(int(choices.tokens[0]), *choices.numbers[:, 0].tolist())]

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from layerskip_models import from_transformers
-from layerskip_models.grouped_linear import GroupedLinear
+from layerskip_models.grouped_weight import GroupedLinear
 from layerskip_models.kernels import library
 from layerskip_models.kernels.native_linear import NativeInt8Linear
-from layerskip_models.linear import PlainLinear, default_layout, int8_linear
+from layerskip_models.linear import PlainLinear, int8_linear
 from test_native import drawn, needs_native
 from tiny_llama import tiny_llama
 
@@ -44,10 +44,6 @@ def test_8_bits_have_the_numbers_that_the_kernels_have(columns: int, monkeypatch
     monkeypatch.setattr(library, "kernels", lambda: None)
     linear = int8_linear(weight)
     assert isinstance(linear, (GroupedLinear, PlainLinear)) and torch.equal(linear.weight, found)
-
-
-def test_other_weights_are_kept_as_they_are(no_kernels: None) -> None:
-    assert default_layout(drawn(512, 512)) == "plain"
 
 
 def test_a_layout_that_does_not_exist_is_refused_with_what_to_do() -> None:

@@ -44,15 +44,6 @@ class Scaled(nn.Embedding):
         return super().forward(ids) * 4
 
 
-class Halved(nn.Module):
-    def forward(self, values: Tensor) -> Tensor:
-        return values * 0.5
-
-
-def steer(model: PreTrainedModel) -> None:
-    model.model.layers[1].register_forward_hook(doubled)
-
-
 def steer_the_input_of_the_head(model: PreTrainedModel) -> None:
     model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
 
@@ -62,50 +53,9 @@ def hook_of_accelerate(model: PreTrainedModel) -> None:
     hooks.add_hook_to_module(model.model.layers[0].mlp, hooks.AlignDevicesHook(execution_device="cpu"))
 
 
-def normalise_a_weight(model: PreTrainedModel) -> None:
-    nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
-
-
-def halve_a_weight(model: PreTrainedModel) -> None:
-    nn.utils.parametrize.register_parametrization(model.model.layers[0].self_attn.o_proj, "weight", Halved())
-
-
-def wrap(model: PreTrainedModel) -> None:
-    model.model.layers[1].self_attn.q_proj = Wrapped(model.model.layers[1].self_attn.q_proj)
-
-
-def leave_out_a_norm(model: PreTrainedModel) -> None:
-    model.model.layers[0].input_layernorm = nn.Identity()
-
-
-def bias_of_the_head(model: PreTrainedModel) -> None:
-    model.lm_head.bias = nn.Parameter(torch.randn(model.config.vocab_size, dtype=model.dtype))
-
-
-def other_activation(model: PreTrainedModel) -> None:
-    model.model.layers[2].mlp.act_fn = nn.GELU()
-
-
-def other_class(model: PreTrainedModel) -> None:
-    model.model.embed_tokens.__class__ = Scaled
-
-
-def other_root(model: PreTrainedModel) -> None:
-    kind = type(model)
-    model.__class__ = type("Steered", (kind,), {"forward": lambda self, *args, **kwargs: None})
-
-
 def own_forward(model: PreTrainedModel) -> None:
     original = model.model.layers[0].mlp.forward
     model.model.layers[0].mlp.forward = lambda hidden: 2 * original(hidden)
-
-
-def a_layer_less(model: PreTrainedModel) -> None:
-    del model.model.layers[1]
-
-
-def a_layer_more(model: PreTrainedModel) -> None:
-    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
 
 
 def tensor_in_place_of_a_parameter(model: PreTrainedModel) -> None:
@@ -114,23 +64,52 @@ def tensor_in_place_of_a_parameter(model: PreTrainedModel) -> None:
     model.model.norm.weight = 2 * weight.detach()
 
 
-REFUSED: dict[str, tuple[Callable[[PreTrainedModel], None], str]] = {
-    "a forward hook": (steer, r"model\.layers\.1 has a forward hook \(.*doubled.*\).*remove it"),
+def put(place: str, made: Callable[[PreTrainedModel], Any]) -> Callable[[PreTrainedModel], None]:
+    """A change that sets the attribute at this place of a model."""
+    owner, _, name = place.rpartition(".")
+    return lambda model: setattr(model.get_submodule(owner), name, made(model))
+
+
+REFUSED: dict[str, tuple[Callable[[PreTrainedModel], object], str]] = {
+    "a forward hook": (
+        lambda model: model.model.layers[1].register_forward_hook(doubled),
+        r"model\.layers\.1 has a forward hook \(.*doubled.*\).*remove it",
+    ),
     "a pre-hook of the head": (steer_the_input_of_the_head, "lm_head has a forward hook"),
     "a hook of accelerate": (hook_of_accelerate, r"forward of model\.layers\.0\.mlp.*remove_hook_from_module"),
-    "weight norm": (normalise_a_weight, r"model\.layers\.0\.mlp\.up_proj is a .*ParametrizedLinear"),
-    "a parametrization": (halve_a_weight, r"model\.layers\.0\.self_attn\.o_proj is a .*ParametrizedLinear"),
-    "a wrapper": (wrap, r"model\.layers\.1\.self_attn\.q_proj is a .*Wrapped.*merge_and_unload"),
-    "a norm left out": (leave_out_a_norm, r"model\.layers\.0\.input_layernorm is a .*Identity"),
-    "a bias of the head": (bias_of_the_head, r"lm_head\.bias"),
-    "an activation": (other_activation, r"model\.layers\.2\.mlp\.act_fn is a .*GELU"),
-    "a scaled embedding": (other_class, r"model\.embed_tokens is a .*Scaled"),
-    "another class": (other_root, "the model is a .*Steered"),
+    "weight norm": (
+        lambda model: nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj),
+        r"model\.layers\.0\.mlp\.up_proj is a .*ParametrizedLinear",
+    ),
+    "a wrapper": (
+        put("model.layers.1.self_attn.q_proj", lambda model: Wrapped(model.model.layers[1].self_attn.q_proj)),
+        r"model\.layers\.1\.self_attn\.q_proj is a .*Wrapped.*merge_and_unload",
+    ),
+    "a norm left out": (
+        put("model.layers.0.input_layernorm", lambda model: nn.Identity()),
+        r"model\.layers\.0\.input_layernorm is a .*Identity",
+    ),
+    "a bias of the head": (
+        put("lm_head.bias", lambda model: nn.Parameter(torch.randn(model.config.vocab_size, dtype=model.dtype))),
+        r"lm_head\.bias",
+    ),
+    "an activation": (
+        put("model.layers.2.mlp.act_fn", lambda model: nn.GELU()),
+        r"model\.layers\.2\.mlp\.act_fn is a .*GELU",
+    ),
+    "a scaled embedding": (put("model.embed_tokens.__class__", lambda model: Scaled), r"model\.embed_tokens is a .*Scaled"),
+    "another class": (
+        put("__class__", lambda model: type("Steered", (type(model),), {"forward": lambda self, *args, **kwargs: None})),
+        "the model is a .*Steered",
+    ),
     "a forward": (own_forward, r"the forward of model\.layers\.0\.mlp has been replaced"),
-    "a layer less": (a_layer_less, r"the model has no model\.layers\.3"),
-    "a layer more": (a_layer_more, "the model has 5 layers and its configuration says 4"),
+    "a layer less": (lambda model: model.model.layers.pop(1), r"the model has no model\.layers\.3"),
+    "a layer more": (
+        lambda model: model.model.layers.append(copy.deepcopy(model.model.layers[1])),
+        "the model has 5 layers and its configuration says 4",
+    ),
     "no parameter": (tensor_in_place_of_a_parameter, r"model\.norm\.weight is missing"),
-}
+}  # fmt: skip
 
 
 def test_an_empty_subclass_is_refused_with_a_remedy_that_works() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
@@ -31,30 +31,24 @@ def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
     [
         ({"exit_layer": 0}, r"exit_layer must be in \[1, 3\] for this 4-layer model, got 0"),
         ({"exit_layer": 4}, r"exit_layer must be in \[1, 3\] for this 4-layer model, got 4"),
-        ({"exit_layer": -1}, "exit_layer must be in"),
         ({"exit_layer": True}, "exit_layer must be in"),
-        ({"exit_layer": 4, "num_speculations": 0}, "exit_layer must be in"),
         ({"num_speculations": -1}, "num_speculations|ls:"),
         ({"policy": "ls:2-3", "exit_layer": 2}, "not both"),
-        ({"policy": "ls:2-3", "num_speculations": 4}, "not both"),
         (
             {"policy": "magic"},
             "unknown policy 'magic'; known are ar, copy, ls, bits, del, auto, fs, dv, svip, adaedl, spide, pacer",
         ),
         ({"policy": "ls:9-3"}, "exit_layer must be in"),
         ({"max_new_tokens": 0}, r"max_new_tokens must be an integer of at least 1, got 0"),
-        ({"max_new_tokens": -3}, "max_new_tokens must be"),
         ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer"),
         ({"max_new_tokens": True}, "max_new_tokens must be an integer"),
         ({"temperature": -1}, "temperature must be a number of at least 0, got -1"),
         ({"temperature": float("nan")}, "temperature must be"),
         ({"temperature": "warm"}, "temperature must be"),
-        ({"top_k": -1}, "top_k must be an integer"),
         ({"top_k": 2.5}, "top_k must be an integer"),
         ({"top_p": 0.0}, "top_p must be"),
         ({"top_p": 1.1}, "top_p must be"),
         ({"min_p": -0.1}, "min_p must be"),
-        ({"min_p": 1.5}, "min_p must be"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be"),
         ({"seed": 1, "generator": torch.Generator()}, "seed or generator, not both"),
     ],
@@ -68,18 +62,14 @@ def test_bad_options(engine: SelfSpecGenerator, options: dict[str, Any], message
     ("prompt", "error", "message"),
     [
         ([], ValueError, "empty"),
-        (torch.zeros(0, dtype=torch.long), ValueError, "empty"),
         (torch.zeros(1, 0, dtype=torch.long), ValueError, "empty"),
         ([1, VOCAB_SIZE], ValueError, rf"\[0, {VOCAB_SIZE - 1}\].*got {VOCAB_SIZE}"),
-        ([-1, 2], ValueError, "got -1"),
         (torch.ones(2, 3, dtype=torch.long), ValueError, r"\[2, 3\]: one text is decoded at a time"),
         (["a bed", "a fig"], TypeError, "list of 2 texts: one text is decoded at a time, call generate for each"),
         (torch.ones(1, 1, 3, dtype=torch.long), ValueError, "shape"),
-        (torch.tensor(3), ValueError, "shape"),
         (torch.ones(3), TypeError, "integers"),
         ([1.5, 2], TypeError, "list of token ids .* got a list that holds a float"),
         ([True, False], TypeError, "list of token ids"),
-        ([[1, 2]], TypeError, "list of token ids"),
         (None, TypeError, "NoneType"),
         ({"input_ids": [1]}, TypeError, r"\['input_ids'\]"),
         ("text", ValueError, "needs a tokenizer"),
@@ -94,10 +84,8 @@ def test_bad_prompts(engine: SelfSpecGenerator, prompt: Any, error: type[Excepti
     ("argument", "error", "message"),
     [
         ("num_beams", ValueError, "num_beams does not apply to self-speculative decoding of one sequence"),
-        ("num_return_sequences", ValueError, "num_return_sequences does not apply"),
         ("assistant_early_exit", ValueError, "assistant_early_exit does not apply"),
         ("max_tokens", TypeError, "'max_tokens': did you mean max_new_tokens"),
-        ("temprature", TypeError, "'temprature': did you mean temperature"),
         ("no_repeat_ngram_size", TypeError, "set it in a GenerationConfig"),
         ("xyzzy", TypeError, "'xyzzy'; it takes prompt, messages, max_new_tokens"),
     ],
@@ -126,12 +114,6 @@ def test_min_new_tokens_takes_precedence_over_min_length(engine: SelfSpecGenerat
     assert len(ours.new_tokens) == text.index(eos) + 1  # and not forbidden until min_length
 
 
-def test_an_empty_text_is_an_empty_prompt(llama: LlamaForCausalLM) -> None:
-    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer())
-    with pytest.raises(ValueError, match="empty"):
-        engine.generate("")
-
-
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -145,6 +127,8 @@ def test_an_empty_text_is_an_empty_prompt(llama: LlamaForCausalLM) -> None:
     ],
 )
 def test_every_form_of_a_prompt(prompt: Any) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        encode_prompt("", tiny_tokenizer(), VOCAB_SIZE)
     ids = encode_prompt(prompt, tiny_tokenizer(), VOCAB_SIZE)
     assert ids.dtype == torch.int64
     assert ids.tolist() == [1, 2, 3]
@@ -206,13 +190,5 @@ def test_random_sources() -> None:
     numbers = [torch.rand(1, generator=source).item() for source in seeded]
     assert numbers[0] == numbers[1]
     assert len(set(numbers)) == 3
-
-
-def test_a_generator_on_another_device_is_refused() -> None:
     with pytest.raises(ValueError, match="make it there"):
         make_generator(None, torch.Generator(), torch.device("meta"), do_sample=True)
-
-
-def test_an_empty_processor_list_is_no_processor(engine: SelfSpecGenerator, llama: LlamaForCausalLM) -> None:
-    out = engine.generate(PROMPT, max_new_tokens=5, logits_processor=LogitsProcessorList())
-    assert out.new_tokens == reference_greedy(llama, PROMPT, max_new_tokens=5)

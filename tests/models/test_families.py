@@ -16,6 +16,7 @@ from transformers import Phi3Config, PreTrainedModel
 import layerskip_models.checkpoints.conversion
 from fuzz_models import draw_config, random_model
 from layerskip_models import LayerSkipModel, from_transformers, load_model
+from layerskip_models.checkpoints.parameters import HEAD, built_on_meta, parameter_shapes, rotary_frequencies
 from layerskip_models.checkpoints.supported import check_config
 from layerskip_models.families import FAMILIES, family_of
 from layerskip_models.families.unsupported import NEEDS
@@ -139,7 +140,7 @@ def test_the_windows_are_those_of_the_configurations() -> None:
     for kind in ("qwen2", "qwen3"):
         first, *others = from_transformers(reference(kind, 0)).sliding_windows
         assert first is None and set(others) == {5}
-    rotated = [layer.rotated for layer in from_transformers(reference("smollm3", 0))._layers]
+    rotated = [layer.rotated for layer in from_transformers(reference("smollm3", 0)).layers]
     assert {True, False} == set(rotated)
 
 
@@ -173,3 +174,31 @@ def test_what_a_family_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="'yarn' rope scaling; supported are default, longrope"):
         check_config(config, "this one")
     assert not set(NEEDS) & set(FAMILIES)
+
+
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_names_shapes_ties_and_frequencies_are_transformers(kind: str, seed: int) -> None:
+    """Of the parameters of the model that transformers builds."""
+    config = draw_config(Random(f"{kind} {seed}"), kind, 24)
+    if kind != "llama":
+        config.mlp_bias = True  # fields that only some classes read, which a file may have all the same
+    if kind in ("mistral", "phi3", "qwen2"):
+        config.attention_bias = seed % 2 == 0
+    theirs, ours = built_on_meta(config, "it"), parameter_shapes(config)
+    assert ours == {name: tuple(value.shape) for name, value in theirs.state_dict().items()}
+    assert (HEAD in dict(theirs.named_parameters())) != config.tie_word_embeddings
+    rotary = type(theirs.model.rotary_emb)(config)
+    frequencies, scaling = rotary_frequencies(config)
+    assert torch.equal(frequencies, rotary.original_inv_freq) and torch.equal(frequencies, rotary.inv_freq)
+    assert scaling == rotary.attention_scaling
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_what_cannot_be_built_is_refused(kind: str) -> None:
+    config = draw_config(Random(kind), kind, 24)
+    config.pad_token_id = 24
+    with pytest.raises(ValueError, match="builds no model"):
+        built_on_meta(config, "it")
+    with pytest.raises(ValueError, match="pad_token_id=24, where a token of the vocabulary of 24 is meant"):
+        check_config(config, "it")

@@ -12,14 +12,13 @@ import torch
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from layerskip_models import DEMO_PATH, from_transformers, load_model, load_tokenizer
+from layerskip_models import from_transformers, load_model, load_tokenizer
 from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.kernels.check import native_works
 from selfspec.cli.main import app
 from tiny_llama import full_logits, tiny_llama, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf")
-from bench.engines import gguf_file  # noqa: E402
 from bench.engines.gguf_file import write_gguf  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -75,11 +74,11 @@ def test_blocks_of_a_gguf_file_keep_their_numbers(kind: str, tied: bool, tmp_pat
     meant: Any = load_transformers(tmp_path, dtype="float32", device="cpu")
     found: Any = load_model(tmp_path, device="cpu")
     full: Any = from_transformers(meant, layout="native" if native_works(CPU, torch.float32) else "plain")
-    for ours, theirs in zip(found._layers, full._layers):
+    for ours, theirs in zip(found.layers, full.layers):
         for name in ("output", "down") if full.kernels is None else ("qkv", "output", "gate_up", "down"):
             assert torch.equal(getattr(ours, name).weight, getattr(theirs, name).weight)
     assert torch.equal(found.embed(torch.arange(24)), full.embed(torch.arange(24)))
-    assert torch.equal(found._head.weight, meant.lm_head.weight)
+    assert torch.equal(found.head.weight, meant.lm_head.weight)
     assert found.head_bytes < 1.1 * meant.lm_head.weight.numel() + 4 * 256  # and a norm
 
 
@@ -96,37 +95,6 @@ def test_generate_and_verify_a_gguf_file(tmp_path: Path) -> None:
     options = ["--policy", "ls:2-3", "--draws", "0", "--max-new-tokens", "8", "--file", str(tmp_path / "a.txt")]
     result = run.invoke(app, ["verify", str(tmp_path / "tiny.gguf"), *options])
     assert result.exit_code == 0, result.output
-
-
-def test_a_gguf_file_with_a_tokenizer_of_its_own(tmp_path: Path) -> None:
-    """Byte-level BPE; the special tokens of the file are the model's."""
-    original = json.loads((DEMO_PATH / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-    tokens = sorted(original["vocab"], key=original["vocab"].get)[:400]  # the first merges made the first tokens
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in original["merges"]]
-    merges = [pair for pair in merges if pair.replace(" ", "") in tokens]
-    path = tmp_path / "model.gguf"
-    model = small(vocab_size=len(tokens), num_layers=2)
-    writer = gguf.GGUFWriter(path, "llama")
-    gguf_file._describe(writer, model.config, 1.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if index == 0 else 1 for index in range(len(tokens))])
-    writer.add_token_merges(merges)
-    writer.add_eos_token_id(0)
-    writer.add_eot_token_id(5)
-    for name, tensor in gguf_file._tensors(model).items():
-        writer.add_tensor(name, gguf_file._reordered(name, tensor, model.config).float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    tokenizer = load_tokenizer(path)
-    text = "def fibonacci(n):\n    return n"
-    ids = tokenizer(text)["input_ids"]
-    assert tokenizer.decode(ids) == text and len(ids) < len(text)
-    assert tokenizer.eos_token == tokens[0]
-    assert load_transformers(path, device="cpu").generation_config.eos_token_id == [0, 5]
 
 
 def test_gguf_files_that_would_become_another_model(tmp_path: Path) -> None:

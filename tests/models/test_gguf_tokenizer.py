@@ -84,12 +84,12 @@ BY_HAND = {
     "smollm": (DIGITS, WORDS),
     "starcoder": (DIGITS, WORDS),
     "llama-bpe": (split(LLAMA_3), BYTES),
-    "dbrx": (split(LLAMA_3), BYTES),
+    "smaug-bpe": (split(LLAMA_3), BYTES),
     "qwen2": (split(LLAMA_3.replace("{1,3}", "")), BYTES),
     "deepseek-coder": (
         split("[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), split("[一-龥ࠀ-一가-퟿]+"), DIGITS, BYTES,
     ),
-    "bloom": (split(" ?[^(\\s|.,!?…。，、।۔،)]+"), BYTES),
+    "viking": (split(" ?[^(\\s|.,!?…。，、।۔،)]+"), BYTES),
 }  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_what_a_name_decides_besides_its_split(tmp_path: Path) -> None:
     tokens, merges = byte_level()
     whole = "HTTPServerPath"
     words = {"tokens": [*tokens, whole], "token_type": [1] * (len(tokens) + 1), "merges": merges}
-    for pre, begins, takes_whole in (("llama-bpe", True, True), ("dbrx", False, False), ("glm4", False, True)):
+    for pre, begins, takes_whole in (("llama-bpe", True, True), ("smaug-bpe", False, False), ("minicpm5", False, True)):
         path = write_byte_level(tmp_path / "m.gguf", pre, **words)
         ids = load_tokenizer(path)(whole)["input_ids"]
         assert (ids[0] == len(tokens) - 3) == begins

@@ -1,8 +1,6 @@
-"""The KV cache against a list of rows, as a state machine, and inside the engine against a fresh forward pass."""
+"""The KV cache against a list of rows, as a state machine."""
 
 from __future__ import annotations
-
-from collections import abc
 
 import pytest
 import torch
@@ -12,16 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from decoding import decode
 from layerskip_models import LayerSkipModel, from_transformers, kv_cache
 from layerskip_models.kv_cache import KVCache
-from policies import Policy
-from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
-from selfspec.engine.draft import Draft
-from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import Head
-from selfspec.engine.sequence import Sequence
-from tiny_llama import CONTEXT, VOCAB_SIZE, full_logits, request_for, tiny_llama
+from tiny_llama import CONTEXT, VOCAB_SIZE, tiny_llama
 
 NUM_LAYERS = 3
 LAYERS = from_transformers(tiny_llama(num_layers=NUM_LAYERS, dtype=torch.float64, seed=8), layout="plain")
@@ -84,7 +75,7 @@ class CacheMachine(RuleBasedStateMachine):
         start = len(self.common)
         hidden = []
         for index, token in enumerate(block):
-            hidden.append(self.run(LAYERS.embed_one(token), 0, exit_layer))
+            hidden.append(self.run(LAYERS.embed(torch.tensor([token])), 0, exit_layer))
             assert self.cache.position(0, exit_layer) == start + index + 1
             assert self.cache.position(exit_layer, NUM_LAYERS) == self.cache.length == start
         self.run(torch.cat(hidden), exit_layer, NUM_LAYERS)
@@ -99,9 +90,9 @@ class CacheMachine(RuleBasedStateMachine):
         """A draft that is never kept leaves rows behind the text, in its layers."""
         if len({len(held) for held in self.tokens[:exit_layer]}) > 1:
             with pytest.raises(ValueError, match="hold different numbers of rows"):
-                self.run(LAYERS.embed_one(token), 0, exit_layer)
+                self.run(LAYERS.embed(torch.tensor([token])), 0, exit_layer)
             return
-        self.run(LAYERS.embed_one(token), 0, exit_layer)
+        self.run(LAYERS.embed(torch.tensor([token])), 0, exit_layer)
         for held in self.tokens[:exit_layer]:
             held.append(token)
 
@@ -190,49 +181,6 @@ def test_long_caches_ask_for_large_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [memory.data_ptr() for memory in asked] == [cache.keys.data_ptr(), cache.values.data_ptr()]
     # 3 layers * 32768 rows * (1 key + 1 value head) * 8 numbers * 8 bytes
     assert cache.num_bytes == 3 * 32768 * 2 * 8 * 8
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_after_every_round_cache_and_logits_equal_a_full_forward(
-    do_sample: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows 0 .. n-2 of every layer, and the logits of every row that was verified, whatever was drafted and rejected."""
-    llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
-    model = from_transformers(llama, layout="plain")
-    verified: list[tuple[list[int], int, Tensor]] = []
-    original = EagerRunner._run_head
-
-    def spy(self: EagerRunner, drafts: abc.Sequence[Draft], x: Tensor, head: Head) -> None:
-        if head == "full":
-            (draft,) = drafts
-            verified.append((draft.tokens, draft.sequence.length, model.logits(x).clone()))
-        original(self, drafts, x, head)
-
-    monkeypatch.setattr(EagerRunner, "_run_head", spy)
-    rejected = 0
-    for stopping in (None, StopBelow(0.4), StopAtTokens(range(0, 24, 2))):
-        policy = Policy(ScriptedExit([(1, 4), (3, 2), (None, 0), (2, 5)]), stopping)
-        for prompt in ([7], [3, 3, 9, 1]):
-            request = request_for(
-                model, prompt, seed=1, max_new_tokens=30, do_sample=do_sample, top_k=8 if do_sample else None
-            )
-            cache = KVCache(model, len(prompt) + 30)
-            text = Sequence(model, cache, request, policy)
-            with torch.inference_mode():
-                for committed in decode(text, EagerRunner(model)):
-                    tokens = text.tokens[0, : text.length].tolist()
-                    assert cache.length == len(tokens) - 1
-                    assert_same_rows(cache, fresh_rows(model, tokens), len(tokens) - 1)
-                    record = committed.record
-                    if record is None:
-                        continue
-                    draft, length, logits = verified.pop()
-                    assert (draft, length) == (list(record.draft_tokens), record.num_committed_before)
-                    expected = full_logits(llama, tokens[:length] + draft)[length - 1 :]
-                    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-                    rejected += record.num_drafted - record.num_accepted
-            assert not verified
-    assert rejected > 0
 
 
 def test_a_prepared_model_is_left_alone() -> None:

@@ -8,17 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.decoder_layer import interleave_heads
 from layerskip_models.kv_cache import KVCache
 from strategies import POOL_SIZE, tokens
-from tiny_llama import CONTEXT, full_logits, pool_model, tiny_llama
-
-
-def forward(model: LayerSkipModel, text: list[int]) -> Tensor:
-    """Logits of every position, [n, vocab]."""
-    ids = torch.tensor(text)
-    return model.logits(model.run_layers(model.embed(ids), 0, model.num_layers, KVCache(model, len(text))))
+from tiny_llama import full_logits, lean_logits, pool_model
 
 
 @pytest.mark.parametrize(
@@ -36,7 +29,7 @@ def test_logits_equal_transformers(dtype: torch.dtype, bound: float, index: int)
     """
     text = [(7 * i + index) % 24 for i in range(40)]
     llama, engine = pool_model(index, dtype)
-    torch.testing.assert_close(forward(engine.model, text), full_logits(llama, text), rtol=1e-5, atol=bound)
+    torch.testing.assert_close(lean_logits(engine.model, text), full_logits(llama, text), rtol=1e-5, atol=bound)
 
 
 @given(index=st.integers(0, 7), text=st.lists(tokens, min_size=2, max_size=24), data=st.data())
@@ -56,7 +49,7 @@ def test_rows_and_layers_in_any_grouping(index: int, text: list[int], data: st.D
     while start < len(text):
         stop = data.draw(st.integers(start + 1, len(text)))
         split = data.draw(st.integers(1, model.num_layers - 1))
-        low = [model.run_layers(model.embed_one(token), 0, split, cache) for token in text[start:stop]]
+        low = [model.run_layers(model.embed(torch.tensor([token])), 0, split, cache) for token in text[start:stop]]
         hidden = torch.cat(low)
         kept = hidden.clone()
         top = model.run_layers(hidden, split, model.num_layers, cache)
@@ -70,10 +63,3 @@ def test_interleaved_heads_pair_what_rotates_together() -> None:
     # one head of 6: pairs (0, 3), (1, 4), (2, 5) become neighbours; the second head likewise, behind the first
     rows = torch.arange(12.0)
     assert interleave_heads(rows, 2).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
-
-
-def test_attributes() -> None:
-    model = from_transformers(tiny_llama(num_layers=5, heads=4, kv_heads=2, head_dim=6, hidden_size=12))
-    assert (model.num_layers, model.hidden_size, model.vocab_size, model.max_positions) == (5, 12, 24, CONTEXT)
-    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (4, 2, 6)
-    assert (model.dtype, model.device.type) == (torch.float32, "cpu")

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from layerskip_models import from_transformers
-from layerskip_models.backends import spread as spread_backend
-from layerskip_models.backends.spread import spread
 from layerskip_models.checkpoints import spread_loading
-from layerskip_models.checkpoints.spread_loading import load_spread, places
+from layerskip_models.checkpoints.spread_loading import load_spread, places, spread
 from layerskip_models.kv_cache import KVCache
 from random_adapters import adapted
 from scripted_policies import named_policy
@@ -28,7 +26,7 @@ def test_texts_and_caches_are_those_of_one_device(monkeypatch: pytest.MonkeyPatc
     cpu = torch.device("cpu")
     model = spread(whole, [cpu] * 5, cpu)
     # Two stretches: groupby tells apart what is not equal.
-    monkeypatch.setattr(spread_backend, "groupby", lambda devices: ((cpu, [one]) for one in devices))
+    monkeypatch.setattr(spread_loading, "groupby", lambda devices: ((cpu, [one]) for one in devices))
     monkeypatch.setattr("layerskip_models.kv_cache.groupby", lambda devices: ((cpu, [one]) for one in devices))
     assert len(KVCache(model, 4).memory) == 2 * 5
     generator = SelfSpecGenerator(model, tiny_tokenizer(), prefix_cache="1MB")

@@ -14,14 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from layerskip_models import LayerSkipModel, load_model
+from layerskip_models import load_model
 from layerskip_models.checkpoints.conversion import from_transformers
-from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
-from tiny_llama import tiny_llama
+from tiny_llama import lean_logits, tiny_llama
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TEXT = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
 PLAIN: Layout = "plain"
 
 
@@ -29,14 +28,8 @@ def small(**options: Any) -> LlamaForCausalLM:
     return tiny_llama(num_layers=2, hidden_size=32, heads=2, kv_heads=1, head_dim=16, intermediate_size=64, **options)
 
 
-def logits(model: LayerSkipModel) -> Tensor:
-    with torch.inference_mode():
-        hidden = model.run_layers(model.embed(TEXT), 0, model.num_layers, KVCache(model, len(TEXT)))
-        return model.logits(hidden)
-
-
 def read(folder: Path) -> Tensor:
-    return logits(load_model(folder, dtype="float32", device="cpu", layout=PLAIN))
+    return lean_logits(load_model(folder, dtype="float32", device="cpu", layout=PLAIN), TEXT)
 
 
 def sharded(folder: Path, **options: Any) -> LlamaForCausalLM:
@@ -65,9 +58,9 @@ def test_one_file_goes_before_an_index(single: bool, tmp_path: Path) -> None:
         shutil.copy(tmp_path / "other" / FILE, tmp_path)
     save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "consolidated.safetensors")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    expected = logits(from_transformers(theirs, layout=PLAIN))
+    expected = lean_logits(from_transformers(theirs, layout=PLAIN), TEXT)
     assert torch.equal(read(tmp_path), expected)
-    meant = logits(from_transformers(small(seed=1 if single else 2), layout=PLAIN))
+    meant = lean_logits(from_transformers(small(seed=1 if single else 2), layout=PLAIN), TEXT)
     assert torch.equal(expected, meant)
 
 
@@ -80,7 +73,7 @@ def test_a_tied_head_that_is_in_the_file(same: bool, tmp_path: Path) -> None:
     change(tmp_path / FILE, **{"lm_head.weight": head if same else head.flip(0)})
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight) == same
-    assert torch.equal(read(tmp_path), logits(from_transformers(theirs, layout=PLAIN)))
+    assert torch.equal(read(tmp_path), lean_logits(from_transformers(theirs, layout=PLAIN), TEXT))
 
 
 def index_of(folder: Path) -> dict[str, Any]:

@@ -20,10 +20,12 @@ from layerskip_models.checkpoints.finite import copy_finite
 from layerskip_models.checkpoints.gguf_blocks import GROUPED, float_rows, kept_rows, numbers_of_blocks
 from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.checkpoints.weights import FLOATS, MappedFile
+from layerskip_models.decoder_layer import Linear
+from layerskip_models.draft_weights import rounded_linear
 from layerskip_models.families import FAMILIES
-from layerskip_models.grouped_weight import GroupedWeight
+from layerskip_models.grouped_weight import GroupedWeight, pack_sixes
 from layerskip_models.kernels import library, native_linear, weights
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
 from layerskip_models.linear import Layout
 from test_native import needs_native
 from tiny_llama import tiny_llama
@@ -151,8 +153,8 @@ def test_every_variant_rounds_alike(variant: str, monkeypatch: pytest.MonkeyPatc
 
 def same_models(found: Any, expected: Any) -> None:
     """Every buffer of the matrices, and what tokens are embedded as."""
-    pairs = [(found._head, expected._head), (found._draft_head, expected._draft_head)]
-    pairs += [(getattr(a, name), getattr(b, name)) for a, b in zip(found._layers, expected._layers) for name in NAMES]
+    pairs = [(found.head, expected.head), (found.draft_head, expected.draft_head)]
+    pairs += [(getattr(a, name), getattr(b, name)) for a, b in zip(found.layers, expected.layers) for name in NAMES]
     for ours, theirs in pairs:
         assert type(ours) is type(theirs)
         buffers = (one.tensors if isinstance(one, NativeLinear) else [one.weight] for one in (ours, theirs))
@@ -202,3 +204,20 @@ def test_a_gguf_file_becomes_what_its_float32_numbers_become(kind: str, tmp_path
         overwrite(tmp_path)
         for layout, found in models.items():
             same_models(found, from_transformers(full, layout=layout))
+
+
+@needs_native
+@pytest.mark.parametrize("outputs", [64, 37])
+@pytest.mark.parametrize("bits", [8, 6])
+def test_weights_of_few_bits_are_rounded_to_four_from_what_they_stand_for(outputs: int, bits: int) -> None:
+    weight = (
+        torch.randn(outputs, 256, generator=torch.Generator().manual_seed(1)) * torch.logspace(-2, 0, outputs)[:, None]
+    )
+    linear: Linear = NativeInt8Linear(weight)
+    if bits == 6:
+        peaks = weight.abs().amax(1, keepdim=True) / 31
+        packed = pack_sixes((weight / peaks).round() + 32)
+        linear = NativeGroupedLinear(GroupedWeight(packed, peaks.repeat(1, 8), bits=6, zero=32))
+    found = rounded_linear(linear, "int4", layer=5)
+    assert isinstance(found, NativeGroupedLinear)
+    assert ((found.weight - weight).norm(dim=1) < 0.15 * weight.norm(dim=1)).all()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from selfspec.pacer.network import (
     load_preverifier,
     save_preverifier,
 )
-from selfspec.pacer.quality import auc, calibration_error, evaluate, fit_calibration, trace_logits
+from selfspec.pacer.quality import auc, calibration_error, evaluate, fit_calibration
 from selfspec.pacer.settings import DataPlan
 from selfspec.pacer.training import PreVerifierLoss, train_preverifier
 from selfspec.pacer.tuning import PlayedDraft, best_settings, play
@@ -88,12 +87,9 @@ def test_threshold_grows_per_block_and_is_reset_per_round() -> None:
     assert [asked[:2] for asked in policy.preverifier.asked[:4]] == [(7, 1), (11, 5), (15, 9), (19, 13)]
 
 
-def test_the_mean_of_a_block_decides() -> None:
-    """Block (.9, .6, .9) against .7: its mean is .8, though one estimate is below."""
-    assert drafted(PacerStopping(Scripted([[0.9, 0.6, 0.9], [0.0] * 3]), b=3)) == 6
-
-
 def test_what_a_round_spends_and_when_it_is_not_judged() -> None:
+    """Block (.9, .6, .9) against .7 goes on: its mean is .8, though one estimate is below."""
+    assert drafted(PacerStopping(Scripted([[0.9, 0.6, 0.9], [0.0] * 3]), b=3)) == 6
     policy = PacerStopping(Scripted([[0.9] * 4, [0.9] * 4]), max_length=12)
     assert drafted(policy) == 12
     assert policy.spent().layers == 2  # nothing would follow a verdict on the third block
@@ -141,14 +137,6 @@ def test_names() -> None:
         pacer.start_round(Plan(exit_layer=3, max_speculations=4))
 
 
-def test_cost_with_a_preverifier() -> None:
-    """9 drafts at layer 2 of 8: 9 * 2 + 8, and a pass behind the 4th and the 8th."""
-    cost = LayerCost(8, block=4)
-    assert cost.round(2, 9) == 9 * 2 + 8 + 2
-    assert (cost.autoregressive(), cost.head_cost(2), cost.num_layers) == (8.0, 0.0, 8)
-    assert LayerCost(8, block=4, block_seconds=2.5).round(2, 9) == 9 * 2 + 8 + 2 * 2.5
-
-
 def test_a_measured_cost_charges_what_a_pass_takes() -> None:
     """Counted in layers a pass is a layer; in seconds it is what its pre-verifier was timed at."""
 
@@ -168,6 +156,9 @@ def test_a_measured_cost_charges_what_a_pass_takes() -> None:
         )
         costs[kind] = policy.exit.learner.cost
     assert costs["layers"] == LayerCost(4, block=3)
+    # 9 drafts at layer 2 of 8: 9 * 2 + 8, and a pass behind the 4th and the 8th.
+    assert LayerCost(8, block=4).round(2, 9) == 9 * 2 + 8 + 2
+    assert LayerCost(8, block=4, block_seconds=2.5).round(2, 9) == 9 * 2 + 8 + 2 * 2.5
     assert costs["measured"] == replace(measured, block=3, block_seconds=300.0)
     assert 0 < PreVerification(network).pass_seconds(3) < 60
 
@@ -268,14 +259,9 @@ def test_one_for_another_model_is_an_error(tmp_path: Path) -> None:
 
 BROKEN: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "cut weights": ("preverifier.safetensors", lambda data: data[:-8], "SafetensorError"),
-    "no safetensors": ("preverifier.safetensors", lambda data: b"nothing", "SafetensorError"),
-    "no JSON": ("preverifier.json", lambda data: data[:9], "JSONDecodeError"),
-    "a list": ("preverifier.json", lambda data: b"[1]", "TypeError"),
     "bytes that are no text": ("preverifier.json", lambda data: b"\xff" + data, "UnicodeDecodeError"),
     "a number of text": ("preverifier.json", lambda data: data.replace(b'"max_drafts": ', b'"max_drafts": 0.5'), "drafts"),
-    "no heads": ("preverifier.json", lambda data: re.sub(rb'(_value_heads": )\d+', rb"\g<1>0", data), "ZeroDivisionError"),
     "a variant that is gone": ("preverifier.json", lambda data: data.replace(b"{", b'{"scope": "draft",', 1), "earlier"),
-    "a layer that is none": ("preverifier.json", lambda data: data.replace(b'"hidden_size"', b'"hidden"'), "Error"),
 }  # fmt: skip
 
 
@@ -289,16 +275,6 @@ def test_broken_files_are_one_line(name: str, tmp_path: Path) -> None:
     ) as found:
         load_preverifier(tmp_path)
     assert "\n" not in str(found.value)
-
-
-def test_weights_of_none_are_named(tmp_path: Path) -> None:
-    """In the calibration, too, which is no parameter."""
-    for name, value in (("head.weight", torch.nan), ("calibration", torch.inf)):
-        module = random_module(from_transformers(tiny_llama(seed=1), layout="plain"))
-        module.state_dict()[name].view(-1)[0] = value
-        save_preverifier(module, tmp_path)
-        with pytest.raises(ValueError, match=f"preverifier.safetensors holds NaN or infinite weights, first in {name}"):
-            load_preverifier(tmp_path)
 
 
 def test_the_shipped_one_judges_the_demo_model() -> None:
@@ -379,43 +355,22 @@ def trace(lengths: list[int], accepted: list[int], starts: list[int], context: i
     )
 
 
-def test_labels_by_hand() -> None:
-    """Drafts of 3 and 2 tokens, of which 1 and 2 are accepted: the first one's third token has no fate of its own."""
+def test_labels_and_mask_by_hand() -> None:
+    """Drafts of 3 and 2 tokens, of which 1 and 2 are accepted: the first one's third token has no fate of its own.
+
+    Then a context of 3 rows. A draft of 3 behind 2 committed tokens: its first row, that of token 1, sees row 0 and itself.
+    Another draft sees nothing of it.
+    """
     made = trace([3, 2], [1, 2], [4, 6])
     assert made.labels().tolist() == [1, 0, 0, 1, 1]
     assert made.fate_known().tolist() == [True, True, False, True, True]
     assert made.draft_index().tolist() == [1, 2, 3, 1, 2]
     with pytest.raises(ValueError, match="add up"):
         DraftTrace(**{part: getattr(made, part) for part in DraftTrace.__slots__} | {"lengths": torch.tensor([3, 3])})
-
-
-def test_mask_by_hand() -> None:
-    """Context of 3 rows; a draft of 3 behind 2 committed tokens: its first row, that of token 1, sees row 0 and itself."""
-    packed = pack(trace([3], [1], [2], context=3))
-    assert packed["position"].tolist() == [0, 1, 2, 1, 2, 3]
-    assert packed["mask"][3:].int().tolist() == [[1, 0, 0, 1, 0, 0], [1, 0, 0, 1, 1, 0], [1, 0, 0, 1, 1, 1]]
-
-
-def test_packed_drafts_are_as_each_alone() -> None:
-    """To 1e-5: nothing of another draft, nor of the text behind its start, reaches a draft."""
-    model = from_transformers(tiny_llama(num_layers=3, seed=1), layout="plain")
-    module = random_module(model)
-    together = trace([4, 1, 3, 4], [2, 0, 3, 1], [2, 3, 7, 9])
-    with torch.no_grad():
-        packed = trace_logits(module, together).split([4, 1, 3, 4])
-        for number, got in enumerate(packed):
-            rows = together.draft_of_row() == number
-            start = int(together.starts[number])
-            alone = DraftTrace(
-                exit_layer=1,
-                context=together.context[: start - 1],
-                starts=together.starts[number : number + 1],
-                lengths=together.lengths[number : number + 1],
-                accepted=together.accepted[number : number + 1],
-                hidden=together.hidden[rows],
-                features=together.features[rows],
-            )
-            torch.testing.assert_close(trace_logits(module, alone), got, atol=1e-5, rtol=0)
+    packed = pack(trace([3, 1], [1, 0], [2, 1], context=3))
+    assert packed["position"].tolist() == [0, 1, 2, 1, 2, 3, 0]
+    rows = [[1, 0, 0, 1, 0, 0, 0], [1, 0, 0, 1, 1, 0, 0], [1, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
+    assert packed["mask"][3:].int().tolist() == rows
 
 
 def test_metrics_by_hand() -> None:

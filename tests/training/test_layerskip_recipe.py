@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from layerskip_models.training.accepted_length import ARMS, accepted_length_weights
-from layerskip_models.training.layerskip import EarlyExitLoss
-from layerskip_models.training.muon import Muon, orthogonalise
+from layerskip_models.training.layerskip import EarlyExitLoss, orthogonalise
 from layerskip_models.training.recipe import (
+    ARMS,
+    accepted_length_weights,
     draw_keep_mask,
     dropout_depth_scale,
     dropout_time_scale,
@@ -42,23 +42,16 @@ def tiny_model(num_layers=4, dtype=torch.float64, seed=0):
     return LlamaForCausalLM(config).to(dtype).train()
 
 
-def test_depth_scale_by_hand():
+def test_dropout_rates_by_hand():
     # L = 3: exp(0) - 1 = 0; exp(ln2 / 2) - 1 = sqrt(2) - 1; exp(ln2) - 1 = 1
     assert dropout_depth_scale(3) == pytest.approx([0.0, math.sqrt(2) - 1, 1.0], abs=1e-15)
     with pytest.raises(ValueError, match="at least 2"):
         dropout_depth_scale(1)
-
-
-def test_time_scale_by_hand():
     # T = 5: exp(t ln2 / 4) - 1 = 2^(t/4) - 1
     scratch = [dropout_time_scale("scratch", step, 5) for step in range(5)]
     assert scratch == pytest.approx([0, 2**0.25 - 1, 2**0.5 - 1, 2**0.75 - 1, 1])
-    assert [dropout_time_scale("continual", step, 5) for step in (0, 4)] == [1, 1]
     with pytest.raises(ValueError, match=r"continual, scratch.*'later'"):
         dropout_time_scale("later", 0, 5)
-
-
-def test_rates_are_the_product():
     # S(2) = sqrt(2) - 1 with T = 5; D(1) = sqrt(2) - 1 with L = 3; (sqrt(2) - 1)^2 = 3 - 2 sqrt(2)
     assert layer_dropout_rates(3, 0.2, "scratch", 2, 5)[1] == pytest.approx(0.2 * (3 - 2 * math.sqrt(2)))
     assert layer_dropout_rates(3, 0.2, "continual", 0, 5) == pytest.approx([0, 0.2 * (math.sqrt(2) - 1), 0.2])
@@ -73,12 +66,12 @@ def test_keep_mask_has_the_rates():
     assert dropped[1] == pytest.approx(0.25, abs=0.01)
 
 
-def test_published_weights_by_hand():
+def test_weights_of_exits_by_hand():
     # L = 5, e_scale = 0.5: 0.5 * (0, 1, 3, 6) below; last 5 - 1 + 0.5 * (0 + 1 + 2 + 3) = 7
-    assert exit_loss_weights(5, "published", e_scale=0.5) == [0, 0.5, 1.5, 3.0, 7.0]
-
-
-def test_uniform_and_custom_weights():
+    published = exit_loss_weights(5, "published", e_scale=0.5)
+    assert published == [0, 0.5, 1.5, 3.0, 7.0]
+    # layers 0, 2, 4 have 0, 1.5, 7: shares 1.5/8.5 and 7/8.5; the first has no loss and is left out
+    assert normalised_exit_weights(published, [0, 2, 4]) == pytest.approx({2: 1.5 / 8.5, 4: 7 / 8.5})
     assert exit_loss_weights(3, "uniform", last_exit_weight=3) == [1, 1, 3]
     assert exit_loss_weights(3, [0.5, 0, 2]) == [0.5, 0, 2]
     for wrong, message in [
@@ -89,12 +82,6 @@ def test_uniform_and_custom_weights():
     ]:
         with pytest.raises(ValueError, match=message):
             exit_loss_weights(3, wrong)
-
-
-def test_normalised_over_the_enabled_exits():
-    weights = exit_loss_weights(5, "published", e_scale=0.5)
-    # layers 0, 2, 4 have 0, 1.5, 7: shares 1.5/8.5 and 7/8.5; the first has no loss and is left out
-    assert normalised_exit_weights(weights, [0, 2, 4]) == pytest.approx({2: 1.5 / 8.5, 4: 7 / 8.5})
 
 
 def test_curricula_by_hand():
@@ -120,24 +107,17 @@ def test_hidden_states_are_transformers():
 
 
 def test_dropped_samples_pass_a_layer_unchanged():
-    model = tiny_model()
+    """A layer that all of them drop is not computed."""
+    model, calls = tiny_model(), []
+    model.model.layers[2].register_forward_hook(lambda *_: calls.append(1))
     ids = torch.randint(0, 32, (3, 5))
     keep = torch.tensor([[True] * 3, [True, False, True], [False] * 3, [True] * 3])
     states = exit_hidden_states(model, ids, range(4), keep)
+    assert calls == []
     torch.testing.assert_close(states[1][1], states[0][1], rtol=0, atol=0)
     torch.testing.assert_close(states[2], states[1], rtol=0, atol=0)
     full = exit_hidden_states(model, ids, range(4))
     torch.testing.assert_close(states[1][[0, 2]], full[1][[0, 2]])
-
-
-def test_a_layer_that_all_samples_drop_is_not_computed():
-    model = tiny_model()
-    calls = []
-    model.model.layers[2].register_forward_hook(lambda *_: calls.append(1))
-    keep = torch.ones(4, 2, dtype=torch.bool)
-    keep[2] = False
-    exit_hidden_states(model, torch.randint(0, 32, (2, 5)), [3], keep)
-    assert calls == []
 
 
 @settings(max_examples=20, deadline=None)
@@ -188,19 +168,6 @@ def test_orthogonalise_evens_the_singular_values():
     assert (orthogonalise(matrix) * (left @ right)).sum() > 0.9 * 12 * 0.8
 
 
-def test_muon_learns():
-    generator = torch.Generator().manual_seed(0)
-    target = torch.randn(6, 6, generator=generator)
-    weight = torch.nn.Parameter(torch.zeros(6, 6))
-    optimizer = Muon([weight], lr=0.05)
-    before = (weight - target).square().mean().item()
-    for _ in range(200):
-        optimizer.zero_grad()
-        (weight - target).square().mean().backward()
-        optimizer.step()
-    assert (weight - target).square().mean().item() < 0.2 * before
-
-
 WEIGHTED = ("cumulative", "full")
 
 
@@ -239,18 +206,6 @@ def test_weights_are_the_sums_of_the_equations(data, arm, alpha, block):
         written_out(loss, flags, arm, alpha, block) for loss, flags in zip(losses.tolist(), valid.tolist(), strict=True)
     ]
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-12)
-
-
-def test_three_rows_by_hand():
-    # q = 1/2, alpha = 0, drafts of two. Start 0: P = 1/2, 1/4. Start 1: the same. Start 2: 1/2 (the text ends).
-    # cumulative: rows 1/2, 1/4 + 1/2, 1/4 + 1/2 = 2/4, 3/4, 3/4, of mean 2/3.
-    # full: start 0 gives 3/4, 1/4; start 1 3/4, 1/4; start 2 1/2. Rows: 3/4, 1, 3/4, of mean 5/6.
-    losses = torch.full((1, 3), math.log(2), dtype=torch.float64)
-    valid = torch.ones(1, 3, dtype=torch.bool)
-    cumulative = accepted_length_weights(losses, valid, arm="cumulative", alpha=0.0, block=2)
-    full = accepted_length_weights(losses, valid, arm="full", alpha=0.0, block=2)
-    torch.testing.assert_close(cumulative, torch.tensor([[3 / 4, 9 / 8, 9 / 8]], dtype=torch.float64))
-    torch.testing.assert_close(full, torch.tensor([[9 / 10, 6 / 5, 9 / 10]], dtype=torch.float64))
 
 
 def test_vanishing_products_leave_equal_weights():

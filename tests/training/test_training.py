@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,35 +71,31 @@ def test_micro_batches_change_nothing_but_rounding(text, finished, tmp_path):
         torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_continuing_from_a_checkpoint(text, finished, tmp_path):
-    start = str(finished / "model")
-    config = tiny(text, tmp_path / "out", init=start, max_steps=2, warmup_steps=0, learning_rate=1e-9, weight_decay=0)
-    train(config)
-    for name, value in weights(start).items():
-        torch.testing.assert_close(value, weights(tmp_path / "out" / "model")[name], rtol=0, atol=1e-6, msg=name)
-    with pytest.raises(ValueError, match=r"sequences of 128 tokens are longer than the context .* \(96\)"):
-        train(tiny(text, tmp_path / "long", init=start, sequence_length=128, batch_tokens=128))
-
-
-def test_continuing_from_a_gguf_file_keeps_tokenizer_and_template(text, finished, tmp_path):
-    pytest.importorskip("gguf")
-    from bench.engines.gguf_file import write_gguf
-
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_continuing_from_a_checkpoint_keeps_tokenizer_and_template(kind, text, finished, tmp_path):
     start = tmp_path / "start"
-    start.mkdir()
-    model = LlamaForCausalLM.from_pretrained(finished / "model", dtype=torch.float32)
-    write_gguf(model, start / "model.gguf", "F32")
     tokenizer = AutoTokenizer.from_pretrained(finished / "model")
     tokenizer.chat_template = "{{ messages[0].content }}"
+    if kind == "folder":
+        shutil.copytree(finished / "model", start)
+    else:
+        pytest.importorskip("gguf")
+        from bench.engines.gguf_file import write_gguf
+
+        start.mkdir()
+        model = LlamaForCausalLM.from_pretrained(finished / "model", dtype=torch.float32)
+        write_gguf(model, start / "model.gguf", "F32")
     tokenizer.save_pretrained(start)
+    init = str(start / "model.gguf" if kind == "gguf" else start)
     unmoved = {"max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-9, "weight_decay": 0, "long_steps": 0}
-    train(tiny(text, tmp_path / "out", init=str(start / "model.gguf"), **unmoved))
+    train(tiny(text, tmp_path / "out", init=init, **unmoved))
     for name, value in weights(finished / "model").items():
         torch.testing.assert_close(value, weights(tmp_path / "out" / "model")[name], rtol=0, atol=1e-6, msg=name)
     kept = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
-    assert kept.chat_template == tokenizer.chat_template
-    assert kept.eos_token_id == tokenizer.eos_token_id
+    assert (kept.chat_template, kept.eos_token_id) == (tokenizer.chat_template, tokenizer.eos_token_id)
     assert not hasattr(load_model(tmp_path / "out").config, "quantization_config")
+    with pytest.raises(ValueError, match=r"sequences of 128 tokens are longer than the context .* \(96\)"):
+        train(tiny(text, tmp_path / "long", init=init, sequence_length=128, batch_tokens=128))
 
 
 def test_a_start_that_cannot_be_trained_is_said(text, finished, tmp_path, monkeypatch):
@@ -120,9 +117,7 @@ def test_a_start_that_cannot_be_trained_is_said(text, finished, tmp_path, monkey
         ({"sequence_length": 128, "batch_tokens": 128}, "longer than context_length 96"),
         ({"batch_tokens": 63}, "batch_tokens must be a multiple of the sequence length 16, got 63"),
         ({"layer_dropout": 1.0}, r"layer_dropout must be in \[0, 1\), got 1.0"),
-        ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
         ({"keep_at": (8, 9)}, r"keep_at must be steps in \[1, 8\], up to max_steps, got 9"),
-        ({"exit_loss": "decayed"}, "exit_loss must be one of uniform, cumulative, full, got 'decayed'"),
         ({"exit_loss": "full", "curriculum": "none"}, "curriculum none trains no exit"),
         ({"num_layers": 1}, "num_layers must be at least 2, got 1"),
         ({"num_heads": 3, "num_kv_heads": 2}, r"num_kv_heads must divide num_heads \(3\), got 2"),
@@ -131,9 +126,7 @@ def test_a_start_that_cannot_be_trained_is_said(text, finished, tmp_path, monkey
         ({"exit_weights": "1,1"}, r"one number per layer \(4\)"),
         ({"exit_weights": "heavy"}, "published, uniform or 4 numbers"),
         ({"long_steps": 9}, r"long_steps must be at most max_steps \(8\)"),
-        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
         ({"decay_fraction": 0.0}, r"decay_fraction must be in \(0, 1\]"),
-        ({"seed": -1}, "seed must be at least 0"),
     ],
 )
 def test_wrong_values_are_named(text, tmp_path, changes, message):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from layerskip_models import from_transformers
@@ -20,7 +21,6 @@ from layerskip_models.training.documents import (
     DataSource,
     block,
     block_order,
-    is_held_out,
     num_blocks,
     pack_streams,
     parse_data_source,
@@ -114,13 +114,6 @@ def test_pieces_of_a_document_make_it_up(text, max_chars):
     assert all(len(piece) <= max_chars for piece in pieces)
 
 
-def test_held_out_share():
-    share = np.mean([is_held_out(f"document {index}", 0.1) for index in range(5000)])
-    # standard deviation sqrt(.1 * .9 / 5000) = .0042
-    assert share == pytest.approx(0.1, abs=0.02)
-    assert not is_held_out("document", 0.0)
-
-
 def test_streams_repeat_by_weight_and_keep_held_out_apart(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(f"alpha {index}" for index in range(200)))
     (tmp_path / "b.txt").write_text("\n<|endoftext|>\n".join(f"beta {index}" for index in range(200)))
@@ -167,16 +160,11 @@ def reader(template: str | None = TEMPLATE, *, length: int = 64, bos: bool = Fal
     tokenizer.eos_token = "."
     if bos:
         tokenizer.bos_token = "\n"
-        tokenizer.backend_tokenizer.post_processor = _beginning(tokenizer)
+        special = [("\n", tokenizer.convert_tokens_to_ids("\n"))]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="\n $A", special_tokens=special)
     return TextReader(
         tokenizer=tokenizer, template=OWN_TEMPLATE if template is None else ChatTemplate(template), length=length
     )
-
-
-def _beginning(tokenizer: Any) -> Any:
-    from tokenizers.processors import TemplateProcessing
-
-    return TemplateProcessing(single="\n $A", special_tokens=[("\n", tokenizer.convert_tokens_to_ids("\n"))])
 
 
 def words(reader: TextReader, tokens: list[int]) -> str:
@@ -193,6 +181,7 @@ def test_of_a_conversation_the_answers_count_with_their_end() -> None:
     assert words(made, text.tokens) == " acab\n befig.\n abed\n beheadfig.\n"
     assert [words(made, text.tokens[a:b]) for a, b in text.scored] == ["fig.", "headfig."]
     assert text.num_scored == len("fig.headfig.") and not text.own
+    assert made.texts(talk(TALK[:1])) == []  # without an answer
 
 
 def test_a_template_that_rewrites_earlier_turns_gives_a_text_for_each_answer() -> None:
@@ -204,10 +193,6 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_text_for_each_answer() -
         " acab\n be.\n abed\n beheadfig.\n",
     ]
     assert [words(made, text.tokens[a:b]) for text in (one, other) for a, b in text.scored] == ["fig.", "headfig."]
-
-
-def test_a_conversation_without_an_answer_teaches_nothing() -> None:
-    assert reader().texts(talk(TALK[:1])) == []
 
 
 def test_of_a_prompt_with_its_completion_the_completion_counts() -> None:
@@ -304,9 +289,15 @@ def test_sources_give_their_shares_until_they_are_used_up() -> None:
 
 
 def test_own_answers_are_the_models_and_are_not_written_twice(tmp_path: Path) -> None:
+    """Sampled ones follow their seeds."""
     llama = tiny_llama(num_layers=4, seed=5, eos_token_id=6, dtype=torch.float64)
     engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer())
     prompts = [[1, 2, 3], [9] * 6, [4, 20], [11, 7, 5, 2], [8]]
+    sampled = []
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        drawn = own_answers(engine, iter([[1, 2]] * 2), tmp_path / name, max_tokens=12, temperature=1.0, seed=seed)
+        sampled.append([text.tokens for text in drawn])
+    assert sampled[0] == sampled[1] != sampled[2] and sampled[0][0] != sampled[0][1]
     made: list[int] = []
 
     def answers(count: int) -> list[Any]:
@@ -323,14 +314,3 @@ def test_own_answers_are_the_models_and_are_not_written_twice(tmp_path: Path) ->
         assert text.tokens[len(prompt) :] == reference_greedy(llama, prompt, max_new_tokens=9, eos_token_id=6)
     with pytest.raises(ValueError, match="other prompts"):
         list(own_answers(engine, iter([[1]]), tmp_path / "answers.jsonl", max_tokens=9))
-
-
-def test_sampled_answers_follow_their_seeds(tmp_path: Path) -> None:
-    llama = tiny_llama(num_layers=4, seed=5, dtype=torch.float64)
-    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer())
-    runs = []
-    for name, seed, count in (("a", 3, 2), ("b", 3, 2), ("c", 4, 2)):
-        prompts = iter([[1, 2]] * count)
-        answered = own_answers(engine, prompts, tmp_path / name, max_tokens=12, temperature=1.0, seed=seed)
-        runs.append([text.tokens for text in answered])
-    assert runs[0] == runs[1] != runs[2] and runs[0][0] != runs[0][1]

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.backends.operators import normalise_heads
 from layerskip_models.choices import Detail, HeadOutput, choices_of
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.kernels import triton_rows as kernels
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import PlainLinear
 from layerskip_models.norm import RMSNorm
+from layerskip_models.operators import normalise_heads
 from selfspec.engine.draft import Draft
 from selfspec.engine.runners.eager import EagerRunner, hand_out, max_detail
 from selfspec.engine.runners.runner import Head

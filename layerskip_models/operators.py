@@ -1,18 +1,44 @@
-"""Decoder layers by PyTorch's operators, on any device and in any dtype."""
+"""What runs a model's layers, and the way that works on any device and in any dtype: PyTorch's operators.
+
+`NativeLayers`, the backend of our own kernels, is in `kernels.native_layers`; `SpreadLayers`, for several devices, in
+`checkpoints.spread_loading`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.attention import Attention, OperatorAttention
-from layerskip_models.backends.protocol import Capture
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.norm import RMSNorm
+
+Capture = Callable[[int, Tensor], None]
+"""Called after each layer as capture(layers_done, hidden), hidden: [rows, hidden]."""
+
+
+class LayerBackend(Protocol):
+    """Runs a range of layers over the next rows of one sequence or of several.
+
+    variant: which variant of our kernels runs the layers ("avx2", ...); None where PyTorch's operators do.
+    """
+
+    @property
+    def variant(self) -> str | None: ...
+
+    def run(
+        self, hidden: Tensor, start: int, stop: int, rows: CacheRows, rotary: Tensor, capture: Capture | None
+    ) -> Tensor:
+        """Run layers [start, stop), extend the caches, and return [rows, hidden]; see `LayerSkipModel.run_layers`.
+
+        rotary: the model's rotary table, for all positions from 0 on.
+        """
+        ...
 
 
 class OperatorLayers:
