@@ -9,7 +9,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -175,7 +175,7 @@ def resolve_layout(
     few_bits = (quantisation_of(config) or {}).get("few_bits", False)  # so that int8 is the natural layout
     if dtype in FEW_BITS:
         own = getattr(config, "dtype", None)
-        layout = cast(Layout, dtype)
+        layout = dtype
         # For half the memory, what came in 16 bits is loaded in them before it is rounded to fewer.
         dtype = own if own in (torch.bfloat16, torch.float16) and quantisation_of(config) is None else torch.float32
         check_layout(layout, torch.empty(0, dtype=torch.float32, device=resolve_device(device)))

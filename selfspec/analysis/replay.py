@@ -19,7 +19,7 @@ from torch import Tensor
 
 from policies import CostModel, ObservationSpec, Policy, autoregressive, tokens_per_cost
 from policies.spide import shadow_acceptance
-from selfspec.engine.results import mean
+from selfspec.engine.results import mean, ratio
 from selfspec.generator import GenerationResult, SelfSpecGenerator
 from selfspec.options import GenerationOptions
 
@@ -126,6 +126,18 @@ class Replay:
     def loaded_layers(self) -> int:
         """Count the layers run, weight loads: k * E + L in a round with k drafts, L in one without."""
         return sum(self.drafted) * self.exit_layer + self.rounds * self.num_layers
+
+    @property
+    def etpl(self) -> float | None:
+        return ratio(self.num_tokens, self.loaded_layers)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return ratio(sum(self.accepted), sum(self.drafted))
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        return ratio(self.num_tokens, self.rounds)
 
     def cost(self, cost: CostModel) -> float:
         """Add up what all rounds cost, in the cost model's unit. Rounds of one length cost the same."""
