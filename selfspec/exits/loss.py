@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from layerskip_models.exits.adapter import ExitAdapters
 from layerskip_models.exits.steering import FARTHEST
-from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.hidden_states import ExitRows
+from selfspec.exits.frozen_model import ExitRows, FrozenHead
 
 WINDOW = 8
 """Length of the drafts whose accepted tokens are counted."""
