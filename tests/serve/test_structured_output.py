@@ -229,10 +229,9 @@ def test_what_people_write_is_taken(check: SchemaCheck, vocabulary: Vocabulary, 
 def test_a_grammar_that_explodes_while_a_text_is_written_ends_that_text(vocabulary: Vocabulary) -> None:
     """What a step may cost is bounded in the compiler's own units, not by the clock: the error comes at the same token."""
     schema = {"enum": ["x" * 1_000_000]}
-    processor = GrammarProcessor(vocabulary, schema, vocabulary.matcher(schema), 0)
     lengths = []
     for _ in range(2):
-        text: list[int] = []
+        processor, text = GrammarProcessor(vocabulary, schema, vocabulary.matcher(schema), 0), list[int]()
         with pytest.raises(GrammarError, match="too complex"):
             while len(text) < 5:
                 masked = processor(torch.tensor([text], dtype=torch.long), torch.zeros(1, 4096))
