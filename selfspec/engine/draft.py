@@ -227,7 +227,7 @@ def make_drafts(runner: Runner, drafts: abc.Sequence[Draft]) -> None:
 
 
 def _features(output: HeadOutput, device: torch.device) -> Tensor:
-    """Return what `draft_features` computes from logits."""
+    """Compute a row's `selfspec.pacer.network.FEATURES`."""
     p = output.confidence
     features = [math.log(p) if p > 0 else p, output.margin, output.entropy]
     return to_device(torch.tensor(features, dtype=torch.float32, device="cpu"), device)

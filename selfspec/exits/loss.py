@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip_models.exits.adapter import FARTHEST, ExitAdapters
-from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.hidden_states import ExitRows
+from selfspec.exits.frozen_model import ExitRows, FrozenHead
 
 WINDOW = 8
 """Length of the drafts whose accepted tokens are counted."""

@@ -19,6 +19,7 @@ from layerskip_models.training.settings import (
     require,
     with_default,
 )
+from policies.bounds import check_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,19 +104,12 @@ class ExitTraining(FrozenModelSettings):
         return folder
 
     def layers(self, model: LayerSkipModel) -> tuple[int, ...]:
-        """List the exits, ascending. ValueError for one that the model does not have."""
-        count = model.num_layers
-        for layer in self.exit_layers:
-            if not 1 <= layer < count:
-                raise ValueError(f"exit_layers must be in [1, {count - 1}] for this {count}-layer model, got {layer}")
-        return tuple(sorted({*self.exit_layers})) or default_exit_layers(count)
-
-
-def default_exit_layers(num_layers: int) -> tuple[int, ...]:
-    """Up to four exits, evenly, in the first quarter of the layers: 1 to 4 of 16; 2, 4, 6 and 8 of 32."""
-    quarter = max(num_layers // 4, 1)
-    count = min(4, quarter)
-    return tuple(sorted({round(quarter * number / count) for number in range(1, count + 1)}))
+        """List the exits, ascending: 1 to 4 of 16 by default; 2, 4, 6 and 8 of 32. ValueError without such a layer."""
+        if self.exit_layers:
+            return check_layers(self.exit_layers, model.num_layers)
+        quarter = max(model.num_layers // 4, 1)
+        count = min(4, quarter)
+        return tuple(round(quarter * number / count) for number in range(1, count + 1))
 
 
 def default_rank(model: LayerSkipModel) -> int:

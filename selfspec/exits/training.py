@@ -36,12 +36,10 @@ from layerskip_models.training.loop import (
 from layerskip_models.training.run_folder import claim_output_dir, write_folder
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.option_groups import LoadOptions
-from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.hidden_states import ExitRows, exit_rows
+from selfspec.exits.frozen_model import ExitRows, FrozenHead, exit_rows
 from selfspec.exits.loss import WINDOW, ExitAdapterLoss, ExitQuality, measure, set_scales
-from selfspec.exits.own_answers import own_answers
 from selfspec.exits.settings import ExitTraining, default_rank
-from selfspec.exits.training_texts import TextReader, TrainingText, prompts_of, texts_of
+from selfspec.exits.training_texts import TextReader, TrainingText, own_answers, prompts_of, texts_of
 from selfspec.generator import SelfSpecGenerator
 from selfspec.messages import template_of
 
@@ -251,25 +249,23 @@ def _write_adapters(config: ExitTraining, adapters: ExitAdapters, figures: Figur
 
 def _card(config: ExitTraining, adapters: AdapterConfig, lines: Sequence[str]) -> str:
     """Write the text of README.md. Of paths only the last part: the rest means nothing on another machine."""
-    options = []
+    options = ""
     for item in fields(config):
         if (value := getattr(config, item.name)) != item.default:
             values = value if isinstance(value, tuple) else (value,)
             shown = [Path(one).name if isinstance(one, str) else str(one) for one in values]
-            options.append(f"    {item.name}: {', '.join(shown)}")
-    layers = ", ".join(map(str, adapters.exit_layers))
-    text = f"""# Exit adapters for {adapters.base_model}
+            options += f"    {item.name}: {', '.join(shown)}\n"
+    layers, table = ", ".join(map(str, adapters.exit_layers)), "\n".join(lines)
+    return f"""# Exit adapters for {adapters.base_model}
 
 Form {adapters.form}, rank {adapters.rank}, for exits after layers {layers}. They change what early exits draft, and nothing
 that verification sees: the model's output stays what it is. Made by `selfspec train-exit` with these options, all others at
 their defaults:
 
-OPTIONS
-
+{options}
 On held-out text, the exits alone and with their adapters. Agreement: the likeliest token is the model's. Accepted at
 temperature 1: the chance that a drawn token is. Accepted drafts: how many of {WINDOW} are accepted on average, greedily,
 along the text.
 
-TABLE
+{table}
 """
-    return text.replace("OPTIONS", "\n".join(options)).replace("TABLE", "\n".join(lines))

@@ -1,21 +1,29 @@
 """Training data -> token ids, and which of them exits learn to predict.
 
-All of a plain text counts. Of conversations and of prompts with completions, only the answers count.
+All of a plain text counts. Of conversations and of prompts with completions, only the answers count, and so it is with
+answers that the model writes itself.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from layerskip_models.text_files import cut_last_line, read_lines
 from layerskip_models.training.examples import Example, examples_of, in_shares
 from layerskip_models.training.settings import FrozenModelSettings
+from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.messages import ChatTemplate, Messages, conversation_ids
+
+_AT_ONCE = 32  # answers between two writes to the file, the most that an interruption loses
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +167,65 @@ def prompts_of(config: FrozenModelSettings, reader: TextReader, most: int, *, he
 def digest(tokens: Sequence[object]) -> str:
     """Make what tells a prompt, or a list of prompts, from any other."""
     return sha256(json.dumps(tokens).encode()).hexdigest()[:12]
+
+
+def own_answers(
+    generator: SelfSpecGenerator,
+    prompts: Iterator[list[int]],
+    path: Path,
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    batch_size: int = 8,
+    seed: int = 0,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Iterator[TrainingText]:
+    """Prompts with the model's answers, in their order. The answers alone are scored.
+
+    path: a JSON-lines file, which grows, so an interrupted run writes no answer twice. temperature: 0 is greedy; else answers
+    are samples of the model's unfiltered distribution, prompt i's with seed `seed` + i. advance: called with the tokens
+    written so far. Raises ValueError if the file holds answers to other prompts.
+    """
+    recorded, number, written = recorded_answers(path), 0, 0
+    options: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        # A policy that learns would draw differently when the run is resumed.
+        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "policy": "ar"}
+
+    def count(index: int, result: GenerationResult) -> None:
+        nonlocal written
+        written += len(result.new_tokens)
+        advance(written)
+
+    while group := list(islice(prompts, _AT_ONCE)):
+        known = recorded[number : number + len(group)]
+        if any(line["prompt"] != digest(prompt) for prompt, line in zip(group, known)):
+            raise ValueError(f"{path} holds answers to other prompts: choose another output_dir")
+        answers = [line["answer"] for line in known]
+        if asked := group[len(known) :]:
+            if temperature > 0:
+                options["seed"] = [seed + number + place for place in range(len(known), len(group))]
+            results = generator.generate_batch(
+                asked,
+                batch_size=batch_size,
+                max_new_tokens=[min(max_tokens, generator.model.max_positions - len(prompt)) for prompt in asked],
+                repetition_penalty=1.0,
+                on_result=count,
+                **options,
+            )
+            answers += [result.new_tokens for result in results]
+            with path.open("a", encoding="utf-8") as stream:
+                for prompt, result in zip(asked, results):
+                    stream.write(json.dumps({"prompt": digest(prompt), "answer": result.new_tokens}) + "\n")
+        number += len(group)
+        for prompt, answer in zip(group, answers):
+            if answer:
+                yield TrainingText([*prompt, *answer], [(len(prompt), len(prompt) + len(answer))], own=True)
+
+
+def recorded_answers(path: Path) -> list[dict[str, Any]]:
+    """Read the answers written before. A line that a kill cut short is removed from the file."""
+    if not path.exists():
+        return []
+    cut_last_line(path)
+    return [json.loads(line) for line in read_lines(path)]

@@ -6,7 +6,7 @@ One shard holds a few responses; a shard exists whole or not at all, so an inter
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -19,17 +19,22 @@ from torch import Tensor
 
 from layerskip_models.checkpoints.module_folder import fingerprint, same_weights
 from layerskip_models.kv_cache import KVCache
+from layerskip_models.model import LayerSkipModel
 from layerskip_models.prefill import prefill
 from layerskip_models.text_files import write_text
-from selfspec.engine.request import end_tokens
+from policies import DraftRow, FixedExit, NeverStop, ObservationSpec, Policy
+from selfspec.engine.draft import Draft, make_drafts
+from selfspec.engine.request import end_tokens, plain_request
+from selfspec.engine.runners.eager import EagerRunner
+from selfspec.engine.sequence import Sequence as EngineSequence
 from selfspec.exits.training_texts import TextReader, digest, prompts_of
 from selfspec.generator import SelfSpecGenerator
 from selfspec.messages import template_of
-from selfspec.pacer.drafts import drafts_at
 from selfspec.pacer.labels import DraftTrace
 from selfspec.pacer.settings import DataPlan, PreVerifierTraining
 
 _SHARD_RESPONSES = 16  # the most that an interruption loses
+_CACHE_BYTES = 1 << 30  # of the copies of a text's KV cache that exist at once
 _PARTS = ("starts", "lengths", "accepted", "hidden", "features", "context")
 
 
@@ -83,6 +88,76 @@ def make_data(
             save_file(tensors, temporary)
             temporary.replace(path)
         advance(end)
+
+
+class DraftRecorder(NeverStop):
+    """Lets a draft go on for `behind` tokens after its first mismatch with the text, and keeps the features of its rows.
+
+    text: the tokens that follow the draft's start.
+    """
+
+    observes = ObservationSpec(features=True)
+
+    def __init__(self, text: Sequence[int], behind: int) -> None:
+        self.text, self._left = text, behind
+        self._mismatch = False
+        self.features: list[Tensor] = []
+
+    def stop_before_draw(self, row: DraftRow) -> bool:
+        assert row.features is not None
+        self.features.append(row.features)
+        return False
+
+    def stop_after_draw(self, row: DraftRow, token: int) -> bool:
+        if self._mismatch:
+            self._left -= 1
+        self._mismatch = self._mismatch or token != self.text[row.num_drafted]
+        return self._mismatch and self._left == 0
+
+    def accepted(self, draft: Sequence[int]) -> int:
+        """Count the draft's tokens before its first mismatch with the text."""
+        pairs = zip(draft, self.text)
+        return next((place for place, (drafted, token) in enumerate(pairs) if drafted != token), len(draft))
+
+
+def drafts_at(
+    model: LayerSkipModel,
+    cache: KVCache,
+    text: Tensor,
+    positions: Sequence[int],
+    exit_layer: int,
+    *,
+    window: int,
+    behind: int,
+    eos: Collection[int] = (),
+) -> Iterator[tuple[Draft, DraftRecorder]]:
+    """Draft greedily with the engine's own loop from positions of a text; yield each draft with what was recorded of it.
+
+    Each position is a sequence of its own, whose KV cache begins with a copy of the text's. The drafts grow side by side.
+    cache: holds the text's rows, of the first `exit_layer` layers at least. text: int64 [n]. Draft i starts when positions[i]
+    tokens are committed, 1 <= positions[i] < n, and is valid until the next one is asked for. window: maximum tokens of a
+    draft, which never reaches past the text's end, and ends with a drafted token of `eos`. behind: see `DraftRecorder`.
+    """
+    tokens, runner = text.tolist(), EagerRunner(model)
+    at_once = min(max(_CACHE_BYTES // cache.num_bytes, 1), len(positions))
+    copies = [KVCache(model, text.numel()) for _ in range(at_once)]
+    for first in range(0, len(positions), at_once):
+        recorders, drafts = [], []
+        for start, copy in zip(positions[first:], copies):
+            copy.take(cache, start - 1)
+            recorders.append(DraftRecorder(tokens[start:], behind))
+            length = min(window, len(tokens) - start)
+            policy = Policy(FixedExit(exit_layer, length, num_layers=model.num_layers), recorders[-1])
+            sequence = EngineSequence(
+                model, copy, plain_request(text[:start].cpu(), length + 1, frozenset(eos)), policy
+            )
+            sequence.pending = tokens[start - 1]
+            drafts.append(Draft(sequence, exit_layer, length))
+        make_drafts(runner, drafts)
+        for draft, recorder in zip(drafts, recorders):
+            if draft.error is not None:
+                raise draft.error
+            yield draft, recorder
 
 
 def draft_traces(

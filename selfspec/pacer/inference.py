@@ -151,22 +151,18 @@ class PreVerifiers:
 
         Raises FileNotFoundError or ValueError if there is none, or if it was trained for another model.
         """
-        path = self.beside() if folder is None else folder
+        name = self._model.name
+        if folder is None and not has_preverifier(name):
+            raise ValueError(
+                f"there is no pre-verifier beside {name or 'this model'}: train one with selfspec train-pacer and say"
+                " pacer:FOLDER"
+            )
+        path = str(Path(name or "") / FOLDER) if folder is None else folder
         if path not in self._loaded:
             module = load_preverifier(path)
             check_fits(module.config, self._model, path)
             self._loaded[path] = LeanPreVerifier(module, self._model.dtype, self._model.device)
         return PreVerification(self._loaded[path], self._own_seconds if folder is None else None)
-
-    def beside(self) -> str:
-        """Find the folder of the checkpoint's own pre-verifier. Raise ValueError without one."""
-        name = self._model.name
-        if not has_preverifier(name):
-            raise ValueError(
-                f"there is no pre-verifier beside {name or 'this model'}: train one with selfspec train-pacer and say"
-                " pacer:FOLDER"
-            )
-        return str(Path(name or "") / FOLDER)
 
 
 def has_preverifier(name: str | None) -> bool:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from policies.bounds import check_exit_layer
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftTrace:
@@ -32,7 +30,6 @@ class DraftTrace:
     features: Tensor
 
     def __post_init__(self) -> None:
-        check_exit_layer(self.exit_layer, self.exit_layer + 1)
         rows = int(self.lengths.sum())
         if not len(self.hidden) == len(self.features) == rows or len(self.starts) != len(self.lengths):
             raise ValueError(f"the trace has {len(self.hidden)} rows, its lengths add up to {rows}")
@@ -53,10 +50,10 @@ class DraftTrace:
         """Rows up to and including the first mismatch, whose own acceptance verification decides: bool [rows]."""
         return self.draft_index() <= self.accepted[self.draft_of_row()] + 1
 
-    def up_to_mismatch(self, more: int = 0) -> DraftTrace:
-        """Return the trace without the rows that follow a first mismatch, but for `more` of them."""
-        lengths = torch.minimum(self.lengths, self.accepted + 1 + more)
-        keep = self.draft_index() <= lengths[self.draft_of_row()]
+    def up_to_mismatch(self) -> DraftTrace:
+        """Return the trace without the rows that follow a first mismatch."""
+        keep = self.fate_known()
+        lengths = torch.minimum(self.lengths, self.accepted + 1)
         return replace(self, lengths=lengths, hidden=self.hidden[keep], features=self.features[keep])
 
 

@@ -156,7 +156,7 @@ class LeanPreVerifier:
     """The network as it decodes: in the layout that is fast, on the base model's device and in its dtype.
 
     layer: a LayerSkipModel of one layer, which runs rows through the decoder layer (`run_layers(x, 0, 1, ...)` with the
-    caller's cache) and the head. calibration: per exit layer, factor and summand of the logits.
+    caller's cache) and the head. calibration: by exit layer, factor and summand of the logits.
     """
 
     def __init__(self, module: PreVerifierModule, dtype: torch.dtype, device: torch.device) -> None:
@@ -186,36 +186,25 @@ class LeanPreVerifier:
                 rotary_scaling=float(module.rotary.attention_scaling),
                 generation_config=GenerationConfig(),
             )
-            self.calibration = [(scale, shift) for scale, shift in module.calibration.tolist()]
+            self.calibration = dict(zip(self.config.exit_layers, module.calibration.tolist()))
             self.input_norm = RMSNorm(tensor(module.input_norm.weight), llama.rms_norm_eps)
-            self.offsets = tensor(module.offsets())
+            self.offsets = dict(zip(self.config.exit_layers, tensor(module.offsets())))
             self.features = linear(module.features)
 
     def context_inputs(self, hidden: Tensor, exit_layer: int) -> Tensor:
         """Input rows of committed tokens: [rows, hidden] -> [rows, hidden]."""
-        return self.input_norm(hidden).add_(self.offsets[self.config.exit_layers.index(exit_layer), CONTEXT])
+        return self.input_norm(hidden).add_(self.offsets[exit_layer][CONTEXT])
 
     def draft_inputs(self, hidden: Tensor, features: Tensor, first_index: int, exit_layer: int) -> Tensor:
         """Input rows of the drafts first_index (1 for a draft's first), ...: hidden [rows, hidden], features [rows, F]."""
-        offsets = self.offsets[self.config.exit_layers.index(exit_layer)]
-        x = self.input_norm(hidden).add_(offsets[first_index : first_index + hidden.shape[0]])
+        x = self.input_norm(hidden).add_(self.offsets[exit_layer][first_index : first_index + hidden.shape[0]])
         return self.features.add_to(x, features.to(x.dtype))
 
     def estimates(self, hidden: Tensor, exit_layer: int) -> list[float]:
         """Estimates in (0, 1) from the decoder layer's output rows, [rows, hidden]."""
-        scale, shift = self.calibration[self.config.exit_layers.index(exit_layer)]
-        return [
-            1 / (1 + math.exp(-min(max(scale * x + shift, -80.0), 80.0))) for [x] in self.layer.logits(hidden).tolist()
-        ]
-
-
-def draft_features(logits: Tensor) -> Tensor:
-    """FEATURES of each row's unfiltered distribution: float32 [rows, vocab] -> [rows, 3]."""
-    log_p = logits.float().log_softmax(dim=-1)
-    best = log_p.topk(2, dim=-1).values
-    # A probability of 0 contributes nothing; its logarithm times it would be NaN.
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(dim=-1)
-    return torch.stack([best[:, 0], best[:, 0] - best[:, 1], entropy], dim=-1)
+        scale, shift = self.calibration[exit_layer]
+        logits = [scale * x + shift for [x] in self.layer.logits(hidden).tolist()]
+        return [1 / (1 + math.exp(-min(max(x, -80.0), 80.0))) for x in logits]
 
 
 def check_fits(config: PreVerifierConfig, model: LayerSkipModel, where: str) -> None:

@@ -41,9 +41,15 @@ from selfspec.pacer.network import (
     fingerprint,
     save_preverifier,
 )
-from selfspec.pacer.quality import calibrate_estimates, evaluate, quality_lines, trace_logits
+from selfspec.pacer.quality import (
+    best_settings,
+    calibrate_estimates,
+    evaluate,
+    played_drafts,
+    quality_lines,
+    trace_logits,
+)
 from selfspec.pacer.settings import MODEL_FOLDER, PreVerifierTraining
-from selfspec.pacer.tuning import best_settings, played_drafts
 
 _KEPT_BACK = 8  # every eighth response is not trained on
 

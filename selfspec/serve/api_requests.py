@@ -11,15 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 
-from selfspec.options import OPTIONS
 from selfspec.serve.bodies import Integer, Strict, refuse
 from selfspec.serve.serve_options import MAX_CHOICES
 
 MAX_TOOLS = 128  # most tools of a request, as in OpenAI's API
 MAX_MESSAGES = 8192  # each takes some .05 ms to check and to render
 _MAX_STOPS, _MAX_STOP_IDS, _LONGEST_NAME = 16, 64, 256
-NO_TOOLS = "tools go with messages, to /v1/chat/completions: leave out {}"
-_OLD_TOOLS = "{} is not supported: give tools"
 _TEXT_ONLY = "only text is supported: leave out {}"
 OWN_TEMPLATE = "the operator chooses the chat template: leave out {}"
 _CONTINUED = "the last message is continued if it is the assistant's, else answered: leave out {}"
@@ -59,27 +56,6 @@ def _prompts(value: Any) -> Any:
     return value
 
 
-def _ranged(name: str, **own: float) -> Any:
-    """Give the range of an option of a generation, narrowed by what is given here."""
-    allowed = OPTIONS[name][1].allowed
-    assert allowed is not None
-    bounds: dict[str, Any] = {"ge" if allowed.ends[0] == "[" else "gt": allowed.low, "le": allowed.high, **own}
-    return Field(**bounds)
-
-
-def _only(kind: str, message: str) -> Any:
-    """Refuse any other value of a field, in plain words."""
-
-    def check(value: Any) -> Any:
-        if value != kind:
-            raise ValueError(f"{message}, got {str(value)[:40]!r}")
-        return value
-
-    return BeforeValidator(check)
-
-
-OfFunctions = Annotated[Literal["function"], _only("function", "only type 'function' is supported")]
-OfText = Annotated[Literal["text"], _only("text", "only parts of type 'text' are supported")]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -134,8 +110,8 @@ class GenerationRequest(Strict):
     }
     _reasons: ClassVar[dict[str, str]] = {
         **refusals(_CONTINUED, "add_generation_prompt", "continue_final_message"),
-        **refusals(NO_TOOLS, "tool_choice", "tools"),
-        **refusals(_OLD_TOOLS, "function_call", "functions"),
+        **refusals("tools go with messages, to /v1/chat/completions: leave out {}", "tool_choice", "tools"),
+        **refusals("{} is not supported: give tools", "function_call", "functions"),
         **refusals(OWN_TEMPLATE, "chat_template", "chat_template_kwargs"),
         **refusals(_TEXT_ONLY, "audio", "modalities"),
         **refusals("{} is not supported: response_format takes a JSON schema", "guided_grammar", "guided_regex"),
@@ -153,10 +129,10 @@ class GenerationRequest(Strict):
     model: str | None = None
     max_tokens: Annotated[Integer, Field(ge=-1)] | None = None
     min_tokens: Annotated[Integer, Field(ge=0)] = 0
-    temperature: Annotated[float, _ranged("temperature", le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[Integer, Field(ge=-1)] | None = None
-    min_p: Annotated[float, _ranged("min_p")] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[Integer, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Stop], FailFast(), BeforeValidator(_stops)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=_MAX_STOP_IDS), FailFast()] = (
@@ -222,7 +198,7 @@ class FunctionTool(Strict):
 
 
 class Tool(Strict):
-    type: OfFunctions
+    type: Literal["function"]
     function: FunctionTool
 
     @property
@@ -270,9 +246,6 @@ def _choice(value: Any) -> Any:
     return ToolChoice("required", name)
 
 
-ToolChoiceField = Annotated[Any, BeforeValidator(_choice)]
-
-
 class CalledFunction(Strict):
     """arguments: JSON, as text."""
 
@@ -300,7 +273,7 @@ class PastCall(Strict):
     _harmless: ClassVar[frozenset[str]] = frozenset({"index"})
 
     id: str | None = None
-    type: OfFunctions = "function"
+    type: Literal["function"] = "function"
     function: CalledFunction
 
     @property
@@ -314,7 +287,7 @@ class PastCall(Strict):
 class TextPart(Strict):
     _harmless: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
-    type: OfText
+    type: Literal["text"]
     text: str
 
 
@@ -336,26 +309,22 @@ class Message(Strict):
         **refusals(_TEXT_ONLY, "audio"),
         "refusal": "a refusal is not read by the model: give it as content, or leave the message out",
     }
+    _kept_empty: ClassVar[frozenset[str]] = frozenset({"content"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], FailFast(), BeforeValidator(_content)]
+    content: Annotated[list[TextPart], FailFast(), BeforeValidator(_content)] = Field(default_factory=list)
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[PastCall] | None, Field(max_length=MAX_TOOLS)] = None
     tool_call_id: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _may_be_silent(cls, fields: Any) -> Any:
-        """Allow an assistant's message without content, which clients send back, and a tool's."""
-        if isinstance(fields, dict) and fields.get("role") in ("assistant", "tool") and fields.get("content") is None:
-            return {**fields, "content": ""}
-        return fields
-
     @model_validator(mode="after")
-    def _of_tools(self) -> Message:
+    def _fits_the_role(self) -> Message:
+        """Clients send back an assistant's message without content, and a tool may have nothing to say."""
         has_calls, is_result = self.tool_calls is not None, self.tool_call_id is not None
+        is_silent = "content" not in self.model_fields_set and self.role not in ("assistant", "tool")
         refuse(
+            ("content", is_silent, "content: Field required"),
             ("tool_calls", has_calls and self.role != "assistant", "tool_calls go with the role 'assistant'"),
             ("tool_call_id", is_result and self.role != "tool", "tool_call_id goes with the role 'tool'"),
         )
@@ -380,7 +349,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
-    tool_choice: ToolChoiceField = ToolChoice()
+    tool_choice: Annotated[Any, BeforeValidator(_choice)] = ToolChoice()
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None

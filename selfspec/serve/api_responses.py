@@ -54,12 +54,17 @@ def encode(value: Any, depth: int = _LOGPROBS_DEPTH) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def usage(results: Sequence[GenerationResult], texts_per_prompt: int) -> dict[str, Any]:
-    """Add up the usage of all texts of a request. A prompt counts once, however many texts it has."""
+def totals(results: Sequence[GenerationResult], texts_per_prompt: int) -> dict[str, Any]:
+    """Make the fields `usage` and `timings` of a request. A prompt counts once, however many texts it has.
+
+    Times are given for a single text, since those of several overlap. They are from when the text joins the others, so they
+    leave out its waiting. `predicted_n` counts the first token, which reading the prompt yields, as llama.cpp does. A rate
+    without a time is None. Source: llama.cpp, `result_timings` in tools/server, which its SPEED-Bench client reads.
+    """
     stats = [result.stats for result in results]
     prompt = sum(s.num_prompt_tokens for s in stats[::texts_per_prompt])
     new = sum(s.num_new_tokens for s in stats)
-    return {
+    usage = {
         "completion_tokens": new,
         "prompt_tokens": prompt,
         "total_tokens": prompt + new,
@@ -70,33 +75,22 @@ def usage(results: Sequence[GenerationResult], texts_per_prompt: int) -> dict[st
         "copied_accepted": sum(s.num_copied_accepted for s in stats),
         "rounds": sum(s.rounds for s in stats),
     }
-
-
-def timings(results: Sequence[GenerationResult]) -> dict[str, dict[str, float | None]]:
-    """Return the field with the tokens and milliseconds of a request of one text; none for several, whose times overlap.
-
-    The times are from when the text joins the others, so they leave out its waiting. `predicted_n` counts the first token,
-    which reading the prompt yields, as llama.cpp does. A rate without a time is None.
-    Source: llama.cpp, `result_timings` in tools/server, which its SPEED-Bench client reads.
-    """
-    if len(results) != 1:
-        return {}
-    stats = results[0].stats
-    prompt_n, predicted_n = stats.num_prompt_tokens - stats.num_reused_tokens, stats.num_new_tokens
-    prompt_ms = 1000 * stats.time_to_first_token
-    predicted_ms = max(0.0, 1000 * stats.seconds - prompt_ms)
-    found = {
-        "cache_n": stats.num_reused_tokens,
-        "prompt_n": prompt_n,
+    if len(stats) != 1:
+        return {"usage": usage}
+    cached, prompt_ms = stats[0].num_reused_tokens, 1000 * stats[0].time_to_first_token
+    new_ms = max(0.0, 1000 * stats[0].seconds - prompt_ms)
+    timings = {
+        "cache_n": cached,
+        "prompt_n": prompt - cached,
         "prompt_ms": prompt_ms,
-        "prompt_per_second": 1000 * prompt_n / prompt_ms if prompt_ms else None,
-        "predicted_n": predicted_n,
-        "predicted_ms": predicted_ms,
-        "predicted_per_second": 1000 * predicted_n / predicted_ms if predicted_ms else None,
-        "draft_n": stats.num_drafted,
-        "draft_n_accepted": stats.num_accepted,
+        "prompt_per_second": 1000 * (prompt - cached) / prompt_ms if prompt_ms else None,
+        "predicted_n": new,
+        "predicted_ms": new_ms,
+        "predicted_per_second": 1000 * new / new_ms if new_ms else None,
+        "draft_n": stats[0].num_drafted,
+        "draft_n_accepted": stats[0].num_accepted,
     }
-    return {"timings": found}
+    return {"usage": usage, "timings": timings}
 
 
 class Answer(ABC):
@@ -113,11 +107,7 @@ class Answer(ABC):
 
     def whole(self, parts: Sequence[Piece], results: Sequence[GenerationResult], texts_per_prompt: int) -> str:
         """Write the body of an answer that is not streamed."""
-        return self._written(
-            self.whole_name,
-            [*map(self._choice, parts)],
-            {"usage": usage(results, texts_per_prompt), **timings(results)},
-        )
+        return self._written(self.whole_name, [*map(self._choice, parts)], totals(results, texts_per_prompt))
 
     def chunk(self, piece: Piece) -> str:
         """Write one chunk of a stream."""
@@ -126,7 +116,7 @@ class Answer(ABC):
 
     def last_chunk(self, results: Sequence[GenerationResult], texts_per_prompt: int) -> str:
         """Write the last chunk of a stream, with the usage and without a choice."""
-        return self._written(self.chunk_name, [], {"usage": usage(results, texts_per_prompt), **timings(results)})
+        return self._written(self.chunk_name, [], totals(results, texts_per_prompt))
 
     def _written(self, name: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> str:
         head = {"id": self._id, "choices": choices, "created": self._created, "model": self._model, "object": name}
@@ -136,9 +126,9 @@ class Answer(ABC):
     def _choice(self, part: Piece) -> dict[str, Any]:
         """Make a choice of a whole answer."""
 
-    @abstractmethod
     def _delta(self, part: Piece) -> dict[str, Any]:
-        """Make a choice of a chunk."""
+        """Make a choice of a chunk, which is like that of a whole answer unless a class says otherwise."""
+        return self._choice(part)
 
 
 class ChatAnswer(Answer):
@@ -198,8 +188,6 @@ class CompletionAnswer(Answer):
     def _choice(self, part: Piece) -> dict[str, Any]:
         logprobs = None if part.logprobs is None else self._logprobs(part, part.logprobs)
         return {"finish_reason": part.finish, "index": part.index, "logprobs": logprobs, "text": part.text}
-
-    _delta = _choice
 
     def _logprobs(self, part: Piece, found: Sequence[TokenLogprob]) -> dict[str, Any]:
         decoder = self._decoders.setdefault(part.index, codecs.getincrementaldecoder("utf-8")("replace"))

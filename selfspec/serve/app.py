@@ -17,6 +17,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import Receive, Scope, Send
 
 from selfspec import SelfSpecGenerator
@@ -24,15 +25,14 @@ from selfspec.serve import api_errors
 from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, request_failed, shutting_down
 from selfspec.serve.api_requests import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, Piece
-from selfspec.serve.bodies import read_body
+from selfspec.serve.bodies import SMALL_BODY, WorkerQueue, read_body
 from selfspec.serve.request_limits import RequestLimits
 from selfspec.serve.request_stream import RequestStream
 from selfspec.serve.running import gc_frozen, memory_returned
 from selfspec.serve.scheduler import Scheduler, ServedSequence
 from selfspec.serve.serve_options import ServeOptions
-from selfspec.serve.server_metrics import CONTENT_TYPE, ServerMetrics
+from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.translation import Translator
-from selfspec.serve.worker_queue import SMALL_BODY, WorkerQueue
 
 log = logging.getLogger("selfspec.serve")
 PING_SECONDS = 10.0  # longest time between two events of a stream
@@ -49,8 +49,8 @@ def make_app(generator: SelfSpecGenerator, options: ServeOptions) -> FastAPI:
     options.check()
     metrics = ServerMetrics()
     translator = Translator(generator, options)
-    about = {"id": options.name, "created": int(time()), "object": "model", "owned_by": "selfspec"}
-    served = {**about, "selfspec": translator.offers}
+    served = {"id": options.name, "created": int(time()), "object": "model", "owned_by": "selfspec"}
+    served["selfspec"] = translator.offers
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -62,7 +62,7 @@ def make_app(generator: SelfSpecGenerator, options: ServeOptions) -> FastAPI:
         finally:
             app.state.queue.close()
             await asyncio.to_thread(app.state.scheduler.close)
-            await asyncio.to_thread(translator.close)
+            await asyncio.to_thread(translator.schemas.close)
 
     app = FastAPI(title="selfspec", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.metrics, app.state.translator = metrics, translator
@@ -103,7 +103,7 @@ def make_app(generator: SelfSpecGenerator, options: ServeOptions) -> FastAPI:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     _add_token_routes(app, translator)
     _add_page(app)
@@ -297,14 +297,14 @@ class _EventStream(StreamingResponse):
 
 async def _client_stays(receive: Receive, work: asyncio.Future[Any], seconds: float | None = None) -> bool:
     """Wait until the work is done, but no longer than these seconds. False if the client leaves before."""
-    leaving = asyncio.ensure_future(_disconnected(receive))
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.ensure_future(leave())
     try:
         await asyncio.wait({work, leaving}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         return work.done() or not leaving.done()
     finally:
         leaving.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -33,15 +33,9 @@ class Prompts:
     ) -> None:
         self.tokenizer, self.max_context = tokenizer, max_context
         self._template, self._tools, self._vocab_size = template, tools, vocab_size
-
-    @property
-    def has_template(self) -> bool:
-        return has_template(self.tokenizer, self._template)
-
-    @property
-    def template_source(self) -> str | None:
-        own = getattr(self.tokenizer, "chat_template", None)
-        return self._template.source or (own.get("default") if isinstance(own, dict) else own)
+        self.has_template = has_template(tokenizer, template)
+        own = getattr(tokenizer, "chat_template", None)
+        self.template_source = template.source or (own.get("default") if isinstance(own, dict) else own)
 
     def of_chat(self, messages: Sequence[Message], ask: bool | None = None, tools: Sequence[Tool] = ()) -> list[int]:
         """Encode the prompt that asks for the next answer; if the last message is the assistant's, it is continued.

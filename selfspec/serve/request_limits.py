@@ -29,6 +29,7 @@ class RequestLimits:
         key = options.api_key
         self._keys = None if key is None else (key.encode(), key.encode("latin-1", "replace"))
         self._max_bytes, self._hosts = options.max_body_bytes, options.hosts
+        self._too_large = f"the body is larger than {self._max_bytes} bytes"
         self._unfinished_bytes = 0  # of all bodies together
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,10 +112,6 @@ class RequestLimits:
         if length.isdecimal() and int(length[:20]) > self._max_bytes:
             return ApiError(self._too_large, status=413, code="body_too_large")
         return None
-
-    @property
-    def _too_large(self) -> str:
-        return f"the body is larger than {self._max_bytes} bytes"
 
 
 def _name(host: str) -> str:

@@ -50,18 +50,14 @@ def make_server(app: FastAPI, *, grace_seconds: int, on_start: Callable[[], obje
         timeout_graceful_shutdown=grace_seconds,
         server_header=False,
     )
-    return _Server(config, on_start)
 
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                on_start()
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_start: Callable[[], object]) -> None:
-        super().__init__(config)
-        self._on_start = on_start
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_start()
+    return Server(config)
 
 
 class TimeoutProtocol(Protocol):

@@ -13,11 +13,10 @@ from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import BoundRequest, Engine
 from selfspec.engine.results import StepOutput
 from selfspec.serve.api_errors import ApiError, queue_full, shutting_down
-from selfspec.serve.processors import LogprobRecorder, PromptLogprobs
+from selfspec.serve.processors import LogprobRecorder, PromptLogprobs, TrimmedText
 from selfspec.serve.serve_options import ServeOptions
 from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.tool_calls import CallReader
-from selfspec.serve.trimmed_text import TrimmedText
 
 log = logging.getLogger("selfspec.serve")
 IDLE_SECONDS = 10.0  # after this time without a text, memory that the next text would reuse is given back

@@ -77,20 +77,19 @@ def _enforced(value: Any, is_schema: bool, depth: int) -> Any:
         if not is_schema:  # a name, of a property or a definition
             found[key] = _enforced(item, True, depth + 1)
             continue
-        _check_keyword(key, item, is_root=depth == 1)
+        if key == "$ref" and isinstance(item, str) and item[:2] not in ("#", "#/"):
+            raise ValueError(
+                f"the schema refers to {item[:100]!r}: references must be within it, such as '#/$defs/name'"
+            )
+        if key == "$id" and isinstance(item, str) and depth > 1:
+            raise ValueError(
+                "the schema has an $id inside: name its parts in $defs, and refer to them by '#/$defs/...'"
+            )
+        if key in _UNSUPPORTED:
+            raise ValueError(f"the schema has {key}, which is not supported")
         if key != "uniqueItems" and (key != "format" or item in _FORMATS):
             found[key] = item if key in _DATA else _enforced(item, key not in _NAMED, depth + 1)
     return found
-
-
-def _check_keyword(key: str, value: Any, *, is_root: bool) -> None:
-    """Raise ValueError for a reference out of the schema, and for what clients may not use."""
-    if key == "$ref" and isinstance(value, str) and value[:2] not in ("#", "#/"):
-        raise ValueError(f"the schema refers to {value[:100]!r}: references must be within it, such as '#/$defs/name'")
-    if key == "$id" and isinstance(value, str) and not is_root:
-        raise ValueError("the schema has an $id inside: name its parts in $defs, and refer to them by '#/$defs/...'")
-    if key in _UNSUPPORTED:
-        raise ValueError(f"the schema has {key}, which is not supported")
 
 
 class SchemaCheck:
@@ -155,9 +154,7 @@ class SchemaCheck:
             new = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(1, new, _limit_process, (_TRIAL_BYTES, _STACK_BYTES))
         program = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType(
-            "__main__"
-        )  # else a new process would import it first, however large it is
+        sys.modules["__main__"] = ModuleType("__main__")  # else a new process would import all of the program first
         try:
             return self._pool.submit(try_schema, written, TRIAL_SECONDS)
         except BrokenProcessPool:  # it has died since the last trial

@@ -6,12 +6,10 @@ Source: vLLM 0.33.0, vllm/benchmarks/serve.py and vllm/v1/spec_decode/metrics.py
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from selfspec.engine.results import StepOutput
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 
@@ -88,6 +86,3 @@ class ServerMetrics:
         if output.result is not None:
             self.prompt_tokens.inc(output.result.stats.num_prompt_tokens)
             self.reused_tokens.inc(output.result.stats.num_reused_tokens)
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)

@@ -95,17 +95,13 @@ class Vocabulary:
 class GrammarProcessor(LogitsProcessor):
     """Allows only tokens after which the text can still become one that follows the grammar. For one text.
 
-    matcher: a fresh one, compiled before; it is copied. Copies share one budget of `schema_check.LIMITS`, so a text that
-    finds it used up goes on with a matcher of its own.
-    Raises ValueError as `Vocabulary.matcher`, and GrammarError for a text that does not follow the grammar or exceeds
-    `schema_check.LIMITS`.
+    matcher: a fresh one, which is copied. Copies share one budget of `schema_check.LIMITS`, so a text that finds it used up
+    goes on with a matcher of its own. Raises GrammarError for a text that does not follow the grammar or exceeds these.
     """
 
-    def __init__(
-        self, vocabulary: Vocabulary, schema: Grammar, prompt_length: int, matcher: LLMatcher | None = None
-    ) -> None:
-        self._made_of, self._is_copy = (vocabulary, schema), matcher is not None
-        self._matcher = vocabulary.matcher(schema) if matcher is None else matcher.deep_copy()
+    def __init__(self, vocabulary: Vocabulary, schema: Grammar, matcher: LLMatcher, prompt_length: int) -> None:
+        self._made_of, self._is_copy = (vocabulary, schema), True
+        self._matcher = matcher.deep_copy()
         self._prompt_length, self._vocab_size = prompt_length, vocabulary.size
         self._taken: list[int] = []
         self._mask = torch.zeros((vocabulary.size + 31) // 32, dtype=torch.int32, device="cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -21,15 +20,22 @@ from selfspec.engine.policy_store import PolicyStore, make_policy
 from selfspec.engine.request import COLDEST, check_context, encode_prompt, end_tokens
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import Body, ChatRequest, CompletionRequest
+from selfspec.serve.bodies import LARGE_BODY
 from selfspec.serve.model_tools import ModelTools
-from selfspec.serve.processors import BiasProcessor, LogprobRecorder, PenaltyProcessor, PromptLogprobs
+from selfspec.serve.processors import (
+    BiasProcessor,
+    LogprobRecorder,
+    PenaltyProcessor,
+    PromptLogprobs,
+    Stops,
+    StopTexts,
+    TrimmedText,
+)
 from selfspec.serve.prompts import Prompts, bad_request, check_length
 from selfspec.serve.scheduler import ServedSequence
 from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.serve_options import ANY_POLICY, MAX_CHOICES, SAFE_POLICIES, ServeOptions
 from selfspec.serve.structured_output import GrammarProcessor, Vocabulary
-from selfspec.serve.trimmed_text import Stops, StopTexts, TrimmedText
-from selfspec.serve.worker_queue import LARGE_BODY
 
 REPEATING = "auto:cost=layers"
 """For sampled requests with a seed that name no policy: it decides by counts alone, never by measured time."""
@@ -47,7 +53,7 @@ class Translator:
         assert generator.tokenizer is not None
         self._generator, self._options = generator, options
         self._policies = ServedPolicies(generator, options)
-        self._schemas = SchemaCheck()
+        self.schemas = SchemaCheck()
         texts = options.copied_texts
         self._copies = generator.copy_store(texts) if texts else None
         config, context = generator.model.generation_config, generator.model.max_positions
@@ -58,9 +64,6 @@ class Translator:
         self._tools = ModelTools(generator.tokenizer, options.template, self.vocabulary)
         self._max_context = min(context, options.max_context or context)
         self.prompts = Prompts(generator.tokenizer, options.template, self._tools, self._vocab_size, self._max_context)
-
-    def close(self) -> None:
-        self._schemas.close()
 
     @property
     def offers(self) -> dict[str, Any]:
@@ -81,7 +84,7 @@ class Translator:
         """
         with bad_request("tools"):
             schemas = [schema for _, schema in body.schemas]
-        return bool(schemas) and (size > LARGE_BODY or not all(map(self._schemas.is_quick, schemas)))
+        return bool(schemas) and (size > LARGE_BODY or not all(map(self.schemas.is_quick, schemas)))
 
     def texts(self, body: Body) -> list[ServedSequence]:
         """Make the texts of a request: the n answers to a chat, or the n continuations of its first prompt, then the next."""
@@ -100,7 +103,9 @@ class Translator:
         sampling, ends = self._sampling_options(body), self._end_tokens(body)
         with bad_request("policy"):
             policy = self._policies.choose(body.policy, repeats="seed" in sampling)
-        processors = self._shared_processors(body)
+        with bad_request("logit_bias"):
+            device = self._generator.model.device
+            biases = [BiasProcessor(body.logit_bias, self._vocab_size, device)] if body.logit_bias else []
         with bad_request("response_format" if body.schema_ is not None else "tool_choice"):
             grammar = self._tools.grammar(body)
             matcher = None if grammar is None else self.vocabulary.matcher(grammar)
@@ -110,12 +115,11 @@ class Translator:
             own = LogitsProcessorList()
             if body.presence_penalty or body.frequency_penalty:
                 own.append(PenaltyProcessor(body.presence_penalty, body.frequency_penalty, len(ids)))
-            own += processors
+            own += biases
             if body.min_tokens and ends:
-                device = str(self._generator.model.device)
-                own.append(MinNewTokensLengthLogitsProcessor(len(ids), body.min_tokens, ends, device))
-            if grammar is not None:
-                own.append(GrammarProcessor(self.vocabulary, grammar, len(ids), matcher))
+                own.append(MinNewTokensLengthLogitsProcessor(len(ids), body.min_tokens, ends, str(device)))
+            if grammar is not None and matcher is not None:
+                own.append(GrammarProcessor(self.vocabulary, grammar, matcher, len(ids)))
             if "seed" in sampling and served:  # the texts of a request have the seeds seed, seed + 1, ...
                 sampling, policy = {**sampling, "seed": sampling["seed"] + 1}, deepcopy(policy)
             criteria = [StopTexts(self.prompts.tokenizer, cut, len(ids))] if cut.texts else []
@@ -158,10 +162,10 @@ class Translator:
             found = body.schemas
         for param, schema in found:
             with bad_request(param):
-                self._schemas(schema)
+                self.schemas(schema)
         if len(found) > 1:
             with bad_request("tools"):
-                self._schemas.check_together([schema for _, schema in found])
+                self.schemas.check_together([schema for _, schema in found])
 
     def _chat_prompt(self, body: ChatRequest) -> _Prompt:
         tools = body.callable_tools
@@ -236,13 +240,6 @@ class Translator:
         if body.seed is not None:
             options["seed"] = body.seed
         return options
-
-    def _shared_processors(self, body: Body) -> Sequence[BiasProcessor]:
-        """Make those that are the same function for every text."""
-        if not body.logit_bias:
-            return ()
-        with bad_request("logit_bias"):
-            return (BiasProcessor(body.logit_bias, self._vocab_size, self._generator.model.device),)
 
 
 class ServedPolicies:

@@ -30,7 +30,7 @@ from matrix_models import (
 )
 from scripted_policies import EVERY_POLICY, first_of_each
 from selfspec import SelfSpecGenerator
-from selfspec.serve.trimmed_text import Stops, TrimmedText
+from selfspec.serve.processors import Stops, TrimmedText
 from tiny_llama import VOCAB_SIZE, reference_greedy, tiny_tokenizer
 
 SEED = 52

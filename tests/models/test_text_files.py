@@ -24,7 +24,7 @@ from layerskip_models.training.run_folder import rewind_log
 from policies import parse_policy
 from scripted_policies import made_up_cost
 from selfspec.cli.batch_file import _results_so_far, read_prompts
-from selfspec.exits.own_answers import recorded_answers
+from selfspec.exits.training_texts import recorded_answers
 
 ODD = "one\u2028two\u2029three\u0085four\x1cfive\x0bsix\x0cé"
 """Characters at which `str.splitlines` cuts, and JSON does not."""

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_demo
+from layerskip_models.choices import choices_of
 from policies import Drafter, DraftRow, LayerCost, MeasuredCost, PacerStopping, Plan, Policy, parse_policy
 from policies.fixed import FixedExit
 from preverifiers import random_module, random_preverification
@@ -28,14 +29,20 @@ from selfspec.pacer.inference import PreVerification
 from selfspec.pacer.labels import DraftTrace, pack
 from selfspec.pacer.network import (
     LeanPreVerifier,
-    draft_features,
     load_preverifier,
     save_preverifier,
 )
-from selfspec.pacer.quality import auc, calibration_error, evaluate, fit_calibration
+from selfspec.pacer.quality import (
+    PlayedDraft,
+    auc,
+    best_settings,
+    calibration_error,
+    evaluate,
+    fit_calibration,
+    play,
+)
 from selfspec.pacer.settings import DataPlan
 from selfspec.pacer.training import PreVerifierLoss, train_preverifier
-from selfspec.pacer.tuning import PlayedDraft, best_settings, play
 from tiny_llama import tiny_llama, tiny_tokenizer
 from tiny_training import tiny_pacer, write_checkpoint
 
@@ -167,7 +174,8 @@ def test_features_by_hand() -> None:
     """p = (1/2, 1/4, 1/4): log p1 = -.693, margin log 2, entropy 1.5 log 2; an impossible token changes nothing."""
     half = 0.6931472
     p = torch.tensor([[0.5, 0.25, 0.25, 0.0]])
-    assert draft_features(p.log())[0].tolist() == pytest.approx([-half, half, 1.5 * half])
+    (output,) = choices_of(p.log(), "all").outputs()
+    assert _features(output, torch.device("cpu")).tolist() == pytest.approx([-half, half, 1.5 * half])
 
 
 class Checked(PreVerification):
@@ -329,16 +337,16 @@ def test_labels_are_those_of_the_engine_drafting_from_one_position(ignore_eos: b
 
 def test_drafts_end_behind_their_mismatch() -> None:
     engine = generator()
-    long, short = (
+    long, short, bare = (
         next(draft_traces(engine, PROMPTS[0], DataPlan(exit_layers=(2,), response_tokens=24, behind=behind), seed=0))
-        for behind in (50, 1)
+        for behind in (50, 1, 0)
     )
     assert short.accepted.equal(long.accepted)
     assert short.lengths.equal(torch.minimum(long.lengths, long.accepted + 2))
-    cut = long.up_to_mismatch(1)
-    assert cut.lengths.equal(short.lengths)
-    torch.testing.assert_close(cut.hidden, short.hidden, atol=1e-3, rtol=1e-3)  # kept in float16
-    assert cut.labels().equal(short.labels())
+    cut = long.up_to_mismatch()
+    assert cut.lengths.equal(bare.lengths)
+    torch.testing.assert_close(cut.hidden, bare.hidden, atol=1e-3, rtol=1e-3)  # kept in float16
+    assert cut.labels().equal(bare.labels())
 
 
 def trace(lengths: list[int], accepted: list[int], starts: list[int], context: int = 9) -> DraftTrace:

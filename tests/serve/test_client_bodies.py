@@ -146,20 +146,11 @@ REFUSED: list[dict[str, Any]] = json.loads(Path(__file__).with_name("refused_bod
 
 @pytest.mark.parametrize("sent", REFUSED, ids=lambda sent: f"{sent['path']} {sent['refused']}")
 def test_what_is_wrong_is_named(server: RunningServer, sent: dict[str, Any]) -> None:
-    """Also half a character, numbers that JSON does not have, and fields of which no client knows."""
+    """In the client's own words. Also half a character, numbers that JSON does not have, and fields that no client knows."""
     error = refusal(server, sent["path"], sent["body"])
     assert (error["type"], error["param"]) == ("invalid_request_error", sent["refused"])
-
-
-def test_two_turns_with_our_own_answer(server: RunningServer) -> None:
-    """As `model_dump()` gives it: with every field, most of them null."""
-    talk: list[Any] = [{"role": "user", "content": "Tom has 3 apples."}]
-    with server.client() as client:
-        for _ in range(2):
-            answer = client.chat.completions.create(model="demo", messages=talk, max_tokens=4)
-            dumped = {"annotations": [], "audio": None, **answer.choices[0].message.model_dump()}
-            assert {"refusal", "tool_calls", "function_call"} <= dumped.keys()
-            talk += [dumped, {"role": "user", "content": "And Anna?"}]
+    assert sent.get("says", "") in error["message"]
+    assert "new_tokens" not in error["message"] or sent["refused"] == "max_new_tokens"
 
 
 def test_two_turns_with_what_parse_returns(server: RunningServer) -> None:
@@ -174,8 +165,9 @@ def test_two_turns_with_what_parse_returns(server: RunningServer) -> None:
         message = client.chat.completions.parse(**options, response_format=Count).choices[0].message
         assert isinstance(message.parsed, Count)
         dumped = message.model_dump(mode="json", warnings=False)  # its own types warn of what they hold
+        assert {"refusal", "tool_calls", "function_call"} <= dumped.keys()
         assert dumped["parsed"] == message.parsed.model_dump()
-        talk += [dumped, {"role": "user", "content": "And Anna?"}]
+        talk += [{"annotations": [], "audio": None, **dumped}, {"role": "user", "content": "And Anna?"}]
         assert client.chat.completions.create(model="demo", messages=talk, max_tokens=4).choices
     function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
     Message.model_validate({"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]})
@@ -276,6 +268,9 @@ def test_tokens_that_are_none(server: RunningServer) -> None:
     for field, long in (("prompt", "x " * 9000), ("messages", [{"role": "user", "content": "x " * 9000}])):
         error = refusal(server, "/tokenize", {field: long})
         assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+        assert "the prompt has more than 4096" in error["message"]
+    error = refusal(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 3000}]})
+    assert error["param"] == "messages" and "and the prompt has 3005: shorten it" in error["message"]
     assert refusal(server, "/detokenize", {"tokens": [1], "model": "other"}, 404)["param"] == "model"
     assert refusal(server, "/tokenize", {"prompt": "a", "model": "other"}, 404)["code"] == "model_not_found"
 

@@ -18,8 +18,8 @@ from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.detokenize import skipped_tokens
 from selfspec.engine.engine import run_calls
 from selfspec.serve.api_responses import Piece
+from selfspec.serve.processors import Stops, StopTexts, TrimmedText
 from selfspec.serve.request_stream import DraftLog
-from selfspec.serve.trimmed_text import Stops, StopTexts, TrimmedText
 from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -36,14 +36,15 @@ def vocabulary() -> Vocabulary:
 
 def test_rolled_back_masks_equal_fresh_ones(vocabulary: Vocabulary) -> None:
     random, prompt = Random(1), [7, 8]
-    kept = GrammarProcessor(vocabulary, SCHEMA, len(prompt))
+    matcher = vocabulary.matcher(SCHEMA)
+    kept = GrammarProcessor(vocabulary, SCHEMA, matcher, len(prompt))
     texts: list[list[int]] = [[]]
     for _ in range(200):
         text = random.choice(texts[-20:])
         text = text[: random.randint(0, len(text))] if random.random() < 0.3 else text
         ids, scores = torch.tensor([prompt + text]), torch.zeros(1, 4096)
         masked = kept(ids, scores)
-        fresh = GrammarProcessor(vocabulary, SCHEMA, len(prompt))(ids, scores)
+        fresh = GrammarProcessor(vocabulary, SCHEMA, matcher, len(prompt))(ids, scores)
         assert masked.equal(fresh)
         allowed = masked[0].isfinite().nonzero().flatten().tolist()
         following = random.choice(allowed)
@@ -72,12 +73,12 @@ def test_copies_of_a_matcher_do_not_take_each_others_budget(
                 text.append(random.choice(letters))
         return len(text)
 
-    copies = [GrammarProcessor(vocabulary, schema, 0, matcher) for _ in range(3)]
+    copies = [GrammarProcessor(vocabulary, schema, matcher, 0) for _ in range(3)]
     assert all(length(one) > 50 for one in copies)
 
 
 def test_a_text_outside_the_grammar_is_refused_and_forgotten(vocabulary: Vocabulary) -> None:
-    processor = GrammarProcessor(vocabulary, SCHEMA, 0)
+    processor = GrammarProcessor(vocabulary, SCHEMA, vocabulary.matcher(SCHEMA), 0)
     scores = torch.zeros(1, 4096)
     start = processor(torch.empty(1, 0, dtype=torch.long), scores)
     brace = int(start[0].isfinite().nonzero()[0])
@@ -227,10 +228,10 @@ def test_what_people_write_is_taken(check: SchemaCheck, vocabulary: Vocabulary, 
 
 def test_a_grammar_that_explodes_while_a_text_is_written_ends_that_text(vocabulary: Vocabulary) -> None:
     """What a step may cost is bounded in the compiler's own units, not by the clock: the error comes at the same token."""
-    processor = GrammarProcessor(vocabulary, {"enum": ["x" * 1_000_000]}, 0)
+    schema = {"enum": ["x" * 1_000_000]}
     lengths = []
     for _ in range(2):
-        text: list[int] = []
+        processor, text = GrammarProcessor(vocabulary, schema, vocabulary.matcher(schema), 0), list[int]()
         with pytest.raises(GrammarError, match="too complex"):
             while len(text) < 5:
                 masked = processor(torch.tensor([text], dtype=torch.long), torch.zeros(1, 4096))

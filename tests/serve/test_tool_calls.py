@@ -54,10 +54,21 @@ def bare() -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.mark.parametrize("key", GOLDEN)
-def test_calls_are_found_and_the_rest_is_content(client: OpenAI, key: str) -> None:
-    content, calls = GOLDEN[key]
-    assert answered(client, key) == (content, calls, "tool_calls" if calls else "stop")
+WANTED: list[tuple[str, dict[str, Any], tuple[Any, Any]]] = [
+    *((key, {}, found) for key, found in GOLDEN.items()),
+    ("key: one", {"tools": []}, (SCRIPTS["key: one"], [])),
+    ("key: one", {"tool_choice": "none"}, (SCRIPTS["key: one"], [])),
+    ("key: two", {"parallel_tool_calls": True}, GOLDEN["key: two"]),
+    ("key: two", {"parallel_tool_calls": False}, ("I look.", [("weather", {"city": "Rome"})])),
+    ("key: two", {"stop": ["</tool_call>"]}, (SCRIPTS["key: two"].partition("</tool_call>")[0], [])),
+]
+
+
+@pytest.mark.parametrize(("key", "options", "expected"), WANTED)
+def test_calls_are_found_and_the_rest_is_content(
+    client: OpenAI, key: str, options: dict[str, Any], expected: tuple[Any, Any]
+) -> None:
+    assert answered(client, key, **options) == (*expected, "tool_calls" if expected[1] else "stop")
 
 
 @pytest.mark.parametrize("key", GOLDEN_BARE)
@@ -65,16 +76,6 @@ def test_calls_that_are_bare_json(bare: RunningServer, key: str) -> None:
     content, calls = GOLDEN_BARE[key]
     with bare.client() as client:
         assert answered(client, key) == (content, calls, "tool_calls" if calls else "stop")
-
-
-def test_without_tools_a_call_is_text(client: OpenAI) -> None:
-    for options in ({"tools": []}, {"tool_choice": "none"}):
-        assert answered(client, "key: one", **options) == (SCRIPTS["key: one"], [], "stop")
-
-
-def test_one_call_alone_if_asked(client: OpenAI) -> None:
-    assert answered(client, "key: two", parallel_tool_calls=False)[1] == [("weather", {"city": "Rome"})]
-    assert len(answered(client, "key: two", parallel_tool_calls=True)[1]) == 2
 
 
 def test_one_call_alone_if_the_template_takes_no_more() -> None:
@@ -88,8 +89,6 @@ def test_an_answer_that_is_cut_is_content(client: OpenAI) -> None:
     content, calls, reason = answered(client, "key: one", max_tokens=3)
     assert calls == [] and reason == "length"
     assert content and SCRIPTS["key: one"].startswith(content)
-    content, calls, reason = answered(client, "key: two", stop=["</tool_call>"])
-    assert (calls, reason) == ([], "stop") and content == SCRIPTS["key: two"].partition("</tool_call>")[0]
 
 
 def test_the_second_turn_reads_the_results(server: RunningServer, client: OpenAI) -> None:

@@ -20,8 +20,7 @@ from layerskip_models.exits.folder import load_adapters
 from layerskip_models.families import FAMILIES
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
-from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.hidden_states import exit_rows
+from selfspec.exits.frozen_model import FrozenHead, exit_rows
 from selfspec.exits.loss import ExitAdapterLoss, accepted_runs, measure, set_scales
 from selfspec.exits.training import train_exit
 from selfspec.exits.training_texts import TrainingText
@@ -212,7 +211,7 @@ def test_adapters_beside_a_checkpoint_from_its_own_answers(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--exit-layers", "4"], "exit_layers must be in [1, 3] for this 4-layer model, got 4"),
+        (["--exit-layers", "4"], "exit_layer must be in [1, 3] for this 4-layer model, got 4"),
         (["--form", "layer"], "form must be one of"),
         (["--steering-size", "8"], "steering_size is of form steered"),
         (["--kl-weight", "0", "--ce-weight", "0"], "together must be above 0"),

@@ -32,8 +32,7 @@ from layerskip_models.training.documents import (
 from layerskip_models.training.examples import Example, examples_of, in_shares, read_examples
 from layerskip_models.training.settings import FrozenModelSettings
 from selfspec import SelfSpecGenerator
-from selfspec.exits.own_answers import own_answers
-from selfspec.exits.training_texts import TextReader
+from selfspec.exits.training_texts import TextReader, own_answers
 from selfspec.messages import OWN_TEMPLATE, ChatTemplate
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 
