@@ -50,9 +50,14 @@ def context(
         wanted = parse_range(contexts, "--contexts")
         tokenizer = open_tokenizer(model)
         weights = open_model(model, dtype, device).with_kv_dtype(kv_dtype)
-        lengths = usable_contexts(wanted, max_new_tokens, weights.max_positions)
-        for left_out in sorted(set(wanted) - set(lengths)):
-            typer.echo(f"{left_out} tokens of context: beyond the model's {weights.max_positions} positions", err=True)
+        most = weights.max_positions
+        lengths = [length for length in wanted if length + max_new_tokens <= most]
+        if not lengths:
+            raise ValueError(
+                f"the model has {most} positions: no context of {contexts} leaves room for {max_new_tokens} new tokens"
+            )
+        for left_out in wanted[len(lengths) :]:
+            typer.echo(f"{left_out} tokens of context: beyond the model's {most} positions", err=True)
         prompts = [long_prompt(tokenizer, length) for length in lengths]
         where = provenance(weights.device, weights.dtype)
         asked = {"num_layers": weights.num_layers, "kv_dtype": str(weights.kv_dtype).removeprefix("torch.")}
@@ -128,14 +133,3 @@ class _Place:
             "seconds": stats.seconds - stats.time_to_first_token,
             "outputs_equal": result.new_tokens == self._tokens,
         }
-
-
-def usable_contexts(contexts: Sequence[int], max_new_tokens: int, max_positions: int) -> list[int]:
-    """Return those that leave room for the new tokens. Raises ValueError where none does."""
-    usable = sorted({context for context in contexts if context + max_new_tokens <= max_positions})
-    if not usable:
-        raise ValueError(
-            f"the model has {max_positions} positions: no context of {', '.join(map(str, contexts))} leaves room for "
-            f"{max_new_tokens} new tokens"
-        )
-    return usable

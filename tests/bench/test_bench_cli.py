@@ -124,7 +124,6 @@ def test_sweep_writes_the_setting_that_generate_finds(invoke, checkpoint, tmp_pa
 MISTAKES = {
     "peers --model MODEL --engine selfspec:Q4": "--engine must be transformers, selfspec:KIND with a KIND of int8, int4",
     "peers --model MODEL --engine llama.cpp:Q4": "llama.cpp or ik_llama.cpp with :KIND of BF16, F16, Q8_0, Q4_0",
-    "peers --model MODEL --engine openvino": "needs a GGUF file as --model",
     "peers --model MODEL --engine llama.cpp": "needs a GGUF file as --model, or a kind of weights",
     "peers --model MODEL --loads 2": "--loads needs a GGUF file",
     "batch --model MODEL --engine vllm": "--engine must be transformers",
@@ -145,9 +144,9 @@ MISTAKES = {
     "run --model MODEL --policy dv:9": "exit_layer must be in [1, 3]",
     "run --model synthetic:huge": "unknown shape 'huge'",
     "load --model someone/somewhere": "--model must be a folder or synthetic:SHAPE",
+    "context --model MODEL --contexts 1": "the model has 64 positions: no context of 1 leaves room for 64 new tokens",
     "kernels --variant none": "this machine runs the variants",
     "kernels --weights int3": "--weights must be of float32, bfloat16, int8, int4",
-    "kernels --rows x": "--rows must look like",
     "convert": "`selfspec-bench convert` was removed: ",
     "shapes --shape small": "`selfspec-bench shapes` was removed: run `selfspec-bench run --model synthetic:",
     "chat --model x": "`selfspec-bench chat` was removed: `selfspec-bench peers --chat`",

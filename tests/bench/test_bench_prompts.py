@@ -15,11 +15,8 @@ from tiny_llama import tiny_tokenizer
 
 
 def write_lines(path, *rows):
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode()))
-    else:
-        path.write_text(text, encoding="utf-8")
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return path
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from bench.commands.bench_app import app
 from bench.commands.report_command import compare_records
 from bench.record import Line, matching
 from bench.report import interval_tables
@@ -40,26 +39,17 @@ def record() -> list[Line]:
     rounds = {PLAIN: (99, 0, 0, 0, 0, 990), DRAFTING: (30, 86, 69, 66, 60, 495)}
     names = ("rounds", "num_drafted", "num_accepted", "num_copied", "num_copied_accepted", "loaded_layers")
     phases = {f"{phase}_seconds": 1.0 for phase in PHASES}
+    stats = {"num_new_tokens": 100, "preverifier_layers": 0, "seconds": 7.0, **phases}
     for engine, by_prompt in times.items():
+        own = stats | dict(zip(names, rounds[engine])) if engine in rounds else None
         for prompt, seconds in by_prompt.items():
-            stats = None
-            if engine in rounds:
-                stats = {"num_new_tokens": 100, "preverifier_layers": 0, "seconds": 7.0, **phases}
-                stats |= zip(names, rounds[engine])
-            lines += [
-                {
-                    "kind": "sample", "engine": engine, "prompt": prompt, "task": prompt[0], "repeat": repeat,
-                    "num_prompt_tokens": 10, "num_new_tokens": 100, "seconds": value, "time_to_first_token": value / 4,
-                    "decode_seconds": value / 2, "stats": stats,
-                }
-                for repeat, value in enumerate(seconds)
-            ]  # fmt: skip
-            lines.append(
-                {
-                    "kind": "output", "engine": engine, "prompt": prompt, "output": "", "reference": PLAIN,
-                    "first_difference": None, "reference_logit_gap": None, "near_tie": None,
-                }
-            )  # fmt: skip
+            about = {"engine": engine, "prompt": prompt}
+            sample = {"kind": "sample", "task": prompt[0], "num_prompt_tokens": 10, "num_new_tokens": 100, "stats": own}
+            for repeat, value in enumerate(seconds):
+                clock = {"seconds": value, "time_to_first_token": value / 4, "decode_seconds": value / 2}
+                lines.append(sample | about | clock | {"repeat": repeat})
+            equal = {"first_difference": None, "reference_logit_gap": None, "near_tie": None}
+            lines.append({"kind": "output", "output": "", "reference": PLAIN} | about | equal)
     return lines
 
 
@@ -107,7 +97,7 @@ def write(path: Path, lines: list[Line]) -> Path:
     return path
 
 
-def test_compare_says_what_changed(tmp_path: Path) -> None:
+def test_compare_says_what_changed(invoke: Any, tmp_path: Path) -> None:
     before, after = record(), record()
     after[0]["provenance"]["threads"] = 64
     for line in matching(after, "sample", engine=PLAIN):
@@ -120,7 +110,7 @@ def test_compare_says_what_changed(tmp_path: Path) -> None:
     assert (rows[LABELS[PLAIN]][3], rows[LABELS[PLAIN]][-1]) == ("2.00×", "equal")
     assert (rows["llama.cpp"][3], rows["llama.cpp"][-1]) == ("1.00×", "2 of 2 differ")
     paths = [write(tmp_path / f"{name}.jsonl", lines) for name, lines in (("a", before), ("b", after))]
-    result = CliRunner().invoke(app, ["compare", *map(str, paths)])
+    result = invoke("compare", *paths)
     assert result.exit_code == 0 and "threads:" in result.output and "2.00×" in result.output
     with pytest.raises(ValueError, match="no engine in common"):
         compare_records(before, before[:1])
@@ -143,12 +133,12 @@ END = '{"kind": "end"}\n'
         (RUN.replace('"command": "run"', '"command": "spide"') + END, "makes no tables of records of 'spide'"),
     ],
 )
-def test_a_missing_or_damaged_record_is_one_line(text: str | None, message: str, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_record_is_one_line(text: str | None, message: str, invoke: Any, tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     if text is not None:
         path.write_text(text, encoding="utf-8")
-    for arguments in (["report", str(path)], ["report", str(path), "-o", str(tmp_path / "page.md")]):
-        result = CliRunner().invoke(app, arguments)
+    for options in ([], ["-o", tmp_path / "page.md"]):
+        result = invoke("report", path, *options)
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
         assert message in result.stderr
 

@@ -18,32 +18,12 @@ from selfspec import SelfSpecGenerator
 pytestmark = pytest.mark.usefixtures("known_costs")
 SMALL = ["--prompt-tokens", "10", "--max-new-tokens", "8", "--repeats", "2", "--warmups", "0"]
 Invoke = Callable[..., Any]
-HEADER = {"kind": "run", "command": "run", "configuration": {"model": "m"}, "provenance": {"commit": "a"}}
 
 
 @pytest.fixture(scope="module")
 def run(invoke: Invoke, checkpoint: Path) -> Invoke:
     """Run `selfspec-bench run`, on a tiny checkpoint unless the arguments name another model."""
     return lambda *arguments: invoke("run", "--model", checkpoint, *SMALL, *arguments)
-
-
-def test_a_record_goes_on_where_it_broke_off(tmp_path: Path) -> None:
-    path = tmp_path / "record.jsonl"
-    with pytest.raises(KeyError), Record(path, HEADER) as record:
-        assert record.once("sample", lambda: {"seconds": 1.5}, engine="a")["seconds"] == 1.5
-        raise KeyError
-    with path.open("a") as stream:
-        stream.write('{"kind": "sam')  # what was being written when the power failed
-    with pytest.raises(ValueError, match="broke off: give its command again"):
-        read_record(path)
-    with pytest.raises(ValueError, match="holds a run with another model, commit: remove it"):
-        Record(path, {**HEADER, "configuration": {"model": "n"}, "provenance": {"commit": "b"}})
-    for _ in range(2):
-        with Record(path, HEADER) as record:
-            assert record.once("sample", lambda: pytest.fail("measured twice"), engine="a")["seconds"] == 1.5
-            record.once("sample", lambda: {"seconds": 2.5}, engine="b")
-    assert [line.get("seconds") for line in read_record(path)] == [None, 1.5, 2.5]
-    assert len(path.read_text().splitlines()) == 4  # it was complete the second time
 
 
 def test_the_record_and_its_page(run: Invoke, invoke: Invoke, tmp_path: Path) -> None:
@@ -165,6 +145,13 @@ def test_killed_anywhere_and_given_again_it_is_the_same(
     assert interrupted.exit_code == 130
     assert interrupted.stderr.endswith(f"what was measured is in {record}; the same command goes on with it\n")
     kept = [json.loads(line) for line in record.read_text().splitlines()]
+    before = json.dumps(kept[0] | {"provenance": kept[0]["provenance"] | {"commit": "another"}})
+    other = tmp_path / "other.jsonl"
+    other.write_text(before + "\n")
+    refused = run(*POLICIES, *TWO_PROMPTS, "--output", other, "--repeats", 3)
+    assert (refused.exit_code, "holds a run with another repeats, commit: remove" in refused.stderr) == (2, True)
+    with record.open("a") as stream:
+        stream.write('{"kind": "sam')  # what was being written when the power failed
     runs: list[object] = []
     generate = SelfSpecGenerator.generate
 
@@ -179,7 +166,7 @@ def test_killed_anywhere_and_given_again_it_is_the_same(
     done = matching(kept, "sample", engine="selfspec:del")
     assert runs.count("del") == 2 * 2 - len(done)  # the repeats that were left
     runs.clear()
-    assert run(*arguments).exit_code == 0 and not runs
+    assert run(*arguments).exit_code == 0 and not runs  # it was complete
 
 
 def test_without_a_record_nothing_is_kept(run: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
