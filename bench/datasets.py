@@ -19,11 +19,7 @@ from selfspec.messages import encode_messages
 SHIPPED_PROMPTS = Path(__file__).parent / "prompts"
 """Prompts written for this project: code, maths word problems, English prose and summaries, German to English, copying."""
 COPYING = "copying"
-"""Shipped prompts whose answers are copied from them: edit this file, quote from these documents, go on with these rows.
-
-They are used only where they are named. How fast they are says nothing about other text, and records without them stay
-comparable.
-"""
+"""Shipped prompts whose answers are copied from them. They say nothing of other text, and are used where they are named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +40,6 @@ class EncodedPrompt:
     ids: Tensor
     answer_tokens: int | None = None
 
-    def new_tokens(self, most: int) -> int:
-        """How many tokens to continue it by in a run that asks for `most`."""
-        return most if self.answer_tokens is None else min(self.answer_tokens, most)
-
 
 def shipped_names() -> list[str]:
     """List the files of prompts that ship with the package, without their ending."""
@@ -55,12 +47,10 @@ def shipped_names() -> list[str]:
 
 
 def load_prompts(path: Path | None = None) -> list[Prompt]:
-    """Prompts of a .jsonl or .jsonl.gz file in the order of its lines; None takes the shipped ones, all but `COPYING`.
+    """Return the prompts of a .jsonl or .jsonl.gz file in its order; None takes the shipped ones, all but `COPYING`.
 
-    A path that is no file may be the name of a shipped file without its ending, such as "copying".
-
-    A line is an object with "id", "task" and "prompt" (text that ends where the model goes on). Other fields are ignored. Ids
-    must differ.
+    A path that is no file may be the name of a shipped file without its ending, such as "copying". A line is an object with
+    "id" (of its own), "task" and "prompt" (text that ends where the model goes on). Other fields are ignored.
     Raises ValueError that names file and line for anything else; OSError if the file cannot be read.
     """
     if path is None:

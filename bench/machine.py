@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -95,17 +95,8 @@ class WeightBytes:
         return float(layers + stats["rounds"] * self.head + drafted * self.draft_head)
 
 
-def resident_bytes() -> int | None:
-    """Return this process's memory now, files that it maps included; None where the system is not Linux."""
-    return _memory("VmRSS")
-
-
-def peak_bytes() -> int | None:
-    """Return the most that this process had in memory since it began."""
-    return _memory("VmHWM")
-
-
-def _memory(name: str) -> int | None:
+def memory_bytes(name: Literal["VmRSS", "VmHWM"]) -> int | None:
+    """Return this process's memory, files that it maps included: now, or the most since it began. None beside Linux."""
     with suppress(OSError):
         text = Path(f"/proc/{os.getpid()}/status").read_text(encoding="ascii", errors="replace")
         return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:")), None)

@@ -60,24 +60,23 @@ class Survivors:
 class Measurement:
     """Engines on prompts. What the record holds already is not measured again.
 
-    engines: outputs are compared with those of the first one, or of the first with the same weights. dtype: whose near-ties
-    count as such. sampled: every repeat draws with another seed, and outputs are not compared.
+    engines: outputs are compared with those of the first one, or of the first with the same weights. record: its
+    first line says how many tokens, repeats and warm-ups there are, and whether runs sample. Then every repeat draws with
+    another seed, and outputs are not compared.
     advance: called with an engine's label after each of its runs (`num_runs` of them).
     """
 
     engines: Sequence[TimedEngine]
     prompts: Sequence[EncodedPrompt]
-    max_new_tokens: int
-    repeats: int
-    warmups: int
-    dtype: torch.dtype
     record: Record
-    sampled: bool = False
     advance: Callable[[str], object] = lambda label: None
 
-    def num_runs(self) -> int:
-        """Return how many times `run` calls `advance`."""
-        return len(self.engines) * (self.warmups + len(self.prompts) * self.repeats)
+    def __post_init__(self) -> None:
+        asked = self.record.lines[0]["configuration"]
+        most, self.repeats, self.warmups = asked["max_new_tokens"], asked["repeats"], asked["warmups"]
+        self.sampled = asked.get("do_sample", False)
+        self.lengths = {prompt.id: min(prompt.answer_tokens or most, most) for prompt in self.prompts}
+        self.num_runs = len(self.engines) * (self.warmups + len(self.prompts) * self.repeats)
 
     def run(self) -> None:
         """Warm every engine up on the first prompt, then time and compare all of them on each.
@@ -85,24 +84,19 @@ class Measurement:
         Engines that are lost on the way are left out; the others are measured to the end. Raises EngineLostError if the first
         one is lost.
         """
-        if all(self._is_done(prompt) for prompt in self.prompts):
+        names = [engine.name for engine in self.engines]
+        if all(self.record.find("output", engine=name, prompt=one.id) for name in names for one in self.prompts):
             return
+        first = self.prompts[0]
         survivors = Survivors(self.engines[0], self.record)
         for engine in self.engines:
             for _ in range(self.warmups):
-                survivors.call(engine, partial(engine.generate, self.prompts[0].ids, self._length(self.prompts[0])))
+                survivors.call(engine, partial(engine.generate, first.ids, self.lengths[first.id]))
                 self.advance(engine.label)
             if engine.kept:
                 survivors.call(engine, engine.forget)
         for number, prompt in enumerate(self.prompts):
             self._measure(prompt, survivors, turn=number * self.repeats)
-
-    def _length(self, prompt: EncodedPrompt) -> int:
-        return prompt.new_tokens(self.max_new_tokens)
-
-    def _is_done(self, prompt: EncodedPrompt) -> bool:
-        """Tell whether outputs were compared for this prompt, which comes last."""
-        return all(self.record.find("output", engine=one.name, prompt=prompt.id) for one in self.engines)
 
     def _measure(self, prompt: EncodedPrompt, survivors: Survivors, turn: int) -> None:
         """Time the engines on one prompt and compare their outputs. turn: says with which engine it begins."""
@@ -111,7 +105,9 @@ class Measurement:
             for engine in in_turn(self.engines, turn + repeat):
                 key = {"engine": engine.name, "prompt": prompt.id, "repeat": repeat}
                 if engine.kept and repeat == 0 and self.record.find("sample", **key):
-                    survivors.call(engine, partial(engine.generate, prompt.ids, self._length(prompt)))  # learns again
+                    survivors.call(
+                        engine, partial(engine.generate, prompt.ids, self.lengths[prompt.id])
+                    )  # learns again
                 sample = partial(self.record.once, "sample", partial(self._sample, engine, prompt, repeat), **key)
                 line = survivors.call(engine, sample)
                 if line is not None:
@@ -124,7 +120,7 @@ class Measurement:
 
     def _sample(self, engine: TimedEngine, prompt: EncodedPrompt, repeat: int) -> Line:
         """Time one run. Raises RuntimeError if it returns another number of tokens than it was asked for."""
-        length = self._length(prompt)
+        length = self.lengths[prompt.id]
         generation = engine.generate(prompt.ids, length, repeat)
         if len(generation.tokens) != length:
             raise RuntimeError(f"{engine.label} returned {len(generation.tokens)} tokens for {prompt.id}, not {length}")
@@ -155,7 +151,8 @@ class Measurement:
         engines = [one for one in self.engines if outputs[one.name]]
         while not self.sampled:
             reference = reference_of(engine, [one for one in engines if one.name not in survivors.lost])
-            dtype = (engine.arithmetic or self.dtype) if engine.weights == reference.weights else None
+            dtype = engine.arithmetic or self.engines[0].arithmetic
+            dtype = dtype if engine.weights == reference.weights else None
             comparing = partial(compare_outputs, prompt.ids, outputs[reference.name][0], own[0], reference, dtype)
             difference = survivors.call(reference, comparing)
             if difference is not None:

@@ -34,6 +34,7 @@ _GENERATIONS = (
 
 def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Everything that another person needs to judge or repeat a measurement; None for what cannot be found out."""
+    is_widened = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)  # our layers multiply in float32
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": f"selfspec-bench {shlex.join(map(public_argument, sys.argv[1:]))}".strip(),
@@ -43,20 +44,15 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "os": platform.platform(),
-        **processor(),
+        **_processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "kernels": native_variant(device, computed_in(device, dtype)),
+        "kernels": native_variant(device, torch.float32 if is_widened else dtype),
         "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_average": round(psutil.getloadavg()[0], 2),  # well above 1: the machine was busy with other things
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(dtype).removeprefix("torch."),
     }
-
-
-def computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that weights of this one are multiplied in: on a CPU our layers widen 16 bits to float32."""
-    return torch.float32 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def public_argument(argument: str) -> str:
@@ -68,7 +64,7 @@ def public_argument(argument: str) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
 
 
-def processor() -> dict[str, Any]:
+def _processor() -> dict[str, Any]:
     """Return the processor's name as Linux gives it, and its generation.
 
     Virtual machines say no more in the name than "AMD EPYC".
@@ -77,21 +73,13 @@ def processor() -> dict[str, Any]:
     with suppress(OSError):
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
         fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.split("\n"))}
-    numbers = [int(fields[name]) if fields.get(name, "").isdecimal() else None for name in ("cpu family", "model")]
+    family, model = (int(fields[name]) if fields.get(name, "").isdecimal() else -1 for name in ("cpu family", "model"))
+    own = (fields.get("vendor_id"), family)
+    known = (name for *which, first, last, name in _GENERATIONS if own == tuple(which) and first <= model <= last)
     return {
         "cpu": fields.get("model name") or platform.processor() or None,
-        "microarchitecture": microarchitecture(fields.get("vendor_id"), *numbers),
+        "microarchitecture": next(known, None),
     }
-
-
-def microarchitecture(vendor: str | None, family: int | None, model: int | None) -> str | None:
-    """Name a generation of x86 processors; None for one that is not in the list."""
-    if family is None or model is None:
-        return None
-    for known_vendor, known_family, first, last, name in _GENERATIONS:
-        if (vendor, family) == (known_vendor, known_family) and first <= model <= last:
-            return name
-    return None
 
 
 def git_commit(folder: Path) -> str | None:

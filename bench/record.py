@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -54,9 +54,17 @@ class Record:
     def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
         self.path = path
         self._stream: TextIO | None = None
-        self.lines = [] if path is None or not _has_text(path) else _whole_lines(path)
+        has_text = path is not None and path.exists() and path.stat().st_size > 0
+        self.lines = _whole_lines(path) if has_text else []  # type: ignore[arg-type]
         if self.lines:
-            _check_same(path, self.lines[0], header)
+            before, now = self.lines[0], json.loads(json.dumps(header))
+            changed = [] if before.get("command") == now["command"] else ["command"]
+            changed += [name for name, _, _ in differences(before, now, _SAME)]
+            if changed:
+                another = ", ".join(changed)
+                raise ValueError(
+                    f"{path} holds a run with another {another}: remove it, or name another file as --output"
+                )
         self.num_earlier = len(self.lines)
         if not self.lines:
             self.lines = [dict(header)]
@@ -106,20 +114,13 @@ class Record:
             self._stream.flush()
 
 
-def _has_text(path: Path) -> bool:
-    return path.exists() and path.stat().st_size > 0
-
-
-def _check_same(path: Path | None, before: Line, header: Mapping[str, Any]) -> None:
-    changed = [name for name in ("command",) if before.get(name) != header[name]]
-    for part, names in (("configuration", None), ("provenance", _SAME)):
-        old, new = before.get(part, {}), json.loads(json.dumps(header[part]))
-        chosen = sorted({*old, *new}) if names is None else names
-        changed += [name for name in chosen if old.get(name) != new.get(name)]
-    if changed:
-        raise ValueError(
-            f"{path} holds a run with another {', '.join(changed)}: remove it, or name another file as --output"
-        )
+def differences(before: Line, after: Line, provenance: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what two headers say otherwise, with both values. provenance: the names that count of where they were made."""
+    for part, chosen in (("configuration", None), ("provenance", provenance)):
+        old, new = before.get(part, {}), after[part]
+        for name in chosen or sorted({*old, *new}):
+            if old.get(name) != new.get(name):
+                yield name, old.get(name), new.get(name)
 
 
 def _whole_lines(path: Path) -> list[Line]:

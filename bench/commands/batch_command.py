@@ -11,28 +11,17 @@ import typer
 from torch import Tensor
 
 from bench.commands import bench_options as options
-from bench.commands.session import (
-    configuration,
-    encoded,
-    header,
-    loss_in_one_line,
-    progress,
-    recording,
-    show,
-    started,
-    write_engines,
-)
+from bench.commands.session import encoded, header, progress, recording, show, started, write_engines
 from bench.commands.sweep_command import parse_range
-from bench.engines.catalogue import OPENVINO, Work, default_engines, makers, own_peer
+from bench.engines.catalogue import OPENVINO, Work, engines_beside, makers
 from bench.engines.own import TimedEngine
 from bench.measure import Survivors, in_turn, output_digest
 from bench.models import file_of, open_tokenizer
-from layerskip_models import DEMO_PATH
 from selfspec.cli.console import one_line_errors
 
 
 def batch(
-    model: options.ModelOption = None,
+    model: options.ModelOption = options.DEMO,
     prompts: options.PromptsOption = None,
     prompt_tokens: options.PromptTokensOption = 64,
     max_new_tokens: options.NewTokensOption = 64,
@@ -50,39 +39,29 @@ def batch(
     Every engine runs in a process of its own and holds the weights itself. One that crashes or hangs is left out with a
     message, and the others go on. For OpenVINO GenAI all texts are cut to the length of the shortest.
     """
-    with one_line_errors(), loss_in_one_line():
-        checkpoint = str(model or DEMO_PATH)
+    with one_line_errors():
         sizes = parse_range(texts, "--texts")
-        samples = encoded(prompts, max(sizes), open_tokenizer(checkpoint), prompt_tokens)
-        file = file_of(checkpoint)
-        checkpoint = checkpoint if file is None else str(file)
+        samples = encoded(prompts, max(sizes), open_tokenizer(model), prompt_tokens)
+        file = file_of(model)
+        model = str(file or model)
         work = Work(
-            checkpoint=checkpoint,
+            checkpoint=model,
             file=file,
             dtype=dtype,
             device=device,
             policies=policy or ["ar", "auto"],
             max_tokens=max(len(sample.ids) for sample in samples) + max_new_tokens,
         )
-        asked = [name for name in engine or default_engines(file) if name != "none"]
-        others = makers(asked, work)
-        shortest = (
-            min(len(sample.ids) for sample in samples) if any(name.startswith(OPENVINO) for name in others) else 0
-        )
+        asked = engines_beside(engine, file)
+        made = makers(asked, work)
+        has_openvino = any(name.startswith(OPENVINO) for name in made)
+        shortest = min(len(sample.ids) for sample in samples) if has_openvino else 0
         ids = [sample.ids[-shortest:] for sample in samples]
         while len(ids) < max(sizes):  # the same prompts once more, each with its last token in front
             ids.append(ids[len(ids) - len(samples)].roll(1))
-        about = configuration(
-            checkpoint,
-            samples,
-            max_new_tokens,
-            repeats,
-            texts=sizes,
-            policies=work.policies,
-            engines=[Path(name).name for name in asked],
-        )
-        with started({"selfspec": partial(own_peer, work), **others}, peer_timeout) as (engines, said, missing):
-            first = header("batch", about, {**said["provenance"], "versions": said["versions"]})
+        with started(made, peer_timeout) as (engines, where, missing):
+            said = {"texts": sizes, "policies": work.policies, "engines": [Path(name).name for name in asked]}
+            first = header("batch", where, model, samples, max_new_tokens, repeats, **said)
             with recording(output, first) as record:
                 write_engines(record, engines, missing)
                 survivors = Survivors(engines[0], record)
@@ -93,11 +72,9 @@ def batch(
                         for size in sizes:
                             for one in in_turn(engines, repeat):
                                 advance(f"{one.label}, {size} texts")
+                                key = {"engine": one.name, "texts": size, "repeat": repeat}
                                 measured = partial(_measured, one, ids[:size], max_new_tokens)
-                                write = partial(
-                                    record.once, "batch", measured, engine=one.name, texts=size, repeat=repeat
-                                )
-                                survivors.call(one, write)
+                                survivors.call(one, partial(record.once, "batch", measured, **key))
     show(record.lines)
 
 

@@ -8,20 +8,24 @@ from typing import Annotated
 import typer
 
 from bench.datasets import COPYING, shipped_names
+from layerskip_models import DEMO_PATH
 from layerskip_models.output_paths import output_file
 from selfspec.cli.console import one_line_errors
 
 
 def _record_path(path: Path | None) -> Path | None:
-    """Fails before anything runs if the record could not be written."""
+    """Fail before anything runs if the record could not be written."""
     with one_line_errors():
         return None if path is None else output_file(path, replaced=True)
 
 
+DEMO = str(DEMO_PATH)
 ModelOption = Annotated[
-    str | None,
+    str,
     typer.Option(
-        help='LayerSkip checkpoint: folder, hub name, or "synthetic:SHAPE" (random weights of that shape). Default: the demo.'
+        show_default=False,
+        help='LayerSkip checkpoint: folder, hub name, or "synthetic:SHAPE" (random weights of that shape). '
+        "Default: the demo.",
     ),
 ]
 PromptsOption = Annotated[

@@ -16,31 +16,28 @@ from transformers import PreTrainedTokenizerBase
 
 from bench.commands import bench_options as options
 from bench.commands.roofline_command import best_fixed
-from bench.commands.session import configuration, header, progress, recording, show
+from bench.commands.session import header, progress, recording, show
 from bench.commands.sweep_command import parse_range
 from bench.datasets import EncodedPrompt, load_prompts
-from bench.engines.own import GREEDY, run_afresh
+from bench.engines.own import run_afresh
 from bench.machine import WeightBytes, calibrated, measure_bandwidth
 from bench.measure import in_turn
 from bench.models import open_model, open_tokenizer
 from bench.provenance import provenance
 from bench.record import Line, Record
-from layerskip_models import DEMO_PATH, LayerSkipModel
+from layerskip_models import LayerSkipModel
 from selfspec import SelfSpecGenerator
 from selfspec.cli.console import one_line_errors
 
 
 def context(
-    model: options.ModelOption = None,
-    contexts: Annotated[
-        str, typer.Option(help="Prompt lengths in tokens, for example 128,1024.")
-    ] = "128,1024,4096,16384",
+    model: options.ModelOption = options.DEMO,
+    contexts: Annotated[str, typer.Option(help="Prompt lengths in tokens, as in 128,1024.")] = "128,1024,4096,16384",
     max_new_tokens: options.NewTokensOption = 64,
     repeats: options.RepeatsOption = 3,
     dtype: options.DtypeOption = "auto",
     kv_dtype: Annotated[
-        str,
-        typer.Option(help="What our engine keeps keys and values in: auto (the arithmetic's own) or bfloat16."),
+        str, typer.Option(help="What our engine keeps keys and values in: auto (the arithmetic's own) or bfloat16.")
     ] = "auto",
     device: options.DeviceOption = "auto",
     output: options.OutputOption = None,
@@ -50,23 +47,21 @@ def context(
     Contexts beyond the model's positions are left out. Contexts and policies take turns.
     """
     with one_line_errors():
-        checkpoint = str(model or DEMO_PATH)
         wanted = parse_range(contexts, "--contexts")
-        tokenizer = open_tokenizer(checkpoint)
-        weights = open_model(checkpoint, dtype, device).with_kv_dtype(kv_dtype)
-        lengths = usable_contexts(wanted, max_new_tokens, weights.max_positions)
-        for left_out in sorted(set(wanted) - set(lengths)):
-            typer.echo(f"{left_out} tokens of context: beyond the model's {weights.max_positions} positions", err=True)
+        tokenizer = open_tokenizer(model)
+        weights = open_model(model, dtype, device).with_kv_dtype(kv_dtype)
+        most = weights.max_positions
+        lengths = [length for length in wanted if length + max_new_tokens <= most]
+        if not lengths:
+            raise ValueError(
+                f"the model has {most} positions: no context of {contexts} leaves room for {max_new_tokens} new tokens"
+            )
+        for left_out in wanted[len(lengths) :]:
+            typer.echo(f"{left_out} tokens of context: beyond the model's {most} positions", err=True)
         prompts = [long_prompt(tokenizer, length) for length in lengths]
-        about = configuration(
-            checkpoint,
-            prompts,
-            max_new_tokens,
-            repeats,
-            num_layers=weights.num_layers,
-            kv_dtype=str(weights.kv_dtype).removeprefix("torch."),
-        )
-        first = header("context", about, provenance(weights.device, weights.dtype))
+        where = provenance(weights.device, weights.dtype)
+        asked = {"num_layers": weights.num_layers, "kv_dtype": str(weights.kv_dtype).removeprefix("torch.")}
+        first = header("context", where, model, prompts, max_new_tokens, repeats, **asked)
     with recording(output, first) as record:
         if not record.is_complete:
             _measure(record, weights, prompts, max_new_tokens, repeats)
@@ -74,25 +69,19 @@ def context(
 
 
 def _measure(
-    record: Record,
-    weights: LayerSkipModel,
-    prompts: Sequence[EncodedPrompt],
-    max_new_tokens: int,
-    repeats: int,
+    record: Record, weights: LayerSkipModel, prompts: Sequence[EncodedPrompt], max_new_tokens: int, repeats: int
 ) -> None:
     generator = SelfSpecGenerator(weights, prefix_cache=0)
     cost = calibrated(generator, record)
-    generator.generate(prompts[0].ids, max_new_tokens=max_new_tokens, policy="ar", **GREEDY)  # warms up
+    run_afresh(generator, "ar", prompts[0].ids, max_new_tokens)  # warms up
     with progress(len(prompts) * (1 + 3 * repeats)) as advance:
         places = []
         for prompt in prompts:
-            place = Context(SelfSpecGenerator(weights, prefix_cache=1), prompt, max_new_tokens)  # it keeps one text
-            if record.find("prefill", context=place.size) is None:
-                record.write("prefill", context=place.size, time_to_first_token=place.seconds)
-                record.write(
-                    "fixed", context=place.size, policy=best_fixed(place.generator, prompt, max_new_tokens, cost)
-                )
-            place.warm_up(record.find("fixed", context=place.size)["policy"])  # type: ignore[index]
+            place = _Place(weights, prompt, max_new_tokens)
+            record.once("prefill", lambda: {"time_to_first_token": place.seconds}, context=place.size)  # noqa: B023
+            find = partial(best_fixed, place.generator, prompt, max_new_tokens, cost)
+            fixed = record.once("fixed", lambda: {"policy": find()}, context=place.size)  # noqa: B023
+            place.warm_up(fixed["policy"])
             places.append(place)
             advance("prefill")
         kv_bytes = WeightBytes.of(weights).kv
@@ -115,45 +104,32 @@ def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedP
     return EncodedPrompt(id=f"context-{num_tokens}", task="context", ids=repeated)
 
 
-class Context:
+class _Place:
     """One context, which its generator keeps, and what decodes after it.
 
     policies: by their role. seconds: to the first token, when the whole prompt was read.
     """
 
-    def __init__(self, generator: SelfSpecGenerator, prompt: EncodedPrompt, max_new_tokens: int) -> None:
-        self.generator, self.size = generator, prompt.ids.numel()
+    def __init__(self, weights: LayerSkipModel, prompt: EncodedPrompt, max_new_tokens: int) -> None:
+        self.generator, self.size = SelfSpecGenerator(weights, prefix_cache=1), prompt.ids.numel()  # it keeps one text
         self.policies: dict[str, str] = {}
-        self._prompt, self._max_new_tokens = prompt, max_new_tokens
-        first = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **GREEDY)
-        self._tokens = first.new_tokens
-        self.seconds = first.stats.time_to_first_token
+        self._run = partial(run_afresh, self.generator, prompt=prompt.ids, max_new_tokens=max_new_tokens)
+        first = self._run(policy="ar")
+        self._tokens, self.seconds = first.new_tokens, first.stats.time_to_first_token
 
     def warm_up(self, fixed: str) -> None:
         """Run every policy once. fixed: the setting that is best here by replay."""
         self.policies = {"plain": "ar", "best fixed": fixed, "auto": "auto"}
         for policy in self.policies.values():
-            run_afresh(self.generator, policy, self._prompt.ids, self._max_new_tokens)
+            self._run(policy=policy)
 
     def decode(self, role: str) -> Line:
         """Decode with one of the policies."""
-        policy = self.policies[role]
-        result = run_afresh(self.generator, policy, self._prompt.ids, self._max_new_tokens)
+        result = self._run(policy=self.policies[role])
         stats = result.stats
         return {
-            "policy": policy,
+            "policy": self.policies[role],
             "tokens": stats.num_new_tokens - 1,
             "seconds": stats.seconds - stats.time_to_first_token,
             "outputs_equal": result.new_tokens == self._tokens,
         }
-
-
-def usable_contexts(contexts: Sequence[int], max_new_tokens: int, max_positions: int) -> list[int]:
-    """Return those that leave room for the new tokens. Raises ValueError where none does."""
-    usable = sorted({context for context in contexts if context + max_new_tokens <= max_positions})
-    if not usable:
-        raise ValueError(
-            f"the model has {max_positions} positions: no context of {', '.join(map(str, contexts))} leaves room for "
-            f"{max_new_tokens} new tokens"
-        )
-    return usable

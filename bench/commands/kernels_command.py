@@ -21,7 +21,7 @@ import typer
 from torch import Tensor
 
 from bench.commands import bench_options as options
-from bench.commands.session import header, progress, recording, show
+from bench.commands.session import progress, recording, show
 from bench.commands.sweep_command import parse_range
 from bench.engines.k_quants import QUANTISERS, in_blocks
 from bench.measure import in_turn
@@ -80,29 +80,28 @@ def kernels(
         if unknown := set(kinds) - set(KINDS):
             raise ValueError(f"--weights must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
         job = {"kinds": kinds, "rows": parse_range(rows, "--rows"), "seconds": seconds, "matrices": MATRICES}
-        about = {"model": f"matrices of {OUT} x {IN}", "repeats": repeats, "variants": chosen, **job}
-    where = provenance(torch.device("cpu"), torch.float32)
-    steps = repeats * len(chosen)
-    with recording(output, header("kernels", about, where)) as record, progress(steps) as advance:
+    first = {
+        "kind": "run",
+        "command": "kernels",
+        "configuration": {"model": f"matrices of {OUT} x {IN}", "repeats": repeats, "variants": chosen, **job},
+        "provenance": provenance(torch.device("cpu"), torch.float32),
+    }
+    with recording(output, first) as record, progress(repeats * len(chosen)) as advance:
         for repeat in range(repeats):
             for name in in_turn(chosen, repeat):
-                record.once("products", partial(_products, name, job), variant=name, repeat=repeat)
+                record.once("products", partial(_measured, name, job), variant=name, repeat=repeat)
                 advance(name)
     show(record.lines)
 
 
-def _products(name: str, job: dict[str, Any]) -> dict[str, Any]:
-    return {"measured": _measured(name, job)}
-
-
-def _measured(variant: str, job: Line) -> list[Line]:
+def _measured(variant: str, job: dict[str, Any]) -> dict[str, list[Line]]:
     """Measure all products of one variant in a process of its own."""
     command = [sys.executable, "-m", "bench.commands.kernels_command", json.dumps(job)]
     environment = {**os.environ, "SELFSPEC_NATIVE": variant}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"variant {variant} ended with exit code {done.returncode}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return {"measured": [json.loads(line) for line in done.stdout.splitlines()]}
 
 
 def products(kinds: Sequence[str], rows: Sequence[int], seconds: float, matrices: int) -> Iterator[Line]:
@@ -130,11 +129,6 @@ def _timed(matrices: Sequence[Linear], x: Tensor, seconds: float) -> float:
     return median(taken[1:])  # the first warms up
 
 
-def main(asked: str) -> None:
-    """Print the products of a job, which is the arguments of `products` as JSON."""
-    for line in products(**json.loads(asked)):
-        print(json.dumps(line), flush=True)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for product in products(**json.loads(sys.argv[1])):
+        print(json.dumps(product), flush=True)

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -18,7 +17,7 @@ import typer
 from transformers import PreTrainedTokenizerBase
 
 from bench.commands import bench_options as options
-from bench.commands.session import configuration, encoded, header, progress, recording, show
+from bench.commands.session import encoded, header, progress, recording, show
 from bench.commands.sweep_command import parse_range
 from bench.datasets import EncodedPrompt
 from bench.engines.servers import Server, selfspec_server, served_folder, transformers_server
@@ -26,7 +25,7 @@ from bench.measure import output_digest
 from bench.models import is_synthetic, load_network
 from bench.provenance import provenance
 from bench.record import Line, by_value, matching
-from layerskip_models import DEMO_PATH, load_tokenizer
+from layerskip_models import load_tokenizer
 from selfspec import SelfSpecGenerator
 from selfspec.cli.console import one_line_errors
 
@@ -34,7 +33,7 @@ _BATCH = "selfspec:generate_batch"
 
 
 def load(
-    model: options.ModelOption = None,
+    model: options.ModelOption = options.DEMO,
     clients: Annotated[str, typer.Option(help="Numbers of clients, as in 1,4,8.")] = "1,4,8",
     requests: Annotated[int, typer.Option(min=1, help="Requests of each client in a measurement.")] = 2,
     prompt_tokens: options.PromptTokensOption = 64,
@@ -52,27 +51,24 @@ def load(
     """
     with ExitStack() as held:
         held.enter_context(one_line_errors())
-        checkpoint = str(model or DEMO_PATH)
         sizes = parse_range(clients, "--clients")
-        synthetic = is_synthetic(checkpoint)
-        if not synthetic and not Path(checkpoint).is_dir():
+        synthetic = is_synthetic(model)
+        if not synthetic and not Path(model).is_dir():
             raise ValueError("--model must be a folder or synthetic:SHAPE: all servers load the same files")
-        network = load_network(checkpoint, "bfloat16", "cpu") if synthetic else None
-        folder = held.enter_context(served_folder(None if synthetic else Path(checkpoint), network))
+        network = load_network(model, "bfloat16", "cpu") if synthetic else None
+        folder = held.enter_context(served_folder(None if synthetic else Path(model), network))
         del network
         tokenizer = load_tokenizer(folder, local_files_only=True)
         samples, prompts = _prompts(tokenizer, max(sizes) * requests, prompt_tokens)
         generator = SelfSpecGenerator.from_pretrained(folder, dtype="float32", local_files_only=True, prefix_cache=0)
         generator.resolve_policy()
-        about = configuration(
-            checkpoint, samples, max_new_tokens, repeats, requests=requests, clients=sizes, peers=peers
-        )
-        first = header("load", about, provenance(generator.model.device, generator.model.dtype))
+        where = provenance(generator.model.device, generator.model.dtype)
+        asked = {"requests": requests, "clients": sizes, "peers": peers}
+        first = header("load", where, model, samples, max_new_tokens, repeats, **asked)
         record = held.enter_context(recording(output, first))
         record.once("engine", lambda: {"label": "selfspec generate_batch"}, engine=_BATCH)
         # Every repeat reads its prompts again, as the peers do.
-        arguments = ["--dtype", "float32", "--batch-size", str(max([8, *sizes])), "--max-waiting", "256"]
-        arguments += ["--prefix-cache", "0"]
+        arguments = f"--dtype float32 --batch-size {max([8, *sizes])} --max-waiting 256 --prefix-cache 0".split()
         servers = [] if record.is_complete else [held.enter_context(selfspec_server(folder, arguments))]
         for continuous in (False, True) if peers and servers else ():
             try:
@@ -82,18 +78,17 @@ def load(
             except RuntimeError as error:
                 record.write("lost", engine="transformers:serve", label="transformers serve", reason=str(error))
         for server in servers:
-            label = server.label
-            record.once("engine", lambda label=label: {"label": label}, engine=server.name)  # type: ignore[misc]
+            record.once("engine", partial(dict, label=server.label), engine=server.name)
             measure_clients(server, prompts[:2], 2, 8)  # warms up
         with progress((len(servers) + 1) * len(sizes) * repeats) as advance:
             for repeat in range(repeats):
                 for size in sizes:
-                    asked = prompts[: size * requests]
-                    batch = partial(measure_batch_call, generator, asked, size, max_new_tokens)
+                    sent = prompts[: size * requests]
+                    batch = partial(measure_batch_call, generator, sent, size, max_new_tokens)
                     record.once("load", batch, engine=_BATCH, clients=size, repeat=repeat)
                     advance(f"generate_batch, {size} clients")
                     for server in servers:
-                        measure = partial(measure_clients, server, asked, size, max_new_tokens)
+                        measure = partial(measure_clients, server, sent, size, max_new_tokens)
                         record.once("load", measure, engine=server.name, clients=size, repeat=repeat)
                         advance(f"{server.label}, {size} clients")
     show(record.lines)
@@ -120,18 +115,10 @@ def _prompts(
     return samples, texts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """A streamed answer. first_seconds: from the request to its first text."""
-
-    text: str
-    first_seconds: float
-
-
-def stream(
+def _stream(
     connection: http.client.HTTPConnection, server: Server, prompt: str, max_tokens: int, **fields: Any
-) -> Reply:
-    """Stream a greedy completion. Raises RuntimeError for anything but a complete one."""
+) -> Line:
+    """Stream a greedy completion: its text, and the seconds until it began. Raises RuntimeError if it is not complete."""
     body = {"model": server.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     start = perf_counter()
     connection.request("POST", "/v1/completions", json.dumps(body | fields), {"Content-Type": "application/json"})
@@ -150,18 +137,18 @@ def stream(
                 pieces.append(text)
     if first is None:
         raise RuntimeError(f"{server.label}: a stream without text")
-    return Reply(text="".join(pieces), first_seconds=first)
+    return {"text": "".join(pieces), "first_seconds": first}
 
 
 def measure_clients(server: Server, prompts: Sequence[str], clients: int, max_tokens: int, **fields: Any) -> Line:
     """Let `clients` clients send the prompts at once, each on one connection."""
-    replies: dict[int, Reply] = {}
+    replies: dict[int, Line] = {}
     with ExitStack() as held:
         connections = [held.enter_context(closing(server.connect())) for _ in range(clients)]
 
         def work(client: int) -> None:
             for index in range(client, len(prompts), clients):
-                replies[index] = stream(connections[client], server, prompts[index], max_tokens, **fields)
+                replies[index] = _stream(connections[client], server, prompts[index], max_tokens, **fields)
 
         start = perf_counter()
         with ThreadPoolExecutor(clients) as pool:
@@ -176,8 +163,8 @@ def measure_clients(server: Server, prompts: Sequence[str], clients: int, max_to
     return {
         "tokens": max_tokens * len(prompts),
         "seconds": seconds,
-        "first_seconds": [reply.first_seconds for reply in found],
-        "output": output_digest([reply.text for reply in found]),
+        "first_seconds": [reply["first_seconds"] for reply in found],
+        "output": output_digest([reply["text"] for reply in found]),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,37 +11,23 @@ from typing import Annotated
 import typer
 
 from bench.commands import bench_options as options
-from bench.commands.session import (
-    configuration,
-    encoded,
-    header,
-    loss_in_one_line,
-    progress,
-    recording,
-    show,
-    started,
-    write_engines,
-)
+from bench.commands.session import encoded, header, measure, recording, show, started, write_engines
 from bench.datasets import chat_prompts, load_prompts
-from bench.engines.catalogue import Work, default_engines, loading_makers, loading_peer, makers, own_peer
+from bench.engines.catalogue import Work, engines_beside, loading_makers, loading_peer, makers
 from bench.engines.own import EngineLostError
 from bench.engines.peer_process import PeerProcess
-from bench.measure import Measurement
 from bench.models import file_of, num_layers_of, open_tokenizer
 from bench.record import Record
-from layerskip_models import DEMO_PATH
-from policies import FixedExit, LayerCost, RoundContext, parse_policy
+from policies import LayerCost, parse_policy
 from selfspec.cli.console import one_line_errors
 from selfspec.defaults import DEFAULT_POLICY, fixed_policy, fixed_setting
 
 
 def peers(
-    model: options.ModelOption = None,
+    model: options.ModelOption = options.DEMO,
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Policy to run beside plain decoding; repeatable. Default: the best known fixed setting, and auto."
-        ),
+        typer.Option(help="Policy beside plain decoding; repeatable. Default: the best known fixed setting, and auto."),
     ] = None,
     kept: Annotated[
         list[str] | None,
@@ -77,67 +64,51 @@ def peers(
     selfspec without speculation. Ends with status 1 if one differs by more than a near-tie. Weights rounded to fewer bits are
     another model: their outputs are compared, but a difference is no fault.
     """
-    with one_line_errors(), loss_in_one_line():
-        checkpoint = str(model or DEMO_PATH)
-        file = file_of(checkpoint)
-        checkpoint = checkpoint if file is None else str(file)
+    with one_line_errors():
+        file = file_of(model)
+        model = str(file or model)
         if loads and file is None:
             raise ValueError("--loads needs a GGUF file as --model, which all engines read as it is")
-        num_layers = num_layers_of(checkpoint)
-        policies = policy or [*([] if file else [fixed_policy(checkpoint, num_layers)]), DEFAULT_POLICY]
+        num_layers = num_layers_of(model)
+        policies = policy or [*([] if file else [fixed_policy(model, num_layers)]), DEFAULT_POLICY]
         for name in (*policies, *(kept or [])):
             if "pacer" not in name:  # which needs the loaded model
                 parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
-        tokenizer = open_tokenizer(checkpoint)
+        tokenizer = open_tokenizer(model)
         if chat:
             samples = chat_prompts(load_prompts(prompts), tokenizer, prompt_tokens, num_samples)
         else:
             samples = encoded(prompts, num_samples, tokenizer, prompt_tokens)
         work = Work(
-            checkpoint=checkpoint,
+            checkpoint=model,
             file=file,
             dtype=dtype,
             device=device,
             policies=["ar", *dict.fromkeys(policies)],
             kept=kept or [],
-            setting=_early_exit_setting(policies, checkpoint, num_layers),
+            setting=_early_exit_setting(policies, model, num_layers),
             max_tokens=max(sample.ids.numel() for sample in samples) + max_new_tokens,
         )
-        asked = [name for name in engine or default_engines(file) if name != "none"]
-        others = makers(asked, work)
-        about = configuration(
-            checkpoint,
-            samples,
-            max_new_tokens,
-            repeats,
-            warmups=warmups,
-            policies=work.policies,
-            kept=work.kept,
-            engines=[Path(name).name for name in asked],
-            chat=chat,
-            num_layers=num_layers,
-        )
-        with started({"selfspec": partial(own_peer, work), **others}, peer_timeout) as (engines, said, missing):
+        asked = engines_beside(engine, file)
+        with started(makers(asked, work), peer_timeout) as (engines, where, missing):
             if chat:
                 lengths = [engines[0].answer_length(sample.ids, max_new_tokens) for sample in samples]
                 # At least 2 tokens: decoding takes time.
                 samples = [replace(one, answer_tokens=max(size, 2)) for one, size in zip(samples, lengths)]
-            first = header("peers", about, {**said["provenance"], "versions": said["versions"]})
+            said = {
+                "warmups": warmups,
+                "policies": work.policies,
+                "kept": work.kept,
+                "engines": [Path(name).name for name in asked],
+                "chat": chat,
+                "num_layers": num_layers,
+            }
+            first = header("peers", where, model, samples, max_new_tokens, repeats, **said)
             with recording(output, first) as record:
                 write_engines(record, engines, missing)
                 if loads:
                     _measure_loading(record, asked, work, loads, peer_timeout)
-                measurement = Measurement(
-                    engines=engines,
-                    prompts=samples,
-                    max_new_tokens=max_new_tokens,
-                    repeats=repeats,
-                    warmups=warmups,
-                    dtype=said["dtype"],
-                    record=record,
-                )
-                with progress(measurement.num_runs()) as measurement.advance:
-                    measurement.run()
+                measure(record, engines, samples)
     show(record.lines)
 
 
@@ -160,11 +131,5 @@ def _measure_loading(record: Record, asked: list[str], work: Work, loads: int, t
 
 def _early_exit_setting(policies: list[str], checkpoint: str, num_layers: int) -> tuple[int, int]:
     """Return exit layer and length for transformers' early exit: of the first fixed policy, else the best known ones."""
-    for name in policies:
-        if not name.startswith("ls:"):
-            continue
-        exit_policy = parse_policy(name, num_layers=num_layers).exit
-        plan = exit_policy.plan(RoundContext(round_index=0, num_committed=1, remaining_tokens=1))
-        if isinstance(exit_policy, FixedExit) and plan.exit_layer is not None:
-            return plan.exit_layer, plan.max_speculations
-    return fixed_setting(checkpoint, num_layers)
+    fixed = (re.fullmatch(r"ls:(\d+)-([1-9]\d*)", name) for name in policies)
+    return next(((int(one[1]), int(one[2])) for one in fixed if one), fixed_setting(checkpoint, num_layers))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bench.record import read_record, showing
-from bench.report.compare_records import compare_records
+from bench.record import Line, differences, read_record, showing
 from bench.report.page import html_page, markdown, update
+from bench.report.summary import Samples
+from bench.report.table import Table
 from layerskip_models.text_files import write_text
 from selfspec.cli.arguments import checked_output_file
 from selfspec.cli.console import one_line_errors
+
+_WHERE = ("cpu", "device", "threads", "dtype", "torch", "transformers", "commit")
 
 
 def report(
@@ -50,20 +54,17 @@ def report(
             return
         if not records:
             raise ValueError("name at least one record")
+        is_html = output is not None and output.suffix in (".html", ".htm")
         found = {path: read_record(path) for path in records}
         shown = []
         for path, lines in found.items():
             with showing(path):
-                shown.append(html_page({path.stem: lines}) if _is_html(output) else markdown(lines))
+                shown.append(html_page(path.stem, lines) if is_html else markdown(lines))
         text = "\n".join(shown)
         if output is None:
             typer.echo(text, nl=False)
         else:
             output.write_text(text, encoding="utf-8")
-
-
-def _is_html(output: Path | None) -> bool:
-    return output is not None and output.suffix in (".html", ".htm")
 
 
 def compare(
@@ -78,3 +79,40 @@ def compare(
     for note in notes:
         typer.echo(note)
     typer.echo(table.markdown(aligned=True))
+
+
+def compare_records(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[str], Table]:
+    """Return what differs in how the two were made, and a row per engine that both measured.
+
+    Raises ValueError if they have no engine in common.
+    """
+    notes = [f"{name}: {old} -> {new}" for name, old, new in differences(before[0], after[0], _WHERE)]
+    left, right = Samples(before), Samples(after)
+    rows = []
+    for name in [name for name in left.engines if name in right.engines]:
+        old, new = left.speed(name), right.speed(name)
+        rows.append(
+            {
+                "engine": right.engines[name],
+                "tokens/s A": old.text("{:.1f}"),
+                "tokens/s B": new.text("{:.1f}"),
+                "B over A": f"{new.value / old.value:.2f}×",
+                "outputs of B": _outputs(left, right, name),
+            }
+        )
+    if not rows:
+        raise ValueError("the two records have no engine in common")
+    return notes, Table.of("compare", "B against A", rows)
+
+
+def _outputs(left: Samples, right: Samples, engine: str) -> str:
+    """Say whether an engine wrote the same tokens for the prompts that both have."""
+    old, new = (
+        {line["prompt"]: line["output"] for line in samples.outputs if line["engine"] == engine}
+        for samples in (left, right)
+    )
+    shared = old.keys() & new.keys()
+    changed = sum(old[prompt] != new[prompt] for prompt in shared)
+    if not shared:
+        return "no prompt in common"
+    return f"{changed} of {len(shared)} differ" if changed else "equal"

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from bench.commands import bench_options as options
-from bench.commands.session import configuration, encoded, header, progress, recording, show
+from bench.commands.session import encoded, header, progress, recording, show
 from bench.datasets import EncodedPrompt
 from bench.engines.own import run_afresh
 from bench.machine import WeightBytes, calibrated, measure_bandwidth
@@ -17,7 +17,6 @@ from bench.measure import in_turn
 from bench.models import open_model, open_tokenizer
 from bench.provenance import provenance
 from bench.record import Line
-from layerskip_models import DEMO_PATH
 from policies import CostModel, RoundRecord, cost_of_round
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import fixed_settings, trace_agreement
@@ -25,7 +24,7 @@ from selfspec.cli.console import one_line_errors
 
 
 def roofline(
-    model: options.ModelOption = None,
+    model: options.ModelOption = options.DEMO,
     prompts: options.PromptsOption = None,
     num_samples: options.NumSamplesOption = 2,
     prompt_tokens: options.PromptTokensOption = 192,
@@ -40,18 +39,12 @@ def roofline(
     Plain decoding, the fixed setting that is best on the first prompt by replay, and auto; greedy.
     """
     with one_line_errors():
-        checkpoint = str(model or DEMO_PATH)
-        samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
-        generator = SelfSpecGenerator(open_model(checkpoint, dtype, device), prefix_cache=0)
+        samples = encoded(prompts, num_samples, open_tokenizer(model), prompt_tokens)
+        generator = SelfSpecGenerator(open_model(model, dtype, device), prefix_cache=0)
         network = generator.model
-        about = configuration(
-            checkpoint,
-            samples,
-            max_new_tokens,
-            repeats,
-            num_layers=network.num_layers,
-        )
-        first = header("roofline", about, provenance(network.device, network.dtype))
+        where = provenance(network.device, network.dtype)
+        num_layers = network.num_layers
+        first = header("roofline", where, model, samples, max_new_tokens, repeats, num_layers=num_layers)
     weights = WeightBytes.of(network)
     with recording(output, first) as record:
         cost = calibrated(generator, record)

@@ -10,14 +10,12 @@ from typing import Annotated, Any, cast
 import typer
 
 from bench.commands import bench_options as options
-from bench.commands.session import configuration, header, progress, recording, show, write_engines
+from bench.commands.session import header, measure, recording, show, write_engines
 from bench.datasets import COPYING, Prompt, encode_prompts, group_by_task, load_prompts, shipped_names
-from bench.engines.own import SelfSpecEngine, TimedEngine
+from bench.engines.own import SelfSpecEngine
 from bench.machine import WeightBytes, measure_bandwidth
-from bench.measure import Measurement
 from bench.models import open_model, open_tokenizer
 from bench.provenance import provenance
-from layerskip_models import DEMO_PATH
 from policies import LayerCost, Policy, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli.console import one_line_errors
@@ -26,10 +24,9 @@ DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+
 
 
 def run(
-    model: options.ModelOption = None,
+    model: options.ModelOption = options.DEMO,
     policy: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}."),
+        list[str] | None, typer.Option(help=f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}.")
     ] = None,
     kept: options.KeptOption = None,
     prompts: Annotated[
@@ -39,10 +36,7 @@ def run(
             f"Default: the shipped ones but {COPYING}."
         ),
     ] = None,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(help="Task of the prompts; repeatable. Default: all tasks."),
-    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Task of the prompts; repeatable. Default: all tasks.")] = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Number of prompts of each task.")] = 2,
     prompt_tokens: options.PromptTokensOption = 320,
     max_new_tokens: options.NewTokensOption = 128,
@@ -57,7 +51,7 @@ def run(
         float | None, typer.Option(help="Sampling temperature, with --do-sample (default 1).")
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Top-p, with --do-sample (default 1: all tokens).")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Top-k, with --do-sample (default 0: all tokens).")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Top-k, with --do-sample (default 0: all tokens).")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Random seed of the first repeat, with --do-sample (default 0).")
     ] = None,
@@ -65,7 +59,7 @@ def run(
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = "auto",
     runner: Annotated[
-        str, typer.Option(help="eager, captured (slow on a CPU, for tests), or auto: captured on CUDA, else eager.")
+        str, typer.Option(help="eager, graphs (on CUDA), or auto: graphs on CUDA where they can be, else eager.")
     ] = "auto",
     output: options.OutputOption = None,
 ) -> None:
@@ -74,14 +68,13 @@ def run(
     Ends with status 1 if an output differs by more than a near-tie.
     """
     with one_line_errors():
-        checkpoint = str(model or DEMO_PATH)
         sampling = sampling_of(do_sample, {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed})
         names = ["ar", *(policy or DEFAULT_POLICIES)]
         chosen = choose_prompts(prompts or [], task or [], num_samples)
-        samples = encode_prompts(chosen, open_tokenizer(checkpoint), prompt_tokens)
-        weights = open_model(checkpoint, dtype, device)
+        samples = encode_prompts(chosen, open_tokenizer(model), prompt_tokens)
+        weights = open_model(model, dtype, device)
         generator = SelfSpecGenerator(weights, runner=cast(Any, runner), prefix_cache=0)
-        num_layers = generator.model.num_layers
+        num_layers = weights.num_layers
         parse = partial(
             parse_policy,
             num_layers=num_layers,
@@ -91,39 +84,23 @@ def run(
         for name in names:  # mistakes end the command before anything is measured
             parse(name)
         lasting = kept_policies(kept or [], names, parse)
-        engines: list[TimedEngine] = [
-            SelfSpecEngine(generator, name, sampling=sampling) for name in dict.fromkeys(names)
-        ]
+        engines = [SelfSpecEngine(generator, name, sampling=sampling) for name in dict.fromkeys(names)]
         engines += [SelfSpecEngine(generator, name, kept=True, sampling=sampling) for name in lasting]
-        about = configuration(
-            checkpoint,
-            samples,
-            max_new_tokens,
-            repeats,
-            warmups=warmups,
-            prompt_tokens=prompt_tokens,
-            engines=[engine.name for engine in engines],
-            runner=generator.runner,
-            num_layers=num_layers,
+        asked = {
+            "warmups": warmups,
+            "prompt_tokens": prompt_tokens,
+            "engines": [engine.name for engine in engines],
+            "runner": generator.runner,
+            "num_layers": num_layers,
             **(sampling or {"do_sample": False}),
-        )
-        first = header("run", about, provenance(generator.model.device, generator.model.dtype))
+        }
+        where = provenance(weights.device, weights.dtype)
+        first = header("run", where, model, samples, max_new_tokens, repeats, **asked)
     with recording(output, first) as record:
         write_engines(record, engines)
         limits = WeightBytes.of(weights).as_line()
         record.once("limits", lambda: {"bytes_per_second": measure_bandwidth(weights.device), **limits})
-        measurement = Measurement(
-            engines=engines,
-            prompts=samples,
-            max_new_tokens=max_new_tokens,
-            repeats=repeats,
-            warmups=warmups,
-            dtype=weights.weights_dtype,
-            record=record,
-            sampled=do_sample,
-        )
-        with progress(measurement.num_runs()) as measurement.advance:
-            measurement.run()
+        measure(record, engines, samples)
     show(record.lines)
 
 
@@ -143,8 +120,6 @@ def sampling_of(do_sample: bool, asked: Mapping[str, Any]) -> dict[str, Any] | N
         raise ValueError(f"--temperature must be above 0, got {sampling['temperature']}")
     if not 0 < sampling["top_p"] <= 1:
         raise ValueError(f"--top-p must be in (0, 1], got {sampling['top_p']}")
-    if sampling["top_k"] < 0:
-        raise ValueError(f"--top-k must be 0 (all tokens) or more, got {sampling['top_k']}")
     return sampling
 
 

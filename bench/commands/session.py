@@ -9,13 +9,14 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 from transformers import PreTrainedTokenizerBase
 
 from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
 from bench.engines.catalogue import Maker
 from bench.engines.own import EngineLostError, TimedEngine
 from bench.engines.peer_process import PeerProcess
+from bench.measure import Measurement
 from bench.models import model_name, weights_digest
 from bench.record import Line, Record, matching
 from bench.report.page import terminal_text
@@ -24,16 +25,17 @@ from selfspec.cli.console import one_line_errors
 _errors = Console(stderr=True)
 
 
-def header(command: str, configuration: Mapping[str, Any], where: Mapping[str, Any]) -> Line:
-    """Return a record's first line."""
-    return {"kind": "run", "command": command, "configuration": dict(configuration), "provenance": dict(where)}
-
-
-def configuration(
-    checkpoint: str, prompts: Sequence[EncodedPrompt], max_new_tokens: int, repeats: int, **more: Any
-) -> dict[str, Any]:
-    """Return what a record says about any run on prompts."""
-    return {
+def header(
+    command: str,
+    where: Mapping[str, Any],
+    checkpoint: str,
+    prompts: Sequence[EncodedPrompt],
+    max_new_tokens: int,
+    repeats: int,
+    **more: Any,
+) -> Line:
+    """Return the first line of a record of a run on prompts. where: its provenance."""
+    configuration = {
         "model": model_name(checkpoint),
         "weights_digest": weights_digest(checkpoint),
         "prompts": [prompt.id for prompt in prompts],
@@ -42,6 +44,7 @@ def configuration(
         "repeats": repeats,
         **more,
     }
+    return {"kind": "run", "command": command, "configuration": configuration, "provenance": where}
 
 
 def encoded(
@@ -54,14 +57,7 @@ def encoded(
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
     """Show a progress bar on stderr, if that is a terminal; yield a function that advances the bar by one."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
+    columns = *Progress.get_default_columns(), MofNCompleteColumn()
     with Progress(*columns, console=_errors, disable=not _errors.is_terminal, transient=True) as bar:
         task = bar.add_task("measuring", total=total)
 
@@ -87,6 +83,13 @@ def recording(path: Path | None, first: Line) -> Iterator[Record]:
             raise typer.Exit(130) from None
 
 
+def measure(record: Record, engines: Sequence[TimedEngine], prompts: Sequence[EncodedPrompt]) -> None:
+    """Time the engines on the prompts, and compare their outputs."""
+    measurement = Measurement(engines=engines, prompts=prompts, record=record)
+    with progress(measurement.num_runs) as measurement.advance:
+        measurement.run()
+
+
 def write_engines(record: Record, engines: Sequence[TimedEngine], missing: Mapping[str, str] | None = None) -> None:
     """Write what tables call the engines, and by name why others did not start."""
     for engine in engines:
@@ -101,33 +104,27 @@ def write_engines(record: Record, engines: Sequence[TimedEngine], missing: Mappi
 def started(
     makers: Mapping[str, Maker], timeout: float
 ) -> Iterator[tuple[list[TimedEngine], dict[str, Any], dict[str, str]]]:
-    """Run engines, each peer in a process of its own, within it; the first must start.
+    """Run engines, each peer in a process of its own, within it. The command ends in one line if the first one is lost.
 
-    Yields the engines, what the first peer says of itself with the versions of all, and why others did not start, by name.
+    Yields the engines, their provenance with the versions of all, and why others did not start, by name.
     """
     engines: list[TimedEngine] = []
-    about: dict[str, Any] = {}
+    where: dict[str, Any] = {}
     missing: dict[str, str] = {}
-    with ExitStack() as running:
-        for name, make in makers.items():
-            try:
-                peer = running.enter_context(PeerProcess(name, make, timeout=timeout))
-            except EngineLostError as error:
-                if not about:
-                    raise
-                missing[name] = str(error)
-                continue
-            versions = {**about.get("versions", {}), **peer.about.get("versions", {})}
-            about = {**peer.about, **about, "versions": versions}
-            engines += peer.engines
-        yield engines, about, missing
-
-
-@contextmanager
-def loss_in_one_line() -> Iterator[None]:
-    """End the command in one line where the engine is lost that all others are compared with."""
     try:
-        yield
+        with ExitStack() as running:
+            for name, make in makers.items():
+                try:
+                    peer = running.enter_context(PeerProcess(name, make, timeout=timeout))
+                except EngineLostError as error:
+                    if not where:
+                        raise
+                    missing[name] = str(error)
+                    continue
+                where = where or {**peer.about["provenance"], "versions": {}}
+                where["versions"] |= peer.about.get("versions", {})
+                engines += peer.engines
+            yield engines, where, missing
     except EngineLostError as error:
         if error.mistake is not None:
             raise ValueError(error.mistake) from None
@@ -136,10 +133,7 @@ def loss_in_one_line() -> Iterator[None]:
 
 
 def show(lines: Sequence[Line]) -> None:
-    """Print the record's tables and its headline, and on stderr who was left out. Fails if an output is another.
-
-    A difference that is no near-tie is named, and the command then ends with status 1.
-    """
+    """Print a record's tables, and who was left out. Exits with 1 if an output differs by more than a near-tie."""
     typer.echo(terminal_text(lines))
     for reason in dict.fromkeys(line["reason"] for line in matching(lines, "lost")):
         typer.echo(f"left out: {reason}", err=True)

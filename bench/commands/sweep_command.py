@@ -11,17 +11,15 @@ from typing import Annotated, Any
 import typer
 
 from bench.commands import bench_options as options
-from bench.commands.session import configuration, encoded, header, progress, recording, show, write_engines
+from bench.commands.session import encoded, header, measure, progress, recording, show, write_engines
 from bench.datasets import EncodedPrompt
 from bench.engines.own import SelfSpecEngine
 from bench.machine import calibrated
-from bench.measure import Measurement
 from bench.models import num_layers_of, open_model, open_tokenizer
 from bench.provenance import provenance
-from bench.record import Line, Record, matching
+from bench.record import PLAIN, Line, Record, matching
 from bench.report.summary import Samples
 from bench.report.table import mean
-from layerskip_models import DEMO_PATH
 from layerskip_models.text_files import write_text
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import replay, trace_agreement
@@ -30,7 +28,7 @@ from selfspec.defaults import SETTINGS_FILE
 
 
 def sweep(
-    model: options.ModelOption = None,
+    model: options.ModelOption = options.DEMO,
     exit_layers: Annotated[str | None, typer.Option(help='As "1-8" or "2,4,6"; default: the first half.')] = None,
     num_speculations: Annotated[
         str | None, typer.Option(help='Drafts a round, as "1-8" or "2,4,6"; default: 1-10.')
@@ -46,7 +44,7 @@ def sweep(
     device: options.DeviceOption = "auto",
     output: options.OutputOption = None,
     write: Annotated[
-        bool, typer.Option("--write", help="Save the best setting next to the checkpoint's weights.")
+        bool, typer.Option("--write", help="Save the best setting beside the checkpoint's weights.")
     ] = False,
 ) -> None:
     """Find the best exit layer and length; greedy.
@@ -55,62 +53,41 @@ def sweep(
     from autoregressive decoding by more than a near-tie.
     """
     with one_line_errors():
-        checkpoint = str(model or DEMO_PATH)
-        if write and not Path(checkpoint).is_dir():
-            raise ValueError(f"--write needs a local checkpoint folder, got {checkpoint!r}: download it first")
-        num_layers = num_layers_of(checkpoint)
-        layers, lengths = _ranges(exit_layers, num_speculations, num_layers)
-        samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
-        generator = SelfSpecGenerator(open_model(checkpoint, dtype, device), prefix_cache=0)
-        about = configuration(
-            checkpoint,
-            samples,
-            max_new_tokens,
-            repeats,
-            warmups=warmups,
-            axes=[layers, lengths],
-            num_layers=num_layers,
-            num_timed=num_timed,
-        )
-        first = header("sweep", about, provenance(generator.model.device, generator.model.dtype))
+        if write and not Path(model).is_dir():
+            raise ValueError(f"--write needs a local checkpoint folder, got {model!r}: download it first")
+        num_layers = num_layers_of(model)
+        layers = parse_range(exit_layers or f"1-{max(1, num_layers // 2)}", "--exit-layers")
+        if layers[-1] >= num_layers:
+            allowed = f"[1, {num_layers - 1}] for this {num_layers}-layer model"
+            raise ValueError(f"--exit-layers must be in {allowed}, got {layers[-1]}")
+        lengths = parse_range(num_speculations or "1-10", "--num-speculations")
+        samples = encoded(prompts, num_samples, open_tokenizer(model), prompt_tokens)
+        generator = SelfSpecGenerator(open_model(model, dtype, device), prefix_cache=0)
+        where = provenance(generator.model.device, generator.model.dtype)
+        asked = {"warmups": warmups, "axes": [layers, lengths], "num_layers": num_layers, "num_timed": num_timed}
+        first = header("sweep", where, model, samples, max_new_tokens, repeats, **asked)
     with recording(output, first) as record:
         cells = _cells(record, generator, product(layers, lengths), samples, max_new_tokens)
         names = ["ar", *(cell["policy"] for cell in cells[:num_timed])]
         engines = [SelfSpecEngine(generator, name) for name in names]
         write_engines(record, engines)
-        measurement = Measurement(
-            engines=engines,
-            prompts=samples,
-            max_new_tokens=max_new_tokens,
-            repeats=repeats,
-            warmups=warmups,
-            dtype=generator.model.weights_dtype,
-            record=record,
+        measure(record, engines, samples)
+        timed = Samples(record.lines)
+        speedups = {name: timed.speedup(f"selfspec:{name}", PLAIN) for name in names[1:]}
+        name, found = max(speedups.items(), key=lambda item: item[1].value)
+        best = record.once(
+            "best", lambda: {"policy": name, "speedup": found.value, "low": found.low, "high": found.high}
         )
-        with progress(measurement.num_runs()) as measurement.advance:
-            measurement.run()
-        best = record.once("best", lambda: best_setting(record.lines, names[1:]))
     if write:
-        path = write_setting(Path(checkpoint), best, record.lines[0])
-        typer.echo(
-            f"{best['policy']} is now the best known fixed setting of this checkpoint ({path.name} beside its weights)"
-        )
+        path = _write_setting(Path(model), best, record.lines[0])
+        kept = f"{best['policy']} is now the best known fixed setting of this checkpoint"
+        typer.echo(f"{kept} ({path.name} beside its weights)")
     if best["policy"].endswith(f"-{lengths[-1]}"):
-        typer.echo(
-            f"the best setting is at the edge of the grid: try --num-speculations up to {2 * lengths[-1]}", err=True
-        )
+        longer = f"--num-speculations up to {2 * lengths[-1]}"
+        typer.echo(f"the best setting is at the edge of the grid: try {longer}", err=True)
     if best["speedup"] < 1:
         typer.echo("no setting was faster than autoregressive decoding (num_speculations=0)", err=True)
     show(record.lines)
-
-
-def _ranges(exit_layers: str | None, num_speculations: str | None, num_layers: int) -> tuple[list[int], list[int]]:
-    """Return the exit layers and lengths of the options, checked."""
-    last = num_layers - 1
-    layers = parse_range(exit_layers or f"1-{max(1, num_layers // 2)}", "--exit-layers")
-    if layers[-1] > last:
-        raise ValueError(f"--exit-layers must be in [1, {last}] for this {num_layers}-layer model, got {layers[-1]}")
-    return layers, parse_range(num_speculations or "1-10", "--num-speculations")
 
 
 def parse_range(text: str, what: str) -> list[int]:
@@ -162,15 +139,7 @@ def _cells(
     return sorted(cells.values(), key=lambda cell: -cell["predicted_speedup"])
 
 
-def best_setting(lines: Sequence[Line], policies: Sequence[str]) -> dict[str, Any]:
-    """Return which measured policy was fastest, and its speed-up over plain decoding."""
-    samples = Samples(lines)
-    measured = {policy: samples.speedup(f"selfspec:{policy}", "selfspec:ar") for policy in policies}
-    policy, speedup = max(measured.items(), key=lambda item: item[1].value)
-    return {"policy": policy, "speedup": speedup.value, "low": speedup.low, "high": speedup.high}
-
-
-def write_setting(folder: Path, best: Mapping[str, Any], run: Mapping[str, Any]) -> Path:
+def _write_setting(folder: Path, best: Mapping[str, Any], run: Mapping[str, Any]) -> Path:
     """Put the best setting beside the checkpoint, where `selfspec.defaults` finds it. Returns the file's path."""
     path = folder / SETTINGS_FILE
     machine = run["provenance"]

@@ -20,17 +20,16 @@ from bench.engines.llama_cpp import IK_LLAMA_CPP, LLAMA_CPP, LlamaCppEngine, lla
 from bench.engines.own import SelfSpecEngine
 from bench.engines.peer_process import Peer
 from bench.engines.transformers_engine import transformers_engines
-from bench.machine import peak_bytes, resident_bytes
+from bench.machine import memory_bytes
 from bench.models import load_network, open_model
 from bench.provenance import provenance
 from layerskip_models import load_model
-from layerskip_models.checkpoints.loading import resolve_device
+from layerskip_models.checkpoints.loading import FEW_BITS, resolve_device
 from selfspec import SelfSpecGenerator
 
 SELFSPEC, TRANSFORMERS, OPENVINO = "selfspec", "transformers", "openvino"
 LLAMA_KINDS = ("BF16", "F16", "Q8_0", "Q4_0")
 """What weights are written as for llama.cpp and its fork."""
-FEW_BITS = ("int8", "int4")
 OWN_KINDS = (*FEW_BITS, "Q4_K_M", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "Q8_0", "Q4_0", "Q4_1")
 """What selfspec's weights are rounded to: by itself, or as the GGUF file of which it keeps the numbers."""
 _PACKAGES = {
@@ -60,20 +59,20 @@ class Work:
     max_tokens: int
 
 
-def default_engines(file: Path | None) -> list[str]:
-    """Return what is measured beside selfspec: on a GGUF file whatever is installed and reads it, else transformers."""
-    if file is None:
-        return [TRANSFORMERS]
-    return [program for program in _PACKAGES if find_spec(_PACKAGES[program][0])]
+def engines_beside(asked: Sequence[str] | None, file: Path | None) -> list[str]:
+    """Return what is measured beside selfspec, by default what is installed and reads the GGUF file, else transformers."""
+    if not asked:
+        return [TRANSFORMERS] if file is None else [name for name in _PACKAGES if find_spec(_PACKAGES[name][0])]
+    return [name for name in dict.fromkeys(asked) if name != "none"]
 
 
 def makers(asked: Sequence[str], work: Work) -> dict[str, Maker]:
-    """Return how to make each engine that is asked for, by its name; those whose packages are missing are left out.
+    """Return how to make selfspec and each engine that is asked for, by name, without those whose packages are missing.
 
     Raises ValueError for an unknown engine, or one that cannot run this work.
     """
-    found = {name: _maker(name, work) for name in dict.fromkeys(asked)}
-    return {name: make for name, make in found.items() if _installed(name)}
+    found = {name: _maker(name, work) for name in asked}
+    return {SELFSPEC: partial(own_peer, work)} | {name: make for name, make in found.items() if _installed(name)}
 
 
 def _maker(name: str, work: Work) -> Maker:
@@ -123,8 +122,7 @@ def own_peer(work: Work, kind: str | None = None) -> Peer:
     generator = SelfSpecGenerator(model, prefix_cache=0)
     engines = [SelfSpecEngine(generator, name, weights=kind) for name in work.policies]
     engines += [SelfSpecEngine(generator, name, kept=True, weights=kind) for name in work.kept]
-    about = {"provenance": provenance(model.device, model.dtype), "dtype": model.weights_dtype}
-    return Peer(engines=engines, about=about)
+    return Peer(engines=engines, about={"provenance": provenance(model.device, model.dtype)})
 
 
 def transformers_peer(work: Work) -> Peer:
@@ -160,7 +158,8 @@ def loading_makers(asked: Sequence[str], work: Work) -> dict[str, tuple[Maker, s
         alone = replace(work, policies=[policy], kept=())
         ours[f"{SELFSPEC}:{policy}"] = (partial(own_peer, alone), "from selfspec import SelfSpecGenerator")
     imports = {name: _PACKAGES[program][0] for name in asked if (program := name.partition(":")[0]) in _PACKAGES}
-    return ours | {name: (make, f"import {imports[name]}") for name, make in makers([*imports], work).items()}
+    made = makers([*imports], work)
+    return ours | {name: (made[name], f"import {imports[name]}") for name in imports if name in made}
 
 
 def loading_peer(make: Maker, importing: str, prompt: Tensor, max_new_tokens: int) -> Peer:
@@ -171,13 +170,13 @@ def loading_peer(make: Maker, importing: str, prompt: Tensor, max_new_tokens: in
     began = perf_counter()
     subprocess.run([sys.executable, "-c", importing], check=True, capture_output=True)
     imported = perf_counter() - began
-    before = resident_bytes()
+    before = memory_bytes("VmRSS")
     began = perf_counter()
     engine = make().engines[0]
     engine.generate(torch.tensor([0]), 1)
     seconds = perf_counter() - began
     engine.generate(prompt, max_new_tokens)
-    peak = peak_bytes()
+    peak = memory_bytes("VmHWM")
     loading: dict[str, Any] = {
         "engine": engine.name,
         "import_seconds": imported,

@@ -22,8 +22,6 @@ from torch import Tensor
 from bench.engines.own import BatchRun, Generation, TimedEngine
 from layerskip_models.kernels.threads import num_threads
 
-MODEL = "openvino_model.xml"
-
 
 class OpenVinoEngine(TimedEngine):
     """Greedy decoding by `openvino_genai.LLMPipeline`. path: a GGUF file or an exported folder, whose name is the engine's.
@@ -32,11 +30,13 @@ class OpenVinoEngine(TimedEngine):
     """
 
     def __init__(self, path: Path) -> None:
-        self.name = openvino_name(path)
-        self.label = f"OpenVINO GenAI, {self.name.removeprefix('openvino:')}"
+        name = "the file" if path.suffix == ".gguf" else path.name.removeprefix("openvino-")
+        self.name, self.label = f"openvino:{name}", f"OpenVINO GenAI, {name}"
         self.weights = self.label
-        if path.suffix != ".gguf" and not (path / MODEL).is_file():
-            raise FileNotFoundError(f"{path.name} has no {MODEL}: export a model into it (docs/benchmarks.md)")
+        if path.suffix != ".gguf" and not (path / "openvino_model.xml").is_file():
+            raise FileNotFoundError(
+                f"{path.name} has no openvino_model.xml: export a model into it (docs/benchmarks.md)"
+            )
         scheduling = openvino_genai.SchedulerConfig()
         scheduling.enable_prefix_caching = False  # or a repeat would not read its prompt
         self._pipeline = openvino_genai.LLMPipeline(
@@ -72,8 +72,3 @@ class OpenVinoEngine(TimedEngine):
 def openvino_version() -> str:
     """Return the versions of the library that runs models and of the one that generates text."""
     return f"{openvino.get_version()}, GenAI {openvino_genai.get_version()}"
-
-
-def openvino_name(path: Path) -> str:
-    """Return what a record calls the engine on this file or folder."""
-    return f"openvino:{'the file' if path.suffix == '.gguf' else path.name.removeprefix('openvino-')}"

@@ -85,7 +85,7 @@ class TimedEngine:
 
     name: short and unique, for records; label: for tables. kept: it goes on learning from prompt to prompt.
     weights: what the run's weights were rounded to ("int4", ..), which makes another model of them; None for the run's own.
-    arithmetic: the dtype whose near-ties its outputs are judged by; None for the run's.
+    arithmetic: the dtype whose near-ties its outputs are judged by; None for the first engine's.
     """
 
     name: str
@@ -137,6 +137,7 @@ class SelfSpecEngine(TimedEngine):
         weights: str | None = None,
     ) -> None:
         self.weights, self.kept = weights, kept
+        self.arithmetic = None if weights else generator.model.weights_dtype
         self._generator = generator
         self._sampling = sampling
         self._policy = policy

@@ -106,15 +106,14 @@ class PeerProcess:
     def _gone(self, why: str | None, mistake: str | None = None) -> EngineLostError:
         self._process.join(_ENDING_SECONDS)
         if why is None:
-            why = _ending(self._process.exitcode)
-            if last := self._last_line():
-                why += f" ({last})"
+            code = self._process.exitcode or 0
+            name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
+            why = f"it was ended by {name}" if code < 0 else f"it ended with status {code}"
+            said = Path(self._path).read_bytes().decode(errors="replace").replace("\r", "\n").split("\n")
+            if last := next((line.strip() for line in reversed(said) if line.strip()), ""):
+                why += f" ({last[-_SHOWN:]})"
         self._lost = f"{self._name} is lost: {why}"
         return EngineLostError(self._lost, mistake)
-
-    def _last_line(self) -> str:
-        lines = Path(self._path).read_bytes().decode(errors="replace").replace("\r", "\n").split("\n")
-        return next((line.strip()[-_SHOWN:] for line in reversed(lines) if line.strip()), "")
 
 
 class RemoteEngine(TimedEngine):
@@ -179,12 +178,3 @@ def _ids(sent: list[int] | list[list[int]]) -> Tensor | list[Tensor]:
     if sent and isinstance(sent[0], list):
         return [torch.tensor(text, dtype=torch.long) for text in sent]
     return torch.tensor(sent, dtype=torch.long)
-
-
-def _ending(code: int | None) -> str:
-    if code is not None and code < 0:
-        try:
-            return f"it was ended by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"it was ended by signal {-code}"
-    return f"it ended with status {code}"

@@ -10,10 +10,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -78,7 +78,13 @@ def _running(command: Sequence[str], name: str, label: str, model: str) -> Itera
         process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=errors)
         try:
             server = Server(name=name, label=label, port=port, model=model, process=psutil.Process(process.pid))
-            _await(server, process, errors)
+            end = time.monotonic() + START_SECONDS
+            while not _answers(server):
+                if process.poll() is not None or time.monotonic() > end:
+                    errors.seek(0)
+                    last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
+                    raise RuntimeError(f"{label} did not start: {' '.join(last) or 'it said nothing'}")
+                time.sleep(0.05)
             yield server
         finally:
             process.terminate()
@@ -89,19 +95,10 @@ def _running(command: Sequence[str], name: str, label: str, model: str) -> Itera
                 process.wait()
 
 
-def _await(server: Server, process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
-    end = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            if server.get("/health")[0] == 200:
-                return
-        except OSError:
-            pass
-        if process.poll() is not None or time.monotonic() > end:
-            errors.seek(0)
-            last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
-            raise RuntimeError(f"{server.label} did not start: {' '.join(last) or 'it said nothing'}")
-        time.sleep(0.05)
+def _answers(server: Server) -> bool:
+    with suppress(OSError):
+        return server.get("/health")[0] == 200
+    return False
 
 
 @contextmanager

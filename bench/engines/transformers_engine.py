@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from bench.engines.own import BatchRun, Generation, TimedEngine
 from bench.machine import synchronize
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @contextmanager
@@ -43,11 +40,11 @@ class TransformersEngine(TimedEngine):
         model: PreTrainedModel,
         name: str,
         label: str,
-        arguments: Mapping[str, Any] = NOTHING,
-        settings: Mapping[str, Any] = NOTHING,
+        arguments: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.name, self.label = name, label
-        self._model, self._arguments, self._settings = model, arguments, settings
+        self._model, self._arguments, self._settings = model, arguments or {}, settings or {}
 
     def _call(self, ids: Tensor, max_new_tokens: int, mask: Tensor | None = None) -> tuple[list[list[int]], float]:
         """Return what continues ids, int64 [texts, n], and the seconds that it took."""
@@ -93,20 +90,15 @@ def transformers_engines(model: PreTrainedModel, setting: tuple[int, int] | None
         engines.append(TransformersEngine(model, "transformers:static", "transformers generate, static cache", static))
     if setting is not None:
         exit_layer, num_speculations = setting
-        early, name, label = (
-            {"assistant_early_exit": exit_layer},
-            "transformers:early-exit:",
-            "transformers early exit ",
-        )
+        early = {"assistant_early_exit": exit_layer}
+        name, label = f"transformers:early-exit:{exit_layer}", f"transformers early exit {exit_layer}"
         fixed = {
             "num_assistant_tokens": num_speculations,
             "num_assistant_tokens_schedule": "constant",
             "assistant_confidence_threshold": 0.0,
         }
         engines += [
-            TransformersEngine(
-                model, f"{name}{exit_layer}-{num_speculations}", f"{label}{exit_layer}-{num_speculations}", early, fixed
-            ),
-            TransformersEngine(model, f"{name}{exit_layer}-default", f"{label}{exit_layer}, defaults", early),
+            TransformersEngine(model, f"{name}-{num_speculations}", f"{label}-{num_speculations}", early, fixed),
+            TransformersEngine(model, f"{name}-default", f"{label}, defaults", early),
         ]
     return engines

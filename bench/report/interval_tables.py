@@ -9,36 +9,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from random import Random
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.record import PLAIN, Line, by_value
-from bench.report.summary import Samples
+from bench.record import PLAIN, Line
+from bench.report.summary import Samples, answer_speed
 from bench.report.table import Table
 
 DRAWS = 2000
 FEWEST = 6
 """Prompts; an interval of fewer would look narrower than it is."""
-_SEED = 1
-_ENDS = (2.5, 97.5)
 Floats = NDArray[np.float64]
 Rate = tuple[Floats, Floats]
 """By prompt: an amount, and what it is divided by once both are summed up."""
 
 
 def interval_tables(samples: Samples, runs: Mapping[str, Sequence[Line]]) -> list[Table]:
-    """Divide each policy by plain decoding, and by the best fixed setting of the run. runs: by engine, a prompt each.
+    """Divide each policy by plain decoding, and by the best fixed setting of the run. runs: by engine, one of each prompt.
 
     No table for a record of fewer than `FEWEST` prompts, or without plain decoding.
     """
     count = len(samples.prompts)
     if len(runs) < 2 or PLAIN not in runs or count < FEWEST or any(len(own) < count for own in runs.values()):
         return []
-    tasks = [samples.tasks[prompt] for prompt in samples.prompts]
-    layers = {engine: _tokens_per_layer(samples, own) for engine, own in runs.items()}
-    speeds = {engine: _speed(samples, engine) for engine in runs}
+    tasks = [line["task"] for line in runs[PLAIN]]
+    layers: dict[str, Rate] = {}
+    speeds: dict[str, Rate] = {}
+    for engine, own in runs.items():
+        layers[engine] = np.array([line["num_new_tokens"] - 1.0 for line in own]), np.array([*map(layers_of, own)])
+        speeds[engine] = np.array(samples.per_prompt(engine, answer_speed)), np.ones(count)
     best_first = sorted(runs, key=lambda engine: -layers[engine][0].sum() / layers[engine][1].sum())
     fixed = next((engine for engine in best_first if engine.startswith("selfspec:ls:")), None)
     rows = []
@@ -64,14 +64,14 @@ def interval(ours: Rate, theirs: Rate, tasks: Sequence[str]) -> str:
         (ours_is, ours_per), (theirs_is, theirs_per) = ours, theirs
         return np.asarray((weights @ ours_is) / (weights @ ours_per) / ((weights @ theirs_is) / (weights @ theirs_per)))
 
-    low, high = np.percentile(times(drawn(tuple(tasks))), _ENDS)
+    low, high = np.percentile(times(drawn(tuple(tasks))), (2.5, 97.5))
     return f"{times(np.ones(len(tasks))):.3f} ({low:.3f}–{high:.3f})"
 
 
 @cache  # many rows have the same prompts
 def drawn(tasks: tuple[str, ...]) -> Floats:
     """Return how often each prompt is drawn, [draws, prompts], read only: as many of each task as there are."""
-    random = Random(_SEED)
+    random = Random(1)
     places = [[place for place, task in enumerate(tasks) if task == one] for one in dict.fromkeys(tasks)]
     counts = np.zeros((DRAWS, len(tasks)))
     for row in counts:
@@ -82,16 +82,6 @@ def drawn(tasks: tuple[str, ...]) -> Floats:
     return counts
 
 
-def _tokens_per_layer(samples: Samples, own: Sequence[Line]) -> Rate:
-    """Return tokens committed in rounds, and layers loaded in them, of an engine's first run on each prompt."""
-    by_prompt = {line["prompt"]: line for line in own}
-    lines = [by_prompt[prompt] for prompt in samples.prompts]
-    layers = [line["stats"]["loaded_layers"] + line["stats"]["preverifier_layers"] for line in lines]
-    return np.array([line["num_new_tokens"] - 1.0 for line in lines]), np.array(layers, dtype=np.float64)
-
-
-def _speed(samples: Samples, engine: str) -> Rate:
-    """Return tokens per second, which are averaged over prompts."""
-    runs = by_value(samples.of_engine(engine), "prompt")
-    speeds = [median(line["num_new_tokens"] / line["seconds"] for line in runs[prompt]) for prompt in samples.prompts]
-    return np.array(speeds), np.ones(len(speeds))
+def layers_of(line: Line) -> float:
+    """Return the layers that a run's rounds loaded; a pre-verifier's passes count as layers."""
+    return float(line["stats"]["loaded_layers"] + line["stats"]["preverifier_layers"])

@@ -14,22 +14,20 @@ ROLES = ("best fixed", "auto")
 
 def kernels_tables(lines: Sequence[Line]) -> list[Table]:
     """One table for each kind of weights: variants by rows."""
-    found = [
-        {"variant": line["variant"], **product} for line in matching(lines, "products") for product in line["measured"]
-    ]
+    configuration = lines[0]["configuration"]
+    columns = {rows: counted(rows, "row") for rows in configuration["rows"]}
 
-    def table(kind: str, own: Sequence[Line]) -> Table:
+    def table(kind: str) -> Table:
         def cell(variant: str, rows: int) -> str:
-            runs = [line for line in own if (line["variant"], line["rows"]) == (variant, rows)]
-            seconds = median(line["seconds"] for line in runs)
+            measured = [one for line in matching(lines, "products", variant=variant) for one in line["measured"]]
+            runs = [one for one in measured if (one["weights"], one["rows"]) == (kind, rows)]
+            seconds = median(one["seconds"] for one in runs)
             return f"{runs[0]['bytes'] / seconds / 1e9:.1f} ({1e6 * seconds:.0f})"
 
-        columns = {rows: counted(rows, "row") for rows in by_value(own, "rows")}
         title = f"{kind}: GB/s of weights, and microseconds of a product"
-        variants = names(lines[0]["configuration"]["variants"])
-        return cross_table(f"products {kind}", title, "variant", variants, columns, cell)
+        return cross_table(f"products {kind}", title, "variant", names(configuration["variants"]), columns, cell)
 
-    return [table(kind, own) for kind, own in by_value(found, "weights").items()]
+    return [table(kind) for kind in configuration["kinds"]]
 
 
 def roofline_tables(lines: Sequence[Line]) -> list[Table]:
@@ -40,55 +38,38 @@ def roofline_tables(lines: Sequence[Line]) -> list[Table]:
         f"After prefill: tokens/s, their limit at the bytes that rounds read ({bandwidth / 1e9:.1f} GB/s), and ms per token "
         "by phase (share of bandwidth); last, ms per token that measured costs predict, learning aside"
     )
-    rows = [_phase_row(policy, _median_runs(own), bandwidth) for policy, own in runs.items()]
+    rows = [_phase_row(policy, own, bandwidth) for policy, own in runs.items()]
     return [Table.of("phases", title, rows, plotted="tokens/s")]
 
 
-def _phase_row(policy: str, runs: Sequence[Line], bandwidth: float) -> dict[str, str]:
+def _phase_row(policy: str, measured: Sequence[Line], bandwidth: float) -> dict[str, str]:
+    """Make a row of the median run of each prompt."""
+    by_prompt = [sorted(own, key=lambda run: run["decode_seconds"]) for own in by_value(measured, "prompt").values()]
+    runs = [own[(len(own) - 1) // 2] for own in by_prompt]
+    decoding = sum(run["decode_seconds"] for run in runs)
+    # Without those of learning: a faster engine would not need them.
+    needed = sum(run["bytes"]["draft"] + run["bytes"]["verify"] for run in runs)
     tokens = sum(run["tokens"] for run in runs)
     predicted = sum(run["predicted_seconds"] for run in runs)
 
     def cell(phase: str) -> str:
         seconds = sum(run["seconds"][phase] for run in runs)
         read = sum(run["bytes"].get(phase, 0.0) for run in runs)
-        share = f" ({_share(read, seconds, bandwidth)})" if read else ""
+        share = f" ({100 * read / seconds / bandwidth:.0f} %)" if read else ""
         return f"{1000 * seconds / tokens:.2f}{share}"
 
     return {
         "policy": f"`{policy}`",
-        "tokens/s": f"{_speed(runs):.1f}",
-        "limit": f"{tokens * bandwidth / _bytes(runs):.1f}",
-        "of limit": _share(_bytes(runs), _seconds(runs), bandwidth),
+        "tokens/s": f"{tokens / decoding:.1f}",
+        "limit": f"{tokens * bandwidth / needed:.1f}",
+        "of limit": f"{100 * needed / decoding / bandwidth:.0f} %",
         **{phase: cell(phase) for phase in PHASES},
         "predicted": f"{1000 * predicted / tokens:.2f}" if predicted else UNKNOWN,
     }
 
 
-def _median_runs(runs: Sequence[Line]) -> list[Line]:
-    """Return the median run of each prompt."""
-    by_prompt = by_value(runs, "prompt").values()
-    return [sorted(own, key=lambda run: run["decode_seconds"])[(len(own) - 1) // 2] for own in by_prompt]
-
-
 def _bandwidth(lines: Sequence[Line]) -> float:
     return median(line["bytes_per_second"] for line in matching(lines, "bandwidth"))
-
-
-def _bytes(runs: Sequence[Line]) -> float:
-    """Count the bytes that rounds must read, without those of learning: a faster engine would not need them."""
-    return float(sum(run["bytes"]["draft"] + run["bytes"]["verify"] for run in runs))
-
-
-def _seconds(runs: Sequence[Line]) -> float:
-    return float(sum(run["decode_seconds"] for run in runs))
-
-
-def _speed(runs: Sequence[Line]) -> float:
-    return sum(run["tokens"] for run in runs) / _seconds(runs)
-
-
-def _share(num_bytes: float, seconds: float, bandwidth: float) -> str:
-    return f"{100 * num_bytes / seconds / bandwidth:.0f} %"
 
 
 def context_tables(lines: Sequence[Line]) -> list[Table]:

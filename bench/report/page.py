@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
-from typing import Any
 
 from bench.record import KEPT, Line, matching, read_record, showing
 from bench.report.machine_tables import context_tables, kernels_tables, roofline_tables
 from bench.report.peer_tables import peer_tables
-from bench.report.plots import plot
-from bench.report.run_tables import decoding_text, run_tables
+from bench.report.run_tables import decoding_text, run_tables, sweep_headline, sweep_tables
 from bench.report.summary import Samples
-from bench.report.sweep_tables import sweep_headline, sweep_tables
 from bench.report.table import Table, counted
 from bench.report.throughput_tables import batch_tables, load_tables
 
+_TABLES: dict[str, Callable[[Sequence[Line]], list[Table]]] = {
+    "run": run_tables,
+    "peers": peer_tables,
+    "sweep": sweep_tables,
+    "roofline": roofline_tables,
+    "context": context_tables,
+    "batch": batch_tables,
+    "load": load_tables,
+    "kernels": kernels_tables,
+}
+"""What makes the tables of a record, by the command that wrote it."""
 _WITH_SPREAD = ("run", "peers", "sweep")
 """Commands whose tables show the lowest and highest repeat."""
 _MARKED = re.compile(r"<!-- table: (\S+) (.+?) -->\n.*?<!-- /table -->", re.S)
+_NUMBER = re.compile(r"[*`]*(-?\d+(?:\.\d+)?)")
 _STYLE = (
     "body{font:16px/1.5 system-ui;margin:2rem auto;max-width:75rem;padding:0 1rem}table{border-collapse:collapse}"
     "td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}"
@@ -38,20 +49,52 @@ def terminal_text(lines: Sequence[Line]) -> str:
     return "\n\n".join([*(table.markdown(aligned=True) for table in tables(lines)), headline(lines)])
 
 
-def html_page(records: Mapping[str, Sequence[Line]]) -> str:
-    """Write records, by their names, as one page that needs no other file, with a plot beside tables that have one."""
+def html_page(name: str, lines: Sequence[Line]) -> str:
+    """Write a record as a page that needs no other file, with a plot beside tables that have one."""
     parts = [f"<!doctype html><meta charset=utf-8><title>selfspec-bench</title><style>{_STYLE}</style>"]
-    for name, lines in records.items():
-        parts += [f"<h2>{html.escape(name)}</h2>", f"<p>{_inline(headline(lines))}</p>"]
-        for table in [*tables(lines), machine_table(lines)]:
-            parts += [f"<h3>{_inline(table.title)}</h3>", plot(table) or "", _html_table(table)]
+    parts += [f"<h2>{html.escape(name)}</h2>", f"<p>{_inline(headline(lines))}</p>"]
+    for table in [*tables(lines), machine_table(lines)]:
+        parts += [f"<h3>{_inline(table.title)}</h3>", _plot(table), "<table>"]
+        for row, kind in [(table.columns, "th"), *((cells, "td") for cells in table.rows)]:
+            parts.append(f"<tr>{''.join(f'<{kind}>{_inline(cell)}</{kind}>' for cell in row)}</tr>")
+        parts.append("</table>")
     return "\n".join(parts) + "\n"
 
 
-def _html_table(table: Table) -> str:
-    head = "".join(f"<th>{_inline(cell)}</th>" for cell in table.columns)
-    rows = ("".join(f"<td>{_inline(cell)}</td>" for cell in row) for row in table.rows)
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+def _plot(table: Table) -> str:
+    """Draw one column as bars, or a line for each row where the columns are numbers of something, as SVG.
+
+    Returns nothing for other tables, and without matplotlib.
+    """
+    columns = [_number(heading) for heading in table.columns[1:]]
+    drawn = table.plotted in table.columns or (len(columns) > 1 and None not in columns)
+    if not drawn or find_spec("matplotlib") is None:
+        return ""
+    from matplotlib.figure import Figure  # an optional package, which takes long to import
+
+    figure = Figure(figsize=(8, 4 if table.plotted is None else 0.6 + 0.3 * len(table.rows)), layout="constrained")
+    axes = figure.add_subplot()
+    if table.plotted is not None:
+        place = table.columns.index(table.plotted)
+        found = [(row[0], value) for row in table.rows if (value := _number(row[place])) is not None]
+        axes.barh([label for label, _ in found], [value for _, value in found])
+        axes.invert_yaxis()
+        axes.set_xlabel(table.plotted)
+    else:
+        for row in table.rows:
+            points = [(x, y) for x, cell in zip(columns, row[1:]) if (y := _number(cell)) is not None]
+            axes.plot([x or 0.0 for x, _ in points], [y for _, y in points], marker="o", label=row[0])
+        axes.set_xlabel(" ".join(table.columns[-1].split()[1:]))
+        axes.legend(fontsize="small")
+    drawing = StringIO()
+    figure.savefig(drawing, format="svg")
+    return "<svg" + drawing.getvalue().partition("<svg")[2]
+
+
+def _number(cell: str) -> float | None:
+    """Return the number that a cell begins with."""
+    match = _NUMBER.match(cell)
+    return None if match is None else float(match[1])
 
 
 def _inline(text: str) -> str:
@@ -74,31 +117,29 @@ def update(text: str, folder: Path) -> str:
             found = {table.name: table for table in tables(lines)}
         if name not in found:
             raise ValueError(f"{match[1]} has no table {name!r}, but {', '.join(found)}")
-        source = source_line(lines[0]["provenance"])
+        where = lines[0]["provenance"]
+        device = where["device"]
+        if device == "cpu":
+            device = " ".join(filter(None, (where["cpu"], where["microarchitecture"])))
+        kernels = f", {where['kernels'].upper()} kernels" if where["kernels"] else ""
+        source = f"Commit {str(where['commit'])[:7]}, {where['time'][:10]}, {device}{kernels}."
         return f"<!-- table: {match[1]} {name} -->\n{found[name].markdown()}\n\n{source}\n<!-- /table -->"
 
     return _MARKED.sub(filled, text)
 
 
-def source_line(where: Mapping[str, Any]) -> str:
-    """Say in one line where and when a record was made."""
-    device = (
-        where["device"]
-        if where["device"] != "cpu"
-        else " ".join(filter(None, (where["cpu"], where["microarchitecture"])))
-    )
-    kernels = f", {where['kernels'].upper()} kernels" if where["kernels"] else ""
-    return f"Commit {str(where['commit'])[:7]}, {where['time'][:10]}, {device}{kernels}."
-
-
 def tables(lines: Sequence[Line]) -> list[Table]:
     """Make the tables of what the record measured. Raises ValueError for a command that has no tables."""
-    return _shown(lines)[1](lines)
+    command = lines[0]["command"]
+    if command not in _TABLES:
+        raise ValueError(f"this version makes no tables of records of {command!r}: measure again")
+    return _TABLES[command](lines)
 
 
 def headline(lines: Sequence[Line]) -> str:
     """Say what came out, in a sentence or two."""
-    return _shown(lines)[0](lines)
+    known = {"run": run_headline, "peers": run_headline, "sweep": sweep_headline}
+    return known.get(lines[0]["command"], subject)(lines)
 
 
 def subject(lines: Sequence[Line]) -> str:
@@ -112,7 +153,6 @@ def subject(lines: Sequence[Line]) -> str:
 def run_headline(lines: Sequence[Line]) -> str:
     """Say how many engines were measured on what, and whether their outputs are the same."""
     samples, configuration = Samples(lines), lines[0]["configuration"]
-    tasks = list(dict.fromkeys(samples.tasks.values()))
     differing = [line for line in samples.outputs if line["first_difference"] is not None]
     near = sum(bool(line["near_tie"]) for line in differing)
     outputs = f"Outputs that differ from the first engine's: {len(differing)}, of which near-ties: {near}."
@@ -124,7 +164,7 @@ def run_headline(lines: Sequence[Line]) -> str:
     ends = "answers end where the model ends them" if configuration.get("chat") else "EOS ignored"
     return (
         f"{subject(lines)} {counted(len(samples.engines), 'engine')}, {decoding_text(lines)}, on "
-        f"{counted(len(samples.prompts), 'prompt')} of {counted(len(tasks), 'task')} ({', '.join(tasks)}), "
+        f"{counted(len(samples.prompts), 'prompt')} of {counted(len(samples.tasks), 'task')} ({', '.join(samples.tasks)}), "
         f"{configuration['max_new_tokens']} new tokens, {ends}. Policies are reset before every prompt{kept}. {outputs}"
     )
 
@@ -135,6 +175,7 @@ def machine_table(lines: Sequence[Line]) -> Table:
     what = "seed" if configuration.get("do_sample") else "repeat"
     spread = f"; in brackets the lowest and highest {what}" if lines[0]["command"] in _WITH_SPREAD else ""
     versions = {"Python": where["python"], "torch": where["torch"], "transformers": where["transformers"]}
+    versions |= where.get("versions", {})
     rows = {
         "command": f"`{where['command']}`",
         "machine": f"{where['device']}; {where['cpu']} ({where['microarchitecture'] or 'generation unknown'}), "
@@ -143,9 +184,7 @@ def machine_table(lines: Sequence[Line]) -> Table:
         "dtype": where["dtype"],
         "numbers": f"Medians of {counted(configuration['repeats'], what)}, engines alternated{spread}",
         "date, commit": f"{where['time']}, {where['commit']}",
-        "versions": ", ".join(
-            f"{name} {version}" for name, version in {**versions, **where.get("versions", {})}.items()
-        ),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "system": f"{where['os']}, load average before {where['load_average']}",
         "weights, prompts": f"{configuration.get('weights_digest')}, {configuration.get('prompts_digest')}",
     }
@@ -153,23 +192,3 @@ def machine_table(lines: Sequence[Line]) -> Table:
     if lost:
         rows["left out"] = "; ".join(f"{line['label']} ({line['reason']})" for line in lost)
     return Table(name="machine", title="", columns=("", ""), rows=tuple(rows.items()), prose=True)
-
-
-_SHOWN: dict[str, tuple[Callable[[Sequence[Line]], str], Callable[[Sequence[Line]], list[Table]]]] = {
-    "run": (run_headline, run_tables),
-    "peers": (run_headline, peer_tables),
-    "sweep": (sweep_headline, sweep_tables),
-    "roofline": (subject, roofline_tables),
-    "context": (subject, context_tables),
-    "batch": (subject, batch_tables),
-    "load": (subject, load_tables),
-    "kernels": (subject, kernels_tables),
-}
-"""What makes the headline and the tables of a record, by the command that wrote it."""
-
-
-def _shown(lines: Sequence[Line]) -> tuple[Callable[[Sequence[Line]], str], Callable[[Sequence[Line]], list[Table]]]:
-    command = lines[0]["command"]
-    if command not in _SHOWN:
-        raise ValueError(f"this version makes no tables of records of {command!r}: measure again")
-    return _SHOWN[command]

@@ -1,37 +1,40 @@
-"""The tables of a run over tasks and of engines side by side: speed, rounds, phases, tasks, eTPL."""
+"""The tables of a run over tasks and of a sweep: speed, rounds, phases, tasks, eTPL."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 
 from bench.machine import WeightBytes
-from bench.record import PLAIN, Line, matching
-from bench.report.interval_tables import interval_tables
-from bench.report.summary import ALL, Samples
-from bench.report.table import UNKNOWN, Table, cross_table, names, number, ratio
+from bench.record import PLAIN, Line, by_value, matching
+from bench.report.interval_tables import interval_tables, layers_of
+from bench.report.summary import ALL, Figure, Samples, decode_speed
+from bench.report.table import UNKNOWN, Spread, Table, cross_table, names, number, ratio
 
 TRANSFORMERS = "transformers:generate"
-_SOURCES = (
-    "engine", "× plain", "tokens/round", "copied", "drafted", "model's own", "copies accepted", "drafts accepted",
-)  # fmt: skip
+PHASES = ("prefill", "draft", "preverify", "verify", "accept", "learn", "other")
+"""The phases that selfspec times, `*_seconds` of its statistics."""
 
 
 def run_tables(lines: Sequence[Line]) -> list[Table]:
-    """All that the record has lines for."""
+    """Make all tables that the record has lines for."""
     samples = Samples(lines)
+    tasks = names([*samples.tasks, ALL])
 
-    def speed(engine: str, tasks: Sequence[str] | None) -> str:
-        return f"{samples.speed(engine, tasks).value:.1f}"
+    def speed(engine: str, task: str) -> str:
+        return f"{samples.speed(engine, task).value:.1f}"
 
-    def speedup(engine: str, tasks: Sequence[str] | None) -> str:
-        return f"{samples.speedup(engine, PLAIN, tasks).value:.2f}"
+    def speedup(engine: str, task: str) -> str:
+        return f"{samples.speedup(engine, PLAIN, task).value:.2f}"
 
-    made = [_speed_table(lines, samples), round_table(samples), _phase_table(samples)]
+    made = [_speed_table(lines, samples), _round_table(samples), _phase_table(samples)]
     if PLAIN in samples.engines:
-        made.append(_by_task("speedups", "Speed-up over plain decoding by task, prefill included", samples, speedup))
-    made.append(_by_task("tasks", "tokens/s by task", samples, speed))
-    made += source_tables(samples)
-    runs = first_runs(samples)
+        title = "Speed-up over plain decoding by task, prefill included"
+        made.append(cross_table("speedups", title, "engine", samples.engines, tasks, speedup))
+    made.append(cross_table("tasks", "tokens/s by task", "engine", samples.engines, tasks, speed))
+    made += _source_tables(samples)
+    first = by_value(matching(samples.samples, "sample", repeat=0), "engine")
+    runs = {name: own for name, own in first.items() if all(line["stats"] for line in own)}
     if lines[0]["command"] == "run" and PLAIN in runs:
         made.append(_etpl_table(lines, samples, runs))
     made += interval_tables(samples, runs)
@@ -39,7 +42,7 @@ def run_tables(lines: Sequence[Line]) -> list[Table]:
 
 
 def decoding_text(lines: Sequence[Line]) -> str:
-    """ "greedy", or how a run sampled."""
+    """Say whether a run was greedy, or how it sampled."""
     configuration = lines[0]["configuration"]
     if not configuration.get("do_sample"):
         return "greedy"
@@ -54,8 +57,9 @@ def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
     def over(name: str, baseline: str) -> str:
         return samples.speedup(name, baseline).text("{:.2f}", "×") if baseline in samples.engines else UNKNOWN
 
-    def decode_speed(line: Line) -> float | None:
-        return ratio(line["num_new_tokens"] - 1, line["decode_seconds"]) if line["decode_seconds"] else None
+    def typical(engine: str, figure: Figure) -> float | None:
+        found = samples.per_prompt(engine, figure)
+        return fmean(found) if found else None
 
     rows = [
         {
@@ -63,8 +67,8 @@ def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
             "tokens/s": samples.speed(name).text("{:.1f}"),
             "× plain": over(name, PLAIN),
             "× transformers": over(name, TRANSFORMERS),
-            "decode tokens/s": number(samples.over_prompts(name, decode_speed), "{:.1f}"),
-            "TTFT, ms": number(samples.over_prompts(name, lambda line: line["time_to_first_token"]), "{:.0f}", 1000),
+            "decode tokens/s": number(typical(name, decode_speed), "{:.1f}"),
+            "TTFT, ms": number(typical(name, lambda line: line["time_to_first_token"]), "{:.0f}", 1000),
             "of bandwidth": number(_bandwidth_share(lines, samples, name), "{:.0f} %", 100),
         }
         for name, label in samples.engines.items()
@@ -75,9 +79,9 @@ def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
 
 
 def _bandwidth_share(lines: Sequence[Line], samples: Samples, engine: str) -> float | None:
-    """Bytes per second that an engine's rounds read, over the device's bandwidth; None for what was not measured."""
+    """Divide the bytes per second that an engine's rounds read by the device's bandwidth; None if that is not known."""
     limits = matching(lines, "limits")
-    runs = matching(samples.samples, "sample", engine=engine)
+    runs = samples.of_engine(engine)
     if not limits or not all(line["stats"] for line in runs):
         return None
     weights = WeightBytes.from_line(limits[0])
@@ -85,79 +89,84 @@ def _bandwidth_share(lines: Sequence[Line], samples: Samples, engine: str) -> fl
     return float(moved / sum(line["decode_seconds"] for line in runs) / limits[0]["bytes_per_second"])
 
 
-def round_table(samples: Samples) -> Table:
-    """Show drafts and passes of each engine, and how much of its texts is as in the first one's."""
+def _round_table(samples: Samples) -> Table:
+    """Show the rounds of each engine, and how much of its texts is as in the first one's."""
     references = {line["engine"]: line["reference"] for line in samples.outputs}
     labels = samples.engines
     first = samples.outputs[0]["reference"]
     compared = first is not None  # sampled outputs are not
     rows = []
     for name, label in labels.items():
-        drafts = samples.count(name, "num_drafted")
-        passes = None if drafts is None else drafts - (samples.count(name, "num_copied") or 0)
         to = "" if references[name] == first else f" to {labels.get(references[name], references[name])}"
         rows.append(
             {
                 "engine": label,
                 "acceptance rate": number(samples.count(name, "acceptance_rate"), "{:.3f}"),
-                "accepted/round": number(samples.count(name, "accepted_per_round") if drafts else None, "{:.2f}"),
                 "tokens/round": number(samples.count(name, "tokens_per_round"), "{:.2f}"),
                 "eTPL": number(samples.count(name, "etpl_charged"), "{:.4f}"),
-                "draft passes": number(passes, "{:.1f}"),
-                "verify passes": number(samples.count(name, "rounds"), "{:.1f}"),
-                **({"outputs": samples.outputs_text(name) + to} if compared else {}),
+                **({"outputs": _outputs_text(samples, name) + to} if compared else {}),
             }
         )
     against = f", and outputs against {labels.get(first, first)}'s" if compared else ""
     return Table.of("rounds", f"Rounds, means over prompts{against}", rows, plotted="tokens/round")
 
 
+def _outputs_text(samples: Samples, engine: str) -> str:
+    """Say how an engine's outputs compare with the reference's, and how much comes before a first difference."""
+    own = matching(samples.outputs, "output", engine=engine)
+    differing = [line for line in own if line["first_difference"] is not None]
+    if not differing:
+        return "equal"
+    near, faults = (sum(line["near_tie"] is tie for line in differing) for tie in (True, False))
+    found = [f"near-ties: {near}"] if near else []
+    found += [f"DIFFERENT: {faults}"] if faults else []
+    tokens = {line["prompt"]: line["num_new_tokens"] for line in samples.of_engine(engine)}
+    places = [(line["first_difference"], tokens[line["prompt"]]) for line in own]
+    share = fmean(1.0 if place is None else place / size for place, size in places)
+    return f"{', '.join(found) or 'other weights'} ({100 * share:.0f} % equal)"
+
+
 def _phase_table(samples: Samples) -> Table:
-    shares = {name: found for name in samples.engines if (found := samples.phase_shares(name)) is not None}
-    return cross_table(
-        "phases",
-        "Share of time per phase, all runs",
-        "engine",
-        {name: samples.engines[name] for name in shares},
-        names(samples.phases()),
-        lambda name, phase: f"{100 * shares[name][phase]:.1f} %",
-    )
+    """Show the engines that tell their phases; pre-verification only where one does it."""
+    shares: dict[str, dict[str, float]] = {}
+    for name in samples.engines:
+        stats = [line["stats"] for line in samples.of_engine(name)]
+        if all(stats):
+            total = sum(each["seconds"] for each in stats)
+            shares[name] = {phase: sum(each[f"{phase}_seconds"] for each in stats) / total for phase in PHASES}
+    engines = {name: samples.engines[name] for name in shares}
+    shown = names(phase for phase in PHASES if phase != "preverify" or any(own[phase] for own in shares.values()))
+
+    def cell(name: str, phase: str) -> str:
+        return f"{100 * shares[name][phase]:.1f} %"
+
+    return cross_table("phases", "Share of time per phase, all runs", "engine", engines, shown, cell)
 
 
-def _by_task(name: str, title: str, samples: Samples, cell: Callable[[str, Sequence[str] | None], str]) -> Table:
-    """cell: of an engine and the tasks that count, None for all."""
-    tasks = names([*dict.fromkeys(samples.tasks.values()), ALL])
-
-    def chosen(engine: str, task: str) -> str:
-        return cell(engine, None if task == ALL else [task])
-
-    return cross_table(name, title, "engine", samples.engines, tasks, chosen)
-
-
-def source_tables(samples: Samples) -> list[Table]:
-    """Every engine that tells its rounds, task by task; no table where nothing was copied.
+def _source_tables(samples: Samples) -> list[Table]:
+    """Show every engine that tells its rounds, task by task; no table where nothing was copied.
 
     Shares are of all new tokens, over all runs on the task's prompts. Records that were made before drafts could be copied
     have no counts of copies, which stands for 0.
     """
-    runs = [line for line in samples.samples if line["stats"]]
-    if not any(line["stats"].get("num_copied") for line in runs):
+    if not any(line["stats"].get("num_copied") for line in samples.samples if line["stats"]):
         return []
-    tasks = list(dict.fromkeys(samples.tasks.values()))
-    rows: list[tuple[str, ...]] = []
-    for task in [*tasks, ALL] if len(tasks) > 1 else tasks:
-        chosen = tasks if task == ALL else [task]
-        rows.append((f"**{task}**", *[""] * (len(_SOURCES) - 1)))
+    rows: list[dict[str, str]] = []
+    for task in [*samples.tasks, ALL] if len(samples.tasks) > 1 else samples.tasks:
+        rows.append({"engine": f"**{task}**"})
         for engine in samples.engines:
-            own = [line["stats"] for line in runs if line["engine"] == engine and line["task"] in chosen]
+            own = [line["stats"] for line in samples.of_engine(engine, task) if line["stats"]]
             if own:
-                over_plain = samples.speedup(engine, PLAIN, chosen).value if PLAIN in samples.engines else None
-                rows.append((samples.engines[engine], number(over_plain, "{:.2f}×"), *_shares(own)))
+                over_plain = samples.speedup(engine, PLAIN, task).value if PLAIN in samples.engines else None
+                speed = {"engine": samples.engines[engine], "× plain": number(over_plain, "{:.2f}×")}
+                rows.append(speed | _sources(own))
     title = "New tokens by source, task by task: copied and accepted, drafted by an exit and accepted, the model's own"
-    return [Table(name="sources", title=title, columns=_SOURCES, rows=tuple(rows))]
+    columns = tuple(rows[1])
+    cells = tuple(tuple(row.get(column, "") for column in columns) for row in rows)
+    return [Table(name="sources", title=title, columns=columns, rows=cells)]
 
 
-def _shares(stats: Sequence[Line]) -> tuple[str, ...]:
+def _sources(stats: Sequence[Line]) -> dict[str, str]:
     """Make the cells after the speed-up, of these runs together."""
 
     def total(name: str) -> int:
@@ -165,32 +174,61 @@ def _shares(stats: Sequence[Line]) -> tuple[str, ...]:
 
     new, accepted, drafted = total("num_new_tokens"), total("num_accepted"), total("num_drafted")
     copied, copied_accepted = total("num_copied"), total("num_copied_accepted")
-    shares = (copied_accepted / new, (accepted - copied_accepted) / new, 1 - accepted / new)
-    rates = ratio(copied_accepted, copied), ratio(accepted - copied_accepted, drafted - copied)
-    return (
-        number(ratio(new - len(stats), total("rounds")), "{:.2f}"),
-        *(number(share, "{:.1f} %", 100) for share in (*shares, *rates)),
-    )
+    shares = {
+        "copied": copied_accepted / new,
+        "drafted": (accepted - copied_accepted) / new,
+        "model's own": 1 - accepted / new,
+        "copies accepted": ratio(copied_accepted, copied),
+        "drafts accepted": ratio(accepted - copied_accepted, drafted - copied),
+    }
+    per_round = number(ratio(new - len(stats), total("rounds")), "{:.2f}")
+    return {"tokens/round": per_round} | {name: number(share, "{:.1f} %", 100) for name, share in shares.items()}
 
 
 def _etpl_table(lines: Sequence[Line], samples: Samples, runs: Mapping[str, Sequence[Line]]) -> Table:
     """Show policies in tokens per loaded layer over plain decoding's, best first; a pre-verifier's passes count as layers."""
-    tasks = list(dict.fromkeys(samples.tasks.values()))
 
     def etpl(engine: str, task: str) -> float:
         own = [line for line in runs[engine] if task in (ALL, line["task"])]
-        layers = sum(line["stats"]["loaded_layers"] + line["stats"]["preverifier_layers"] for line in own)
-        return sum(line["num_new_tokens"] - 1 for line in own) / layers * lines[0]["configuration"]["num_layers"]
+        tokens, layers = sum(line["num_new_tokens"] - 1 for line in own), sum(map(layers_of, own))
+        return float(tokens / layers * lines[0]["configuration"]["num_layers"])
 
     best_first = sorted(runs, key=lambda engine: -etpl(engine, ALL))
     rows = {engine: f"`{engine.removeprefix('selfspec:')}`" for engine in best_first}
     title = "eTPL relative to plain decoding (1/L), a task's prompts pooled"
-    return cross_table("etpl", title, "policy", rows, names([*tasks, ALL]), lambda row, task: f"{etpl(row, task):.3f}")
+    return cross_table(
+        "etpl", title, "policy", rows, names([*samples.tasks, ALL]), lambda row, task: f"{etpl(row, task):.3f}"
+    )
 
 
-def first_runs(samples: Samples) -> dict[str, list[Line]]:
-    """Return each prompt's first run, by engine, of those that tell their rounds."""
-    found: dict[str, list[Line]] = {}
-    for line in matching(samples.samples, "sample", repeat=0):
-        found.setdefault(line["engine"], []).append(line)
-    return {name: runs for name, runs in found.items() if all(line["stats"] for line in runs)}
+def sweep_headline(lines: Sequence[Line]) -> str:
+    """Name the best measured setting."""
+    model, best = lines[0]["configuration"]["model"], matching(lines, "best")[0]
+    spread = Spread(value=best["speedup"], low=best["low"], high=best["high"]).text("{:.2f}", "×")
+    return f"Best measured setting for {model}: `{best['policy']}`, {spread} its own autoregressive mode."
+
+
+def sweep_tables(lines: Sequence[Line]) -> list[Table]:
+    """Make two grids of settings: eTPL, and speed-ups predicted or measured."""
+    samples, configuration = Samples(lines), lines[0]["configuration"]
+    cells = {line["policy"]: line for line in matching(lines, "cell")}
+
+    def etpl(policy: str) -> str:
+        return f"{cells[policy]['etpl']:.3f}"
+
+    def speedup(policy: str) -> str:
+        if f"selfspec:{policy}" in samples.engines:
+            return f"**{samples.speedup(f'selfspec:{policy}', PLAIN).value:.2f}**"
+        return f"{cells[policy]['predicted_speedup']:.2f}"
+
+    def grid(name: str, title: str, cell: Callable[[str], str]) -> Table:
+        rows, columns = ({number: str(number) for number in axis} for axis in configuration["axes"])
+        title += "; rows: exit layer, columns: drafts a round"
+        return cross_table(name, title, "exit layer", rows, columns, lambda row, column: cell(f"ls:{row}-{column}"))
+
+    by_replay = f"eTPL by replay (autoregressive: {1 / configuration['num_layers']:.4f})"
+    both = (
+        "Speed-up over autoregressive; bold is measured (prefill included), the rest predicted (decoding only) from rounds "
+        "and timed layers"
+    )
+    return [grid("etpl", by_replay, etpl), grid("speedup", both, speedup)]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 import bench.machine
+from bench.commands.bench_app import app
 
 
 @pytest.fixture(autouse=True)
-def brief_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every command measures the memory's bandwidth: here of few bytes and once, not of 256 MiB for a second."""
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bandwidth is measured once and of few bytes, not of 256 MiB for a second. Forked peers have imported everything."""
     monkeypatch.setattr(bench.machine, "_CPU_BYTES", 1 << 20)
     monkeypatch.setattr(bench.machine, "_SECONDS", 0.0)
-
-
-@pytest.fixture(autouse=True)
-def forked_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers are forked: they have imported everything already."""
     monkeypatch.setattr("bench.engines.peer_process.START_METHOD", "fork")
+
+
+@pytest.fixture(scope="session")
+def invoke() -> Callable[..., Result]:
+    """Run `selfspec-bench` with these arguments, in this process."""
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])

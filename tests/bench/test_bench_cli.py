@@ -1,12 +1,13 @@
+"""The commands that compare engines and settings, whole; and mistakes, which end any command in one line."""
+
 import json
 import sys
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
-from bench.commands.bench_app import app, main
-from bench.record import read_record
+from bench.commands.bench_app import main
+from bench.record import matching, read_record
 from layerskip_models.kernels.library import kernels
 from selfspec.defaults import fixed_policy
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -14,40 +15,31 @@ from tiny_llama import tiny_llama, tiny_tokenizer
 RUN = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--warmups", "1", "--num-samples", "2"]
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def of_kind(lines, kind):
-    return [line for line in lines if line["kind"] == kind]
+SHAPE = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192}
+"""Rows that all types of weights hold."""
 
 
 def engines_of(lines):
-    return [line["engine"] for line in of_kind(lines, "engine")]
+    return [line["engine"] for line in matching(lines, "engine")]
 
 
-def test_peers_measures_all_engines_and_its_record_makes_pages(checkpoint, tmp_path):
+def test_peers_measures_all_engines_and_its_record_makes_pages(invoke, checkpoint, tmp_path):
     record = tmp_path / "peers.jsonl"
-    result = invoke("peers", "--model", checkpoint, "--policy", "ls:2-3", "--kept", "auto", "--output", record, *RUN)
+    command = ["peers", "--model", checkpoint, "--policy", "ls:2-3", "--kept", "auto", "--output", record, *RUN]
+    result = invoke(*command)
     assert result.exit_code == 0, result.output
     lines = read_record(record)
-    assert engines_of(lines) == [
-        "selfspec:ar",
-        "selfspec:ls:2-3",
-        "selfspec:auto:kept",
-        "transformers:generate",
-        "transformers:early-exit:2-3",
-        "transformers:early-exit:2-default",
-    ]
-    samples = of_kind(lines, "sample")
+    own = ["selfspec:ar", "selfspec:ls:2-3", "selfspec:auto:kept"]
+    theirs = ["transformers:generate", "transformers:early-exit:2-3", "transformers:early-exit:2-default"]
+    assert engines_of(lines) == own + theirs
+    samples = matching(lines, "sample")
     assert len(samples) == 6 * 2 * 2
     assert all(line["num_new_tokens"] == 10 and line["seconds"] > 0 for line in samples)
-    assert {line["first_difference"] for line in of_kind(lines, "output")} == {None}
+    assert {line["first_difference"] for line in matching(lines, "output")} == {None}
     assert lines[0]["provenance"]["dtype"] == "float32"
     assert str(tmp_path) not in json.dumps(lines)  # nothing of this machine's folders
     before = record.read_bytes()
-    again = invoke("peers", "--model", checkpoint, "--policy", "ls:2-3", "--kept", "auto", "--output", record, *RUN)
-    assert again.exit_code == 0 and record.read_bytes() == before  # nothing is left to measure
+    assert invoke(*command).exit_code == 0 and record.read_bytes() == before  # nothing is left to measure
     for name, expected in (("report.md", "| selfspec, ls:2-3 |"), ("report.html", "<td>selfspec, ls:2-3</td>")):
         page = tmp_path / name
         assert invoke("report", record, "-o", page).exit_code == 0
@@ -57,13 +49,12 @@ def test_peers_measures_all_engines_and_its_record_makes_pages(checkpoint, tmp_p
 
 
 @pytest.mark.skipif(kernels() is None, reason="needs the native library")
-def test_rounded_weights_and_files_are_judged_each_among_themselves(tmp_path, monkeypatch):
+def test_rounded_weights_and_files_are_judged_each_among_themselves(invoke, tmp_path, monkeypatch):
     """And a peer that is not installed is left out in one line."""
     pytest.importorskip("gguf")
     monkeypatch.setattr("bench.engines.catalogue.find_spec", lambda name: None if name == "llama_cpp" else 1)
     model, record = tmp_path / "tiny", tmp_path / "peers.jsonl"
-    shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192}
-    tiny_llama(**shape, seed=4).save_pretrained(model)  # these types hold its rows
+    tiny_llama(**SHAPE, seed=4).save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
     asked = ["selfspec:int8", "selfspec:Q8_0", "selfspec:IQ4_NL", "llama.cpp:Q8_0"]
     options = [word for name in asked for word in ("--engine", name)]
@@ -73,19 +64,16 @@ def test_rounded_weights_and_files_are_judged_each_among_themselves(tmp_path, mo
     assert said == ["llama.cpp is left out: it needs llama-cpp-python; pip install llama-cpp-python"]
     lines = read_record(record)
     for kind in ("int8", "Q8_0", "IQ4_NL"):
-        drafting = [line for line in of_kind(lines, "output") if line["engine"] == f"selfspec:{kind}:auto"]
-        assert [(line["reference"], line["first_difference"]) for line in drafting] == [
-            (f"selfspec:{kind}:ar", None)
-        ] * 2
+        drafting = matching(lines, "output", engine=f"selfspec:{kind}:auto", reference=f"selfspec:{kind}:ar")
+        assert [line["first_difference"] for line in drafting] == [None, None]
     assert "| selfspec int8, auto |" in invoke("report", record).output
 
 
-def test_one_file_in_all_engines_on_chat_prompts(tmp_path, monkeypatch):
+def test_one_file_in_all_engines_on_chat_prompts(invoke, tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     from bench.engines.gguf_file import write_gguf
 
-    shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192}
-    write_gguf(tiny_llama(**shape, seed=4, max_position_embeddings=256), tmp_path / "tiny.gguf", "Q4_1")
+    write_gguf(tiny_llama(**SHAPE, seed=4, max_position_embeddings=256), tmp_path / "tiny.gguf", "Q4_1")
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %} b"
     tokenizer.save_pretrained(tmp_path)
@@ -100,34 +88,32 @@ def test_one_file_in_all_engines_on_chat_prompts(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     lines = read_record(record)
     assert engines_of(lines) == ["selfspec:ar", "selfspec:auto", "selfspec:auto:kept"]
-    loading = of_kind(lines, "loading")
-    assert [(line["engine"], line["repeat"]) for line in loading] == [
-        (f"selfspec:{name}", repeat) for repeat in (0, 1) for name in ("ar", "auto")
-    ]
+    loading = matching(lines, "loading")
+    assert [line["engine"] for line in loading] == ["selfspec:ar", "selfspec:auto"] * 2
     assert all(line["load_seconds"] > 0 and line["import_seconds"] > 0 for line in loading)
-    samples = of_kind(lines, "sample")
+    samples = matching(lines, "sample")
     assert len(samples) == 3 * 3 * 2 and all(2 <= line["num_new_tokens"] <= 6 for line in samples)
-    assert {line["first_difference"] for line in of_kind(lines, "output")} == {None}
+    assert {line["first_difference"] for line in matching(lines, "output")} == {None}
     assert str(tmp_path) not in json.dumps(lines)
     text = invoke("report", record).output
     assert "| auto, kept ÷ plain, decoding |" in text and "load, s" in text
 
 
-def test_sweep_writes_the_setting_that_generate_finds(checkpoint, tmp_path):
+def test_sweep_writes_the_setting_that_generate_finds(invoke, checkpoint, tmp_path):
     record = tmp_path / "sweep.jsonl"
     arguments = ["--exit-layers", "1-3", "--num-speculations", "2,4", "--num-timed", "2", "--write"]
     assert fixed_policy(str(checkpoint), 4) == "ls:1-4"  # the rule for unknown checkpoints
     result = invoke("sweep", "--model", checkpoint, "--output", record, *arguments, *RUN)
     assert result.exit_code == 0, result.output
     lines = read_record(record)
-    cells = {line["policy"]: line for line in of_kind(lines, "cell")}
+    cells = {line["policy"]: line for line in matching(lines, "cell")}
     assert {*cells} == {f"ls:{layer}-{length}" for layer in "123" for length in "24"}
     timed = sorted(cells, key=lambda policy: -cells[policy]["predicted_speedup"])[:2]
-    (best,) = of_kind(lines, "best")
+    (best,) = matching(lines, "best")
     assert best["policy"] in timed
     assert engines_of(lines) == ["selfspec:ar", *(f"selfspec:{policy}" for policy in timed)]
     for policy in timed:  # replay foretold what the timed runs did
-        own = [line for line in of_kind(lines, "sample") if line["engine"] == f"selfspec:{policy}"]
+        own = matching(lines, "sample", engine=f"selfspec:{policy}")
         assert sum(line["stats"]["rounds"] for line in own) == 2 * cells[policy]["rounds"]
     setting = json.loads((checkpoint / "selfspec.json").read_text(encoding="utf-8"))
     assert setting["policy"] == best["policy"] == fixed_policy(str(checkpoint), 4)
@@ -138,7 +124,6 @@ def test_sweep_writes_the_setting_that_generate_finds(checkpoint, tmp_path):
 MISTAKES = {
     "peers --model MODEL --engine selfspec:Q4": "--engine must be transformers, selfspec:KIND with a KIND of int8, int4",
     "peers --model MODEL --engine llama.cpp:Q4": "llama.cpp or ik_llama.cpp with :KIND of BF16, F16, Q8_0, Q4_0",
-    "peers --model MODEL --engine openvino": "needs a GGUF file as --model",
     "peers --model MODEL --engine llama.cpp": "needs a GGUF file as --model, or a kind of weights",
     "peers --model MODEL --loads 2": "--loads needs a GGUF file",
     "batch --model MODEL --engine vllm": "--engine must be transformers",
@@ -159,9 +144,9 @@ MISTAKES = {
     "run --model MODEL --policy dv:9": "exit_layer must be in [1, 3]",
     "run --model synthetic:huge": "unknown shape 'huge'",
     "load --model someone/somewhere": "--model must be a folder or synthetic:SHAPE",
+    "context --model MODEL --contexts 1": "the model has 64 positions: no context of 1 leaves room for 64 new tokens",
     "kernels --variant none": "this machine runs the variants",
     "kernels --weights int3": "--weights must be of float32, bfloat16, int8, int4",
-    "kernels --rows x": "--rows must look like",
     "convert": "`selfspec-bench convert` was removed: ",
     "shapes --shape small": "`selfspec-bench shapes` was removed: run `selfspec-bench run --model synthetic:",
     "chat --model x": "`selfspec-bench chat` was removed: `selfspec-bench peers --chat`",
@@ -172,7 +157,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("command", MISTAKES)
-def test_mistakes_end_with_one_line_and_status_2(command, checkpoint, tmp_path, monkeypatch):
+def test_mistakes_end_with_one_line_and_status_2(command, invoke, checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = invoke(*(str(checkpoint) if word == "MODEL" else word for word in command.split()))
     assert result.exit_code == 2

@@ -9,24 +9,21 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaForCausalLM
-from typer.testing import CliRunner
 
-from bench.commands.bench_app import app
 from bench.engines.transformers_engine import transformers_engines
 from bench.measure import compare_outputs
-from bench.record import read_record
+from bench.record import matching, read_record
 from fuzz_models import ROPES
 from tiny_llama import tiny_llama, tiny_tokenizer
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
 
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 16, 96
 PROMPT = torch.randint(0, 24, (40,), generator=torch.Generator().manual_seed(1))
 
 
 def llama(**options: Any) -> LlamaForCausalLM:
     """Rows that Q8_0 holds, heads that are not the hidden size together, biases that are not 0."""
-    shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_size": HIDDEN, "intermediate_size": 64}
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "hidden_size": 96, "intermediate_size": 64}
     model = tiny_llama(seed=3, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3, **shape, **options)
     generator = torch.Generator().manual_seed(4)
     for name, parameter in model.named_parameters():
@@ -36,16 +33,11 @@ def llama(**options: Any) -> LlamaForCausalLM:
     return model
 
 
-def read(model: LlamaForCausalLM, path: Path, kind: str) -> Any:
+def test_rows_that_q8_cannot_hold_are_refused(tmp_path: Path) -> None:
     from bench.engines.gguf_file import write_gguf
 
-    write_gguf(model, path, kind)
-    return gguf.GGUFReader(path)
-
-
-def test_rows_that_q8_cannot_hold_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple of 32 numbers; this model's are of 16, 24"):
-        read(tiny_llama(), tmp_path / "model.gguf", "Q8_0")
+        write_gguf(tiny_llama(), tmp_path / "model.gguf", "Q8_0")
 
 
 def written(model: LlamaForCausalLM, kind: str) -> Any:
@@ -82,7 +74,7 @@ def test_texts_in_one_pass_are_the_texts_alone() -> None:
     assert run.decode_tokens == 3 * 8 and run.decode_seconds is not None and run.decode_seconds < run.seconds
 
 
-def test_peers_with_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_with_llama_cpp(invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llama_cpp")
     checkpoint, temporary, record = tmp_path / "tiny", tmp_path / "temporary", tmp_path / "peers.jsonl"
     temporary.mkdir()
@@ -91,13 +83,13 @@ def test_peers_with_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     options = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--num-samples", "2"]
     engines = ["--engine", "llama.cpp:BF16", "--engine", "llama.cpp:Q8_0", "--output", str(record)]
-    result = CliRunner().invoke(app, ["peers", "--model", str(checkpoint), *engines, *options])
+    result = invoke("peers", "--model", checkpoint, *engines, *options)
     assert result.exit_code == 0, result.output
     assert not list(temporary.rglob("*.gguf"))
     lines = read_record(record)
-    outputs = [line for line in lines if line["kind"] == "output"]
+    outputs = matching(lines, "output")
     assert {line["engine"] for line in outputs} >= {"llama.cpp:BF16", "llama.cpp:Q8_0"}
     assert {line["reference"] for line in outputs} == {"selfspec:ar"}
     assert {line["repeats_that_differ"] for line in outputs} == {0}  # a run does not depend on the one before
     assert lines[0]["provenance"]["versions"]["llama.cpp"].count("(") == 1
-    assert "| llama.cpp BF16 |" in CliRunner().invoke(app, ["report", str(record)]).output
+    assert "| llama.cpp BF16 |" in invoke("report", record).output

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from bench.commands import kernels_command
-from bench.commands.bench_app import app
-from bench.commands.context_command import usable_contexts
 from bench.commands.kernels_command import KINDS
 from bench.commands.load_command import measure_batch_call, measure_clients
 from bench.commands.roofline_command import phase_bytes
 from bench.engines.servers import Server, served_folder, words_tokenizer
 from bench.machine import WeightBytes
-from bench.models import model_name
 from bench.record import Line, matching, read_record
 from bench.report.machine_tables import time_beside_reading
 from bench.report.page import tables
@@ -32,19 +30,25 @@ from records import finished, shadow
 from running_server import running_server
 from selfspec import SelfSpecGenerator
 
+Measured = Callable[..., tuple[list[Line], str]]
 WEIGHTS = WeightBytes(layer=100, head=30, kv=2, draft_head=30)
 COST = MeasuredCost(
     num_layers=4, layer_seconds=(1.0, 1.5), head_seconds=(0.5, 0.75), draft_seconds=0.25, round_seconds=0.0
 )
 
 
-def measured(tmp_path: Path, *arguments: object) -> tuple[list[Line], str]:
-    """The record of a command, and what it said on standard error."""
-    record = tmp_path / "record.jsonl"
-    result = CliRunner().invoke(app, [*map(str, arguments), "--output", str(record)])
-    assert result.exit_code == 0, result.output
-    assert CliRunner().invoke(app, ["report", str(record)]).exit_code == 0
-    return read_record(record), result.stderr
+@pytest.fixture
+def measured(invoke: Callable[..., Any], tmp_path: Path) -> Measured:
+    """Run a command. Returns its record, and what it said on standard error."""
+
+    def run(*arguments: object) -> tuple[list[Line], str]:
+        record = tmp_path / "record.jsonl"
+        result = invoke(*arguments, "--output", record)
+        assert result.exit_code == 0, result.output
+        assert invoke("report", record).exit_code == 0
+        return read_record(record), result.stderr
+
+    return run
 
 
 def test_bytes_of_phases_by_hand() -> None:
@@ -73,9 +77,9 @@ def test_bytes_that_rounds_move() -> None:
     assert WEIGHTS.moved({**stats, "num_drafted": 3, "num_copied": 2}) == 5 * (100 + 10 * 2) + 3 * 30
 
 
-def test_the_roofline(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_roofline(checkpoint: Path, measured: Measured) -> None:
     arguments = ["--prompt-tokens", 12, "--max-new-tokens", 10, "--repeats", 2, "--num-samples", 1]
-    lines, _ = measured(tmp_path, "roofline", "--model", checkpoint, *arguments)
+    lines, _ = measured("roofline", "--model", checkpoint, *arguments)
     runs = matching(lines, "phases")
     assert {line["policy"] for line in runs} >= {"ar", "auto"} and len(runs) == 3 * 2
     for line in runs:
@@ -90,18 +94,9 @@ def test_the_roofline(checkpoint: Path, tmp_path: Path) -> None:
     assert [row[0] for row in tables(lines)[0].rows][::2] == ["`ar`", "`auto`"]
 
 
-def test_a_record_names_no_folder_above_a_checkpoint(checkpoint: Path) -> None:
-    assert model_name(str(checkpoint)) == checkpoint.name
-    assert model_name(str(checkpoint / "model.safetensors")) == "model.safetensors"
-    assert model_name("someone/somewhere") == "someone/somewhere"
-
-
-def test_contexts(checkpoint: Path, tmp_path: Path) -> None:
-    assert usable_contexts([4096, 128, 1024], 64, 2048) == [128, 1024]
-    with pytest.raises(ValueError, match="the model has 128 positions: no context of 65 leaves room for 64 new tokens"):
-        usable_contexts([65], 64, 128)
+def test_contexts(checkpoint: Path, measured: Measured) -> None:
     arguments = ["--contexts", "16,32,128", "--max-new-tokens", 12, "--repeats", 2, "--kv-dtype", "bfloat16"]
-    lines, said = measured(tmp_path, "context", "--model", checkpoint, *arguments)
+    lines, said = measured("context", "--model", checkpoint, *arguments)
     assert "128 tokens of context: beyond the model's 64 positions" in said
     runs = matching(lines, "decode")
     assert len(runs) == 2 * 3 * 2
@@ -120,12 +115,12 @@ needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs our kernels"
 
 
 @needs_kernels
-def test_products_by_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_by_variant(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_command, "MATRICES", 2)  # they may stay in a cache
     chosen = [*dict.fromkeys((runnable_variants()[0], runnable_variants()[-1]))]
     options = [word for name in chosen for word in ("--variant", name)]
-    options += ["--seconds", 0.001, "--weights", "int8", "--weights", "bfloat16", "--rows", "1,3", "--repeats", 2]
-    lines, _ = measured(tmp_path, "kernels", *options)
+    options += ["--seconds", 0.001, "--weights", "int8", "--weights", "bfloat16", "--rows", "1,3", "--repeats", 1]
+    lines, _ = measured("kernels", *options)
     for variant in chosen:
         for line in matching(lines, "products", variant=variant):
             found = [(one["weights"], one["rows"]) for one in line["measured"]]

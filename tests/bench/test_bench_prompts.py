@@ -15,18 +15,15 @@ from tiny_llama import tiny_tokenizer
 
 
 def write_lines(path, *rows):
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode()))
-    else:
-        path.write_text(text, encoding="utf-8")
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return path
 
 
 def test_shipped_prompts_cover_four_kinds_at_the_length_that_is_measured():
     prompts = load_prompts()
-    assert set(Counter(prompt.task for prompt in prompts)) == {"code", "math", "english", "translation"}
-    assert min(Counter(prompt.task for prompt in prompts).values()) >= 3
+    counts = Counter(prompt.task for prompt in prompts)
+    assert {*counts} == {"code", "math", "english", "translation"} and min(counts.values()) >= 3
     assert all(650 <= len(prompt.prompt) <= 1150 for prompt in prompts)  # about 300 tokens of a 4k vocabulary
     assert len({prompt.id for prompt in prompts}) == len(prompts)
     assert not any(prompt.prompt.endswith(" ") for prompt in prompts)  # the next word brings its own space
@@ -41,22 +38,12 @@ def test_shipped_prompts_that_copy_are_used_where_they_are_named():
     assert load_prompts(Path("math")) == [prompt for prompt in load_prompts() if prompt.task == "math"]
 
 
-def test_a_file_goes_before_a_shipped_name(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.jsonl.gz", "math"])
+def test_a_file_is_read_in_order_and_goes_before_a_shipped_name(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "math").write_text(json.dumps({"id": "a", "task": "x", "prompt": "two"}) + "\n")
-    assert [prompt.id for prompt in load_prompts(Path("math"))] == ["a"]
-
-
-@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.jsonl.gz"])
-def test_a_file_is_read_in_order(tmp_path, name):
-    rows = [
-        {"id": "b", "task": "x", "prompt": "für\n", "source": "s"},
-        {"id": "a", "task": "x", "prompt": "two", "reference": "ignored"},
-    ]
-    assert load_prompts(write_lines(tmp_path / name, *rows)) == [
-        Prompt(id="b", task="x", prompt="für\n"),
-        Prompt(id="a", task="x", prompt="two"),
-    ]
+    rows = [{"id": "b", "task": "x", "prompt": "für\n"}, {"id": "a", "task": "x", "prompt": "two"}]
+    write_lines(tmp_path / name, rows[0] | {"source": "s"}, rows[1] | {"reference": "ignored"})
+    assert load_prompts(Path(name)) == [Prompt(**row) for row in rows]
 
 
 @pytest.mark.parametrize(

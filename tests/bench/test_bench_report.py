@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from bench.commands.bench_app import app
+from bench.commands.report_command import compare_records
 from bench.record import Line, matching
 from bench.report import interval_tables
-from bench.report.compare_records import compare_records
 from bench.report.page import tables, update
+from bench.report.run_tables import PHASES
 from bench.report.summary import Samples
 from bench.report.table import Spread
 
@@ -38,32 +38,18 @@ def record() -> list[Line]:
     }
     rounds = {PLAIN: (99, 0, 0, 0, 0, 990), DRAFTING: (30, 86, 69, 66, 60, 495)}
     names = ("rounds", "num_drafted", "num_accepted", "num_copied", "num_copied_accepted", "loaded_layers")
-    phases = dict.fromkeys(("prefill", "draft", "preverify", "verify", "accept", "learn", "other"), 1.0)
+    phases = {f"{phase}_seconds": 1.0 for phase in PHASES}
+    stats = {"num_new_tokens": 100, "preverifier_layers": 0, "seconds": 7.0, **phases}
     for engine, by_prompt in times.items():
+        own = stats | dict(zip(names, rounds[engine])) if engine in rounds else None
         for prompt, seconds in by_prompt.items():
-            stats = None
-            if engine in rounds:
-                stats = {
-                    "num_new_tokens": 100,
-                    "preverifier_layers": 0,
-                    "seconds": 7.0,
-                    **dict(zip(names, rounds[engine])),
-                }
-                stats |= {f"{phase}_seconds": value for phase, value in phases.items()}
-            lines += [
-                {
-                    "kind": "sample", "engine": engine, "prompt": prompt, "task": prompt[0], "repeat": repeat,
-                    "num_prompt_tokens": 10, "num_new_tokens": 100, "seconds": value, "time_to_first_token": value / 4,
-                    "decode_seconds": value / 2, "stats": stats,
-                }
-                for repeat, value in enumerate(seconds)
-            ]  # fmt: skip
-            lines.append(
-                {
-                    "kind": "output", "engine": engine, "prompt": prompt, "output": "", "reference": PLAIN,
-                    "first_difference": None, "reference_logit_gap": None, "near_tie": None,
-                }
-            )  # fmt: skip
+            about = {"engine": engine, "prompt": prompt}
+            sample = {"kind": "sample", "task": prompt[0], "num_prompt_tokens": 10, "num_new_tokens": 100, "stats": own}
+            for repeat, value in enumerate(seconds):
+                clock = {"seconds": value, "time_to_first_token": value / 4, "decode_seconds": value / 2}
+                lines.append(sample | about | clock | {"repeat": repeat})
+            equal = {"first_difference": None, "reference_logit_gap": None, "near_tie": None}
+            lines.append({"kind": "output", "output": "", "reference": PLAIN} | about | equal)
     return lines
 
 
@@ -77,17 +63,13 @@ def test_speeds_by_hand() -> None:
     assert samples.speed(OTHER) == Spread(value=7.5, low=3.0, high=11.25)
     # drafting: (50 + 25) / 2 = 37.5, of repeats alone 37.5, 30, 75. Over plain, (20 + 10) / 2 = 15 each time.
     assert samples.speedup(DRAFTING, PLAIN) == Spread(value=2.5, low=2.0, high=5.0)
-    assert samples.speed(PLAIN, ["b"]).value == 10
-    # Decoding takes half of the time: 99 tokens in 1 and 2 s. Ratios within a repeat: 2.5, 2, 5 on both prompts.
-    assert rows_of(record(), "decode")["selfspec, ls:1-2"] == ("99", "50", "74")
+    assert samples.speed(PLAIN, "b").value == 10
+    # The prompt, 10 tokens, takes a quarter of the time, .5 and 1 s: 20 and 10. Decoding takes half of it: 99 tokens in 1 and
+    # 2 s, 74.25. Whole answers: 50 and 25.
+    assert rows_of(record(), "engines")["selfspec, ls:1-2"] == ("15", "74", "38")
+    # Ratios within a repeat: 2.5, 2, 5 on both prompts.
     assert rows_of(record(), "ratios")["ls:1-2 ÷ plain, decoding"] == ("2.50", "2.50", "2.50 (2.50–2.50)")
     assert rows_of(record(), "ratios")["plain ÷ llama.cpp, prompts"] == ("2.00", "2.00", "2.00 (2.00–2.00)")
-
-
-def test_an_engine_that_was_lost_on_the_way_is_in_no_table() -> None:
-    lines = record()
-    del lines[-2]  # one of llama.cpp's samples
-    assert list(rows_of(lines, "speed")) == [LABELS[PLAIN], LABELS[DRAFTING]]
 
 
 def test_sources_of_tokens_by_hand() -> None:
@@ -96,11 +78,12 @@ def test_sources_of_tokens_by_hand() -> None:
     assert [row[0] for row in found if not row[1]] == ["**a**", "**b**", "**all**"]
     assert found[1] == ("selfspec, autoregressive", "1.00×", "1.00", "0.0 %", "0.0 %", "100.0 %", "–", "–")
     assert found[2] == ("selfspec, ls:1-2", "2.50×", "3.30", "60.0 %", "9.0 %", "31.0 %", "90.9 %", "45.0 %")
-    assert rows_of(record(), "rounds")["selfspec, ls:1-2"][4] == "20.0"  # a copied token takes no draft pass
 
 
-def test_mismatches_are_shown_near_ties_apart() -> None:
+def test_mismatches_are_shown_near_ties_apart_and_lost_engines_not_at_all() -> None:
     lines = record()
+    del lines[-2]  # one of llama.cpp's samples
+    assert list(rows_of(lines, "speed")) == [LABELS[PLAIN], LABELS[DRAFTING]]
     outputs = matching(lines, "output", engine=DRAFTING)
     outputs[0].update(first_difference=4, near_tie=True)
     # 4 of one prompt's 100 tokens are before the difference, and all of the other's: 52 %.
@@ -114,7 +97,7 @@ def write(path: Path, lines: list[Line]) -> Path:
     return path
 
 
-def test_compare_says_what_changed(tmp_path: Path) -> None:
+def test_compare_says_what_changed(invoke: Any, tmp_path: Path) -> None:
     before, after = record(), record()
     after[0]["provenance"]["threads"] = 64
     for line in matching(after, "sample", engine=PLAIN):
@@ -127,32 +110,49 @@ def test_compare_says_what_changed(tmp_path: Path) -> None:
     assert (rows[LABELS[PLAIN]][3], rows[LABELS[PLAIN]][-1]) == ("2.00×", "equal")
     assert (rows["llama.cpp"][3], rows["llama.cpp"][-1]) == ("1.00×", "2 of 2 differ")
     paths = [write(tmp_path / f"{name}.jsonl", lines) for name, lines in (("a", before), ("b", after))]
-    result = CliRunner().invoke(app, ["compare", *map(str, paths)])
+    result = invoke("compare", *paths)
     assert result.exit_code == 0 and "threads:" in result.output and "2.00×" in result.output
     with pytest.raises(ValueError, match="no engine in common"):
         compare_records(before, before[:1])
 
 
-def test_a_record_of_another_version_is_one_line(tmp_path: Path) -> None:
-    lines = record()
-    lines[0]["command"] = "spide"
-    result = CliRunner().invoke(app, ["report", str(write(tmp_path / "x.jsonl", lines))])
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "this version makes no tables of records of 'spide'" in result.stderr
+RUN = '{"kind": "run", "command": "run", "configuration": {"model": "m"}, "provenance": {}}\n'
+END = '{"kind": "end"}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "there is no record at"),
+        ("", "is not a record of selfspec-bench"),
+        (RUN + '{"kind": "sam\n' + END, "line 2 is not JSON"),
+        (RUN + "[1]\n", 'line 2 is no object with a "kind"'),
+        (RUN, "broke off: give its command again"),
+        (RUN + END, "lacks lines or fields that its tables need"),
+        (RUN.replace('"command": "run"', '"command": "sweep"') + END, "lacks lines or fields that its tables need"),
+        (RUN.replace('"command": "run"', '"command": "spide"') + END, "makes no tables of records of 'spide'"),
+    ],
+)
+def test_a_missing_or_damaged_record_is_one_line(text: str | None, message: str, invoke: Any, tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    for options in ([], ["-o", tmp_path / "page.md"]):
+        result = invoke("report", path, *options)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert message in result.stderr
 
 
 def test_tables_of_documents(tmp_path: Path) -> None:
     write(tmp_path / "x.jsonl", record())
-    text = "Before\n\n<!-- table: x.jsonl decode -->\nold\n<!-- /table -->\n\nafter\n"
+    text = "Before\n\n<!-- table: x.jsonl engines -->\nold\n<!-- /table -->\n\nafter\n"
     once = update(text, tmp_path)
-    assert once.startswith("Before\n\n<!-- table: x.jsonl decode -->\n**Decoding, tokens/s after the first: median")
-    assert (
-        "| llama.cpp | 20 | 10 | 15 |\n\nCommit 0123456, 2026-11-20, AMD EPYC Zen 3, AVX2 kernels.\n<!-- /table -->"
-        in once
-    )
+    assert once.startswith("Before\n\n<!-- table: x.jsonl engines -->\n**the demo model: engines side by side")
+    source = "Commit 0123456, 2026-11-20, AMD EPYC Zen 3, AVX2 kernels."
+    assert f"| llama.cpp | 3 | 15 | 8 |\n\n{source}\n<!-- /table -->" in once
     assert once.endswith("\n\nafter\n") and update(once, tmp_path) == once
-    with pytest.raises(ValueError, match="has no table 'speeds', but engines, decode"):
-        update(text.replace("decode", "speeds"), tmp_path)
+    with pytest.raises(ValueError, match="has no table 'speeds', but engines, ratios"):
+        update(text.replace("engines", "speeds"), tmp_path)
 
 
 ROOT = Path(__file__).parents[2]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
 import layerskip_models.checkpoints.synthetic
-from bench.commands.bench_app import app
 from bench.commands.run_command import kept_policies
 from bench.record import Line, Record, matching, read_record
 from policies import LayerCost, Policy, parse_policy
@@ -19,37 +17,20 @@ from selfspec import SelfSpecGenerator
 
 pytestmark = pytest.mark.usefixtures("known_costs")
 SMALL = ["--prompt-tokens", "10", "--max-new-tokens", "8", "--repeats", "2", "--warmups", "0"]
-HEADER = {"kind": "run", "command": "run", "configuration": {"model": "m"}, "provenance": {"commit": "a"}}
+Invoke = Callable[..., Any]
 
 
-def run(checkpoint: Path | str, *arguments: object) -> Result:
-    return CliRunner().invoke(app, ["run", "--model", str(checkpoint), *SMALL, *map(str, arguments)])
+@pytest.fixture(scope="module")
+def run(invoke: Invoke, checkpoint: Path) -> Invoke:
+    """Run `selfspec-bench run`, on a tiny checkpoint unless the arguments name another model."""
+    return lambda *arguments: invoke("run", "--model", checkpoint, *SMALL, *arguments)
 
 
-def test_a_record_goes_on_where_it_broke_off(tmp_path: Path) -> None:
-    path = tmp_path / "record.jsonl"
-    with pytest.raises(KeyError), Record(path, HEADER) as record:
-        assert record.once("sample", lambda: {"seconds": 1.5}, engine="a")["seconds"] == 1.5
-        raise KeyError
-    with path.open("a") as stream:
-        stream.write('{"kind": "sam')  # what was being written when the power failed
-    with pytest.raises(ValueError, match="broke off: give its command again"):
-        read_record(path)
-    with pytest.raises(ValueError, match="holds a run with another model, commit: remove it"):
-        Record(path, {**HEADER, "configuration": {"model": "n"}, "provenance": {"commit": "b"}})
-    for _ in range(2):
-        with Record(path, HEADER) as record:
-            assert record.once("sample", lambda: pytest.fail("measured twice"), engine="a")["seconds"] == 1.5
-            record.once("sample", lambda: {"seconds": 2.5}, engine="b")
-    assert [line.get("seconds") for line in read_record(path)] == [None, 1.5, 2.5]
-    assert len(path.read_text().splitlines()) == 4  # it was complete the second time
-
-
-def test_the_record_and_its_page(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_record_and_its_page(run: Invoke, invoke: Invoke, tmp_path: Path) -> None:
     record = tmp_path / "run.jsonl"
     policies = ["--policy", "auto:cost=layers", "--kept", "auto:cost=layers", "--policy", "spide:1"]
     tasks = ["--task", "code", "--task", "english"]
-    result = run(checkpoint, *policies, *tasks, "--num-samples", 3, "--output", record)
+    result = run(*policies, *tasks, "--num-samples", 3, "--output", record)
     assert result.exit_code == 0, result.output
     lines = read_record(record)
     engines = [line["engine"] for line in matching(lines, "engine")]
@@ -59,23 +40,21 @@ def test_the_record_and_its_page(checkpoint: Path, tmp_path: Path) -> None:
     assert len(samples) == len(engines) * 6 * 2 and {line["task"] for line in samples} == {"code", "english"}
     outputs = matching(lines, "output")
     assert all(line["first_difference"] is None and line["reference"] == "selfspec:ar" for line in outputs)
-    page = CliRunner().invoke(app, ["report", str(record)]).output
+    page = invoke("report", record).output
     plain = next(line for line in page.splitlines() if line.startswith("| `ar` |"))
     assert set(plain.split("|")[2:-1]) == {" 1.000 "}
-    for title in (
-        "of bandwidth", "auto:cost=layers, kept |", "rows marked kept keep what they learned between prompts",
-        "draft passes", "95 % intervals over 6 prompts",
-    ):  # fmt: skip
+    kept_rows = "rows marked kept keep what they learned between prompts"
+    for title in ("of bandwidth", "auto:cost=layers, kept |", kept_rows, "95 % intervals over 6 prompts"):
         assert title in page
     assert str(tmp_path) not in json.dumps(lines)
 
 
-def test_a_sampled_run(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_sampled_run(run: Invoke, invoke: Invoke, tmp_path: Path) -> None:
     """A seed for each repeat, the same for all engines and again the next time; outputs are not compared."""
     arguments = ["--task", "code", "--policy", "ls:2-3", "--do-sample", "--temperature", 0.8, "--top-p", 0.9]
     records = [tmp_path / f"{name}.jsonl" for name in ("a", "b")]
     for record, seed in zip(records, (5, 6)):
-        result = run(checkpoint, *arguments, "--seed", seed, "--output", record)
+        result = run(*arguments, "--seed", seed, "--output", record)
         assert result.exit_code == 0, result.output
     lines, other = map(read_record, records)
     sampling = [lines[0]["configuration"][name] for name in ("do_sample", "temperature", "top_p", "top_k", "seed")]
@@ -90,40 +69,32 @@ def test_a_sampled_run(checkpoint: Path, tmp_path: Path) -> None:
     assert all(first[key] != second[key] for key in first)
     outputs = matching(lines, "output")
     assert all(line["first_difference"] is line["reference"] is line["repeats_that_differ"] is None for line in outputs)
-    page = CliRunner().invoke(app, ["report", str(records[0])]).output
+    page = invoke("report", records[0]).output
     for text in ("sampled at temperature 0.8, top-p 0.9, ", "sampled outputs are not compared", "Medians of 2 seeds"):
         assert text in page
     assert "equal" not in page
 
 
-def test_synthetic_weights_are_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synthetic_weights_are_called_so(
+    run: Invoke, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
     tiny |= {"intermediate_size": 48, "vocab_size": 4096, "max_position_embeddings": 64}
     monkeypatch.setattr(layerskip_models.checkpoints.synthetic, "SHAPES", {"tiny": tiny})
     record = tmp_path / "run.jsonl"
-    result = run("synthetic:tiny,eps=0.05", "--policy", "ls:1-2", "--runner", "eager", "--task", "code", "-o", record)
+    options = ["--policy", "ls:1-2", "--runner", "eager", "--task", "code", "-o", record]
+    result = run("--model", "synthetic:tiny,eps=0.05", *options)
     assert result.exit_code == 0, result.output
     assert read_record(record)[0]["configuration"]["model"] == "synthetic weights (tiny,eps=0.05)"
-    assert "Synthetic weights (tiny,eps=0.05) in" in CliRunner().invoke(app, ["report", str(record)]).output
+    assert "Synthetic weights (tiny,eps=0.05) in" in invoke("report", record).output
 
 
 def test_every_policy_that_learns_can_be_kept() -> None:
     def parse(name: str) -> Policy:
         return parse_policy(name, num_layers=4, measure=lambda: LayerCost(4))
 
-    names = [
-        "ar",
-        "ls:1-2",
-        "auto",
-        "del",
-        "del+spide:tau=0.6",
-        "svip:1",
-        "fs:1-4",
-        "dv:1",
-        "spide:1",
-        "del:length=tpl",
-    ]
-    learning = [name for name in names if name not in ("ar", "ls:1-2", "svip:1", "del", "del:length=tpl")]
+    learning = ["auto", "del+spide:tau=0.6", "fs:1-4", "dv:1", "spide:1"]
+    names = ["ar", "ls:1-2", "del", *learning, "svip:1", "del:length=tpl"]
     assert kept_policies(["all", "auto"], names, parse) == learning
     with pytest.raises(ValueError, match="learns nothing that it could keep"):
         kept_policies(["del"], names, parse)
@@ -147,16 +118,16 @@ TWO_PROMPTS = ["--task", "code", "--task", "english", "--num-samples", 1]
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Line]:
+def whole(run: Invoke, tmp_path_factory: pytest.TempPathFactory) -> list[Line]:
     """The run that was not killed."""
     record = tmp_path_factory.mktemp("whole") / "run.jsonl"
-    assert run(checkpoint, *POLICIES, *TWO_PROMPTS, "--output", record).exit_code == 0
+    assert run(*POLICIES, *TWO_PROMPTS, "--output", record).exit_code == 0
     return read_record(record)
 
 
 @pytest.mark.parametrize(("kind", "number"), [("limits", 1), ("sample", 1), ("sample", 15), ("output", 6)])
 def test_killed_anywhere_and_given_again_it_is_the_same(
-    kind: str, number: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: list[Line]
+    kind: str, number: int, run: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: list[Line]
 ) -> None:
     record = tmp_path / "run.jsonl"
     arguments = [*POLICIES, *TWO_PROMPTS, "--output", record]
@@ -170,10 +141,17 @@ def test_killed_anywhere_and_given_again_it_is_the_same(
 
     with monkeypatch.context() as patch:
         patch.setattr(Record, "write", write)
-        interrupted = run(checkpoint, *arguments)
+        interrupted = run(*arguments)
     assert interrupted.exit_code == 130
     assert interrupted.stderr.endswith(f"what was measured is in {record}; the same command goes on with it\n")
     kept = [json.loads(line) for line in record.read_text().splitlines()]
+    before = json.dumps(kept[0] | {"provenance": kept[0]["provenance"] | {"commit": "another"}})
+    other = tmp_path / "other.jsonl"
+    other.write_text(before + "\n")
+    refused = run(*POLICIES, *TWO_PROMPTS, "--output", other, "--repeats", 3)
+    assert (refused.exit_code, "holds a run with another repeats, commit: remove" in refused.stderr) == (2, True)
+    with record.open("a") as stream:
+        stream.write('{"kind": "sam')  # what was being written when the power failed
     runs: list[object] = []
     generate = SelfSpecGenerator.generate
 
@@ -182,19 +160,20 @@ def test_killed_anywhere_and_given_again_it_is_the_same(
         return generate(self, *args, **options)
 
     monkeypatch.setattr(SelfSpecGenerator, "generate", counted)
-    result = run(checkpoint, *arguments)
+    result = run(*arguments)
     assert result.exit_code == 0, result.output
     assert counts(read_record(record)) == counts(whole)
-    assert runs.count("del") == 2 * 2 - len(
-        matching(kept, "sample", engine="selfspec:del")
-    )  # the repeats that were left
+    done = matching(kept, "sample", engine="selfspec:del")
+    assert runs.count("del") == 2 * 2 - len(done)  # the repeats that were left
+    runs.clear()
+    assert run(*arguments).exit_code == 0 and not runs  # it was complete
 
 
-def test_without_a_record_nothing_is_kept(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_record_nothing_is_kept(run: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("bench.measure.Measurement.run", interrupt)
-    result = run(checkpoint, "--policy", "ls:1-2", "--num-samples", 1)
+    result = run("--policy", "ls:1-2", "--num-samples", 1)
     assert result.exit_code == 130
     assert "nothing was kept, since there was no --output" in result.stderr.splitlines()[-1]

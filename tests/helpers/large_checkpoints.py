@@ -140,7 +140,7 @@ def main(checkpoint: str) -> None:
     import torch
     from transformers import GenerationConfig, LlamaConfig  # noqa: F401
 
-    from bench.machine import peak_bytes
+    from bench.machine import memory_bytes
     from layerskip_models import load_model
     from layerskip_models.checkpoints.conversion import telling
     from layerskip_models.kernels.check import native_works
@@ -151,7 +151,7 @@ def main(checkpoint: str) -> None:
     with telling(lambda done, total: shown.append(done)):
         load_model(checkpoint, device="cpu", exits=None)
     seconds = perf_counter() - start
-    print(json.dumps({"seconds": seconds, "peak": peak_bytes(), "layers_shown": shown}))
+    print(json.dumps({"seconds": seconds, "peak": memory_bytes("VmHWM"), "layers_shown": shown}))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from preverifiers import random_module, random_preverification
 from selfspec import SelfSpecGenerator
 from selfspec.cache.hidden_states import HiddenStates
 from selfspec.cli.main import app
+from selfspec.engine.draft import _features
 from selfspec.pacer import examples
 from selfspec.pacer.examples import draft_traces, make_data, read_traces
 from selfspec.pacer.inference import PreVerification
