@@ -17,8 +17,9 @@ from layerskip_models.exits.lean import lean_adapters, with_exits
 from layerskip_models.kernels.native_linear import operators_only
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
-from policies import FixedExit, LayerCost, MeasuredCost, NeverStop, ObservationSpec, Policy
+from policies import LayerCost, MeasuredCost, ObservationSpec, Policy
 from random_adapters import adapted, random_adapters
+from scripted_policies import ScriptedExit
 from selfspec import SelfSpecGenerator
 from selfspec.engine.calibrate import measured_cost
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -74,14 +75,7 @@ def test_shadow_tokens_pass_the_adapter(layout: Layout) -> None:
     """What a policy learns of an exit is what that exit would have drafted."""
     model = shared_model(layout)
     generator = SelfSpecGenerator(model)
-
-    class Learner(FixedExit):
-        observes = ObservationSpec(shadow_layers=(1, 2, 3))
-
-        def observe(self, record: object) -> None:
-            """Be one that learns: nothing is computed for others."""
-
-    policy = Policy(Learner(3, 3, num_layers=model.num_layers), NeverStop())
+    policy = Policy(ScriptedExit([(3, 3)], ObservationSpec(shadow_layers=(1, 2, 3))))
     result = generator.generate([5, 1, 7, 2], max_new_tokens=30, policy=policy, trace=True)
     assert result.stats.num_drafted > 0
     checked = 0
