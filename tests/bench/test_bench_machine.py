@@ -141,7 +141,7 @@ def test_a_matrix_of_each_kind_is_nearly_the_one_it_was_made_of(kind: str) -> No
 def test_clients_get_the_texts_of_generate_batch(checkpoint: Path) -> None:
     generator = SelfSpecGenerator.from_pretrained(checkpoint)
     prompts = ["ab", "fig", "be a", "cab", "head"]
-    with running_server(generator, name="served") as running:
+    with running_server(generator, served_name="served") as running:
         port = int(running.base.rpartition(":")[2])
         server = Server(name="x", label="x", port=port, model="served", process=psutil.Process())
         line, own = measure_clients(server, prompts, 2, 6), measure_batch_call(generator, prompts, 2, 6)
