@@ -14,7 +14,7 @@ from bench.report.table import Spread, mean
 
 ALL = "all"
 """The column for the prompts of all tasks."""
-Figure = Callable[[Line], "float | None"]
+Figure = Callable[[Line], float | None]
 """A number of one sample, None where it is not known."""
 
 
