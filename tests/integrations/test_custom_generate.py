@@ -244,7 +244,9 @@ def test_a_streamer_gets_what_plain_generate_gives_it_and_its_end(llama64: Llama
     assert found.ended == expected.ended == 1
     processors = LogitsProcessorList([broken])
     with pytest.raises(RuntimeError, match="broken"):
-        llama64.generate(**inputs([5]), custom_generate=ours, logits_processor=processors, streamer=found)
+        llama64.generate(
+            **inputs([5]), max_new_tokens=3, custom_generate=ours, logits_processor=processors, streamer=found
+        )
     assert found.ended == 2
 
 
