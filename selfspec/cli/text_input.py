@@ -36,7 +36,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         raise ValueError("give a prompt or --file, not both")
     source = "standard input"
     if file is not None:
-        source, text = str(file), _read(file)
+        source, text = str(file), _read(file, "give the path of")
     elif argument == "-" or (argument is None and _is_piped()):
         text = _decode(sys.stdin.buffer.read(), source)
     elif argument is None:
@@ -53,7 +53,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
 
 def read_copy_files(files: Sequence[Path] | None) -> list[str]:
     """Read the text of each file. Raises ValueError if one is empty or not UTF-8, OSError if it cannot be read."""
-    texts = {path: _read(path) for path in files or ()}
+    texts = {path: _read(path, "--copy-from takes the path of") for path in files or ()}
     for path, text in texts.items():
         if not text:
             raise ValueError(f"{path} is empty: --copy-from takes a file with the text to copy from")
@@ -83,11 +83,11 @@ def _is_piped() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, wanted: str) -> str:
     try:
         return _decode(path.read_bytes(), str(path))
     except FileNotFoundError:
-        raise FileNotFoundError(f"no file {path}: give the path of a UTF-8 text file") from None
+        raise FileNotFoundError(f"no file {path}: {wanted} a UTF-8 text file") from None
 
 
 def _decode(content: bytes, source: str) -> str:
