@@ -15,7 +15,7 @@ from layerskip_models import from_transformers
 from layerskip_models.draft_weights import DRAFT_BITS, why_no_drafter
 from layerskip_models.exits.adapter import FORMS
 from layerskip_models.families import FAMILIES
-from layerskip_models.linear import Layout, default_layout
+from layerskip_models.linear import Layout
 from random_adapters import adapted
 from selfspec import SelfSpecGenerator
 
@@ -65,7 +65,7 @@ def make_model(random: Random) -> FuzzModel:
         if dtype == torch.float32 and random.random() < 0.3:  # as a checkpoint in bfloat16 that is run in float32
             for parameter in reference.parameters():
                 parameter.data = parameter.data.bfloat16().to(dtype)
-        layout = random.choice(["plain", default_layout(reference.lm_head.weight.detach())])
+        layout = random.choice(["plain", None])
     model = from_transformers(source, layout=layout)
     exits = [layer for layer in range(1, model.num_layers) if random.random() < 0.25]
     form = random.choice(FORMS)

@@ -182,7 +182,7 @@ def test_int4_by_name() -> None:
     model = load_model(DEMO_PATH, dtype="int4", device="cpu", local_files_only=True)
     eight = load_model(DEMO_PATH, dtype="int8", device="cpu", local_files_only=True)
     assert model.layer_bytes < 0.6 * eight.layer_bytes and model.head_bytes == eight.head_bytes
-    assert isinstance(from_transformers(wide(), layout="int4")._head, NativeInt8Linear) == native_works(
+    assert isinstance(from_transformers(wide(), layout="int4").head, NativeInt8Linear) == native_works(
         CPU, torch.float32
     )
     with pytest.raises(ValueError, match=r"int4 weights are this engine's own.*use float32"):

@@ -82,7 +82,7 @@ def _prompts_file(path: Path, *lines: dict[str, Any]) -> Path:
 
 def test_prompts_keep_what_other_programs_call_line_ends(tmp_path: Path) -> None:
     path = _prompts_file(tmp_path / "p.jsonl", {"prompt": ODD}, {"prompt": "b", "id": ODD})
-    first, second = read_prompts(path, {})
+    first, second = read_prompts(path, path.with_suffix(".out"), {})
     assert (first.prompt, second.id) == (ODD, ODD)
     result = json.dumps({"id": ODD, "key": second.key, "text": ODD}, ensure_ascii=False)
     output = tmp_path / "o.jsonl"
@@ -142,7 +142,9 @@ def _with_a_full_disk(do: Callable[[], object]) -> None:
 
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     """Results and answers before the line that was cut short, what a policy has learned, a log."""
-    prompts = read_prompts(_prompts_file(tmp_path / "p.jsonl", *({"prompt": f"p{i}"} for i in range(6))), {})
+    prompts = read_prompts(
+        _prompts_file(tmp_path / "p.jsonl", *({"prompt": f"p{i}"} for i in range(6))), tmp_path / "out.jsonl", {}
+    )
     output = tmp_path / "o.jsonl"
     whole = "".join(json.dumps({"id": line.id, "key": line.key, "text": "x" * 40}) + "\n" for line in prompts[:4])
     output.write_text(whole + '{"id": 5, "ke', encoding="utf-8")
@@ -171,7 +173,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_complete_results_are_not_written_again(tmp_path: Path) -> None:
-    prompts = read_prompts(_prompts_file(tmp_path / "p.jsonl", {"prompt": "a"}), {})
+    prompts = read_prompts(_prompts_file(tmp_path / "p.jsonl", {"prompt": "a"}), tmp_path / "out.jsonl", {})
     output = tmp_path / "o.jsonl"
     output.write_text(json.dumps({"id": 1, "key": prompts[0].key}), encoding="utf-8")  # its line feed was not written
     assert _results_so_far(output, prompts) == {1}
