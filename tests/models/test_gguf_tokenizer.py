@@ -89,7 +89,7 @@ BY_HAND = {
     "deepseek-coder": (
         split("[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), split("[一-龥ࠀ-一가-퟿]+"), DIGITS, BYTES,
     ),
-    "viking": (split(" ?[^(\\s|.,!?…。，、।۔،)]+"), BYTES),
+    "viking": (split(" ?[^(\\s|.,!?…。，、।۔،)]+"), DIGITS, BYTES),
 }  # fmt: skip
 
 
