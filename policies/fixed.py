@@ -66,7 +66,7 @@ class FixedExit(StatelessPolicy):
 
 
 class CopyExit(StatelessPolicy):
-    """Copy, as layer 0, `length` tokens after a match of `shortest` or more and verify them at once; elsewhere a plain step.
+    """Copy what followed a match of `shortest` tokens or more, up to `length` tokens, and verify it; elsewhere a plain step.
 
     Raises ValueError for a length outside [1, MAX_COPY_LENGTH], and for a match shorter than `MIN_MATCH`.
     """

@@ -100,8 +100,8 @@ STOPPINGS = {
     "pacer": PolicySpec("pacer:FOLDER,t=0.7", PacerStopping.from_args, "exit_layer b t rho max_length", "[PATH]"),
     "del": PolicySpec("ls:3-18+del", DelThreshold.from_args, "on_stop omega prompt"),
 }
-"""Policies that end a draft. Alone, all but "del" take a fixed exit layer first ("dv:3")."""
-_OF_EXITS = ("pacer", "del")
+"""Policies that end a draft. Alone they take an exit layer first ("dv:3"); "pacer" knows its own, and "del" cannot stand alone."""
+_NEED_FULL_EXITS = ("pacer", "del")
 
 
 def parse_policy(
@@ -163,8 +163,8 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
         raise ValueError(f"unknown stopping policy {other!r}{_suggestion(other, [*STOPPINGS])}")
     values = _values(name, EXITS[name], arguments)
     other_values = _values(other, STOPPINGS[other], other_arguments)
-    if name == "bits" and other in _OF_EXITS:
-        others = ", ".join(known for known in STOPPINGS if known not in _OF_EXITS)
+    if name == "bits" and other in _NEED_FULL_EXITS:
+        others = ", ".join(known for known in STOPPINGS if known not in _NEED_FULL_EXITS)
         raise ValueError(f"{other!r} learns from exits in full: after 'bits' take {others}")
     if name == "auto":
         if "bits" in values:

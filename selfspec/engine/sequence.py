@@ -305,9 +305,10 @@ class Sequence:
         return self.states.shadow_tokens(rows, target, p, at_exit)
 
     def _commit(self, block: list[int], failed: bool = False) -> list[int] | None:
-        """Set lengths, pending and the stop reason. failed: the last entry of the block is not a token.
+        """Write the block behind the text, find the first stop in it, and move the text's end there.
 
-        All that may fail or be interrupted comes before the text's length changes, or can be done again by `_open`.
+        What lies behind the end is no part of the text, and is written over. failed: the last entry of the block is not a
+        token. All that may fail or be interrupted comes before the text's length changes, or can be done again by `_open`.
         """
         end = self.length + len(block)
         for written in self._written:
@@ -316,8 +317,8 @@ class Sequence:
             # From pinned memory: from ordinary memory a copy to CUDA would wait for all that was launched ahead.
             found = torch.tensor(block, dtype=torch.long, device="cpu", pin_memory=self.tokens.is_cuda)
             self.tokens[0, self.length : end].copy_(found, non_blocking=True)
-        sound = block[:-1] if failed else block
-        count, reason = self.request.stops.first_stop(sound, self._on_host, self.length, self.num_new)
+        real = block[:-1] if failed else block
+        count, reason = self.request.stops.first_stop(real, self._on_host, self.length, self.num_new)
         if failed and reason is None:
             return None
         committed = block[:count]

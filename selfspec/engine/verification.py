@@ -30,13 +30,13 @@ def verify(runner: Runner, drafts: Sequence[Draft]) -> None:
     A last token that no draft step ran goes through its sequence's exit layer first; from there all rows of the sequence go
     on. What was copied starts here. A draft that ended in an error is left out.
     """
-    sound = [draft for draft in drafts if draft.error is None]
+    unbroken = [draft for draft in drafts if draft.error is None]
     last, start = runner.model.num_layers, 0
-    for stop in (*sorted({draft.verified_from for draft in sound if draft.verified_from}), last):
-        for draft in sound:
+    for stop in (*sorted({draft.verified_from for draft in unbroken if draft.verified_from}), last):
+        for draft in unbroken:
             if draft.verified_from <= start:  # its rows join here
                 draft.first = 0
-        running = [draft for draft in sound if draft.first < draft.end]
+        running = [draft for draft in unbroken if draft.first < draft.end]
         if running:
             runner.run(running, start, stop, "full" if stop == last else None)
         start = stop
@@ -50,8 +50,8 @@ def accept(runner: Runner, draft: Draft) -> None:
     if draft.error is not None:
         return
     _judge(draft)
-    # Earlier rows mask a row that overflows, but 0 times NaN is NaN: a row that only drafts reached may be why it failed. A
-    # sampled round cannot be done again, because its random numbers are drawn.
+    # A row that overflows has weight 0 for the rows before it, but 0 times NaN is NaN: a rejected draft may be why the round
+    # failed, so it is done once more without drafts. Not when sampling, since its random numbers are drawn.
     if draft.failure is None or draft.stop_cause == "none" or draft.sequence.samples:
         return
     if draft.logits is None or bool(draft.logits[draft.num_accepted].isnan().any()):
@@ -78,8 +78,8 @@ def _accept_choices(draft: Draft, chosen: list[int], values: Sequence[float], fa
 
     chosen, values: each row's argmax and its logit. failure: why the last of these rows has none.
     """
-    sound = len(chosen) - (failure is not None)
-    accepted = accept_greedy(draft.rows[1 : 1 + sound], chosen)
+    num_judged = len(chosen) - (failure is not None)
+    accepted = accept_greedy(draft.rows[1 : 1 + num_judged], chosen)
     for index, value in enumerate(values[: accepted + 1]):
         if value != value:
             accepted, failure = index, non_finite(f"position {draft.sequence.length + index}")
@@ -116,7 +116,7 @@ def _judge_greedy(draft: Draft, logits: Tensor) -> None:
 
 
 def _judge_sampled(draft: Draft, logits: Tensor) -> None:
-    """Do one round's speculative sampling (`selfspec.engine.accept`).
+    """Do one round's speculative sampling, by one native call where our kernels can, else by `accept_sampled`.
 
     A copied token counts as the only one that could have been drafted, and its row of q may be overwritten.
     """

@@ -1,4 +1,4 @@
-"""The eager runner: every operation is called from Python, over the rows of all sequences at hand.
+"""The eager runner: one native call for a pass over few rows where our kernels run the model, else operation by operation.
 
 A pass takes rows of several sequences, each at its own position in a cache of its own, so nothing is padded or copied when
 they differ in what they accept. Matrices see all rows at once, and their weights are read once.

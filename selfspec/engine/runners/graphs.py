@@ -64,8 +64,8 @@ class GraphRunner(EagerRunner):
         self._table = torch.zeros(MAX_ROWS, kernels.COLUMNS, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
         self._pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else (0, 0)
-        self._outputs_on_host = _pinned(torch.zeros(5 * MAX_ROWS, dtype=torch.float64), device)
-        self._outputs = torch.zeros(5 * MAX_ROWS, dtype=torch.float64, device=device)
+        self._numbers_on_host = _pinned(torch.zeros(5 * MAX_ROWS, dtype=torch.float64), device)
+        self._numbers = torch.zeros(5 * MAX_ROWS, dtype=torch.float64, device=device)
         # What captures run on: no text sees it.
         self._scratch = KVCache(model, 1)
         self._scratch_hidden = torch.zeros(model.hidden_size, dtype=model.dtype, device=device)
@@ -123,7 +123,7 @@ class GraphRunner(EagerRunner):
 
     def _read(self, drafts: Sequence[Draft], rows: int, key: _Pass) -> None:
         kinds = _NUMBERS[key.detail]
-        tokens, *numbers = self._outputs_on_host[: kinds * key.rows].view(kinds, key.rows)[:, :rows].tolist()
+        tokens, *numbers = self._numbers_on_host[: kinds * key.rows].view(kinds, key.rows)[:, :rows].tolist()
         outputs = [HeadOutput(int(token), *row) for token, *row in zip(tokens, *numbers)]
         hand_out(drafts, outputs, self._logits if key.logits else None)
 
@@ -161,7 +161,7 @@ class GraphRunner(EagerRunner):
         self._table[: key.rows].copy_(self._on_host[: key.rows], non_blocking=True)
         self._work(key)
         if key.head is not None:
-            self._outputs_on_host.copy_(self._outputs, non_blocking=True)
+            self._numbers_on_host.copy_(self._numbers, non_blocking=True)
 
     def _work(self, key: _Pass) -> None:
         model, table = self.model, self._table[: key.rows]
@@ -177,9 +177,9 @@ class GraphRunner(EagerRunner):
         if delta is not None:
             x, _ = kernels.add_norm(x, delta, None, table, key.stop, keep=True)
         if key.head is not None:
-            self._judge(key, x)
+            self._head_numbers(key, x)
 
-    def _judge(self, key: _Pass, x: Tensor) -> None:
+    def _head_numbers(self, key: _Pass, x: Tensor) -> None:
         model, table = self.model, self._table[: key.rows]
         if key.adapter:
             x = model.at_exit(x, key.adapter)
@@ -194,7 +194,7 @@ class GraphRunner(EagerRunner):
             outputs = torch.cat([found.tokens.double().unsqueeze(0), found.numbers.double()])
         else:
             outputs = kernels.choose(logits)
-        self._outputs[: outputs.numel()] = outputs.view(-1)
+        self._numbers[: outputs.numel()] = outputs.view(-1)
 
 
 class _FusedLayer:
