@@ -100,7 +100,7 @@ STOPPINGS = {
     "pacer": PolicySpec("pacer:FOLDER,t=0.7", PacerStopping.from_args, "exit_layer b t rho max_length", "[PATH]"),
     "del": PolicySpec("ls:3-18+del", DelThreshold.from_args, "on_stop omega prompt"),
 }
-"""Policies that end a draft. Alone they take an exit layer first ("dv:3"); "pacer" knows its own, and "del" cannot stand alone."""
+"""Policies that end a draft. Alone they take an exit layer first ("dv:3"); "pacer" knows its own, "del" cannot be alone."""
 _NEED_FULL_EXITS = ("pacer", "del")
 
 
