@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 TESTS = {
     "selfspec/engine": ["tests/exact", "tests/law", "tests/engine"],
     "selfspec/cache": ["tests/exact", "tests/cache"],
-    "policies": ["tests/exact", "tests/policies", "tests/law"],
+    "policies": ["tests/exact", "tests/policies", "tests/pacer", "tests/law"],
     "layerskip_models/checkpoints": ["tests/exact", "tests/models"],
     "selfspec/serve": ["tests/serve"],
 }
 """The folders that are mutated, and the tests that are tried first for each, in this order; all others come after these."""
-LEFT_OUT = ("__init__.py",)
+LEFT_OUT = ("__init__.py", "graphs.py")  # whose tests need Triton
 COMPARE = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
            ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}  # fmt: skip
 BINARY = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Mod: "+"}
