@@ -98,7 +98,7 @@ def from_transformers(
 
 
 def why_not_shared(model: PreTrainedModel, layout: Layout | None = None) -> str | None:
-    """Why this model's weights cannot be shared in that layout; None if they can."""
+    """Return why this model's weights cannot be shared in that layout; None if they can."""
     weight = model.model.norm.weight
     kept = arithmetic_dtype(weight.dtype, weight.device) == weight.dtype
     if not kept or (layout != "plain" and weight.device.type == "cpu"):
@@ -123,8 +123,8 @@ def build_model(
     """Load every weight and build a model of them.
 
     dtype: that weights are rounded to. layout: of matrices; None for the fastest lossless one. device: of everything, or of
-    each module by its name. share: as in `from_transformers`. keep_bits: quantised matrices of layers keep the numbers that
-    their file has if these have so many bits or fewer; the head does if this is 8.
+    each module by its name. share: as in `from_transformers`. keep_bits: quantised matrices of layers keep their
+    file's own numbers if these have at most this many bits; the head keeps its own only if this is 8.
     """
     config: Any = weights.config
     names = ["model.embed_tokens", "lm_head", *(f"model.layers.{index}" for index in range(config.num_hidden_layers))]
@@ -175,7 +175,7 @@ def _checked(inv_freq: Tensor, config: Any) -> Tensor:
 
 
 def interleaves(device: torch.device) -> bool:
-    """Whether heads are interleaved there: complex numbers are slow on CUDA, and cannot be compiled."""
+    """Return whether heads are interleaved there: complex numbers are slow on CUDA, and cannot be compiled."""
     return device.type == "cpu"
 
 
@@ -289,7 +289,7 @@ class LayerBuilder:
         """Return which row of queries, keys and values comes first, second and so on. turns: as in `norm`."""
         config: Any = self.weights.config
         heads = config.num_attention_heads + config.num_key_value_heads
-        order = torch.arange(sum(self._shapes[name][0] for name in names))
+        order = torch.arange(sum(map(self._num_rows, names)))
         turned = heads * head_dim_of(config)
         order[:turned] = interleave_heads(order[:turned], heads, turns)
         return order
@@ -298,13 +298,11 @@ class LayerBuilder:
         self, names: Sequence[str], device: torch.device, keep_bits: int, order: Tensor | None = None
     ) -> Tensor | GroupedWeight:
         """Load parameters as rows of one, with the file's own numbers where all of them can keep these."""
-        if keep_bits:
-            parts = [self.weights.load(name, keep_bits) for name in names]
-            kept = [part for part in parts if isinstance(part, GroupedWeight)]
-            if len(kept) == len(parts):
-                whole = kept[0] if len(kept) == 1 else GroupedWeight.cat(kept)
-                return whole if order is None else whole.reordered(order)
-        return self._floats(names, device, order)
+        if not (keep_bits and all(self.weights.keeps(name, keep_bits) for name in names)):
+            return self._floats(names, device, order)
+        parts: Any = [self.weights.load(name, keep_bits) for name in names]
+        whole: GroupedWeight = parts[0] if len(parts) == 1 else GroupedWeight.cat(parts)
+        return whole if order is None else whole.reordered(order)
 
     def _floats(self, names: Sequence[str], device: torch.device, order: Tensor | None = None) -> Tensor:
         """Load parameters as rows of a new tensor; of one that they become views of if they are shared.
@@ -314,13 +312,10 @@ class LayerBuilder:
         """
         if self.share:
             return together([self._load(name, device) for name in names])
-        shapes = [self._shapes.get(name) or self._shapes[name.replace(".bias", ".weight")] for name in names]
-        places = torch.arange(sum(shape[0] for shape in shapes)) if order is None else order.argsort()
+        places = torch.arange(sum(map(self._num_rows, names))) if order is None else order.argsort()
         room, filled = torch.empty(0), 0
-        for name, (rows, *_) in zip(
-            names, shapes
-        ):  # one by one, since some are converted to float32 when they are loaded
-            part = self._load(name, device)
+        for name in names:  # one by one, since some are converted to float32 when they are loaded
+            part, rows = self._load(name, device), self._num_rows(name)
             # On a CPU 16 bits that become float32 stay 16 bits for now.
             stays = part.dtype in _HALVES and self.dtype == torch.float32 and device.type == "cpu"
             dtype = part.dtype if stays else self.dtype
@@ -346,10 +341,14 @@ class LayerBuilder:
     def _load(self, name: str, device: torch.device) -> Tensor:
         """Load a parameter as floats. A bias that some of several fused linears lack is zeros."""
         if name.endswith(".bias") and name not in self.weights.names():
-            return torch.zeros(self._shapes[name.replace(".bias", ".weight")][0], dtype=self.dtype, device=device)
+            return torch.zeros(self._num_rows(name), dtype=self.dtype, device=device)
         value = self.weights.load(name)
         assert isinstance(value, Tensor)
         return value
+
+    def _num_rows(self, name: str) -> int:
+        """Return how many rows a parameter has; a bias has as many numbers as its weight has rows."""
+        return self._shapes[name.replace(".bias", ".weight")][0]
 
     def _layout(self, device: torch.device, layer: int | None) -> Layout:
         """Return the layout of a layer's matrices; of the head for None."""
@@ -365,7 +364,7 @@ class LayerBuilder:
 
 
 def _fits_bfloat16(weight: Tensor) -> bool:
-    """Whether bfloat16 holds all its numbers; nearly always the first rows say no. Little more memory is needed for it."""
+    """Return whether bfloat16 holds all its numbers. Nearly always the first rows say no; little memory is needed."""
     step = max(_COMPARED // weight.shape[1], 1)
     return all(torch.equal(some.bfloat16().to(some.dtype), some) for some in weight.split(step))
 

@@ -171,11 +171,15 @@ class GgufWeights:
             return floats if order is None else floats[order]
         rows = self._file.tensor(tensor.begin, torch.uint8, (math.prod(shape[:-1]), tensor.row_bytes))
         read: Callable[[Tensor, str, Tensor | None], Tensor | GroupedWeight | None]
-        read = kept_rows if keeps_form(form, shape[-1], keep_bits) else float_rows
+        read = kept_rows if self.keeps(name, keep_bits) else float_rows
         found = read(rows, form, order)
         if found is None:
             raise not_finite(self.checkpoint, name)
         return found.view(shape) if isinstance(found, Tensor) else found
+
+    def keeps(self, name: str, bits: int) -> bool:
+        tensor = self._tensors[name]
+        return keeps_form(tensor.tensor_type.name, tensor.shape[0], bits)
 
     def gives(self, name: str) -> bool:
         return self._tensors[name].tensor_type.name not in FLOATS
@@ -185,7 +189,7 @@ class GgufWeights:
 
 
 def _order(name: str, config: Any) -> Tensor | None:
-    """Which row of the file's tensor is which row of the parameter; None if they are in order.
+    """Return which row of the file's tensor is which row of the parameter; None if they are in order.
 
     llama.cpp rotates neighbours of a head's query or key, transformers numbers that are half a head apart.
     """

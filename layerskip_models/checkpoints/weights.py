@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import mmap
@@ -22,9 +21,7 @@ from layerskip_models.grouped_weight import GroupedWeight
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 """Types of unquantised numbers, as safetensors and GGUF files call them."""
-_AHEAD = (
-    64 << 20
-)  # bytes that the system is asked for before they are wanted: they keep a disk busy between two matrices
+_AHEAD = 64 << 20  # bytes that the system is asked for early, so that a disk is busy between two matrices
 _LENT = 8 << 20  # bytes of a file that may stay in the process's memory
 
 
@@ -50,8 +47,12 @@ class Weights(Protocol):
         """Return a parameter's numbers: floats, or quantised numbers of at most `keep_bits` bits as the file has them."""
         ...
 
+    def keeps(self, name: str, bits: int) -> bool:
+        """Return whether `load` gives quantised numbers as they are, if those of at most `bits` bits are wanted."""
+        ...
+
     def gives(self, name: str) -> bool:
-        """Whether the loaded tensor may be kept. Otherwise it belongs to somebody else, and is only read."""
+        """Return whether the loaded tensor may be kept. Otherwise it belongs to somebody else, and is only read."""
         ...
 
     def rotary(self) -> tuple[Tensor, float]:
@@ -159,6 +160,9 @@ class SafetensorsWeights:
         file, begin, dtype, shape = self._places[name]
         return file.tensor(begin, dtype, shape)
 
+    def keeps(self, name: str, bits: int) -> bool:
+        return False
+
     def gives(self, name: str) -> bool:
         return False
 
@@ -189,7 +193,7 @@ class ModuleWeights:
 
     @property
     def generation_config(self) -> Any:
-        return copy.deepcopy(self._module.generation_config)
+        return self._module.generation_config
 
     def names(self) -> Collection[str]:
         return self._parameters.keys()
@@ -201,6 +205,9 @@ class ModuleWeights:
         value = parameter.detach()
         parameter.data = torch.empty(0, dtype=parameter.dtype)
         return value
+
+    def keeps(self, name: str, bits: int) -> bool:
+        return False
 
     def gives(self, name: str) -> bool:
         return self._release

@@ -46,7 +46,7 @@ def operators_only() -> Iterator[None]:
 
 
 def only_operators() -> bool:
-    """Whether `operators_only` is active."""
+    """Return whether `operators_only` is active."""
     return _operators_only.get()
 
 
@@ -290,16 +290,6 @@ class NativeInt8Linear(NativeLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._keep(*round_to_eight_bits(weight), bias)
-
-    @classmethod
-    def of_rounded(cls, rounded: Tensor, scale: Tensor, bias: Tensor | None = None) -> NativeInt8Linear:
-        """Make a linear of numbers that are rounded already, int8 [out, in], and their scales, float32 [out].
-
-        It takes the memory of `rounded`, and may reorder it.
-        """
-        made = cls.__new__(cls)
-        made._keep(rounded, scale, bias)
-        return made
 
     def _keep(self, rounded: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         """Keep these tensors. rounded: becomes the linear's own."""

@@ -17,11 +17,10 @@ from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kernels.threads import num_threads
 from layerskip_models.kv_cache import KVCache
 from policies import FixedExit, MeasuredCost, NeverStop, ObservationSpec, Policy
-from selfspec.cache.hidden_states import HiddenStates
 from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.request import plain_request
 from selfspec.engine.runners.eager import make_runner
-from selfspec.engine.runners.runner import RunnerName, engine_mode, resolve_runner
+from selfspec.engine.runners.runner import Runner, RunnerName, engine_mode, resolve_runner
 from selfspec.engine.sequence import Sequence
 
 _CONTEXT = 512  # positions in the cache while timing: in a small model further rows of a pass pay most for attention
@@ -60,7 +59,7 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
     Two rounds of timings at least, then more for up to 0.6 s: under a second for the demo checkpoint. Numbers of rows between
     the timed ones are interpolated, and no cost falls as rows grow. Allocates a KV cache of 512 positions while it runs.
     """
-    context = timed_context(model)
+    context = min(_CONTEXT, model.max_positions)
     rows_timed = tuple(rows for rows in _ROWS if rows < context)
     cache = KVCache(model, context)
     with engine_mode(model.device), model.on_one_team():
@@ -88,8 +87,8 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
 
 def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> tuple[tuple[int, float], ...]:
     """Measure what each exit's adapter adds to a draft step: the difference between a draft with it and one without."""
-    exits, pair = sorted(model.adapters), (model, model.with_adapters({}))
-    seconds = _timed([_draft_call(one, cache, layer, runner) for layer in exits for one in pair], model)
+    exits, pair = sorted(model.adapters), [make_runner(one, runner) for one in (model, model.with_adapters({}))]
+    seconds = _timed([_draft_call(one, cache, layer) for layer in exits for one in pair], model)
     added = [max(with_it - without, 0.0) / _DRAFTS for with_it, without in zip(seconds[::2], seconds[1::2])]
     return tuple(zip(exits, added))
 
@@ -107,9 +106,9 @@ def _text(model: LayerSkipModel, cache: KVCache, exit_layer: int = 1) -> Sequenc
     return text
 
 
-def _draft_call(model: LayerSkipModel, cache: KVCache, exit_layer: int, runner: RunnerName) -> Callable[[], object]:
+def _draft_call(running: Runner, cache: KVCache, exit_layer: int) -> Callable[[], object]:
     """Prepare a draft of `_DRAFTS` steps at the end of a text."""
-    running, text = make_runner(model, runner), _text(model, cache, exit_layer)
+    text = _text(running.model, cache, exit_layer)
 
     def draft() -> None:
         cache.declare(text.length - 1)
@@ -136,25 +135,7 @@ def _calls(
 
     drafts = [Draft(text, copied=[0] * (rows - 1)) for rows in reversed(rows_timed)]
     passes = [partial(run, draft, start) for draft in drafts for start in (0, last)]
-    return [*passes, _draft_call(model, cache, 1, runner)]
-
-
-def timed_context(model: LayerSkipModel) -> int:
-    """Positions in the cache while `calibrate` times."""
-    return min(_CONTEXT, model.max_positions)
-
-
-def learning_seconds(model: LayerSkipModel, layers: tuple[int, ...], rows: tuple[int, ...]) -> dict[int, float]:
-    """Seconds of one learning step over each number of rows: every candidate layer's through norm, head and softmax."""
-    states = HiddenStates(model, layers, max_rows=max(rows))
-    row = model.embed(torch.zeros(max(rows), dtype=torch.long, device=model.device))
-    for layer in layers:
-        states.capture(0, layer, row)
-    target = torch.zeros(max(rows), dtype=torch.long, device=model.device)
-
-    calls: list[Callable[[], object]] = [partial(states.shadow_tokens, count, target[:count]) for count in rows]
-    with engine_mode(model.device), model.on_one_team():
-        return dict(zip(rows, _timed(calls, model)))
+    return [*passes, _draft_call(running, cache, 1)]
 
 
 def _timed(calls: list[Callable[[], object]], model: LayerSkipModel) -> list[float]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from callbacks import Recorder
+from decoding import default_dtype
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -20,16 +20,6 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 12}
 SAMPLING: dict[str, Any] = {
     **GREEDY, "do_sample": True, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8, "seed": 4, "repetition_penalty": 1.1,
 }  # fmt: skip
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 STATES: dict[str, Any] = {

@@ -1,8 +1,11 @@
-"""Decoding one text without an engine, for tests that look into its sequence."""
+"""Decoding one text without an engine, for tests that look into its sequence; and within another state of PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 from selfspec.engine.results import StepOutput
 from selfspec.engine.round import read_prompts, run_round
@@ -24,3 +27,13 @@ def _sound(output: StepOutput) -> StepOutput:
     if output.error is not None:
         raise output.error
     return output
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

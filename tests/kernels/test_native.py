@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.provenance import provenance
+from decoding import default_dtype
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels import check, library
 from layerskip_models.kernels.check import native_works
@@ -41,16 +42,6 @@ def use(variant: str) -> Iterator[None]:
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @needs_native
