@@ -100,7 +100,7 @@ def repeat_rows(mask: Tensor, times: int) -> Tensor:
 
 
 def unseen(positions: Tensor, places: Tensor, window: int | None) -> Tensor:
-    """Which places rows do not attend to: bool [rows, places].
+    """Return which places rows do not attend to: bool [rows, places].
 
     positions, places: int64 [rows] and [places], both in the text. window: as `OperatorAttention`'s sliding windows.
     """

@@ -60,7 +60,7 @@ def draft_bytes(model: LayerSkipModel, bits: int) -> int:
 
 
 def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
-    """Why this model cannot draft in so many bits; None if it can."""
+    """Return why this model cannot draft in so many bits; None if it can."""
     if bits not in DRAFT_BITS:
         return f"drafts can be made in {' or '.join(map(str, DRAFT_BITS))} bits, not in {bits}"
     if len(set(model.layer_devices)) > 1:
@@ -103,7 +103,7 @@ def drafter_of(model: LayerSkipModel, bits: int) -> LayerSkipModel:
 
 
 def _keeps_head(model: LayerSkipModel) -> bool:
-    """Whether rounded drafts are chosen with the head that the model has: one of 8 bits or fewer."""
+    """Return whether rounded drafts are chosen with the head that the model has: one of 8 bits or fewer."""
     return _bits_of(model.draft_head) <= 8
 
 

@@ -62,7 +62,7 @@ def _by_operators(weight: Tensor, values: Tensor, groups: Tensor) -> GroupedWeig
 
 
 def fits_four_bits(columns: int) -> bool:
-    """Whether 4-bit weights can have this many inputs."""
+    """Return whether 4-bit weights can have this many inputs."""
     return _size(columns, max(GROUP_SIZES)) is not None
 
 

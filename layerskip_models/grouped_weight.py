@@ -137,7 +137,7 @@ class GroupedWeight:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors if tensor is not None)
 
     def is_finite(self) -> bool:
-        """Whether no number is NaN or infinite."""
+        """Return whether no number is NaN or infinite."""
         return all(bool(tensor.isfinite().all()) for tensor in self.tensors[1:] if tensor is not None)
 
     def scales_and_offsets(self, rows: slice = _ALL) -> tuple[Tensor, Tensor]:
@@ -203,7 +203,7 @@ class GroupedWeight:
         return GroupedWeight(numbers, scales, offsets, self.factors, blocks, bits=8)
 
     def _is_like(self, other: GroupedWeight) -> bool:
-        """Whether scales are of the same form, and numbers stand for the same."""
+        """Return whether scales are of the same form, and numbers stand for the same."""
         mine, theirs = ((one.bits, one.zero, one.groups.dtype, one.blocks is None) for one in (self, other))
         blocks_fit = self.blocks is None or (
             self.group == other.group and (self.offsets is None) == (other.offsets is None)

@@ -79,7 +79,7 @@ class KVCache:
         return sum(stored.numel() * stored.element_size() for stored in self.memory)
 
     def position(self, start: int, stop: int) -> int:
-        """Where the next row of layers [start, stop) belongs: the number of rows they hold.
+        """Return where the next row of layers [start, stop) belongs: the number of rows they hold.
 
         Raises ValueError if there are no such layers, or if they do not hold equally many.
         """

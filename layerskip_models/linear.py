@@ -84,7 +84,7 @@ def grouped_linear(weight: GroupedWeight, bias: Tensor | None = None, *, own: bo
 
 
 def keeps_eight_bits(layer: int | None) -> bool:
-    """Whether a matrix has 8 bits in a model that is rounded to 4. layer: that it belongs to; None for the head."""
+    """Return whether a matrix has 8 bits in a model that is rounded to 4. layer: that it belongs to; None for the head."""
     return layer is None or layer < EIGHT_BIT_LAYERS
 
 

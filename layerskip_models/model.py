@@ -265,7 +265,7 @@ class LayerSkipModel:
         return other
 
     def is_steered(self, exit_layer: int) -> bool:
-        """Whether this exit's drafts depend on the row that was verified last."""
+        """Return whether this exit's drafts depend on the row that was verified last."""
         adapter = self.adapters.get(exit_layer)
         return adapter is not None and adapter.steering is not None
 

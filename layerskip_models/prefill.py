@@ -21,7 +21,7 @@ CaptureAt = Callable[[int, int, Tensor], None]
 
 
 def piece_end(first: int, length: int, *, most: int = MAX_ROWS, together: int = 0) -> int:
-    """Where the pass ends that begins at position `first` of a text of `length` tokens.
+    """Return where the pass ends that begins at position `first` of a text of `length` tokens.
 
     most: rows of a pass. together: how many of the text's last rows must all be in the last pass.
     """

@@ -67,13 +67,13 @@ class ObservationSpec:
     bits: tuple[int, ...] = ()
 
     def learns(self, rows_learned: int, rows_seen: int) -> bool:
-        """Whether to ask for shadow tokens in the coming round, given how many rows of the call have had them."""
+        """Return whether to ask for shadow tokens in the coming round, given how many rows of the call have had them."""
         if not self.shadow_layers or not self.learn_every:
             return False
         return rows_learned * self.learn_every <= rows_seen
 
     def prompt_rows_for(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
-        """How many of the prompt's last rows get shadow tokens."""
+        """Return how many of the prompt's last rows get shadow tokens."""
         rows = min(self.prompt_rows, num_prompt_tokens) if self.shadow_layers else 0
         return min(rows, max_new_tokens // self.prompt_every) if self.prompt_every else rows
 

@@ -51,7 +51,7 @@ KINDS: dict[str, Callable[[Tensor], Linear]] = {
     "int4": lambda weight: LAYOUTS["int4"](weight, None),
     **{kind: _in_blocks(kind) for kind in QUANTISERS},
 }
-"""How a matrix [out, in] of float32 is kept: as our own layouts, and as the types of GGUF files."""
+"""Ways to keep a float32 matrix, [out, in]: our own layouts, and the types of GGUF files."""
 
 
 def kernels(

@@ -1,4 +1,4 @@
-"""What the commands of `selfspec-bench` share: the header of a record, progress, interruption, and how a command ends."""
+"""Shared by the commands of `selfspec-bench`: the header of a record, progress, interruption, and how a command ends."""
 
 from __future__ import annotations
 

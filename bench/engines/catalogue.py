@@ -1,4 +1,4 @@
-"""Which engines a command measures besides the default ones, and how each is made in a process of its own."""
+"""The engines that a command can measure besides the default ones, each made in a process of its own."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from selfspec import SelfSpecGenerator
 
 SELFSPEC, TRANSFORMERS, OPENVINO = "selfspec", "transformers", "openvino"
 LLAMA_KINDS = ("BF16", "F16", "Q8_0", "Q4_0")
-"""What weights are written as for llama.cpp and its fork."""
+"""Types that weights are written in for llama.cpp and its fork."""
 OWN_KINDS = (*FEW_BITS, "Q4_K_M", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "Q8_0", "Q4_0", "Q4_1")
-"""What selfspec's weights are rounded to: by itself, or as the GGUF file of which it keeps the numbers."""
+"""Types of selfspec's weights: those that it rounds to itself, and those of GGUF files whose numbers it keeps."""
 _PACKAGES = {
     LLAMA_CPP: ("llama_cpp", "llama-cpp-python"),
     IK_LLAMA_CPP: ("ik_llama_cpp", "ik-llama-cpp-python"),
@@ -43,7 +43,7 @@ Maker = Callable[[], Peer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What all engines of a command share.
+    """Settings that all engines of a command share.
 
     file: the GGUF file that `checkpoint` names, if it does. policies, kept: selfspec's. setting: exit layer and length of
     transformers' early exit, None for its plain decoding alone. max_tokens: of a prompt and its continuation.

@@ -80,7 +80,7 @@ def _kind_of(name: str, tensor: Tensor, kind: str, num_layers: int) -> str:
 
 
 def _is_finer(name: str, num_layers: int) -> bool:
-    """Whether llama.cpp gives this matrix of a Q4_K_M file six bits (`use_more_bits` of its llama-quant.cpp)."""
+    """Return whether llama.cpp gives this matrix of a Q4_K_M file six bits (`use_more_bits` of its llama-quant.cpp)."""
     if not name.startswith("blk."):
         return True
     layer, eighth = int(name.split(".")[1]), num_layers // 8

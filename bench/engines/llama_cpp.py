@@ -28,7 +28,7 @@ from layerskip_models.kernels.threads import num_threads
 
 LLAMA_CPP, IK_LLAMA_CPP = "llama.cpp", "ik_llama.cpp"
 _ARITHMETIC = {"F16": torch.float16, "BF16": torch.bfloat16}
-"""What a matrix's inputs are rounded to, as outputs are judged by. Other types make another model of the weights."""
+"""Dtype that a product's inputs are rounded to, by the type of the weights. Other types of weights make another model."""
 Rows = Sequence[tuple[int, list[int], int]]
 """(text, tokens, position of the first) of each text."""
 

@@ -1,4 +1,4 @@
-"""What a measured engine is, and selfspec as one.
+"""The interface of a measured engine, and selfspec as one.
 
 All engines continue token ids by exactly as many tokens as they are asked for, greedily unless a run samples, with EOS off,
 and are timed by the same clock.
@@ -81,7 +81,7 @@ class EngineLostError(RuntimeError):
 
 
 class TimedEngine:
-    """Something that continues token ids.
+    """Something that continues token ids. An engine implements what the commands that take it call.
 
     name: short and unique, for records; label: for tables. kept: it goes on learning from prompt to prompt.
     weights: what the run's weights were rounded to ("int4", ..), which makes another model of them; None for the run's own.

@@ -22,7 +22,7 @@ def not_finite(checkpoint: str, name: str) -> ValueError:
 
 
 def is_finite(value: Tensor) -> bool:
-    """Whether no number is NaN or infinite."""
+    """Return whether no number is NaN or infinite."""
     # A sum of floats shows one of them; where it is not finite itself every number is looked at.
     return bool(value.sum(dtype=torch.float32).isfinite()) or bool(value.isfinite().all())
 

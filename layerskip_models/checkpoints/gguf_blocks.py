@@ -63,7 +63,7 @@ GROUPED = {
 
 
 def keeps_form(form: str, columns: int, bits: int) -> bool:
-    """Whether a matrix of this form can keep its numbers. columns: its inputs. bits: the most that a kept number may have."""
+    """Return whether a matrix of this form can keep its numbers. columns: its inputs. bits: of a kept number, at most."""
     kept = GROUPED.get(form)
     return kept is not None and kept.bits <= bits and columns % (BLOCK if kept.in_blocks else CHUNK) == 0
 

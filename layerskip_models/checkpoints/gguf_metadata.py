@@ -168,7 +168,7 @@ def _set_window(config: Any, keys: dict[str, Any]) -> None:
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Whether a value says that what the key is about is not there."""
+    """Return whether a value says that what the key is about is not there."""
     if name == "attention.causal":
         return value is True
     if name.endswith("scale") and value == 1:

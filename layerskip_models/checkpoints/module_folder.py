@@ -89,7 +89,7 @@ def fingerprint(model: LayerSkipModel) -> tuple[float, ...]:
 
 
 def same_weights(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two fingerprints are of the same weights, perhaps in another dtype or layout."""
+    """Return whether two fingerprints are of the same weights, perhaps in another dtype or layout."""
     if len(one) != len(other):
         return False
     numbers = torch.tensor([one, other], dtype=torch.float32, device="cpu")

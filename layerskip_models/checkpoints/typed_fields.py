@@ -9,12 +9,12 @@ from typing import Any
 
 
 def is_int(value: Any) -> bool:
-    """Whether this is a whole number, and neither true nor false."""
+    """Return whether this is a whole number, and neither true nor false."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether this is a finite number, and neither true nor false."""
+    """Return whether this is a finite number, and neither true nor false."""
     return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 

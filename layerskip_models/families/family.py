@@ -91,7 +91,7 @@ class Family:
         return found
 
     def has_built(self, model: Any) -> bool:
-        """Whether this is one of its models. Only a class of that name is compared with transformers', which is imported."""
+        """Return whether this is one of its models. transformers' class is only imported where the name is the same."""
         named = any(base.__name__ == self.model_name for base in model.__class__.__mro__)
         return named and isinstance(model, self.model)
 

@@ -296,7 +296,7 @@ def native_variant(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @cache
 def _passes(variant: str) -> bool:
-    """Whether there is no `fault`. Checked once per variant."""
+    """Return whether there is no `fault`. Checked once per variant."""
     wrong = fault()
     if wrong is not None:
         library.refuse(f"the {variant} kernels failed their check on this machine: {wrong}")
@@ -304,7 +304,7 @@ def _passes(variant: str) -> bool:
 
 
 def native_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether linears and layers on this device and in this dtype may run on our own kernels.
+    """Return whether linears and layers on this device and in this dtype may run on our own kernels.
 
     Kernels that fail the check are not used. One warning says so, or a KernelsUnavailableError if the environment demands
     them (SELFSPEC_NATIVE, see library.py).

@@ -197,7 +197,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _is_cut_short(path: Path) -> bool:
-    """Whether an ELF file ends before its section headers, which come last. Loading such a file would kill the process."""
+    """Return whether an ELF file lacks its last part, the section headers. Loading such a file would kill the process."""
     with path.open("rb") as file:
         header = file.read(64)
     if header[:6] != b"\x7fELF\x02\x01":  # 64 bits, little endian; the loader itself refuses other files

@@ -186,7 +186,7 @@ class NativeLayers:
 
     @staticmethod
     def possible(layers: Sequence[DecoderLayer]) -> bool:
-        """Whether the kernels can run these layers: every matrix is a `NativeLinear`, and every norm has factors."""
+        """Return whether the kernels can run these layers: every matrix is a `NativeLinear`, and every norm has factors."""
         return all(
             all(isinstance(linear, NativeLinear) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
             and all(norm is None or norm.factors is not None for norm in _norms(layer))

@@ -32,7 +32,7 @@ class Warp:
 
 
 def takes(weights: Tensor) -> bool:
-    """Whether the functions here take this tensor, [rows, vocab] or [vocab]: float32 on the CPU, each row without gaps."""
+    """Return whether the functions here take this tensor, [.., vocab]: float32 on the CPU, each row without gaps."""
     return (
         weights.dtype is torch.float32
         and weights.is_cpu
@@ -178,7 +178,7 @@ def accept_drafts(
 def _accept(
     logits: Tensor, warp: Warp, drafts: Drafts, uniform: float, p: Tensor, left: Tensor | None
 ) -> tuple[int, int | None]:
-    """How many drafts are accepted, and the token that is drawn then. left: scratch, [vocab], if there are drafts."""
+    """Return how many drafts are accepted, and the token that is drawn then. left: scratch, [vocab], if there are drafts."""
     chosen, vocab = library.kernels(), logits.shape[-1]
     assert chosen is not None
     candidates = torch.empty(vocab if warp.top_p < 1 else 0, dtype=torch.int64, device="cpu")

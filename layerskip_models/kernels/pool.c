@@ -85,7 +85,7 @@ enum { TAKEN = 1, WRITING = 2, DONE = 3 };
 #ifndef WAKES
 #define WAKES 4          /* helpers that a worker wakes. Waking takes the caller microseconds each, so that 63 would take it 0.1 ms */
 #endif
-#define LOOKS 8          /* while it waits, a worker looks at all others once in so many turns, else at the first that is not done */
+#define LOOKS 8          /* a waiting worker looks at all others in every LOOKS-th turn, in the rest at the first that is not done */
 
 typedef struct {
   _Atomic uint64_t seen; /* the last phase that the worker has reached */

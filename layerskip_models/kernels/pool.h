@@ -40,7 +40,7 @@ typedef struct {
   Worker *worker;
   uint64_t done;   /* the value of a piece's word once the piece is done in this phase */
   int64_t pieces;
-  int64_t workers; /* the first so many have pieces */
+  int64_t workers; /* number of workers that have pieces: 0 .. workers - 1 */
   int64_t own, end, at; /* this worker's pieces [own, end), and the next one */
   int64_t looked;  /* workers in turn, from the next one on, whose pieces are known to be done */
   uint64_t began, waiting, patience; /* ticks */

@@ -94,8 +94,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta, and its RMS norm if there is a norm (weight and epsilon). x, delta: [rows, hidden].
 
-    layer: the sum is what so many layers put out, and goes to where that is asked for; 0 if it is not. keep: the sum also
-    becomes the row's state for the next pass.
+    layer: the number of layers whose output the sum is, which is then also written where SEEN says; 0 if it is no layer's
+    output. keep: the sum also becomes the row's state for the next pass.
     """
     rows, size = x.shape
     total = x if delta is None else torch.empty_like(x)

@@ -106,7 +106,7 @@ def in_shares(weight: Tensor, work: Callable[[range], bool], *, step: int = 1) -
 
 
 def takes_interleaved(kind: int, outputs: int, inputs: int) -> bool:
-    """Whether this process's kernels want a matrix of this kind (`KINDS`, `GROUPED_KINDS`) interleaved (matrix.h)."""
+    """Return whether this process's kernels want a matrix of this kind (`KINDS`, `GROUPED_KINDS`) interleaved (matrix.h)."""
     kernels = library.kernels()
     return kernels is not None and bool(kernels.interleaves(kind, outputs, inputs))
 

@@ -59,7 +59,7 @@ def layer_dropout_rates(num_layers: int, p_max: float, time: str, step: int, num
 
 
 def draw_keep_mask(rates: Sequence[float], num_samples: int, generator: torch.Generator) -> Tensor:
-    """Which samples run which layers: bool [L, num_samples], False with probability rates[l], independently."""
+    """Return which samples run which layers: bool [L, num_samples], False with probability rates[l], independently."""
     uniform = torch.rand(len(rates), num_samples, generator=generator, dtype=torch.float64)
     return uniform >= torch.tensor(rates, dtype=torch.float64)[:, None]
 

@@ -66,7 +66,7 @@ class CopyTable:
 
 
 def best_copy(table: CopyTable, costs: Sequence[float], match_length: int, rate: float) -> CopyChoice:
-    """How many tokens to copy after a match of this length, at this rate of tokens per cost.
+    """Return how many tokens to copy after a match of this length, at this rate of tokens per cost.
 
     costs: of a round that copies 0, 1, 2, ... tokens. The choice is at least 1 and at most what there are costs for.
     """

@@ -157,7 +157,7 @@ class AutoLearner:
             self.learn()
 
     def _is_surprised(self, record: RoundRecord) -> bool:
-        """Whether this round's drafter was, since the last solution, not right about as often as supposed."""
+        """Return whether this round's drafter was, since the last solution, not right about as often as supposed."""
         if record.drafter is None or not record.confidences:
             return False
         drafter = record.drafter

@@ -70,7 +70,7 @@ class HiddenStates:
             self.round = self._empty(self._model.num_layers, rows)
 
     def watches(self, start: int, stop: int) -> bool:
-        """Whether running layers [start, stop) yields anything to keep."""
+        """Return whether running layers [start, stop) yields anything to keep."""
         return any(start < layer <= stop for layer in self._watched)
 
     def capture(self, first_row: int, layers_done: int, hidden: Tensor) -> None:

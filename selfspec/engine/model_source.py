@@ -172,7 +172,7 @@ class WeightWatch:
             return not torch.equal(torch.cat(self._places), self._sample)
 
     def moved(self) -> bool:
-        """Whether anything but the numbers in the parameters has changed, so that shared weights are not enough."""
+        """Return whether anything but the numbers in the parameters has changed, so that shared weights are not enough."""
         return self._now()[:-1] != self._state[:-1]
 
     def _now(self) -> tuple[Any, ...]:

@@ -60,7 +60,7 @@ class StepOutput:
 
     @property
     def ended(self) -> bool:
-        """Whether the sequence is complete or cannot go on."""
+        """Return whether the sequence is complete or cannot go on."""
         return self.result is not None or self.error is not None
 
 

@@ -118,7 +118,7 @@ class Sequence:
 
     @property
     def reading(self) -> bool:
-        """Whether the first new token is still to come."""
+        """Return whether the first new token is still to come."""
         return self.num_new == 0
 
     def prompt_read(self) -> Tensor:

@@ -39,7 +39,7 @@ class DraftTrace:
         return torch.cat([_numbers(1, length + 1) for length in self.lengths.tolist()])
 
     def draft_of_row(self) -> Tensor:
-        """Which draft each row belongs to: int64 [rows]."""
+        """Return which draft each row belongs to: int64 [rows]."""
         return _numbers(0, len(self.lengths)).repeat_interleave(self.lengths)
 
     def labels(self) -> Tensor:

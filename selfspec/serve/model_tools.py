@@ -116,7 +116,7 @@ class ModelTools:
 
     @property
     def known(self) -> bool:
-        """Whether the model can be told of tools, and its calls can be read."""
+        """Return whether the model can be told of tools, and its calls can be read."""
         return self._format is not None
 
     def check(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:

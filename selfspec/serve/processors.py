@@ -149,7 +149,7 @@ class TrimmedText:
 
     @property
     def ended(self) -> bool:
-        """Whether a stop string has come. What `push` and `finish` returned ends before it."""
+        """Return whether a stop string has come. What `push` and `finish` returned ends before it."""
         return self._cutter.ended
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -169,7 +169,7 @@ class TrimmedText:
 
     @property
     def ends_here(self) -> bool:
-        """Whether a stop string has come if no token follows, with incomplete characters decoded as they are."""
+        """Return whether a stop string has come if no token follows, with incomplete characters decoded as they are."""
         if self.ended or self._uncut or not 0 < self._decoder.num_pending <= _FEW:
             return self.ended
         text = self._cutter.held + self._decoder.peek([])

@@ -92,7 +92,7 @@ class TimeoutProtocol(Protocol):
 
     @property
     def _is_waited_for(self) -> bool:
-        """Whether it is the client's turn to send: a request, or the rest of its body."""
+        """Return whether it is the client's turn to send: a request, or the rest of its body."""
         cycle: Any = self.cycle
         return cycle is None or cycle.response_complete or cycle.more_body
 

@@ -124,7 +124,7 @@ class EagerRunner:
                     draft.outputs, draft.logits = (), logits[begin:end]
 
     def _record(self, drafts: Sequence[Draft]) -> tuple[Tensor, int] | None:
-        """Where a native pass puts every layer's output, if somebody observes: at its place, or to be handed out."""
+        """Return where a native pass puts every layer's output, if somebody observes: at its place, or to be handed out."""
         if len(drafts) == 1:
             states = drafts[0].states
             return None if states is None else (states.round, drafts[0].first)
@@ -152,7 +152,7 @@ def make_runner(model: LayerSkipModel, name: RunnerName) -> EagerRunner:
 
 
 def _places(drafts: Sequence[Draft]) -> Iterator[tuple[Draft, int, int]]:
-    """Where each draft's rows begin and end in a pass."""
+    """Return where each draft's rows begin and end in a pass."""
     begin = 0
     for draft in drafts:
         end = begin + draft.end - draft.first
