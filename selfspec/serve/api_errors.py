@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,6 +12,20 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 CLIENT_LEFT = 499  # A status for the log and the metrics; no client receives it
+
+
+_FIELDS = {"message": ["string"], "type": ["string"], "param": ["string", "null"], "code": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "properties": {name: {"type": kinds} for name, kinds in _FIELDS.items()},
+    "required": [*_FIELDS],
+}
+_BODY = {"application/json": {"schema": {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}}}
+DESCRIBED: dict[int | str, dict[str, Any]] = {
+    status: {"description": HTTPStatus(status).phrase, "content": _BODY}
+    for status in (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
+}
+"""The errors of every route, for /openapi.json."""
 
 
 class ApiError(Exception):

@@ -6,17 +6,21 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 
 from selfspec.serve.bodies import Integer, Strict, refuse
+from selfspec.serve.schema_check import Grammar
 from selfspec.serve.serve_options import MAX_CHOICES
 
 MAX_TOOLS = 128  # most tools of a request, as in OpenAI's API
 MAX_MESSAGES = 8192  # each takes some .05 ms to check and to render
 _MAX_STOPS, _MAX_STOP_IDS, _LONGEST_NAME = 16, 64, 256
+_GUIDED = frozenset({"guided_choice", "guided_grammar", "guided_json", "guided_regex"})
+_IN_SLASHES = {"/": r"\/", "\n": r"\n"}
 _TEXT_ONLY = "only text is supported: leave out {}"
 OWN_TEMPLATE = "the operator chooses the chat template: leave out {}"
 _CONTINUED = "the last message is continued if it is the assistant's, else answered: leave out {}"
@@ -57,6 +61,8 @@ def _prompts(value: Any) -> Any:
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Variables = dict[Annotated[str, Field(max_length=64)], bool | int | float | Annotated[str, Field(max_length=1000)]]
+"""Values for the chat template, by name."""
 
 
 class StreamOptions(Strict):
@@ -70,31 +76,94 @@ class StreamOptions(Strict):
 class JsonSchema(Strict):
     """A schema that the text must follow. strict: has no effect, since the schema is always enforced."""
 
-    name: str
+    name: str | None = None
     schema_: dict[str, Any] | bool = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
 
 
 class ResponseFormat(Strict):
+    """schema: llama.cpp's place for it."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
     def _agrees(self) -> ResponseFormat:
-        is_wrong = (self.type == "json_schema") != (self.json_schema is not None)
-        refuse(("json_schema", is_wrong, "json_schema goes with the type 'json_schema', which needs it"))
+        given = self.schema_ is not None
+        is_wrong = (self.type == "json_schema" and not given) != (self.json_schema is not None)
+        refuse(
+            ("json_schema", is_wrong, "json_schema goes with the type 'json_schema', which needs it"),
+            ("schema", given and self.type == "text", "schema goes with the types 'json_object' and 'json_schema'"),
+        )
         return self
+
+    @property
+    def schema_followed(self) -> dict[str, Any] | bool:
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.schema_ is None else self.schema_
+
+
+class StructuredOutputs(Strict):
+    """What the text must follow, in vLLM's words. json: a schema, also as text. grammar: in Lark's form or llama.cpp's."""
+
+    _harmless: ClassVar[frozenset[str]] = frozenset({"disable_any_whitespace", "disable_fallback"})
+    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {"disable_additional_properties": (False,)}
+
+    json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[Annotated[str, Field(min_length=1)]] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> StructuredOutputs:
+        if isinstance(self.json_, str):
+            try:
+                self.json_ = json.loads(self.json_)
+            except (ValueError, RecursionError):
+                self.json_ = None
+            refuse(("json", not isinstance(self.json_, (dict, bool)), "json must be a schema, or one as JSON text"))
+        given = (self.json_, self.json_object or None, self.regex, self.choice, self.grammar)
+        if given.count(None) != len(given) - 1:
+            raise ValueError("give one of json, json_object, regex, choice and grammar")
+        return self
+
+    @property
+    def followed(self) -> Grammar:
+        if self.regex is not None:  # between slashes, a slash or the end of a line would end it
+            return "start: /" + re.sub(r"\\.|/|\n", lambda part: _IN_SLASHES.get(part[0], part[0]), self.regex) + "/"
+        if self.choice is not None:
+            return "start: " + " | ".join(map(json.dumps, self.choice))
+        if self.grammar is not None:
+            return self.grammar
+        assert not isinstance(self.json_, str)
+        return {"type": "object"} if self.json_ is None else self.json_
 
 
 class GenerationRequest(Strict):
     """The fields that both kinds of request have; docs/serving.md says what each means."""
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
-        "metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
-        "reasoning_effort", "request_id", "safety_identifier", "service_tier", "store", "verbosity",
+        "cache_prompt", "chat_id", "conversation_id", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
+        "dry_sequence_breakers", "dynatemp_exponent", "id_slot", "keep_alive", "metadata", "mirostat_eta", "mirostat_tau",
+        "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "reasoning",
+        "reasoning_effort", "request_id", "return_progress", "rid", "route", "safety_identifier", "separate_reasoning",
+        "service_tier", "session_id", "store", "stream_reasoning", "stream_tool_calls", "timings_per_token", "tool_stream",
+        "usage", "verbosity", "xtc_threshold",
     })  # fmt: skip
     _neutral: ClassVar[dict[str, tuple[object, ...]]] = {
+        **dict.fromkeys(
+            ("background", "disable_reasoning", "echo", "moderation", "no_stop_trim", "post_sampling_probs",
+             "return_token_ids", "safe_prompt"), (False,)),
+        **dict.fromkeys(
+            ("dry_multiplier", "dynatemp_range", "min_keep", "mirostat", "n_probs", "t_max_predict_ms", "top_a",
+             "xtc_probability"), (0, 0.0)),
+        **dict.fromkeys(("tfs", "tfs_z", "typical_p"), (1, 1.0)),
+        **dict.fromkeys(("reasoning_budget", "repeat_last_n", "truncate_prompt_tokens"), (-1,)),
+        **dict.fromkeys(("detokenize", "include_reasoning"), (True,)),
         "add_special_tokens": (True,),
         "best_of": (1,),
         "early_stopping": (False,),
@@ -107,24 +176,28 @@ class GenerationRequest(Strict):
         "spaces_between_special_tokens": (True,),
         "tool_choice": ("none", "auto"),
         "use_beam_search": (False,),
-    }
+    }  # fmt: skip
     _reasons: ClassVar[dict[str, str]] = {
         **refusals(_CONTINUED, "add_generation_prompt", "continue_final_message"),
         **refusals("tools go with messages, to /v1/chat/completions: leave out {}", "tool_choice", "tools"),
         **refusals("{} is not supported: give tools", "function_call", "functions"),
-        **refusals(OWN_TEMPLATE, "chat_template", "chat_template_kwargs"),
+        **refusals(OWN_TEMPLATE, "chat_template"),
+        **refusals("{} goes with messages, to /v1/chat/completions", "chat_template_kwargs", "enable_thinking"),
         **refusals(_TEXT_ONLY, "audio", "modalities"),
-        **refusals("{} is not supported: response_format takes a JSON schema", "guided_grammar", "guided_regex"),
+        **refusals("{} is called max_tokens here", "max_new_tokens", "max_output_tokens", "n_predict"),
+        **refusals("{} is not supported: chat_template_kwargs takes what the template knows, such as enable_thinking",
+                   "disable_reasoning", "reasoning_budget", "thinking", "thinking_token_budget"),
         "best_of": "best_of is not supported: ask for n texts and choose among them",
-        "guided_json": "guided_json is not supported: use response_format",
-        "max_new_tokens": "max_new_tokens is called max_tokens here",
+        "extra_body": "extra_body is an argument of OpenAI's client: put its fields into the body itself",
+        "grammar": "grammar is not supported here: put it into structured_outputs",
         "messages": "messages are not supported here: send them to /v1/chat/completions",
         "prompt": "a chat has no prompt: give messages, or send the prompt to /v1/completions",
         "prompt_logprobs": "prompt_logprobs is not supported: /v1/completions takes echo with logprobs",
+        "random_seed": "random_seed is called seed here",
         "suffix": "suffix is not supported: the model writes what comes after the prompt, and knows nothing of what follows",
         "use_beam_search": "beam search is not supported: leave out use_beam_search",
         "web_search_options": "this server searches nothing: leave out web_search_options",
-    }
+    }  # fmt: skip
 
     model: str | None = None
     max_tokens: Annotated[Integer, Field(ge=-1)] | None = None
@@ -134,7 +207,9 @@ class GenerationRequest(Strict):
     top_k: Annotated[Integer, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[Integer, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Stop], FailFast(), BeforeValidator(_stops)] = Field(default_factory=list)
+    stop: Annotated[list[Stop], FailFast(), BeforeValidator(_stops, json_schema_input_type=str | list[str])] = Field(
+        default_factory=list
+    )
     stop_token_ids: Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=_MAX_STOP_IDS), FailFast()] = (
         Field(default_factory=list)
     )
@@ -147,35 +222,51 @@ class GenerationRequest(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     policy: Annotated[str, Field(max_length=200)] | None = None
     show_drafts: bool = False
     user: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, fields: Any) -> Any:
+        """Take llama.cpp's and older vLLM's names. A field with two names is left, and refused."""
+        if not isinstance(fields, dict):
+            return fields
+        if "repetition_penalty" not in fields and "repeat_penalty" in fields:
+            fields["repetition_penalty"] = fields.pop("repeat_penalty")
+        if "structured_outputs" not in fields and (guided := _GUIDED & fields.keys()):
+            fields["structured_outputs"] = {name.removeprefix("guided_"): fields.pop(name) for name in guided}
+        return fields
+
     @model_validator(mode="after")
     def _agrees(self) -> GenerationRequest:
-        ends = "does not go with response_format: JSON ends where it is complete"
+        field, grammar = self.form
+        ends = f"does not go with {field}: the text ends where it is complete"
+        both = self.structured_outputs is not None and field == "response_format"
         refuse(
             ("stream_options", self.stream_options and not self.stream, "stream_options needs stream=true"),
             ("show_drafts", self.show_drafts and not self.stream, "show_drafts needs stream=true"),
-            ("ignore_eos", self.ignore_eos and self.schema_ is not None, f"ignore_eos {ends}"),
-            ("min_tokens", self.min_tokens and self.schema_ is not None, f"min_tokens {ends}"),
+            ("ignore_eos", self.ignore_eos and grammar is not None, f"ignore_eos {ends}"),
+            ("min_tokens", self.min_tokens and grammar is not None, f"min_tokens {ends}"),
+            ("structured_outputs", both, "response_format and structured_outputs say the same: give one"),
         )
         return self
 
     @property
-    def schema_(self) -> dict[str, Any] | bool | None:
-        """The JSON schema that the text must follow; None if any text will do."""
-        form = self.response_format
-        if form is None or form.type == "text":
-            return None
-        return {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+    def form(self) -> tuple[str, Grammar | None]:
+        """The field that says what the text must follow, and that schema or grammar; None if any text will do."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return "response_format", self.response_format.schema_followed
+        structured = self.structured_outputs
+        return "structured_outputs", None if structured is None else structured.followed
 
     @property
-    def schemas(self) -> list[tuple[str, dict[str, Any] | bool]]:
-        """The client's own schemas that the text must follow, each with its field."""
-        form = self.response_format
-        return [] if form is None or form.json_schema is None else [("response_format", form.json_schema.schema_)]
+    def schemas(self) -> list[tuple[str, Grammar]]:
+        """The client's own schemas and grammars that the text must follow, each with its field."""
+        field, grammar = self.form
+        return [] if grammar is None or grammar == {"type": "object"} else [(field, grammar)]
 
     @property
     def num_texts(self) -> int:
@@ -226,10 +317,11 @@ class Tool(Strict):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """mode: "none", "auto" or "required". name: of the one function that must be called."""
+    """mode: "none", "auto" or "required". name: of the one function that must be called. allowed: those that may be."""
 
     mode: str = "auto"
     name: str | None = None
+    allowed: tuple[str, ...] | None = None
 
     @property
     def forces(self) -> bool:
@@ -239,11 +331,20 @@ class ToolChoice:
 def _choice(value: Any) -> Any:
     if isinstance(value, str) and value in ("none", "auto", "required"):
         return ToolChoice(value)
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise ValueError('give "none", "auto", "required", or {"type": "function", "function": {"name": ...}}')
-    return ToolChoice("required", name)
+    try:
+        if value["type"] == "allowed_tools":
+            given = value["allowed_tools"]
+            names = tuple(tool["function"]["name"] for tool in given["tools"])
+            if given["mode"] in ("auto", "required") and all(isinstance(name, str) for name in names):
+                return ToolChoice(given["mode"], None, names)
+        elif value["type"] == "function" and isinstance(value["function"]["name"], str):
+            return ToolChoice("required", value["function"]["name"])
+    except (TypeError, KeyError):
+        pass
+    raise ValueError(
+        'give "none", "auto", "required", {"type": "function", "function": {"name": ...}}, or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}'
+    )
 
 
 class CalledFunction(Strict):
@@ -285,24 +386,28 @@ class PastCall(Strict):
 
 
 class TextPart(Strict):
-    _harmless: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+    _harmless: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control", "logprobs"})
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 def _content(value: Any) -> Any:
-    if not isinstance(value, (str, list)):
+    """Make a list of parts. A part that is a refusal is what the assistant said."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
         raise ValueError("give a text, or a list of parts of type 'text'")
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    said = [part.get("refusal") if isinstance(part, dict) and part.get("type") == "refusal" else None for part in value]
+    return [part if text is None else {"type": "text", "text": text} for part, text in zip(value, said)]
 
 
 class Message(Strict):
     """One message of a conversation. tool_calls are an assistant's, and tool_call_id says which of them a tool answers."""
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
-        "annotations", "cache_control", "id", "parsed", "provider_specific_fields", "reasoning", "reasoning_details",
-        "thinking_blocks",
+        "annotations", "cache_control", "id", "metadata", "parsed", "prefix", "provider_specific_fields", "reasoning",
+        "reasoning_details", "thinking_blocks", "timestamp",
     })  # fmt: skip
     _reasons: ClassVar[dict[str, str]] = {
         **refusals("{} is not supported: give tool_calls", "function_call"),
@@ -312,7 +417,9 @@ class Message(Strict):
     _kept_empty: ClassVar[frozenset[str]] = frozenset({"content"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], FailFast(), BeforeValidator(_content)] = Field(default_factory=list)
+    content: Annotated[
+        list[TextPart], FailFast(), BeforeValidator(_content, json_schema_input_type=str | list[TextPart])
+    ] = Field(default_factory=list)
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[PastCall] | None, Field(max_length=MAX_TOOLS)] = None
@@ -349,10 +456,14 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
-    tool_choice: Annotated[Any, BeforeValidator(_choice)] = ToolChoice()
+    tool_choice: Annotated[Any, BeforeValidator(_choice, json_schema_input_type=str | dict[str, Any])] = Field(
+        default_factory=ToolChoice
+    )
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: Variables = Field(default_factory=dict)
+    enable_thinking: bool | None = None
 
     @model_validator(mode="after")
     def _of_chat(self) -> ChatRequest:
@@ -369,8 +480,8 @@ class ChatRequest(GenerationRequest):
             ("add_generation_prompt", self.add_generation_prompt is (not asks),
              _CONTINUED.format("add_generation_prompt")),
             ("tools", len({*names}) < len(names), "two tools have the same name"),
-            ("tool_choice", choice.name not in (None, *names),
-             f"tool_choice names {str(choice.name)[:64]!r}, which is not in tools"),
+            *(("tool_choice", name not in (None, *names), f"tool_choice names {str(name)[:64]!r}, which is not in tools")
+              for name in (choice.name, *(choice.allowed or ()))),
             ("tool_choice", choice.forces and not names, "tool_choice needs tools"),
             ("tool_choice", choice.forces and (self.ignore_eos or self.min_tokens),
              "a call that must be made ends where it is complete: leave out ignore_eos and min_tokens"),
@@ -382,12 +493,20 @@ class ChatRequest(GenerationRequest):
         """Those that the model may call."""
         if self.tool_choice.mode == "none":
             return []
-        return [tool for tool in self.tools if self.tool_choice.name in (None, tool.function.name)]
+        choice = self.tool_choice
+        named = choice.allowed if choice.name is None else (choice.name,)
+        return [tool for tool in self.tools if named is None or tool.function.name in named]
 
     @property
-    def schemas(self) -> list[tuple[str, dict[str, Any] | bool]]:
+    def template_variables(self) -> Variables:
+        """Values for the chat template. Some clients send `enable_thinking` beside the others."""
+        thinks: Variables = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {**thinks, **self.chat_template_kwargs}
+
+    @property
+    def schemas(self) -> list[tuple[str, Grammar]]:
         """Raises ValueError for parameters of a tool that are no object."""
-        must_follow = self.tool_choice.forces or self.schema_ is not None
+        must_follow = self.tool_choice.forces or self.form[1] is not None
         return super().schemas + [("tools", tool.schema_) for tool in self.callable_tools if must_follow]
 
     @property
@@ -400,7 +519,9 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions. prompt: one text, several texts, one list of token ids, or several."""
 
-    prompt: Annotated[Any, BeforeValidator(_prompts)]
+    prompt: Annotated[
+        Any, BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
+    ]
     echo: bool = False
     logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None
 
@@ -430,7 +551,7 @@ class TokenizeRequest(Strict):
     """Body of /tokenize: a prompt, or messages. Without the fields that say so, those end as a chat's prompt does."""
 
     _kept_empty: ClassVar[frozenset[str]] = frozenset({"prompt"})
-    _reasons: ClassVar[dict[str, str]] = refusals(OWN_TEMPLATE, "chat_template", "chat_template_kwargs")
+    _reasons: ClassVar[dict[str, str]] = refusals(OWN_TEMPLATE, "chat_template")
 
     model: str | None = None
     prompt: str | None = None
@@ -439,6 +560,7 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
+    chat_template_kwargs: Variables = Field(default_factory=dict)
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -447,6 +569,7 @@ class TokenizeRequest(Strict):
         refuse(
             ("prompt", (self.prompt is None) == (last is None), "give a prompt or messages"),
             ("tools", self.tools and last is None, "tools go with messages"),
+            ("chat_template_kwargs", self.chat_template_kwargs and last is None, "it goes with messages"),
             ("add_special_tokens", self.add_special_tokens and last, "the template adds the special tokens of messages"),
             ("add_generation_prompt", self.add_generation_prompt and last is None, "it goes with messages"),
             ("continue_final_message", self.continue_final_message and last is None, "it goes with messages"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +17,7 @@ from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import Message, Tool
 from selfspec.serve.model_tools import ModelTools, tool_template
 
+_OWN_VARIABLES = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
 _USUAL = 8
 """A generous number of characters per token. Texts with fewer per position of the context are tokenised at once."""
 
@@ -37,11 +39,33 @@ class Prompts:
         own = getattr(tokenizer, "chat_template", None)
         self.template_source = template.source or (own.get("default") if isinstance(own, dict) else own)
 
-    def of_chat(self, messages: Sequence[Message], ask: bool | None = None, tools: Sequence[Tool] = ()) -> list[int]:
+    def variables_known(self, given: Mapping[str, Any], ignore: Callable[[str], None]) -> dict[str, Any]:
+        """Leave out the variables that the template does not read, and note them as ignored.
+
+        Raises ApiError for one that would take the place of what the server itself tells the template.
+        """
+        found = {}
+        for name, value in given.items():
+            if name in _OWN_VARIABLES:
+                why = f"the server sets {name} itself: leave it out of chat_template_kwargs"
+                raise ApiError(why, param=f"chat_template_kwargs.{name}", code="unsupported_parameter")
+            if name.isidentifier() and re.search(rf"\b{name}\b", str(self.template_source)):
+                found[name] = value
+            else:
+                ignore(f"chat_template_kwargs.{name}" if name.isidentifier() else "chat_template_kwargs")
+        return found
+
+    def of_chat(
+        self,
+        messages: Sequence[Message],
+        ask: bool | None = None,
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Encode the prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
         ask: treat all messages as complete, and say whether the beginning of the next answer follows them. tools: those
-        that the model is told of.
+        that the model is told of. variables: for the template, beside these.
         Raises ApiError without a template, and for messages that the template refuses.
         """
         self._tools.check(messages, tools)
@@ -62,8 +86,10 @@ class Prompts:
             if described or any(calls) or any(message.role == "tool" for message in messages):
                 template = tool_template(self.tokenizer, template)
             if ask is None:
-                return encode_messages(conversation, self.tokenizer, template, described)
-            return conversation_ids(conversation, self.tokenizer, template, ask=ask, tools=described)
+                return encode_messages(conversation, self.tokenizer, template, described, variables)
+            return conversation_ids(
+                conversation, self.tokenizer, template, ask=ask, tools=described, variables=variables
+            )
 
     def of_text(self, text: str, *, special: bool) -> list[int]:
         """Encode a text. special: with the tokenizer's special tokens. Raises ApiError for a text that is too long."""

@@ -1,27 +1,33 @@
-"""Checks before a request reaches the app: the host name, the API key, and limits on a body's size and time."""
+"""Checks before a request reaches the app: the host name, the API key, and limits on a body's size and time. Its log line."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
+from typing import Any
+from urllib.parse import quote
+from uuid import uuid4
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from selfspec.serve.api_errors import ApiError, request_failed, shutting_down
+from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, request_failed, shutting_down
 from selfspec.serve.serve_options import ServeOptions
 from selfspec.serve.server_metrics import ServerMetrics
 
 log = logging.getLogger("selfspec.serve")
+access_log = logging.getLogger("selfspec.access")
+REQUEST_ID = "x-request-id"  # a client's own, or one of the server's; in the answer and in the log
 OPEN_PATHS = ("/health", "/")  # served without a key: the health check, and a page that asks for the key
 BODY_SECONDS = 60.0  # time within which a body must be complete
 MAX_UNFINISHED = 16  # limit on the bytes of all incomplete bodies together, in bodies of the largest size
 
 
 class RequestLimits:
-    """ASGI middleware; it also counts requests, and answers HEAD like GET without the body, which FastAPI's routes do not."""
+    """ASGI middleware; it also counts and logs requests, and answers HEAD like GET without the body, as FastAPI does not."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics, routes: frozenset[str]) -> None:
         self._app, self._metrics, self._routes = app, metrics, routes
@@ -37,19 +43,24 @@ class RequestLimits:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._routes else "other"
-        begun, wants_body = False, scope["method"] != "HEAD"
+        begun, wants_body, headers = False, scope["method"] != "HEAD", Headers(scope=scope)
+        given, state = headers.get(REQUEST_ID, ""), scope.setdefault("state", {})
+        name = given if re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given) else uuid4().hex
 
         async def counted(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
+                MutableHeaders(scope=message)[REQUEST_ID] = name
+                state["status"] = message["status"]
                 self._metrics.requests.labels(path, str(message["status"])).inc()
             elif not wants_body:
                 message = {**message, "body": b""}
             await send(message)
 
         held, is_complete, loop = 0, False, asyncio.get_running_loop()
-        deadline = loop.time() + BODY_SECONDS
+        started = loop.time()
+        deadline = started + BODY_SECONDS
 
         def end_body() -> None:
             nonlocal held, is_complete
@@ -78,11 +89,11 @@ class RequestLimits:
                 end_body()
             return message
 
-        refused = self._refused(scope["path"], Headers(scope=scope))
-        if refused is not None:
-            await refused.response()(scope, receive, counted)
-            return
+        refused = self._refused(scope["path"], headers)
         try:
+            if refused is not None:
+                await refused.response()(scope, receive, counted)
+                return
             await self._app(scope if wants_body else {**scope, "method": "GET"}, limited, counted)
         except asyncio.CancelledError:  # the grace time is over
             if begun:  # the connection is closed
@@ -91,10 +102,11 @@ class RequestLimits:
         except Exception:
             if begun:
                 raise
-            log.exception("a request failed")
+            log.exception("request %s failed", name)
             await request_failed().response()(scope, receive, counted)
         finally:
             end_body()
+            access_log.info(_line(scope, state, loop.time() - started, name))
 
     def _refused(self, path: str, headers: Headers) -> ApiError | None:
         host = headers.get("host", "")
@@ -112,6 +124,15 @@ class RequestLimits:
         if length.isdecimal() and int(length[:20]) > self._max_bytes:
             return ApiError(self._too_large, status=413, code="body_too_large")
         return None
+
+
+def _line(scope: Scope, state: dict[str, Any], seconds: float, name: str) -> str:
+    """Write a request's line of the log. Its tokens are those of the prompts and the answers, of complete texts."""
+    found = [result.stats for result in state["stream"].results] if "stream" in state else []
+    counts = [sum(one.num_prompt_tokens for one in found), sum(one.num_new_tokens for one in found)]
+    tokens = " {} + {} tokens".format(*counts) if found else ""
+    path = quote(scope["path"])[:200]
+    return f"{scope['method']} {path} {state.get('status', CLIENT_LEFT)}{tokens} {seconds:.3f} s {name}"
 
 
 def _name(host: str) -> str:

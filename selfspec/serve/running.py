@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import gc
 import socket
 import sys
@@ -30,11 +31,17 @@ _LOOK_SECONDS = 2.0
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Open a listening socket; port 0 takes a free one. Raises OSError if taken, ValueError for an empty address."""
+    """Open a listening socket; port 0 takes a free one. Raises ValueError for an address that cannot be used."""
     if not host.strip():  # the system takes it for all addresses
         raise ValueError("the address to listen on is empty: give --host 127.0.0.1, or 0.0.0.0 for all addresses")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port {port} is taken: give another with --port, or --port 0 for a free one") from None
+        where = f"{host} (--host), port {port} (--port)"
+        raise ValueError(f"the server cannot listen on {where}: {error.strerror or error}") from None
 
 
 def make_server(app: FastAPI, *, grace_seconds: int, on_start: Callable[[], object] = lambda: None) -> uvicorn.Server:
