@@ -14,15 +14,10 @@ from starlette.exceptions import HTTPException
 CLIENT_LEFT = 499  # A status for the log and the metrics; no client receives it
 
 
-_FIELDS = {"message": ["string"], "type": ["string"], "param": ["string", "null"], "code": ["string", "null"]}
-_ERROR = {
-    "type": "object",
-    "properties": {name: {"type": kinds} for name, kinds in _FIELDS.items()},
-    "required": [*_FIELDS],
-}
-_BODY = {"application/json": {"schema": {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}}}
+_FIELDS = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
+_BODY = {"type": "object", "properties": {"error": {"type": "object", "properties": _FIELDS}}}
 DESCRIBED: dict[int | str, dict[str, Any]] = {
-    status: {"description": HTTPStatus(status).phrase, "content": _BODY}
+    status: {"description": HTTPStatus(status).phrase, "content": {"application/json": {"schema": _BODY}}}
     for status in (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
 }
 """The errors of every route, for /openapi.json."""

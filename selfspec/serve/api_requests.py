@@ -22,7 +22,7 @@ _MAX_STOPS, _MAX_STOP_IDS, _LONGEST_NAME = 16, 64, 256
 _GUIDED = frozenset({"guided_choice", "guided_grammar", "guided_json", "guided_regex"})
 _IN_SLASHES = {"/": r"\/", "\n": r"\n"}
 _TEXT_ONLY = "only text is supported: leave out {}"
-OWN_TEMPLATE = "the operator chooses the chat template: leave out {}"
+OWN_TEMPLATE = "the operator chooses the chat template: leave out chat_template"
 _CONTINUED = "the last message is continued if it is the assistant's, else answered: leave out {}"
 
 
@@ -57,12 +57,16 @@ def _prompts(value: Any) -> Any:
     for index, one in enumerate(value if kinds == {list} else ()):
         if {type(token) for token in one} != {int}:
             raise ValueError(f"item {index} is not a list of at least one token id")
+    lists = value if kinds == {list} else [value] if kinds == {int} else []
+    if any(max(map(abs, ids)) >= 1 << 63 for ids in lists):
+        raise ValueError("there is a number that is no token's id")
     return value
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Variables = dict[Annotated[str, Field(max_length=64)], bool | int | float | Annotated[str, Field(max_length=1000)]]
-"""Values for the chat template, by name."""
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+Variables = dict[Name, bool | int | float | Annotated[str, Field(max_length=1000)]]
+"""Values for the chat template."""
 
 
 class StreamOptions(Strict):
@@ -107,12 +111,9 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """What the text must follow, in vLLM's words. json: a schema, also as text. grammar: in Lark's form or llama.cpp's."""
+    """What the text must follow, in vLLM's words. json: a schema. grammar: in Lark's form or llama.cpp's."""
 
-    _harmless: ClassVar[frozenset[str]] = frozenset({"disable_any_whitespace", "disable_fallback"})
-    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {"disable_additional_properties": (False,)}
-
-    json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    json_: dict[str, Any] | bool | None = Field(default=None, alias="json")
     json_object: bool = False
     regex: str | None = None
     choice: list[Annotated[str, Field(min_length=1)]] | None = None
@@ -120,12 +121,6 @@ class StructuredOutputs(Strict):
 
     @model_validator(mode="after")
     def _agrees(self) -> StructuredOutputs:
-        if isinstance(self.json_, str):
-            try:
-                self.json_ = json.loads(self.json_)
-            except (ValueError, RecursionError):
-                self.json_ = None
-            refuse(("json", not isinstance(self.json_, (dict, bool)), "json must be a schema, or one as JSON text"))
         given = (self.json_, self.json_object or None, self.regex, self.choice, self.grammar)
         if given.count(None) != len(given) - 1:
             raise ValueError("give one of json, json_object, regex, choice and grammar")
@@ -137,52 +132,41 @@ class StructuredOutputs(Strict):
             return "start: /" + re.sub(r"\\.|/|\n", lambda part: _IN_SLASHES.get(part[0], part[0]), self.regex) + "/"
         if self.choice is not None:
             return "start: " + " | ".join(map(json.dumps, self.choice))
-        if self.grammar is not None:
-            return self.grammar
-        assert not isinstance(self.json_, str)
-        return {"type": "object"} if self.json_ is None else self.json_
+        given = self.grammar if self.json_ is None else self.json_
+        return {"type": "object"} if given is None else given
+
+
+_HARMLESS = """
+    cache_prompt chat_id conversation_id dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers
+    dynatemp_exponent id_slot keep_alive metadata mirostat_eta mirostat_tau parallel_tool_calls prediction priority
+    prompt_cache_key prompt_cache_retention reasoning reasoning_effort request_id return_progress rid route
+    safety_identifier separate_reasoning service_tier session_id store stream_reasoning stream_tool_calls
+    timings_per_token tool_stream usage verbosity xtc_threshold
+"""
+_NEUTRAL_BY_VALUE: tuple[tuple[tuple[object, ...], str], ...] = (
+    ((False,), "background disable_reasoning early_stopping echo include_stop_str_in_output moderation no_stop_trim"),
+    ((False,), "post_sampling_probs return_token_ids return_tokens_as_token_ids safe_prompt use_beam_search"),
+    ((True,), "add_special_tokens detokenize include_reasoning skip_special_tokens spaces_between_special_tokens"),
+    ((0,), "dry_multiplier dynatemp_range min_keep mirostat n_probs t_max_predict_ms top_a xtc_probability"),
+    ((1,), "best_of length_penalty tfs tfs_z typical_p"),
+    ((-1,), "reasoning_budget repeat_last_n truncate_prompt_tokens"),
+    (("none", "auto"), "function_call tool_choice"),
+    ((["text"],), "modalities"),
+)
+_NEUTRAL = {name: values for values, names in _NEUTRAL_BY_VALUE for name in names.split()}
 
 
 class GenerationRequest(Strict):
     """The fields that both kinds of request have; docs/serving.md says what each means."""
 
-    _harmless: ClassVar[frozenset[str]] = frozenset({
-        "cache_prompt", "chat_id", "conversation_id", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
-        "dry_sequence_breakers", "dynatemp_exponent", "id_slot", "keep_alive", "metadata", "mirostat_eta", "mirostat_tau",
-        "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "reasoning",
-        "reasoning_effort", "request_id", "return_progress", "rid", "route", "safety_identifier", "separate_reasoning",
-        "service_tier", "session_id", "store", "stream_reasoning", "stream_tool_calls", "timings_per_token", "tool_stream",
-        "usage", "verbosity", "xtc_threshold",
-    })  # fmt: skip
-    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {
-        **dict.fromkeys(
-            ("background", "disable_reasoning", "echo", "moderation", "no_stop_trim", "post_sampling_probs",
-             "return_token_ids", "safe_prompt"), (False,)),
-        **dict.fromkeys(
-            ("dry_multiplier", "dynatemp_range", "min_keep", "mirostat", "n_probs", "t_max_predict_ms", "top_a",
-             "xtc_probability"), (0, 0.0)),
-        **dict.fromkeys(("tfs", "tfs_z", "typical_p"), (1, 1.0)),
-        **dict.fromkeys(("reasoning_budget", "repeat_last_n", "truncate_prompt_tokens"), (-1,)),
-        **dict.fromkeys(("detokenize", "include_reasoning"), (True,)),
-        "add_special_tokens": (True,),
-        "best_of": (1,),
-        "early_stopping": (False,),
-        "function_call": ("none", "auto"),
-        "include_stop_str_in_output": (False,),
-        "length_penalty": (1, 1.0),
-        "modalities": (["text"],),
-        "return_tokens_as_token_ids": (False,),
-        "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,),
-        "tool_choice": ("none", "auto"),
-        "use_beam_search": (False,),
-    }  # fmt: skip
+    _harmless: ClassVar[frozenset[str]] = frozenset(_HARMLESS.split())
+    _neutral: ClassVar[dict[str, tuple[object, ...]]] = _NEUTRAL
     _reasons: ClassVar[dict[str, str]] = {
         **refusals(_CONTINUED, "add_generation_prompt", "continue_final_message"),
         **refusals("tools go with messages, to /v1/chat/completions: leave out {}", "tool_choice", "tools"),
         **refusals("{} is not supported: give tools", "function_call", "functions"),
-        **refusals(OWN_TEMPLATE, "chat_template"),
-        **refusals("{} goes with messages, to /v1/chat/completions", "chat_template_kwargs", "enable_thinking"),
+        "chat_template": OWN_TEMPLATE,
+        "chat_template_kwargs": "chat_template_kwargs goes with messages, to /v1/chat/completions",
         **refusals(_TEXT_ONLY, "audio", "modalities"),
         **refusals("{} is called max_tokens here", "max_new_tokens", "max_output_tokens", "n_predict"),
         **refusals("{} is not supported: chat_template_kwargs takes what the template knows, such as enable_thinking",
@@ -231,13 +215,14 @@ class GenerationRequest(Strict):
     @model_validator(mode="before")
     @classmethod
     def _renamed(cls, fields: Any) -> Any:
-        """Take llama.cpp's and older vLLM's names. A field with two names is left, and refused."""
+        """Take other servers' names and places of fields. What is given by both names is refused by the other one."""
         if not isinstance(fields, dict):
             return fields
         if "repetition_penalty" not in fields and "repeat_penalty" in fields:
             fields["repetition_penalty"] = fields.pop("repeat_penalty")
-        if "structured_outputs" not in fields and (guided := _GUIDED & fields.keys()):
-            fields["structured_outputs"] = {name.removeprefix("guided_"): fields.pop(name) for name in guided}
+        for place, names in (("chat_template_kwargs", {"enable_thinking"}), ("structured_outputs", _GUIDED)):
+            if place not in fields and (found := names & fields.keys()):
+                fields[place] = {name.removeprefix("guided_"): fields.pop(name) for name in found}
         return fields
 
     @model_validator(mode="after")
@@ -451,6 +436,8 @@ class Message(Strict):
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
+    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {**_NEUTRAL, "add_special_tokens": (True, False)}
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     max_completion_tokens: Annotated[Integer, Field(ge=-1)] | None = None
     logprobs: bool = False
@@ -463,7 +450,6 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Variables = Field(default_factory=dict)
-    enable_thinking: bool | None = None
 
     @model_validator(mode="after")
     def _of_chat(self) -> ChatRequest:
@@ -496,12 +482,6 @@ class ChatRequest(GenerationRequest):
         choice = self.tool_choice
         named = choice.allowed if choice.name is None else (choice.name,)
         return [tool for tool in self.tools if named is None or tool.function.name in named]
-
-    @property
-    def template_variables(self) -> Variables:
-        """Values for the chat template. Some clients send `enable_thinking` beside the others."""
-        thinks: Variables = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        return {**thinks, **self.chat_template_kwargs}
 
     @property
     def schemas(self) -> list[tuple[str, Grammar]]:
@@ -551,7 +531,7 @@ class TokenizeRequest(Strict):
     """Body of /tokenize: a prompt, or messages. Without the fields that say so, those end as a chat's prompt does."""
 
     _kept_empty: ClassVar[frozenset[str]] = frozenset({"prompt"})
-    _reasons: ClassVar[dict[str, str]] = refusals(OWN_TEMPLATE, "chat_template")
+    _reasons: ClassVar[dict[str, str]] = {"chat_template": OWN_TEMPLATE}
 
     model: str | None = None
     prompt: str | None = None

@@ -114,7 +114,8 @@ def make_app(generator: SelfSpecGenerator, options: ServeOptions) -> FastAPI:
     app.add_middleware(RequestLimits, options=options, metrics=metrics, routes=known)
     if options.allow_origin:  # outside: a browser asks first, without a key
         answers, origins = ["Retry-After", REQUEST_ID, IGNORED], options.allow_origin
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"], expose_headers=answers)
+        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": answers}
+        app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed)
     return app
 
 

@@ -85,7 +85,7 @@ class Strict(BaseModel):
             elif (
                 value is None
                 or _is_empty(value)
-                or any(type(value) is type(one) and value == one for one in cls._neutral.get(name, ()))
+                or any(value == one and (value is one or type(value) is not bool) for one in cls._neutral.get(name, ()))
             ):
                 continue
             elif name in cls._harmless:

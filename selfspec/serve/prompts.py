@@ -40,20 +40,15 @@ class Prompts:
         self.template_source = template.source or (own.get("default") if isinstance(own, dict) else own)
 
     def variables_known(self, given: Mapping[str, Any], ignore: Callable[[str], None]) -> dict[str, Any]:
-        """Leave out the variables that the template does not read, and note them as ignored.
-
-        Raises ApiError for one that would take the place of what the server itself tells the template.
-        """
-        found = {}
-        for name, value in given.items():
+        """Leave out and report those that the template does not read. Raises ApiError for one that the server itself sets."""
+        known = {name: value for name, value in given.items() if re.search(rf"\b{name}\b", str(self.template_source))}
+        for name in given:
             if name in _OWN_VARIABLES:
                 why = f"the server sets {name} itself: leave it out of chat_template_kwargs"
                 raise ApiError(why, param=f"chat_template_kwargs.{name}", code="unsupported_parameter")
-            if name.isidentifier() and re.search(rf"\b{name}\b", str(self.template_source)):
-                found[name] = value
-            else:
-                ignore(f"chat_template_kwargs.{name}" if name.isidentifier() else "chat_template_kwargs")
-        return found
+            if name not in known:
+                ignore(f"chat_template_kwargs.{name}")
+        return known
 
     def of_chat(
         self,

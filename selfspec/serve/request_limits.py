@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 import secrets
-from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -43,17 +42,17 @@ class RequestLimits:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._routes else "other"
-        begun, wants_body, headers = False, scope["method"] != "HEAD", Headers(scope=scope)
-        given, state = headers.get(REQUEST_ID, ""), scope.setdefault("state", {})
-        name = given if re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given) else uuid4().hex
+        begun, wants_body, status, headers = False, scope["method"] != "HEAD", CLIENT_LEFT, Headers(scope=scope)
+        request_id = headers.get(REQUEST_ID, "")
+        if not re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", request_id):
+            request_id = uuid4().hex
 
         async def counted(message: Message) -> None:
-            nonlocal begun
+            nonlocal begun, status
             if message["type"] == "http.response.start":
-                begun = True
-                MutableHeaders(scope=message)[REQUEST_ID] = name
-                state["status"] = message["status"]
-                self._metrics.requests.labels(path, str(message["status"])).inc()
+                begun, status = True, message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                self._metrics.requests.labels(path, str(status)).inc()
             elif not wants_body:
                 message = {**message, "body": b""}
             await send(message)
@@ -102,11 +101,12 @@ class RequestLimits:
         except Exception:
             if begun:
                 raise
-            log.exception("request %s failed", name)
+            log.exception("request %s failed", request_id)
             await request_failed().response()(scope, receive, counted)
         finally:
             end_body()
-            access_log.info(_line(scope, state, loop.time() - started, name))
+            head, tokens = f"{scope['method']} {quote(scope['path'])[:200]} {status}", _tokens(scope)
+            access_log.info("%s%s %.3f s %s", head, tokens, loop.time() - started, request_id)
 
     def _refused(self, path: str, headers: Headers) -> ApiError | None:
         host = headers.get("host", "")
@@ -126,13 +126,11 @@ class RequestLimits:
         return None
 
 
-def _line(scope: Scope, state: dict[str, Any], seconds: float, name: str) -> str:
-    """Write a request's line of the log. Its tokens are those of the prompts and the answers, of complete texts."""
-    found = [result.stats for result in state["stream"].results] if "stream" in state else []
-    counts = [sum(one.num_prompt_tokens for one in found), sum(one.num_new_tokens for one in found)]
-    tokens = " {} + {} tokens".format(*counts) if found else ""
-    path = quote(scope["path"])[:200]
-    return f"{scope['method']} {path} {state.get('status', CLIENT_LEFT)}{tokens} {seconds:.3f} s {name}"
+def _tokens(scope: Scope) -> str:
+    """Say how many tokens the prompts and answers had, of complete texts. An idle connection would keep the stream alive."""
+    stream = scope.get("state", {}).pop("stream", None)
+    counts = [(one.stats.num_prompt_tokens, one.stats.num_new_tokens) for one in stream.results] if stream else ()
+    return " {} + {} tokens".format(*map(sum, zip(*counts))) if counts else ""
 
 
 def _name(host: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import errno
 import gc
 import socket
 import sys
@@ -38,10 +37,9 @@ def open_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ValueError(f"port {port} is taken: give another with --port, or --port 0 for a free one") from None
-        where = f"{host} (--host), port {port} (--port)"
-        raise ValueError(f"the server cannot listen on {where}: {error.strerror or error}") from None
+        why = str(error.strerror).partition(" (")[0]
+        where = f"{host}, port {port}: choose others with --host and --port (0 takes a free one)"
+        raise ValueError(f"{why}: {where}") from None
 
 
 def make_server(app: FastAPI, *, grace_seconds: int, on_start: Callable[[], object] = lambda: None) -> uvicorn.Server:

@@ -1,5 +1,4 @@
-"""Whether a client's schema or grammar can be used: what it refers to is looked at, then it is tried in a process that may
-end safely.
+"""Whether a client's schema or grammar can be used: it is looked at, then it is tried in a process that may end safely.
 
 llguidance's compiler is foreign code whose time, memory and stack depend on what a client sent. The process that tries it
 imports this module and nothing that is large.
@@ -106,9 +105,7 @@ def compiled_form(grammar: Grammar) -> str:
     if not re.search(r"^[\w-]+[ \t]*::=", grammar, re.MULTILINE):
         return grammar
     if len(grammar) > _MAX_GBNF:
-        raise ValueError(
-            f"the grammar has {len(grammar)} characters, at most {_MAX_GBNF} are possible but in Lark's form"
-        )
+        raise ValueError(f"a grammar of more than {_MAX_GBNF} characters must be in Lark's form")
     try:
         return gbnf_to_lark(grammar)
     except Exception as error:  # the library has several kinds for a wrong one, and deep ones exceed Python's stack
@@ -133,8 +130,9 @@ class SchemaCheck:
 
     def __call__(self, schema: Grammar) -> None:
         """Raise ValueError that says in one line why the schema cannot be used."""
+        tried = compiled_form(schema)
         try:
-            written, tried = json.dumps(schema), compiled_form(schema)
+            written = json.dumps(schema)
         except RecursionError:
             raise ValueError("the schema is nested too deeply") from None
         if len(written) > MAX_BYTES:
@@ -212,8 +210,8 @@ def one_line(text: str) -> str:
     if not lines[0].endswith("regex parse error:") or len(lines) < 4:
         return lines[0][:200]
     place = max(0, len(lines[2]) - len(lines[2].lstrip()) - 4)
-    part, reason = lines[1][4:][place : place + 20], lines[-1].removeprefix("error: ")
-    return f"at character {place + 1} of a pattern, {part!r}: {reason}"[:200]
+    part, reason = lines[1][4:][place : place + 20], next(filter(re.compile("error: ").match, lines), lines[-1])
+    return f"at character {place + 1} of a pattern, {part!r}: {reason.removeprefix('error: ')}"[:200]
 
 
 def _limit_process(max_bytes: int, stack_bytes: int) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from transformers import GenerationConfig, LogitsProcessorList, MinNewTokensLengthLogitsProcessor, StoppingCriteriaList
+from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor, StoppingCriteriaList
 
 from policies import CostModel, Policy, PreVerifier
 from selfspec import SelfSpecGenerator
@@ -57,7 +57,10 @@ class Translator:
         texts = options.copied_texts
         self._copies = generator.copy_store(texts) if texts else None
         config, context = generator.model.generation_config, generator.model.max_positions
-        self._sampling = _defaults(config)
+        # How requests that say nothing of it are sampled: as the checkpoint says, like everywhere else, or not at all.
+        given = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        given = {"temperature": 1.0} | {name: value for name, value in given.items() if value is not None}
+        self._sampling: dict[str, Any] = given if config.do_sample else {"temperature": 0.0}
         self._vocab_size = generator.model.config.vocab_size
         self._eos = [token for token in end_tokens(config, generator.tokenizer) if token < self._vocab_size]
         self.vocabulary = Vocabulary(generator.tokenizer, self._vocab_size, self._eos)
@@ -67,10 +70,10 @@ class Translator:
 
     @property
     def offers(self) -> dict[str, Any]:
-        """What a client cannot know: whether there is a chat template, and the policy of requests that name none."""
+        """What a client cannot know: whether there is a chat template, and what holds for requests that do not say."""
         policy = self._policies.choose(None, repeats=False).name
-        given = {name: value for name, value in self._sampling.items() if value is not None}
-        return {"chat": self.prompts.has_template, "tools": self._tools.known, "policy": policy, "sampling": given}
+        known = {"chat": self.prompts.has_template, "tools": self._tools.known}
+        return {**known, "policy": policy, "sampling": self._sampling}
 
     def check_name(self, model: str | None) -> None:
         """Raise an ApiError (status 404) if another model is asked for."""
@@ -172,7 +175,7 @@ class Translator:
         tools = body.callable_tools
         if body.parallel_tool_calls is not None and not tools:
             body.ignore("parallel_tool_calls")
-        variables = self.prompts.variables_known(body.template_variables, body.ignore)
+        variables = self.prompts.variables_known(body.chat_template_kwargs, body.ignore)
         ids = self.prompts.of_chat(body.messages, tools=body.tools if tools else (), variables=variables)
         with bad_request("messages", body.limit):
             return ids, "", self._max_new_tokens(body, len(ids), self._options.default_chat_tokens)
@@ -242,14 +245,6 @@ class Translator:
         if body.seed is not None:
             options["seed"] = body.seed
         return options
-
-
-def _defaults(config: GenerationConfig) -> dict[str, Any]:
-    """Find how requests that say nothing of it are sampled: as the checkpoint says, like everywhere else, or greedily."""
-    if not config.do_sample:
-        return {"temperature": 0.0}
-    temperature = 1.0 if config.temperature is None else config.temperature
-    return {"temperature": temperature, **{name: getattr(config, name) for name in ("top_p", "top_k", "min_p")}}
 
 
 class ServedPolicies:

@@ -85,6 +85,13 @@ def test_timings_as_llama_cpp_names_them(server: RunningServer) -> None:
         assert found["predicted_n"] == used["completion_tokens"] == 24
         assert (found["draft_n"], found["draft_n_accepted"]) == (used["drafted"], used["accepted"])
         assert 0 < found["draft_n_accepted"] <= found["draft_n"]
+        spec = answer["metrics"]["speculative_decoding"]  # as vLLM's documentation has it
+        assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"] <= used["rounds"]
+        accepted = sum(count * length for length, count in enumerate(spec["acceptance_histogram"]))
+        assert accepted == spec["num_accepted_draft_tokens"] == used["accepted"]
+        assert len(spec["acceptance_histogram"]) == spec["num_spec_tokens"] + 1
+        assert spec["draft_acceptance_rate"] == accepted / used["drafted"] == accepted / spec["num_draft_tokens"]
+        assert spec["mean_acceptance_length"] == 1 + accepted / spec["num_spec_steps"]
         assert found["prompt_per_second"] == pytest.approx(1000 * found["prompt_n"] / found["prompt_ms"])
         assert found["predicted_per_second"] == pytest.approx(1000 * 24 / found["predicted_ms"])
     assert found["cache_n"] > 0
@@ -92,8 +99,8 @@ def test_timings_as_llama_cpp_names_them(server: RunningServer) -> None:
     _, raw, _ = ask(server, "POST", "/v1/chat/completions", streamed)
     chunks = [json.loads(line[6:]) for line in raw.decode().splitlines() if line.startswith("data: {")]
     assert [chunk for chunk in chunks if "timings" in chunk] == chunks[-1:]
-    assert chunks[-1]["timings"]["predicted_n"] == 24
-    assert "timings" not in answered(server, {**chat, "n": 2}, "/v1/chat/completions")
+    assert chunks[-1]["timings"]["predicted_n"] == 24 and "metrics" in chunks[-1]
+    assert not {"timings", "metrics"} & answered(server, {**chat, "n": 2}, "/v1/chat/completions").keys()
 
 
 def test_what_was_drafted_by_vllms_names(server: RunningServer) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -268,6 +269,34 @@ def test_names_by_which_a_server_is_called(server: RunningServer) -> None:
     assert "example.org" in (ServeOptions(host="0.0.0.0", allow_host=["Example.org"]).hosts or ())
     for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/demo", "/nowhere"):
         assert raw_ask(server, "GET", path, Host="attacker.example")[0] == 403, path
+
+
+def test_pages_of_an_origin_that_the_operator_names(offline: SelfSpecGenerator) -> None:
+    """Their browser asks first, without the key. Other pages still cannot send what is read as JSON."""
+    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    with running_server(offline, allow_origin=["http://good.example"], api_key="k") as server:
+        for origin, status in (("http://good.example", 200), ("http://other.example", 400)):
+            found, _, headers = raw_ask(server, "OPTIONS", "/v1/completions", Origin=origin, **wanted)
+            allowed = headers["access-control-allow-origin"]
+            assert (found, allowed) == (status, origin if status == 200 else None)
+        good = {"Origin": "http://good.example", "Authorization": "Bearer k"}
+        assert (
+            raw_ask(server, "POST", "/v1/completions", ASK, **good)[2]["access-control-allow-origin"] == good["Origin"]
+        )
+        assert post(server, "/v1/completions", ASK, **good, **{"Content-Type": "text/plain"})[0] == 400
+
+
+def test_every_request_has_a_name_in_the_log(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    """The client's own if it is harmless. Nothing that a client sends can begin a line."""
+    with caplog.at_level(logging.INFO, "selfspec.access"):
+        for given in ("job-7:a.b", "two words", "x" * 129, ""):
+            _, _, headers = raw_ask(server, "POST", "/v1/completions", ASK, **{"X-Request-Id": given})
+            name = headers["x-request-id"]
+            assert name == given if given == "job-7:a.b" else re.fullmatch(r"\w{32}", name)
+            wait_until(lambda name=name: caplog.messages and caplog.messages[-1].endswith(f" s {name}"))
+            assert caplog.messages[-1].startswith("POST /v1/completions 200 10 + 3 tokens ")
+        assert raw_ask(server, "GET", "/a%0ab", Host="attacker.example")[0] == 403
+        wait_until(lambda: caplog.messages[-1].startswith("GET /a%0Ab 403 0."))
 
 
 def test_an_unexpected_error_has_a_status_that_is_counted(

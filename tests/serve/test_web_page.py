@@ -62,7 +62,7 @@ def test_continuation_with_drafts_in_colour(offline: SelfSpecGenerator, page: An
     assert page.is_checked("[value=completion]") and page.is_disabled("[value=chat]")
     page.fill("#prompt", prompt)
     page.press("#prompt", "Control+Enter")
-    page.wait_for_function("document.querySelectorAll('.answer:not(.busy)').length === 1 && $('stop').disabled")
+    page.wait_for_selector(".answer:not(.busy)")
     plain = offline.generate(prompt, max_new_tokens=200, do_sample=False, num_speculations=0)
     assert "".join(page.locator(".answer .text > span:not(.rejected)").all_text_contents()) == plain.text
     assert page.text_content(".asked") == prompt
