@@ -46,7 +46,8 @@ def serve_command(load: LoadOptions, serve: ServeOptions) -> None:
         started = (
             f"ready: serving {serve.name} at {address}/v1, with a page at {address}/ (Ctrl-C ends it)\n"
             f"  where a request says nothing: policy {offers['policy']}, {sampling}\n"
-            f"  {serve.batch_size} texts of {context:,} tokens take {memory / 1e6:,.0f} MB (--batch-size, --max-context)"
+            f"  beside the model, at most {memory / 1e6:,.0f} MB for {serve.batch_size} texts of {context:,} tokens "
+            "(--batch-size, --max-context)"
         )
         if serve.access_log:
             access = logging.getLogger("selfspec.access")

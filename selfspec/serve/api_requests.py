@@ -57,13 +57,14 @@ def _prompts(value: Any) -> Any:
     for index, one in enumerate(value if kinds == {list} else ()):
         if {type(token) for token in one} != {int}:
             raise ValueError(f"item {index} is not a list of at least one token id")
-    lists = value if kinds == {list} else [value] if kinds == {int} else []
-    if any(max(map(abs, ids)) >= 1 << 63 for ids in lists):
+    if any(max(map(abs, ids)) >= 1 << 63 for ids in ([value] if kinds == {int} else value if kinds == {list} else ())):
         raise ValueError("there is a number that is no token's id")
     return value
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stops = Annotated[list[Stop], FailFast(), BeforeValidator(_stops, json_schema_input_type=str | list[str])]
+Prompts = str | list[str] | list[int] | list[list[int]]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 Variables = dict[Name, bool | int | float | Annotated[str, Field(max_length=1000)]]
 """Values for the chat template."""
@@ -179,8 +180,6 @@ class GenerationRequest(Strict):
         "prompt_logprobs": "prompt_logprobs is not supported: /v1/completions takes echo with logprobs",
         "random_seed": "random_seed is called seed here",
         "suffix": "suffix is not supported: the model writes what comes after the prompt, and knows nothing of what follows",
-        "use_beam_search": "beam search is not supported: leave out use_beam_search",
-        "web_search_options": "this server searches nothing: leave out web_search_options",
     }  # fmt: skip
 
     model: str | None = None
@@ -191,9 +190,7 @@ class GenerationRequest(Strict):
     top_k: Annotated[Integer, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[Integer, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Stop], FailFast(), BeforeValidator(_stops, json_schema_input_type=str | list[str])] = Field(
-        default_factory=list
-    )
+    stop: Stops = Field(default_factory=list)
     stop_token_ids: Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=_MAX_STOP_IDS), FailFast()] = (
         Field(default_factory=list)
     )
@@ -320,7 +317,7 @@ def _choice(value: Any) -> Any:
         if value["type"] == "allowed_tools":
             given = value["allowed_tools"]
             names = tuple(tool["function"]["name"] for tool in given["tools"])
-            if given["mode"] in ("auto", "required") and all(isinstance(name, str) for name in names):
+            if given["mode"] in ("auto", "required") and {type(name) for name in names} == {str}:
                 return ToolChoice(given["mode"], None, names)
         elif value["type"] == "function" and isinstance(value["function"]["name"], str):
             return ToolChoice("required", value["function"]["name"])
@@ -499,9 +496,7 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions. prompt: one text, several texts, one list of token ids, or several."""
 
-    prompt: Annotated[
-        Any, BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
-    ]
+    prompt: Annotated[Any, BeforeValidator(_prompts, json_schema_input_type=Prompts)]
     echo: bool = False
     logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None
 
@@ -546,13 +541,11 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _agrees(self) -> TokenizeRequest:
         last = self.messages[-1].role if self.messages else None
+        of_messages = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
         refuse(
             ("prompt", (self.prompt is None) == (last is None), "give a prompt or messages"),
-            ("tools", self.tools and last is None, "tools go with messages"),
-            ("chat_template_kwargs", self.chat_template_kwargs and last is None, "it goes with messages"),
+            *((name, getattr(self, name) and last is None, f"{name} goes with messages") for name in of_messages),
             ("add_special_tokens", self.add_special_tokens and last, "the template adds the special tokens of messages"),
-            ("add_generation_prompt", self.add_generation_prompt and last is None, "it goes with messages"),
-            ("continue_final_message", self.continue_final_message and last is None, "it goes with messages"),
             ("add_generation_prompt", self.add_generation_prompt and self.continue_final_message,
              "the last message is continued, or answered, but not both"),
             ("continue_final_message", self.continue_final_message and last != "assistant",

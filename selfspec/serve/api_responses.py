@@ -94,10 +94,7 @@ def totals(results: Sequence[GenerationResult], texts_per_prompt: int) -> dict[s
 
 
 def _acceptance(stats: GenerationStats) -> dict[str, Any]:
-    """Say of one text what vLLM does with --per-request-spec-decode-metrics. A step is a round in which anything was drafted.
-
-    acceptance_histogram: rounds by the number of accepted drafts, from 0 to the length of the longest draft.
-    """
+    """Say of one text what vLLM does with --per-request-spec-decode-metrics. A step is a round that drafted anything."""
     steps, longest = sum(stats.rounds_by_accepted.values()), max(stats.rounds_by_length, default=0)
     return {
         "mean_acceptance_length": 1 + stats.num_accepted / max(1, steps),

@@ -113,9 +113,9 @@ def make_app(generator: SelfSpecGenerator, options: ServeOptions) -> FastAPI:
     known = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     app.add_middleware(RequestLimits, options=options, metrics=metrics, routes=known)
     if options.allow_origin:  # outside: a browser asks first, without a key
-        answers, origins = ["Retry-After", REQUEST_ID, IGNORED], options.allow_origin
-        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": answers}
-        app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed)
+        answers: dict[str, Any] = {"allow_origins": options.allow_origin, "allow_methods": ["GET", "POST"]}
+        shown = ["Retry-After", REQUEST_ID, IGNORED]
+        app.add_middleware(CORSMiddleware, **answers, allow_headers=["*"], expose_headers=shown)
     return app
 
 
@@ -286,7 +286,9 @@ class _EventStream(StreamingResponse):
     """
 
     def __init__(self, stream: RequestStream, events: AsyncIterator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

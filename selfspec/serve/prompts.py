@@ -41,13 +41,12 @@ class Prompts:
 
     def variables_known(self, given: Mapping[str, Any], ignore: Callable[[str], None]) -> dict[str, Any]:
         """Leave out and report those that the template does not read. Raises ApiError for one that the server itself sets."""
+        for name in given.keys() & _OWN_VARIABLES:
+            why, param = f"the server sets {name} itself: leave it out", f"chat_template_kwargs.{name}"
+            raise ApiError(why, param=param, code="unsupported_parameter")
         known = {name: value for name, value in given.items() if re.search(rf"\b{name}\b", str(self.template_source))}
-        for name in given:
-            if name in _OWN_VARIABLES:
-                why = f"the server sets {name} itself: leave it out of chat_template_kwargs"
-                raise ApiError(why, param=f"chat_template_kwargs.{name}", code="unsupported_parameter")
-            if name not in known:
-                ignore(f"chat_template_kwargs.{name}")
+        for name in given.keys() - known.keys():
+            ignore(f"chat_template_kwargs.{name}")
         return known
 
     def of_chat(

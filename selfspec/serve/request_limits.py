@@ -105,8 +105,15 @@ class RequestLimits:
             await request_failed().response()(scope, receive, counted)
         finally:
             end_body()
-            head, tokens = f"{scope['method']} {quote(scope['path'])[:200]} {status}", _tokens(scope)
-            access_log.info("%s%s %.3f s %s", head, tokens, loop.time() - started, request_id)
+            said = (
+                scope["method"],
+                quote(scope["path"])[:200],
+                status,
+                _tokens(scope),
+                loop.time() - started,
+                request_id,
+            )
+            access_log.info("%s %s %s%s %.3f s %s", *said)
 
     def _refused(self, path: str, headers: Headers) -> ApiError | None:
         host = headers.get("host", "")

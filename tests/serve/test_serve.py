@@ -279,19 +279,15 @@ def test_json_schema(client: OpenAI, sampling: dict[str, Any]) -> None:
         assert answers["ls:3-4"].choices[0].message.content == answers["ar"].choices[0].message.content
 
 
-FORMS = {
-    "choice": (["yes", 'no "/"\n'], r'yes|no "/"\n'),
-    "regex": (r"[a-c]{3}/\/x\d" + "\n", r"[a-c]{3}//x\d\n"),
-    "grammar": ('root ::= ("p" | "q") n\nn ::= [0-9] [0-9]', r"[pq]\d\d"),
-    "json": ({"enum": [7, "b"]}, '7|"b"'),
-}
+FORMS: list[tuple[str, Any, str]] = [
+    ("choice", ["yes", 'no "/"\n'], r'yes|no "/"\n'), ("regex", r"[a-c]{3}/\/x\d" + "\n", r"[a-c]{3}//x\d\n"),
+    ("grammar", 'root ::= ("p" | "q") n\nn ::= [0-9] [0-9]', r"[pq]\d\d"), ("json", {"enum": [7, "b"]}, '7|"b"'),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", FORMS)
-@pytest.mark.parametrize("policy", ["ls:3-4", "ar", "copy:4"])
-def test_text_of_a_form_in_vllms_words(client: OpenAI, kind: str, policy: str) -> None:
-    """By today's name and by the older one."""
-    form, pattern = FORMS[kind]
+@pytest.mark.parametrize(("kind", "form", "pattern"), FORMS)
+@pytest.mark.parametrize("policy", ["ls:3-4", "copy:4"])
+def test_text_of_a_form_in_vllms_words(client: OpenAI, policy: str, kind: str, form: Any, pattern: str) -> None:
     for fields in ({"structured_outputs": {kind: form}}, {f"guided_{kind}": form}):
         asked = {**ASK, "max_tokens": 30, "temperature": 1, "n": 2, "extra_body": {**fields, "policy": policy}}
         for choice in client.completions.create(**asked).choices:
@@ -438,21 +434,18 @@ def test_an_address_that_cannot_be_used_is_refused() -> None:
         open_socket("127.0.0.1", taken.getsockname()[1])
 
 
-def test_one_rule_of_sampling_for_requests_that_say_nothing(server: RunningServer, offline: SelfSpecGenerator) -> None:
+def test_one_rule_of_sampling_for_requests_that_say_nothing(offline: SelfSpecGenerator) -> None:
     """It is the checkpoint's, as in Python and on the command line. Who asks for samples, and gives no temperature, has 1."""
-    translator = server.app.state.translator
-    cases: list[tuple[dict[str, Any], Any]] = [
-        ({}, None), ({"top_p": 1, "top_k": -1, "min_p": 0}, None), ({"top_p": 0.9}, 1.0), ({"top_k": 5}, 1.0), ({"seed": 3}, 1.0),
-        ({"n": 2}, 1.0), ({"temperature": 0.5}, 0.5), ({"temperature": 0, "seed": 3}, None),
-    ]  # fmt: skip
-    for fields, temperature in cases:
-        found = translator._sampling_options(CompletionRequest(prompt="a", **fields))
-        assert (found.get("temperature"), found["do_sample"]) == (temperature, temperature is not None), fields
-    sampled = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9)
-    with patch.object(offline.model, "generation_config", sampled):
-        translator = Translator(offline, ServeOptions())
-        assert translator.offers["sampling"] == {"temperature": 0.6, "top_p": 0.9}
-        assert translator._sampling_options(CompletionRequest(prompt="a", n=2))["temperature"] == 0.6
+    own = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9)
+    asks: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"seed": 3}, {"n": 2}]
+    rest: list[dict[str, Any]] = [{}, {"top_p": 1, "top_k": -1, "min_p": 0}]
+    for config, most, least in ((GenerationConfig(), 1.0, None), (own, 0.6, 0.6)):
+        with patch.object(offline.model, "generation_config", config):
+            translator = Translator(offline, ServeOptions())
+        for fields, wanted in (*((one, most) for one in asks), *((one, least) for one in rest)):
+            found = translator._sampling_options(CompletionRequest(prompt="a", **fields))
+            assert (found.get("temperature"), found["do_sample"]) == (wanted, wanted is not None), fields
+    assert translator.offers["sampling"] == {"temperature": 0.6, "top_p": 0.9}
 
 
 def test_the_command_serves_and_ends_at_sigterm(offline: SelfSpecGenerator) -> None:
@@ -469,7 +462,7 @@ def test_the_command_serves_and_ends_at_sigterm(offline: SelfSpecGenerator) -> N
         assert said is not None and f"{said[3]}v1" == said[1], line
         assert started.stderr.readline() == "  where a request says nothing: policy auto, temperature 0\n"
         memory = 8 * 2048 * offline.bound.pool.row_bytes / 1e6
-        assert started.stderr.readline().startswith(f"  8 texts of 2,048 tokens take {memory:.0f} MB (--batch-size")
+        assert f"at most {memory:.0f} MB for 8 texts of 2,048 tokens (--batch-size" in started.stderr.readline()
         request = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
         with socket.create_connection(("127.0.0.1", int(said[2])), timeout=30) as connection:
             connection.sendall(request)

@@ -223,20 +223,16 @@ LONG_ENUMS = [{"enum": [f"{i} {j}" + "x" * 100 for j in range(400)]} for i in ra
 def test_variables_of_the_template() -> None:
     """Those that it reads are told to it, in a chat and to count its tokens; others are ignored, and named."""
     template = TAGS + "{{ 'no thoughts' if enable_thinking is defined and not enable_thinking }}{{ style }}"
+    every = {"chat_template_kwargs": {"enable_thinking": False, "style": "!", "other": 1}}
     with running_server(scripted_generator(SCRIPTS, template), chat_template=None) as server:
-        plain = {"messages": asked("key: plain")}
-        sizes = {}
-        for name, fields in {
-            "none": {}, "beside": {"enable_thinking": False}, "true": {"enable_thinking": True},
-            "all": {"chat_template_kwargs": {"enable_thinking": False, "style": "!", "other": 1}},
-        }.items():  # fmt: skip
-            _, raw, headers = ask(server, "POST", "/v1/chat/completions", {**plain, **fields})
-            sizes[name] = json.loads(raw)["usage"]["prompt_tokens"]
-            ignored = "chat_template_kwargs.other" if name == "all" else None
-            assert headers["x-selfspec-ignored"] == ignored
-        assert sizes["none"] == sizes["true"] < sizes["beside"] < sizes["all"]
-        counted = json.loads(ask(server, "POST", "/tokenize", {**plain, **fields})[1])["count"]
-        assert counted == sizes["all"]
+        sizes = []
+        for fields in ({}, {"enable_thinking": True}, {"enable_thinking": False}, every):
+            body = {"messages": asked("key: plain"), **fields}
+            _, raw, headers = ask(server, "POST", "/v1/chat/completions", body)
+            sizes.append(json.loads(raw)["usage"]["prompt_tokens"])
+        assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
+        assert headers["x-selfspec-ignored"] == "chat_template_kwargs.other"
+        assert json.loads(ask(server, "POST", "/tokenize", body)[1])["count"] == sizes[3]
 
 
 def test_too_many_tools_or_schemas_are_refused(server: RunningServer) -> None:
