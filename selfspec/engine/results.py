@@ -182,8 +182,7 @@ class StatsBuilder:
         self.preverifier_layers += record.preverifier_layers
         self.exit_layers[record.exit_layer or 0] += 1
         self.lengths[record.num_drafted] += 1
-        if drafted:
-            self.accepted[accepted] += 1
+        self.accepted[accepted] += bool(drafted)
         self.draft_seconds += record.draft_seconds
         self.preverify_seconds += record.preverify_seconds
         self.verify_seconds += record.verify_seconds

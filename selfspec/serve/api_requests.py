@@ -104,12 +104,6 @@ class ResponseFormat(Strict):
         )
         return self
 
-    @property
-    def schema_followed(self) -> dict[str, Any] | bool:
-        if self.json_schema is not None:
-            return self.json_schema.schema_
-        return {"type": "object"} if self.schema_ is None else self.schema_
-
 
 class StructuredOutputs(Strict):
     """What the text must follow, in vLLM's words. json: a schema. grammar: in Lark's form or llama.cpp's."""
@@ -128,13 +122,12 @@ class StructuredOutputs(Strict):
         return self
 
     @property
-    def followed(self) -> Grammar:
+    def followed(self) -> Grammar | None:
         if self.regex is not None:  # between slashes, a slash or the end of a line would end it
             return "start: /" + re.sub(r"\\.|/|\n", lambda part: _IN_SLASHES.get(part[0], part[0]), self.regex) + "/"
         if self.choice is not None:
             return "start: " + " | ".join(map(json.dumps, self.choice))
-        given = self.grammar if self.json_ is None else self.json_
-        return {"type": "object"} if given is None else given
+        return self.grammar if self.json_ is None else self.json_
 
 
 _HARMLESS = """
@@ -239,10 +232,13 @@ class GenerationRequest(Strict):
     @property
     def form(self) -> tuple[str, Grammar | None]:
         """The field that says what the text must follow, and that schema or grammar; None if any text will do."""
-        if self.response_format is not None and self.response_format.type != "text":
-            return "response_format", self.response_format.schema_followed
-        structured = self.structured_outputs
-        return "structured_outputs", None if structured is None else structured.followed
+        asked, structured = self.response_format, self.structured_outputs
+        name, given = "structured_outputs", None if structured is None else structured.followed
+        if asked is not None and asked.type != "text":
+            name, given = "response_format", asked.schema_ if asked.json_schema is None else asked.json_schema.schema_
+        elif structured is None:
+            return name, None
+        return name, {"type": "object"} if given is None else given
 
     @property
     def schemas(self) -> list[tuple[str, Grammar]]:

@@ -128,8 +128,7 @@ def _add_token_routes(app: FastAPI, translator: Translator) -> None:
         if body.prompt is not None:
             return prompts.of_text(body.prompt, special=body.add_special_tokens is not False)
         asks = None if body.continue_final_message else body.add_generation_prompt
-        variables = prompts.variables_known(body.chat_template_kwargs, body.ignore)
-        return prompts.of_chat(body.messages, asks, body.tools, variables)
+        return prompts.of_chat(body, asks, tools=body.tools)
 
     @app.post("/tokenize", openapi_extra=described("/tokenize", TokenizeRequest))
     async def tokenize(request: Request) -> JSONResponse:

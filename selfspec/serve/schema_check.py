@@ -33,7 +33,7 @@ Grammar = dict[str, Any] | bool | str
 """A JSON schema, or a grammar in Lark's form or llama.cpp's (GBNF)."""
 
 MAX_BYTES = 256 << 10  # limit on a schema as JSON, and on a grammar
-_MAX_GBNF = 8 << 10  # limit on a grammar that has to be rewritten, which takes time that grows with its square
+_MAX_GBNF = 8 << 10  # limit on a grammar that has to be rewritten, which no trial bounds
 MAX_NESTING = 120
 """Most levels of nested values. The compiler reads JSON of up to 124."""
 TRIAL_SECONDS = 1.0  # limit on the processor time of a trial
@@ -107,7 +107,7 @@ def compiled_form(grammar: Grammar) -> str:
     if len(grammar) > _MAX_GBNF:
         raise ValueError(f"a grammar of more than {_MAX_GBNF} characters must be in Lark's form")
     try:
-        return gbnf_to_lark(grammar)
+        return gbnf_to_lark("\n".join(filter(str.strip, grammar.splitlines())))  # it is slow at empty lines
     except Exception as error:  # the library has several kinds for a wrong one, and deep ones exceed Python's stack
         raise ValueError(f"the grammar cannot be used: {one_line(str(error))}") from None
 

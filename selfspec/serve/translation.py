@@ -175,8 +175,7 @@ class Translator:
         tools = body.callable_tools
         if body.parallel_tool_calls is not None and not tools:
             body.ignore("parallel_tool_calls")
-        variables = self.prompts.variables_known(body.chat_template_kwargs, body.ignore)
-        ids = self.prompts.of_chat(body.messages, tools=body.tools if tools else (), variables=variables)
+        ids = self.prompts.of_chat(body, tools=body.tools if tools else ())
         with bad_request("messages", body.limit):
             return ids, "", self._max_new_tokens(body, len(ids), self._options.default_chat_tokens)
 

@@ -190,24 +190,17 @@ def test_integers_and_limits_as_clients_write_them(server: RunningServer) -> Non
     assert unlimited["usage"]["total_tokens"] == 2048
 
 
-def test_lm_eval_means_what_its_own_models_mean(server: RunningServer, offline: SelfSpecGenerator) -> None:
-    """As lm-eval 0.4.13 sends `generation_kwargs` by `local-completions`: it keeps `do_sample` to itself.
-
-    `temperature` alone samples, `max_tokens` is its limit, and `repetition_penalty` is transformers'.
-    """
+def test_a_repetition_penalty_is_transformers_own(server: RunningServer, offline: SelfSpecGenerator) -> None:
+    """By its own name, which lm-eval sends, and by llama.cpp's. It counts the prompt."""
     body = {"model": "demo", "prompt": [[774, 281]], "stop": ["\n\n"], "max_tokens": 12, "temperature": 0, "seed": 1234}
-    (plain,) = answered(server, body)["choices"]
-    texts = {answered(server, {**body, "temperature": 2.0, "seed": seed})["choices"][0]["text"] for seed in range(4)}
-    assert len(texts) > 1
-    assert (
-        answered(server, {**body, "stop": [], "max_tokens": 7, "ignore_eos": True})["usage"]["completion_tokens"] == 7
-    )
-    (held,) = answered(server, {**body, "repetition_penalty": 1.8})["choices"]
     options: Any = {"max_new_tokens": 12, "do_sample": False, "stop_strings": ["\n\n"]}
-    for choice, penalty in ((plain, None), (held, 1.8)):
-        expected = offline.generate([774, 281], repetition_penalty=penalty, **options).text or ""
-        assert choice["text"] == before_stop(expected, ["\n\n"])
-    assert held["text"] != plain["text"]
+    for name in ("repetition_penalty", "repeat_penalty"):
+        texts = []
+        for penalty in (None, 1.8):
+            texts.append(answered(server, {**body, name: penalty})["choices"][0]["text"])
+            expected = offline.generate([774, 281], repetition_penalty=penalty, **options).text or ""
+            assert texts[-1] == before_stop(expected, ["\n\n"])
+        assert texts[0] != texts[1]
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, Message, StreamOptions, TextPart])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import schemathesis
 from hypothesis import given, settings
@@ -16,15 +13,9 @@ from running_server import running_server
 from selfspec import SelfSpecGenerator
 
 
-@pytest.fixture(scope="module")
-def described(offline: SelfSpecGenerator) -> Iterator[Any]:
-    with running_server(offline, policy="ar", max_context=64, max_tokens=8, default_chat_tokens=4) as server:
-        yield schemathesis.openapi.from_url(f"{server.base}/openapi.json")
-
-
 @pytest.mark.parametrize("mode", GenerationMode)
-def test_every_answer_is_described(described: Any, mode: GenerationMode) -> None:
-    """mode: bodies that follow the description, and those that do not. The error names the field."""
+def test_every_answer_is_described(offline: SelfSpecGenerator, mode: GenerationMode) -> None:
+    """mode: bodies that follow the description, and those that do not. An error of theirs names the field."""
     statuses: set[int] = set()
 
     def answers_as_described(case: schemathesis.Case) -> None:
@@ -35,8 +26,10 @@ def test_every_answer_is_described(described: Any, mode: GenerationMode) -> None
             assert answer.json()["error"]["param"] or not case.body
 
     follows = mode is GenerationMode.POSITIVE
-    for operation in (found.ok() for found in described.get_all_operations()):
-        if follows or operation.body:
-            every = given(case=operation.as_strategy(generation_mode=mode))(answers_as_described)
-            settings(max_examples=25)(every)()
+    with running_server(offline, policy="ar", max_context=64, max_tokens=8, default_chat_tokens=4) as server:
+        described = schemathesis.openapi.from_url(f"{server.base}/openapi.json")
+        for operation in (found.ok() for found in described.get_all_operations()):
+            if follows or operation.body:
+                every = given(case=operation.as_strategy(generation_mode=mode))(answers_as_described)
+                settings(max_examples=25)(every)()
     assert statuses >= ({200, 400, 404} if follows else {400})
