@@ -222,12 +222,12 @@ LONG_ENUMS = [{"enum": [f"{i} {j}" + "x" * 100 for j in range(400)]} for i in ra
 
 def test_variables_of_the_template() -> None:
     """Those that it reads are told to it, in a chat and to count its tokens; others are ignored, and named."""
-    template = TAGS + "{{ 'no thoughts' if enable_thinking is defined and not enable_thinking }}{{ style }}"
+    template = "{{ 'no thoughts' if enable_thinking is defined and not enable_thinking }}{{ style }}" + TAGS
     every = {"chat_template_kwargs": {"enable_thinking": False, "style": "!", "other": 1}}
     with running_server(scripted_generator(SCRIPTS, template), chat_template=None) as server:
         sizes = []
         for fields in ({}, {"enable_thinking": True}, {"enable_thinking": False}, every):
-            body = {"messages": asked("key: plain"), **fields}
+            body: dict[str, Any] = {"messages": asked("key: plain"), **fields}
             _, raw, headers = ask(server, "POST", "/v1/chat/completions", body)
             sizes.append(json.loads(raw)["usage"]["prompt_tokens"])
         assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
