@@ -105,15 +105,13 @@ class RequestLimits:
             await request_failed().response()(scope, receive, counted)
         finally:
             end_body()
-            said = (
-                scope["method"],
-                quote(scope["path"])[:200],
-                status,
-                _tokens(scope),
-                loop.time() - started,
-                request_id,
+            stream = scope.get("state", {}).pop("stream", None)  # an idle connection would keep it
+            counts = (
+                [(one.stats.num_prompt_tokens, one.stats.num_new_tokens) for one in stream.results] if stream else ()
             )
-            access_log.info("%s %s %s%s %.3f s %s", *said)
+            tokens = " {} + {} tokens".format(*map(sum, zip(*counts))) if counts else ""
+            head = f"{scope['method']} {quote(scope['path'])[:200]} {status}{tokens}"
+            access_log.info("%s %.3f s %s", head, loop.time() - started, request_id)
 
     def _refused(self, path: str, headers: Headers) -> ApiError | None:
         host = headers.get("host", "")
@@ -131,13 +129,6 @@ class RequestLimits:
         if length.isdecimal() and int(length[:20]) > self._max_bytes:
             return ApiError(self._too_large, status=413, code="body_too_large")
         return None
-
-
-def _tokens(scope: Scope) -> str:
-    """Say how many tokens the prompts and answers had, of complete texts. An idle connection would keep the stream alive."""
-    stream = scope.get("state", {}).pop("stream", None)
-    counts = [(one.stats.num_prompt_tokens, one.stats.num_new_tokens) for one in stream.results] if stream else ()
-    return " {} + {} tokens".format(*map(sum, zip(*counts))) if counts else ""
 
 
 def _name(host: str) -> str:
