@@ -67,7 +67,6 @@ Stops = Annotated[list[Stop], FailFast(), BeforeValidator(_stops, json_schema_in
 Prompts = str | list[str] | list[int] | list[list[int]]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 Variables = dict[Name, bool | int | float | Annotated[str, Field(max_length=1000)]]
-"""Values for the chat template."""
 
 
 class StreamOptions(Strict):
@@ -88,11 +87,9 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """schema: llama.cpp's place for it."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")  # llama.cpp's place for it
 
     @model_validator(mode="after")
     def _agrees(self) -> ResponseFormat:

@@ -72,8 +72,8 @@ class Translator:
     def offers(self) -> dict[str, Any]:
         """What a client cannot know: whether there is a chat template, and what holds for requests that do not say."""
         policy = self._policies.choose(None, repeats=False).name
-        known = {"chat": self.prompts.has_template, "tools": self._tools.known}
-        return {**known, "policy": policy, "sampling": self._sampling}
+        has_chat, has_tools = self.prompts.has_template, self._tools.known
+        return {"chat": has_chat, "tools": has_tools, "policy": policy, "sampling": self._sampling}
 
     def check_name(self, model: str | None) -> None:
         """Raise an ApiError (status 404) if another model is asked for."""
