@@ -68,10 +68,11 @@ def encode_messages(
     tokenizer: PreTrainedTokenizerBase | None,
     template: ChatTemplate = OWN_TEMPLATE,
     tools: Tools | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Encode a prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
-    tools: for a template that tells the model of them.
+    tools: for a template that tells the model of them. variables: others that the template reads.
     Raises ValueError without a tokenizer or a template, and for messages that the template refuses or leaves out.
     """
     if not are_messages(messages) or not all(isinstance(message.get("role"), str) for message in messages):
@@ -83,9 +84,8 @@ def encode_messages(
             "this model's tokenizer has no chat template: give a text prompt, or set tokenizer.chat_template (docs/chat.md)"
         )
     continued = messages[-1]["role"] == "assistant"
-    return _ids(
-        messages, tokenizer, template, tools, add_generation_prompt=not continued, continue_final_message=continued
-    )
+    ends = {"add_generation_prompt": not continued, "continue_final_message": continued}
+    return _ids(messages, tokenizer, template, tools, {**(variables or {}), **ends})
 
 
 def conversation_ids(
@@ -95,13 +95,15 @@ def conversation_ids(
     *,
     ask: bool,
     tools: Tools | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Encode a complete conversation. ask: add the start of the next answer. Raises ValueError as `encode_messages`."""
+    """Encode a complete conversation. ask: add the start of the next answer. For the rest see `encode_messages`."""
     if not has_template(tokenizer, template):
         raise ValueError(
             "this model's tokenizer has no chat template, which messages need: choose one with --chat-template (docs/chat.md)"
         )
-    return _ids(messages, tokenizer, template, tools, add_generation_prompt=ask, continue_final_message=False)
+    ends = {"add_generation_prompt": ask, "continue_final_message": False}
+    return _ids(messages, tokenizer, template, tools, {**(variables or {}), **ends})
 
 
 def _ids(
@@ -109,7 +111,7 @@ def _ids(
     tokenizer: PreTrainedTokenizerBase,
     template: ChatTemplate,
     tools: Tools | None,
-    **options: bool,
+    options: Mapping[str, Any],
 ) -> list[int]:
     from jinja2 import TemplateError
 

@@ -91,11 +91,12 @@ class KVCachePool:
 
     Threads may share a pool. If nothing is idle, something new is made. What was lent only ever returns to the pool that lent
     it, so a sequence that began before the weights were copied again cannot hand its old keys and values to a later one.
+    row_bytes: memory of a token.
     """
 
     def __init__(self, model: LayerSkipModel, prefixes: PrefixCache) -> None:
         self._model, self._prefixes = model, prefixes
-        self._row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
+        self.row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
         self._idle: list[CacheSlot] = []  # the one that was used last at the end
         self._lent: list[CacheSlot] = []
         self._returned: list[CacheSlot] = []  # not among the idle ones yet
@@ -205,7 +206,7 @@ class KVCachePool:
     def _with_room(self, num_tokens: int, source: CacheSlot | None, rows: int) -> CacheSlot | None:
         """Take an idle slot to overwrite: the one with the sequence's own prefix, or one that would be given
         up for the sequence's memory."""
-        room = self._prefixes.num_bytes - num_tokens * self._row_bytes - self._idle_bytes
+        room = self._prefixes.num_bytes - num_tokens * self.row_bytes - self._idle_bytes
         found: CacheSlot | None = None
         own = source is not None and source in self._idle
         if source is not None and own and len(source.tokens) - rows <= SMALL_LOSS:

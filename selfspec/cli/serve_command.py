@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from selfspec.cache.copy_index import copies_drafts
@@ -39,6 +40,18 @@ def serve_command(load: LoadOptions, serve: ServeOptions) -> None:
             log.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")
         host = f"[{serve.host}]" if ":" in serve.host else serve.host
         address = f"http://{host}:{listening.getsockname()[1]}"
-        started = f"ready: serving {serve.name} at {address}/v1 (Ctrl-C ends it)"
+        offers, context = app.state.translator.offers, app.state.translator.prompts.max_context
+        sampling = ", ".join(f"{name} {value:g}" for name, value in offers["sampling"].items())
+        memory = serve.batch_size * context * generator.bound.pool.row_bytes
+        started = (
+            f"ready: serving {serve.name} at {address}/v1, with a page at {address}/ (Ctrl-C ends it)\n"
+            f"  where a request says nothing: policy {offers['policy']}, {sampling}\n"
+            f"  beside the model, at most {memory / 1e6:,.0f} MB for {serve.batch_size} texts of {context:,} tokens "
+            "(--batch-size, --max-context)"
+        )
+        if serve.access_log:
+            access = logging.getLogger("selfspec.access")
+            access.addHandler(logging.StreamHandler())
+            access.setLevel(logging.INFO)
         server = make_server(app, grace_seconds=serve.grace_seconds, on_start=lambda: log.print(started))
         server.run(sockets=[listening])

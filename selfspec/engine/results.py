@@ -101,14 +101,15 @@ class GenerationStats:
     num_new_tokens: with the first one, which prefill yields. acceptance_rate and accepted_per_round: None if nothing was
     drafted. etpl: tokens committed in rounds / layers loaded in rounds (DEL's eTPL; 1/L for plain decoding), None without
     a round. rounds_by_exit_layer, rounds_by_length: rounds by exit layer and by number of drafted tokens (0: a round without
-    speculation), keys ascending. seconds and tokens_per_second include prefill; decode_tokens_per_second is that of the
-    rounds. calibration_seconds: time to set the policy up. A policy that uses measured costs times the model when it is first
-    used, and "auto" may make a copy of the weights to draft with, each once per model and process; tokens_per_second and
-    decode_tokens_per_second leave that out, seconds does not. time_to_first_token: seconds from the call to the first
-    committed token, tokenisation included. Times of a text in a batch are from when it joins the others. num_copied,
-    num_copied_accepted: of num_drafted and num_accepted, those that were copied from the text. preverifier_layers: passes of
-    a stopping policy's own layer (Pacer's), not among loaded_layers; etpl_charged counts both. *_seconds: host time per
-    phase, learning with planning; on an asynchronous device a phase includes waiting for what the earlier ones queued.
+    speculation), keys ascending; rounds_by_accepted: those with drafts, by the number that was accepted. seconds and
+    tokens_per_second include prefill; decode_tokens_per_second is that of the rounds. calibration_seconds: time to set the
+    policy up. A policy that uses measured costs times the model when it is first used, and "auto" may make a copy of the
+    weights to draft with, each once per model and process; tokens_per_second and decode_tokens_per_second leave that out,
+    seconds does not. time_to_first_token: seconds from the call to the first committed token, tokenisation included. Times
+    of a text in a batch are from when it joins the others. num_copied, num_copied_accepted: of num_drafted and
+    num_accepted, those that were copied from the text. preverifier_layers: passes of a stopping policy's own layer
+    (Pacer's), not among loaded_layers; etpl_charged counts both. *_seconds: host time per phase, learning with planning; on
+    an asynchronous device a phase includes waiting for what the earlier ones queued.
     kernels: which variant of our own kernels ran the layers ("avx2", ..), None where PyTorch's operators did.
     """
 
@@ -129,6 +130,7 @@ class GenerationStats:
     etpl_charged: float | None
     rounds_by_exit_layer: Mapping[int, int]
     rounds_by_length: Mapping[int, int]
+    rounds_by_accepted: Mapping[int, int]
     seconds: float
     tokens_per_second: float
     decode_tokens_per_second: float | None
@@ -148,7 +150,7 @@ class GenerationStats:
     def as_dict(self) -> dict[str, Any]:
         """Give the fields as JSON has them: the counts' keys are text."""
         fields = asdict(self)
-        for name in ("rounds_by_exit_layer", "rounds_by_length"):
+        for name in ("rounds_by_exit_layer", "rounds_by_length", "rounds_by_accepted"):
             fields[name] = {str(key): count for key, count in fields[name].items()}
         return fields
 
@@ -161,6 +163,7 @@ class StatsBuilder:
         self.num_drafted = self.num_accepted = self.num_copied = self.num_copied_accepted = 0
         self.exit_layers: Counter[int] = Counter()
         self.lengths: Counter[int] = Counter()
+        self.accepted: Counter[int] = Counter()
         self.draft_seconds = self.preverify_seconds = self.verify_seconds = 0.0
         self.accept_seconds = self.learn_seconds = 0.0
         self.setup_seconds = 0.0  # part of calibration_seconds: the policy's, in the middle of the text
@@ -179,6 +182,7 @@ class StatsBuilder:
         self.preverifier_layers += record.preverifier_layers
         self.exit_layers[record.exit_layer or 0] += 1
         self.lengths[record.num_drafted] += 1
+        self.accepted[accepted] += bool(drafted)
         self.draft_seconds += record.draft_seconds
         self.preverify_seconds += record.preverify_seconds
         self.verify_seconds += record.verify_seconds
@@ -205,6 +209,7 @@ class StatsBuilder:
             etpl_charged=ratio(self.round_tokens, self.loaded_layers + self.preverifier_layers),
             rounds_by_exit_layer=dict(sorted(self.exit_layers.items())),
             rounds_by_length=dict(sorted(self.lengths.items())),
+            rounds_by_accepted=dict(sorted(self.accepted.items())),
             seconds=seconds,
             tokens_per_second=known["num_new_tokens"] / (seconds - calibration_seconds),
             decode_tokens_per_second=ratio(self.round_tokens, decode_seconds) if self.rounds else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,6 +12,15 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 CLIENT_LEFT = 499  # A status for the log and the metrics; no client receives it
+
+
+_FIELDS = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
+_BODY = {"type": "object", "properties": {"error": {"type": "object", "properties": _FIELDS}}}
+DESCRIBED: dict[int | str, dict[str, Any]] = {
+    status: {"description": HTTPStatus(status).phrase, "content": {"application/json": {"schema": _BODY}}}
+    for status in (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
+}
+"""The errors of every route, for /openapi.json."""
 
 
 class ApiError(Exception):

@@ -6,19 +6,23 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 
 from selfspec.serve.bodies import Integer, Strict, refuse
+from selfspec.serve.schema_check import Grammar
 from selfspec.serve.serve_options import MAX_CHOICES
 
 MAX_TOOLS = 128  # most tools of a request, as in OpenAI's API
 MAX_MESSAGES = 8192  # each takes some .05 ms to check and to render
 _MAX_STOPS, _MAX_STOP_IDS, _LONGEST_NAME = 16, 64, 256
+_GUIDED = frozenset({"guided_choice", "guided_grammar", "guided_json", "guided_regex"})
+_IN_SLASHES = {"/": r"\/", "\n": r"\n"}
 _TEXT_ONLY = "only text is supported: leave out {}"
-OWN_TEMPLATE = "the operator chooses the chat template: leave out {}"
+OWN_TEMPLATE = "the operator chooses the chat template: leave out chat_template"
 _CONTINUED = "the last message is continued if it is the assistant's, else answered: leave out {}"
 
 
@@ -53,10 +57,16 @@ def _prompts(value: Any) -> Any:
     for index, one in enumerate(value if kinds == {list} else ()):
         if {type(token) for token in one} != {int}:
             raise ValueError(f"item {index} is not a list of at least one token id")
+    if any(max(map(abs, ids)) >= 1 << 63 for ids in ([value] if kinds == {int} else value if kinds == {list} else ())):
+        raise ValueError("there is a number that is no token's id")
     return value
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stops = Annotated[list[Stop], FailFast(), BeforeValidator(_stops, json_schema_input_type=str | list[str])]
+Prompts = str | list[str] | list[int] | list[list[int]]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+Variables = dict[Name, bool | int | float | Annotated[str, Field(max_length=1000)]]
 
 
 class StreamOptions(Strict):
@@ -70,7 +80,7 @@ class StreamOptions(Strict):
 class JsonSchema(Strict):
     """A schema that the text must follow. strict: has no effect, since the schema is always enforced."""
 
-    name: str
+    name: str | None = None
     schema_: dict[str, Any] | bool = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
@@ -79,52 +89,88 @@ class JsonSchema(Strict):
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")  # llama.cpp's place for it
 
     @model_validator(mode="after")
     def _agrees(self) -> ResponseFormat:
-        is_wrong = (self.type == "json_schema") != (self.json_schema is not None)
-        refuse(("json_schema", is_wrong, "json_schema goes with the type 'json_schema', which needs it"))
+        given = self.schema_ is not None
+        is_wrong = (self.type == "json_schema" and not given) != (self.json_schema is not None)
+        refuse(
+            ("json_schema", is_wrong, "json_schema goes with the type 'json_schema', which needs it"),
+            ("schema", given and self.type == "text", "schema goes with the types 'json_object' and 'json_schema'"),
+        )
         return self
+
+
+class StructuredOutputs(Strict):
+    """What the text must follow, in vLLM's words. json: a schema. grammar: in Lark's form or llama.cpp's."""
+
+    json_: dict[str, Any] | bool | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[Annotated[str, Field(min_length=1)]] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> StructuredOutputs:
+        given = (self.json_, self.json_object or None, self.regex, self.choice, self.grammar)
+        if given.count(None) != len(given) - 1:
+            raise ValueError("give one of json, json_object, regex, choice and grammar")
+        return self
+
+    @property
+    def followed(self) -> Grammar | None:
+        if self.regex is not None:  # between slashes, a slash or the end of a line would end it
+            return "start: /" + re.sub(r"\\.|/|\n", lambda part: _IN_SLASHES.get(part[0], part[0]), self.regex) + "/"
+        if self.choice is not None:
+            return "start: " + " | ".join(map(json.dumps, self.choice))
+        return self.grammar if self.json_ is None else self.json_
+
+
+_HARMLESS = """
+    cache_prompt chat_id conversation_id dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers
+    dynatemp_exponent id_slot keep_alive metadata mirostat_eta mirostat_tau parallel_tool_calls prediction priority
+    prompt_cache_key prompt_cache_retention reasoning reasoning_effort request_id return_progress rid route
+    safety_identifier separate_reasoning service_tier session_id store stream_reasoning stream_tool_calls
+    timings_per_token tool_stream usage verbosity xtc_threshold
+"""
+_NEUTRAL_BY_VALUE: tuple[tuple[tuple[object, ...], str], ...] = (
+    ((False,), "background disable_reasoning early_stopping echo include_stop_str_in_output moderation no_stop_trim"),
+    ((False,), "post_sampling_probs return_token_ids return_tokens_as_token_ids safe_prompt use_beam_search"),
+    ((True,), "add_special_tokens detokenize include_reasoning skip_special_tokens spaces_between_special_tokens"),
+    ((0,), "dry_multiplier dynatemp_range min_keep mirostat n_probs t_max_predict_ms top_a xtc_probability"),
+    ((1,), "best_of length_penalty tfs tfs_z typical_p"),
+    ((-1,), "reasoning_budget repeat_last_n truncate_prompt_tokens"),
+    (("none", "auto"), "function_call tool_choice"),
+    ((["text"],), "modalities"),
+)
+_NEUTRAL = {name: values for values, names in _NEUTRAL_BY_VALUE for name in names.split()}
 
 
 class GenerationRequest(Strict):
     """The fields that both kinds of request have; docs/serving.md says what each means."""
 
-    _harmless: ClassVar[frozenset[str]] = frozenset({
-        "metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
-        "reasoning_effort", "request_id", "safety_identifier", "service_tier", "store", "verbosity",
-    })  # fmt: skip
-    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {
-        "add_special_tokens": (True,),
-        "best_of": (1,),
-        "early_stopping": (False,),
-        "function_call": ("none", "auto"),
-        "include_stop_str_in_output": (False,),
-        "length_penalty": (1, 1.0),
-        "modalities": (["text"],),
-        "return_tokens_as_token_ids": (False,),
-        "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,),
-        "tool_choice": ("none", "auto"),
-        "use_beam_search": (False,),
-    }
+    _harmless: ClassVar[frozenset[str]] = frozenset(_HARMLESS.split())
+    _neutral: ClassVar[dict[str, tuple[object, ...]]] = _NEUTRAL
     _reasons: ClassVar[dict[str, str]] = {
         **refusals(_CONTINUED, "add_generation_prompt", "continue_final_message"),
         **refusals("tools go with messages, to /v1/chat/completions: leave out {}", "tool_choice", "tools"),
         **refusals("{} is not supported: give tools", "function_call", "functions"),
-        **refusals(OWN_TEMPLATE, "chat_template", "chat_template_kwargs"),
+        "chat_template": OWN_TEMPLATE,
+        "chat_template_kwargs": "chat_template_kwargs goes with messages, to /v1/chat/completions",
         **refusals(_TEXT_ONLY, "audio", "modalities"),
-        **refusals("{} is not supported: response_format takes a JSON schema", "guided_grammar", "guided_regex"),
+        **refusals("{} is called max_tokens here", "max_new_tokens", "max_output_tokens", "n_predict"),
+        **refusals("{} is not supported: chat_template_kwargs takes what the template knows, such as enable_thinking",
+                   "disable_reasoning", "reasoning_budget", "thinking", "thinking_token_budget"),
         "best_of": "best_of is not supported: ask for n texts and choose among them",
-        "guided_json": "guided_json is not supported: use response_format",
-        "max_new_tokens": "max_new_tokens is called max_tokens here",
+        "extra_body": "extra_body is an argument of OpenAI's client: put its fields into the body itself",
+        "grammar": "grammar is not supported here: put it into structured_outputs",
         "messages": "messages are not supported here: send them to /v1/chat/completions",
         "prompt": "a chat has no prompt: give messages, or send the prompt to /v1/completions",
         "prompt_logprobs": "prompt_logprobs is not supported: /v1/completions takes echo with logprobs",
+        "random_seed": "random_seed is called seed here",
         "suffix": "suffix is not supported: the model writes what comes after the prompt, and knows nothing of what follows",
-        "use_beam_search": "beam search is not supported: leave out use_beam_search",
-        "web_search_options": "this server searches nothing: leave out web_search_options",
-    }
+    }  # fmt: skip
 
     model: str | None = None
     max_tokens: Annotated[Integer, Field(ge=-1)] | None = None
@@ -134,7 +180,7 @@ class GenerationRequest(Strict):
     top_k: Annotated[Integer, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[Integer, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Stop], FailFast(), BeforeValidator(_stops)] = Field(default_factory=list)
+    stop: Stops = Field(default_factory=list)
     stop_token_ids: Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=_MAX_STOP_IDS), FailFast()] = (
         Field(default_factory=list)
     )
@@ -147,35 +193,55 @@ class GenerationRequest(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     policy: Annotated[str, Field(max_length=200)] | None = None
     show_drafts: bool = False
     user: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, fields: Any) -> Any:
+        """Take other servers' names and places of fields. What is given by both names is refused by the other one."""
+        if not isinstance(fields, dict):
+            return fields
+        if "repetition_penalty" not in fields and "repeat_penalty" in fields:
+            fields["repetition_penalty"] = fields.pop("repeat_penalty")
+        for place, names in (("chat_template_kwargs", {"enable_thinking"}), ("structured_outputs", _GUIDED)):
+            if place not in fields and (found := names & fields.keys()):
+                fields[place] = {name.removeprefix("guided_"): fields.pop(name) for name in found}
+        return fields
+
     @model_validator(mode="after")
     def _agrees(self) -> GenerationRequest:
-        ends = "does not go with response_format: JSON ends where it is complete"
+        field, grammar = self.form
+        ends = f"does not go with {field}: the text ends where it is complete"
+        both = self.structured_outputs is not None and field == "response_format"
         refuse(
             ("stream_options", self.stream_options and not self.stream, "stream_options needs stream=true"),
             ("show_drafts", self.show_drafts and not self.stream, "show_drafts needs stream=true"),
-            ("ignore_eos", self.ignore_eos and self.schema_ is not None, f"ignore_eos {ends}"),
-            ("min_tokens", self.min_tokens and self.schema_ is not None, f"min_tokens {ends}"),
+            ("ignore_eos", self.ignore_eos and grammar is not None, f"ignore_eos {ends}"),
+            ("min_tokens", self.min_tokens and grammar is not None, f"min_tokens {ends}"),
+            ("structured_outputs", both, "response_format and structured_outputs say the same: give one"),
         )
         return self
 
     @property
-    def schema_(self) -> dict[str, Any] | bool | None:
-        """The JSON schema that the text must follow; None if any text will do."""
-        form = self.response_format
-        if form is None or form.type == "text":
-            return None
-        return {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+    def form(self) -> tuple[str, Grammar | None]:
+        """The field that says what the text must follow, and that schema or grammar; None if any text will do."""
+        asked, structured = self.response_format, self.structured_outputs
+        name, given = "structured_outputs", None if structured is None else structured.followed
+        if asked is not None and asked.type != "text":
+            name, given = "response_format", asked.schema_ if asked.json_schema is None else asked.json_schema.schema_
+        elif structured is None:
+            return name, None
+        return name, {"type": "object"} if given is None else given
 
     @property
-    def schemas(self) -> list[tuple[str, dict[str, Any] | bool]]:
-        """The client's own schemas that the text must follow, each with its field."""
-        form = self.response_format
-        return [] if form is None or form.json_schema is None else [("response_format", form.json_schema.schema_)]
+    def schemas(self) -> list[tuple[str, Grammar]]:
+        """The client's own schemas and grammars that the text must follow, each with its field."""
+        field, grammar = self.form
+        return [] if grammar is None or grammar == {"type": "object"} else [(field, grammar)]
 
     @property
     def num_texts(self) -> int:
@@ -226,10 +292,11 @@ class Tool(Strict):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """mode: "none", "auto" or "required". name: of the one function that must be called."""
+    """mode: "none", "auto" or "required". name: of the one function that must be called. allowed: those that may be."""
 
     mode: str = "auto"
     name: str | None = None
+    allowed: tuple[str, ...] | None = None
 
     @property
     def forces(self) -> bool:
@@ -239,11 +306,20 @@ class ToolChoice:
 def _choice(value: Any) -> Any:
     if isinstance(value, str) and value in ("none", "auto", "required"):
         return ToolChoice(value)
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise ValueError('give "none", "auto", "required", or {"type": "function", "function": {"name": ...}}')
-    return ToolChoice("required", name)
+    try:
+        if value["type"] == "allowed_tools":
+            given = value["allowed_tools"]
+            names = tuple(tool["function"]["name"] for tool in given["tools"])
+            if given["mode"] in ("auto", "required") and {type(name) for name in names} == {str}:
+                return ToolChoice(given["mode"], None, names)
+        elif value["type"] == "function" and isinstance(value["function"]["name"], str):
+            return ToolChoice("required", value["function"]["name"])
+    except (TypeError, KeyError):
+        pass
+    raise ValueError(
+        'give "none", "auto", "required", {"type": "function", "function": {"name": ...}}, or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}'
+    )
 
 
 class CalledFunction(Strict):
@@ -285,24 +361,28 @@ class PastCall(Strict):
 
 
 class TextPart(Strict):
-    _harmless: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+    _harmless: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control", "logprobs"})
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 def _content(value: Any) -> Any:
-    if not isinstance(value, (str, list)):
+    """Make a list of parts. A part that is a refusal is what the assistant said."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
         raise ValueError("give a text, or a list of parts of type 'text'")
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    said = [part.get("refusal") if isinstance(part, dict) and part.get("type") == "refusal" else None for part in value]
+    return [part if text is None else {"type": "text", "text": text} for part, text in zip(value, said)]
 
 
 class Message(Strict):
     """One message of a conversation. tool_calls are an assistant's, and tool_call_id says which of them a tool answers."""
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
-        "annotations", "cache_control", "id", "parsed", "provider_specific_fields", "reasoning", "reasoning_details",
-        "thinking_blocks",
+        "annotations", "cache_control", "id", "metadata", "parsed", "prefix", "provider_specific_fields", "reasoning",
+        "reasoning_details", "thinking_blocks", "timestamp",
     })  # fmt: skip
     _reasons: ClassVar[dict[str, str]] = {
         **refusals("{} is not supported: give tool_calls", "function_call"),
@@ -312,7 +392,9 @@ class Message(Strict):
     _kept_empty: ClassVar[frozenset[str]] = frozenset({"content"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], FailFast(), BeforeValidator(_content)] = Field(default_factory=list)
+    content: Annotated[
+        list[TextPart], FailFast(), BeforeValidator(_content, json_schema_input_type=str | list[TextPart])
+    ] = Field(default_factory=list)
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[PastCall] | None, Field(max_length=MAX_TOOLS)] = None
@@ -344,15 +426,20 @@ class Message(Strict):
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
+    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {**_NEUTRAL, "add_special_tokens": (True, False)}
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     max_completion_tokens: Annotated[Integer, Field(ge=-1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
-    tool_choice: Annotated[Any, BeforeValidator(_choice)] = ToolChoice()
+    tool_choice: Annotated[Any, BeforeValidator(_choice, json_schema_input_type=str | dict[str, Any])] = Field(
+        default_factory=ToolChoice
+    )
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: Variables = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _of_chat(self) -> ChatRequest:
@@ -369,8 +456,8 @@ class ChatRequest(GenerationRequest):
             ("add_generation_prompt", self.add_generation_prompt is (not asks),
              _CONTINUED.format("add_generation_prompt")),
             ("tools", len({*names}) < len(names), "two tools have the same name"),
-            ("tool_choice", choice.name not in (None, *names),
-             f"tool_choice names {str(choice.name)[:64]!r}, which is not in tools"),
+            *(("tool_choice", name not in (None, *names), f"tool_choice names {str(name)[:64]!r}, which is not in tools")
+              for name in (choice.name, *(choice.allowed or ()))),
             ("tool_choice", choice.forces and not names, "tool_choice needs tools"),
             ("tool_choice", choice.forces and (self.ignore_eos or self.min_tokens),
              "a call that must be made ends where it is complete: leave out ignore_eos and min_tokens"),
@@ -382,12 +469,14 @@ class ChatRequest(GenerationRequest):
         """Those that the model may call."""
         if self.tool_choice.mode == "none":
             return []
-        return [tool for tool in self.tools if self.tool_choice.name in (None, tool.function.name)]
+        choice = self.tool_choice
+        named = choice.allowed if choice.name is None else (choice.name,)
+        return [tool for tool in self.tools if named is None or tool.function.name in named]
 
     @property
-    def schemas(self) -> list[tuple[str, dict[str, Any] | bool]]:
+    def schemas(self) -> list[tuple[str, Grammar]]:
         """Raises ValueError for parameters of a tool that are no object."""
-        must_follow = self.tool_choice.forces or self.schema_ is not None
+        must_follow = self.tool_choice.forces or self.form[1] is not None
         return super().schemas + [("tools", tool.schema_) for tool in self.callable_tools if must_follow]
 
     @property
@@ -400,7 +489,7 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions. prompt: one text, several texts, one list of token ids, or several."""
 
-    prompt: Annotated[Any, BeforeValidator(_prompts)]
+    prompt: Annotated[Any, BeforeValidator(_prompts, json_schema_input_type=Prompts)]
     echo: bool = False
     logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None
 
@@ -430,7 +519,7 @@ class TokenizeRequest(Strict):
     """Body of /tokenize: a prompt, or messages. Without the fields that say so, those end as a chat's prompt does."""
 
     _kept_empty: ClassVar[frozenset[str]] = frozenset({"prompt"})
-    _reasons: ClassVar[dict[str, str]] = refusals(OWN_TEMPLATE, "chat_template", "chat_template_kwargs")
+    _reasons: ClassVar[dict[str, str]] = {"chat_template": OWN_TEMPLATE}
 
     model: str | None = None
     prompt: str | None = None
@@ -439,17 +528,17 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
+    chat_template_kwargs: Variables = Field(default_factory=dict)
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _agrees(self) -> TokenizeRequest:
         last = self.messages[-1].role if self.messages else None
+        of_messages = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
         refuse(
             ("prompt", (self.prompt is None) == (last is None), "give a prompt or messages"),
-            ("tools", self.tools and last is None, "tools go with messages"),
+            *((name, getattr(self, name) and last is None, f"{name} goes with messages") for name in of_messages),
             ("add_special_tokens", self.add_special_tokens and last, "the template adds the special tokens of messages"),
-            ("add_generation_prompt", self.add_generation_prompt and last is None, "it goes with messages"),
-            ("continue_final_message", self.continue_final_message and last is None, "it goes with messages"),
             ("add_generation_prompt", self.add_generation_prompt and self.continue_final_message,
              "the last message is continued, or answered, but not both"),
             ("continue_final_message", self.continue_final_message and last != "assistant",

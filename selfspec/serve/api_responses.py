@@ -18,7 +18,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from selfspec import __version__
-from selfspec.engine.results import GenerationResult, StepOutput
+from selfspec.engine.results import GenerationResult, GenerationStats, StepOutput
 from selfspec.serve.processors import TokenLogprob
 from selfspec.serve.structured_output import Vocabulary
 
@@ -90,7 +90,21 @@ def totals(results: Sequence[GenerationResult], texts_per_prompt: int) -> dict[s
         "draft_n": stats[0].num_drafted,
         "draft_n_accepted": stats[0].num_accepted,
     }
-    return {"usage": usage, "timings": timings}
+    return {"usage": usage, "timings": timings, "metrics": {"speculative_decoding": _acceptance(stats[0])}}
+
+
+def _acceptance(stats: GenerationStats) -> dict[str, Any]:
+    """Say of one text what vLLM does with --per-request-spec-decode-metrics. A step is a round that drafted anything."""
+    steps, longest = sum(stats.rounds_by_accepted.values()), max(stats.rounds_by_length, default=0)
+    return {
+        "mean_acceptance_length": 1 + stats.num_accepted / max(1, steps),
+        "draft_acceptance_rate": stats.num_accepted / max(1, stats.num_drafted),
+        "acceptance_histogram": [stats.rounds_by_accepted.get(count, 0) for count in range(longest + 1)],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": stats.num_accepted,
+        "num_draft_tokens": stats.num_drafted,
+        "num_spec_tokens": longest,
+    }
 
 
 class Answer(ABC):

@@ -18,6 +18,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 from selfspec import SelfSpecGenerator
@@ -25,8 +26,8 @@ from selfspec.serve import api_errors
 from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, request_failed, shutting_down
 from selfspec.serve.api_requests import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, Piece
-from selfspec.serve.bodies import SMALL_BODY, WorkerQueue, read_body
-from selfspec.serve.request_limits import RequestLimits
+from selfspec.serve.bodies import IGNORED, SMALL_BODY, WorkerQueue, described, read_body
+from selfspec.serve.request_limits import REQUEST_ID, RequestLimits
 from selfspec.serve.request_stream import RequestStream
 from selfspec.serve.running import gc_frozen, memory_returned
 from selfspec.serve.scheduler import Scheduler, ServedSequence
@@ -49,8 +50,8 @@ def make_app(generator: SelfSpecGenerator, options: ServeOptions) -> FastAPI:
     options.check()
     metrics = ServerMetrics()
     translator = Translator(generator, options)
-    served = {"id": options.name, "created": int(time()), "object": "model", "owned_by": "selfspec"}
-    served["selfspec"] = translator.offers
+    served: dict[str, Any] = {"id": options.name, "created": int(time()), "object": "model", "owned_by": "selfspec"}
+    served |= {"max_model_len": translator.prompts.max_context, "selfspec": translator.offers}
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -64,7 +65,7 @@ def make_app(generator: SelfSpecGenerator, options: ServeOptions) -> FastAPI:
             await asyncio.to_thread(app.state.scheduler.close)
             await asyncio.to_thread(translator.schemas.close)
 
-    app = FastAPI(title="selfspec", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="selfspec", lifespan=lifespan, docs_url=None, redoc_url=None, responses=api_errors.DESCRIBED)
     app.state.metrics, app.state.translator = metrics, translator
 
     async def answer(request: Request, kind: type[ChatRequest] | type[CompletionRequest], answer: Answer) -> Response:
@@ -73,16 +74,17 @@ def make_app(generator: SelfSpecGenerator, options: ServeOptions) -> FastAPI:
         texts = await _translated(request, body, size)
         tokenizer, shows = translator.prompts.tokenizer, body.show_drafts
         stream = RequestStream(state.scheduler, texts, tokenizer, streamed=body.stream, show_drafts=shows)
+        request.state.stream = stream  # for the log
         state.scheduler.submit(texts)
         response = await (_stream if body.stream else _whole)(request, body, stream, answer)
         response.headers.update(body.ignored_fields_header)
         return response
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", openapi_extra=described("/v1/chat/completions", ChatRequest))
     async def chat(request: Request) -> Response:
         return await answer(request, ChatRequest, ChatAnswer(options.name, translator.vocabulary))
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", openapi_extra=described("/v1/completions", CompletionRequest))
     async def completions(request: Request) -> Response:
         return await answer(request, CompletionRequest, CompletionAnswer(options.name, translator.vocabulary))
 
@@ -110,6 +112,10 @@ def make_app(generator: SelfSpecGenerator, options: ServeOptions) -> FastAPI:
     api_errors.install(app)
     known = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     app.add_middleware(RequestLimits, options=options, metrics=metrics, routes=known)
+    if options.allow_origin:  # outside: a browser asks first, without a key
+        answers: dict[str, Any] = {"allow_origins": options.allow_origin, "allow_methods": ["GET", "POST"]}
+        shown = ["Retry-After", REQUEST_ID, IGNORED]
+        app.add_middleware(CORSMiddleware, **answers, allow_headers=["*"], expose_headers=shown)
     return app
 
 
@@ -122,9 +128,9 @@ def _add_token_routes(app: FastAPI, translator: Translator) -> None:
         if body.prompt is not None:
             return prompts.of_text(body.prompt, special=body.add_special_tokens is not False)
         asks = None if body.continue_final_message else body.add_generation_prompt
-        return prompts.of_chat(body.messages, asks, body.tools)
+        return prompts.of_chat(body, asks, tools=body.tools)
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", openapi_extra=described("/tokenize", TokenizeRequest))
     async def tokenize(request: Request) -> JSONResponse:
         queue = request.app.state.queue
         body, size = await read_body(request, TokenizeRequest, queue)
@@ -134,7 +140,7 @@ def _add_token_routes(app: FastAPI, translator: Translator) -> None:
             found["token_strs"] = prompts.tokenizer.convert_ids_to_tokens(ids)
         return JSONResponse(found, headers=body.ignored_fields_header)
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", openapi_extra=described("/detokenize", DetokenizeRequest))
     async def detokenize(request: Request) -> JSONResponse:
         queue = request.app.state.queue
         body, size = await read_body(request, DetokenizeRequest, queue)
@@ -198,7 +204,7 @@ async def _translated(request: Request, body: Body, size: int) -> list[ServedSeq
         return await queue.run(work, kind="schemas")
     if body.num_texts > _FEW_TEXTS:
         return await queue.run(work)
-    if body.logit_bias or body.policy or body.response_format or body.schemas:
+    if body.logit_bias or body.policy or body.form[1] is not None or body.schemas:
         size = max(size, SMALL_BODY + 1)
     return await queue.run_by_size(size, work)
 
@@ -279,7 +285,9 @@ class _EventStream(StreamingResponse):
     """
 
     def __init__(self, stream: RequestStream, events: AsyncIterator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -38,6 +38,7 @@ MAX_KEYS = 5_000
 
 _LONGEST_NAME = 256  # of an unknown field, in messages
 _TRIED = ("str", "bool", "dict")
+IGNORED = "x-selfspec-ignored"  # the header that names ignored fields
 UNSUPPORTED, WRONG = "unsupported_field", "wrong_field"
 """Types of validation errors that name the field themselves: it is not supported, or it does not fit the other fields."""
 
@@ -84,7 +85,7 @@ class Strict(BaseModel):
             elif (
                 value is None
                 or _is_empty(value)
-                or any(type(value) is type(one) and value == one for one in cls._neutral.get(name, ()))
+                or any(value == one and (value is one or type(value) is not bool) for one in cls._neutral.get(name, ()))
             ):
                 continue
             elif name in cls._harmless:
@@ -103,7 +104,7 @@ class Strict(BaseModel):
     @property
     def ignored_fields_header(self) -> dict[str, str]:
         """The header of the answer that names the ignored fields, if there are any."""
-        return {"x-selfspec-ignored": ", ".join(sorted(self._ignored))} if self._ignored else {}
+        return {IGNORED: ", ".join(sorted(self._ignored))} if self._ignored else {}
 
 
 def _is_empty(value: object) -> bool:
@@ -158,6 +159,13 @@ class WorkerQueue:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def described(path: str, kind: type[Strict]) -> dict[str, Any]:
+    """Describe the body of a route for /openapi.json, which cannot know what `read_body` will read."""
+    here = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
+    schema = kind.model_json_schema(ref_template=f"{here}/$defs/{{model}}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 B = TypeVar("B", bound=Strict)

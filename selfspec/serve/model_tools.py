@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.messages import ChatTemplate, conversation_ids, has_template
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import ChatRequest, GenerationRequest, Message, Tool
-from selfspec.serve.schema_check import COMPACT, as_compiled
-from selfspec.serve.structured_output import Grammar, Vocabulary
+from selfspec.serve.schema_check import COMPACT, Grammar, as_compiled
+from selfspec.serve.structured_output import Vocabulary
 from selfspec.serve.tool_calls import BEGIN, END, BareReader, CallReader, TagReader
 
 _NAME, _KEY, _VALUE, _RESULT = "probe_of_tools", "probe_of_arguments", "value_of_the_probe", "result_of_the_probe"
@@ -138,13 +138,16 @@ class ModelTools:
 
     def grammar(self, body: GenerationRequest) -> Grammar | None:
         """Say what the text must follow; None if any text will do. Raises ValueError for what does not go together."""
+        field, answer = body.form
         if not isinstance(body, ChatRequest) or not body.callable_tools:
-            return body.schema_
-        if body.schema_ is None and not body.tool_choice.forces:
+            return answer
+        if answer is None and not body.tool_choice.forces:
             return None
         assert self._format is not None
         several = body.parallel_tool_calls is not False and body.tool_choice.name is None
-        answer = None if body.tool_choice.forces else body.schema_
+        answer = None if body.tool_choice.forces else answer
+        if isinstance(answer, str):
+            raise ValueError(f"{field} goes with tools only if it is a JSON schema")
         return call_grammar(self._format, body.callable_tools, self._vocabulary, several=several, answer=answer)
 
     def reader(self, body: GenerationRequest) -> CallReader | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.engine.request import ContextLengthError
 from selfspec.messages import ChatTemplate, check_characters, conversation_ids, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
-from selfspec.serve.api_requests import Message, Tool
+from selfspec.serve.api_requests import ChatRequest, TokenizeRequest, Tool
 from selfspec.serve.model_tools import ModelTools, tool_template
 
+_OWN_VARIABLES = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
 _USUAL = 8
 """A generous number of characters per token. Texts with fewer per position of the context are tokenised at once."""
 
@@ -37,13 +39,16 @@ class Prompts:
         own = getattr(tokenizer, "chat_template", None)
         self.template_source = template.source or (own.get("default") if isinstance(own, dict) else own)
 
-    def of_chat(self, messages: Sequence[Message], ask: bool | None = None, tools: Sequence[Tool] = ()) -> list[int]:
+    def of_chat(
+        self, body: ChatRequest | TokenizeRequest, ask: bool | None = None, *, tools: Sequence[Tool]
+    ) -> list[int]:
         """Encode the prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
         ask: treat all messages as complete, and say whether the beginning of the next answer follows them. tools: those
         that the model is told of.
         Raises ApiError without a template, and for messages that the template refuses.
         """
+        messages, variables = body.messages, self._variables(body)
         self._tools.check(messages, tools)
         with bad_request("tools"):
             described = [tool.described for tool in tools] or None
@@ -62,8 +67,23 @@ class Prompts:
             if described or any(calls) or any(message.role == "tool" for message in messages):
                 template = tool_template(self.tokenizer, template)
             if ask is None:
-                return encode_messages(conversation, self.tokenizer, template, described)
-            return conversation_ids(conversation, self.tokenizer, template, ask=ask, tools=described)
+                return encode_messages(conversation, self.tokenizer, template, described, variables)
+            return conversation_ids(
+                conversation, self.tokenizer, template, ask=ask, tools=described, variables=variables
+            )
+
+    def _variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+        """Return those that the template reads; the others are ignored. Raises ApiError for what the server itself sets."""
+        found = {}
+        for name, value in body.chat_template_kwargs.items():
+            if name in _OWN_VARIABLES:
+                why, param = f"the server sets {name} itself: leave it out", f"chat_template_kwargs.{name}"
+                raise ApiError(why, param=param, code="unsupported_parameter")
+            if re.search(rf"\b{name}\b", str(self.template_source)):
+                found[name] = value
+            else:
+                body.ignore(f"chat_template_kwargs.{name}")
+        return found
 
     def of_text(self, text: str, *, special: bool) -> list[int]:
         """Encode a text. special: with the tokenizer's special tokens. Raises ApiError for a text that is too long."""

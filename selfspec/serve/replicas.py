@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from ray.serve import Application
 
-_LISTS = ("allow_policy", "allow_host", "copy_from")  # on Ray's command line each is one text
-_OF_RAY = ("host", "port", "grace_seconds")
+_LISTS = ("allow_policy", "allow_host", "allow_origin", "copy_from")  # on Ray's command line each is one text
+_OF_RAY = ("host", "port", "grace_seconds", "access_log")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

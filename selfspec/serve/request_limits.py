@@ -1,27 +1,32 @@
-"""Checks before a request reaches the app: the host name, the API key, and limits on a body's size and time."""
+"""Checks before a request reaches the app: the host name, the API key, and limits on a body's size and time. Its log line."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
+from urllib.parse import quote
+from uuid import uuid4
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from selfspec.serve.api_errors import ApiError, request_failed, shutting_down
+from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, request_failed, shutting_down
 from selfspec.serve.serve_options import ServeOptions
 from selfspec.serve.server_metrics import ServerMetrics
 
 log = logging.getLogger("selfspec.serve")
+access_log = logging.getLogger("selfspec.access")
+REQUEST_ID = "x-request-id"  # a client's own, or one of the server's; in the answer and in the log
 OPEN_PATHS = ("/health", "/")  # served without a key: the health check, and a page that asks for the key
 BODY_SECONDS = 60.0  # time within which a body must be complete
 MAX_UNFINISHED = 16  # limit on the bytes of all incomplete bodies together, in bodies of the largest size
 
 
 class RequestLimits:
-    """ASGI middleware; it also counts requests, and answers HEAD like GET without the body, which FastAPI's routes do not."""
+    """ASGI middleware; it also counts and logs requests, and answers HEAD like GET without the body, as FastAPI does not."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: ServerMetrics, routes: frozenset[str]) -> None:
         self._app, self._metrics, self._routes = app, metrics, routes
@@ -37,19 +42,24 @@ class RequestLimits:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._routes else "other"
-        begun, wants_body = False, scope["method"] != "HEAD"
+        begun, wants_body, status, headers = False, scope["method"] != "HEAD", CLIENT_LEFT, Headers(scope=scope)
+        request_id = headers.get(REQUEST_ID, "")
+        if not re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", request_id):
+            request_id = uuid4().hex
 
         async def counted(message: Message) -> None:
-            nonlocal begun
+            nonlocal begun, status
             if message["type"] == "http.response.start":
-                begun = True
-                self._metrics.requests.labels(path, str(message["status"])).inc()
+                begun, status = True, message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                self._metrics.requests.labels(path, str(status)).inc()
             elif not wants_body:
                 message = {**message, "body": b""}
             await send(message)
 
         held, is_complete, loop = 0, False, asyncio.get_running_loop()
-        deadline = loop.time() + BODY_SECONDS
+        started = loop.time()
+        deadline = started + BODY_SECONDS
 
         def end_body() -> None:
             nonlocal held, is_complete
@@ -78,11 +88,11 @@ class RequestLimits:
                 end_body()
             return message
 
-        refused = self._refused(scope["path"], Headers(scope=scope))
-        if refused is not None:
-            await refused.response()(scope, receive, counted)
-            return
+        refused = self._refused(scope["path"], headers)
         try:
+            if refused is not None:
+                await refused.response()(scope, receive, counted)
+                return
             await self._app(scope if wants_body else {**scope, "method": "GET"}, limited, counted)
         except asyncio.CancelledError:  # the grace time is over
             if begun:  # the connection is closed
@@ -91,10 +101,17 @@ class RequestLimits:
         except Exception:
             if begun:
                 raise
-            log.exception("a request failed")
+            log.exception("request %s failed", request_id)
             await request_failed().response()(scope, receive, counted)
         finally:
             end_body()
+            stream = scope.get("state", {}).pop("stream", None)  # an idle connection would keep it
+            counts = (
+                [(one.stats.num_prompt_tokens, one.stats.num_new_tokens) for one in stream.results] if stream else ()
+            )
+            tokens = " {} + {} tokens".format(*map(sum, zip(*counts))) if counts else ""
+            head = f"{scope['method']} {quote(scope['path'])[:200]} {status}{tokens}"
+            access_log.info("%s %.3f s %s", head, loop.time() - started, request_id)
 
     def _refused(self, path: str, headers: Headers) -> ApiError | None:
         host = headers.get("host", "")

@@ -30,11 +30,16 @@ _LOOK_SECONDS = 2.0
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Open a listening socket; port 0 takes a free one. Raises OSError if taken, ValueError for an empty address."""
+    """Open a listening socket; port 0 takes a free one. Raises ValueError for an address that cannot be used."""
     if not host.strip():  # the system takes it for all addresses
         raise ValueError("the address to listen on is empty: give --host 127.0.0.1, or 0.0.0.0 for all addresses")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        why = str(error.strerror).partition(" (")[0]
+        where = f"{host}, port {port}: choose others with --host and --port (0 takes a free one)"
+        raise ValueError(f"{why}: {where}") from None
 
 
 def make_server(app: FastAPI, *, grace_seconds: int, on_start: Callable[[], object] = lambda: None) -> uvicorn.Server:

@@ -187,9 +187,9 @@ class Scheduler:
         """Deliver an output, and return an event if it is worth waiting for."""
         text = self._joined[output.ticket]
         now = perf_counter()
-        sending = text.deliver(output)
-        first = text.last_token is None
+        first = text.last_token is None  # counted first: who has an answer finds it in the metrics
         self._metrics.progressed(output, now - (text.last_token or text.submitted), first=first)
+        sending = text.deliver(output)
         text.last_token = now
         if not output.ended:
             return sending

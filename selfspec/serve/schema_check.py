@@ -1,4 +1,4 @@
-"""Whether a client's schema can be used: its references are looked at, then it is tried in a process that may end safely.
+"""Whether a client's schema or grammar can be used: it is looked at, then it is tried in a process that may end safely.
 
 llguidance's compiler is foreign code whose time, memory and stack depend on what a client sent. The process that tries it
 imports this module and nothing that is large.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -24,10 +25,15 @@ from types import ModuleType
 from typing import Any
 
 import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from layerskip_models.fork_safe import fork_safe
 
-MAX_BYTES = 256 << 10  # limit on a schema as JSON
+Grammar = dict[str, Any] | bool | str
+"""A JSON schema, or a grammar in Lark's form or llama.cpp's (GBNF)."""
+
+MAX_BYTES = 256 << 10  # limit on a schema as JSON, and on a grammar
+_MAX_GBNF = 8 << 10  # limit on a grammar that has to be rewritten, which no trial bounds
 MAX_NESTING = 120
 """Most levels of nested values. The compiler reads JSON of up to 124."""
 TRIAL_SECONDS = 1.0  # limit on the processor time of a trial
@@ -92,6 +98,27 @@ def _enforced(value: Any, is_schema: bool, depth: int) -> Any:
     return found
 
 
+def compiled_form(grammar: Grammar) -> str:
+    """Write a schema as JSON, or a grammar in Lark's form. Raises ValueError as `as_compiled`."""
+    if not isinstance(grammar, str):
+        return json.dumps(as_compiled(grammar))
+    if not re.search(r"^[\w-]+[ \t]*::=", grammar, re.MULTILINE):
+        return grammar
+    if len(grammar) > _MAX_GBNF:
+        raise ValueError(f"a grammar of more than {_MAX_GBNF} characters must be in Lark's form")
+    try:
+        return gbnf_to_lark("\n".join(filter(str.strip, grammar.splitlines())))  # it is slow at empty lines
+    except Exception as error:  # the library has several kinds for a wrong one, and deep ones exceed Python's stack
+        raise ValueError(f"the grammar cannot be used: {one_line(str(error))}") from None
+
+
+def compile_grammar(form: str) -> str:
+    """Compile a `compiled_form`. A schema is an object, with which no grammar begins."""
+    if form.startswith("{"):
+        return str(llguidance.LLMatcher.grammar_from_json_schema(form, defaults=COMPACT))
+    return str(llguidance.LLMatcher.grammar_from_lark(form))
+
+
 class SchemaCheck:
     """Threads may share one; they take turns. The process starts with the first schema, and again after one that ended it."""
 
@@ -101,11 +128,11 @@ class SchemaCheck:
         # By digest: why the schema cannot be used, if it cannot, and the seconds that compiling it took.
         self._known: OrderedDict[bytes, tuple[str | None, float]] = OrderedDict()
 
-    def __call__(self, schema: dict[str, Any] | bool) -> None:
+    def __call__(self, schema: Grammar) -> None:
         """Raise ValueError that says in one line why the schema cannot be used."""
-        compiled = as_compiled(schema)
+        tried = compiled_form(schema)
         try:
-            written, tried = json.dumps(schema), json.dumps(compiled)
+            written = json.dumps(schema)
         except RecursionError:
             raise ValueError("the schema is nested too deeply") from None
         if len(written) > MAX_BYTES:
@@ -121,7 +148,7 @@ class SchemaCheck:
         if why is not None:
             raise ValueError(f"the schema cannot be used: {why}")
 
-    def check_together(self, schemas: Sequence[dict[str, Any] | bool]) -> None:
+    def check_together(self, schemas: Sequence[Grammar]) -> None:
         """Raise ValueError if one grammar of all these schemas, each of which was checked, would exceed the bounds of one."""
         written = [json.dumps(schema) for schema in schemas]
         if sum(map(len, written)) > MAX_BYTES:
@@ -130,7 +157,7 @@ class SchemaCheck:
         if sum(one[1] for one in known if one is not None) > TRIAL_SECONDS:
             raise ValueError(f"the schemas take more than {TRIAL_SECONDS:g} s together to compile")
 
-    def is_quick(self, schema: dict[str, Any] | bool) -> bool:
+    def is_quick(self, schema: Grammar) -> bool:
         """Say whether the schema is known to compile quickly."""
         try:
             known = self._known.get(_digest(json.dumps(schema)))
@@ -183,8 +210,8 @@ def one_line(text: str) -> str:
     if not lines[0].endswith("regex parse error:") or len(lines) < 4:
         return lines[0][:200]
     place = max(0, len(lines[2]) - len(lines[2].lstrip()) - 4)
-    part, reason = lines[1][4:][place : place + 20], lines[-1].removeprefix("error: ")
-    return f"at character {place + 1} of a pattern, {part!r}: {reason}"[:200]
+    part, reason = lines[1][4:][place : place + 20], next(filter(re.compile("error: ").match, lines), lines[-1])
+    return f"at character {place + 1} of a pattern, {part!r}: {reason.removeprefix('error: ')}"[:200]
 
 
 def _limit_process(max_bytes: int, stack_bytes: int) -> None:
@@ -224,7 +251,7 @@ def _refusal(schema: str) -> str | None:
     """Compile the schema and write the beginning of a text."""
     tokenizer = _byte_tokenizer()
     try:
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT)
+        grammar = compile_grammar(schema)
         limits = llguidance.LLParserLimits(**LIMITS)
         matcher = llguidance.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
     except ValueError as error:

@@ -51,6 +51,9 @@ class ServeOptions:
         "Default: only localhost for a server without a key on this machine's own address, else any.",
         _NETWORK,
     )
+    allow_origin: list[str] | None = option(
+        None, "Origin of pages that may call, such as http://localhost:3000; '*' for any; repeatable.", _NETWORK
+    )
     served_name: str | None = option(
         None, "Name of the model for clients (default: the last part of its name).", _NETWORK
     )
@@ -81,6 +84,7 @@ class ServeOptions:
     default_chat_tokens: int = option(
         1024, "Maximum number of new tokens of a chat answer whose request sets none.", _LOAD, min=1
     )
+    access_log: bool = option(True, "Write a line for each request.", _LOAD, "--access-log/--no-access-log")
     grace_seconds: int = option(30, "Seconds that running requests may continue after SIGTERM or Ctrl-C.", _LOAD, min=0)
 
     def check(self) -> None:

@@ -7,7 +7,6 @@ so that a rejected draft costs nothing extra.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +19,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from layerskip_models.fork_safe import fork_safe
 from selfspec.detokenize import skipped_tokens
-from selfspec.serve.schema_check import COMPACT, LIMITS, as_compiled, one_line
-
-Grammar = dict[str, Any] | bool | str
-"""A JSON schema, or a grammar in Lark's form."""
+from selfspec.serve.schema_check import LIMITS, Grammar, compile_grammar, compiled_form, one_line
 
 
 class GrammarError(ValueError):
@@ -66,20 +62,15 @@ class Vocabulary:
         return token if known and self._get().is_special_token(token) else None
 
     def matcher(self, schema: Grammar) -> LLMatcher:
-        """Make a fresh matcher for JSON that follows a schema, or for text that follows a grammar in Lark's form.
+        """Make a fresh matcher for JSON that follows a schema, or for text that follows a grammar.
 
         Raises ValueError for an invalid schema, or one that llguidance does not support. A schema from an untrusted client
         must pass `selfspec.serve.schema_check` first, because the compiler can end the process.
         """
         if not self._eos:
-            name = "tool_choice" if isinstance(schema, str) else "response_format"
-            raise ValueError(f"{name} needs a model with an end-of-sequence token")
-        tokenizer = self._get()
-        if isinstance(schema, str):
-            grammar = LLMatcher.grammar_from_lark(schema)
-        else:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(as_compiled(schema)), defaults=COMPACT)
-        matcher = LLMatcher(tokenizer, grammar, limits=LLParserLimits(**LIMITS), log_level=0)
+            raise ValueError("text of a given form needs a model with an end-of-sequence token")
+        grammar = compile_grammar(compiled_form(schema))
+        matcher = LLMatcher(self._get(), grammar, limits=LLParserLimits(**LIMITS), log_level=0)
         if matcher.is_error():
             raise ValueError(f"the schema cannot be used: {one_line(matcher.get_error())}")
         return matcher

@@ -57,7 +57,10 @@ class Translator:
         texts = options.copied_texts
         self._copies = generator.copy_store(texts) if texts else None
         config, context = generator.model.generation_config, generator.model.max_positions
-        self._sampling = config.to_dict() if config.do_sample else {}
+        # How requests that say nothing of it are sampled: as the checkpoint says, like everywhere else, or not at all.
+        given = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        given = {"temperature": 1.0} | {name: value for name, value in given.items() if value is not None}
+        self._sampling: dict[str, Any] = given if config.do_sample else {"temperature": 0.0}
         self._vocab_size = generator.model.config.vocab_size
         self._eos = [token for token in end_tokens(config, generator.tokenizer) if token < self._vocab_size]
         self.vocabulary = Vocabulary(generator.tokenizer, self._vocab_size, self._eos)
@@ -67,9 +70,10 @@ class Translator:
 
     @property
     def offers(self) -> dict[str, Any]:
-        """What a client cannot know: whether there is a chat template, and the policy of requests that name none."""
+        """What a client cannot know: whether there is a chat template, and what holds for requests that do not say."""
         policy = self._policies.choose(None, repeats=False).name
-        return {"chat": self.prompts.has_template, "tools": self._tools.known, "policy": policy}
+        has_chat, has_tools = self.prompts.has_template, self._tools.known
+        return {"chat": has_chat, "tools": has_tools, "policy": policy, "sampling": self._sampling}
 
     def check_name(self, model: str | None) -> None:
         """Raise an ApiError (status 404) if another model is asked for."""
@@ -106,7 +110,7 @@ class Translator:
         with bad_request("logit_bias"):
             device = self._generator.model.device
             biases = [BiasProcessor(body.logit_bias, self._vocab_size, device)] if body.logit_bias else []
-        with bad_request("response_format" if body.schema_ is not None else "tool_choice"):
+        with bad_request("tool_choice" if body.form[1] is None else body.form[0]):
             grammar = self._tools.grammar(body)
             matcher = None if grammar is None else self.vocabulary.matcher(grammar)
         owner = self._owner(body)
@@ -171,7 +175,7 @@ class Translator:
         tools = body.callable_tools
         if body.parallel_tool_calls is not None and not tools:
             body.ignore("parallel_tool_calls")
-        ids = self.prompts.of_chat(body.messages, tools=body.tools if tools else ())
+        ids = self.prompts.of_chat(body, tools=body.tools if tools else ())
         with bad_request("messages", body.limit):
             return ids, "", self._max_new_tokens(body, len(ids), self._options.default_chat_tokens)
 
@@ -226,11 +230,11 @@ class Translator:
         return [*([] if body.ignore_eos else self._eos), *body.stop_token_ids]
 
     def _sampling_options(self, body: Body) -> dict[str, Any]:
-        """Arguments of `generate`."""
-        own = self._sampling
-        temperature = body.temperature
+        """Arguments of `generate`. A request that would otherwise be greedy, and asks for samples, has the temperature 1."""
+        own, temperature = self._sampling, body.temperature
         if temperature is None:
-            temperature = 1.0 if own.get("temperature") is None else own["temperature"]
+            narrows = body.top_p not in (None, 1) or body.min_p or (body.top_k or 0) > 0
+            temperature = own["temperature"] or float(bool(narrows) or body.seed is not None or body.n > 1)
         if temperature < COLDEST:
             return {"do_sample": False}
         options = {"do_sample": True, "temperature": temperature}

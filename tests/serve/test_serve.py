@@ -14,6 +14,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import openai
@@ -30,10 +31,11 @@ from selfspec import SelfSpecGenerator
 from selfspec.engine import calibrate
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
+from selfspec.serve.api_requests import CompletionRequest
 from selfspec.serve.api_responses import _shown_in_completions
 from selfspec.serve.running import open_socket
 from selfspec.serve.serve_options import ServeOptions
-from selfspec.serve.translation import ServedPolicies
+from selfspec.serve.translation import ServedPolicies, Translator
 
 ROOT = Path(__file__).parents[2]
 CODE = "def fibonacci(n):\n"
@@ -46,7 +48,8 @@ CHAT: dict[str, Any] = {"model": "demo", "messages": SUM, "temperature": 0}
 
 def test_models(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
-    assert client.models.retrieve("demo").owned_by == "selfspec"
+    model = client.models.retrieve("demo")
+    assert (model.owned_by, (model.model_extra or {})["max_model_len"]) == ("selfspec", 2048)
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
 
@@ -276,10 +279,24 @@ def test_json_schema(client: OpenAI, sampling: dict[str, Any]) -> None:
         assert answers["ls:3-4"].choices[0].message.content == answers["ar"].choices[0].message.content
 
 
+FORMS: list[tuple[str, Any, str]] = [
+    ("choice", ["yes", 'no "/"\n'], r'yes|no "/"\n'), ("regex", r"[a-c]{3}/\/x\d" + "\n", r"[a-c]{3}//x\d\n"),
+    ("grammar", 'root ::= ("p" | "q") n\nn ::= [0-9] [0-9]', r"[pq]\d\d"), ("json", {"enum": [7, "b"]}, '7|"b"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "form", "pattern"), FORMS)
+@pytest.mark.parametrize("policy", ["ls:3-4", "copy:4"])
+def test_text_of_a_form_in_vllms_words(client: OpenAI, policy: str, kind: str, form: Any, pattern: str) -> None:
+    for fields in ({"structured_outputs": {kind: form}}, {f"guided_{kind}": form}):
+        asked = {**ASK, "max_tokens": 30, "temperature": 1, "n": 2, "extra_body": {**fields, "policy": policy}}
+        for choice in client.completions.create(**asked).choices:
+            assert re.fullmatch(pattern, choice.text) and choice.finish_reason == "stop", choice.text
+
+
 def test_requests_that_are_none(server: RunningServer) -> None:
     path, large = "/v1/completions", json.dumps({"model": "demo", "prompt": "x" * (5 << 20)}).encode()
-    for body in (b"{", b"", b"[1]", b"\xff", b'"x"', b"[" * 100_000):
-        refusal(server, path, body)
+    refusal(server, path, b"[" * 100_000)
     assert refusal(server, path, {"model": "gpt", "prompt": "x"}, 404)["code"] == "model_not_found"
     assert refusal(server, "/v1/load_model", {}, 404)["type"] == "not_found_error"
     refusal(server, path, large, 413)
@@ -409,24 +426,43 @@ def test_a_key_with_an_accent(offline: SelfSpecGenerator, encoding: str) -> None
             assert ask(running, "GET", "/tokenizer_info", Authorization=sent)[0] == status
 
 
-def test_a_server_without_an_address_is_refused() -> None:
-    """The system would listen on all of them."""
+def test_an_address_that_cannot_be_used_is_refused() -> None:
+    """The system would listen on all addresses for an empty one."""
     with pytest.raises(ValueError, match="--host"):
         open_socket("", 0)
+    with open_socket("127.0.0.1", 0) as taken, pytest.raises(ValueError, match=r"in use: .*--port"):
+        open_socket("127.0.0.1", taken.getsockname()[1])
+
+
+def test_one_rule_of_sampling_for_requests_that_say_nothing(offline: SelfSpecGenerator) -> None:
+    """It is the checkpoint's, as in Python and on the command line. Who asks for samples, and gives no temperature, has 1."""
+    own = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9)
+    asks: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"seed": 3}, {"n": 2}]
+    rest: list[dict[str, Any]] = [{}, {"top_p": 1, "top_k": -1, "min_p": 0}]
+    for config, most, least in ((GenerationConfig(), 1.0, None), (own, 0.6, 0.6)):
+        with patch.object(offline.model, "generation_config", config):
+            translator = Translator(offline, ServeOptions())
+        for fields, wanted in (*((one, most) for one in asks), *((one, least) for one in rest)):
+            found = translator._sampling_options(CompletionRequest(prompt="a", **fields))
+            assert (found.get("temperature"), found["do_sample"]) == (wanted, wanted is not None), fields
+    assert translator.offers["sampling"] == {"temperature": 0.6, "top_p": 0.9}
 
 
 def test_the_command_serves_and_ends_at_sigterm(offline: SelfSpecGenerator) -> None:
     """The newcomer's path: no arguments but a port; SIGTERM lets the running stream finish.
 
-    One line is printed, the first: the model is loaded by then, and the port answers a request that comes at once.
+    The model is loaded when the first line is printed, and the port answers a request that comes at once.
     """
     command = [sys.executable, "-m", "selfspec.cli.main", "serve", "--port", "0"]
     started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ})
     try:
         assert started.stderr is not None
         line = started.stderr.readline()
-        said = re.fullmatch(r"ready: serving demo at (http://127\.0\.0\.1:(\d+)/v1) \(Ctrl-C ends it\)\n", line)
-        assert said is not None, line
+        said = re.fullmatch(r"ready: serving demo at (http://127\.0\.0\.1:(\d+)/v1), with a page at (\S+) .*\n", line)
+        assert said is not None and f"{said[3]}v1" == said[1], line
+        assert started.stderr.readline() == "  where a request says nothing: policy auto, temperature 0\n"
+        memory = 8 * 2048 * offline.bound.pool.row_bytes / 1e6
+        assert f"at most {memory:.0f} MB for 8 texts of 2,048 tokens (--batch-size" in started.stderr.readline()
         request = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
         with socket.create_connection(("127.0.0.1", int(said[2])), timeout=30) as connection:
             connection.sendall(request)
@@ -443,7 +479,8 @@ def test_the_command_serves_and_ends_at_sigterm(offline: SelfSpecGenerator) -> N
         unending = GenerationConfig(suppress_tokens=[0])
         assert text == offline.generate(CODE, max_new_tokens=300, generation_config=unending).text
         assert started.wait(30) in (0, -signal.SIGTERM)
-        assert started.stderr.read() == ""
+        logged = r"GET /v1/models 200 [\d.]+ s \w{32}\nPOST /v1/completions 200 10 \+ 300 tokens [\d.]+ s \w{32}\n"
+        assert re.fullmatch(logged, started.stderr.read())
     finally:
         started.kill()
         started.wait()

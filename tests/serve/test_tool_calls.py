@@ -115,16 +115,18 @@ def test_the_second_turn_reads_the_results(server: RunningServer, client: OpenAI
 FORCED = {"required": {"weather", "add", "now"}, "add": {"add"}, "weather": {"weather"}, "now": {"now"}}
 
 
-@pytest.mark.parametrize("choice", FORCED)
+@pytest.mark.parametrize("choice", [*FORCED, "weather now"])
 @pytest.mark.parametrize("policy", ["ls:2-3", "ar", "copy:4"])
 def test_a_forced_call_follows_its_schema(client: OpenAI, policy: str, choice: str) -> None:
     """Whatever the model would have said: it wants to talk of the weather."""
-    wanted: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    named: list[Any] = [{"type": "function", "function": {"name": name}} for name in choice.split()]
+    several = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+    wanted: Any = choice if choice == "required" else named[0] if len(named) == 1 else several
     options = {"tool_choice": wanted, "extra_body": {"policy": policy}, "parallel_tool_calls": choice != "required"}
     content, calls, reason = answered(client, "key: plain", **options)
     assert (content, reason, len(calls)) == (None, "tool_calls", 1)
     ((name, arguments),) = calls
-    assert name in FORCED[choice]
+    assert name in FORCED.get(choice, {*choice.split()})
     if name == "add":
         assert set(arguments) == {"a", "b"} and {*arguments.values()} <= {1, 2}
     elif name == "weather":
@@ -216,6 +218,21 @@ def test_what_agents_send_is_answered(server: RunningServer, sent: dict[str, Any
 
 
 LONG_ENUMS = [{"enum": [f"{i} {j}" + "x" * 100 for j in range(400)]} for i in range(8)]
+
+
+def test_variables_of_the_template() -> None:
+    """Those that it reads are told to it, in a chat and to count its tokens; others are ignored, and named."""
+    template = "{{ 'no thoughts' if enable_thinking is defined and not enable_thinking }}{{ style }}" + TAGS
+    every = {"chat_template_kwargs": {"enable_thinking": False, "style": "!", "other": 1}}
+    with running_server(scripted_generator(SCRIPTS, template), chat_template=None) as server:
+        sizes = []
+        for fields in ({}, {"enable_thinking": True}, {"enable_thinking": False}, every):
+            body: dict[str, Any] = {"messages": asked("key: plain"), **fields}
+            _, raw, headers = ask(server, "POST", "/v1/chat/completions", body)
+            sizes.append(json.loads(raw)["usage"]["prompt_tokens"])
+        assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
+        assert headers["x-selfspec-ignored"] == "chat_template_kwargs.other"
+        assert json.loads(ask(server, "POST", "/tokenize", body)[1])["count"] == sizes[3]
 
 
 def test_too_many_tools_or_schemas_are_refused(server: RunningServer) -> None:

@@ -62,7 +62,7 @@ def test_continuation_with_drafts_in_colour(offline: SelfSpecGenerator, page: An
     assert page.is_checked("[value=completion]") and page.is_disabled("[value=chat]")
     page.fill("#prompt", prompt)
     page.press("#prompt", "Control+Enter")
-    page.wait_for_function("document.querySelectorAll('.answer:not(.busy)').length === 1 && $('stop').disabled")
+    page.wait_for_selector(".answer:not(.busy)")
     plain = offline.generate(prompt, max_new_tokens=200, do_sample=False, num_speculations=0)
     assert "".join(page.locator(".answer .text > span:not(.rejected)").all_text_contents()) == plain.text
     assert page.text_content(".asked") == prompt
@@ -75,3 +75,18 @@ def test_continuation_with_drafts_in_colour(offline: SelfSpecGenerator, page: An
     assert figures["tokens/round"] == f"{(plain.stats.num_new_tokens - 1) / rounds:.2f}"
     page.uncheck("#show-drafts")
     assert page.locator(".answer .rejected:visible").count() == 0
+
+
+def test_each_run_of_a_comparison_reads_all_of_the_prompt(page: Any) -> None:
+    """Else the second goes on from what the first has read, and its first token comes sooner. On a phone settings fold."""
+    sent: list[dict[str, Any]] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.is_visible("#policy")
+    page.check("#compare")
+    page.fill("#prompt", "Once upon a time")
+    page.press("#prompt", "Control+Enter")
+    page.wait_for_selector(".verdict")
+    assert not page.is_visible("#policy")
+    first, second = sent
+    assert (first.pop("cache_salt") != second.pop("cache_salt")) and {**first, "policy": "ar"} == second
