@@ -9,7 +9,7 @@ import typer
 
 from policies import LayerCost, parse_policy
 from selfspec.analysis.exactness import every_policy, num_steps, verify_engine
-from selfspec.analysis.inspection import inspect_model, inspection_lines
+from selfspec.analysis.inspection import QUESTIONS, inspect_model, inspection_lines
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.cli.arguments import checked_output_file, load_generator, load_reference, progress_bar
 from selfspec.cli.console import LogConsole, one_line_errors
@@ -17,6 +17,7 @@ from selfspec.cli.display import write_trace
 from selfspec.cli.option_groups import DeviceOptions, LoadOptions, ModelArgument, ModelOption, PolicyOption, with_groups
 from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument, read_prompt
 from selfspec.engine.results import sources_text
+from selfspec.messages import has_template
 from selfspec.pacer.inference import has_preverifier
 
 _ENDINGS = (".png", ".svg", ".pdf", ".jsonl")
@@ -62,17 +63,19 @@ def inspect_command(
     load: LoadOptions,
     model: ModelArgument = None,
     text: Annotated[
-        list[Path] | None, typer.Option(help="UTF-8 file with sample text; repeatable (default: a short example).")
+        list[Path] | None,
+        typer.Option(help="UTF-8 file with a message to the model, or a prompt; repeatable (default: two examples)."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens per text.", min=2)] = 64,
-    repeats: Annotated[int, typer.Option(help="Number of pairs of runs to measure.", min=1)] = 3,
+    repeats: Annotated[int, typer.Option(help="Number of pairs of runs on each text.", min=1)] = 2,
 ) -> None:
-    """Say whether a checkpoint is worth speculating with: agreement per layer, speed-up predicted and measured."""
+    """Say what the default policy gains on this model, and where its drafts come from."""
     log = LogConsole()
     with one_line_errors():
-        texts = [read_prompt(None, path) for path in text or ()] or [EXAMPLE_PROMPT]
-        generator = load_generator(model, load, log)
-        with progress_bar(2 * len(texts) + 2, log) as on_progress:
+        texts = [read_prompt(None, path) for path in text or ()]
+        generator = load_generator(model, load, log, prefix_cache=0)
+        texts = texts or [*(QUESTIONS if has_template(generator.tokenizer) else (EXAMPLE_PROMPT, CODE_PROMPT))]
+        with progress_bar(len(texts) * (2 * repeats + 1) + 2, log) as on_progress:
             inspection = inspect_model(
                 generator, texts, max_new_tokens=max_new_tokens, repeats=repeats, on_progress=on_progress
             )

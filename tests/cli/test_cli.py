@@ -376,8 +376,6 @@ def test_inspect_has_a_verdict(folder, tmp_path):
     sample.write_text("a bed, a fig. a cab be a head", encoding="utf-8")
     result = invoke("inspect", folder, "--text", sample, "--max-new-tokens", "10", "--repeats", "1")
     assert result.exit_code == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert lines[0].startswith("exit_layer")
-    assert len([line for line in lines if line.strip()[:2] in ("1 ", "2 ", "3 ")]) == 3
-    assert "best fixed setting by prediction: ls:" in result.stdout
+    assert result.stdout.startswith("The default policy beside plain decoding:\n  free answers: ")
+    assert "The best fixed exit, ls:" in result.stdout and "answers that repeat the prompt: " in result.stdout
     assert invoke("inspect", folder, "--text", tmp_path / "none.txt").exit_code == 2
