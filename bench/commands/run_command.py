@@ -92,6 +92,7 @@ def run(
             "engines": [engine.name for engine in engines],
             "runner": generator.runner,
             "num_layers": num_layers,
+            "policies": names,
             **(sampling or {"do_sample": False}),
         }
         where = provenance(weights.device, weights.dtype)

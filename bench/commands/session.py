@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import typer
@@ -18,11 +20,14 @@ from bench.engines.own import EngineLostError, TimedEngine
 from bench.engines.peer_process import PeerProcess
 from bench.measure import Measurement
 from bench.models import model_name, weights_digest
+from bench.provenance import load_average, policy_files, public_argument
 from bench.record import Line, Record, matching
 from bench.report.page import terminal_text
+from selfspec.analysis.comparison import load_warning
 from selfspec.cli.console import one_line_errors
 
 _errors = Console(stderr=True)
+_LONG_SECONDS = 60.0
 
 
 def header(
@@ -35,6 +40,7 @@ def header(
     **more: Any,
 ) -> Line:
     """Return the first line of a record of a run on prompts. where: its provenance."""
+    named: dict[str, Sequence[str]] = {key: more[key] for key in ("policies", "kept") if key in more}
     configuration = {
         "model": model_name(checkpoint),
         "weights_digest": weights_digest(checkpoint),
@@ -43,6 +49,8 @@ def header(
         "max_new_tokens": max_new_tokens,
         "repeats": repeats,
         **more,
+        **{key: [*map(public_argument, names)] for key, names in named.items()},
+        **policy_files(chain(*named.values())),
     }
     return {"kind": "run", "command": command, "configuration": configuration, "provenance": where}
 
@@ -70,11 +78,20 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def recording(path: Path | None, first: Line) -> Iterator[Record]:
     """Write a record within it; errors end the command in one line, and Ctrl-C says how to go on, with status 130."""
+    cores = first["provenance"]["cores"]
+
+    def warn(load: float) -> None:
+        if warning := load_warning(load, cores=cores):
+            typer.echo(warning, err=True)
+
     with one_line_errors():
         record = Record(path, first)
+        warn(first["provenance"]["load_average"])
         try:
             with record:
                 yield record
+                if not record.is_complete:
+                    warn(record.write("load", load_average=load_average())["load_average"])
         except KeyboardInterrupt:
             if path is None:
                 typer.echo("interrupted: nothing was kept, since there was no --output", err=True)
@@ -86,7 +103,20 @@ def recording(path: Path | None, first: Line) -> Iterator[Record]:
 def measure(record: Record, engines: Sequence[TimedEngine], prompts: Sequence[EncodedPrompt]) -> None:
     """Time the engines on the prompts, and compare their outputs."""
     measurement = Measurement(engines=engines, prompts=prompts, record=record)
-    with progress(measurement.num_runs) as measurement.advance:
+    others = {engine.label for engine in engines if not engine.name.startswith("selfspec:")}
+    began = perf_counter()
+
+    def advance(label: str) -> None:
+        nonlocal began
+        before, began = began, perf_counter()
+        if label in others and began - before > _LONG_SECONDS:
+            text = f"{label} took {began - before:.0f} s for one run: --engine none measures selfspec alone"
+            _errors.print(text, markup=False, highlight=False, soft_wrap=True)
+        others.discard(label)
+        shown(label)
+
+    measurement.advance = advance
+    with progress(measurement.num_runs) as shown:
         measurement.run()
 
 

@@ -15,6 +15,7 @@ NEAR_TIE_LOGIT_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 
 """Two correct engines may pick different tokens where the top two logits are closer than this: their sums are rounded in
 different orders, which moves a logit by up to 1e-4 in float32. In half precision: a few units in the last place at 16."""
 
+_BUSY = 1.25  # of the cores, which a measurement keeps busy itself
 _PLAIN: Mapping[str, int | None] = {"exit_layer": None, "num_speculations": 0, "copy_from": None}
 """Options that make a call decode without speculation, whatever its others."""
 
@@ -53,6 +54,14 @@ class Comparison:
             "runs": [run.as_dict() for run in self.runs],
             "baseline_runs": [run.as_dict() for run in self.baseline_runs],
         }
+
+
+def load_warning(*loads: float, cores: int) -> str | None:
+    """Say that the machine is busy, if one of these load averages says that more wants to run than there are cores."""
+    if max(loads) <= _BUSY * cores:
+        return None
+    seen = " and ".join(f"{load:.1f}" for load in loads)
+    return f"The machine is busy (load average {seen} on {cores} cores): times and ratios may be far off."
 
 
 def warm_up(generate: Generate, max_new_tokens: int) -> None:

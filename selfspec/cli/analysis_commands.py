@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import typer
 
 from policies import LayerCost, parse_policy
+from selfspec.analysis.comparison import load_warning
 from selfspec.analysis.exactness import every_policy, num_steps, verify_engine
 from selfspec.analysis.inspection import QUESTIONS, inspect_model, inspection_lines
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
@@ -80,6 +82,8 @@ def inspect_command(
                 generator, texts, max_new_tokens=max_new_tokens, repeats=repeats, on_progress=on_progress
             )
     typer.echo("\n".join(inspection_lines(inspection)))
+    if warning := load_warning(psutil.getloadavg()[0], cores=psutil.cpu_count() or 1):
+        log.print(warning)
 
 
 @with_groups

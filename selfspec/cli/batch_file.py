@@ -14,7 +14,7 @@ from rich.console import Console
 
 from layerskip_models.output_paths import output_file
 from layerskip_models.text_files import read_lines, write_text
-from policies import Policy
+from policies import Policy, runs_own_code
 from selfspec import SelfSpecGenerator
 from selfspec.batch import completed
 from selfspec.cache.copy_index import copies_drafts
@@ -96,6 +96,8 @@ def _read_line(line: str, number: int, where: str, options: Mapping[str, Any], c
         raise ValueError(f"{where}: the id must be a text or an integer, got {json.dumps(name)[:100]}")
     if not isinstance(own.get("policy", ""), (str, type(None))):
         raise ValueError(f"{where}: the policy must be a name, got {json.dumps(own['policy'])[:100]}")
+    if runs_own_code(own.get("policy") or "") and own["policy"] != options.get("policy"):
+        raise ValueError(f"{where}: a file of prompts names no code to run: give {own['policy']!r} as --policy instead")
     merged = hashed = {**options, **own}
     if copy_texts:
         hashed = {"copy_from": hashlib.sha256("\0".join(copy_texts).encode()).hexdigest(), **merged}
