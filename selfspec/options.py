@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 POLICY_HELP = (
-    'For example "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding); '
-    "docs/policies.md has all (default: auto)."
+    'For example "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding), '
+    '"ls:3-8+my_file.py:MyStop" (a class of your own); docs/policies.md has all (default: auto).'
 )
 
 

@@ -91,7 +91,7 @@ def recording(path: Path | None, first: Line) -> Iterator[Record]:
             with record:
                 yield record
                 if not record.is_complete:
-                    warn(record.write("load", load_average=load_average())["load_average"])
+                    warn(record.write("load_average", load_average=load_average())["load_average"])
         except KeyboardInterrupt:
             if path is None:
                 typer.echo("interrupted: nothing was kept, since there was no --output", err=True)
@@ -112,6 +112,7 @@ def measure(record: Record, engines: Sequence[TimedEngine], prompts: Sequence[En
         if label in others and began - before > _LONG_SECONDS:
             text = f"{label} took {began - before:.0f} s for one run: --engine none measures selfspec alone"
             _errors.print(text, markup=False, highlight=False, soft_wrap=True)
+            others.clear()
         others.discard(label)
         shown(label)
 

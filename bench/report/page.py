@@ -151,7 +151,7 @@ def busy_note(lines: Sequence[Line]) -> str:
 
 def loads(lines: Sequence[Line]) -> list[float]:
     """Return the load averages before the run and at its end, which records of earlier versions lack."""
-    return [line["load_average"] for line in (lines[0]["provenance"], *matching(lines, "load"))]
+    return [line["load_average"] for line in (lines[0]["provenance"], *matching(lines, "load_average"))]
 
 
 def subject(lines: Sequence[Line]) -> str:

@@ -61,7 +61,7 @@ def load_warning(*loads: float, cores: int) -> str | None:
     if max(loads) <= _BUSY * cores:
         return None
     seen = " and ".join(f"{load:.1f}" for load in loads)
-    return f"The machine is busy (load average {seen} on {cores} cores): times and ratios may be far off."
+    return f"Busy machine (load average {seen} on {cores} cores): times and ratios may be far off."
 
 
 def warm_up(generate: Generate, max_new_tokens: int) -> None:

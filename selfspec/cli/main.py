@@ -20,7 +20,7 @@ COMMANDS = {
     "chat": "Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation.",
     "get": "Download a model that can then be used by its short name, for example: selfspec chat smollm2.",
     "trace": "Decode greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance.",
-    "inspect": "Say whether a checkpoint is worth speculating with: agreement per layer, speed-up predicted and measured.",
+    "inspect": "Say what the default policy gains on this model, and where its drafts come from.",
     "verify": "Check on this machine that the engine's output equals that of the model as transformers runs it.",
     "serve": "Serve a model to OpenAI clients: chat, completions, streams, metrics.",
     "train": "Train a Llama with the LayerSkip recipe: layer dropout and early-exit loss.",

@@ -10,7 +10,7 @@ import pytest
 
 from policies import FixedExit, Policy, parse_policy, runs_own_code
 
-FILE = '''
+FILE = """
 from collections.abc import Sequence
 from dataclasses import dataclass
 from policies import NeverStop, Plan, StatelessPolicy
@@ -41,7 +41,7 @@ class Other: ...
 
 class Half:
     def plan(self, context): ...
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
