@@ -27,8 +27,9 @@ def own_class(name: str) -> type[Any] | None:
         defined = _run(Path(file).resolve())
         found = defined.get(wanted)
         if not isinstance(found, type):
-            own = [one for one, value in defined.items() if getattr(value, "__module__", "") == defined["__name__"]]
-            raise ValueError(f"{file} has no class {wanted!r}; it defines {', '.join(own) or 'nothing'}")
+            own = (value for value in defined.values() if getattr(value, "__module__", "") == defined["__name__"])
+            known = ", ".join(value.__name__ for value in own if isinstance(value, type))
+            raise ValueError(f"{file} has no class {wanted!r}; it defines {known or 'none'}")
     else:
         found = next((entry.load() for entry in named_by_packages(name)), None)
     if found is not None and not hasattr(found, "plan") and not hasattr(found, "stop_before_draw"):

@@ -268,7 +268,7 @@ class ServedPolicies:
         if name is not None:
             name = name.strip()
             if name not in self._allowed and (not self._any or runs_own_code(name)):
-                known = ", ".join(sorted(self._allowed))
+                known = "any of this package" if self._any else ", ".join(sorted(self._allowed))
                 raise ValueError(f"policy {name!r} is not allowed on this server, which has {known} (--allow-policy)")
             if repeats:
                 return self._make(name, measured=False)
