@@ -199,7 +199,7 @@ def _find(name: str, built_in: Mapping[str, PolicySpec], method: str) -> PolicyS
     for one in signature(found).parameters.values():
         if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
             types = re.findall(r"\w+", str(one.annotation))
-            own[one.name] = next((_BY_TYPE[name] for name in types if name in _BY_TYPE), _as_it_looks)
+            own[one.name] = next((_BY_TYPE[kind] for kind in types if kind in _BY_TYPE), _as_it_looks)
     return PolicySpec(name, partial(build_own, found), own=own)
 
 

@@ -190,7 +190,7 @@ def inspection_lines(inspection: Inspection) -> list[str]:
         ),
         f"The exit at a quarter of the depth, after {quarter} of {num_layers} layers, agrees with the model on "
         f"{inspection.agreement[quarter]:.0%} of the tokens; exits 1 to {num_layers - 1}, in %: {shares}",
-        f"The best fixed exit, {inspection.best.policy}, would run {inspection.predicted:.2f} times plain (by replay)",
+        f"By exits alone, the best fixed setting, {inspection.best.policy}, would run {inspection.predicted:.2f} times plain",
         f"Layers ran on {kernels_in_words(inspection.kernels)}",
         inspection.verdict(),
     ]

@@ -377,5 +377,8 @@ def test_inspect_has_a_verdict(folder, tmp_path):
     result = invoke("inspect", folder, "--text", sample, "--max-new-tokens", "10", "--repeats", "1")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("The default policy beside plain decoding:\n  free answers: ")
-    assert "The best fixed exit, ls:" in result.stdout and "answers that repeat the prompt: " in result.stdout
+    assert (
+        "By exits alone, the best fixed setting, ls:" in result.stdout
+        and "answers that repeat the prompt: " in result.stdout
+    )
     assert invoke("inspect", folder, "--text", tmp_path / "none.txt").exit_code == 2
