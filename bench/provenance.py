@@ -33,7 +33,7 @@ _GENERATIONS = (
     (_INTEL, 6, 0xAD, 0xAE, "Granite Rapids"),
 )  # fmt: skip
 """Vendor, family, first and last model, name: of server processors, and of desktops that share their numbers."""
-_POLICY_FILE = re.compile(r"([^+]*/)?([^/+]*\.py)(?=:)")
+_POLICY_FILE = re.compile(r"[^+=]*\.py(?=:)")
 
 
 def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -66,17 +66,18 @@ def load_average() -> float:
 
 def policy_files(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return digests of the files whose classes are named as policies, as a part of a record's configuration."""
-    found = {match[2]: Path(match[0]) for name in names for match in _POLICY_FILE.finditer(name)}
-    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for name, path in found.items()}
+    found = {file.strip() for name in names for file in _POLICY_FILE.findall(name)}
+    digests = {_shortened(file): hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12] for file in sorted(found)}
     return {"policy_files": digests} if digests else {}
 
 
 def public_argument(argument: str) -> str:
-    """Strip a command-line argument of this machine's folders: an absolute path becomes relative, or its last part.
+    """Strip a command-line argument of this machine's folders, also in the middle, where a policy's file is named."""
+    return _shortened(_POLICY_FILE.sub(lambda file: _shortened(file[0]), argument))
 
-    The file of a policy's class keeps its name alone.
-    """
-    argument = _POLICY_FILE.sub(r"\2", argument)
+
+def _shortened(argument: str) -> str:
+    """Make an absolute path relative, or its last part."""
     path = Path(argument)
     if not path.is_absolute():
         return argument
