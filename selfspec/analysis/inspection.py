@@ -21,8 +21,7 @@ from selfspec.generator import GenerationResult, SelfSpecGenerator
 from selfspec.messages import encode_messages, has_template
 
 WORTH = 1.1
-QUESTIONS = "Why is the sky blue?", "What should I look for when I buy a used bicycle?"
-"""What a model with a chat template is asked by default."""
+SAMPLES = "Why is the sky blue?", "What should I look for when I buy a used bicycle?"
 _EDIT = "Write your answer again with a title above it."
 _MARGIN = 64  # tokens for the chat template and the request to edit
 
@@ -82,7 +81,7 @@ class Inspection:
 
 def inspect_model(
     generator: SelfSpecGenerator,
-    texts: Sequence[str],
+    texts: Sequence[str] = SAMPLES,
     *,
     max_new_tokens: int = 64,
     repeats: int = 2,

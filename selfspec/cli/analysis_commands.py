@@ -11,7 +11,7 @@ import typer
 from policies import LayerCost, parse_policy
 from selfspec.analysis.comparison import load_warning
 from selfspec.analysis.exactness import every_policy, num_steps, verify_engine
-from selfspec.analysis.inspection import QUESTIONS, inspect_model, inspection_lines
+from selfspec.analysis.inspection import SAMPLES, inspect_model, inspection_lines
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.cli.arguments import checked_output_file, load_generator, load_reference, progress_bar
 from selfspec.cli.console import LogConsole, one_line_errors
@@ -19,7 +19,6 @@ from selfspec.cli.display import write_trace
 from selfspec.cli.option_groups import DeviceOptions, LoadOptions, ModelArgument, ModelOption, PolicyOption, with_groups
 from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument, read_prompt
 from selfspec.engine.results import sources_text
-from selfspec.messages import has_template
 from selfspec.pacer.inference import has_preverifier
 
 _ENDINGS = (".png", ".svg", ".pdf", ".jsonl")
@@ -66,7 +65,7 @@ def inspect_command(
     model: ModelArgument = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="UTF-8 file with a message to the model, or a prompt; repeatable (default: two examples)."),
+        typer.Option(help="UTF-8 file with a message to the model, or a prompt; repeatable (default: two questions)."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens per text.", min=2)] = 64,
     repeats: Annotated[int, typer.Option(help="Number of pairs of runs on each text.", min=1)] = 2,
@@ -74,9 +73,8 @@ def inspect_command(
     """Say what the default policy gains on this model, and where its drafts come from."""
     log = LogConsole()
     with one_line_errors():
-        texts = [read_prompt(None, path) for path in text or ()]
+        texts = [read_prompt(None, path) for path in text or ()] or SAMPLES
         generator = load_generator(model, load, log, prefix_cache=0)
-        texts = texts or [*(QUESTIONS if has_template(generator.tokenizer) else (EXAMPLE_PROMPT, CODE_PROMPT))]
         with progress_bar(len(texts) * (2 * repeats + 1) + 2, log) as on_progress:
             inspection = inspect_model(
                 generator, texts, max_new_tokens=max_new_tokens, repeats=repeats, on_progress=on_progress
