@@ -4,47 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from bench.commands.bench_options import CompareCommand, ReportCommand
 from bench.record import Line, differences, read_record, showing
 from bench.report.page import html_page, markdown, update
 from bench.report.summary import Samples
 from bench.report.table import Table
 from layerskip_models.text_files import write_text
-from selfspec.cli.arguments import checked_output_file
 from selfspec.cli.console import one_line_errors
 
 _WHERE = ("cpu", "device", "threads", "dtype", "torch", "transformers", "commit")
 
 
-def report(
-    records: Annotated[
-        list[Path] | None, typer.Argument(help="Records that the other commands wrote; with --update documents.")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Write this file: HTML with plots (needs matplotlib) if it ends in .html, else Markdown. Default: print it.",
-            callback=checked_output_file,
-        ),
-    ] = None,
-    in_documents: Annotated[
-        bool,
-        typer.Option(
-            "--update",
-            help='Fill the tables of documents between "<!-- table: RECORD NAME -->" and "<!-- /table -->" anew. Default: '
-            "README.md and docs/.",
-        ),
-    ] = False,
-) -> None:
+def report(options: ReportCommand) -> None:
     """Turn records into a page: what came out, tables, and where the numbers come from."""
     with one_line_errors():
-        if in_documents:
-            pages = records or [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]
+        if options.in_documents:
+            pages = options.records or [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]
             texts = {page: page.read_text(encoding="utf-8") for page in pages}
             fresh = {page: update(text, Path()) for page, text in texts.items()}
             for page, text in fresh.items():
@@ -52,29 +30,26 @@ def report(
                     write_text(page, text)
                     typer.echo(f"{page}: new tables")
             return
-        if not records:
+        if not options.records:
             raise ValueError("name at least one record")
-        is_html = output is not None and output.suffix in (".html", ".htm")
-        found = {path: read_record(path) for path in records}
+        is_html = options.output is not None and options.output.suffix in (".html", ".htm")
+        found = {path: read_record(path) for path in options.records}
         shown = []
         for path, lines in found.items():
             with showing(path):
                 shown.append(html_page(path.stem, lines) if is_html else markdown(lines))
         text = "\n".join(shown)
-        if output is None:
+        if options.output is None:
             typer.echo(text, nl=False)
         else:
-            output.write_text(text, encoding="utf-8")
+            options.output.write_text(text, encoding="utf-8")
 
 
-def compare(
-    before: Annotated[Path, typer.Argument(metavar="A", help="A record.")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="Another of the same kind.")],
-) -> None:
+def compare(options: CompareCommand) -> None:
     """Show two records side by side: what changed in how they were made, speeds, and whether outputs are the same."""
     with one_line_errors():
-        left, right = read_record(before), read_record(after)
-        with showing(before), showing(after):
+        left, right = read_record(options.before), read_record(options.after)
+        with showing(options.before), showing(options.after):
             notes, table = compare_records(left, right)
     for note in notes:
         typer.echo(note)

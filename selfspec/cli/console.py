@@ -34,30 +34,42 @@ def visible_line(text: str) -> str:
 class LogConsole(Console):
     """Standard error, for everything but the generated text.
 
-    Control characters become visible, because the text may come from a model or a stranger.
+    Control characters become visible, because the text may come from a model or a stranger. A terminal gets lines that break
+    between words, and a file whole ones. A word that is longer than a line, such as a path, stays as it is.
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"stderr": True, "highlight": False, "markup": False, "soft_wrap": True, **options})
+        super().__init__(**{"stderr": True, "highlight": False, "markup": False, **options})
 
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **options)
+        breaking = {"overflow": "ignore", "crop": False} if self.is_terminal else {"soft_wrap": True}
+        shown = [visible(one) if isinstance(one, str) else one for one in objects]
+        super().print(*shown, **{**breaking, **options})
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Show that the program starts, which takes seconds: what a command needs is imported within it."""
+        with self.status("Starting ..."), gc_paused():
+            yield
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Print an error in one line. Exit status 2 for errors that the user can fix, 1 for a model that fails."""
+def one_line_errors(interrupted: str = "interrupted") -> Iterator[None]:
+    """Print an error in one line. Exit status 2 for errors that the user can fix, 1 for a model that fails.
+
+    interrupted: what Ctrl-C prints; the exit status is then 130.
+    """
     try:
         yield
     except BrokenPipeError:  # `| head`: typer ends quietly
         raise
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        LogConsole().print(interrupted)
         raise typer.Exit(130) from None
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _is_of_the_model(error):
             raise
-        typer.echo(f"error: {visible(' '.join(str(error).split()))}", err=True)
+        LogConsole().print(f"error: {' '.join(str(error).split())}")
         raise typer.Exit(1 if isinstance(error, RuntimeError) else 2) from None
 
 

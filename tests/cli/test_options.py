@@ -6,7 +6,7 @@ import inspect
 from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -17,9 +17,7 @@ import selfspec.cli.main
 from layerskip_models.output_paths import output_file, output_folder
 from selfspec import SelfSpecGenerator, removed
 from selfspec.cli.batch_file import OWN_OPTIONS
-from selfspec.cli.generate_command import generate_command
-from selfspec.cli.main import COMMANDS
-from selfspec.cli.serve_command import serve_command
+from selfspec.cli.commands import COMMANDS, generate_command, serve_command
 from selfspec.integrations.custom_generate import CustomGenerate
 from selfspec.options import NAMES, OPTIONS, SpeculationOptions, check_ranges
 from selfspec.serve.api_requests import GenerationRequest
@@ -34,7 +32,7 @@ def test_a_path_that_cannot_be_written_is_one_line_of_every_command_that_writes_
         group: Any = get_command(app)
         for name in group.list_commands(None):
             command = group.get_command(None, name)
-            for parameter in (command.imported() if hasattr(command, "imported") else command).params:
+            for parameter in command.params:
                 if parameter.name in ("output", "trace", "svg"):
                     result = CliRunner().invoke(app, [name, parameter.opts[-1], str(target)])
                     told = f"error: cannot write {target}: Not a directory; choose another path\n"
@@ -99,7 +97,7 @@ def test_python_and_the_command_line_have_every_option() -> None:
     for name, (_, option) in OPTIONS.items():
         assert option.help == "" or own[name].annotation.__metadata__[0].help == option.help
     # transformers passes on only what the signature of the callable names.
-    assert {*get_type_hints(SpeculationOptions)} <= {*inspect.signature(CustomGenerate.__call__).parameters}
+    assert {*SpeculationOptions.__annotations__} <= {*inspect.signature(CustomGenerate.__call__).parameters}
 
 
 def test_a_server_allows_nothing_outside_the_range() -> None:
