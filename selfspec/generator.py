@@ -91,6 +91,8 @@ class SelfSpecGenerator:
         kv_dtype: str | torch.dtype = "auto",
         draft_weights: DraftWeights = "auto",
     ) -> None:
+        if isinstance(model, (str, Path)):
+            raise TypeError(f"give a loaded model, or SelfSpecGenerator.from_pretrained({str(model)!r})")
         prefixes = PrefixCache.of(prefix_cache)
         self._models = ModelSource(model, runner, prefixes, exits, kv_dtype, draft_weights)
         self.tokenizer = tokenizer

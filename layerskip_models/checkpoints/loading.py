@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerskip_models.checkpoints.checkpoint_files import clear_errors, files_of, resolve_checkpoint
+from layerskip_models.checkpoints.checkpoint_files import ask_hub, clear_errors, files_of, resolve_checkpoint
 from layerskip_models.checkpoints.conversion import build_model, from_transformers
 from layerskip_models.checkpoints.finite import is_finite, not_finite
 from layerskip_models.checkpoints.gguf_checkpoint import GgufWeights, gguf_file, gguf_tokenizer, open_gguf
@@ -257,6 +257,8 @@ def load_config(
 def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -> PreTrainedConfig:
     from transformers import AutoConfig, PreTrainedConfig
 
+    if not (local_files_only or Path(name).is_dir()):
+        ask_hub(name, revision)
     with clear_errors(name):
         try:
             # transformers makes lists as long as a configuration says.

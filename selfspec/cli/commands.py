@@ -19,6 +19,7 @@ from layerskip_models.option_fields import parameters_of
 from layerskip_models.training.training_config import TrainingConfig
 from selfspec.cli.console import LogConsole, one_line_errors
 from selfspec.cli.option_groups import (
+    MODEL_HELP,
     ChatTemplateOption,
     CopyFromOption,
     DeviceOptions,
@@ -27,6 +28,7 @@ from selfspec.cli.option_groups import (
     ModelOption,
     PolicyOption,
     RawOption,
+    checked_model,
     checked_output_file,
     option,
     with_groups,
@@ -131,6 +133,25 @@ def chat_command(
         with log.starting():
             from selfspec.cli.chat_command import run_chat
         run_chat(model, policy, sampling, copy_texts, load, chat, log)
+
+
+@with_groups
+def demo_command(
+    load: LoadOptions,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"{MODEL_HELP} Default: smollm2 if `selfspec get` has downloaded it.", callback=checked_model
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Number of pairs of runs to measure.", min=1)] = 5,
+) -> None:
+    """See what it does: three tasks with drafts coloured, and their speed with speculation and without."""
+    log = LogConsole()
+    with one_line_errors("interrupted: --repeats 1 takes less time"):
+        with log.starting():
+            from selfspec.cli.demo_command import run_demo
+        run_demo(model or ("smollm2" if NAMED_MODELS["smollm2"].find() else DEMO), load, repeats, log)
 
 
 _NAMES = "; ".join(f"{name}: {model.about}, {model.megabytes} MB" for name, model in NAMED_MODELS.items())
@@ -291,6 +312,7 @@ def _training(about: str, settings: type[Any], run: Callable[[Any], Path], next_
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo_command,
     "generate": generate_command,
     "chat": chat_command,
     "get": get_command,

@@ -102,7 +102,7 @@ def generate_one(
                     plain = generate(**changes, policy=plain_policy, copy_from=None)
                 explanation = explanation_lines(explain(watched, num_layers, cost, plain), cost)
         if run.compare and not interrupt.requested:
-            doing = "Comparing with autoregressive decoding"
+            doing = "Comparing with plain decoding"
             with log.status(f"{doing} ...") as status:
                 comparison = compare(
                     generate,

@@ -27,10 +27,10 @@ def checked_output_file(path: Path | None) -> Path | None:
         return None if path is None else output_file(path)
 
 
-def checked_model(name: str) -> str:
+def checked_model(name: str | None) -> str | None:
     """Option callback: fail at once for a short name that is misspelt, or whose model is not there."""
     with one_line_errors():
-        if not Path(name).exists():
+        if name is not None and not Path(name).exists():
             named_file(name)
     return name
 
@@ -94,6 +94,8 @@ class LoadOptions(DeviceOptions):
 
     def generator(self, name: str, **others: Any) -> SelfSpecGenerator:
         """Load a checkpoint. others: further arguments of `SelfSpecGenerator.from_pretrained`."""
+        from selfspec import SelfSpecGenerator
+
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         values["exits"] = None if self.exits == "none" else self.exits
         return SelfSpecGenerator.from_pretrained(name, **values, **others)

@@ -96,13 +96,23 @@ def test_json_is_one_object_with_every_statistic(folder, expected):
 def test_compare_reports_speed_and_equality(folder, expected):
     result = generate(folder, PROMPT, "--compare", "--repeats", "2")
     assert result.stdout == expected.text + "\n"
-    assert "median of 2 alternated pairs" in result.stderr
+    assert "the middle one of 2 pairs of runs" in result.stderr
     assert re.search(r"speed-up \d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\); outputs equal\n", result.stderr)
     found = json.loads(generate(folder, PROMPT, "--compare", "--repeats", "2", "--json").stdout)["comparison"]
     assert found["outputs_equal"] is True
     assert found["repeats"] == len(found["runs"]) == len(found["baseline_runs"]) == 2
     assert all(run["num_drafted"] == expected.stats.num_drafted for run in found["runs"])
     assert all(run["num_drafted"] == 0 and run["num_new_tokens"] == 30 for run in found["baseline_runs"])
+
+
+def test_demo_shows_three_texts_and_a_table(monkeypatch):
+    monkeypatch.setattr("layerskip_models.checkpoints.named_models.NamedModel.find", lambda self: None)
+    result = CliRunner().invoke(app, ["demo", "--repeats", "1"])
+    assert result.exit_code == 0, result.stderr
+    assert "toy of 7 M parameters" in result.stdout and "selfspec get smollm2" in result.stdout
+    assert "Das Wetter ist heute sehr gut" in result.stdout and "\x1b" not in result.stdout
+    for task in ("arithmetic", "translation", "code"):
+        assert re.search(rf"  {task} +\d+ +\d+ +\d+ +\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\) +yes", result.stdout)
 
 
 def test_compare_needs_room_for_the_text_only(folder):
