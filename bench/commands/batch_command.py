@@ -20,7 +20,6 @@ from selfspec.cli.console import one_line_errors
 
 
 def batch(options: BatchCommand) -> None:
-    """Measure throughput over the number of texts that share the passes, greedy; engines in turn."""
     with one_line_errors():
         sizes = parse_range(options.texts, "--texts")
         samples = encoded(options.prompts, max(sizes), open_tokenizer(options.model), options.prompt_tokens)

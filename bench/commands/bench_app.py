@@ -27,17 +27,17 @@ app = typer.Typer(
 )
 
 
-def _command(name: str, options: type[Any], module: str) -> Callable[..., None]:
+def _command(name: str, options: type[Any]) -> Callable[..., None]:
     def command(**values: Any) -> None:
         with LogConsole().starting():
-            work = getattr(import_module(f"bench.commands.{module}"), name)
+            work = getattr(import_module(f"bench.commands.{name}_command"), name)
         work(options(**values))
 
     return with_parameters(command, parameters_of(options), options.__doc__)
 
 
-for name, (options, module) in COMMANDS.items():
-    app.command(name)(_command(name, options, module))
+for name, options in COMMANDS.items():
+    app.command(name)(_command(name, options))
 
 
 def main() -> None:

@@ -30,7 +30,6 @@ from selfspec.cli.console import one_line_errors
 
 
 def context(options: ContextCommand) -> None:
-    """Measure tokens/s and time to the first token at several lengths of the prompt; greedy."""
     with one_line_errors():
         wanted = parse_range(options.contexts, "--contexts")
         tokenizer = open_tokenizer(options.model)

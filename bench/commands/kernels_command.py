@@ -54,7 +54,6 @@ KINDS: dict[str, Callable[[Tensor], Linear]] = {
 
 
 def kernels(options: KernelsCommand) -> None:
-    """Measure single products: bytes of the weights per second, and microseconds, by kind of weights, rows and variant."""
     with one_line_errors():
         try:
             runnable = runnable_variants()

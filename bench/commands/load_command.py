@@ -33,7 +33,6 @@ _BATCH = "selfspec:generate_batch"
 
 
 def load(options: LoadCommand) -> None:
-    """Measure servers: throughput and time to first token over the number of clients; CPU, float32, greedy."""
     with ExitStack() as held:
         held.enter_context(one_line_errors())
         sizes = parse_range(options.clients, "--clients")

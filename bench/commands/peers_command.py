@@ -21,7 +21,6 @@ from selfspec.defaults import DEFAULT_POLICY, fixed_policy, fixed_setting
 
 
 def peers(options: PeersCommand) -> None:
-    """Measure selfspec beside transformers' generate and assistant_early_exit, llama.cpp, ik_llama.cpp and OpenVINO GenAI."""
     with one_line_errors():
         file = file_of(options.model)
         model = str(file or options.model)

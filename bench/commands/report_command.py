@@ -1,25 +1,19 @@
-"""`selfspec-bench report` and `compare`: records as pages, tables of documents, and two records side by side."""
+"""`selfspec-bench report`: records as pages, and tables of documents."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
-from bench.commands.bench_options import CompareCommand, ReportCommand
-from bench.record import Line, differences, read_record, showing
+from bench.commands.bench_options import ReportCommand
+from bench.record import read_record, showing
 from bench.report.page import html_page, markdown, update
-from bench.report.summary import Samples
-from bench.report.table import Table
 from layerskip_models.text_files import write_text
 from selfspec.cli.console import one_line_errors
 
-_WHERE = ("cpu", "device", "threads", "dtype", "torch", "transformers", "commit")
-
 
 def report(options: ReportCommand) -> None:
-    """Turn records into a page: what came out, tables, and where the numbers come from."""
     with one_line_errors():
         if options.in_documents:
             pages = options.records or [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]
@@ -43,51 +37,3 @@ def report(options: ReportCommand) -> None:
             typer.echo(text, nl=False)
         else:
             options.output.write_text(text, encoding="utf-8")
-
-
-def compare(options: CompareCommand) -> None:
-    """Show two records side by side: what changed in how they were made, speeds, and whether outputs are the same."""
-    with one_line_errors():
-        left, right = read_record(options.before), read_record(options.after)
-        with showing(options.before), showing(options.after):
-            notes, table = compare_records(left, right)
-    for note in notes:
-        typer.echo(note)
-    typer.echo(table.markdown(aligned=True))
-
-
-def compare_records(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[str], Table]:
-    """Return what differs in how the two were made, and a row per engine that both measured.
-
-    Raises ValueError if they have no engine in common.
-    """
-    notes = [f"{name}: {old} -> {new}" for name, old, new in differences(before[0], after[0], _WHERE)]
-    left, right = Samples(before), Samples(after)
-    rows = []
-    for name in [name for name in left.engines if name in right.engines]:
-        old, new = left.speed(name), right.speed(name)
-        rows.append(
-            {
-                "engine": right.engines[name],
-                "tokens/s A": old.text("{:.1f}"),
-                "tokens/s B": new.text("{:.1f}"),
-                "B over A": f"{new.value / old.value:.2f}×",
-                "outputs of B": _outputs(left, right, name),
-            }
-        )
-    if not rows:
-        raise ValueError("the two records have no engine in common")
-    return notes, Table.of("compare", "B against A", rows)
-
-
-def _outputs(left: Samples, right: Samples, engine: str) -> str:
-    """Say whether an engine wrote the same tokens for the prompts that both have."""
-    old, new = (
-        {line["prompt"]: line["output"] for line in samples.outputs if line["engine"] == engine}
-        for samples in (left, right)
-    )
-    shared = old.keys() & new.keys()
-    changed = sum(old[prompt] != new[prompt] for prompt in shared)
-    if not shared:
-        return "no prompt in common"
-    return f"{changed} of {len(shared)} differ" if changed else "equal"

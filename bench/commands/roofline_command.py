@@ -24,7 +24,6 @@ from selfspec.cli.console import one_line_errors
 
 
 def roofline(options: RooflineCommand) -> None:
-    """Measure the memory's bandwidth, the bytes that each step must read, and how close the engine comes to that limit."""
     with one_line_errors():
         samples = encoded(options.prompts, options.num_samples, open_tokenizer(options.model), options.prompt_tokens)
         generator = SelfSpecGenerator(open_model(options.model, options.dtype, options.device), prefix_cache=0)

@@ -20,7 +20,6 @@ from selfspec.cli.console import one_line_errors
 
 
 def run(options: RunCommand) -> None:
-    """Measure policies over tasks: speed and rounds, with plain decoding in the same run."""
     with one_line_errors():
         sampling = sampling_of(
             options.do_sample,

@@ -28,7 +28,6 @@ from selfspec.defaults import SETTINGS_FILE
 
 
 def sweep(options: SweepCommand) -> None:
-    """Find the best exit layer and length; greedy."""
     with one_line_errors():
         if options.write and not Path(options.model).is_dir():
             raise ValueError(f"--write needs a local checkpoint folder, got {options.model!r}: download it first")
