@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import typer
 
 from policies import LayerCost, parse_policy
@@ -11,6 +9,7 @@ from selfspec.analysis.exactness import every_policy, num_steps, verify_engine
 from selfspec.analysis.inspection import inspect_model, inspection_lines
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.cli.arguments import load_generator, load_reference, progress_bar
+from selfspec.cli.commands import InspectOptions, TraceOptions, VerifyOptions
 from selfspec.cli.console import LogConsole
 from selfspec.cli.display import write_trace
 from selfspec.cli.option_groups import DeviceOptions, LoadOptions
@@ -19,24 +18,19 @@ from selfspec.messages import encode_question
 from selfspec.pacer.inference import has_preverifier
 
 
-def trace(
-    model: str,
-    text: str,
-    load: LoadOptions,
-    log: LogConsole,
-    *,
-    policy: str | None,
-    output: Path | None,
-    raw: bool,
-    max_new_tokens: int,
-) -> None:
+def show_trace(text: str, load: LoadOptions, trace: TraceOptions, log: LogConsole) -> None:
     """Decode a prompt, print its rounds, and write them or draw them."""
-    generator = load_generator(model, load, log)
-    prompt = encode_question(text, generator.tokenizer, raw=raw)
+    generator = load_generator(trace.model, load, log)
+    prompt, output = encode_question(text, generator.tokenizer, raw=trace.raw), trace.output
     stops: list[int] | None = [] if isinstance(prompt, str) else None  # a model's answer has an end
     with log.status("Decoding ..."):
         result = generator.generate(
-            prompt, policy=policy, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stops, trace=True
+            prompt,
+            policy=trace.policy,
+            max_new_tokens=trace.max_new_tokens,
+            do_sample=False,
+            eos_token_id=stops,
+            trace=True,
         )
     records = result.trace or ()
     if output is not None and output.suffix == ".jsonl":
@@ -49,30 +43,24 @@ def trace(
         log.print(f"= is an accepted copy, x one that was not; {sources_text(result.stats)}")
 
 
-def inspect_checkpoint(
-    model: str, texts: list[str], load: LoadOptions, log: LogConsole, *, max_new_tokens: int, repeats: int
-) -> None:
+def show_inspection(texts: list[str], load: LoadOptions, inspect: InspectOptions, log: LogConsole) -> None:
     """Measure a checkpoint on the texts, and print what was found."""
-    generator = load_generator(model, load, log)
+    generator = load_generator(inspect.model, load, log)
     with progress_bar(2 * len(texts) + 2, log) as on_progress:
         inspection = inspect_model(
-            generator, texts, max_new_tokens=max_new_tokens, repeats=repeats, on_progress=on_progress
+            generator,
+            texts,
+            max_new_tokens=inspect.max_new_tokens,
+            repeats=inspect.repeats,
+            on_progress=on_progress,
         )
     typer.echo("\n".join(inspection_lines(inspection)))
 
 
-def verify(
-    model: str,
-    texts: list[str],
-    load: DeviceOptions,
-    log: LogConsole,
-    *,
-    policies: list[str],
-    max_new_tokens: int,
-    draws: int,
-) -> None:
+def show_checks(texts: list[str], load: DeviceOptions, verify: VerifyOptions, log: LogConsole) -> None:
     """Check the engine with this model, and print every check. Ends with status 1 if one fails."""
-    llama, prompts = load_reference(model, texts, load.dtype, load.device, log)
+    policies, draws = verify.policy or [], verify.draws
+    llama, prompts = load_reference(verify.model, texts, load.dtype, load.device, log)
     num_layers = llama.config.num_hidden_layers
     for name in policies:
         if "pacer" not in name:  # which needs the model's own files, checked below
@@ -82,9 +70,14 @@ def verify(
     failed = 0
     with progress_bar(total, log) as on_progress:
         checks = verify_engine(
-            llama, prompts, max_new_tokens=max_new_tokens, draws=draws, policies=policies or None, besides=own,
+            llama,
+            prompts,
+            max_new_tokens=verify.max_new_tokens,
+            draws=draws,
+            policies=policies or None,
+            besides=own,
             on_progress=on_progress,
-        )  # fmt: skip
+        )
         for check in checks:
             failed += not check.passed
             typer.echo(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")

@@ -43,15 +43,10 @@ _QUOTES = '"""'
 
 
 def run_chat(
-    model: str,
-    policy: str | None,
-    sampling: SamplingOptions,
-    copy_texts: list[str],
-    load: LoadOptions,
-    chat: ChatOptions,
-    log: LogConsole,
+    sampling: SamplingOptions, copy_texts: list[str], load: LoadOptions, chat: ChatOptions, log: LogConsole
 ) -> None:
     """Load a model, and read messages until the end of the input."""
+    model = chat.model
     template = template_of(model, chat.chat_template)
     # Keep the last text on every device, so that only the new message has to be read.
     generator = load_generator(model, load, log, prefix_cache=1)
@@ -66,7 +61,7 @@ def run_chat(
         options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
     with log.status("Calibrating ..."):  # only if the policy uses measured costs
         host_class()  # else the first answer waits for what it imports
-        chosen = generator.resolve_policy(policy)
+        chosen = generator.resolve_policy(chat.policy)
     writer = TextWriter(Console(highlight=False))
     store, most = store_of_files(generator, copy_texts, chosen), chat.max_new_tokens
     conversation = Conversation(
@@ -76,7 +71,7 @@ def run_chat(
         conversation.load(chat.load)
     if chat.system is not None:
         conversation.system = chat.system
-    conversation.policy = policy or chosen.name
+    conversation.policy = chat.policy or chosen.name
     session = Chat(conversation, writer, log)
     context = generator.model.max_positions
     log.print(f"{model}, {context} tokens of context; /help lists the commands, Ctrl-C stops an answer")

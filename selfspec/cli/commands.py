@@ -51,6 +51,8 @@ _RESULTS_HELP = "With --prompts: write the results here as JSON lines. The comma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
+    model: ModelOption = DEMO
+    copy_from: CopyFromOption = None
     compare: bool = option(False, "Also decode without speculation and show the speed-up.", _OUTPUT, "--compare")
     show_drafts: bool = option(False, "Colour each token by how it was produced.", _OUTPUT, "--show-drafts")
     svg: Path | None = option(
@@ -75,12 +77,7 @@ class RunOptions:
 
 @with_groups
 def generate_command(
-    options: WrittenOptions,
-    load: LoadOptions,
-    run: RunOptions,
-    prompt: PromptArgument = None,
-    model: ModelOption = DEMO,
-    copy_from: CopyFromOption = None,
+    options: WrittenOptions, load: LoadOptions, run: RunOptions, prompt: PromptArgument = None
 ) -> None:
     """Continue or answer a prompt: print the text as it is generated, then a summary of what speculation did."""
     log = LogConsole(quiet=run.quiet)
@@ -98,18 +95,21 @@ def generate_command(
             raise ValueError("--prompts takes no single prompt, and --compare, --json and the like are for one text")
         if run.ignore_eos:
             options["eos_token_id"] = []
-        copy_texts = read_copy_files(copy_from)
+        copy_texts = read_copy_files(run.copy_from)
         text = None if run.prompts is not None else read_prompt(prompt, run.file)
         with log.starting():
             from selfspec.cli.generate_command import generate_many, generate_one
         if text is None:
-            generate_many(model, options, copy_texts, load, run, log)
+            generate_many(options, copy_texts, load, run, log)
         else:
-            generate_one(model, text, options, copy_texts, load, run, log)
+            generate_one(text, options, copy_texts, load, run, log)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
+    model: ModelArgument = DEMO
+    policy: PolicyOption = None
+    copy_from: CopyFromOption = None
     chat_template: ChatTemplateOption = None
     system: str | None = option(None, "System message.", _CONVERSATION)
     load: Path | None = option(None, "Continue a conversation written by /save.", _CONVERSATION)
@@ -118,21 +118,14 @@ class ChatOptions:
 
 
 @with_groups
-def chat_command(
-    sampling: SamplingOptions,
-    load: LoadOptions,
-    chat: ChatOptions,
-    model: ModelArgument = DEMO,
-    policy: PolicyOption = None,
-    copy_from: CopyFromOption = None,
-) -> None:
+def chat_command(sampling: SamplingOptions, load: LoadOptions, chat: ChatOptions) -> None:
     """Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation."""
     log = LogConsole()
     with one_line_errors():
-        copy_texts = read_copy_files(copy_from)
+        copy_texts = read_copy_files(chat.copy_from)
         with log.starting():
             from selfspec.cli.chat_command import run_chat
-        run_chat(model, policy, sampling, copy_texts, load, chat, log)
+        run_chat(sampling, copy_texts, load, chat, log)
 
 
 @with_groups
@@ -171,83 +164,82 @@ def get_command(name: Annotated[str, typer.Argument(help=f"{_NAMES}.")]) -> None
 
 
 _ENDINGS = (".png", ".svg", ".pdf", ".jsonl")
-_PICTURE_HELP = "Picture to draw (.png, .svg, .pdf), or .jsonl for the records."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    policy: PolicyOption = None
+    model: ModelOption = DEMO
+    output: Path | None = option(
+        None,
+        "Picture to draw (.png, .svg, .pdf), or .jsonl for the records.",
+        None,
+        "--output",
+        "-o",
+        callback=checked_output_file,
+    )
+    file: Path | None = option(None, "Read the prompt from this UTF-8 file.")
+    raw: RawOption = False
+    max_new_tokens: int = option(
+        128, "Maximum number of new tokens. EOS ends an answer to a message, and no other text.", min=2
+    )
 
 
 @with_groups
-def trace_command(
-    load: LoadOptions,
-    prompt: PromptArgument = None,
-    policy: PolicyOption = None,
-    model: ModelOption = DEMO,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help=_PICTURE_HELP, callback=checked_output_file)
-    ] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file.")] = None,
-    raw: RawOption = False,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(help="Maximum number of new tokens. EOS ends an answer to a message, but no other text.", min=2),
-    ] = 128,
-) -> None:
+def trace_command(load: LoadOptions, trace: TraceOptions, prompt: PromptArgument = None) -> None:
     """Decode greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance."""
-    log = LogConsole()
+    log, output = LogConsole(), trace.output
     with one_line_errors():
         if output is not None and output.suffix not in _ENDINGS:
             raise ValueError(f"--output must end with one of {', '.join(_ENDINGS)}, got {output.name!r}")
-        text = read_prompt(prompt, file)
+        text = read_prompt(prompt, trace.file)
         with log.starting():
-            from selfspec.cli.analysis_commands import trace
-        trace(model, text, load, log, policy=policy, output=output, raw=raw, max_new_tokens=max_new_tokens)
+            from selfspec.cli.analysis_commands import show_trace
+        show_trace(text, load, trace, log)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectOptions:
+    model: ModelArgument = DEMO
+    text: list[Path] | None = option(None, "UTF-8 file with sample text; repeatable (default: a short example).")
+    max_new_tokens: int = option(64, "New tokens per text.", min=2)
+    repeats: int = option(3, "Number of pairs of runs to measure.", min=1)
 
 
 @with_groups
-def inspect_command(
-    load: LoadOptions,
-    model: ModelArgument = DEMO,
-    text: Annotated[
-        list[Path] | None, typer.Option(help="UTF-8 file with sample text; repeatable (default: a short example).")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens per text.", min=2)] = 64,
-    repeats: Annotated[int, typer.Option(help="Number of pairs of runs to measure.", min=1)] = 3,
-) -> None:
+def inspect_command(load: LoadOptions, inspect: InspectOptions) -> None:
     """Say whether a checkpoint is worth speculating with: agreement per layer, speed-up predicted and measured."""
     log = LogConsole()
     with one_line_errors():
-        texts = [read_prompt(None, path) for path in text or ()] or [EXAMPLE_PROMPT]
+        texts = [read_prompt(None, path) for path in inspect.text or ()] or [EXAMPLE_PROMPT]
         with log.starting():
-            from selfspec.cli.analysis_commands import inspect_checkpoint
-        inspect_checkpoint(model, texts, load, log, max_new_tokens=max_new_tokens, repeats=repeats)
+            from selfspec.cli.analysis_commands import show_inspection
+        show_inspection(texts, load, inspect, log)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    model: ModelArgument = DEMO
+    file: list[Path] | None = option(
+        None, "UTF-8 file with a prompt, which no chat template changes; repeatable (default: two examples)."
+    )
+    policy: list[str] | None = option(None, "Policy to verify; repeatable (default: one of each).")
+    max_new_tokens: int = option(48, "New tokens per greedy text.", min=4)
+    draws: int = option(400, "Number of samples to compare with exact probabilities; 0 for none.", min=0)
 
 
 @with_groups
-def verify_command(
-    load: DeviceOptions,
-    model: ModelArgument = DEMO,
-    file: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="UTF-8 file with a prompt, which no chat template changes; repeatable (default: two examples)."
-        ),
-    ] = None,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Policy to verify; repeatable (default: one of each).")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens per greedy text.", min=4)] = 48,
-    draws: Annotated[
-        int, typer.Option(help="Number of samples to compare with exact probabilities; 0 for none.", min=0)
-    ] = 400,
-) -> None:
+def verify_command(load: DeviceOptions, verify: VerifyOptions) -> None:
     """Check on this machine that the engine's output equals that of the model as transformers runs it.
 
     Ends with status 1 if anything fails.
     """
     log = LogConsole()
     with one_line_errors():
-        texts = [read_prompt(None, path) for path in file or ()] or [EXAMPLE_PROMPT, CODE_PROMPT]
+        texts = [read_prompt(None, path) for path in verify.file or ()] or [EXAMPLE_PROMPT, CODE_PROMPT]
         with log.starting():
-            from selfspec.cli.analysis_commands import verify
-        verify(model, texts, load, log, policies=policy or [], max_new_tokens=max_new_tokens, draws=draws)
+            from selfspec.cli.analysis_commands import show_checks
+        show_checks(texts, load, verify, log)
 
 
 @with_groups

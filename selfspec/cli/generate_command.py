@@ -38,18 +38,13 @@ _WARM_UP_TOKENS = 16
 
 
 def generate_many(
-    model: str,
-    options: WrittenOptions,
-    copy_texts: list[str],
-    load: LoadOptions,
-    run: RunOptions,
-    log: Console,
+    options: WrittenOptions, copy_texts: list[str], load: LoadOptions, run: RunOptions, log: Console
 ) -> None:
     """Decode all prompts of a file. Ends with status 1 if one failed, and 130 after Ctrl-C."""
     assert run.prompts is not None and run.output is not None
     given = {name: value for name, value in options.items() if value is not None}
     lines = read_prompts(run.prompts, run.output, given, copy_texts, raw=run.raw)
-    generator = load_generator(model, load, log)
+    generator = load_generator(run.model, load, log)
     check_sampling(generator.model.generation_config, options)
     try:
         failed = generate_file(generator, lines, run.output, run.batch_size, copy_texts, log)
@@ -62,17 +57,11 @@ def generate_many(
 
 
 def generate_one(
-    name: str,
-    text: str,
-    options: WrittenOptions,
-    copy_texts: list[str],
-    load: LoadOptions,
-    run: RunOptions,
-    log: Console,
+    text: str, options: WrittenOptions, copy_texts: list[str], load: LoadOptions, run: RunOptions, log: Console
 ) -> None:
     """Run one prompt as often as the options need. Ctrl-C ends any run as a stop condition would."""
     # Every run reads the prompt, because runs of one prompt are timed against each other.
-    generator = load_generator(name, load, log, prefix_cache=0)
+    generator = load_generator(run.model, load, log, prefix_cache=0)
     model, tokenizer = generator.model, generator.tokenizer
     assert tokenizer is not None  # a checkpoint is loaded with its tokenizer
     prompt = encode_question(text, tokenizer, raw=run.raw)
