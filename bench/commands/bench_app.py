@@ -13,13 +13,10 @@ import typer
 
 from bench.commands.bench_options import COMMANDS
 from layerskip_models.option_fields import parameters_of
-from selfspec.cli.command_group import CommandGroup
 from selfspec.cli.console import LogConsole
 from selfspec.cli.option_groups import with_parameters
 
 app = typer.Typer(
-    name="selfspec-bench",
-    cls=CommandGroup,
     help="Measure self-speculative decoding: against transformers, and over exit layers and lengths.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

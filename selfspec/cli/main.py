@@ -10,12 +10,9 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.command_group import CommandGroup
 from selfspec.cli.commands import COMMANDS
 
 app = typer.Typer(
-    name="selfspec",
-    cls=CommandGroup,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
