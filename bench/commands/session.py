@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from transformers import PreTrainedTokenizerBase
 
@@ -20,9 +19,9 @@ from bench.measure import Measurement
 from bench.models import model_name, weights_digest
 from bench.record import Line, Record, matching
 from bench.report.page import terminal_text
-from selfspec.cli.console import one_line_errors
+from selfspec.cli.console import LogConsole, one_line_errors
 
-_errors = Console(stderr=True)
+_errors = LogConsole()
 
 
 def header(
@@ -77,9 +76,9 @@ def recording(path: Path | None, first: Line) -> Iterator[Record]:
                 yield record
         except KeyboardInterrupt:
             if path is None:
-                typer.echo("interrupted: nothing was kept, since there was no --output", err=True)
+                _errors.print("interrupted: nothing was kept, since there was no --output")
             else:
-                typer.echo(f"interrupted: what was measured is in {path}; the same command goes on with it", err=True)
+                _errors.print(f"interrupted: what was measured is in {path}; the same command goes on with it")
             raise typer.Exit(130) from None
 
 
@@ -128,7 +127,7 @@ def started(
     except EngineLostError as error:
         if error.mistake is not None:
             raise ValueError(error.mistake) from None
-        typer.echo(f"error: {error}", err=True)
+        _errors.print(f"error: {error}")
         raise typer.Exit(1) from None
 
 
@@ -136,13 +135,12 @@ def show(lines: Sequence[Line]) -> None:
     """Print a record's tables, and who was left out. Exits with 1 if an output differs by more than a near-tie."""
     typer.echo(terminal_text(lines))
     for reason in dict.fromkeys(line["reason"] for line in matching(lines, "lost")):
-        typer.echo(f"left out: {reason}", err=True)
+        _errors.print(f"left out: {reason}")
     faults = matching(lines, "output", near_tie=False)
     for line in faults:
-        typer.echo(
+        _errors.print(
             f"{line['engine']} differs from {line['reference']} on {line['prompt']} at new token "
-            f"{line['first_difference']}, where the reference's top two logits are {line['reference_logit_gap']:.3g} apart",
-            err=True,
+            f"{line['first_difference']}, where the reference's top two logits are {line['reference_logit_gap']:.3g} apart"
         )
     if faults:
         raise typer.Exit(1)

@@ -37,7 +37,7 @@ def show_trace(text: str, load: LoadOptions, trace: TraceOptions, log: LogConsol
         write_trace(output, records)
     elif output is not None:
         plot_trace(records, generator.model.num_layers, result.policy, output)
-    typer.echo("\n".join(trace_lines(records)))
+    LogConsole(stderr=False).print("\n".join(trace_lines(records)))
     log.print(f"policy {result.policy}; {len(records)} rounds" + (f"; wrote {output}" if output else ""))
     if result.stats.num_copied:
         log.print(f"= is an accepted copy, x one that was not; {sources_text(result.stats)}")
@@ -54,7 +54,7 @@ def show_inspection(texts: list[str], load: LoadOptions, inspect: InspectOptions
             repeats=inspect.repeats,
             on_progress=on_progress,
         )
-    typer.echo("\n".join(inspection_lines(inspection)))
+    LogConsole(stderr=False).print("\n".join(inspection_lines(inspection)))
 
 
 def show_checks(texts: list[str], load: DeviceOptions, verify: VerifyOptions, log: LogConsole) -> None:
@@ -67,7 +67,7 @@ def show_checks(texts: list[str], load: DeviceOptions, verify: VerifyOptions, lo
             parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
     own = ["pacer"] if has_preverifier(llama.config.name_or_path) else []
     total = num_steps(num_layers, len(prompts), draws, len(policies or [*every_policy(num_layers), *own]))
-    failed = 0
+    failed, report = 0, LogConsole(stderr=False)
     with progress_bar(total, log) as on_progress:
         checks = verify_engine(
             llama,
@@ -80,8 +80,8 @@ def show_checks(texts: list[str], load: DeviceOptions, verify: VerifyOptions, lo
         )
         for check in checks:
             failed += not check.passed
-            typer.echo(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")
+            report.print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")
     if failed:
-        typer.echo(f"NOT verified: {failed} of the checks failed; do not trust this engine with this model here")
+        report.print(f"NOT verified: {failed} of the checks failed; do not trust this engine with this model here")
         raise typer.Exit(1)
-    typer.echo("verified: here, with this model, the engine gives what the model itself gives")
+    report.print("verified: here, with this model, the engine gives what the model itself gives")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -271,32 +272,21 @@ def export_hub_command(
     )
 
 
-def _train(settings: TrainingConfig) -> Path:
-    from layerskip_models.training.layerskip import train
+def _training(about: str, settings: type[Any], place: str, next_step: str) -> Callable[..., None]:
+    """Make a command with an option for every setting of a training.
 
-    return train(settings)
-
-
-def _train_pacer(settings: PreVerifierTraining) -> Path:
-    from selfspec.pacer.training import train_preverifier
-
-    return train_preverifier(settings)
-
-
-def _train_exit(settings: ExitTraining) -> Path:
-    from selfspec.exits.training import train_exit
-
-    return train_exit(settings)
-
-
-def _training(about: str, settings: type[Any], run: Callable[[Any], Path], next_step: str) -> Callable[..., None]:
-    """Make a command with an option for every setting of a training. next_step: how the result is used; {} is its folder."""
+    place: the module and the function that trains. next_step: how the result is used; {} is its folder.
+    """
+    module, _, function = place.partition(":")
 
     def command(**values: Any) -> None:
         log = LogConsole()
         with one_line_errors("interrupted: repeat the same command to go on from the newest checkpoint"):
             values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-            folder = run(settings(**values))
+            checked = settings(**values)
+            with log.starting():
+                train = getattr(import_module(module), function)
+            folder = train(checked)
         if os.environ.get("RANK", "0") == "0":  # one message for all processes of a launcher
             log.print(f"saved to {folder}; use it with: {next_step.format(folder)}")
 
@@ -315,19 +305,19 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": _training(
         "Train a Llama with the LayerSkip recipe: layer dropout and early-exit loss.",
         TrainingConfig,
-        _train,
+        "layerskip_models.training.layerskip:train",
         'selfspec generate "Once" --model {}',
     ),
     "train-pacer": _training(
         "Train Pacer's pre-verifier for a LayerSkip checkpoint.",
         PreVerifierTraining,
-        _train_pacer,
+        "selfspec.pacer.training:train_preverifier",
         "selfspec generate --policy pacer:{}",
     ),
     "train-exit": _training(
         "Train exit adapters for a frozen checkpoint: its drafts get better, and its output stays the same.",
         ExitTraining,
-        _train_exit,
+        "selfspec.exits.training:train_exit",
         "selfspec generate --model MODEL --exits {}",
     ),
     "export-hub": export_hub_command,

@@ -7,6 +7,8 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from textwrap import fill
 from typing import Any
 
 import typer
@@ -39,12 +41,17 @@ class LogConsole(Console):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"stderr": True, "highlight": False, "markup": False, **options})
+        super().__init__(**{"stderr": True, "highlight": False, "markup": False, "soft_wrap": True, **options})
 
     def print(self, *objects: Any, **options: Any) -> None:
-        breaking = {"overflow": "ignore", "crop": False} if self.is_terminal else {"soft_wrap": True}
-        shown = [visible(one) if isinstance(one, str) else one for one in objects]
-        super().print(*shown, **{**breaking, **options})
+        super().print(*(self._in_lines(one) if isinstance(one, str) else one for one in objects), **options)
+
+    def _in_lines(self, text: str) -> str:
+        lines = visible(text).split("\n")
+        if self.is_terminal:  # rich would cut a long word, and add spaces
+            wrap = partial(fill, width=self.width, break_long_words=False, break_on_hyphens=False)
+            lines = [wrap(line) if len(line) > self.width else line for line in lines]
+        return "\n".join(lines)
 
     @contextmanager
     def starting(self) -> Iterator[None]:
