@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from transformers import StoppingCriteriaList
 
 from layerskip_models.checkpoints.named_models import DEMO
@@ -75,6 +76,7 @@ def run_chat(
     session = Chat(conversation, writer, log)
     context = generator.model.max_positions
     log.print(f"{model}, {context} tokens of context; /help lists the commands, Ctrl-C stops an answer")
+    log.print(f"decoding: {conversation.decoding}")
     if model == DEMO:
         log.print(
             "It is a toy of 7 M parameters, trained on 5.7 million tokens, among them school arithmetic in this form: "
@@ -122,9 +124,12 @@ class Chat:
         name, _, text = line.partition(" ")
         text, conversation, log = text.strip(), self._conversation, self._log
         if name == "/help":
-            width = max(map(len, COMMANDS))
-            log.print("\n".join(f"{usage:{width}}  {meaning}" for usage, meaning in COMMANDS.items()))
+            table = Table.grid(padding=(0, 2))
+            for row in COMMANDS.items():
+                table.add_row(*row)
+            log.print(table, soft_wrap=False)
             log.print(f"a message of several lines: {_QUOTES} before and after it")
+            log.print(f"decoding: {conversation.decoding}; options of `selfspec chat` change it")
         elif name == "/system":
             if text:
                 conversation.system = text
@@ -194,6 +199,17 @@ class Conversation:
         self._generator, self._template, self._options = generator, template, options
         self._max_new_tokens, self._write, self._copy_from = max_new_tokens, write, copy_from
         encode_messages([{"role": "user", "content": "."}], generator.tokenizer, template)
+
+    @property
+    def decoding(self) -> str:
+        """Say how tokens are chosen, by the options, the checkpoint's own settings, and transformers' defaults."""
+        defaults, given = self._generator.model.generation_config, self._options
+        values = {**defaults._get_default_generation_params(), **defaults.to_diff_dict()}
+        values.update((name, value) for name, value in given.items() if value is not None)
+        if not values["do_sample"]:
+            return "greedy, always the likeliest token"
+        named = [f"{name} {values[name]:g}" for name in ("temperature", "top_k", "top_p", "min_p") if values.get(name)]
+        return f"sampling with {', '.join(named)}"
 
     @property
     def system(self) -> str | None:

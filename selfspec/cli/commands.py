@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -193,6 +194,8 @@ def trace_command(load: LoadOptions, trace: TraceOptions, prompt: PromptArgument
     with one_line_errors():
         if output is not None and output.suffix not in _ENDINGS:
             raise ValueError(f"--output must end with one of {', '.join(_ENDINGS)}, got {output.name!r}")
+        if output is not None and output.suffix != ".jsonl" and find_spec("matplotlib") is None:
+            raise ValueError("pictures need matplotlib: pip install matplotlib")
         text = read_prompt(prompt, trace.file)
         with log.starting():
             from selfspec.cli.analysis_commands import show_trace

@@ -20,7 +20,7 @@ def serve_command(load: LoadOptions, serve: ServeOptions) -> None:
             from selfspec.serve.app import make_app
             from selfspec.serve.running import make_server, open_socket
         except ModuleNotFoundError as error:
-            raise ValueError(f"the server needs {error.name}: pip install 'selfspec[serve]'") from None
+            raise ValueError(f"the server needs {error.name}: pip install -e '.[serve]' in selfspec's folder") from None
         serve.check()
         if load.draft_weights == "auto":  # nobody must wait while they are made
             load = replace(load, draft_weights="none")

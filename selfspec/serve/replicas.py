@@ -1,4 +1,4 @@
-"""Replicas under Ray Serve: the app of `selfspec serve` as a deployment. Needs `pip install 'selfspec[ray]'`.
+"""Replicas under Ray Serve: the app of `selfspec serve` as a deployment. Needs `pip install -e '.[ray]'`.
 
     serve run selfspec.serve.replicas:build model=MODEL num_replicas=2
 

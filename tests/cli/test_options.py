@@ -59,6 +59,7 @@ def test_folders_are_made_and_what_is_no_file_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["trace", "-o", "x.png"], ["pictures need matplotlib: pip install matplotlib"]),
         (["chat", "smolm2"], ["no model or folder is called 'smolm2': did you mean smollm2?"]),
         (["serve", "--host", ""], ["the address to listen on is empty"]),
         (["serve", "--max-body-mb", "inf"], ["--max-body-mb must be a number of megabytes"]),
@@ -69,9 +70,11 @@ def test_folders_are_made_and_what_is_no_file_is_refused(tmp_path: Path) -> None
     ],
 )
 def test_what_is_refused_names_what_to_use_in_one_line(
-    arguments: list[str], told: list[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], told: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of a model's name, of a server's settings, and under torchrun (WORLD)."""
+    """Of a model's name, of a package that is missing, of a server's settings, and under torchrun (WORLD)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("selfspec.cli.commands.find_spec", lambda name: None)
     if arguments[0] == "WORLD":
         monkeypatch.setenv("WORLD_SIZE", "2")
         arguments = arguments[1:]
