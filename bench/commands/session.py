@@ -10,7 +10,6 @@ from time import perf_counter
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from transformers import PreTrainedTokenizerBase
 
@@ -24,9 +23,9 @@ from bench.provenance import load_average, policy_files, public_argument
 from bench.record import Line, Record, matching
 from bench.report.page import terminal_text
 from selfspec.analysis.comparison import load_warning
-from selfspec.cli.console import one_line_errors
+from selfspec.cli.console import LogConsole, one_line_errors
 
-_errors = Console(stderr=True)
+_errors = LogConsole()
 _LONG_SECONDS = 60.0
 
 
@@ -82,7 +81,7 @@ def recording(path: Path | None, first: Line) -> Iterator[Record]:
 
     def warn(load: float) -> None:
         if warning := load_warning(load, cores=cores):
-            typer.echo(warning, err=True)
+            _errors.print(warning)
 
     with one_line_errors():
         record = Record(path, first)
@@ -94,9 +93,9 @@ def recording(path: Path | None, first: Line) -> Iterator[Record]:
                     warn(record.write("load_average", load_average=load_average())["load_average"])
         except KeyboardInterrupt:
             if path is None:
-                typer.echo("interrupted: nothing was kept, since there was no --output", err=True)
+                _errors.print("interrupted: nothing was kept, since there was no --output")
             else:
-                typer.echo(f"interrupted: what was measured is in {path}; the same command goes on with it", err=True)
+                _errors.print(f"interrupted: what was measured is in {path}; the same command goes on with it")
             raise typer.Exit(130) from None
 
 
@@ -110,8 +109,7 @@ def measure(record: Record, engines: Sequence[TimedEngine], prompts: Sequence[En
         nonlocal began
         before, began = began, perf_counter()
         if label in others and began - before > _LONG_SECONDS:
-            text = f"{label} took {began - before:.0f} s for one run: --engine none measures selfspec alone"
-            _errors.print(text, markup=False, highlight=False, soft_wrap=True)
+            _errors.print(f"{label} took {began - before:.0f} s for one run: --engine none measures selfspec alone")
             others.clear()
         others.discard(label)
         shown(label)
@@ -159,7 +157,7 @@ def started(
     except EngineLostError as error:
         if error.mistake is not None:
             raise ValueError(error.mistake) from None
-        typer.echo(f"error: {error}", err=True)
+        _errors.print(f"error: {error}")
         raise typer.Exit(1) from None
 
 
@@ -167,13 +165,12 @@ def show(lines: Sequence[Line]) -> None:
     """Print a record's tables, and who was left out. Exits with 1 if an output differs by more than a near-tie."""
     typer.echo(terminal_text(lines))
     for reason in dict.fromkeys(line["reason"] for line in matching(lines, "lost")):
-        typer.echo(f"left out: {reason}", err=True)
+        _errors.print(f"left out: {reason}")
     faults = matching(lines, "output", near_tie=False)
     for line in faults:
-        typer.echo(
+        _errors.print(
             f"{line['engine']} differs from {line['reference']} on {line['prompt']} at new token "
-            f"{line['first_difference']}, where the reference's top two logits are {line['reference_logit_gap']:.3g} apart",
-            err=True,
+            f"{line['first_difference']}, where the reference's top two logits are {line['reference_logit_gap']:.3g} apart"
         )
     if faults:
         raise typer.Exit(1)

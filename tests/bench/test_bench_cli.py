@@ -149,11 +149,6 @@ MISTAKES = {
     "context --model MODEL --contexts 1": "the model has 64 positions: no context of 1 leaves room for 64 new tokens",
     "kernels --variant none": "this machine runs the variants",
     "kernels --weights int3": "--weights must be of float32, bfloat16, int8, int4",
-    "convert": "`selfspec-bench convert` was removed: ",
-    "shapes --shape small": "`selfspec-bench shapes` was removed: run `selfspec-bench run --model synthetic:",
-    "chat --model x": "`selfspec-bench chat` was removed: `selfspec-bench peers --chat`",
-    "peers --converted folder": "--converted was removed: name the engines with --engine",
-    "report x.jsonl --into=y.md": "--into was removed: `selfspec-bench report --update`",
     "report": "name at least one record",
 }
 
