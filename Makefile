@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo chat test test-operators test-triton lint docs records results sanitize sanitize-short wheel wheels clean
 
 demo: $(VENV)/.installed
-	$(BIN)/selfspec generate --compare --ignore-eos --max-new-tokens 200 </dev/null
+	$(BIN)/selfspec demo
 
 chat: $(VENV)/.installed
 	$(BIN)/selfspec get smollm2 >/dev/null

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-
-import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from selfspec.messages import encode_messages
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 SHIPPED_PROMPTS = Path(__file__).parent / "prompts"
 """Prompts written for this project: code, maths word problems, English prose and summaries, German to English, copying."""
@@ -101,6 +102,8 @@ def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> list[EncodedPrompt]:
     """Return the token ids of each prompt, with the tokenizer's special tokens; of a longer prompt its last `max_tokens`."""
+    import torch
+
     encoded = []
     for prompt in prompts:
         ids = torch.tensor(tokenizer(prompt.prompt, verbose=False)["input_ids"], dtype=torch.long)
@@ -115,6 +118,8 @@ def chat_prompts(
 
     Raises ValueError where the tokenizer has no template, or no message has at most `max_tokens` tokens with it.
     """
+    import torch
+
     found = {prompt: encode_messages([{"role": "user", "content": prompt.prompt}], tokenizer) for prompt in prompts}
     fitting = [prompt for prompt, ids in found.items() if len(ids) <= max_tokens]
     if not fitting:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,6 +33,7 @@ _GENERATIONS = (
     (_INTEL, 6, 0xAD, 0xAE, "Granite Rapids"),
 )  # fmt: skip
 """Vendor, family, first and last model, name: of server processors, and of desktops that share their numbers."""
+_POLICY_FILE = re.compile(r"[^+=]*\.py(?=:)")
 
 
 def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -49,14 +53,31 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "kernels": native_variant(device, torch.float32 if is_widened else dtype),
         "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "load_average": round(psutil.getloadavg()[0], 2),  # well above 1: the machine was busy with other things
+        "load_average": load_average(),  # well above 1: the machine was busy with other things
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(dtype).removeprefix("torch."),
     }
 
 
+def load_average() -> float:
+    """Return how many programs wanted to run at a time, on average of the last minute."""
+    return round(psutil.getloadavg()[0], 2)
+
+
+def policy_files(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return digests of the files whose classes are named as policies, as a part of a record's configuration."""
+    found = {file.strip() for name in names for file in _POLICY_FILE.findall(name)}
+    digests = {_shortened(file): hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12] for file in sorted(found)}
+    return {"policy_files": digests} if digests else {}
+
+
 def public_argument(argument: str) -> str:
-    """Strip a command-line argument of this machine's folders: an absolute path becomes relative, or its last part."""
+    """Strip a command-line argument of this machine's folders, also in the middle, where a policy's file is named."""
+    return _shortened(_POLICY_FILE.sub(lambda file: _shortened(file[0]), argument))
+
+
+def _shortened(argument: str) -> str:
+    """Make an absolute path relative, or its last part."""
     path = Path(argument)
     if not path.is_absolute():
         return argument

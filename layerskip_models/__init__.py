@@ -6,7 +6,8 @@ from layerskip_models.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from layerskip_models.checkpoints.conversion import from_transformers
-    from layerskip_models.checkpoints.loading import DEMO_PATH, load_demo, load_model, load_tokenizer
+    from layerskip_models.checkpoints.loading import load_demo, load_model, load_tokenizer
+    from layerskip_models.checkpoints.named_models import DEMO_PATH
     from layerskip_models.checkpoints.supported import LAYERSKIP_CHECKPOINTS
     from layerskip_models.model import LayerSkipModel
 
@@ -20,7 +21,7 @@ __all__ = [
     "load_tokenizer",
 ]
 _PLACES = {
-    "DEMO_PATH": "layerskip_models.checkpoints.loading",
+    "DEMO_PATH": "layerskip_models.checkpoints.named_models",
     "LAYERSKIP_CHECKPOINTS": "layerskip_models.checkpoints.supported",
     "LayerSkipModel": "layerskip_models.model",
     "from_transformers": "layerskip_models.checkpoints.conversion",

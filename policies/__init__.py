@@ -12,7 +12,7 @@ from policies.bounds import check_exit_layer
 from policies.cost import CostModel, LayerCost, MeasuredCost, cost_of_round, tokens_per_cost
 from policies.del_policy import DelExit
 from policies.fixed import CopyExit, FixedExit
-from policies.names import parse_policy
+from policies.names import parse_policy, runs_own_code
 from policies.pacer import PacerStopping
 from policies.records import (
     ContextStates,
@@ -57,6 +57,7 @@ __all__ = [
     "check_exit_layer",
     "cost_of_round",
     "parse_policy",
+    "runs_own_code",
     "tokens_per_cost",
 ]
 

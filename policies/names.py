@@ -1,14 +1,18 @@
 """Policies by name: `NAME[:ARGS][+STOPPING[:ARGS]]`, in Python and on the command line.
 
-ARGS is a list separated by commas: the exit layer and length first where a policy takes them, then name=value.
+ARGS is a list separated by commas: the exit layer and length first where a policy takes them, then name=value. NAME and
+STOPPING may be classes of one's own (`policies.own`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
+from inspect import signature
 from typing import Any
 
 from policies.auto.policy import AutoExit
@@ -18,6 +22,7 @@ from policies.building import Setup
 from policies.cost import CostModel
 from policies.del_policy import DelExit, DelThreshold
 from policies.fixed import CopyExit, FiniteStateLength, FixedExit
+from policies.own import build_own, named_by_packages, own_class
 from policies.pacer import PacerStopping
 from policies.records import PreVerifier
 from policies.spide import SpideStopping
@@ -42,6 +47,19 @@ def _switch(text: str) -> bool:
     return text == "on"
 
 
+def _several(text: str) -> tuple[Any, ...]:
+    return tuple(map(_as_it_looks, text.split("/")))
+
+
+def _as_it_looks(text: str) -> Any:
+    if "/" in text:
+        return _several(text)
+    for read in (_integer, float, _switch):
+        with suppress(ValueError):
+            return read(text)
+    return text
+
+
 _CONVERT: dict[str, Convert] = {
     **dict.fromkeys(("cost", "length", "on_stop", "prompt"), str),
     **dict.fromkeys(("omega", "start", "target", "step", "threshold", "tau", "t", "rho"), float),
@@ -50,6 +68,11 @@ _CONVERT: dict[str, Convert] = {
     "layers": _layers,
 }
 """How the value of each option is read. An option means the same wherever it occurs."""
+_BY_TYPE: dict[str, Convert] = {
+    **{"int": _integer, "float": float, "str": str, "bool": _switch},
+    **dict.fromkeys(("tuple", "list", "Sequence"), _several),
+}
+"""How it is read for an argument of one's own class, by the type that it is annotated with."""
 
 _POSITIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "E-G": ("an exit layer and a length", ("exit_layer", "length")),
@@ -65,18 +88,20 @@ class PolicySpec:
     """One name: what it builds, and what its ARGS may be.
 
     example: for messages. build: given a Setup and ARGS as keywords. takes: the names of its options, separated by blanks.
-    position: what comes first in ARGS, a key of `_POSITIONS`, in brackets if it may be left out; "" for nothing.
+    position: what comes first in ARGS, a key of `_POSITIONS`, in brackets if it may be left out; "" for nothing. own: the
+    options of a class of one's own, with how their values are read.
     """
 
     example: str
     build: Callable[..., Any]
     takes: str = ""
     position: str = ""
+    own: Mapping[str, Convert] | None = None
 
     @property
-    def options(self) -> dict[str, Convert]:
+    def options(self) -> Mapping[str, Convert]:
         """How the value of each of its options is read."""
-        return {option: _CONVERT[option] for option in self.takes.split()}
+        return {option: _CONVERT[option] for option in self.takes.split()} if self.own is None else self.own
 
 
 EXITS = {
@@ -136,33 +161,57 @@ def parse_policy(
         raise ValueError(f"policy {text!r}: {error}") from None
 
 
+def runs_own_code(text: str) -> bool:
+    """Tell, without running it, whether `parse_policy` would run code that this package did not bring."""
+    names = {_split(part)[0] for part in text.partition("+")[::2]} - {*EXITS, *STOPPINGS, ""}
+    return any(".py" in name or named_by_packages(name) for name in names)
+
+
 def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
     head, plus, tail = text.partition("+")
     name, arguments = _split(head)
-    if name in EXITS:
+    spec = _find(name, EXITS, "plan")
+    if spec is not None:
         if not plus:
-            built = EXITS[name].build(setup, **_values(name, EXITS[name], arguments))
+            built = spec.build(setup, **_values(name, spec, arguments))
             make_stopping = getattr(built, "default_stopping", None)
             return built, None if make_stopping is None else make_stopping()
         if name == "copy":
             raise ValueError(
                 f"copies no longer go before another policy: say {head} alone, or auto, which copies and drafts"
             )
-        return _with_other_stopping(setup, name, arguments, tail)
-    if name not in STOPPINGS:
+        return _with_other_stopping(setup, name, spec, _values(name, spec, arguments), tail)
+    if _find(name, STOPPINGS, "stop_before_draw") is None:
         raise ValueError(f"unknown policy {name!r}{_suggestion(name, list({**EXITS, **STOPPINGS}))}")
-    if plus:
-        raise ValueError(f"{name!r} ends drafts itself: put {tail!r} after an exit policy, as in ls:3-18+{tail}")
+    if plus or name not in STOPPINGS:
+        raise ValueError(f"{name!r} ends drafts itself: put it after an exit policy, as in ls:3-18+{tail or name}")
     return _with_fixed_exit(setup, name, arguments)
 
 
-def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> tuple[ExitPolicy, StoppingPolicy]:
+def _find(name: str, built_in: Mapping[str, PolicySpec], method: str) -> PolicySpec | None:
+    """Find what a name means: a policy of this package, or a class of one's own with this method."""
+    if name in EXITS or name in STOPPINGS:
+        return built_in.get(name)
+    found = own_class(name)
+    if found is None or not hasattr(found, method):
+        return None
+    own = {}
+    for one in signature(found).parameters.values():
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            types = re.findall(r"\w+", str(one.annotation))
+            own[one.name] = next((_BY_TYPE[kind] for kind in types if kind in _BY_TYPE), _as_it_looks)
+    return PolicySpec(name, partial(build_own, found), own=own)
+
+
+def _with_other_stopping(
+    setup: Setup, name: str, spec: PolicySpec, values: dict[str, Any], tail: str
+) -> tuple[ExitPolicy, StoppingPolicy]:
     """Make an exit policy with another stopping policy, which learns the layers that the exit policy may choose."""
     other, other_arguments = _split(tail)
-    if other not in STOPPINGS:
+    other_spec = _find(other, STOPPINGS, "stop_before_draw")
+    if other_spec is None:
         raise ValueError(f"unknown stopping policy {other!r}{_suggestion(other, [*STOPPINGS])}")
-    values = _values(name, EXITS[name], arguments)
-    other_values = _values(other, STOPPINGS[other], other_arguments)
+    other_values = _values(other, other_spec, other_arguments)
     if name == "bits" and other in _NEED_FULL_EXITS:
         others = ", ".join(known for known in STOPPINGS if known not in _NEED_FULL_EXITS)
         raise ValueError(f"{other!r} learns from exits in full: after 'bits' take {others}")
@@ -176,19 +225,19 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
     if other == "pacer":  # it says which layers may be chosen, not the other way round
         if "exit_layer" in other_values:
             raise ValueError(f"exit_layer= changes nothing after {name!r}, which chooses the exit layer")
-        stopping = STOPPINGS[other].build(setup, **other_values)
+        stopping = other_spec.build(setup, **other_values)
         assert isinstance(stopping, PacerStopping)
         setup = replace(setup, ended_by=stopping.preverifier, block=stopping.b)
-        if "layers" in EXITS[name].options:
+        if "layers" in spec.options:
             values.setdefault("layers", stopping.exit_layers)
         _check_judged(values.get("layers", (values.get("exit_layer"),)), stopping)
-    built = EXITS[name].build(setup, **values)
+    built = spec.build(setup, **values)
     if built.exit_layers == ():
         raise ValueError(f"{name!r} drafts nothing here: no stopping policy can follow it")
     if stopping is None:
         drafts_in = built.observes.bits[0] if name == "bits" else None
         setup = replace(setup, exit_layers=built.exit_layers, drafts_in=drafts_in)
-        stopping = STOPPINGS[other].build(setup, **other_values)
+        stopping = other_spec.build(setup, **other_values)
     asked = stopping.observes  # which overrides a schedule of learning that asks for less
     if "learn_every" in values and asked.shadow_layers and asked.learn_every < built.observes.learn_every:
         raise ValueError(f"learn_every= changes nothing before +{other}, which learns from every row")
@@ -226,7 +275,11 @@ def _with_fixed_exit(setup: Setup, name: str, arguments: str) -> tuple[ExitPolic
 
 
 def _split(part: str) -> tuple[str, str]:
+    """Split a part into its name, which may be FILE.py:CLASS, and its ARGS."""
     name, _, arguments = part.strip().partition(":")
+    if name.endswith(".py"):
+        wanted, _, arguments = arguments.partition(":")
+        name = f"{name}:{wanted}"
     return name, arguments
 
 

@@ -10,8 +10,6 @@ from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.engine import BoundRequest, run_calls
 from selfspec.engine.results import GenerationResult
 
-DEFAULT_BATCH_SIZE = 8
-"""Number of texts decoded together. A larger batch raises throughput on a CPU only a little, and makes each text slower."""
 _LISTS = ("eos_token_id", "stop_strings", "logits_processor", "stopping_criteria", "copy_from")
 
 

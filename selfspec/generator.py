@@ -17,11 +17,11 @@ from layerskip_models import LayerSkipModel, load_model, load_tokenizer
 from layerskip_models.draft_weights import DraftWeights
 from layerskip_models.exits.lean import ExitsChoice
 from policies import Policy, RoundRecord
-from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
+from selfspec.batch import BatchError, check_all, completed
 from selfspec.cache.copy_index import CopyStore, make_store, store_for
 from selfspec.cache.pool import KeptTexts
 from selfspec.cache.prefix_cache import PrefixCache
-from selfspec.defaults import DEFAULT_POLICY
+from selfspec.defaults import DEFAULT_BATCH_SIZE, DEFAULT_POLICY
 from selfspec.engine.engine import BoundRequest, Engine, run_calls
 from selfspec.engine.model_source import BoundModel, ModelSource
 from selfspec.engine.policy_store import PolicyStore
@@ -91,6 +91,8 @@ class SelfSpecGenerator:
         kv_dtype: str | torch.dtype = "auto",
         draft_weights: DraftWeights = "auto",
     ) -> None:
+        if isinstance(model, (str, Path)):
+            raise TypeError(f"give a loaded model, or SelfSpecGenerator.from_pretrained({str(model)!r})")
         prefixes = PrefixCache.of(prefix_cache)
         self._models = ModelSource(model, runner, prefixes, exits, kv_dtype, draft_weights)
         self.tokenizer = tokenizer

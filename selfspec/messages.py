@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from layerskip_models.checkpoints.named_models import DEMO
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -48,9 +50,9 @@ def read_template(choice: str | None) -> ChatTemplate:
     return PLAIN_TEMPLATE if choice == PLAIN else ChatTemplate(Path(choice).read_text(encoding="utf-8-sig"))
 
 
-def template_of(model: str | None, choice: str | None) -> ChatTemplate:
-    """Read a model's template. The demo (None) is a base model, whose default is "plain". Raises as `read_template`."""
-    return read_template(PLAIN if choice is None and model is None else choice)
+def template_of(model: str, choice: str | None) -> ChatTemplate:
+    """Read a model's template. The demo is a base model, whose default is "plain". Raises as `read_template`."""
+    return read_template(PLAIN if choice is None and model == DEMO else choice)
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase | None, template: ChatTemplate = OWN_TEMPLATE) -> bool:
@@ -86,6 +88,13 @@ def encode_messages(
     continued = messages[-1]["role"] == "assistant"
     ends = {"add_generation_prompt": not continued, "continue_final_message": continued}
     return _ids(messages, tokenizer, template, tools, {**(variables or {}), **ends})
+
+
+def encode_question(text: str, tokenizer: PreTrainedTokenizerBase | None, *, raw: bool) -> str | list[int]:
+    """Encode a text as a user's message, if the tokenizer has a chat template and not `raw`; else return the text."""
+    if raw or not has_template(tokenizer):
+        return text
+    return encode_messages([{"role": "user", "content": text}], tokenizer)
 
 
 def conversation_ids(

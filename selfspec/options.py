@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
-from torch import Generator
-
 from layerskip_models.option_fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Range
-from policies import Policy
-from selfspec.cache.copy_index import CopyFrom
 
 if TYPE_CHECKING:
+    from torch import Generator
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+    from policies import Policy
+    from selfspec.cache.copy_index import CopyFrom
+
 POLICY_HELP = (
-    'For example "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding); '
-    "docs/policies.md has all (default: auto)."
+    'For example "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding), '
+    '"ls:3-8+my_file.py:MyStop" (a class of your own); docs/policies.md has all (default: auto).'
 )
 
 
@@ -95,7 +95,8 @@ class GenerationOptions(WrittenOptions, total=False):
 
 def described(group: Any) -> dict[str, tuple[Any, Option]]:
     """Collect the type and the description of every option of one of these classes that has a description."""
-    hints = get_type_hints(group, include_extras=True)
+    of_python = {"Policy": Any, "CopyFrom": Any}  # nobody can write them down, and their modules import PyTorch
+    hints = get_type_hints(group, localns=of_python, include_extras=True)
     return {
         name: (get_args(hint)[0], get_args(hint)[1]) for name, hint in hints.items() if hasattr(hint, "__metadata__")
     }
@@ -123,10 +124,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def spelled_out(function: _Function) -> _Function:
     """Show every option in the function's signature instead of `**options`, for `help` and editors."""
+    from policies import Policy
+    from selfspec.cache.copy_index import CopyFrom
+
     signature = inspect.signature(function)
     *parameters, last = signature.parameters.values()
     assert last.kind is last.VAR_KEYWORD
-    written = get_type_hints(WrittenOptions)
+    written = get_type_hints(WrittenOptions, localns={"Policy": Policy, "CopyFrom": CopyFrom})
     hints = {name: written.get(name, _as_written(hint)) for name, hint in GenerationOptions.__annotations__.items()}
     options = [
         inspect.Parameter(name, last.KEYWORD_ONLY, default=False if hint == "bool" else None, annotation=hint)

@@ -1,16 +1,22 @@
-"""The options that commands of `selfspec-bench` share, one type for each."""
+"""The commands of `selfspec-bench` as dataclasses: a field for each option, and a docstring that is the help.
+
+Types of options that several commands share come first. This module imports nothing heavy, so that help and mistakes show at
+once; a command's work is a function of the same name in a module of its own.
+"""
 
 from __future__ import annotations
 
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from bench.datasets import COPYING, shipped_names
-from layerskip_models import DEMO_PATH
+from layerskip_models.checkpoints.named_models import DEMO, named_file
 from layerskip_models.output_paths import output_file
 from selfspec.cli.console import one_line_errors
+from selfspec.cli.option_groups import checked_output_file, option
 
 
 def _record_path(path: Path | None) -> Path | None:
@@ -19,13 +25,18 @@ def _record_path(path: Path | None) -> Path | None:
         return None if path is None else output_file(path, replaced=True)
 
 
-DEMO = str(DEMO_PATH)
+def _checkpoint(name: str) -> str:
+    """Return the path that a short name stands for, and other names as they are."""
+    with one_line_errors():
+        return name if Path(name).exists() else str(named_file(name) or name)
+
+
+DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
 ModelOption = Annotated[
     str,
     typer.Option(
-        show_default=False,
-        help='LayerSkip checkpoint: folder, hub name, or "synthetic:SHAPE" (random weights of that shape). '
-        "Default: the demo.",
+        help='Checkpoint: folder, GGUF file, short name, hub name, or "synthetic:SHAPE" (random weights of that shape).',
+        callback=_checkpoint,
     ),
 ]
 PromptsOption = Annotated[
@@ -72,3 +83,215 @@ OutputOption = Annotated[
         callback=_record_path,
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnModel:
+    model: ModelOption = DEMO
+    dtype: DtypeOption = "auto"
+    device: DeviceOption = "auto"
+    output: OutputOption = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCommand(OnModel):
+    """Measure policies over tasks: speed and rounds, with plain decoding in the same run.
+
+    Ends with status 1 if an output differs by more than a near-tie.
+    """
+
+    policy: list[str] | None = option(None, f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}.")
+    kept: KeptOption = None
+    prompts: list[Path] | None = option(
+        None,
+        f"File of prompts, .jsonl[.gz], or shipped ones by name: {', '.join(shipped_names())}; repeatable. "
+        f"Default: the shipped ones but {COPYING}.",
+    )
+    task: list[str] | None = option(None, "Task of the prompts; repeatable. Default: all tasks.")
+    num_samples: int = option(2, "Number of prompts of each task.", min=1)
+    prompt_tokens: PromptTokensOption = 320
+    max_new_tokens: NewTokensOption = 128
+    repeats: RepeatsOption = 2
+    do_sample: bool = option(
+        False, "Sample instead of decoding greedily; every repeat of a prompt has another seed.", None, "--do-sample"
+    )
+    temperature: float | None = option(None, "Sampling temperature, with --do-sample (default 1).")
+    top_p: float | None = option(None, "Top-p, with --do-sample (default 1: all tokens).")
+    top_k: int | None = option(None, "Top-k, with --do-sample (default 0: all tokens).", min=0)
+    seed: int | None = option(None, "Random seed of the first repeat, with --do-sample (default 0).")
+    warmups: WarmupsOption = 1
+    runner: str = option("auto", "eager, graphs (on CUDA), or auto: graphs on CUDA where they can be, else eager.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeersCommand(OnModel):
+    """Measure selfspec beside transformers' generate and assistant_early_exit, llama.cpp, ik_llama.cpp and OpenVINO GenAI.
+
+    All run the same model in turn, greedily, each in a process of its own that holds the weights itself, once more for each
+    KIND. One that crashes or hangs is left out with a message, and the others go on. Outputs are compared with those of
+    selfspec without speculation. Ends with status 1 if one differs by more than a near-tie. Weights rounded to fewer bits are
+    another model: their outputs are compared, but a difference is no fault.
+    """
+
+    policy: list[str] | None = option(
+        None, "Policy beside plain decoding; repeatable. Default: the best known fixed setting, and auto."
+    )
+    kept: list[str] | None = option(
+        None, "Policy to run without forgetting between prompts, as in ordinary use; repeatable."
+    )
+    engine: EngineOption = None
+    prompts: PromptsOption = None
+    chat: bool = option(
+        False,
+        "Prompts are messages of a user, in the model's chat template; those that are too long are left out. "
+        "Answers end where the model ends them.",
+        None,
+        "--chat",
+    )
+    num_samples: NumSamplesOption = 4
+    prompt_tokens: PromptTokensOption = 320
+    max_new_tokens: NewTokensOption = 128
+    repeats: RepeatsOption = 3
+    warmups: WarmupsOption = 1
+    loads: int = option(0, "Also load each engine this often, in a new process each time. Needs a GGUF file.", min=0)
+    peer_timeout: PeerTimeoutOption = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepCommand(OnModel):
+    """Find the best exit layer and length; greedy.
+
+    Settings are ranked by replay of traced runs, and the most promising are timed. Ends with status 1 if an output differs
+    from autoregressive decoding by more than a near-tie.
+    """
+
+    exit_layers: str | None = option(None, 'As "1-8" or "2,4,6"; default: the first half.')
+    num_speculations: str | None = option(None, 'Drafts a round, as "1-8" or "2,4,6"; default: 1-10.')
+    prompts: PromptsOption = None
+    num_samples: NumSamplesOption = 8
+    prompt_tokens: PromptTokensOption = 320
+    max_new_tokens: NewTokensOption = 128
+    num_timed: int = option(6, "Number of settings to time, best predictions first.", min=1)
+    repeats: RepeatsOption = 5
+    warmups: WarmupsOption = 2
+    write: bool = option(False, "Save the best setting beside the checkpoint's weights.", None, "--write")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCommand(OnModel):
+    """Measure throughput over the number of texts that share the passes, greedy; engines in turn.
+
+    Every engine runs in a process of its own and holds the weights itself. One that crashes or hangs is left out with a
+    message, and the others go on. For OpenVINO GenAI all texts are cut to the length of the shortest.
+    """
+
+    prompts: PromptsOption = None
+    prompt_tokens: PromptTokensOption = 64
+    max_new_tokens: NewTokensOption = 64
+    texts: str = option("1,2,4,8,16", "Texts decoded together, as in 1,2,4.")
+    policy: list[str] | None = option(None, "Policies, repeatable. Default: ar and auto.")
+    repeats: int = option(3, "Measurements of each engine at each number of texts.", min=1)
+    engine: EngineOption = None
+    peer_timeout: PeerTimeoutOption = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextCommand(OnModel):
+    """Measure tokens/s and time to the first token at several lengths of the prompt; greedy.
+
+    Contexts beyond the model's positions are left out. Contexts and policies take turns.
+    """
+
+    contexts: str = option("128,1024,4096,16384", "Prompt lengths in tokens, as in 128,1024.")
+    max_new_tokens: NewTokensOption = 64
+    repeats: RepeatsOption = 3
+    kv_dtype: str = option("auto", "What our engine keeps keys and values in: auto (the arithmetic's own) or bfloat16.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCommand:
+    """Measure servers: throughput and time to first token over the number of clients; CPU, float32, greedy.
+
+    EOS is ignored where the checkpoint has none. All servers run on one folder, and are measured in turn, as is
+    generate_batch in this process. Ends with status 1 if our server's texts differ from generate_batch's.
+    """
+
+    model: ModelOption = DEMO
+    clients: str = option("1,4,8", "Numbers of clients, as in 1,4,8.")
+    requests: int = option(2, "Requests of each client in a measurement.", min=1)
+    prompt_tokens: PromptTokensOption = 64
+    max_new_tokens: NewTokensOption = 64
+    repeats: RepeatsOption = 3
+    peers: bool = option(True, "Also measure `transformers serve`, plain and continuous.", None, "--peers/--no-peers")
+    output: OutputOption = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelsCommand:
+    """Measure single products: bytes of the weights per second, and microseconds, by kind of weights, rows and variant.
+
+    Matrices are multiplied in turn, so that their weights come from memory. Each variant runs in a process of its own.
+    """
+
+    variant: list[str] | None = option(None, "Variant; repeatable. Default: all that this processor runs, best first.")
+    weights: list[str] | None = option(
+        None, "float32, bfloat16, int8, int4, Q4_K, Q5_K, Q6_K or IQ4_NL; repeatable. Default: all."
+    )
+    rows: str = option("1,2,4,8,16,32,64,128", "Numbers of rows, as in 1,2,4.")
+    seconds: float = option(0.2, "Seconds of each measurement.", min=0.001)
+    repeats: int = option(3, "Processes of each variant, in turn.", min=1)
+    output: OutputOption = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflineCommand(OnModel):
+    """Measure the memory's bandwidth, the bytes that each step must read, and how close the engine comes to that limit.
+
+    Plain decoding, the fixed setting that is best on the first prompt by replay, and auto; greedy.
+    """
+
+    prompts: PromptsOption = None
+    num_samples: NumSamplesOption = 2
+    prompt_tokens: PromptTokensOption = 192
+    max_new_tokens: NewTokensOption = 128
+    repeats: RepeatsOption = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportCommand:
+    """Turn records into a page: what came out, tables, and where the numbers come from."""
+
+    records: list[Path] | None = option(
+        None, "Records that the other commands wrote; with --update documents.", argument=True
+    )
+    output: Path | None = option(
+        None,
+        "Write this file: HTML with plots (needs matplotlib) if it ends in .html, else Markdown. Default: print it.",
+        None,
+        "--output",
+        "-o",
+        callback=checked_output_file,
+    )
+    in_documents: bool = option(
+        False,
+        'Fill the tables of documents between "<!-- table: RECORD NAME -->" and "<!-- /table -->" anew. Default: '
+        "README.md and docs/.",
+        None,
+        "--update",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareCommand:
+    """Show two records side by side: what changed in how they were made, speeds, and whether outputs are the same."""
+
+    before: Path = option(MISSING, "A record.", argument=True, metavar="A")
+    after: Path = option(MISSING, "Another of the same kind.", argument=True, metavar="B")
+
+
+COMMANDS: dict[str, type] = {
+    "run": RunCommand, "peers": PeersCommand, "sweep": SweepCommand, "batch": BatchCommand, "context": ContextCommand,
+    "load": LoadCommand, "kernels": KernelsCommand, "roofline": RooflineCommand, "report": ReportCommand,
+    "compare": CompareCommand,
+}  # fmt: skip
+"""The commands by name, in the order of the list."""

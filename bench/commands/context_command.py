@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
 
 import torch
 import typer
 from transformers import PreTrainedTokenizerBase
 
-from bench.commands import bench_options as options
+from bench.commands.bench_options import ContextCommand
 from bench.commands.roofline_command import best_fixed
 from bench.commands.session import header, progress, recording, show
 from bench.commands.sweep_command import parse_range
@@ -30,41 +29,27 @@ from selfspec import SelfSpecGenerator
 from selfspec.cli.console import one_line_errors
 
 
-def context(
-    model: options.ModelOption = options.DEMO,
-    contexts: Annotated[str, typer.Option(help="Prompt lengths in tokens, as in 128,1024.")] = "128,1024,4096,16384",
-    max_new_tokens: options.NewTokensOption = 64,
-    repeats: options.RepeatsOption = 3,
-    dtype: options.DtypeOption = "auto",
-    kv_dtype: Annotated[
-        str, typer.Option(help="What our engine keeps keys and values in: auto (the arithmetic's own) or bfloat16.")
-    ] = "auto",
-    device: options.DeviceOption = "auto",
-    output: options.OutputOption = None,
-) -> None:
-    """Measure tokens/s and time to the first token at several lengths of the prompt; greedy.
-
-    Contexts beyond the model's positions are left out. Contexts and policies take turns.
-    """
+def context(options: ContextCommand) -> None:
     with one_line_errors():
-        wanted = parse_range(contexts, "--contexts")
-        tokenizer = open_tokenizer(model)
-        weights = open_model(model, dtype, device).with_kv_dtype(kv_dtype)
+        wanted = parse_range(options.contexts, "--contexts")
+        tokenizer = open_tokenizer(options.model)
+        weights = open_model(options.model, options.dtype, options.device).with_kv_dtype(options.kv_dtype)
         most = weights.max_positions
-        lengths = [length for length in wanted if length + max_new_tokens <= most]
+        lengths = [length for length in wanted if length + options.max_new_tokens <= most]
         if not lengths:
             raise ValueError(
-                f"the model has {most} positions: no context of {contexts} leaves room for {max_new_tokens} new tokens"
+                f"the model has {most} positions: no context of {options.contexts} leaves room for "
+                f"{options.max_new_tokens} new tokens"
             )
         for left_out in wanted[len(lengths) :]:
             typer.echo(f"{left_out} tokens of context: beyond the model's {most} positions", err=True)
         prompts = [long_prompt(tokenizer, length) for length in lengths]
         where = provenance(weights.device, weights.dtype)
         asked = {"num_layers": weights.num_layers, "kv_dtype": str(weights.kv_dtype).removeprefix("torch.")}
-        first = header("context", where, model, prompts, max_new_tokens, repeats, **asked)
-    with recording(output, first) as record:
+        first = header("context", where, options.model, prompts, options.max_new_tokens, options.repeats, **asked)
+    with recording(options.output, first) as record:
         if not record.is_complete:
-            _measure(record, weights, prompts, max_new_tokens, repeats)
+            _measure(record, weights, prompts, options.max_new_tokens, options.repeats)
     show(record.lines)
 
 

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 
-from bench.commands import bench_options as options
+from bench.commands.bench_options import KernelsCommand
 from bench.commands.session import progress, recording, show
 from bench.commands.sweep_command import parse_range
 from bench.engines.k_quants import QUANTISERS, in_blocks
@@ -54,40 +53,32 @@ KINDS: dict[str, Callable[[Tensor], Linear]] = {
 """Ways to keep a float32 matrix, [out, in]: our own layouts, and the types of GGUF files."""
 
 
-def kernels(
-    variant: Annotated[
-        list[str] | None, typer.Option(help="Variant; repeatable. Default: all that this processor runs, best first.")
-    ] = None,
-    weights: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; repeatable. Default: all.")] = None,
-    rows: Annotated[str, typer.Option(help="Numbers of rows, as in 1,2,4.")] = "1,2,4,8,16,32,64,128",
-    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds of each measurement.")] = 0.2,
-    repeats: Annotated[int, typer.Option(min=1, help="Processes of each variant, in turn.")] = 3,
-    output: options.OutputOption = None,
-) -> None:
-    """Measure single products: bytes of the weights per second, and microseconds, by kind of weights, rows and variant.
-
-    Matrices are multiplied in turn, so that their weights come from memory. Each variant runs in a process of its own.
-    """
+def kernels(options: KernelsCommand) -> None:
     with one_line_errors():
         try:
             runnable = runnable_variants()
         except KernelsUnavailableError as error:
             raise ValueError(f"there is nothing to measure: {error}") from None
-        chosen = list(dict.fromkeys(variant or runnable))
+        chosen = list(dict.fromkeys(options.variant or runnable))
         if unknown := set(chosen) - set(runnable):
             raise ValueError(f"this machine runs the variants {', '.join(runnable)}, not {', '.join(sorted(unknown))}")
-        kinds = list(dict.fromkeys(weights or KINDS))
+        kinds = list(dict.fromkeys(options.weights or KINDS))
         if unknown := set(kinds) - set(KINDS):
             raise ValueError(f"--weights must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
-        job = {"kinds": kinds, "rows": parse_range(rows, "--rows"), "seconds": seconds, "matrices": MATRICES}
+        job = {
+            "kinds": kinds,
+            "rows": parse_range(options.rows, "--rows"),
+            "seconds": options.seconds,
+            "matrices": MATRICES,
+        }
     first = {
         "kind": "run",
         "command": "kernels",
-        "configuration": {"model": f"matrices of {OUT} x {IN}", "repeats": repeats, "variants": chosen, **job},
+        "configuration": {"model": f"matrices of {OUT} x {IN}", "repeats": options.repeats, "variants": chosen, **job},
         "provenance": provenance(torch.device("cpu"), torch.float32),
     }
-    with recording(output, first) as record, progress(repeats * len(chosen)) as advance:
-        for repeat in range(repeats):
+    with recording(options.output, first) as record, progress(options.repeats * len(chosen)) as advance:
+        for repeat in range(options.repeats):
             for name in in_turn(chosen, repeat):
                 record.once("products", partial(_measured, name, job), variant=name, repeat=repeat)
                 advance(name)

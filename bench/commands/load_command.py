@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from transformers import PreTrainedTokenizerBase
 
-from bench.commands import bench_options as options
+from bench.commands.bench_options import LoadCommand
 from bench.commands.session import encoded, header, progress, recording, show
 from bench.commands.sweep_command import parse_range
 from bench.datasets import EncodedPrompt
@@ -32,45 +32,29 @@ from selfspec.cli.console import one_line_errors
 _BATCH = "selfspec:generate_batch"
 
 
-def load(
-    model: options.ModelOption = options.DEMO,
-    clients: Annotated[str, typer.Option(help="Numbers of clients, as in 1,4,8.")] = "1,4,8",
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each client in a measurement.")] = 2,
-    prompt_tokens: options.PromptTokensOption = 64,
-    max_new_tokens: options.NewTokensOption = 64,
-    repeats: options.RepeatsOption = 3,
-    peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Also measure `transformers serve`, plain and continuous.")
-    ] = True,
-    output: options.OutputOption = None,
-) -> None:
-    """Measure servers: throughput and time to first token over the number of clients; CPU, float32, greedy.
-
-    EOS is ignored where the checkpoint has none. All servers run on one folder, and are measured in turn, as is
-    generate_batch in this process. Ends with status 1 if our server's texts differ from generate_batch's.
-    """
+def load(options: LoadCommand) -> None:
     with ExitStack() as held:
         held.enter_context(one_line_errors())
-        sizes = parse_range(clients, "--clients")
-        synthetic = is_synthetic(model)
-        if not synthetic and not Path(model).is_dir():
+        sizes = parse_range(options.clients, "--clients")
+        synthetic = is_synthetic(options.model)
+        if not synthetic and not Path(options.model).is_dir():
             raise ValueError("--model must be a folder or synthetic:SHAPE: all servers load the same files")
-        network = load_network(model, "bfloat16", "cpu") if synthetic else None
-        folder = held.enter_context(served_folder(None if synthetic else Path(model), network))
+        network = load_network(options.model, "bfloat16", "cpu") if synthetic else None
+        folder = held.enter_context(served_folder(None if synthetic else Path(options.model), network))
         del network
         tokenizer = load_tokenizer(folder, local_files_only=True)
-        samples, prompts = _prompts(tokenizer, max(sizes) * requests, prompt_tokens)
+        samples, prompts = _prompts(tokenizer, max(sizes) * options.requests, options.prompt_tokens)
         generator = SelfSpecGenerator.from_pretrained(folder, dtype="float32", local_files_only=True, prefix_cache=0)
         generator.resolve_policy()
         where = provenance(generator.model.device, generator.model.dtype)
-        asked = {"requests": requests, "clients": sizes, "peers": peers}
-        first = header("load", where, model, samples, max_new_tokens, repeats, **asked)
-        record = held.enter_context(recording(output, first))
+        asked = {"requests": options.requests, "clients": sizes, "peers": options.peers}
+        first = header("load", where, options.model, samples, options.max_new_tokens, options.repeats, **asked)
+        record = held.enter_context(recording(options.output, first))
         record.once("engine", lambda: {"label": "selfspec generate_batch"}, engine=_BATCH)
         # Every repeat reads its prompts again, as the peers do.
         arguments = f"--dtype float32 --batch-size {max([8, *sizes])} --max-waiting 256 --prefix-cache 0".split()
         servers = [] if record.is_complete else [held.enter_context(selfspec_server(folder, arguments))]
-        for continuous in (False, True) if peers and servers else ():
+        for continuous in (False, True) if options.peers and servers else ():
             try:
                 servers.append(
                     held.enter_context(transformers_server(folder, "float32", continuous_batching=continuous))
@@ -80,15 +64,15 @@ def load(
         for server in servers:
             record.once("engine", partial(dict, label=server.label), engine=server.name)
             measure_clients(server, prompts[:2], 2, 8)  # warms up
-        with progress((len(servers) + 1) * len(sizes) * repeats) as advance:
-            for repeat in range(repeats):
+        with progress((len(servers) + 1) * len(sizes) * options.repeats) as advance:
+            for repeat in range(options.repeats):
                 for size in sizes:
-                    sent = prompts[: size * requests]
-                    batch = partial(measure_batch_call, generator, sent, size, max_new_tokens)
+                    sent = prompts[: size * options.requests]
+                    batch = partial(measure_batch_call, generator, sent, size, options.max_new_tokens)
                     record.once("load", batch, engine=_BATCH, clients=size, repeat=repeat)
                     advance(f"generate_batch, {size} clients")
                     for server in servers:
-                        measure = partial(measure_clients, server, sent, size, max_new_tokens)
+                        measure = partial(measure_clients, server, sent, size, options.max_new_tokens)
                         record.once("load", measure, engine=server.name, clients=size, repeat=repeat)
                         advance(f"{server.label}, {size} clients")
     show(record.lines)

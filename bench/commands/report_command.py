@@ -1,50 +1,22 @@
-"""`selfspec-bench report` and `compare`: records as pages, tables of documents, and two records side by side."""
+"""`selfspec-bench report`: records as pages, and tables of documents."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from bench.record import Line, differences, read_record, showing
+from bench.commands.bench_options import ReportCommand
+from bench.record import read_record, showing
 from bench.report.page import html_page, markdown, update
-from bench.report.summary import Samples
-from bench.report.table import Table
 from layerskip_models.text_files import write_text
-from selfspec.cli.arguments import checked_output_file
 from selfspec.cli.console import one_line_errors
 
-_WHERE = ("cpu", "device", "threads", "dtype", "torch", "transformers", "commit")
 
-
-def report(
-    records: Annotated[
-        list[Path] | None, typer.Argument(help="Records that the other commands wrote; with --update documents.")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Write this file: HTML with plots (needs matplotlib) if it ends in .html, else Markdown. Default: print it.",
-            callback=checked_output_file,
-        ),
-    ] = None,
-    in_documents: Annotated[
-        bool,
-        typer.Option(
-            "--update",
-            help='Fill the tables of documents between "<!-- table: RECORD NAME -->" and "<!-- /table -->" anew. Default: '
-            "README.md and docs/.",
-        ),
-    ] = False,
-) -> None:
-    """Turn records into a page: what came out, tables, and where the numbers come from."""
+def report(options: ReportCommand) -> None:
     with one_line_errors():
-        if in_documents:
-            pages = records or [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]
+        if options.in_documents:
+            pages = options.records or [Path("README.md"), *sorted(Path("docs").rglob("*.md"))]
             texts = {page: page.read_text(encoding="utf-8") for page in pages}
             fresh = {page: update(text, Path()) for page, text in texts.items()}
             for page, text in fresh.items():
@@ -52,67 +24,16 @@ def report(
                     write_text(page, text)
                     typer.echo(f"{page}: new tables")
             return
-        if not records:
+        if not options.records:
             raise ValueError("name at least one record")
-        is_html = output is not None and output.suffix in (".html", ".htm")
-        found = {path: read_record(path) for path in records}
+        is_html = options.output is not None and options.output.suffix in (".html", ".htm")
+        found = {path: read_record(path) for path in options.records}
         shown = []
         for path, lines in found.items():
             with showing(path):
                 shown.append(html_page(path.stem, lines) if is_html else markdown(lines))
         text = "\n".join(shown)
-        if output is None:
+        if options.output is None:
             typer.echo(text, nl=False)
         else:
-            output.write_text(text, encoding="utf-8")
-
-
-def compare(
-    before: Annotated[Path, typer.Argument(metavar="A", help="A record.")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="Another of the same kind.")],
-) -> None:
-    """Show two records side by side: what changed in how they were made, speeds, and whether outputs are the same."""
-    with one_line_errors():
-        left, right = read_record(before), read_record(after)
-        with showing(before), showing(after):
-            notes, table = compare_records(left, right)
-    for note in notes:
-        typer.echo(note)
-    typer.echo(table.markdown(aligned=True))
-
-
-def compare_records(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[str], Table]:
-    """Return what differs in how the two were made, and a row per engine that both measured.
-
-    Raises ValueError if they have no engine in common.
-    """
-    notes = [f"{name}: {old} -> {new}" for name, old, new in differences(before[0], after[0], _WHERE)]
-    left, right = Samples(before), Samples(after)
-    rows = []
-    for name in [name for name in left.engines if name in right.engines]:
-        old, new = left.speed(name), right.speed(name)
-        rows.append(
-            {
-                "engine": right.engines[name],
-                "tokens/s A": old.text("{:.1f}"),
-                "tokens/s B": new.text("{:.1f}"),
-                "B over A": f"{new.value / old.value:.2f}×",
-                "outputs of B": _outputs(left, right, name),
-            }
-        )
-    if not rows:
-        raise ValueError("the two records have no engine in common")
-    return notes, Table.of("compare", "B against A", rows)
-
-
-def _outputs(left: Samples, right: Samples, engine: str) -> str:
-    """Say whether an engine wrote the same tokens for the prompts that both have."""
-    old, new = (
-        {line["prompt"]: line["output"] for line in samples.outputs if line["engine"] == engine}
-        for samples in (left, right)
-    )
-    shared = old.keys() & new.keys()
-    changed = sum(old[prompt] != new[prompt] for prompt in shared)
-    if not shared:
-        return "no prompt in common"
-    return f"{changed} of {len(shared)} differ" if changed else "equal"
+            options.output.write_text(text, encoding="utf-8")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from bench.commands import bench_options as options
+from bench.commands.bench_options import RooflineCommand
 from bench.commands.session import encoded, header, progress, recording, show
 from bench.datasets import EncodedPrompt
 from bench.engines.own import run_afresh
@@ -23,41 +23,29 @@ from selfspec.analysis.replay import fixed_settings, trace_agreement
 from selfspec.cli.console import one_line_errors
 
 
-def roofline(
-    model: options.ModelOption = options.DEMO,
-    prompts: options.PromptsOption = None,
-    num_samples: options.NumSamplesOption = 2,
-    prompt_tokens: options.PromptTokensOption = 192,
-    max_new_tokens: options.NewTokensOption = 128,
-    repeats: options.RepeatsOption = 3,
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = "auto",
-    output: options.OutputOption = None,
-) -> None:
-    """Measure the memory's bandwidth, the bytes that each step must read, and how close the engine comes to that limit.
-
-    Plain decoding, the fixed setting that is best on the first prompt by replay, and auto; greedy.
-    """
+def roofline(options: RooflineCommand) -> None:
     with one_line_errors():
-        samples = encoded(prompts, num_samples, open_tokenizer(model), prompt_tokens)
-        generator = SelfSpecGenerator(open_model(model, dtype, device), prefix_cache=0)
+        samples = encoded(options.prompts, options.num_samples, open_tokenizer(options.model), options.prompt_tokens)
+        generator = SelfSpecGenerator(open_model(options.model, options.dtype, options.device), prefix_cache=0)
         network = generator.model
         where = provenance(network.device, network.dtype)
         num_layers = network.num_layers
-        first = header("roofline", where, model, samples, max_new_tokens, repeats, num_layers=num_layers)
+        first = header(
+            "roofline", where, options.model, samples, options.max_new_tokens, options.repeats, num_layers=num_layers
+        )
     weights = WeightBytes.of(network)
-    with recording(output, first) as record:
+    with recording(options.output, first) as record:
         cost = calibrated(generator, record)
-        best = partial(best_fixed, generator, samples[0], max_new_tokens, cost)
+        best = partial(best_fixed, generator, samples[0], options.max_new_tokens, cost)
         fixed = record.once("fixed", lambda: {"policy": best()})["policy"]
         policies = ["ar", fixed, "auto"]
         record.once("weights", weights.as_line)
-        with progress(len(policies) * (1 + len(samples) * repeats)) as advance:
+        with progress(len(policies) * (1 + len(samples) * options.repeats)) as advance:
             for policy in [] if record.is_complete else policies:  # the path that is timed
-                measure_phases(generator, policy, samples[0], max_new_tokens, weights, cost)
+                measure_phases(generator, policy, samples[0], options.max_new_tokens, weights, cost)
                 advance(policy)
             for sample in samples:
-                for repeat in range(repeats):
+                for repeat in range(options.repeats):
                     # In turn with the runs: a shared host's memory is not as fast in one minute as in the next.
                     record.once(
                         "bandwidth",
@@ -66,7 +54,9 @@ def roofline(
                         repeat=repeat,
                     )
                     for policy in in_turn(policies, repeat):
-                        measure = partial(measure_phases, generator, policy, sample, max_new_tokens, weights, cost)
+                        measure = partial(
+                            measure_phases, generator, policy, sample, options.max_new_tokens, weights, cost
+                        )
                         record.once("phases", measure, policy=policy, prompt=sample.id, repeat=repeat)
                         advance(policy)
     show(record.lines)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
-import typer
-
-from bench.commands import bench_options as options
+from bench.commands.bench_options import DEFAULT_POLICIES, RunCommand
 from bench.commands.session import header, measure, recording, show, write_engines
-from bench.datasets import COPYING, Prompt, encode_prompts, group_by_task, load_prompts, shipped_names
+from bench.datasets import COPYING, Prompt, encode_prompts, group_by_task, load_prompts
 from bench.engines.own import SelfSpecEngine
 from bench.machine import WeightBytes, measure_bandwidth
 from bench.models import open_model, open_tokenizer
@@ -20,60 +18,18 @@ from policies import LayerCost, Policy, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli.console import one_line_errors
 
-DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
 
-
-def run(
-    model: options.ModelOption = options.DEMO,
-    policy: Annotated[
-        list[str] | None, typer.Option(help=f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}.")
-    ] = None,
-    kept: options.KeptOption = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help=f"File of prompts, .jsonl[.gz], or shipped ones by name: {', '.join(shipped_names())}; repeatable. "
-            f"Default: the shipped ones but {COPYING}."
-        ),
-    ] = None,
-    task: Annotated[list[str] | None, typer.Option(help="Task of the prompts; repeatable. Default: all tasks.")] = None,
-    num_samples: Annotated[int, typer.Option(min=1, help="Number of prompts of each task.")] = 2,
-    prompt_tokens: options.PromptTokensOption = 320,
-    max_new_tokens: options.NewTokensOption = 128,
-    repeats: options.RepeatsOption = 2,
-    do_sample: Annotated[
-        bool,
-        typer.Option(
-            "--do-sample", help="Sample instead of decoding greedily; every repeat of a prompt has another seed."
-        ),
-    ] = False,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature, with --do-sample (default 1).")
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Top-p, with --do-sample (default 1: all tokens).")] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Top-k, with --do-sample (default 0: all tokens).")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Random seed of the first repeat, with --do-sample (default 0).")
-    ] = None,
-    warmups: options.WarmupsOption = 1,
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = "auto",
-    runner: Annotated[
-        str, typer.Option(help="eager, graphs (on CUDA), or auto: graphs on CUDA where they can be, else eager.")
-    ] = "auto",
-    output: options.OutputOption = None,
-) -> None:
-    """Measure policies over tasks: speed and rounds, with plain decoding in the same run.
-
-    Ends with status 1 if an output differs by more than a near-tie.
-    """
+def run(options: RunCommand) -> None:
     with one_line_errors():
-        sampling = sampling_of(do_sample, {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed})
-        names = ["ar", *(policy or DEFAULT_POLICIES)]
-        chosen = choose_prompts(prompts or [], task or [], num_samples)
-        samples = encode_prompts(chosen, open_tokenizer(model), prompt_tokens)
-        weights = open_model(model, dtype, device)
-        generator = SelfSpecGenerator(weights, runner=cast(Any, runner), prefix_cache=0)
+        sampling = sampling_of(
+            options.do_sample,
+            {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k, "seed": options.seed},
+        )
+        names = ["ar", *(options.policy or DEFAULT_POLICIES)]
+        chosen = choose_prompts(options.prompts or [], options.task or [], options.num_samples)
+        samples = encode_prompts(chosen, open_tokenizer(options.model), options.prompt_tokens)
+        weights = open_model(options.model, options.dtype, options.device)
+        generator = SelfSpecGenerator(weights, runner=cast(Any, options.runner), prefix_cache=0)
         num_layers = weights.num_layers
         parse = partial(
             parse_policy,
@@ -83,20 +39,21 @@ def run(
         )
         for name in names:  # mistakes end the command before anything is measured
             parse(name)
-        lasting = kept_policies(kept or [], names, parse)
+        lasting = kept_policies(options.kept or [], names, parse)
         engines = [SelfSpecEngine(generator, name, sampling=sampling) for name in dict.fromkeys(names)]
         engines += [SelfSpecEngine(generator, name, kept=True, sampling=sampling) for name in lasting]
         asked = {
-            "warmups": warmups,
-            "prompt_tokens": prompt_tokens,
+            "warmups": options.warmups,
+            "prompt_tokens": options.prompt_tokens,
             "engines": [engine.name for engine in engines],
             "runner": generator.runner,
             "num_layers": num_layers,
+            "policies": names,
             **(sampling or {"do_sample": False}),
         }
         where = provenance(weights.device, weights.dtype)
-        first = header("run", where, model, samples, max_new_tokens, repeats, **asked)
-    with recording(output, first) as record:
+        first = header("run", where, options.model, samples, options.max_new_tokens, options.repeats, **asked)
+    with recording(options.output, first) as record:
         write_engines(record, engines)
         limits = WeightBytes.of(weights).as_line()
         record.once("limits", lambda: {"bytes_per_second": measure_bandwidth(weights.device), **limits})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from transformers import PreTrainedTokenizerBase
 
@@ -18,11 +19,14 @@ from bench.engines.own import EngineLostError, TimedEngine
 from bench.engines.peer_process import PeerProcess
 from bench.measure import Measurement
 from bench.models import model_name, weights_digest
+from bench.provenance import load_average, policy_files, public_argument
 from bench.record import Line, Record, matching
 from bench.report.page import terminal_text
-from selfspec.cli.console import one_line_errors
+from selfspec.analysis.comparison import load_warning
+from selfspec.cli.console import LogConsole, one_line_errors
 
-_errors = Console(stderr=True)
+_errors = LogConsole()
+_LONG_SECONDS = 60.0
 
 
 def header(
@@ -35,6 +39,7 @@ def header(
     **more: Any,
 ) -> Line:
     """Return the first line of a record of a run on prompts. where: its provenance."""
+    named: dict[str, Sequence[str]] = {key: more[key] for key in ("policies", "kept") if key in more}
     configuration = {
         "model": model_name(checkpoint),
         "weights_digest": weights_digest(checkpoint),
@@ -43,6 +48,8 @@ def header(
         "max_new_tokens": max_new_tokens,
         "repeats": repeats,
         **more,
+        **{key: [*map(public_argument, names)] for key, names in named.items()},
+        **policy_files(chain(*named.values())),
     }
     return {"kind": "run", "command": command, "configuration": configuration, "provenance": where}
 
@@ -70,23 +77,45 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def recording(path: Path | None, first: Line) -> Iterator[Record]:
     """Write a record within it; errors end the command in one line, and Ctrl-C says how to go on, with status 130."""
+    cores = first["provenance"]["cores"]
+
+    def warn(load: float) -> None:
+        if warning := load_warning(load, cores=cores):
+            _errors.print(warning)
+
     with one_line_errors():
         record = Record(path, first)
+        warn(first["provenance"]["load_average"])
         try:
             with record:
                 yield record
+                if not record.is_complete:
+                    warn(record.write("load_average", load_average=load_average())["load_average"])
         except KeyboardInterrupt:
             if path is None:
-                typer.echo("interrupted: nothing was kept, since there was no --output", err=True)
+                _errors.print("interrupted: nothing was kept, since there was no --output")
             else:
-                typer.echo(f"interrupted: what was measured is in {path}; the same command goes on with it", err=True)
+                _errors.print(f"interrupted: what was measured is in {path}; the same command goes on with it")
             raise typer.Exit(130) from None
 
 
 def measure(record: Record, engines: Sequence[TimedEngine], prompts: Sequence[EncodedPrompt]) -> None:
     """Time the engines on the prompts, and compare their outputs."""
     measurement = Measurement(engines=engines, prompts=prompts, record=record)
-    with progress(measurement.num_runs) as measurement.advance:
+    others = {engine.label for engine in engines if not engine.name.startswith("selfspec:")}
+    began = perf_counter()
+
+    def advance(label: str) -> None:
+        nonlocal began
+        before, began = began, perf_counter()
+        if label in others and began - before > _LONG_SECONDS:
+            _errors.print(f"{label} took {began - before:.0f} s for one run: --engine none measures selfspec alone")
+            others.clear()
+        others.discard(label)
+        shown(label)
+
+    measurement.advance = advance
+    with progress(measurement.num_runs) as shown:
         measurement.run()
 
 
@@ -128,7 +157,7 @@ def started(
     except EngineLostError as error:
         if error.mistake is not None:
             raise ValueError(error.mistake) from None
-        typer.echo(f"error: {error}", err=True)
+        _errors.print(f"error: {error}")
         raise typer.Exit(1) from None
 
 
@@ -136,13 +165,12 @@ def show(lines: Sequence[Line]) -> None:
     """Print a record's tables, and who was left out. Exits with 1 if an output differs by more than a near-tie."""
     typer.echo(terminal_text(lines))
     for reason in dict.fromkeys(line["reason"] for line in matching(lines, "lost")):
-        typer.echo(f"left out: {reason}", err=True)
+        _errors.print(f"left out: {reason}")
     faults = matching(lines, "output", near_tie=False)
     for line in faults:
-        typer.echo(
+        _errors.print(
             f"{line['engine']} differs from {line['reference']} on {line['prompt']} at new token "
-            f"{line['first_difference']}, where the reference's top two logits are {line['reference_logit_gap']:.3g} apart",
-            err=True,
+            f"{line['first_difference']}, where the reference's top two logits are {line['reference_logit_gap']:.3g} apart"
         )
     if faults:
         raise typer.Exit(1)

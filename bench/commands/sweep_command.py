@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from bench.commands import bench_options as options
+from bench.commands.bench_options import SweepCommand
 from bench.commands.session import encoded, header, measure, progress, recording, show, write_engines
 from bench.datasets import EncodedPrompt
 from bench.engines.own import SelfSpecEngine
@@ -27,48 +27,29 @@ from selfspec.cli.console import one_line_errors
 from selfspec.defaults import SETTINGS_FILE
 
 
-def sweep(
-    model: options.ModelOption = options.DEMO,
-    exit_layers: Annotated[str | None, typer.Option(help='As "1-8" or "2,4,6"; default: the first half.')] = None,
-    num_speculations: Annotated[
-        str | None, typer.Option(help='Drafts a round, as "1-8" or "2,4,6"; default: 1-10.')
-    ] = None,
-    prompts: options.PromptsOption = None,
-    num_samples: options.NumSamplesOption = 8,
-    prompt_tokens: options.PromptTokensOption = 320,
-    max_new_tokens: options.NewTokensOption = 128,
-    num_timed: Annotated[int, typer.Option(min=1, help="Number of settings to time, best predictions first.")] = 6,
-    repeats: options.RepeatsOption = 5,
-    warmups: options.WarmupsOption = 2,
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = "auto",
-    output: options.OutputOption = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="Save the best setting beside the checkpoint's weights.")
-    ] = False,
-) -> None:
-    """Find the best exit layer and length; greedy.
-
-    Settings are ranked by replay of traced runs, and the most promising are timed. Ends with status 1 if an output differs
-    from autoregressive decoding by more than a near-tie.
-    """
+def sweep(options: SweepCommand) -> None:
     with one_line_errors():
-        if write and not Path(model).is_dir():
-            raise ValueError(f"--write needs a local checkpoint folder, got {model!r}: download it first")
-        num_layers = num_layers_of(model)
-        layers = parse_range(exit_layers or f"1-{max(1, num_layers // 2)}", "--exit-layers")
+        if options.write and not Path(options.model).is_dir():
+            raise ValueError(f"--write needs a local checkpoint folder, got {options.model!r}: download it first")
+        num_layers = num_layers_of(options.model)
+        layers = parse_range(options.exit_layers or f"1-{max(1, num_layers // 2)}", "--exit-layers")
         if layers[-1] >= num_layers:
             allowed = f"[1, {num_layers - 1}] for this {num_layers}-layer model"
             raise ValueError(f"--exit-layers must be in {allowed}, got {layers[-1]}")
-        lengths = parse_range(num_speculations or "1-10", "--num-speculations")
-        samples = encoded(prompts, num_samples, open_tokenizer(model), prompt_tokens)
-        generator = SelfSpecGenerator(open_model(model, dtype, device), prefix_cache=0)
+        lengths = parse_range(options.num_speculations or "1-10", "--num-speculations")
+        samples = encoded(options.prompts, options.num_samples, open_tokenizer(options.model), options.prompt_tokens)
+        generator = SelfSpecGenerator(open_model(options.model, options.dtype, options.device), prefix_cache=0)
         where = provenance(generator.model.device, generator.model.dtype)
-        asked = {"warmups": warmups, "axes": [layers, lengths], "num_layers": num_layers, "num_timed": num_timed}
-        first = header("sweep", where, model, samples, max_new_tokens, repeats, **asked)
-    with recording(output, first) as record:
-        cells = _cells(record, generator, product(layers, lengths), samples, max_new_tokens)
-        names = ["ar", *(cell["policy"] for cell in cells[:num_timed])]
+        asked = {
+            "warmups": options.warmups,
+            "axes": [layers, lengths],
+            "num_layers": num_layers,
+            "num_timed": options.num_timed,
+        }
+        first = header("sweep", where, options.model, samples, options.max_new_tokens, options.repeats, **asked)
+    with recording(options.output, first) as record:
+        cells = _cells(record, generator, product(layers, lengths), samples, options.max_new_tokens)
+        names = ["ar", *(cell["policy"] for cell in cells[: options.num_timed])]
         engines = [SelfSpecEngine(generator, name) for name in names]
         write_engines(record, engines)
         measure(record, engines, samples)
@@ -78,8 +59,8 @@ def sweep(
         best = record.once(
             "best", lambda: {"policy": name, "speedup": found.value, "low": found.low, "high": found.high}
         )
-    if write:
-        path = _write_setting(Path(model), best, record.lines[0])
+    if options.write:
+        path = _write_setting(Path(options.model), best, record.lines[0])
         kept = f"{best['policy']} is now the best known fixed setting of this checkpoint"
         typer.echo(f"{kept} ({path.name} beside its weights)")
     if best["policy"].endswith(f"-{lengths[-1]}"):

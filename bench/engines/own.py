@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.machine import synchronize
+from bench.provenance import public_argument
 from bench.record import KEPT
 from selfspec import GenerationResult, SelfSpecGenerator
 
@@ -142,8 +143,9 @@ class SelfSpecEngine(TimedEngine):
         self._sampling = sampling
         self._policy = policy
         self.forget()
-        self.name = f"selfspec:{weights + ':' if weights else ''}{policy}{KEPT if kept else ''}"
-        mode = "autoregressive" if policy == "ar" else policy
+        shown = public_argument(policy)
+        self.name = f"selfspec:{weights + ':' if weights else ''}{shown}{KEPT if kept else ''}"
+        mode = "autoregressive" if policy == "ar" else shown
         self.label = f"selfspec{' ' + weights if weights else ''}, {mode}{', kept' if kept else ''}"
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
@@ -171,7 +173,7 @@ class SelfSpecEngine(TimedEngine):
             seconds=seconds,
             time_to_first_token=first,
             decode_seconds=seconds - first,
-            stats={**result.stats.as_dict(), "policy": self._policy},
+            stats={**result.stats.as_dict(), "policy": public_argument(self._policy)},
         )
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:

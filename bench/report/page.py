@@ -16,6 +16,7 @@ from bench.report.run_tables import decoding_text, run_tables, sweep_headline, s
 from bench.report.summary import Samples
 from bench.report.table import Table, counted
 from bench.report.throughput_tables import batch_tables, load_tables
+from selfspec.analysis.comparison import load_warning
 
 _TABLES: dict[str, Callable[[Sequence[Line]], list[Table]]] = {
     "run": run_tables,
@@ -122,7 +123,7 @@ def update(text: str, folder: Path) -> str:
         if device == "cpu":
             device = " ".join(filter(None, (where["cpu"], where["microarchitecture"])))
         kernels = f", {where['kernels'].upper()} kernels" if where["kernels"] else ""
-        source = f"Commit {str(where['commit'])[:7]}, {where['time'][:10]}, {device}{kernels}."
+        source = f"Commit {str(where['commit'])[:7]}, {where['time'][:10]}, {device}{kernels}.{busy_note(lines)}"
         return f"<!-- table: {match[1]} {name} -->\n{found[name].markdown()}\n\n{source}\n<!-- /table -->"
 
     return _MARKED.sub(filled, text)
@@ -139,7 +140,18 @@ def tables(lines: Sequence[Line]) -> list[Table]:
 def headline(lines: Sequence[Line]) -> str:
     """Say what came out, in a sentence or two."""
     known = {"run": run_headline, "peers": run_headline, "sweep": sweep_headline}
-    return known.get(lines[0]["command"], subject)(lines)
+    return known.get(lines[0]["command"], subject)(lines) + busy_note(lines)
+
+
+def busy_note(lines: Sequence[Line]) -> str:
+    """Return a sentence after a blank if the machine was busy with other things, before the run or at its end; else ""."""
+    warning = load_warning(*loads(lines), cores=lines[0]["provenance"]["cores"])
+    return "" if warning is None else f" {warning}"
+
+
+def loads(lines: Sequence[Line]) -> list[float]:
+    """Return the load averages before the run and at its end, which records of earlier versions lack."""
+    return [line["load_average"] for line in (lines[0]["provenance"], *matching(lines, "load_average"))]
 
 
 def subject(lines: Sequence[Line]) -> str:
@@ -185,7 +197,7 @@ def machine_table(lines: Sequence[Line]) -> Table:
         "numbers": f"Medians of {counted(configuration['repeats'], what)}, engines alternated{spread}",
         "date, commit": f"{where['time']}, {where['commit']}",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "system": f"{where['os']}, load average before {where['load_average']}",
+        "system": f"{where['os']}, load average before {', after '.join(map(str, loads(lines)))}",
         "weights, prompts": f"{configuration.get('weights_digest')}, {configuration.get('prompts_digest')}",
     }
     lost = matching(lines, "lost")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import GatedRepoError
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
 from layerskip_models.checkpoints.named_models import named_file
@@ -75,11 +75,32 @@ def clear_errors(name: str) -> Iterator[None]:
         ) from error
     except OSError as error:
         if not Path(name).is_dir() and ("connect" in str(error) or "offline" in str(error)):
-            raise OSError(
-                f"{name} is neither a folder here nor in the local cache, and the hub cannot be reached: "
-                "check the name and the network, or give a local folder"
-            ) from error
+            raise _unreachable(name) from error
         raise
+
+
+def ask_hub(name: str, revision: str | None) -> None:
+    """Raise OSError for a checkpoint that is not in the cache, if the hub cannot be reached.
+
+    transformers would ask again and again for half a minute.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    if try_to_load_from_cache(name, "config.json", revision=revision) is not None:
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
+    except HfHubHTTPError:  # an answer: transformers says what it means
+        return
+    except Exception as error:  # of the library that huggingface_hub happens to call
+        raise _unreachable(name) from error
+
+
+def _unreachable(name: str) -> OSError:
+    return OSError(
+        f"{name} is neither a folder here nor in the local cache, and the hub cannot be reached: "
+        "check the name and the network, or give a local folder"
+    )
 
 
 def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]]:

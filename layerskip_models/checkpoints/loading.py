@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerskip_models.checkpoints.checkpoint_files import clear_errors, files_of, resolve_checkpoint
+from layerskip_models.checkpoints.checkpoint_files import ask_hub, clear_errors, files_of, resolve_checkpoint
 from layerskip_models.checkpoints.conversion import build_model, from_transformers
 from layerskip_models.checkpoints.finite import is_finite, not_finite
 from layerskip_models.checkpoints.gguf_checkpoint import GgufWeights, gguf_file, gguf_tokenizer, open_gguf
+from layerskip_models.checkpoints.named_models import DEMO_PATH
 from layerskip_models.checkpoints.parameters import HEAD, parameter_shapes
 from layerskip_models.checkpoints.supported import DTYPES, check_config, quantisation_of
 from layerskip_models.checkpoints.typed_fields import is_int
@@ -30,8 +31,6 @@ from layerskip_models.model import LayerSkipModel
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-DEMO_PATH = Path(__file__).parent.parent / "demo"
-"""The checkpoint that ships with the package."""
 _MAX_LAYERS = 1 << 14
 FEW_BITS: tuple[Layout, ...] = ("int8", "int4")
 """Names of dtypes that are layouts of the weights."""
@@ -258,6 +257,8 @@ def load_config(
 def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -> PreTrainedConfig:
     from transformers import AutoConfig, PreTrainedConfig
 
+    if not (local_files_only or Path(name).is_dir()):
+        ask_hub(name, revision)
     with clear_errors(name):
         try:
             # transformers makes lists as long as a configuration says.

@@ -1,12 +1,16 @@
-"""Models with a short name that Python packages contain. Their files are used; no code of these packages is imported."""
+"""Models with a short name: the one that ships with this package, and files of other packages, whose code is not run."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+
+DEMO, DEMO_PATH = "demo", Path(__file__).parent.parent / "demo"
+"""The checkpoint that ships with the package: its short name, and its folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +51,16 @@ NAMED_MODELS = {
 
 
 def named_file(name: str) -> Path | None:
-    """Find the file of a model with a short name; None for other names. FileNotFoundError if it is not downloaded."""
+    """Find the file or folder of a model with a short name; None for other names.
+
+    Raises FileNotFoundError if it is not downloaded, and for a name that is almost a short one, which no hub knows.
+    """
+    if name == DEMO:
+        return DEMO_PATH
     model = NAMED_MODELS.get(name)
     if model is None:
+        if Path(name).name == name and (meant := get_close_matches(name, [DEMO, *NAMED_MODELS], n=1)):
+            raise FileNotFoundError(f"no model or folder is called {name!r}: did you mean {meant[0]}?")
         return None
     path = model.find()
     if path is None:

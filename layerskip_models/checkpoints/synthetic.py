@@ -24,7 +24,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from layerskip_models.checkpoints.loading import resolve_device
-from layerskip_models.training.recipe import run_layer
+from layerskip_models.training.exit_losses import run_layer
 
 PREFIX = "synthetic:"
 """In front of a shape's name where a checkpoint's is expected."""

@@ -30,14 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerskip_models.checkpoints.typed_fields import check_types
+from layerskip_models.exits import FORMS, LOW_RANK, STEERED
 
-LOW_RANK, STEERED = "low_rank", "steered"
-FORMS = (LOW_RANK, STEERED)
-"""The forms of adapters that drafts are made with, as a folder of adapters names them."""
 FARTHEST = 8
 """How far before a draft's row the row that steers it may be, as far as steering is trained."""
-STEERING_SIZE = 64
-"""The width of g where nobody names another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

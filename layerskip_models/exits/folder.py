@@ -8,18 +8,10 @@ from typing import Any
 import torch
 
 from layerskip_models.checkpoints.module_folder import fingerprint, read_module, same_weights, with_tuples, write_module
-from layerskip_models.exits.adapter import (
-    LOW_RANK,
-    STEERED,
-    STEERING_SIZE,
-    AdapterConfig,
-    ExitAdapters,
-    steering_layers,
-)
+from layerskip_models.exits import FOLDER, LOW_RANK, STEERED, STEERING_SIZE
+from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters, steering_layers
 from layerskip_models.model import LayerSkipModel
 
-FOLDER = "exits"
-"""Where a checkpoint's own adapters lie: in a folder of this name beside the weights."""
 CONFIG_FILE, WEIGHTS_FILE = "exits.json", "exits.safetensors"
 _EARLIER = ("num_heads", "num_kv_heads", "head_dim", "rope_theta")
 _OF_STEERING = ("steering_layers", "steering_size")

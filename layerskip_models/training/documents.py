@@ -6,7 +6,6 @@ import gzip
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
@@ -18,38 +17,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from layerskip_models.training.settings import DEFAULT_EXCLUDES, DataSource
+
 END_OF_TEXT = "<|endoftext|>"
 ALL = 2.0
 """The share of held-out documents that holds out every one."""
-DEFAULT_EXCLUDES = ("test", "tests", "idle_test", "site-packages", "__pycache__")
 MAX_DOCUMENT_CHARS = 20_000  # longer texts (books) are cut at paragraphs: shuffled, and held out, in pieces
 
 # One digit a piece; a word or a run of signs with the space before it; a run of white space but for the space that
 # belongs to the next word, so that a line break and the indentation after it can become one token.
 _PIECES = r"\p{N}| ?[\p{L}\p{M}_]+| ?[^\s\p{L}\p{M}\p{N}_]+|\s+(?!\S)|\s+"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSource:
-    """A file or folder of text. weight: how often one pass over the data shows it (0.5: half of its documents)."""
-
-    path: Path
-    weight: float = 1.0
-
-
-def parse_data_source(text: str) -> DataSource:
-    """`PATH` or `PATH:weight` -> DataSource. Raises ValueError for a missing path or a weight that is not above 0."""
-    path, colon, weight = text.rpartition(":")
-    try:
-        value = float(weight) if colon else 1.0
-    except ValueError:
-        colon, value = "", 1.0  # a colon that belongs to the path
-    path = path if colon else text
-    if not 0 < value < float("inf"):
-        raise ValueError(f"data weight must be above 0, got {text!r}; leave the path out to give it no weight")
-    if not Path(path).exists():
-        raise ValueError(f"data path does not exist: {path!r}")
-    return DataSource(path=Path(path), weight=value)
 
 
 def read_documents(path: Path, exclude: Sequence[str] = DEFAULT_EXCLUDES) -> Iterator[str]:

@@ -20,17 +20,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from layerskip_models.training.documents import block, block_order, num_blocks
-from layerskip_models.training.loop import Batch, Report, fit, make_accelerator, my_share, quiet_console
-from layerskip_models.training.recipe import (
+from layerskip_models.training.exit_losses import (
     accepted_length_weights,
     draw_keep_mask,
-    enabled_exits,
     exit_hidden_states,
     exit_sums,
-    layer_dropout_rates,
-    normalised_exit_weights,
     run_layer,
 )
+from layerskip_models.training.loop import Batch, Report, fit, make_accelerator, my_share, quiet_console
+from layerskip_models.training.recipe import enabled_exits, layer_dropout_rates, normalised_exit_weights
 from layerskip_models.training.run_folder import claim_output_dir, write_folder
 from layerskip_models.training.start import initial_model, own_tokenizer, token_streams
 from layerskip_models.training.training_config import TrainingConfig

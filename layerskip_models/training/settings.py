@@ -9,11 +9,34 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
-from layerskip_models.checkpoints.loading import DEMO_PATH
+from layerskip_models.checkpoints.named_models import DEMO
 from layerskip_models.option_fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Range, option
-from layerskip_models.training.documents import DEFAULT_EXCLUDES, DataSource, parse_data_source
 
 PRECISIONS = ("fp32", "bf16")
+DEFAULT_EXCLUDES = ("test", "tests", "idle_test", "site-packages", "__pycache__")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource:
+    """A file or folder of text. weight: how often one pass over the data shows it (0.5: half of its documents)."""
+
+    path: Path
+    weight: float = 1.0
+
+
+def parse_data_source(text: str) -> DataSource:
+    """`PATH` or `PATH:weight` -> DataSource. Raises ValueError for a missing path or a weight that is not above 0."""
+    path, colon, weight = text.rpartition(":")
+    try:
+        value = float(weight) if colon else 1.0
+    except ValueError:
+        colon, value = "", 1.0  # a colon that belongs to the path
+    path = path if colon else text
+    if not 0 < value < float("inf"):
+        raise ValueError(f"data weight must be above 0, got {text!r}; leave the path out to give it no weight")
+    if not Path(path).exists():
+        raise ValueError(f"data path does not exist: {path!r}")
+    return DataSource(path=Path(path), weight=value)
 
 
 def with_default(base: type[Any], name: str, default: Any) -> Any:
@@ -94,7 +117,7 @@ class RunSettings:
 class FrozenModelSettings(RunSettings):
     """A run that trains a small network for a frozen model, with data that the model makes first."""
 
-    model: str | None = option(None, "The frozen checkpoint: hub name or folder (default: the demo model).")
+    model: str = option(DEMO, "The frozen checkpoint: hub name, folder or short name.")
     dtype: str = option("auto", "The model's: auto, float32, bfloat16, float16.")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
     exit_layers: tuple[int, ...] = option((), "Exit layer to train for; repeatable.")
@@ -118,8 +141,6 @@ class FrozenModelSettings(RunSettings):
 
     def model_name(self) -> str:
         """Return the model's hub name or the last part of its path, since the path means nothing on another machine."""
-        if self.model is None:
-            return DEMO_PATH.name
         return Path(self.model).name if Path(self.model).exists() else self.model
 
     def num_steps(self, items: int, batch: int) -> int:

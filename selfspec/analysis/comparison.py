@@ -1,10 +1,10 @@
-"""Self-speculation against the same engine decoding autoregressively: alternated repeats, medians, outputs compared."""
+"""Speculation against plain decoding by the same engine: runs that take turns, their middle pair, outputs compared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from statistics import median
+from statistics import median_low
 
 import torch
 
@@ -15,6 +15,7 @@ NEAR_TIE_LOGIT_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 
 """Two correct engines may pick different tokens where the top two logits are closer than this: their sums are rounded in
 different orders, which moves a logit by up to 1e-4 in float32. In half precision: a few units in the last place at 16."""
 
+_BUSY = 1.25  # of the cores, which a measurement keeps busy itself
 _PLAIN: Mapping[str, int | None] = {"exit_layer": None, "num_speculations": 0, "copy_from": None}
 """Options that make a call decode without speculation, whatever its others."""
 
@@ -27,17 +28,18 @@ Generate = Callable[..., GenerationResult]
 class Comparison:
     """The measurements of `compare`.
 
-    speedup: median over the pairs of self-speculative / autoregressive tokens per second, prefill included; speedup_min and
-    speedup_max are the smallest and the largest pair. decode_speedup: without prefill and first token, None if there was
-    nothing else. runs, baseline_runs: each run's statistics, in order. outputs_equal: all runs wrote the same tokens; None
-    when sampling, where only their distribution is the same. first_difference: index of the first new token that differs.
+    speedup: tokens per second with speculation over those of plain decoding, prefill included: the median over the pairs (the
+    lower one of two). speedup_min, speedup_max: the smallest and the largest. middle: index of the pair with the median. Its
+    times are what is shown, so that the numbers belong together. runs, baseline_runs: each run's statistics, in order.
+    outputs_equal: all runs wrote the same tokens; None when sampling, where only their distribution is the same.
+    first_difference: index of the first new token that differs.
     """
 
     repeats: int
     speedup: float
     speedup_min: float
     speedup_max: float
-    decode_speedup: float | None
+    middle: int
     outputs_equal: bool | None
     first_difference: int | None
     runs: tuple[GenerationStats, ...]
@@ -48,11 +50,19 @@ class Comparison:
         return {
             "baseline": "ar",
             **{item.name: getattr(self, item.name) for item in fields(self)},
-            "tokens_per_second": median(run.tokens_per_second for run in self.runs),
-            "baseline_tokens_per_second": median(run.tokens_per_second for run in self.baseline_runs),
+            "tokens_per_second": self.runs[self.middle].tokens_per_second,
+            "baseline_tokens_per_second": self.baseline_runs[self.middle].tokens_per_second,
             "runs": [run.as_dict() for run in self.runs],
             "baseline_runs": [run.as_dict() for run in self.baseline_runs],
         }
+
+
+def load_warning(*loads: float, cores: int) -> str | None:
+    """Say that the machine is busy, if one of these load averages says that more wants to run than there are cores."""
+    if max(loads) <= _BUSY * cores:
+        return None
+    seen = " and ".join(f"{load:.1f}" for load in loads)
+    return f"Busy machine (load average {seen} on {cores} cores): times and ratios may be far off."
 
 
 def warm_up(generate: Generate, max_new_tokens: int) -> None:
@@ -94,19 +104,17 @@ def compare(
 def summarise(results: list[GenerationResult], baselines: list[GenerationResult], *, greedy: bool) -> Comparison:
     """Compare the pairs results[i], baselines[i]; at least one."""
     runs, baseline_runs = tuple(r.stats for r in results), tuple(b.stats for b in baselines)
-    pairs = [*zip(runs, baseline_runs)]
-    speedups = [r.tokens_per_second / b.tokens_per_second for r, b in pairs]
-    rates = [(r.decode_tokens_per_second, b.decode_tokens_per_second) for r, b in pairs]
-    decode_speedups = [ours / plain for ours, plain in rates if ours and plain]
+    speedups = [r.tokens_per_second / b.tokens_per_second for r, b in zip(runs, baseline_runs)]
+    middle = speedups.index(median_low(speedups))
     reference = baselines[0].new_tokens
     differences = [first_difference(reference, r.new_tokens) for r in results + baselines] if greedy else []
     known = [index for index in differences if index is not None]
     return Comparison(
         repeats=len(results),
-        speedup=median(speedups),
+        speedup=speedups[middle],
         speedup_min=min(speedups),
         speedup_max=max(speedups),
-        decode_speedup=median(decode_speedups) if decode_speedups else None,
+        middle=middle,
         runs=runs,
         baseline_runs=baseline_runs,
         outputs_equal=not known if greedy else None,

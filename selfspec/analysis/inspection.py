@@ -1,179 +1,162 @@
-"""`selfspec inspect`: is a checkpoint worth self-speculating with? Agreement per layer, predicted and measured speed-up."""
+"""`selfspec inspect`: what the default policy gains on a checkpoint, and where its drafts come from."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 
-from layerskip_models import LayerSkipModel
-from layerskip_models.draft_weights import draft_bytes, why_no_drafter
-from layerskip_models.kv_cache import KVCache
-from layerskip_models.prefill import prefill
-from policies import CostModel, LayerCost
-from selfspec.analysis.comparison import Comparison, Generate, compare, warm_up
+from layerskip_models.draft_weights import draft_bytes
+from policies import CostModel
+from selfspec.analysis.comparison import Generate
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
 from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.request import encode_prompt
 from selfspec.engine.results import mean
-from selfspec.generator import SelfSpecGenerator
+from selfspec.generator import GenerationResult, SelfSpecGenerator
+from selfspec.messages import encode_messages, has_template
 
-_CHUNK = 256  # rows per pass over the sample text
 WORTH = 1.1
+SAMPLES = "Why is the sky blue?", "What should I look for when I buy a used bicycle?"
+_EDIT = "Write your answer again with a title above it."
+_MARGIN = 64  # tokens for the chat template and the request to edit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedDrafts:
-    """A run with drafts by the model's weights in fewer bits. num_bytes: of these weights. policy: that was run."""
+class Gain:
+    """The default policy beside plain decoding, on texts of one kind.
 
-    bits: int
-    num_bytes: int
-    policy: str
-    comparison: Comparison
+    speedup: median over pairs of runs of tokens per second, prompts included; low, high: the smallest and largest pair.
+    shares: of the new tokens, by what made them other than a plain step: "copied", "drafted by exits", "drafted in 8 bits".
+    """
+
+    speedup: float
+    low: float
+    high: float
+    shares: Mapping[str, float]
+
+    def __str__(self) -> str:
+        made = ", ".join(f"{share:.0%} {source}" for source, share in self.shares.items() if share)
+        spread = f"{self.low:.2f} to {self.high:.2f}"
+        return f"{self.speedup:.2f} times plain ({spread}); of the tokens {made or 'none came from drafts'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """The findings of `inspect_model`.
 
-    text_agreement, own_agreement: by exit layer, 1 .. L-1, share of positions where its argmax is the last layer's: of the
-    sample texts, and of the model's own greedy continuations. best: the setting with most tokens per measured second, by
-    these continuations. predicted: its speed-up over plain decoding. predicted_by_layers: that of the best setting by layers
-    loaded alone. kernels: `LayerSkipModel.kernels`. comparison: the best setting, run against plain decoding. rounded: drafts
-    in fewer bits, where they are possible, each run against plain decoding.
+    free: greedy answers to the sample texts, or continuations of them where the model has no chat template. repeating: the
+    same texts once more, each after its own prompt and text. agreement: by exit layer, 1 .. L-1, share of positions of the
+    free texts where its argmax is the last layer's. best: the fixed setting with most tokens per measured second there, by
+    replay; predicted: its speed-up over plain decoding. copies: bytes of the weights in fewer bits that there were in the
+    end, by bits. kernels: `LayerSkipModel.kernels`.
     """
 
-    text_agreement: Mapping[int, float]
-    own_agreement: Mapping[int, float]
+    free: Gain
+    repeating: Gain
+    agreement: Mapping[int, float]
     best: Setting
     predicted: float
-    predicted_by_layers: float
+    copies: Mapping[int, int]
     kernels: str | None
-    comparison: Comparison
-    rounded: tuple[RoundedDrafts, ...] = ()
 
     def verdict(self) -> str:
-        measured, best = self.comparison.speedup, self.best.policy
-        rounded = max(self.rounded, key=lambda one: one.comparison.speedup, default=None)
-        if rounded is not None and rounded.comparison.speedup >= max(WORTH, measured):
-            return (
-                f"worth it: {rounded.policy} runs {rounded.comparison.speedup:.2f} times as fast as plain decoding here"
-                f" (draft_weights='int{rounded.bits}' lets the default policy draft so)"
+        """Say in a sentence what to do."""
+        free, repeating = self.free.speedup, self.repeating.speedup
+        measured = f"{free:.2f} times plain on free answers, {repeating:.2f} where answers repeat the prompt"
+        if max(free, repeating) < WORTH:
+            if min(free, repeating) < 2 - WORTH:
+                return f"use plain decoding (--policy ar), the default policy runs {measured}"
+            return f"nothing to gain: plain decoding is what the default policy will do ({measured})"
+        if free < WORTH:
+            measured = (
+                f"{repeating:.2f} times plain where answers repeat the prompt, nothing gained on free ones ({free:.2f})"
             )
-        if measured >= WORTH:
-            return f"worth it: {best} runs {measured:.2f} times as fast as plain decoding here"
-        quarter = self.own_agreement[max((len(self.own_agreement) + 1) // 4, 1)]
-        if self.predicted < WORTH and quarter < 0.5:
-            return (
-                f"not worth it: after a quarter of the layers only {quarter:.0%} of the tokens are the last layer's, so"
-                " drafts are mostly rejected; it was probably not trained to exit early (selfspec train --init does that)"
-            )
-        return f"hardly worth it here: {best}, the best fixed setting, runs {measured:.2f} times as fast as plain"
+        return f"use the default policy: {measured}; no training needed"
 
 
 def inspect_model(
     generator: SelfSpecGenerator,
-    texts: Sequence[str],
+    texts: Sequence[str] = SAMPLES,
     *,
     max_new_tokens: int = 64,
-    repeats: int = 3,
+    repeats: int = 2,
     on_progress: Callable[[str], None] = lambda label: None,
 ) -> Inspection:
-    """Inspect a model with sample texts; the first half of each is the prompt of a continuation.
+    """Run a generator's default policy and plain decoding in turn, on the model's own greedy texts.
 
-    on_progress: called with a label after each of 2 * texts + 2 steps.
+    texts: messages to a model with a chat template, else prompts. repeats: pairs of runs on each.
+    on_progress: called with a label after each of texts * (2 * repeats + 1) + 2 steps.
     Raises ValueError without a text of at least 4 tokens.
     """
     model, tokenizer = generator.model, generator.tokenizer
     assert tokenizer is not None
-    limit = model.max_positions - max_new_tokens
-    encoded = [encode_prompt(text, tokenizer, model.vocab_size)[:limit] for text in texts if text]
-    encoded = [ids for ids in encoded if ids.numel() >= 4]
-    if not encoded:
-        raise ValueError("there must be a sample text of at least 4 tokens")
+    chats = has_template(tokenizer)
+    limit = (model.max_positions - 2 * max_new_tokens - (_MARGIN if chats else 0)) // 2
+    samples = {text: encode_prompt(text, tokenizer, model.vocab_size).tolist() for text in texts if text}
+    samples = {text: ids[: max(limit, 0)] for text, ids in samples.items() if min(len(ids), limit) >= 4}
+    if not samples:
+        raise ValueError("there must be a sample text of at least 4 tokens, and room for it in the model's context")
+    generate = partial(generator.generate, max_new_tokens=max_new_tokens, do_sample=False)
+    if not chats:
+        generate = partial(generate, eos_token_id=[])
     cost = measured_cost(model)
     on_progress("calibrating")
-    agreements, traces = [], []
-    for ids in encoded:
-        agreements.append(text_agreement(model, ids))
-        on_progress("reading sample text")
-        traces.append(trace_agreement(generator, ids[: ids.numel() // 2], max_new_tokens))
+    free: list[list[int]] = []
+    repeating: list[list[int]] = []
+    traces = []
+    for text, ids in samples.items():
+        whole = len(ids) < limit
+        asked = [{"role": "user", "content": text if whole else tokenizer.decode(ids, skip_special_tokens=True)}]
+        prompt = encode_messages(asked, tokenizer) if chats else ids
+        answer = generate(prompt, policy="ar")
+        edit = [*asked, {"role": "assistant", "content": answer.text or ""}, {"role": "user", "content": _EDIT}]
+        free.append(prompt)
+        repeating.append(encode_messages(edit, tokenizer) if chats else [*prompt, *answer.new_tokens, *prompt])
+        traces.append(trace_agreement(generator, torch.tensor(prompt), max(len(answer.new_tokens), 2)))
         on_progress("tracing every layer")
+    for prompt in (free[0], repeating[0]):  # it measures, and may make a copy of the weights, once in a process
+        generate(prompt)
+    on_progress("warming up")
     best, predicted = _best(traces, cost)
-    longest = max(encoded, key=len)
-    generate = partial(
-        generator.generate, longest[: longest.numel() // 2], max_new_tokens=max_new_tokens, eos_token_id=[],
-        do_sample=False, exit_layer=best.exit_layer, num_speculations=best.num_speculations,
-    )  # fmt: skip
-    comparison = _compared(generate, repeats)
-    rounded = _rounded_drafts(generator, generate, repeats)
-    on_progress("comparing with plain decoding")
-    layers = range(1, model.num_layers)
     return Inspection(
-        text_agreement={layer: mean(row[layer - 1] for row in agreements) or 0.0 for layer in layers},
-        own_agreement={layer: mean(trace.agreement(layer) for trace in traces) or 0.0 for layer in layers},
+        free=_gain(generate, free, repeats, partial(on_progress, "free answers")),
+        repeating=_gain(generate, repeating, repeats, partial(on_progress, "answers that repeat the prompt")),
+        agreement={
+            layer: mean(trace.agreement(layer) for trace in traces) or 0.0 for layer in range(1, model.num_layers)
+        },
         best=best,
         predicted=predicted,
-        predicted_by_layers=_best(traces, LayerCost(cost.num_layers))[1],
+        copies={bits: draft_bytes(model, bits) for bits in sorted(model.drafters)},
         kernels=model.kernels,
-        comparison=comparison,
-        rounded=rounded,
     )
 
 
-def _compared(generate: Generate, repeats: int) -> Comparison:
-    warm_up(generate, 8)
-    comparison = compare(generate, repeats=repeats, greedy=True)
-    assert comparison is not None
-    return comparison
+def _gain(generate: Generate, prompts: Sequence[list[int]], repeats: int, on_pair: Callable[[], None]) -> Gain:
+    """Run the default policy and plain decoding on each prompt, in turn."""
+    ratios, made, total = [], Counter[str](), 0
+    for prompt in prompts:
+        for _ in range(repeats):
+            ours, plain = generate(prompt, trace=True), generate(prompt, policy="ar")
+            ratios.append(ours.stats.tokens_per_second / plain.stats.tokens_per_second)
+            made += _sources(ours)
+            total += ours.stats.num_new_tokens
+            on_pair()
+    shares = {source: count / total for source, count in made.most_common()}
+    return Gain(speedup=median(ratios), low=min(ratios), high=max(ratios), shares=shares)
 
 
-def _rounded_drafts(generator: SelfSpecGenerator, generate: Generate, repeats: int) -> tuple[RoundedDrafts, ...]:
-    """Make weights in fewer bits, run them, and let them go again, unless they were there before."""
-    model, found = generator.model, []
-    for bits, length in ((8, 4), (4, 3)):  # near the best lengths for acceptances of .95 and .75
-        if why_no_drafter(model, bits) is not None:
-            continue
-        there, policy = bits in model.drafters, f"bits:{bits}-{length}"
-        try:
-            run = partial(generate, exit_layer=None, num_speculations=None, policy=policy)
-            comparison = _compared(run, repeats)
-        finally:
-            if not there:
-                model.drafters.pop(bits, None)
-        found.append(RoundedDrafts(bits=bits, num_bytes=draft_bytes(model, bits), policy=policy, comparison=comparison))
-    return tuple(found)
-
-
-def text_agreement(model: LayerSkipModel, ids: torch.Tensor) -> list[float]:
-    """Return the share of positions of a text, int64 [n], where each exit's argmax is the last layer's; length L-1."""
-    ids = ids.to(model.device)
-    cache = KVCache(model, ids.numel())
-    hits = torch.zeros(model.num_layers, dtype=torch.float64, device="cpu")
-    states: list[torch.Tensor] = []
-    before: list[torch.Tensor] = []  # all layers' states of the row before these
-
-    def choose(first: int, layers_done: int, hidden: torch.Tensor) -> None:
-        states.append(hidden.clone())
-        if layers_done < model.num_layers:
-            return
-        steering = None
-        if model.steering is not None:
-            outputs = torch.stack([rows.to(model.device) for rows in states])
-            steering = model.steering.rows_before(outputs, before.pop() if before else None)
-            before.append(outputs[:, -1])
-        final = model.logits(states.pop()).argmax(dim=-1)
-        for layer, rows in enumerate(states, start=1):
-            chosen = model.draft_logits(model.at_exit(rows, layer, steering)).argmax(dim=-1)
-            hits[layer - 1] += (chosen == final).sum().cpu()
-        hits[-1] += len(final)
-        states.clear()
-
-    with torch.inference_mode():
-        prefill(model, ids, cache, capture=choose, most=_CHUNK)
-    return (hits[:-1] / ids.numel()).tolist()
+def _sources(result: GenerationResult) -> Counter[str]:
+    """Count the accepted drafts of a run by what made them."""
+    made = Counter[str]()
+    for record in result.trace or ():
+        drafter = "by exits" if record.bits is None else f"in {record.bits} bits"
+        made["copied" if record.num_copied else f"drafted {drafter}"] += record.counted_drafts[1]
+    return made
 
 
 def _best(traces: Sequence[AgreementTrace], cost: CostModel) -> tuple[Setting, float]:
@@ -193,21 +176,20 @@ def kernels_in_words(variant: str | None) -> str:
 
 
 def inspection_lines(inspection: Inspection) -> list[str]:
-    measured = inspection.comparison
-    lines = ["exit_layer  agreement on sample text  on its own text"]
-    for layer, own in inspection.own_agreement.items():
-        lines.append(f"{layer:10d}  {inspection.text_agreement[layer]:24.3f}  {own:15.3f}")
-    lines += [
-        f"best fixed setting by prediction: {inspection.best.policy}; speed-up predicted {inspection.predicted:.2f}"
-        f" (by layers loaded alone, at the best setting for that, {inspection.predicted_by_layers:.2f})",
-        f"measured: {measured.speedup:.2f} ({measured.speedup_min:.2f} to {measured.speedup_max:.2f}),"
-        f" {measured.repeats} alternated pairs of runs on one of the texts",
+    num_layers = len(inspection.agreement) + 1
+    quarter = max(num_layers // 4, 1)
+    shares = " ".join(f"{share:.0%}".removesuffix("%") for share in inspection.agreement.values())
+    return [
+        "The default policy beside plain decoding:",
+        f"  free answers: {inspection.free}",
+        f"  answers that repeat the prompt: {inspection.repeating}",
+        *(
+            f"  a copy of the weights in {bits} bits to draft with took {size / 1e6:,.0f} MB"
+            for bits, size in inspection.copies.items()
+        ),
+        f"The exit at a quarter of the depth, after {quarter} of {num_layers} layers, agrees with the model on "
+        f"{inspection.agreement[quarter]:.0%} of the tokens; exits 1 to {num_layers - 1}, in %: {shares}",
+        f"By exits alone, the best fixed setting, {inspection.best.policy}, would run {inspection.predicted:.2f} times plain",
+        f"Layers ran on {kernels_in_words(inspection.kernels)}",
+        inspection.verdict(),
     ]
-    for one in inspection.rounded:
-        runs = one.comparison.runs
-        acceptance = sum(run.num_accepted for run in runs) / max(sum(run.num_drafted for run in runs), 1)
-        lines.append(
-            f"drafts with the weights in {one.bits} bits, {one.num_bytes / 1e6:,.0f} MB more: {one.policy} runs"
-            f" {one.comparison.speedup:.2f} times as fast as plain decoding, {acceptance:.0%} of the drafts accepted"
-        )
-    return [*lines, f"layers ran on {kernels_in_words(inspection.kernels)}", inspection.verdict()]

@@ -15,13 +15,10 @@ def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, pat
     """Draw the rounds into a picture; the format follows the path's ending (png, svg, pdf).
 
     Source: DEL (Entezari Zarch et al. 2025), Figure 4; length and the drafts' fate are added.
-    Raises ValueError for a run without rounds, an ending that matplotlib does not know, or where it is not installed.
+    Raises ValueError for a run without rounds, or an ending that matplotlib does not know.
     """
-    try:
-        from matplotlib.figure import Figure  # a good part of a command's start, and few draw
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise ValueError("pictures need matplotlib: pip install 'selfspec[plots]'") from None
+    from matplotlib.figure import Figure  # a good part of a command's start, and few draw
+    from matplotlib.ticker import MaxNLocator
 
     if not records:
         raise ValueError("the run had no round to draw: ask for more tokens")

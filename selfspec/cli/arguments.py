@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from layerskip_models import DEMO_PATH, load_tokenizer
+from layerskip_models import load_tokenizer
 from layerskip_models.checkpoints.conversion import telling
 from layerskip_models.checkpoints.loading import load_transformers
-from layerskip_models.output_paths import output_file
+from policies import Policy
 from selfspec import SelfSpecGenerator
-from selfspec.cli.console import gc_paused, one_line_errors
+from selfspec.cache.copy_index import CopyStore, copies_drafts
+from selfspec.cli.console import gc_paused
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.engine.request import check_ids
 from selfspec.options import SamplingOptions
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def load_generator(
-    model: str | None,
+    model: str,
     load: LoadOptions,
     log: Console,
     *,
@@ -35,7 +35,7 @@ def load_generator(
     several_processes: bool = False,
     device_map: Literal["auto"] | None = None,
 ) -> SelfSpecGenerator:
-    """Load the checkpoint with its tokenizer; the demo if none is named. prefix_cache, device_map: as of `SelfSpecGenerator`.
+    """Load the checkpoint with its tokenizer. prefix_cache, device_map: as of `SelfSpecGenerator`.
 
     several_processes: the command may be launched as several, which each hold the whole model; others raise ValueError then.
     """
@@ -44,20 +44,20 @@ def load_generator(
             "this command runs in one process: start it without torchrun (more than one GPU: device_map='auto' from Python; "
             "more than one machine: the server's replicas, docs/serving.md)"
         )
-    with _loading(model, log) as name:
-        return load.generator(name, local_files_only=model is None, prefix_cache=prefix_cache, device_map=device_map)
+    with _loading(model, log):
+        return load.generator(model, prefix_cache=prefix_cache, device_map=device_map)
 
 
 def load_reference(
-    model: str | None, texts: Sequence[str], dtype: str, device: str, log: Console
+    model: str, texts: Sequence[str], dtype: str, device: str, log: Console
 ) -> tuple[transformers.PreTrainedModel, list[torch.Tensor]]:
     """Load the checkpoint as transformers does, and encode the prompts as token ids, int64 [n] each.
 
     Errors as for `load_generator`; ValueError for a prompt without tokens and for ids outside the vocabulary.
     """
-    with _loading(model, log) as name:
-        llama = load_transformers(name, dtype=dtype, device=device, local_files_only=model is None)
-        tokenizer = load_tokenizer(name, local_files_only=model is None)
+    with _loading(model, log):
+        llama = load_transformers(model, dtype=dtype, device=device)
+        tokenizer = load_tokenizer(model)
     prompts = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long) for text in texts]
     for prompt in prompts:
         if prompt.numel() == 0:
@@ -67,9 +67,9 @@ def load_reference(
 
 
 @contextmanager
-def _loading(model: str | None, log: Console) -> Iterator[str]:
-    """Show a status line while a checkpoint is loaded; yields its name."""
-    text = f"Loading {'the demo model' if model is None else model} ..."
+def _loading(model: str, log: Console) -> Iterator[None]:
+    """Show a status line while a checkpoint is loaded."""
+    text = f"Loading {model} ..."
 
     def on_progress(done: int, total: int) -> None:
         status.update(f"{text} {done} of {total} layers")
@@ -81,7 +81,7 @@ def _loading(model: str | None, log: Console) -> Iterator[str]:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()  # the status line replaces it
         hub_logging.set_verbosity_error()  # its retries
-        yield str(DEMO_PATH) if model is None else model
+        yield
 
 
 @contextmanager
@@ -94,12 +94,6 @@ def progress_bar(total: int, log: Console, done: int = 0) -> Iterator[Callable[[
     with Progress(*columns, console=log, transient=True, disable=log.quiet) as bar:
         task = bar.add_task("starting", total=total, completed=done)
         yield lambda label: bar.update(task, advance=1, description=label)
-
-
-def checked_output_file(path: Path | None) -> Path | None:
-    """Option callback: fail before the command runs if the file cannot be written."""
-    with one_line_errors():
-        return None if path is None else output_file(path)
 
 
 def check_sampling(defaults: transformers.GenerationConfig, options: SamplingOptions) -> bool:
@@ -115,3 +109,17 @@ def check_sampling(defaults: transformers.GenerationConfig, options: SamplingOpt
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ValueError(f"{flags} has no effect on greedy decoding: add --do-sample, or leave it out")
     return not do_sample
+
+
+def store_of_files(
+    generator: SelfSpecGenerator, texts: Sequence[str], policy: Policy | None = None
+) -> CopyStore | None:
+    """Make a copy store of the texts for this model; None without texts.
+
+    Raises ValueError if `policy` copies nothing, or if the texts have too few tokens.
+    """
+    if not texts:
+        return None
+    if policy is not None and not copies_drafts(policy.observes):
+        raise ValueError(f"--copy-from has no effect with policy {policy.name!r}: use auto, or copy")
+    return generator.copy_store(texts)

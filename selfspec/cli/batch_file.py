@@ -14,14 +14,13 @@ from rich.console import Console
 
 from layerskip_models.output_paths import output_file
 from layerskip_models.text_files import read_lines, write_text
-from policies import Policy
+from policies import Policy, runs_own_code
 from selfspec import SelfSpecGenerator
 from selfspec.batch import completed
 from selfspec.cache.copy_index import copies_drafts
-from selfspec.cli.arguments import progress_bar
-from selfspec.cli.text_input import store_of_files
+from selfspec.cli.arguments import progress_bar, store_of_files
 from selfspec.engine.engine import BoundRequest
-from selfspec.messages import Messages, are_messages
+from selfspec.messages import Messages, are_messages, encode_question
 from selfspec.options import SpeculationOptions, WrittenOptions, described
 
 OWN_OPTIONS = tuple(described(WrittenOptions))
@@ -34,6 +33,7 @@ class PromptLine:
     """One line of the file.
 
     key: identifies the prompt with its options, to recognise its result. chooses: the line itself says how to speculate.
+    raw: a text is continued even if the model has a chat template.
     """
 
     id: str | int
@@ -41,18 +41,19 @@ class PromptLine:
     options: Mapping[str, Any]
     key: str
     chooses: bool = False
+    raw: bool = False
 
     def policy(self, generator: SelfSpecGenerator) -> Policy:
         return generator.resolve_policy(**{name: self.options.get(name) for name in _SPECULATION})
 
 
 def read_prompts(
-    path: Path, output: Path, options: Mapping[str, Any], copy_texts: Sequence[str] = ()
+    path: Path, output: Path, options: Mapping[str, Any], copy_texts: Sequence[str] = (), *, raw: bool = False
 ) -> list[PromptLine]:
     """Read JSON lines with "prompt" or "messages", and optionally "id" and options of their own.
 
-    options: the command's. copy_texts: texts to copy drafts from, for all lines. Raises ValueError that names the line, and
-    OSError or ValueError if `output` cannot take the results.
+    options: the command's. copy_texts: texts to copy drafts from, for all lines. raw: as in `PromptLine`.
+    Raises ValueError that names the line, and OSError or ValueError if `output` cannot take the results.
     """
     output_file(output, replaced=True)
     try:
@@ -60,7 +61,7 @@ def read_prompts(
     except FileNotFoundError:
         raise FileNotFoundError(f'no file {path}: give JSON lines such as {{"prompt": "Once upon a time"}}') from None
     found = [
-        _read_line(line, number, f"{path}, line {number}", options, copy_texts)
+        _read_line(line, number, f"{path}, line {number}", options, copy_texts, raw)
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
@@ -71,19 +72,21 @@ def read_prompts(
     return found
 
 
-def _read_line(line: str, number: int, where: str, options: Mapping[str, Any], copy_texts: Sequence[str]) -> PromptLine:
+def _read_line(
+    line: str, number: int, where: str, options: Mapping[str, Any], copy_texts: Sequence[str], raw: bool
+) -> PromptLine:
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or thousands of brackets
         raise ValueError(f"{where} cannot be read as JSON: {error}") from None
     values = values if isinstance(values, dict) else {}
     prompt, messages = values.get("prompt"), values.get("messages")
-    asked: str | Messages | None = None
+    given: str | Messages | None = None
     if messages is None and isinstance(prompt, str) and prompt:
-        asked = prompt
+        given = prompt
     elif prompt is None and are_messages(messages):
-        asked = messages
-    if asked is None:
+        given = messages
+    if given is None:
         raise ValueError(
             f'{where} must be an object with "prompt", a text that is not empty, or with "messages", '
             'a list of {"role": "user", "content": "..."}'
@@ -96,12 +99,15 @@ def _read_line(line: str, number: int, where: str, options: Mapping[str, Any], c
         raise ValueError(f"{where}: the id must be a text or an integer, got {json.dumps(name)[:100]}")
     if not isinstance(own.get("policy", ""), (str, type(None))):
         raise ValueError(f"{where}: the policy must be a name, got {json.dumps(own['policy'])[:100]}")
-    merged = hashed = {**options, **own}
+    if runs_own_code(own.get("policy") or "") and own["policy"] != options.get("policy"):
+        raise ValueError(f"{where}: a file of prompts names no code to run: give {own['policy']!r} as --policy instead")
+    merged = {**options, **own}
+    hashed = {**merged, "raw": raw}
     if copy_texts:
-        hashed = {"copy_from": hashlib.sha256("\0".join(copy_texts).encode()).hexdigest(), **merged}
-    key = hashlib.sha256(json.dumps([asked, hashed], sort_keys=True).encode()).hexdigest()[:16]
+        hashed = {"copy_from": hashlib.sha256("\0".join(copy_texts).encode()).hexdigest(), **hashed}
+    key = hashlib.sha256(json.dumps([given, hashed], sort_keys=True).encode()).hexdigest()[:16]
     chooses = any(option in own for option in _SPECULATION)
-    return PromptLine(id=name, prompt=asked, options=merged, key=key, chooses=chooses)
+    return PromptLine(id=name, prompt=given, options=merged, key=key, chooses=chooses, raw=raw)
 
 
 def _results_so_far(path: Path, prompts: list[PromptLine]) -> set[str | int]:
@@ -151,7 +157,7 @@ def generate_file(
     failed = tokens = 0
     with output.open("a", encoding="utf-8") as file, progress_bar(len(prompts), log, len(done)) as on_progress:
         checked: list[BoundRequest] = []
-        asked: list[PromptLine] = []
+        lines: list[PromptLine] = []
         for line in prompts:
             if line.id in done:
                 continue
@@ -159,8 +165,11 @@ def generate_file(
                 options = {**line.options}
                 if store is not None and "copy_from" not in options and copies_drafts(line.policy(generator).observes):
                     options["copy_from"] = store
-                checked.append(generator.check(line.prompt, **options))
-                asked.append(line)
+                asked: str | list[int] | Messages = line.prompt
+                if isinstance(asked, str):
+                    asked = encode_question(asked, generator.tokenizer, raw=line.raw)
+                checked.append(generator.check(asked, **options))
+                lines.append(line)
             except (ValueError, TypeError) as error:
                 failed += 1
                 _write(file, line, {"error": str(error)})
@@ -169,17 +178,17 @@ def generate_file(
             for index, result in results:
                 if isinstance(result, Exception):
                     failed += 1
-                    _write(file, asked[index], {"error": str(result)})
+                    _write(file, lines[index], {"error": str(result)})
                 else:
                     tokens += result.stats.num_new_tokens
                     values = {"text": result.text, "token_ids": result.new_tokens, "stop_reason": result.stop_reason}
-                    _write(file, asked[index], {**values, "policy": result.policy, "stats": result.stats.as_dict()})
+                    _write(file, lines[index], {**values, "policy": result.policy, "stats": result.stats.as_dict()})
                 on_progress(f"Decoding, {tokens} tokens")
     return failed
 
 
 def _write(file: TextIO, line: PromptLine, values: Mapping[str, Any]) -> None:
     """Write and flush, so that complete results survive however the command ends."""
-    asked = "prompt" if isinstance(line.prompt, str) else "messages"
-    file.write(json.dumps({"id": line.id, "key": line.key, asked: line.prompt, **values}, allow_nan=False) + "\n")
+    kind = "prompt" if isinstance(line.prompt, str) else "messages"
+    file.write(json.dumps({"id": line.id, "key": line.key, kind: line.prompt, **values}, allow_nan=False) + "\n")
     file.flush()

@@ -7,30 +7,23 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from transformers import StoppingCriteriaList
 
+from layerskip_models.checkpoints.named_models import DEMO
 from layerskip_models.text_files import write_text
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.cache.copy_index import CopyStore, copies_drafts
-from selfspec.cli.arguments import check_sampling, load_generator
-from selfspec.cli.console import Interrupt, LogConsole, one_line_errors
+from selfspec.cli.arguments import check_sampling, load_generator, store_of_files
+from selfspec.cli.commands import ChatOptions
+from selfspec.cli.console import Interrupt, LogConsole
 from selfspec.cli.display import TextWriter, legend, summary_lines
-from selfspec.cli.option_groups import (
-    ChatTemplateOption,
-    CopyFromOption,
-    LoadOptions,
-    ModelArgument,
-    PolicyOption,
-    option,
-    with_groups,
-)
-from selfspec.cli.text_input import read_copy_files, store_of_files
+from selfspec.cli.option_groups import LoadOptions
 from selfspec.detokenize import DraftStreamer, StopTrimmer, TextStreamer, TokenSource, before_stop
 from selfspec.engine.request import host_class
 from selfspec.messages import ChatTemplate, are_messages, encode_messages, has_template, template_of
@@ -48,71 +41,53 @@ COMMANDS = {
     "/exit": "leave, as Ctrl-D does",
 }
 _QUOTES = '"""'
-_CONVERSATION = "Conversation"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
-    chat_template: ChatTemplateOption = None
-    system: str | None = option(None, "System message.", _CONVERSATION)
-    load: Path | None = option(None, "Continue a conversation written by /save.", _CONVERSATION)
-    max_new_tokens: int = option(1024, "Maximum number of tokens of an answer.", _CONVERSATION, min=1)
-    show_drafts: bool = option(False, "Colour each token by how it was produced.", None, "--show-drafts")
-
-
-@with_groups
-def chat_command(
-    sampling: SamplingOptions,
-    load: LoadOptions,
-    chat: ChatOptions,
-    model: ModelArgument = None,
-    policy: PolicyOption = None,
-    copy_from: CopyFromOption = None,
+def run_chat(
+    sampling: SamplingOptions, copy_texts: list[str], load: LoadOptions, chat: ChatOptions, log: LogConsole
 ) -> None:
-    """Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation."""
-    log = LogConsole()
-    with one_line_errors():
-        template, copy_texts = template_of(model, chat.chat_template), read_copy_files(copy_from)
-        # Keep the last text on every device, so that only the new message has to be read.
-        generator = load_generator(model, load, log, prefix_cache=1)
-        if not has_template(generator.tokenizer, template):
-            raise ValueError(
-                f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain "
-                "for a base model"
-            )
-        check_sampling(generator.model.generation_config, sampling)
-        options: dict[str, Any] = {**sampling}
-        if (seed := options.pop("seed")) is not None:  # one random generator for all answers
-            options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
-        with log.status("Calibrating ..."):  # only if the policy uses measured costs
-            host_class()  # else the first answer waits for what it imports
-            chosen = generator.resolve_policy(policy)
-        writer = TextWriter(Console(highlight=False))
-        store, most = store_of_files(generator, copy_texts, chosen), chat.max_new_tokens
-        conversation = Conversation(
-            generator, template, options, max_new_tokens=most, write=writer.write_token, copy_from=store
+    """Load a model, and read messages until the end of the input."""
+    model = chat.model
+    template = template_of(model, chat.chat_template)
+    # Keep the last text on every device, so that only the new message has to be read.
+    generator = load_generator(model, load, log, prefix_cache=1)
+    if not has_template(generator.tokenizer, template):
+        raise ValueError(
+            f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain "
+            "for a base model"
         )
-        if chat.load is not None:
-            conversation.load(chat.load)
-        if chat.system is not None:
-            conversation.system = chat.system
-        conversation.policy = policy or chosen.name
-        session = Chat(conversation, writer, log)
-        context = generator.model.max_positions
+    check_sampling(generator.model.generation_config, sampling)
+    options: dict[str, Any] = {**sampling}
+    if (seed := options.pop("seed")) is not None:  # one random generator for all answers
+        options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
+    with log.status("Calibrating ..."):  # only if the policy uses measured costs
+        host_class()  # else the first answer waits for what it imports
+        chosen = generator.resolve_policy(chat.policy)
+    writer = TextWriter(Console(highlight=False))
+    store, most = store_of_files(generator, copy_texts, chosen), chat.max_new_tokens
+    conversation = Conversation(
+        generator, template, options, max_new_tokens=most, write=writer.write_token, copy_from=store
+    )
+    if chat.load is not None:
+        conversation.load(chat.load)
+    if chat.system is not None:
+        conversation.system = chat.system
+    conversation.policy = chat.policy or chosen.name
+    session = Chat(conversation, writer, log)
+    context = generator.model.max_positions
+    log.print(f"{model}, {context} tokens of context; /help lists the commands, Ctrl-C stops an answer")
+    log.print(f"decoding: {conversation.decoding}")
+    if model == DEMO:
         log.print(
-            f"{model or 'the demo model'}, {context} tokens of context; /help lists the commands, Ctrl-C stops an answer"
+            "It is a toy of 7 M parameters, trained on 5.7 million tokens, among them school arithmetic in this form: "
+            "Tom has 3 boxes with 4 apples each. How many apples does he have? It makes things up."
         )
-        if model is None:
-            log.print(
-                "It was trained on 5.7 million tokens, among them school arithmetic in this form: "
-                "Tom has 3 boxes with 4 apples each. How many apples does he have? It makes things up."
-            )
-        if chat.show_drafts:
-            session.command("/drafts")
-        if sys.stdin.isatty():
-            with suppress(ImportError):  # not every system has it
-                importlib.import_module("readline")  # arrow keys then edit lines, and recall earlier ones
-        session.run(input if sys.stdin.isatty() else lambda prompt: input())
+    if chat.show_drafts:
+        session.command("/drafts")
+    if sys.stdin.isatty():
+        with suppress(ImportError):  # not every system has it
+            importlib.import_module("readline")  # arrow keys then edit lines, and recall earlier ones
+    session.run(input if sys.stdin.isatty() else lambda prompt: input())
 
 
 class Chat:
@@ -149,9 +124,12 @@ class Chat:
         name, _, text = line.partition(" ")
         text, conversation, log = text.strip(), self._conversation, self._log
         if name == "/help":
-            width = max(map(len, COMMANDS))
-            log.print("\n".join(f"{usage:{width}}  {meaning}" for usage, meaning in COMMANDS.items()))
+            table = Table.grid(padding=(0, 2))
+            for row in COMMANDS.items():
+                table.add_row(*row)
+            log.print(table, soft_wrap=False)
             log.print(f"a message of several lines: {_QUOTES} before and after it")
+            log.print(f"decoding: {conversation.decoding}; options of `selfspec chat` change it")
         elif name == "/system":
             if text:
                 conversation.system = text
@@ -221,6 +199,17 @@ class Conversation:
         self._generator, self._template, self._options = generator, template, options
         self._max_new_tokens, self._write, self._copy_from = max_new_tokens, write, copy_from
         encode_messages([{"role": "user", "content": "."}], generator.tokenizer, template)
+
+    @property
+    def decoding(self) -> str:
+        """Say how tokens are chosen, by the options, the checkpoint's own settings, and transformers' defaults."""
+        defaults, given = self._generator.model.generation_config, self._options
+        values = {**defaults._get_default_generation_params(), **defaults.to_diff_dict()}
+        values.update((name, value) for name, value in given.items() if value is not None)
+        if not values["do_sample"]:
+            return "greedy, always the likeliest token"
+        named = [f"{name} {values[name]:g}" for name in ("temperature", "top_k", "top_p", "min_p") if values.get(name)]
+        return f"sampling with {', '.join(named)}"
 
     @property
     def system(self) -> str | None:

@@ -7,6 +7,8 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from textwrap import fill
 from typing import Any
 
 import typer
@@ -34,30 +36,47 @@ def visible_line(text: str) -> str:
 class LogConsole(Console):
     """Standard error, for everything but the generated text.
 
-    Control characters become visible, because the text may come from a model or a stranger.
+    Control characters become visible, because the text may come from a model or a stranger. A terminal gets lines that break
+    between words, and a file whole ones. A word that is longer than a line, such as a path, stays as it is.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"stderr": True, "highlight": False, "markup": False, "soft_wrap": True, **options})
 
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **options)
+        super().print(*(self._in_lines(one) if isinstance(one, str) else one for one in objects), **options)
+
+    def _in_lines(self, text: str) -> str:
+        lines = visible(text).split("\n")
+        if self.is_terminal:  # rich would cut a long word, and add spaces
+            wrap = partial(fill, width=self.width, break_long_words=False, break_on_hyphens=False)
+            lines = [wrap(line) if len(line) > self.width else line for line in lines]
+        return "\n".join(lines)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Show that the program starts, which takes seconds: what a command needs is imported within it."""
+        with self.status("Starting ..."), gc_paused():
+            yield
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Print an error in one line. Exit status 2 for errors that the user can fix, 1 for a model that fails."""
+def one_line_errors(interrupted: str = "interrupted") -> Iterator[None]:
+    """Print an error in one line. Exit status 2 for errors that the user can fix, 1 for a model that fails.
+
+    interrupted: what Ctrl-C prints; the exit status is then 130.
+    """
     try:
         yield
     except BrokenPipeError:  # `| head`: typer ends quietly
         raise
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        LogConsole().print(interrupted)
         raise typer.Exit(130) from None
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _is_of_the_model(error):
             raise
-        typer.echo(f"error: {visible(' '.join(str(error).split()))}", err=True)
+        LogConsole().print(f"error: {' '.join(str(error).split())}")
         raise typer.Exit(1 if isinstance(error, RuntimeError) else 2) from None
 
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from statistics import median
 
 from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console
@@ -113,15 +112,15 @@ def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
 
 
 def comparison_lines(comparison: Comparison, policy: str) -> list[str]:
-    rows = [(policy, comparison.runs), ("ar (autoregressive)", comparison.baseline_runs)]
+    rows = [(policy, comparison.runs), ("ar (plain decoding)", comparison.baseline_runs)]
     width = max(len(name) for name, _ in rows)
-    plural = "s" if comparison.repeats > 1 else ""
-    lines = [f"comparison, median of {comparison.repeats} alternated pair{plural} of runs after a warm-up"]
+    which = f"the middle one of {comparison.repeats} pairs of runs" if comparison.repeats > 1 else "a pair of runs"
+    lines = [f"comparison, {which}, which took turns after a warm-up"]
     for name, runs in rows:
+        run = runs[comparison.middle]
         lines.append(
-            f"  {name:{width}}  {median(r.tokens_per_second for r in runs):8.1f} tokens/s"
-            f"  {_in_seconds(median(r.seconds for r in runs)):>8}"
-            f"  first token {_in_seconds(median(r.time_to_first_token for r in runs))}"
+            f"  {name:{width}}  {run.tokens_per_second:8.1f} tokens/s  {_in_seconds(run.seconds):>8}"
+            f"  first token {_in_seconds(run.time_to_first_token)}"
         )
     verdict = {
         True: "outputs equal",

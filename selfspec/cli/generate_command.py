@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -13,14 +11,14 @@ from rich.console import Console
 from transformers import StoppingCriteriaList
 
 from policies import autoregressive
-from selfspec import GenerationResult, SelfSpecGenerator
+from selfspec import GenerationResult
 from selfspec.analysis.comparison import Generate, compare, warm_up
 from selfspec.analysis.explain import explain, explanation_lines
 from selfspec.analysis.replay import watching_all_layers
-from selfspec.batch import DEFAULT_BATCH_SIZE
-from selfspec.cli.arguments import check_sampling, checked_output_file, load_generator
+from selfspec.cli.arguments import check_sampling, load_generator, store_of_files
 from selfspec.cli.batch_file import generate_file, read_prompts
-from selfspec.cli.console import Interrupt, LogConsole, one_line_errors
+from selfspec.cli.commands import RunOptions
+from selfspec.cli.console import Interrupt
 from selfspec.cli.display import (
     PROMPT_STYLE,
     TextWriter,
@@ -30,98 +28,43 @@ from selfspec.cli.display import (
     summary_lines,
     write_trace,
 )
-from selfspec.cli.option_groups import CopyFromOption, LoadOptions, ModelOption, option, with_groups
-from selfspec.cli.text_input import PromptArgument, read_copy_files, read_prompt, store_of_files
+from selfspec.cli.option_groups import LoadOptions
 from selfspec.detokenize import DraftStreamer, TextStreamer, TokenSource
 from selfspec.engine.calibrate import measured_cost
+from selfspec.messages import encode_question
 from selfspec.options import WrittenOptions
 
 _WARM_UP_TOKENS = 16
-_MANY, _OUTPUT, _TEXT = "Many prompts", "Output", "Text"
-_PROMPTS_HELP = 'JSON lines with "prompt" or "messages", and optionally options of their own ("seed", ...).'
-_OUTPUT_HELP = "With --prompts: write the results here as JSON lines. The command resumes an earlier run."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    compare: bool = option(False, "Also decode without speculation and show the speed-up.", _OUTPUT, "--compare")
-    show_drafts: bool = option(False, "Colour each token by how it was produced.", _OUTPUT, "--show-drafts")
-    svg: Path | None = option(
-        None, "With --show-drafts: also draw the text into this SVG file.", _OUTPUT, callback=checked_output_file
-    )
-    as_json: bool = option(False, "Print one JSON object instead of the text.", _OUTPUT, "--json")
-    trace: Path | None = option(
-        None, "Write a JSON line per round to this file.", _OUTPUT, callback=checked_output_file
-    )
-    explain: bool = option(
-        False, "Explain where the time went, and what fixed settings would have given.", _OUTPUT, "--explain"
-    )
-    prompts: Path | None = option(None, _PROMPTS_HELP, _MANY)
-    output: Path | None = option(None, _OUTPUT_HELP, _MANY, "--output", "-o", callback=checked_output_file)
-    batch_size: int = option(DEFAULT_BATCH_SIZE, "With --prompts: number of texts decoded together.", _MANY, min=1)
-    file: Path | None = option(None, "Read the prompt from this UTF-8 file.", _TEXT)
-    ignore_eos: bool = option(False, "Do not stop at an end-of-sequence token.", _TEXT, "--ignore-eos")
-    repeats: int = option(3, "Number of pairs of runs for --compare.", _OUTPUT, min=1)
-    quiet: bool = option(False, "Text or JSON only: no progress, no summary.", _OUTPUT, "--quiet", "-q")
-
-
-@with_groups
-def generate_command(
-    options: WrittenOptions,
-    load: LoadOptions,
-    run: RunOptions,
-    prompt: PromptArgument = None,
-    model: ModelOption = None,
-    copy_from: CopyFromOption = None,
+def generate_many(
+    options: WrittenOptions, copy_texts: list[str], load: LoadOptions, run: RunOptions, log: Console
 ) -> None:
-    """Continue a prompt: print the text as it is generated, then a summary of what speculation did."""
-    log = LogConsole(quiet=run.quiet)
-    with one_line_errors():
-        if run.as_json and run.show_drafts:
-            raise ValueError("--json prints no text to colour: leave out --show-drafts")
-        if run.svg is not None and not run.show_drafts:
-            raise ValueError("--svg draws coloured drafts: add --show-drafts")
-        if run.ignore_eos and options["eos_token_id"]:
-            raise ValueError("give --ignore-eos or --eos-token-id, not both")
-        if (run.prompts is None) != (run.output is None):
-            raise ValueError("--prompts and --output go together: a file of prompts, and one for the results")
-        one_text = (prompt, run.file, run.compare, run.show_drafts, run.svg, run.as_json, run.trace, run.explain)
-        if run.prompts is not None and any(one_text):
-            raise ValueError("--prompts takes no single prompt, and --compare, --json and the like are for one text")
-        if run.ignore_eos:
-            options["eos_token_id"] = []
-        copy_texts = read_copy_files(copy_from)
-        if run.prompts is not None and run.output is not None:
-            given = {name: value for name, value in options.items() if value is not None}
-            lines = read_prompts(run.prompts, run.output, given, copy_texts)
-            generator = load_generator(model, load, log)
-            check_sampling(generator.model.generation_config, options)
-            try:
-                failed = generate_file(generator, lines, run.output, run.batch_size, copy_texts, log)
-            except KeyboardInterrupt:
-                log.print(f"interrupted: what is complete is in {run.output}; run the same command again to go on")
-                raise typer.Exit(130) from None
-            if failed:
-                log.print(f"{failed} of {len(lines)} prompts failed: their lines in {run.output} say why")
-                raise typer.Exit(1)
-        else:
-            text = read_prompt(prompt, run.file)
-            # Every run reads the prompt, because runs of one prompt are timed against each other.
-            generator = load_generator(model, load, log, prefix_cache=0)
-            _generate_one(generator, text, options, copy_texts, run, log)
+    """Decode all prompts of a file. Ends with status 1 if one failed, and 130 after Ctrl-C."""
+    assert run.prompts is not None and run.output is not None
+    given = {name: value for name, value in options.items() if value is not None}
+    lines = read_prompts(run.prompts, run.output, given, copy_texts, raw=run.raw)
+    generator = load_generator(run.model, load, log)
+    check_sampling(generator.model.generation_config, options)
+    try:
+        failed = generate_file(generator, lines, run.output, run.batch_size, copy_texts, log)
+    except KeyboardInterrupt:
+        log.print(f"interrupted: what is complete is in {run.output}; run the same command again to go on")
+        raise typer.Exit(130) from None
+    if failed:
+        log.print(f"{failed} of {len(lines)} prompts failed: their lines in {run.output} say why")
+        raise typer.Exit(1)
 
 
-def _generate_one(
-    generator: SelfSpecGenerator,
-    prompt: str,
-    options: WrittenOptions,
-    copy_texts: list[str],
-    run: RunOptions,
-    log: Console,
+def generate_one(
+    text: str, options: WrittenOptions, copy_texts: list[str], load: LoadOptions, run: RunOptions, log: Console
 ) -> None:
     """Run one prompt as often as the options need. Ctrl-C ends any run as a stop condition would."""
+    # Every run reads the prompt, because runs of one prompt are timed against each other.
+    generator = load_generator(run.model, load, log, prefix_cache=0)
     model, tokenizer = generator.model, generator.tokenizer
     assert tokenizer is not None  # a checkpoint is loaded with its tokenizer
+    prompt = encode_question(text, tokenizer, raw=run.raw)
     greedy = check_sampling(model.generation_config, options)
     with log.status("Calibrating ..."):  # only if the policy uses measured costs
         policy = generator.resolve_policy(options["policy"], options["exit_layer"], options["num_speculations"])
@@ -132,10 +75,11 @@ def _generate_one(
     explanation = comparison = None
     with interrupt:
         if run.compare:
-            room = model.max_positions - len(tokenizer(prompt)["input_ids"])
+            ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+            room = model.max_positions - len(ids)
             with log.status("Warming up ..."):
                 warm_up(generate, max(1, min(_WARM_UP_TOKENS, room, options["max_new_tokens"] or _WARM_UP_TOKENS)))
-        result = _shown_run(generate, tokenizer, prompt, run, log)
+        result = _shown_run(generate, tokenizer, text if prompt is text else f"{text}\n\n", run, log)
         if run.explain and not interrupt.requested:
             with log.status("Watching every layer ..."):
                 cost, num_layers = measured_cost(model, generator.runner), model.num_layers
@@ -147,7 +91,7 @@ def _generate_one(
                     plain = generate(**changes, policy=plain_policy, copy_from=None)
                 explanation = explanation_lines(explain(watched, num_layers, cost, plain), cost)
         if run.compare and not interrupt.requested:
-            doing = "Comparing with autoregressive decoding"
+            doing = "Comparing with plain decoding"
             with log.status(f"{doing} ...") as status:
                 comparison = compare(
                     generate,

@@ -6,19 +6,45 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints, is_typeddict
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints, is_typeddict
 
 import typer
 
+from layerskip_models.checkpoints.named_models import DEMO, NAMED_MODELS, named_file
 from layerskip_models.option_fields import option as option_field
 from layerskip_models.option_fields import parameters_of
-from selfspec import SelfSpecGenerator
+from layerskip_models.output_paths import output_file
+from selfspec.cli.console import one_line_errors
 from selfspec.options import POLICY_HELP, SamplingOptions, SpeculationOptions, described
 
+if TYPE_CHECKING:
+    from selfspec import SelfSpecGenerator
+
+
+def checked_output_file(path: Path | None) -> Path | None:
+    """Option callback: fail before the command runs if the file cannot be written."""
+    with one_line_errors():
+        return None if path is None else output_file(path)
+
+
+def checked_model(name: str | None) -> str | None:
+    """Option callback: fail at once for a short name that is misspelt, or whose model is not there."""
+    with one_line_errors():
+        if name is not None and not Path(name).exists():
+            named_file(name)
+    return name
+
+
 _PANELS: dict[Any, str] = {SamplingOptions: "Sampling", SpeculationOptions: "Speculation"}
-MODEL_HELP = "Hub name, folder, GGUF file, or a name that `selfspec get` knows (default: the demo model)."
-ModelOption = Annotated[str | None, typer.Option(help=MODEL_HELP, rich_help_panel="Model")]
-ModelArgument = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
+MODEL_HELP = (
+    f"Hub name, folder, GGUF file, or short name: {', '.join((DEMO, *NAMED_MODELS))}. demo is a toy of 7 M parameters."
+)
+ModelOption = Annotated[str, typer.Option(help=MODEL_HELP, callback=checked_model, rich_help_panel="Model")]
+ModelArgument = Annotated[str, typer.Argument(help=MODEL_HELP, callback=checked_model)]
+_RAW_HELP = (
+    "Continue the prompt as it is. Default: a model with a chat template answers the prompt as a user's message."
+)
+RawOption = Annotated[bool, typer.Option("--raw", help=_RAW_HELP, rich_help_panel="Text")]
 
 
 PolicyOption = Annotated[str | None, typer.Option(help=POLICY_HELP, rich_help_panel="Speculation")]
@@ -68,6 +94,8 @@ class LoadOptions(DeviceOptions):
 
     def generator(self, name: str, **others: Any) -> SelfSpecGenerator:
         """Load a checkpoint. others: further arguments of `SelfSpecGenerator.from_pretrained`."""
+        from selfspec import SelfSpecGenerator
+
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         values["exits"] = None if self.exits == "none" else self.exits
         return SelfSpecGenerator.from_pretrained(name, **values, **others)
@@ -98,9 +126,16 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
         }
         command(**values, **made)
 
+    return with_parameters(run, parameters, command.__doc__)
+
+
+def with_parameters(
+    run: Callable[..., None], parameters: list[inspect.Parameter], about: str | None
+) -> Callable[..., None]:
+    """Show typer these parameters of a function that takes any, and its help."""
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    run.__doc__ = about
     return run
 
 

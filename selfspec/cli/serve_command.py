@@ -8,12 +8,11 @@ from dataclasses import replace
 from selfspec.cache.copy_index import copies_drafts
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.console import LogConsole, one_line_errors
-from selfspec.cli.option_groups import LoadOptions, with_groups
+from selfspec.cli.option_groups import LoadOptions
 from selfspec.engine.request import host_class
 from selfspec.serve.serve_options import ServeOptions
 
 
-@with_groups
 def serve_command(load: LoadOptions, serve: ServeOptions) -> None:
     """Serve a model to OpenAI clients: chat, completions, streams, metrics."""
     log = LogConsole()
@@ -22,7 +21,7 @@ def serve_command(load: LoadOptions, serve: ServeOptions) -> None:
             from selfspec.serve.app import make_app
             from selfspec.serve.running import make_server, open_socket
         except ModuleNotFoundError as error:
-            raise ValueError(f"the server needs {error.name}: pip install 'selfspec[serve]'") from None
+            raise ValueError(f"the server needs {error.name}: pip install -e '.[serve]' in selfspec's folder") from None
         serve.check()
         if load.draft_weights == "auto":  # nobody must wait while they are made
             load = replace(load, draft_weights="none")

@@ -11,10 +11,6 @@ from typing import Annotated
 
 import typer
 
-from policies import Policy
-from selfspec import SelfSpecGenerator
-from selfspec.cache.copy_index import CopyStore, copies_drafts
-
 EXAMPLE_PROMPT = (
     "Translate German to English: Ich habe ein neues Auto.\nEnglish: I have a new car.\n\n"
     "Translate German to English: Das Wetter ist heute sehr gut.\nEnglish:"
@@ -22,7 +18,7 @@ EXAMPLE_PROMPT = (
 CODE_PROMPT = 'def fibonacci(n):\n    """Return the first n Fibonacci numbers."""\n'
 
 PromptArgument = Annotated[
-    str | None, typer.Argument(help='Text to continue; "-" reads standard input (default: an example).')
+    str | None, typer.Argument(help='Text to answer or continue; "-" reads standard input (default: an example).')
 ]
 
 
@@ -58,20 +54,6 @@ def read_copy_files(files: Sequence[Path] | None) -> list[str]:
         if not text:
             raise ValueError(f"{path} is empty: --copy-from takes a file with the text to copy from")
     return [*texts.values()]
-
-
-def store_of_files(
-    generator: SelfSpecGenerator, texts: Sequence[str], policy: Policy | None = None
-) -> CopyStore | None:
-    """Make a copy store of the texts for this model; None without texts.
-
-    Raises ValueError if `policy` copies nothing, or if the texts have too few tokens.
-    """
-    if not texts:
-        return None
-    if policy is not None and not copies_drafts(policy.observes):
-        raise ValueError(f"--copy-from has no effect with policy {policy.name!r}: use auto, or copy")
-    return generator.copy_store(texts)
 
 
 def _is_piped() -> bool:

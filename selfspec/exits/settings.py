@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from layerskip_models import LayerSkipModel
-from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
-from layerskip_models.exits.adapter import FORMS, LOW_RANK, STEERED, STEERING_SIZE
-from layerskip_models.exits.folder import FOLDER
+from layerskip_models.checkpoints.named_models import DEMO, DEMO_PATH
+from layerskip_models.exits import FOLDER, FORMS, LOW_RANK, STEERED, STEERING_SIZE
 from layerskip_models.training.settings import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -19,16 +17,16 @@ from layerskip_models.training.settings import (
     require,
     with_default,
 )
-from policies.bounds import check_layers
+
+if TYPE_CHECKING:
+    from layerskip_models import LayerSkipModel
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitTraining(FrozenModelSettings):
     """One run, data and training. Checked on construction: ValueError says which field, its range, what to do."""
 
-    model: str | None = option(
-        None, "The frozen checkpoint: hub name or folder (default: the demo model).", argument=True
-    )
+    model: str = option(DEMO, "The frozen checkpoint: hub name, folder or short name.", argument=True)
     data: tuple[str, ...] = option(
         (),
         "PATH[:share] of training data; repeatable. A .jsonl[.gz] file with messages, prompt and completion, "
@@ -96,8 +94,10 @@ class ExitTraining(FrozenModelSettings):
 
     def checkpoint_folder(self) -> Path:
         """Find the checkpoint's folder, which `beside` copies into. ValueError for a model without one."""
-        folder = None if self.model is None else Path(resolve_checkpoint(self.model))
-        if folder is None or not folder.is_dir():
+        from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
+
+        folder = Path(resolve_checkpoint(self.model))
+        if folder == DEMO_PATH or not folder.is_dir():
             raise ValueError(
                 "beside needs a checkpoint in a folder of its own: leave it out, and name the finished exits folder instead"
             )
@@ -105,6 +105,8 @@ class ExitTraining(FrozenModelSettings):
 
     def layers(self, model: LayerSkipModel) -> tuple[int, ...]:
         """List the exits, ascending: 1 to 4 of 16 by default; 2, 4, 6 and 8 of 32. ValueError without such a layer."""
+        from policies.bounds import check_layers
+
         if self.exit_layers:
             return check_layers(self.exit_layers, model.num_layers)
         quarter = max(model.num_layers // 4, 1)

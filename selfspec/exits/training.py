@@ -20,8 +20,9 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 
+from layerskip_models.exits import FOLDER
 from layerskip_models.exits.adapter import FARTHEST, AdapterConfig, ExitAdapters
-from layerskip_models.exits.folder import FOLDER, config_for, save_adapters
+from layerskip_models.exits.folder import config_for, save_adapters
 from layerskip_models.output_paths import output_folder
 from layerskip_models.training.documents import block_order
 from layerskip_models.training.loop import (

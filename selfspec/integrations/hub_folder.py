@@ -21,6 +21,7 @@ from layerskip_models.checkpoints.checkpoint_files import (
 )
 from layerskip_models.checkpoints.loading import load_config
 from layerskip_models.checkpoints.supported import quantisation_of
+from layerskip_models.exits import FOLDER
 from layerskip_models.exits import folder as exits
 from policies import LayerCost, parse_policy
 from selfspec import __version__
@@ -33,7 +34,7 @@ FILES = (
 )  # fmt: skip
 """Files of a checkpoint's folder besides its weights. Its README is read for the model card."""
 IN_FOLDERS = (
-    f"{exits.FOLDER}/{exits.CONFIG_FILE}", f"{exits.FOLDER}/{exits.WEIGHTS_FILE}", f"{exits.FOLDER}/README.md",
+    f"{FOLDER}/{exits.CONFIG_FILE}", f"{FOLDER}/{exits.WEIGHTS_FILE}", f"{FOLDER}/README.md",
     f"{pacer.FOLDER}/{pacer.CONFIG_FILE}", f"{pacer.FOLDER}/{pacer.WEIGHTS_FILE}", f"{pacer.FOLDER}/README.md",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server over the engine. Needs `pip install 'selfspec[serve]'`."""
+"""An OpenAI-compatible server over the engine. Needs `pip install -e '.[serve]'`."""

@@ -1,4 +1,4 @@
-"""Replicas under Ray Serve: the app of `selfspec serve` as a deployment. Needs `pip install 'selfspec[ray]'`.
+"""Replicas under Ray Serve: the app of `selfspec serve` as a deployment. Needs `pip install -e '.[ray]'`.
 
     serve run selfspec.serve.replicas:build model=MODEL num_replicas=2
 
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from layerskip_models import DEMO_PATH
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.serve.serve_options import ServeOptions
 
@@ -77,8 +76,7 @@ def build(arguments: dict[str, Any]) -> Application:
         from selfspec.serve.app import make_app
 
         options.check()
-        model = str(DEMO_PATH) if options.model is None else options.model
-        return make_app(load.generator(model, prefix_cache=options.prefix_cache), options)
+        return make_app(load.generator(options.model, prefix_cache=options.prefix_cache), options)
 
     deployment = serve.deployment(
         serve.ingress(make)(Replica),

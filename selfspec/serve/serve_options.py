@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from layerskip_models import DEMO_PATH
+from layerskip_models.checkpoints.named_models import DEMO
 from selfspec.cli.option_groups import ChatTemplateOption, CopyFromOption, ModelArgument, option
 from selfspec.cli.text_input import read_copy_files
 from selfspec.messages import ChatTemplate, template_of
@@ -28,7 +28,7 @@ _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 class ServeOptions:
     """Settings of one server; those of a replica under Ray are the same. Files are read when they are first asked for."""
 
-    model: ModelArgument = None
+    model: ModelArgument = DEMO
     policy: str | None = option(None, f"{POLICY_HELP} Requests may name another.", _SPECULATION)
     allow_policy: list[str] | None = option(
         None,
@@ -102,9 +102,8 @@ class ServeOptions:
     @cached_property
     def name(self) -> str:
         """The model's name for clients: its folder's name, or its hub name without the owner, unless another is given."""
-        model = str(DEMO_PATH) if self.model is None else self.model
-        folder = Path(re.sub(r"[/\\]+$", "", model)).resolve().name if Path(model).is_dir() else None
-        return self.served_name or folder or model.rpartition("/")[2]
+        folder = Path(re.sub(r"[/\\]+$", "", self.model)).resolve().name if Path(self.model).is_dir() else None
+        return self.served_name or folder or self.model.rpartition("/")[2]
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor, StoppingCriteriaList
 
-from policies import CostModel, Policy, PreVerifier
+from policies import CostModel, Policy, PreVerifier, runs_own_code
 from selfspec import SelfSpecGenerator
 from selfspec.cache.copy_index import copies_drafts
 from selfspec.cache.prefix_cache import ANYONE, Owner
@@ -258,7 +258,7 @@ class ServedPolicies:
         self._generator, self._default = generator, options.policy
         self._default_name = generator.resolve_policy(options.policy).name
         allowed = SAFE_POLICIES if options.allow_policy is None else options.allow_policy
-        self._allowed = None if ANY_POLICY in allowed else {REPEATING, self._default_name, *allowed}
+        self._any, self._allowed = ANY_POLICY in allowed, {REPEATING, self._default_name, *allowed}
         if generator.model.num_layers > 1:  # now, and not while texts decode, for the first request that names "auto"
             measured_cost(generator.model, generator.runner)
         self._named = PolicyStore(most=_KEPT)
@@ -266,13 +266,13 @@ class ServedPolicies:
     def choose(self, name: str | None, *, repeats: bool) -> Policy:
         """repeats: whether the same request must be drafted the same way every time.
 
-        Raises ValueError for an unknown name, for one that the server does not allow, for one that names a folder, and for
-        one that cannot repeat.
+        Raises ValueError for an unknown name, for one that the server does not allow (of classes that are not ours only what
+        the operator named), for one that names a folder, and for one that cannot repeat.
         """
         if name is not None:
             name = name.strip()
-            if self._allowed is not None and name not in self._allowed:
-                known = ", ".join(sorted(self._allowed))
+            if name not in self._allowed and (not self._any or runs_own_code(name)):
+                known = "any of this package" if self._any else ", ".join(sorted(self._allowed))
                 raise ValueError(f"policy {name!r} is not allowed on this server, which has {known} (--allow-policy)")
             if repeats:
                 return self._make(name, measured=False)

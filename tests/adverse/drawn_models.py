@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from fuzz_models import draw_config, random_model, word_tokenizer
 from layerskip_models import from_transformers
 from layerskip_models.draft_weights import DRAFT_BITS, why_no_drafter
-from layerskip_models.exits.adapter import FORMS
+from layerskip_models.exits import FORMS
 from layerskip_models.families import FAMILIES
 from layerskip_models.linear import Layout
 from random_adapters import adapted

@@ -14,10 +14,11 @@ from policies import LayerCost, MeasuredCost, RoundRecord, cost_of_round
 from records import finished
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.explain import explain, explanation_lines
-from selfspec.analysis.inspection import inspect_model, inspection_lines, text_agreement
+from selfspec.analysis.inspection import inspect_model, inspection_lines
 from selfspec.analysis.replay import replay, trace_agreement, watching_all_layers
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.engine.results import GenerationResult
+from selfspec.messages import Messages, encode_messages
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 PROMPT = [5, 3, 7, 1]
@@ -115,27 +116,37 @@ def test_a_run_that_copies_says_what_each_source_gave(generator: SelfSpecGenerat
     assert "accepted, copied" in picture.read_text(encoding="utf-8")
 
 
-def test_text_agreement_is_that_of_full_passes(generator: SelfSpecGenerator) -> None:
-    llama = tiny_llama(seed=4, late_scale=0.9, dtype=torch.float64)
-    ids = torch.arange(40) % 24
-    hidden = llama.model(ids[None], output_hidden_states=True).hidden_states
-    final = llama(ids[None]).logits[0].argmax(-1)
-    expected = [
-        float((llama.lm_head(llama.model.norm(state))[0].argmax(-1) == final).double().mean()) for state in hidden[1:-1]
-    ]
-    assert text_agreement(generator.model, ids) == pytest.approx(expected)
-
-
-def test_an_inspection_has_a_verdict(generator: SelfSpecGenerator) -> None:
+def test_an_inspection_says_what_to_do(generator: SelfSpecGenerator) -> None:
     seen: list[str] = []
     texts = ["a bed, a fig. " * 4, "ab", "a cab, head. be a bed"]
-    inspection = inspect_model(generator, texts, max_new_tokens=12, repeats=1, on_progress=seen.append)
-    assert len(inspection.text_agreement) == len(inspection.own_agreement) == 3
-    assert inspection.comparison.outputs_equal
-    lines = inspection_lines(inspection)
-    assert any(line.startswith("layers ran on ") for line in lines)
-    assert lines[-1] == inspection.verdict()
-    assert any(word in lines[-1] for word in ("worth it", "hardly"))
-    assert seen[-1] == "comparing with plain decoding"
+    inspection = inspect_model(generator, texts, max_new_tokens=12, repeats=2, on_progress=seen.append)
+    assert len(seen) == 2 * (2 * 2 + 1) + 2 and seen[-1] == "answers that repeat the prompt"
+    assert 0 < inspection.free.shares["drafted by exits"] < 1  # by the policy that the generator has
+    gains = {
+        0.5: "use plain decoding",
+        1.0: "nothing to gain",
+        1.5: "nothing gained on free ones",
+        2.0: "use the default",
+    }
+    for repeating, said in gains.items():
+        free = replace(inspection.free, speedup=1.2 if repeating == 2 else 1.0)
+        told = replace(inspection, free=free, repeating=replace(free, speedup=repeating))
+        assert said in told.verdict() == inspection_lines(told)[-1]
     with pytest.raises(ValueError, match="at least 4 tokens"):
         inspect_model(generator, ["ab"])
+
+
+def test_an_inspection_asks_a_chat_model_and_then_for_the_answer_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = tiny_llama(seed=4, max_position_embeddings=256)
+    generator = SelfSpecGenerator(from_transformers(llama), tiny_tokenizer(), policy="ls:1-2", prefix_cache=0)
+    generator.tokenizer.chat_template = "{% for one in messages %}{{ one.role[0] }} {{ one.content }} {% endfor %}"
+    asked: list[Messages] = []
+
+    def encode(messages: Messages, *others: Any) -> list[int]:
+        asked.append(messages)
+        return encode_messages(messages, *others)
+
+    monkeypatch.setattr("selfspec.analysis.inspection.encode_messages", encode)
+    inspect_model(generator, ["a bed, a fig. a head"], max_new_tokens=12, repeats=1)
+    answer = generator.generate(asked[0], policy="ar", max_new_tokens=12, do_sample=False).text
+    assert [one["content"] for one in asked[1][:2]] == ["a bed, a fig. a head", answer]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.commands.report_command import compare_records
+from bench.commands.compare_command import compare_records
 from bench.record import Line, matching
 from bench.report import interval_tables
 from bench.report.page import tables, update

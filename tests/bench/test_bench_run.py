@@ -49,6 +49,25 @@ def test_the_record_and_its_page(run: Invoke, invoke: Invoke, tmp_path: Path) ->
     assert str(tmp_path) not in json.dumps(lines)
 
 
+def test_ones_own_policy_on_a_busy_machine(
+    run: Invoke, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record names no folder, and does not go on with another version of the policy's file."""
+    monkeypatch.setattr("psutil.getloadavg", lambda: (999.0, 0.0, 0.0))
+    file, record = tmp_path / "mine.py", tmp_path / "run.jsonl"
+    file.write_text("from policies import NeverStop\nclass Mine(NeverStop): pass", encoding="utf-8")
+    arguments = ["--policy", f"ls:2-3+{file}:Mine", "--task", "code", "--num-samples", 1, "--output", record]
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("Busy machine (load average 999.0 on ") == 2
+    lines, page = read_record(record), invoke("report", record).output
+    assert [line["engine"] for line in matching(lines, "engine")] == ["selfspec:ar", "selfspec:ls:2-3+mine.py:Mine"]
+    assert str(tmp_path) not in json.dumps(lines)
+    assert "load average 999.0 and 999.0 on " in page and "load average before 999.0, after 999.0 |" in page
+    file.write_text("from policies import NeverStop\nclass Mine(NeverStop): ...", encoding="utf-8")
+    assert "holds a run with another policy_files: remove it" in run(*arguments).stderr
+
+
 def test_a_sampled_run(run: Invoke, invoke: Invoke, tmp_path: Path) -> None:
     """A seed for each repeat, the same for all engines and again the next time; outputs are not compared."""
     arguments = ["--task", "code", "--policy", "ls:2-3", "--do-sample", "--temperature", 0.8, "--top-p", 0.9]

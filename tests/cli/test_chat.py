@@ -78,7 +78,7 @@ def test_a_conversation_is_one_prompt_and_what_was_read_is_kept() -> None:
 def test_commands(tmp_path: Path) -> None:
     talk = Talk()
     said = talk.type("/help")
-    assert all(usage in said for usage in COMMANDS)
+    assert all(usage in said for usage in COMMANDS) and "decoding: greedy, always the likeliest token" in said
     assert "no answer yet" in talk.type("/stats")
     talk.type("/system be", "a bed")
     assert [message["role"] for message in talk.conversation.messages] == ["system", "user", "assistant"]

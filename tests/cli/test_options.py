@@ -1,4 +1,4 @@
-"""Options of the commands: one description for all, what was removed, and paths that are checked before any work."""
+"""Options of the commands: one description for all, and what is checked before any work."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import inspect
 from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-import bench.commands.bench_app
-import selfspec.cli.main
+from bench.commands.bench_app import app as bench_app
 from layerskip_models.output_paths import output_file, output_folder
-from selfspec import SelfSpecGenerator, removed
+from selfspec import SelfSpecGenerator
 from selfspec.cli.batch_file import OWN_OPTIONS
-from selfspec.cli.generate_command import generate_command
-from selfspec.cli.main import COMMANDS
-from selfspec.cli.serve_command import serve_command
+from selfspec.cli.commands import generate_command, serve_command
+from selfspec.cli.main import app as selfspec_app
 from selfspec.integrations.custom_generate import CustomGenerate
 from selfspec.options import NAMES, OPTIONS, SpeculationOptions, check_ranges
 from selfspec.serve.api_requests import GenerationRequest
@@ -30,11 +28,11 @@ def test_a_path_that_cannot_be_written_is_one_line_of_every_command_that_writes_
     """Told before anything else is looked at."""
     (tmp_path / "file").touch()
     target, tried = tmp_path / "file" / "below" / "x.jsonl", 0
-    for app in (bench.commands.bench_app.app, selfspec.cli.main.app):
+    for app in (bench_app, selfspec_app):
         group: Any = get_command(app)
         for name in group.list_commands(None):
             command = group.get_command(None, name)
-            for parameter in (command.imported() if hasattr(command, "imported") else command).params:
+            for parameter in command.params:
                 if parameter.name in ("output", "trace", "svg"):
                     result = CliRunner().invoke(app, [name, parameter.opts[-1], str(target)])
                     told = f"error: cannot write {target}: Not a directory; choose another path\n"
@@ -61,9 +59,8 @@ def test_folders_are_made_and_what_is_no_file_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["NAME"], ["`selfspec NAME` was removed: use OTHER"]),
-        (["generate", "--gone=3"], ["--gone was removed: use --other"]),
-        (["generate", "--gone", "3"], ["--gone was removed: use --other"]),
+        (["trace", "-o", "x.png"], ["pictures need matplotlib: pip install matplotlib"]),
+        (["chat", "smolm2"], ["no model or folder is called 'smolm2': did you mean smollm2?"]),
         (["serve", "--host", ""], ["the address to listen on is empty"]),
         (["serve", "--max-body-mb", "inf"], ["--max-body-mb must be a number of megabytes"]),
         *(
@@ -73,21 +70,26 @@ def test_folders_are_made_and_what_is_no_file_is_refused(tmp_path: Path) -> None
     ],
 )
 def test_what_is_refused_names_what_to_use_in_one_line(
-    arguments: list[str], told: list[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], told: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of removed commands and options, of a server's settings, and under torchrun (WORLD)."""
-    monkeypatch.setattr(removed, "COMMANDS", {"NAME": "use OTHER"})
-    monkeypatch.setattr(removed, "OPTIONS", {"--gone": "use --other"})
+    """Of a model's name, of a package that is missing, of a server's settings, and under torchrun (WORLD)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("selfspec.cli.commands.find_spec", lambda name: None)
     if arguments[0] == "WORLD":
         monkeypatch.setenv("WORLD_SIZE", "2")
         arguments = arguments[1:]
-    result = CliRunner().invoke(selfspec.cli.main.app, arguments)
+    result = CliRunner().invoke(selfspec_app, arguments)
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and all(part in line for part in told)
-    removed.refuse_removed("generate", ["--", "--gone"])  # a text after two dashes is no option
-    monkeypatch.undo()
-    assert not removed.COMMANDS.keys() & COMMANDS.keys()  # nothing that exists is called removed
+
+
+@pytest.mark.parametrize(
+    ("app", "typed", "meant"), [(selfspec_app, "genrate", "generate"), (bench_app, "perrs", "peers")]
+)
+def test_a_misspelt_command_gets_a_suggestion(app: Any, typed: str, meant: str) -> None:
+    result = CliRunner().invoke(app, [typed])
+    assert result.exit_code == 2 and f"Did you mean '{meant}'" in result.stderr
 
 
 def test_python_and_the_command_line_have_every_option() -> None:
@@ -99,7 +101,7 @@ def test_python_and_the_command_line_have_every_option() -> None:
     for name, (_, option) in OPTIONS.items():
         assert option.help == "" or own[name].annotation.__metadata__[0].help == option.help
     # transformers passes on only what the signature of the callable names.
-    assert {*get_type_hints(SpeculationOptions)} <= {*inspect.signature(CustomGenerate.__call__).parameters}
+    assert {*SpeculationOptions.__annotations__} <= {*inspect.signature(CustomGenerate.__call__).parameters}
 
 
 def test_a_server_allows_nothing_outside_the_range() -> None:

@@ -128,6 +128,7 @@ def test_a_line_that_cannot_be_used_is_named(folder: Path, tmp_path: Path) -> No
     prompts = tmp_path / "p.jsonl"
     for line, told in (
         ('{"prompt": "a", "policy": 7}', "line 1: the policy must be a name, got 7"),
+        ('{"prompt": "a", "policy": "ls:1-2+/tmp/x.py:X"}', "line 1: a file of prompts names no code to run"),
         ('{"prompt": "a", "id": ["x"]}', 'line 1: the id must be a text or an integer, got ["x"]'),
         ('{"prompt": "a", "id": NaN}', "line 1: the id must be a text or an integer, got NaN"),
         ('{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 1 cannot be read"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,7 +19,7 @@ from layerskip_models.kernels.native_linear import NativeInt8Linear
 from policies import Drafter, MeasuredCost
 from policies.auto.policy import AutoExit
 from selfspec import SelfSpecGenerator
-from selfspec.analysis.inspection import inspect_model
+from selfspec.analysis.inspection import inspect_model, inspection_lines
 from selfspec.engine import policy_store
 from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.runners.runner import Runner
@@ -249,9 +248,10 @@ def test_auto_leaves_it_where_there_is_no_use_or_no_room(monkeypatch: pytest.Mon
     assert not generator.model.drafters
 
 
-def test_a_verdict_counts_them(generator: SelfSpecGenerator) -> None:
+def test_an_inspection_counts_them() -> None:
+    model = from_transformers(llama(), layout="native")
+    generator = SelfSpecGenerator(model, tiny_tokenizer(), policy="bits:8-4", prefix_cache=0)
     inspection = inspect_model(generator, ["abcdefgh" * 3], max_new_tokens=12, repeats=1)
-    fast = replace(inspection.rounded[0], comparison=replace(inspection.comparison, speedup=1.7))
-    slow = replace(inspection, comparison=replace(inspection.comparison, speedup=0.9))
-    assert "bits:8-4 runs 1.70 times" in replace(slow, rounded=(fast,)).verdict()
-    assert "bits" not in replace(slow, rounded=()).verdict()
+    assert 0 < inspection.free.shares["drafted in 8 bits"] < 1 and "drafted by exits" not in inspection.free.shares
+    assert inspection.copies == {8: draft_bytes(model, 8)}
+    assert "a copy of the weights in 8 bits to draft with took 0 MB" in "\n".join(inspection_lines(inspection))

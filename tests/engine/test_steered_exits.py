@@ -18,7 +18,7 @@ import selfspec.engine.round
 from batched_runs import LAYOUTS
 from decoding import decode
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.exits.adapter import STEERED
+from layerskip_models.exits import STEERED
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.exits.adapter import LOW_RANK, STEERED, ExitAdapters
+from layerskip_models.exits import LOW_RANK, STEERED
+from layerskip_models.exits.adapter import ExitAdapters
 from layerskip_models.exits.folder import config_for
 from layerskip_models.exits.lean import lean_adapters
 

@@ -128,6 +128,7 @@ EVERY_POLICY = (
     "pacer:random,exit_layer={E},b=2,t=0.2",
     "auto:cost=layers+pacer:random,b=2,t=0.2", "del+pacer:random,b=2,t=0.3",
     "copy:4", "copy:2,min=3",
+    f"ls:{{E}}-6+{__file__}:StopBelow:threshold=0.2",
 )  # fmt: skip
 """Every policy by name, {E} standing for an exit layer: what the equality and distribution tests go through."""
 

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from fuzz_models import ROPES, random_model, word_tokenizer
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.exits.adapter import LOW_RANK, STEERED
+from layerskip_models.exits import LOW_RANK, STEERED
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout

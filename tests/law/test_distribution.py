@@ -26,7 +26,7 @@ import selfspec.engine.verification
 from decoding import decode
 from exact_laws import PROMPT, RUN_LENGTH, Law, distance, enumerated_law, exact_law, sampled_run
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.exits.adapter import STEERED
+from layerskip_models.exits import STEERED
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from policies import Policy, parse_policy

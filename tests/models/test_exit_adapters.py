@@ -11,8 +11,9 @@ from transformers import LlamaForCausalLM
 
 from batched_runs import LAYOUTS, shared_model
 from layerskip_models import LayerSkipModel, from_transformers, load_model
-from layerskip_models.exits.adapter import FORMS, STEERED, AdapterConfig, ExitAdapters, steering_layers
-from layerskip_models.exits.folder import FOLDER, load_adapters, save_adapters
+from layerskip_models.exits import FOLDER, FORMS, STEERED
+from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters, steering_layers
+from layerskip_models.exits.folder import load_adapters, save_adapters
 from layerskip_models.exits.lean import lean_adapters, with_exits
 from layerskip_models.kernels.native_linear import operators_only
 from layerskip_models.kv_cache import KVCache

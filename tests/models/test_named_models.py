@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 import layerskip_models.checkpoints.named_models as named_models
 from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
-from layerskip_models.checkpoints.named_models import NAMED_MODELS, NamedModel, download, named_file
+from layerskip_models.checkpoints.loading import load_config
+from layerskip_models.checkpoints.named_models import DEMO_PATH, NAMED_MODELS, NamedModel, download, named_file
+from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 
 MODEL = NamedModel(package="toy-model", version="1.0", file="toy/toy.gguf", megabytes=3, about="A toy")
@@ -52,6 +54,29 @@ def test_a_folder_of_that_name_goes_first(toy: Path, tmp_path: Path, monkeypatch
     (own / "config.json").write_text("{}")
     monkeypatch.chdir(own.parent)
     assert resolve_checkpoint("toy") == "toy"
+
+
+def test_demo_is_a_name_and_a_misspelt_one_is_refused_at_once(toy: Path) -> None:
+    assert resolve_checkpoint("demo") == str(DEMO_PATH) and named_file("them/smollm2") is None
+    with pytest.raises(FileNotFoundError, match="no model or folder is called 'smolm2': did you mean smollm2"):
+        resolve_checkpoint("smolm2")
+    with pytest.raises(TypeError, match=r"SelfSpecGenerator.from_pretrained\('demo'\)"):
+        SelfSpecGenerator("demo")  # type: ignore[arg-type]
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers itself asks for half a minute."""
+    asked: list[str] = []
+
+    def ask(url: str) -> None:
+        asked.append(url)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", ask)
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", lambda *name, **options: pytest.fail("asked"))
+    with pytest.raises(OSError, match="gpt2 is neither a folder here nor in the local cache"):
+        load_config("gpt2")
+    assert len(asked) == 1 and asked[0].endswith("gpt2/resolve/main/config.json")
 
 
 def test_get_installs_the_package_alone_and_says_what_it_downloads(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

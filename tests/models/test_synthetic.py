@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from layerskip_models import from_transformers
 from layerskip_models.checkpoints.supported import LAYERSKIP_CHECKPOINTS, check_config
 from layerskip_models.checkpoints.synthetic import SHAPES, Recipe, parse_synthetic, synthetic_llama
-from layerskip_models.training.recipe import exit_sums
+from layerskip_models.training.exit_losses import exit_sums
 from selfspec import SelfSpecGenerator
 from tiny_llama import full_logits
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from policies import ObservationSpec, Plan, Policy, RoundContext, parse_policy
+from policies import ObservationSpec, Plan, Policy, RoundContext, parse_policy, runs_own_code
 from policies.del_policy import DelThreshold
 from policies.fixed import FiniteStateLength
 from policies.spide import SpideStopping
+from policies.thresholds import SvipThreshold
 from records import row, shadow
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
 
@@ -72,9 +77,75 @@ MISTAKES = {
     "svip:3,tau=2": "takes threshold=, max_length=",
     "auto": "needs measured seconds",
 }
+OWN = {
+    "there.py:Stops": "there is no file .*there.py",
+    "mine.py": "has no class ''; it defines Stops, Plans, Half",
+    "ls:3-6+mine.py:Stop": "has no class 'Stop'; it defines Stops",
+    "ls:3-6+mine.py:Path": "'Path' is no policy: it has neither plan",
+    "mine.py:Half": "'Half' lacks begin_text, exit_layers,.* let it inherit policies.StatelessPolicy",
+    "mine.py:Plans": "missing 1 required positional argument: 'layers'",
+    "mine.py:Plans:layers=1/2,lenght=3": "takes layers=, length=, not 'lenght=3'",
+    "mine.py:Plans:layers=1/2+mine.py:Plans": "unknown stopping policy 'mine.py:Plans'",
+    "mine.py:Stops:share=1": "ends drafts itself: put it after an exit policy, as in ls:3-18",
+    "ls:3-6+mine.py:Stops:share=much": "share=much: could not convert",
+    "fails.py:Stops": "fails.py fails: ZeroDivisionError: division by zero",
+}
 
 
-@pytest.mark.parametrize(("text", "message"), [*(AS_IN | CLOSEST | MISTAKES).items()])
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of one's own, in the working directory."""
+    (tmp_path / "fails.py").write_text("1 / 0", encoding="utf-8")
+    (tmp_path / "mine.py").write_text(
+        """
+from dataclasses import dataclass
+from pathlib import Path
+from policies import NeverStop, Plan, StatelessPolicy
+
+@dataclass
+class Stops(NeverStop):
+    share: float
+    layers: "list[int] | None" = None
+    name: str = ""
+    sure: bool = False
+
+class Plans(StatelessPolicy):
+    def __init__(self, layers, length=2):
+        self.layers, self.length = layers, length
+
+    @classmethod
+    def from_args(cls, setup, layers, **options):
+        return cls([min(layer, setup.num_layers - 1) for layer in layers], **options)
+
+    def plan(self, context): ...
+
+class Half:
+    def plan(self, context): ...
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "mine.py"
+
+
+def test_a_class_of_a_file_gets_arguments_as_they_are_annotated_or_look(mine: Path) -> None:
+    policy = parse_policy(f"ls:3-6+{mine}:Stops:share=1,layers=2,name=3,sure=on", num_layers=8)
+    assert repr(policy.stopping) == "Stops(share=1.0, layers=(2,), name='3', sure=True)"
+    name = "mine.py:Plans:layers=1/9+mine.py:Stops:share=0.5"
+    both: Any = parse_policy(name, num_layers=8)
+    assert (both.name, both.exit.layers, both.exit.length, both.stopping.share) == (name, [1, 7], 2, 0.5)
+    assert type(both.stopping) is type(policy.stopping)  # it was run once
+
+
+def test_a_package_names_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("mine", "policies.thresholds:SvipThreshold", "selfspec.policies")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **wanted: EntryPoints([point]).select(**wanted))
+    assert isinstance(parse_policy("ls:2-4+mine:threshold=0.3", num_layers=8).stopping, SvipThreshold)
+    own = ["mine", "ls:2-4+mine", "a.py:B:c=1", "auto + /tmp/a.py:B", "ls:1-2+svip+a.py:B"]
+    assert [text for text in [*own, "auto", "del+spide:tau=0.7", "nonsense"] if runs_own_code(text)] == own
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(("text", "message"), [*(AS_IN | CLOSEST | MISTAKES | OWN).items()])
 def test_a_mistake_is_named(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         parse_policy(text, num_layers=8)

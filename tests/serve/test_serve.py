@@ -342,6 +342,21 @@ def test_costs_are_measured_before_the_first_request(checkpoint: Path) -> None:
     assert generator.model in calibrate._measured
 
 
+@pytest.mark.parametrize("allowed", [None, ["any"]])
+def test_a_request_runs_no_code_that_the_operator_did_not_name(
+    allowed: list[str] | None, checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("from policies import NeverStop\nclass Mine(NeverStop): pass", encoding="utf-8")
+    (tmp_path / "other.py").write_text("raise SystemExit('it was run')", encoding="utf-8")
+    own = f"ls:1-2+{tmp_path}/mine.py:Mine"
+    generator = SelfSpecGenerator.from_pretrained(checkpoint, policy="ar")
+    policies = ServedPolicies(generator, ServeOptions(policy=own, allow_policy=allowed))
+    assert {policies.choose(name, repeats=False).name for name in (None, own)} == {own}
+    for asked in (f"ls:1-3+{tmp_path}/mine.py:Mine", f"{tmp_path}/other.py:X", f"svip:1+{tmp_path}/other.py:X"):
+        with pytest.raises(ValueError, match="is not allowed on this server"):
+            policies.choose(asked, repeats=False)
+
+
 def test_metrics_and_health(server: RunningServer, client: OpenAI) -> None:
     client.completions.create(**ASK, max_tokens=20, extra_body={"policy": "ls:3-4"})
     text = ask(server, "GET", "/metrics")[1].decode()

@@ -8,15 +8,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from layerskip_models.training.exit_losses import accepted_length_weights, draw_keep_mask, exit_hidden_states
 from layerskip_models.training.layerskip import EarlyExitLoss, orthogonalise
 from layerskip_models.training.recipe import (
     ARMS,
-    accepted_length_weights,
-    draw_keep_mask,
     dropout_depth_scale,
     dropout_time_scale,
     enabled_exits,
-    exit_hidden_states,
     exit_loss_weights,
     layer_dropout_rates,
     normalised_exit_weights,

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from fuzz_models import draw_config, random_model
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.exits.adapter import STEERED, AdapterConfig, ExitAdapters
+from layerskip_models.exits import STEERED
+from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import load_adapters
 from layerskip_models.families import FAMILIES
 from selfspec import SelfSpecGenerator

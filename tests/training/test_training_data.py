@@ -18,19 +18,17 @@ from transformers import AutoTokenizer
 
 from layerskip_models import from_transformers
 from layerskip_models.training.documents import (
-    DataSource,
     block,
     block_order,
     num_blocks,
     pack_streams,
-    parse_data_source,
     read_documents,
     split_document,
     split_sources,
     train_tokenizer,
 )
 from layerskip_models.training.examples import Example, examples_of, in_shares, read_examples
-from layerskip_models.training.settings import FrozenModelSettings
+from layerskip_models.training.settings import DataSource, FrozenModelSettings, parse_data_source
 from selfspec import SelfSpecGenerator
 from selfspec.exits.training_texts import TextReader, own_answers
 from selfspec.messages import OWN_TEMPLATE, ChatTemplate
