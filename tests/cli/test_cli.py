@@ -119,6 +119,27 @@ def test_messages_break_between_words_on_a_terminal_and_nowhere_in_a_file(width)
         assert long == ([path] if terminal else [said.partition("\n")[0]])
 
 
+def test_a_model_with_a_template_is_asked_unless_the_prompt_is_raw(folder, expected, tmp_path):
+    """By `generate`, alone or with a file, and by `trace`."""
+    instruct, prompts = tmp_path / "instruct", tmp_path / "p.jsonl"
+    shutil.copytree(folder, instruct)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}. a cab"
+    tokenizer.save_pretrained(instruct)
+    generator = SelfSpecGenerator.from_pretrained(instruct)
+    answer = generator.generate([{"role": "user", "content": PROMPT}], max_new_tokens=30, policy="ls:1-3")
+    assert answer.text != expected.text and answer.stats.rounds != expected.stats.rounds
+    prompts.write_text(json.dumps({"prompt": PROMPT}), encoding="utf-8")
+    for number, (raw, result) in enumerate((([], answer), (["--raw"], expected))):
+        assert generate(instruct, PROMPT, "--compare", "--repeats", "1", *raw).stdout == result.text + "\n"
+        output = tmp_path / f"{number}.jsonl"
+        assert generate(instruct, "--prompts", prompts, "-o", output, *raw).exit_code == 0
+        assert json.loads(output.read_text())["text"] == result.text
+        traced = invoke("trace", PROMPT, "--model", instruct, "--max-new-tokens", "30", "--policy", "ls:1-3", *raw)
+        assert len(traced.stdout.splitlines()) == 1 + result.stats.rounds
+    assert generate(instruct, "--prompts", prompts, "-o", tmp_path / "0.jsonl", "--raw").exit_code == 2  # other results
+
+
 def test_demo_shows_three_texts_and_a_table(monkeypatch):
     monkeypatch.setattr("layerskip_models.checkpoints.named_models.NamedModel.find", lambda self: None)
     result = CliRunner().invoke(app, ["demo", "--repeats", "1"])
