@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from layerskip_models import DEMO_PATH
 from selfspec import GenerationStats, SelfSpecGenerator
 from selfspec.cli.console import LogConsole
-from selfspec.cli.display import SOURCE_STYLES, TextWriter
+from selfspec.cli.display import SOURCE_STYLES, TextWriter, legend
 from selfspec.cli.main import app
 from selfspec.cli.text_input import EXAMPLE_PROMPT
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -117,6 +117,10 @@ def test_messages_break_between_words_on_a_terminal_and_nowhere_in_a_file(width)
         assert shown.split() == said.split() and ("  two  columns" in shown)
         long = [line for line in shown.splitlines() if len(line) > width]
         assert long == ([path] if terminal else [said.partition("\n")[0]])
+        log.print(legend(styles_shown=True))
+        styled = log.file.getvalue().removeprefix(shown)
+        assert styled.split() == legend(styles_shown=True).plain.split()
+        assert (max(map(len, styled.splitlines())) <= width) == terminal
 
 
 def test_a_model_with_a_template_is_asked_unless_the_prompt_is_raw(folder, expected, tmp_path):
