@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from bench.commands.bench_options import ContextCommand
 from bench.commands.roofline_command import best_fixed
-from bench.commands.session import header, progress, recording, show
+from bench.commands.session import header, loaded, progress, recording, show
 from bench.commands.sweep_command import parse_range
 from bench.datasets import EncodedPrompt, load_prompts
 from bench.engines.own import run_afresh
 from bench.machine import WeightBytes, calibrated, measure_bandwidth
 from bench.measure import in_turn
-from bench.models import open_model, open_tokenizer
+from bench.models import open_tokenizer
 from bench.provenance import provenance
 from bench.record import Line, Record
 from layerskip_models import LayerSkipModel
@@ -33,7 +33,7 @@ def context(options: ContextCommand) -> None:
     with one_line_errors():
         wanted = parse_range(options.contexts, "--contexts")
         tokenizer = open_tokenizer(options.model)
-        weights = open_model(options.model, options.dtype, options.device).with_kv_dtype(options.kv_dtype)
+        weights = loaded(options).with_kv_dtype(options.kv_dtype)
         most = weights.max_positions
         lengths = [length for length in wanted if length + options.max_new_tokens <= most]
         if not lengths:

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from functools import partial
 
 from bench.commands.bench_options import RooflineCommand
-from bench.commands.session import encoded, header, progress, recording, show
+from bench.commands.session import encoded, header, loaded, progress, recording, show
 from bench.datasets import EncodedPrompt
 from bench.engines.own import run_afresh
 from bench.machine import WeightBytes, calibrated, measure_bandwidth
 from bench.measure import in_turn
-from bench.models import open_model, open_tokenizer
+from bench.models import open_tokenizer
 from bench.provenance import provenance
 from bench.record import Line
 from policies import CostModel, RoundRecord, cost_of_round
@@ -26,7 +26,7 @@ from selfspec.cli.console import one_line_errors
 def roofline(options: RooflineCommand) -> None:
     with one_line_errors():
         samples = encoded(options.prompts, options.num_samples, open_tokenizer(options.model), options.prompt_tokens)
-        generator = SelfSpecGenerator(open_model(options.model, options.dtype, options.device), prefix_cache=0)
+        generator = SelfSpecGenerator(loaded(options), prefix_cache=0)
         network = generator.model
         where = provenance(network.device, network.dtype)
         num_layers = network.num_layers

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from bench.commands.bench_options import DEFAULT_POLICIES, RunCommand
-from bench.commands.session import header, measure, recording, show, write_engines
+from bench.commands.session import header, loaded, measure, recording, show, write_engines
 from bench.datasets import COPYING, Prompt, encode_prompts, group_by_task, load_prompts
 from bench.engines.own import SelfSpecEngine
 from bench.machine import WeightBytes, measure_bandwidth
-from bench.models import open_model, open_tokenizer
+from bench.models import open_tokenizer
 from bench.provenance import provenance
 from policies import LayerCost, Policy, parse_policy
 from selfspec import SelfSpecGenerator
@@ -28,7 +28,7 @@ def run(options: RunCommand) -> None:
         names = ["ar", *(options.policy or DEFAULT_POLICIES)]
         chosen = choose_prompts(options.prompts or [], options.task or [], options.num_samples)
         samples = encode_prompts(chosen, open_tokenizer(options.model), options.prompt_tokens)
-        weights = open_model(options.model, options.dtype, options.device)
+        weights = loaded(options)
         generator = SelfSpecGenerator(weights, runner=cast(Any, options.runner), prefix_cache=0)
         num_layers = weights.num_layers
         parse = partial(

@@ -13,15 +13,17 @@ import typer
 from rich.progress import MofNCompleteColumn, Progress
 from transformers import PreTrainedTokenizerBase
 
+from bench.commands.bench_options import OnModel
 from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
 from bench.engines.catalogue import Maker
 from bench.engines.own import EngineLostError, TimedEngine
 from bench.engines.peer_process import PeerProcess
 from bench.measure import Measurement
-from bench.models import model_name, weights_digest
+from bench.models import model_name, open_model, weights_digest
 from bench.provenance import load_average, policy_files, public_argument
 from bench.record import Line, Record, matching
 from bench.report.page import terminal_text
+from layerskip_models import LayerSkipModel
 from selfspec.analysis.comparison import load_warning
 from selfspec.cli.console import LogConsole, one_line_errors
 
@@ -59,6 +61,12 @@ def encoded(
 ) -> list[EncodedPrompt]:
     """Return the prompts of a file, or the shipped ones, the tasks taking turns."""
     return encode_prompts(select_prompts(load_prompts(path), num_samples), tokenizer, prompt_tokens)
+
+
+def loaded(options: OnModel) -> LayerSkipModel:
+    """Load the model that a command names, beneath a status line."""
+    with _errors.status(f"Loading {model_name(options.model)} ..."):
+        return open_model(options.model, options.dtype, options.device)
 
 
 @contextmanager
@@ -144,7 +152,8 @@ def started(
         with ExitStack() as running:
             for name, make in makers.items():
                 try:
-                    peer = running.enter_context(PeerProcess(name, make, timeout=timeout))
+                    with _errors.status(f"Starting {name} ..."):
+                        peer = running.enter_context(PeerProcess(name, make, timeout=timeout))
                 except EngineLostError as error:
                     if not where:
                         raise

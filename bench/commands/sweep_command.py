@@ -11,11 +11,11 @@ from typing import Any
 import typer
 
 from bench.commands.bench_options import SweepCommand
-from bench.commands.session import encoded, header, measure, progress, recording, show, write_engines
+from bench.commands.session import encoded, header, loaded, measure, progress, recording, show, write_engines
 from bench.datasets import EncodedPrompt
 from bench.engines.own import SelfSpecEngine
 from bench.machine import calibrated
-from bench.models import num_layers_of, open_model, open_tokenizer
+from bench.models import num_layers_of, open_tokenizer
 from bench.provenance import provenance
 from bench.record import PLAIN, Line, Record, matching
 from bench.report.summary import Samples
@@ -38,7 +38,7 @@ def sweep(options: SweepCommand) -> None:
             raise ValueError(f"--exit-layers must be in {allowed}, got {layers[-1]}")
         lengths = parse_range(options.num_speculations or "1-10", "--num-speculations")
         samples = encoded(options.prompts, options.num_samples, open_tokenizer(options.model), options.prompt_tokens)
-        generator = SelfSpecGenerator(open_model(options.model, options.dtype, options.device), prefix_cache=0)
+        generator = SelfSpecGenerator(loaded(options), prefix_cache=0)
         where = provenance(generator.model.device, generator.model.dtype)
         asked = {
             "warmups": options.warmups,

@@ -44,7 +44,9 @@ class LogConsole(Console):
         super().__init__(**{"stderr": True, "highlight": False, "markup": False, "soft_wrap": True, **options})
 
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(self._in_lines(one) if isinstance(one, str) else one for one in objects), **options)
+        shown = [self._in_lines(one) if isinstance(one, str) else one for one in objects]
+        styled = self.is_terminal and not all(isinstance(one, str) for one in objects)
+        super().print(*shown, **{"soft_wrap": not styled, **options})
 
     def _in_lines(self, text: str) -> str:
         lines = visible(text).split("\n")

@@ -55,21 +55,19 @@ def run_demo(model: str, load: LoadOptions, repeats: int, log: LogConsole) -> No
     generator = load_generator(model, load, log, prefix_cache=0)
     answers = has_template(generator.tokenizer)
     writer = TextWriter(screen)
-    if writer.shows_styles:
-        screen.print(legend(styles_shown=True))
+    screen.print(legend(writer.shows_styles))
     table = Table("task", box=SIMPLE_HEAD)
     for column in ("new\ntokens", "plain,\ntokens/s", "auto,\ntokens/s", "speed-up", "same\ntext"):
         table.add_column(column, justify="right", no_wrap=True)
-    for number, (task, prompt) in enumerate((TASKS if answers else BASE_TASKS).items()):
+    for task, prompt in (TASKS if answers else BASE_TASKS).items():
         generate: Generate = partial(
             generator.generate,
             encode_question(prompt, generator.tokenizer, raw=False),
             max_new_tokens=128 if answers else 40,  # the text of a base model has no end
             do_sample=False,
         )
-        if number == 0:
-            with log.status("Warming up ..."):
-                warm_up(generate, 16)
+        with log.status("Warming up ..."):
+            warm_up(generate, 16)
         screen.print(Rule(task, style="dim"))
         screen.print(Padding(Text(prompt, PROMPT_STYLE), (0, 0, 1, 4)))
         generate(streamer=DraftStreamer(generator.tokenizer, writer.write_token))

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from layerskip_models import DEMO_PATH
 from selfspec import GenerationStats, SelfSpecGenerator
 from selfspec.cli.console import LogConsole
-from selfspec.cli.display import SOURCE_STYLES, TextWriter
+from selfspec.cli.display import SOURCE_STYLES, TextWriter, legend
 from selfspec.cli.main import app
 from selfspec.cli.text_input import EXAMPLE_PROMPT
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -117,6 +117,31 @@ def test_messages_break_between_words_on_a_terminal_and_nowhere_in_a_file(width)
         assert shown.split() == said.split() and ("  two  columns" in shown)
         long = [line for line in shown.splitlines() if len(line) > width]
         assert long == ([path] if terminal else [said.partition("\n")[0]])
+        log.print(legend(styles_shown=True))
+        styled = log.file.getvalue().removeprefix(shown)
+        assert styled.split() == legend(styles_shown=True).plain.split()
+        assert (max(map(len, styled.splitlines())) <= width) == terminal
+
+
+def test_a_model_with_a_template_is_asked_unless_the_prompt_is_raw(folder, expected, tmp_path):
+    """By `generate`, alone or with a file, and by `trace`."""
+    instruct, prompts = tmp_path / "instruct", tmp_path / "p.jsonl"
+    shutil.copytree(folder, instruct)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}. a cab"
+    tokenizer.save_pretrained(instruct)
+    generator = SelfSpecGenerator.from_pretrained(instruct)
+    answer = generator.generate([{"role": "user", "content": PROMPT}], max_new_tokens=30, policy="ls:1-3")
+    assert answer.text != expected.text and answer.stats.rounds != expected.stats.rounds
+    prompts.write_text(json.dumps({"prompt": PROMPT}), encoding="utf-8")
+    for number, (raw, result) in enumerate((([], answer), (["--raw"], expected))):
+        assert generate(instruct, PROMPT, "--compare", "--repeats", "1", *raw).stdout == result.text + "\n"
+        output = tmp_path / f"{number}.jsonl"
+        assert generate(instruct, "--prompts", prompts, "-o", output, *raw).exit_code == 0
+        assert json.loads(output.read_text())["text"] == result.text
+        traced = invoke("trace", PROMPT, "--model", instruct, "--max-new-tokens", "30", "--policy", "ls:1-3", *raw)
+        assert len(traced.stdout.splitlines()) == 1 + result.stats.rounds
+    assert generate(instruct, "--prompts", prompts, "-o", tmp_path / "0.jsonl", "--raw").exit_code == 2  # other results
 
 
 def test_demo_shows_three_texts_and_a_table(monkeypatch):

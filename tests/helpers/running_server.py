@@ -51,7 +51,7 @@ def running_server(
     That is two full collections, and among the tests most of what exists is left alone already.
     """
     free = {
-        "model": "demo",
+        "model": "served",
         "served_name": "demo",
         "chat_template": "plain",
         "allow_policy": ["any"],
