@@ -23,7 +23,8 @@ from layerskip_models.checkpoints.supported import DTYPES, check_config, quantis
 from layerskip_models.checkpoints.typed_fields import is_int
 from layerskip_models.checkpoints.weights import SafetensorsWeights, Weights
 from layerskip_models.exits.lean import ExitsChoice, with_exits
-from layerskip_models.families import family_of
+from layerskip_models.families import FAMILIES, family_of
+from layerskip_models.families.plain_config import plain_config
 from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
 
@@ -70,7 +71,7 @@ class Source:
             return weights
 
     def generation_config(self) -> GenerationConfig:
-        """Read the checkpoint's own, or make what follows from its configuration."""
+        """Read the checkpoint's own, or make what follows from its configuration: of a GGUF file, its special tokens."""
         from transformers import GenerationConfig
 
         origin: Mapping[str, Any]
@@ -78,7 +79,9 @@ class Source:
         try:
             return GenerationConfig.from_pretrained(place, **origin)
         except OSError:  # it has none
-            return GenerationConfig.from_model_config(self.config)
+            tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+            said = self.config if self.gguf is None else {name: getattr(self.config, name) for name in tokens}
+            return GenerationConfig.from_model_config(said)
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
@@ -256,7 +259,7 @@ def load_config(
 
 
 def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -> PreTrainedConfig:
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
     with clear_errors(name):
         try:
@@ -266,9 +269,14 @@ def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -
                 raise OSError(
                     f"{name} has num_hidden_layers={layers}, and at most {_MAX_LAYERS} are meant: copy it again"
                 )
-            config = AutoConfig.from_pretrained(
-                name, revision=revision, local_files_only=local_files_only, trust_remote_code=False
-            )
+            family = FAMILIES.get(str(said.get("model_type")))
+            config = None if family is None else plain_config(family, said, name)
+            if config is None:
+                from transformers import AutoConfig
+
+                config = AutoConfig.from_pretrained(
+                    name, revision=revision, local_files_only=local_files_only, trust_remote_code=False
+                )
         except OSError:
             raise
         except Exception as error:  # of any kind, from inside transformers

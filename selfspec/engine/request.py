@@ -1,11 +1,13 @@
 """Checks of what a user passes to `generate`, and its translation into what the engine runs on.
 
-Names and defaults are those of transformers' GenerationConfig. Its own code merges them (the call over the given
-configuration over the checkpoint's) and builds the logits processors and stopping criteria.
+Names and defaults are those of transformers' GenerationConfig, which merges them: the call over the given configuration over
+the checkpoint's. Logits processors and stopping criteria are transformers' own. Its code that chooses them takes a second to
+import, so the usual ones are chosen here, and it is asked where any other field is set.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerskip_models.families import family_of
+from layerskip_models import LayerSkipModel
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.stopping import StopConditions
@@ -23,7 +25,13 @@ from selfspec.messages import are_messages, check_characters, encode_messages
 from selfspec.options import NAMES, check_ranges
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import (
+        GenerationConfig,
+        LogitsProcessorList,
+        PreTrainedConfig,
+        PreTrainedTokenizerBase,
+        StoppingCriteriaList,
+    )
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """Used when neither the call nor a configuration gives a length (transformers would stop at 20 tokens in all)."""
@@ -236,17 +244,85 @@ def make_generator(
     return fresh
 
 
+_USUAL = frozenset(
+    {
+        "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_length", "max_new_tokens",
+        "max_time", "stop_strings", "eos_token_id", "bos_token_id", "pad_token_id", "use_cache", "cache_implementation",
+        "return_dict_in_generate", "transformers_version",
+    }
+)  # fmt: skip
+"""Fields whose processors and criteria `usual_lists` knows, and those that have none."""
+
+
+@cache
+def _own_criteria() -> tuple[type, ...]:
+    """Kinds of criteria that we decide ourselves, without a tensor for each token."""
+    from transformers import MaxLengthCriteria
+    from transformers.generation.stopping_criteria import EosTokenCriteria
+
+    return MaxLengthCriteria, EosTokenCriteria
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    from transformers import GenerationConfig
+
+    return {**vars(GenerationConfig()), **GenerationConfig._get_default_generation_params()}
+
+
+def usual_lists(
+    config: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    processors: Sequence[Any],
+    criteria: Sequence[Any],
+) -> tuple[LogitsProcessorList, StoppingCriteriaList] | None:
+    """Build the processors and criteria that transformers would; None for a call that its own code must prepare.
+
+    processors, criteria: the caller's own. Criteria of length and EOS, which are decided on the host, are left out.
+    """
+    from transformers import LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
+    from transformers.generation import logits_process as theirs
+
+    unusual = any(
+        name not in _USUAL and name[0] != "_" and value not in (None, False) and value != _defaults().get(name)
+        for name, value in vars(config).items()
+    )
+    # The caller's own may take the place of transformers'.
+    kinds = {theirs.RepetitionPenaltyLogitsProcessor, *_own_criteria(), MaxTimeCriteria, StopStringCriteria}
+    if unusual or kinds & {*map(type, processors), *map(type, criteria)} or (config.stop_strings and not tokenizer):
+        return None
+    chosen, stops = LogitsProcessorList(), StoppingCriteriaList()
+    if config.repetition_penalty not in (None, 1.0):
+        chosen.append(theirs.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+    chosen.extend(one for one in processors if one not in chosen)
+    if config.do_sample:
+        if config.temperature not in (None, 1.0):
+            chosen.append(theirs.TemperatureLogitsWarper(config.temperature))
+        if config.top_k not in (None, 0):
+            chosen.append(theirs.TopKLogitsWarper(config.top_k))
+        if config.top_p is not None and config.top_p < 1.0:
+            chosen.append(theirs.TopPLogitsWarper(config.top_p))
+        if config.min_p is not None:
+            chosen.append(theirs.MinPLogitsWarper(config.min_p))
+    if config.max_time is not None:
+        stops.append(MaxTimeCriteria(config.max_time))
+    if config.stop_strings is not None:
+        stops.append(StopStringCriteria(tokenizer, config.stop_strings))
+    stops.extend(one for one in criteria if one not in stops)
+    return chosen, stops
+
+
 @cache
 def host_class() -> Any:
     """Make the class that lets transformers' own code prepare a call, without one of its models in memory.
 
-    This imports transformers' `generate` and, with it, PyTorch's compiler: a second, which the first call pays.
+    This imports transformers' `generate` and, with it, PyTorch's compiler: a second, which usual calls do without.
     """
     from transformers import GenerationMixin
 
     class GenerationHost(GenerationMixin):
-        def __init__(self, config: PreTrainedConfig, generation_config: GenerationConfig, device: torch.device) -> None:
-            self.config, self.generation_config, self._device = config, generation_config, device
+        def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
+            self.config, self._device = config, device
 
         @property
         def device(self) -> torch.device:
@@ -264,29 +340,35 @@ def plain_request(prompt: Tensor, max_new_tokens: int, eos: frozenset[int] = fro
 
 
 def make_request(
-    *, host: Any, prompt: object, tokenizer: PreTrainedTokenizerBase | None, options: Mapping[str, Any]
+    *,
+    model: LayerSkipModel,
+    defaults: GenerationConfig,
+    prompt: object,
+    tokenizer: PreTrainedTokenizerBase | None,
+    options: Mapping[str, Any],
 ) -> Request:
     """Check one call and turn it into what the engine needs.
 
-    host: a `host_class`. options: `GenerationOptions`. Those that are None were not given. How to speculate is not decided
-        here.
+    defaults: the checkpoint's. options: `GenerationOptions`. Those that are None were not given. How to speculate is not
+        decided here.
     Raises ValueError (TypeError for a wrong type) that names the argument, its range and the remedy.
     """
-    from transformers import LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
-    from transformers.generation.stopping_criteria import EosTokenCriteria
+    from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
 
     generation_config, generator = options.get("generation_config"), options.get("generator")
-    logits_processor, stopping_criteria = options.get("logits_processor"), options.get("stopping_criteria")
+    logits_processor, stopping_criteria = options.get("logits_processor") or [], options.get("stopping_criteria") or []
     check_ranges(options)
     fields = {name: value for name, value in options.items() if value is not None and name in config_fields()}
     never_stops = isinstance(fields.get("eos_token_id"), (list, tuple)) and not fields["eos_token_id"]
     if never_stops:
         del fields["eos_token_id"]
-    given = (generation_config, host.generation_config)
+    given = (generation_config, defaults)
     has_length = "max_new_tokens" in fields or any(
         c is not None and (c.max_length is not None or c.max_new_tokens is not None) for c in given
     )
-    config, _ = host._prepare_generation_config(generation_config)
+    config = GenerationConfig() if generation_config is None else copy.deepcopy(generation_config)
+    config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
+    config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
     config.update(**fields)
     if config.do_sample and config.temperature is not None and 0 <= config.temperature < COLDEST:
         config.do_sample, config.temperature = False, 1.0
@@ -296,8 +378,8 @@ def make_request(
         config.eos_token_id = end_tokens(config, tokenizer) or None
     refuse_fields(config)
 
-    context, vocab_size = family_of(host.config).max_positions(host.config), host.config.vocab_size
-    ids = encode_prompt(prompt, tokenizer, vocab_size)
+    context, device = model.max_positions, model.device
+    ids = encode_prompt(prompt, tokenizer, model.vocab_size)
     num_prompt = ids.numel()
     if not has_length:
         config.max_new_tokens = max(1, min(DEFAULT_MAX_NEW_TOKENS, context - num_prompt))
@@ -313,26 +395,30 @@ def make_request(
     if config.min_new_tokens is not None:  # transformers lets it override min_length
         config.min_length = num_prompt + config.min_new_tokens
 
-    device = host.device
     source = make_generator(options.get("seed"), generator, device, bool(config.do_sample))
-    host._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device)
-    processors = host._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=num_prompt,
-        encoder_input_ids=ids.unsqueeze(0).to(device),
-        logits_processor=LogitsProcessorList(logits_processor or []),
-        device=str(device),
-    )
+    lists = usual_lists(config, tokenizer, logits_processor, stopping_criteria)
+    if lists is None:
+        host = host_class()(model.config, device)
+        host._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device)
+        processors = host._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=num_prompt,
+            encoder_input_ids=ids.unsqueeze(0).to(device),
+            logits_processor=LogitsProcessorList(logits_processor),
+            device=str(device),
+        )
+        criteria = host._get_stopping_criteria(
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList(stopping_criteria),
+            tokenizer=tokenizer,
+        )
+        own = _own_criteria()
+        criteria = StoppingCriteriaList([c for c in criteria if type(c) not in own or c in stopping_criteria])
+    else:
+        processors, criteria = lists
     refuse_processors(processors)
-    criteria = host._get_stopping_criteria(
-        generation_config=config,
-        stopping_criteria=StoppingCriteriaList(stopping_criteria or []),
-        tokenizer=tokenizer,
-    )
     eos = frozenset(_as_list(None if never_stops else config.eos_token_id))
-    own = (MaxLengthCriteria, EosTokenCriteria)  # we decide these on the host, without a tensor per token
-    criteria = StoppingCriteriaList([c for c in criteria if type(c) not in own or c in (stopping_criteria or [])])
-    clocks = tuple(c for c in criteria if isinstance(c, MaxTimeCriteria) and c not in (stopping_criteria or []))
+    clocks = tuple(c for c in criteria if isinstance(c, MaxTimeCriteria) and c not in stopping_criteria)
     stops = StopConditions(eos=eos, criteria=criteria, max_new_tokens=config.max_new_tokens, clocks=clocks)
     shared = generator is not None
     return Request(prompt=ids, processors=processors, stops=stops, generator=source, shares_generator=shared)
