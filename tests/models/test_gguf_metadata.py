@@ -12,7 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from layerskip_models import load_model
+from layerskip_models.checkpoints import gguf_metadata
 from layerskip_models.checkpoints.gguf_reader import GgufReader
+from layerskip_models.checkpoints.loading import load_config
 from layerskip_models.families import FAMILIES
 
 pytest.importorskip("gguf")
@@ -73,11 +75,14 @@ READ: dict[str, tuple[str, Change, Change]] = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_read(name: str, tmp_path: Path) -> None:
+def test_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, options, changes = READ[name]
     model = model_of(kind, **options)
     found = load_model(write(tmp_path, model, **changes), dtype="float32", device="cpu", layout="plain")
     torch.testing.assert_close(lean_logits(found, TEXT), full_logits(model, TEXT), rtol=1e-4, atol=1e-4)
+    plain = load_config(tmp_path / "model.gguf")
+    monkeypatch.setattr(gguf_metadata, "plain_config", lambda family, said: None)
+    assert plain.to_dict() == load_config(tmp_path / "model.gguf").to_dict()
 
 
 REFUSED: dict[str, tuple[str, Change, str]] = {
