@@ -87,8 +87,8 @@ class PlainConfig:
             raise AttributeError(name)
         return getattr(become_whole(self), name)
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         """What isinstance compares with transformers' classes."""
         return _class_of(self._plain[0])
 

@@ -25,13 +25,7 @@ from selfspec.messages import are_messages, check_characters, encode_messages
 from selfspec.options import NAMES, check_ranges
 
 if TYPE_CHECKING:
-    from transformers import (
-        GenerationConfig,
-        LogitsProcessorList,
-        PreTrainedConfig,
-        PreTrainedTokenizerBase,
-        StoppingCriteriaList,
-    )
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """Used when neither the call nor a configuration gives a length (transformers would stop at 20 tokens in all)."""
@@ -75,11 +69,11 @@ _MEANT = {
 
 
 @cache
-def config_fields() -> frozenset[str]:
-    """List the fields of transformers' GenerationConfig."""
+def config_fields() -> dict[str, Any]:
+    """Return the fields of transformers' GenerationConfig, with what `generate` takes for those that nobody sets."""
     from transformers import GenerationConfig
 
-    return frozenset(vars(GenerationConfig()))
+    return {**vars(GenerationConfig()), **GenerationConfig._get_default_generation_params()}
 
 
 @cache
@@ -244,91 +238,54 @@ def make_generator(
     return fresh
 
 
-_USUAL = frozenset(
-    {
-        "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_length", "max_new_tokens",
-        "max_time", "stop_strings", "eos_token_id", "bos_token_id", "pad_token_id", "use_cache", "cache_implementation",
-        "return_dict_in_generate", "transformers_version",
-    }
-)  # fmt: skip
-"""Fields whose processors and criteria `usual_lists` knows, and those that have none."""
-
-
-@cache
-def _own_criteria() -> tuple[type, ...]:
-    """Kinds of criteria that we decide ourselves, without a tensor for each token."""
-    from transformers import MaxLengthCriteria
-    from transformers.generation.stopping_criteria import EosTokenCriteria
-
-    return MaxLengthCriteria, EosTokenCriteria
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    from transformers import GenerationConfig
-
-    return {**vars(GenerationConfig()), **GenerationConfig._get_default_generation_params()}
+_USUAL_PROCESSORS = {
+    "repetition_penalty": ("RepetitionPenaltyLogitsProcessor", 1.0),
+    "temperature": ("TemperatureLogitsWarper", 1.0),
+    "top_k": ("TopKLogitsWarper", 0),
+    "top_p": ("TopPLogitsWarper", 1.0),
+    "min_p": ("MinPLogitsWarper", None),
+}
+"""transformers' processors of these fields, and the values without effect."""
+_USUAL = {
+    "do_sample", "max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id", "bos_token_id", "pad_token_id",
+    "use_cache", "cache_implementation", "return_dict_in_generate", "transformers_version", *_USUAL_PROCESSORS,
+}  # fmt: skip
+"""Fields that `usual_lists` knows, or that have no processors."""
 
 
 def usual_lists(
-    config: GenerationConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    processors: Sequence[Any],
-    criteria: Sequence[Any],
+    config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None, processors: Sequence[Any], own: Sequence[Any]
 ) -> tuple[LogitsProcessorList, StoppingCriteriaList] | None:
     """Build the processors and criteria that transformers would; None for a call that its own code must prepare.
 
-    processors, criteria: the caller's own. Criteria of length and EOS, which are decided on the host, are left out.
+    processors, own: the caller's processors and criteria. Criteria of a length and of EOS are left out.
     """
     from transformers import LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
     from transformers.generation import logits_process as theirs
 
+    def made(*fields: str) -> list[Any]:
+        kinds = ((*_USUAL_PROCESSORS[field], getattr(config, field)) for field in fields)
+        return [getattr(theirs, kind)(value) for kind, neutral, value in kinds if value not in (None, neutral)]
+
     unusual = any(
-        name not in _USUAL and name[0] != "_" and value not in (None, False) and value != _defaults().get(name)
+        not (name in _USUAL or name[0] == "_" or value is None or value is False or value == config_fields().get(name))
         for name, value in vars(config).items()
     )
-    # The caller's own may take the place of transformers'.
-    kinds = {theirs.RepetitionPenaltyLogitsProcessor, *_own_criteria(), MaxTimeCriteria, StopStringCriteria}
-    if unusual or kinds & {*map(type, processors), *map(type, criteria)} or (config.stop_strings and not tokenizer):
+    # One of these would take the place of one that an option asks for.
+    replacing = theirs.RepetitionPenaltyLogitsProcessor in map(type, processors) or any(
+        type(one).__module__.startswith("transformers.") for one in own
+    )
+    if unusual or replacing or (config.stop_strings is not None and tokenizer is None):
         return None
-    chosen, stops = LogitsProcessorList(), StoppingCriteriaList()
-    if config.repetition_penalty not in (None, 1.0):
-        chosen.append(theirs.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+    chosen, criteria = LogitsProcessorList(made("repetition_penalty")), StoppingCriteriaList()
     chosen.extend(one for one in processors if one not in chosen)
-    if config.do_sample:
-        if config.temperature not in (None, 1.0):
-            chosen.append(theirs.TemperatureLogitsWarper(config.temperature))
-        if config.top_k not in (None, 0):
-            chosen.append(theirs.TopKLogitsWarper(config.top_k))
-        if config.top_p is not None and config.top_p < 1.0:
-            chosen.append(theirs.TopPLogitsWarper(config.top_p))
-        if config.min_p is not None:
-            chosen.append(theirs.MinPLogitsWarper(config.min_p))
+    chosen.extend(made("temperature", "top_k", "top_p", "min_p") if config.do_sample else [])
     if config.max_time is not None:
-        stops.append(MaxTimeCriteria(config.max_time))
+        criteria.append(MaxTimeCriteria(config.max_time))
     if config.stop_strings is not None:
-        stops.append(StopStringCriteria(tokenizer, config.stop_strings))
-    stops.extend(one for one in criteria if one not in stops)
-    return chosen, stops
-
-
-@cache
-def host_class() -> Any:
-    """Make the class that lets transformers' own code prepare a call, without one of its models in memory.
-
-    This imports transformers' `generate` and, with it, PyTorch's compiler: a second, which usual calls do without.
-    """
-    from transformers import GenerationMixin
-
-    class GenerationHost(GenerationMixin):
-        def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
-            self.config, self._device = config, device
-
-        @property
-        def device(self) -> torch.device:
-            return self._device
-
-    return GenerationHost
+        criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
+    criteria.extend(one for one in own if one not in criteria)
+    return chosen, criteria
 
 
 def plain_request(prompt: Tensor, max_new_tokens: int, eos: frozenset[int] = frozenset()) -> Request:
@@ -398,7 +355,11 @@ def make_request(
     source = make_generator(options.get("seed"), generator, device, bool(config.do_sample))
     lists = usual_lists(config, tokenizer, logits_processor, stopping_criteria)
     if lists is None:
-        host = host_class()(model.config, device)
+        from transformers import GenerationMixin, MaxLengthCriteria
+        from transformers.generation.stopping_criteria import EosTokenCriteria
+
+        host: Any = GenerationMixin()  # instead of one of its models
+        host.config, host.device = model.config, device
         host._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device)
         processors = host._get_logits_processor(
             generation_config=config,
@@ -412,10 +373,12 @@ def make_request(
             stopping_criteria=StoppingCriteriaList(stopping_criteria),
             tokenizer=tokenizer,
         )
-        own = _own_criteria()
-        criteria = StoppingCriteriaList([c for c in criteria if type(c) not in own or c in stopping_criteria])
-    else:
-        processors, criteria = lists
+        decided = (MaxLengthCriteria, EosTokenCriteria)  # by us, without a tensor for each token
+        lists = (
+            processors,
+            StoppingCriteriaList(one for one in criteria if type(one) not in decided or one in stopping_criteria),
+        )
+    processors, criteria = lists
     refuse_processors(processors)
     eos = frozenset(_as_list(None if never_stops else config.eos_token_id))
     clocks = tuple(c for c in criteria if isinstance(c, MaxTimeCriteria) and c not in stopping_criteria)
