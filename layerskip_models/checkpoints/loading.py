@@ -6,6 +6,7 @@ transformers reads those files of weights in which names are older than ours.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -297,17 +298,29 @@ def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTok
     file = gguf_file(name)
     if file is not None:
         return gguf_tokenizer(file, **options)
-    from transformers import AutoTokenizer
+    import transformers
 
+    plain = _is_plain_tokenizer(Path(name))
+    kind: Any = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
     with clear_errors(name):
         try:
-            return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
+            return kind.from_pretrained(name, trust_remote_code=False, **options)
         except (ValueError, TypeError) as error:
             # transformers tries every kind of tokenizer and reports the last one that failed.
             raise FileNotFoundError(
                 f"{name} has no tokenizer that can be loaded: save one beside the model with "
                 "tokenizer.save_pretrained(), or load the model alone with load_model() and give token ids"
             ) from error
+
+
+def _is_plain_tokenizer(folder: Path) -> bool:
+    """Return whether transformers has no class of its own for a tokenizer, for which it would read the configuration, too."""
+    try:
+        said, config = (json.loads((folder / name).read_bytes()) for name in ("tokenizer_config.json", "config.json"))
+        named = said["tokenizer_class"] in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        return named and config["model_type"] == "llama" and (folder / "tokenizer.json").is_file()
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return False
 
 
 def load_demo(
