@@ -16,7 +16,7 @@ import torch
 from layerskip_models.checkpoints.typed_fields import is_int, is_number
 from layerskip_models.families.family import Family
 
-_COUNTS = (
+COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
 )  # fmt: skip
@@ -24,7 +24,7 @@ _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SOMETIMES = frozenset(
     {
-        "attention_bias", "auto_map", "compression_config", "head_dim", "is_causal", "layer_types", "mlp_bias",
+        "attention_bias", "compression_config", "head_dim", "is_causal", "layer_types", "mlp_bias",
         "no_rope_layers", "original_max_position_embeddings", "partial_rotary_factor", "per_layer_config",
         "quantization_config", "sliding_window", "transformers_weights",
     }
@@ -39,48 +39,47 @@ def plain_config(family: Family, said: Mapping[str, Any], name: str = "") -> Any
 
     said: the fields of config.json. name: the checkpoint's.
     """
-    others = family.plain is None or any(said.get(field) is not None for field in _SOMETIMES - family.plain.keys())
-    if family.plain is None or others or said.get("use_sliding_window"):
+    plain = family.plain
+    if plain is None or any(said.get(field) is not None for field in (_SOMETIMES - plain.keys()) | {"auto_map"}):
         return None
-    values = {field: said.get(field, default) for field, default in family.plain.items()}
-    values |= {field: said.get(field) for field in (*_COUNTS, "rms_norm_eps")}
-    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
-    dtype = said.get("dtype") or said.get("torch_dtype")
-    if not (all(is_int(values[field]) and values[field] > 0 for field in _COUNTS) and isinstance(rope, dict)):
+    values = {field: said.get(field, plain.get(field)) for field in (*plain, *COUNTS, "rms_norm_eps")}
+    rope, dtype = (
+        said.get("rope_scaling") or said.get("rope_parameters") or {},
+        said.get("dtype") or said.get("torch_dtype"),
+    )
+    counted = all(is_int(values[field]) and values[field] > 0 for field in COUNTS)
+    if not counted or not isinstance(rope, dict) or not isinstance(dtype, (str, type(None))):
         return None
-    every = ["full_attention"] * values["num_hidden_layers"]
     rope = {"rope_theta": said.get("rope_theta", 10000.0), "rope_type": "default", **rope}
+    every, window = ["full_attention"] * values["num_hidden_layers"], values.get("sliding_window")
     if values.get("head_dim", 1) is None:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
-    if "layer_types" in values:
+    if "layer_types" in values:  # the window is that of the others
         values |= {"layer_types": values["layer_types"] or every, "sliding_window": None}
-    window, tokens = values.get("sliding_window"), [values[field] for field in _TOKENS]
+    tokens = [values[field] for field in _TOKENS if values[field] is not None]
     fits = (
         isinstance(values["rms_norm_eps"], float)
+        and values["hidden_act"] == "silu"
         and values["hidden_size"] % values["num_attention_heads"] == 0
         and all(isinstance(values.get(field, False), bool) for field in _FLAGS)
-        and all(is_int(one) for ids in tokens if ids is not None for one in (ids if isinstance(ids, list) else [ids]))
+        and all(is_int(one) for ids in tokens for one in (ids if isinstance(ids, list) else [ids]))
         and is_int(values.get("head_dim", 1))
         and (window is None or is_int(window))
-        and values.get("layer_types", every) == every
+        and (values.get("layer_types", every) == every and not said.get("use_sliding_window"))
         and (len(rope) == 2 and rope["rope_type"] == "default" and is_number(rope["rope_theta"]))
-        and (dtype is None or (isinstance(dtype, str) and dtype in _DTYPES))
-        and values["hidden_act"] == "silu"
+        and dtype in _DTYPES
     )
-    values |= {
-        "model_type": family.model_type,
-        "rope_parameters": rope,
-        "dtype": _DTYPES.get(dtype),
-        "name_or_path": name,
-    }
-    return PlainConfig(f"{family.architecture}Config", {**said, "name_or_path": name}, values) if fits else None
+    if not fits:
+        return None
+    values |= {"model_type": family.model_type, "name_or_path": name, "rope_parameters": rope, "dtype": _DTYPES[dtype]}
+    return PlainConfig(family, {**said, "name_or_path": name}, values)
 
 
 class PlainConfig:
     """The fields of a configuration that are read before transformers' class of it is needed."""
 
-    def __init__(self, class_name: str, said: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        self.__dict__.update(values, _plain=(class_name, said, values))
+    def __init__(self, family: Family, said: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        self.__dict__.update(values, _plain=(f"{family.architecture}Config", said, [*values]))
 
     def __getattr__(self, name: str) -> Any:
         if name in _SOMETIMES or name.startswith("__"):
@@ -104,9 +103,9 @@ def become_whole(config: Any) -> Any:
     with _lock:
         own = vars(config)
         if "_plain" in own:
-            class_name, said, values = own["_plain"]
-            whole = _class_of(class_name).from_dict({**said})
-            for field in values.keys() - own.keys():
+            name, said, known = own["_plain"]
+            whole = _class_of(name).from_dict({**said})
+            for field in {*known} - own.keys():
                 delattr(whole, field)
             for field in own.keys() - {"_plain"}:
                 if getattr(whole, field, None) != own[field]:

@@ -62,7 +62,6 @@ def test_peers_measures_all_engines_and_its_record_makes_pages(invoke, checkpoin
 @pytest.mark.skipif(kernels() is None, reason="needs the native library")
 def test_rounded_weights_and_files_are_judged_each_among_themselves(invoke, tmp_path, monkeypatch):
     """And a peer that is not installed is left out in one line."""
-    pytest.importorskip("gguf")
     monkeypatch.setattr("bench.engines.catalogue.find_spec", lambda name: None if name == "llama_cpp" else 1)
     model, record = tmp_path / "tiny", tmp_path / "peers.jsonl"
     tiny_llama(**SHAPE, seed=4).save_pretrained(model)
@@ -81,7 +80,6 @@ def test_rounded_weights_and_files_are_judged_each_among_themselves(invoke, tmp_
 
 
 def test_one_file_in_all_engines_on_chat_prompts(invoke, tmp_path, monkeypatch):
-    pytest.importorskip("gguf")
     from bench.engines.gguf_file import write_gguf
 
     write_gguf(tiny_llama(**SHAPE, seed=4, max_position_embeddings=256), tmp_path / "tiny.gguf", "Q4_1")

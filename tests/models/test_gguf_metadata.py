@@ -6,22 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+import gguf_models
+from fuzz_models import random_model
 from layerskip_models import load_model
 from layerskip_models.checkpoints import gguf_metadata
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.loading import load_config
 from layerskip_models.families import FAMILIES
-
-pytest.importorskip("gguf")
-import gguf
-
-import gguf_models
-from fuzz_models import random_model
 from tiny_llama import full_logits, lean_logits
 
 TEXT = [(7 * i * i + 3) % 24 for i in range(40)]
