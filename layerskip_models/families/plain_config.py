@@ -7,6 +7,7 @@ it is asked for anything else, it becomes an object of transformers' class, in p
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -79,12 +80,20 @@ class PlainConfig:
     """The fields of a configuration that are read before transformers' class of it is needed."""
 
     def __init__(self, family: Family, said: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        self.__dict__.update(values, _plain=(f"{family.architecture}Config", said, [*values]))
+        self.__dict__.update(values, _plain=(f"{family.architecture}Config", said))
 
     def __getattr__(self, name: str) -> Any:
         if name in _SOMETIMES or name.startswith("__"):
             raise AttributeError(name)
         return getattr(become_whole(self), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlainConfig:
+        made = object.__new__(PlainConfig)
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return become_whole(self).__reduce_ex__(protocol)  # pickle compares classes
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -103,10 +112,8 @@ def become_whole(config: Any) -> Any:
     with _lock:
         own = vars(config)
         if "_plain" in own:
-            name, said, known = own["_plain"]
+            name, said = own["_plain"]
             whole = _class_of(name).from_dict({**said})
-            for field in {*known} - own.keys():
-                delattr(whole, field)
             for field in own.keys() - {"_plain"}:
                 if getattr(whole, field, None) != own[field]:
                     setattr(whole, field, own[field])
