@@ -25,7 +25,7 @@ from selfspec.defaults import DEFAULT_BATCH_SIZE, DEFAULT_POLICY
 from selfspec.engine.engine import BoundRequest, Engine, run_calls
 from selfspec.engine.model_source import BoundModel, ModelSource
 from selfspec.engine.policy_store import PolicyStore
-from selfspec.engine.request import Request, check_context, check_ids, host_class, make_request, refuse_unknown
+from selfspec.engine.request import Request, check_context, check_ids, make_request, refuse_unknown
 from selfspec.engine.results import GenerationResult
 from selfspec.engine.runners.runner import RunnerChoice, RunnerName
 from selfspec.messages import Messages, encode_messages
@@ -281,7 +281,8 @@ class SelfSpecGenerator:
         )
         model = found["bound"].model
         request = make_request(
-            host=host_class()(model.config, self._models.generation_config, model.device),
+            model=model,
+            defaults=self._models.generation_config,
             prompt=prompt if messages is None else encode_messages(messages, self.tokenizer),
             tokenizer=self.tokenizer,
             options=options,

@@ -53,6 +53,26 @@ def test_the_generator_needs_torch_and_no_transformers_and_every_public_name_is_
     assert found == {"torch"}
 
 
+SLOW = {*HEAVY, *MODELLING, "transformers.models.llama.configuration_llama"} - {"gguf", "tokenizers", "transformers"}
+USUAL = """
+from selfspec import SelfSpecGenerator
+from layerskip_models.checkpoints.loading import DEMO_PATH
+from layerskip_models.checkpoints.named_models import NAMED_MODELS
+generator = SelfSpecGenerator.from_pretrained(DEMO_PATH)
+generator.generate("def", max_new_tokens=4)
+generator.generate("def", max_new_tokens=4, stop_strings=["Q"], eos_token_id=[3], policy="ls:2-3")
+sampling = {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
+generator.generate("def", max_new_tokens=4, seed=1, **sampling)
+if NAMED_MODELS["smollm2"].find():
+    chat = SelfSpecGenerator.from_pretrained("smollm2", policy="ar")
+    chat.generate(messages=[{"role": "user", "content": "Hello"}], max_new_tokens=2)
+"""
+
+
+def test_loading_and_usual_calls_import_no_models_of_transformers_and_no_compiler() -> None:
+    assert not loaded(USUAL, *SLOW)
+
+
 MODEL_IS_THERE = (
     "from pathlib import Path\nimport layerskip_models.checkpoints.named_models as named\n"
     "named.NamedModel.find = lambda self: Path('there')\n"

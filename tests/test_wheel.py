@@ -1,4 +1,4 @@
-"""What a wheel holds that is built from this tree: the product, and nothing that only its makers would run."""
+"""What is installed from this tree, and which of it Python finds from the folders that people run it in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -29,26 +30,55 @@ DATA = {
 """All files in the wheel that are no Python, but the native library."""
 
 
-def test_a_wheel_holds_all_modules_of_the_product_and_no_test_study_or_record(tmp_path: Path) -> None:
-    """A folder without __init__.py works in a checkout, and is missing from the wheel."""
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone in a folder with the package's name. Nothing is compiled: the library is this tree's, if it has one."""
     pytest.importorskip("setuptools.command.bdist_wheel")
-    tree, built = tmp_path / "tree", tmp_path / "built"
+    tree = tmp_path_factory.mktemp("projects") / "selfspec"
     unbuilt = shutil.ignore_patterns(".*", "build", "__pycache__", "*.egg-info", "*.so")
     shutil.copytree(ROOT, tree, ignore=unbuilt)
-    environment = {**os.environ, "CC": "false"}  # nothing is compiled here: setup.py goes on without the library
-    command = [
-        sys.executable,
-        "setup.py",
-        "--quiet",
-        "bdist_wheel",
-        "--compression",
-        "stored",
-        "--dist-dir",
-        str(built),
-    ]
-    subprocess.run(command, cwd=tree, env=environment, check=True, capture_output=True)
-    (wheel,) = built.iterdir()
+    return tree
+
+
+def installed(clone: Path, how: str) -> Path:
+    """Build the clone with the hook that pip calls, without a compiler, and unpack the wheel as pip does."""
+    site, code = clone.parent / how, f"import setuptools.build_meta as b, sys; b.{how}(sys.argv[1])"
+    environment = {**os.environ, "CC": "false"}
+    subprocess.run([sys.executable, "-c", code, str(site)], cwd=clone, env=environment, check=True, capture_output=True)
+    (wheel,) = site.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        found = {name for name in archive.namelist() if ".dist-info/" not in name}
-    modules = {path.relative_to(tree).as_posix() for top in PRODUCT for path in (tree / top).rglob("*.py")}
+        archive.extractall(site)
+    return site
+
+
+def run(folder: Path, site: Path, code: str) -> str:
+    """Run code in a folder, where the package is installed in this site alone; return what it prints and warns of."""
+    others = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    code = f"import site, sys\nsite.addsitedir({str(site)!r})\nsys.path += {others!r}\n{code}"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SELFSPEC_NATIVE")}
+    command = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_wheel_holds_all_modules_of_the_product_and_no_test_study_or_record(clone: Path) -> None:
+    """A folder without __init__.py works in a checkout, and is missing from the wheel."""
+    site = installed(clone, "build_wheel")
+    found = {path.relative_to(site).as_posix() for top in PRODUCT for path in (site / top).rglob("*.*")}
+    modules = {path.relative_to(clone).as_posix() for top in PRODUCT for path in (clone / top).rglob("*.py")}
     assert found == modules | DATA
+    code = "from layerskip_models.kernels.library import LIBRARY, kernels\nprint(LIBRARY)\nkernels()"
+    library = site / "layerskip_models" / "kernels" / "libkernels.so"
+    here = run(clone.parent, site, code)
+    assert here.splitlines()[0] == str(library)
+    assert "reinstall selfspec on a machine with a C compiler" in here and len(here.splitlines()) == 2
+    library.touch()
+    inside = run(clone, site, code)
+    assert f"sources in {clone}, which Python found before the package installed in {site}: run from" in inside
+
+
+def test_an_editable_installation_is_found_from_the_folder_of_the_clone(clone: Path) -> None:
+    """Whose name is the package's."""
+    said = run(clone.parent, installed(clone, "build_editable"), "import selfspec\nprint(selfspec.__file__)")
+    assert said.strip() == str(clone / "selfspec" / "__init__.py")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from bench.commands.bench_options import PeersCommand
 from bench.commands.session import encoded, header, measure, recording, show, started, write_engines
 from bench.datasets import chat_prompts, load_prompts
-from bench.engines.catalogue import Work, engines_beside, loading_makers, loading_peer, makers
+from bench.engines.catalogue import Work, engines_beside, loaders, makers
 from bench.engines.own import EngineLostError
-from bench.engines.peer_process import PeerProcess
 from bench.models import file_of, num_layers_of, open_tokenizer
 from bench.record import Record
 from policies import LayerCost, parse_policy
@@ -71,19 +70,13 @@ def peers(options: PeersCommand) -> None:
 
 def _measure_loading(record: Record, asked: list[str], work: Work, loads: int, timeout: float) -> None:
     """Write how each engine loads; one that does not is left out, and `started` has said why."""
-    prompt = encoded(None, 1, open_tokenizer(work.checkpoint), work.max_tokens // 2)[0].ids
+    tokenizer = open_tokenizer(work.checkpoint)
+    prompt = str(tokenizer.decode(encoded(None, 1, tokenizer, work.max_tokens // 2)[0].ids))
+    timed = loaders(asked, work, prompt, timeout)
     for repeat in range(loads):
-        for name, (make, importing) in loading_makers(asked, work).items():
-
-            def load() -> dict[str, object]:
-                alone = partial(loading_peer, make, importing, prompt, min(32, work.max_tokens // 2))  # noqa: B023
-                with PeerProcess(name, alone, timeout=timeout) as peer:  # noqa: B023
-                    return dict(peer.about["loading"])
-
-            try:
+        for name, load in timed.items():
+            with suppress(EngineLostError):
                 record.once("loading", load, name=name, repeat=repeat)
-            except EngineLostError:
-                continue
 
 
 def _early_exit_setting(policies: list[str], checkpoint: str, num_layers: int) -> tuple[int, int]:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-import torch
 import typer
-from torch import Tensor
 
 from bench.engines.llama_cpp import IK_LLAMA_CPP, LLAMA_CPP, LlamaCppEngine, llama_version
-from bench.engines.own import SelfSpecEngine
+from bench.engines.own import EngineLostError, SelfSpecEngine
 from bench.engines.peer_process import Peer
 from bench.engines.transformers_engine import transformers_engines
-from bench.machine import memory_bytes
 from bench.models import load_network, open_model
 from bench.provenance import provenance
 from layerskip_models import load_model
 from layerskip_models.checkpoints.loading import FEW_BITS, resolve_device
+from layerskip_models.kernels.threads import num_threads
 from selfspec import SelfSpecGenerator
 
 SELFSPEC, TRANSFORMERS, OPENVINO = "selfspec", "transformers", "openvino"
@@ -100,14 +100,12 @@ def _maker(name: str, work: Work) -> Maker:
 
 def _installed(name: str) -> bool:
     """Tell whether an engine's packages are there; if not, say so in a line."""
-    program, _, kind = name.partition(":")
-    needed = dict([_PACKAGES[program]]) if program in _PACKAGES else {}
-    if kind and program != OPENVINO and kind not in FEW_BITS:
-        needed["gguf"] = "gguf"
-    missing = " ".join(package for module, package in needed.items() if find_spec(module) is None)
-    if missing:
-        typer.echo(f"{program} is left out: it needs {missing}; pip install {missing}", err=True)
-    return not missing
+    program = name.partition(":")[0]
+    module, package = _PACKAGES.get(program, ("selfspec", ""))
+    if find_spec(module) is None:
+        typer.echo(f"{program} is left out: it needs {package}; pip install {package}", err=True)
+        return False
+    return True
 
 
 def own_peer(work: Work, kind: str | None = None) -> Peer:
@@ -115,7 +113,7 @@ def own_peer(work: Work, kind: str | None = None) -> Peer:
     if kind is None or kind in FEW_BITS:
         model = open_model(work.checkpoint, kind or work.dtype, work.device)
     else:
-        from bench.engines.gguf_file import written_gguf  # its package is optional
+        from bench.engines.gguf_file import written_gguf
 
         with written_gguf(load_network(work.checkpoint, work.dtype, work.device), kind) as path:
             model = load_model(path, device=work.device)
@@ -144,43 +142,89 @@ def llama_peer(program: str, work: Work, kind: str) -> Peer:
     return Peer(engines=[engine], about={"versions": {program: llama_version(program)}})
 
 
+def openvino_name(place: Path) -> str:
+    """Name OpenVINO GenAI on a GGUF file or an exported folder, as records do."""
+    return f"{OPENVINO}:{'the file' if place.suffix == '.gguf' else place.name.removeprefix('openvino-')}"
+
+
 def openvino_peer(place: Path) -> Peer:
     """Make OpenVINO GenAI on a GGUF file or an exported folder."""
     from bench.engines.openvino_genai import OpenVinoEngine, openvino_version
 
-    return Peer(engines=[OpenVinoEngine(place)], about={"versions": {OPENVINO: openvino_version()}})
+    return Peer(
+        engines=[OpenVinoEngine(place, openvino_name(place))], about={"versions": {OPENVINO: openvino_version()}}
+    )
 
 
-def loading_makers(asked: Sequence[str], work: Work) -> dict[str, tuple[Maker, str]]:
-    """Return how to make each engine alone, one for each policy of selfspec, and the line with which a program imports it."""
-    ours = {}
-    for policy in work.policies:
-        alone = replace(work, policies=[policy], kept=())
-        ours[f"{SELFSPEC}:{policy}"] = (partial(own_peer, alone), "from selfspec import SelfSpecGenerator")
-    imports = {name: _PACKAGES[program][0] for name in asked if (program := name.partition(":")[0]) in _PACKAGES}
-    made = makers([*imports], work)
-    return ours | {name: (made[name], f"import {imports[name]}") for name in imports if name in made}
+_PROGRAMS = {
+    SELFSPEC: (
+        "from selfspec import SelfSpecGenerator",
+        "engine = SelfSpecGenerator.from_pretrained(model, dtype=dtype, device=device)",
+        "engine.generate(prompt, max_new_tokens=count, policy=policy, do_sample=False, eos_token_id=[])",
+    ),
+    LLAMA_CPP: (
+        "from llama_cpp import Llama",
+        "engine = Llama(model, n_ctx=context, n_threads=threads, verbose=False)",
+        "engine(prompt, max_tokens=count, temperature=0.0)",
+    ),
+    IK_LLAMA_CPP: (
+        "from ik_llama_cpp import IkLlama",
+        "engine = IkLlama(model, n_ctx=context, n_threads=threads)",
+        "engine.generate(engine.tokenize(prompt), max_tokens=count)",
+    ),
+    OPENVINO: (
+        "from openvino_genai import LLMPipeline",
+        "engine = LLMPipeline(model, 'CPU', INFERENCE_NUM_THREADS=threads)",
+        "engine.generate(prompt, max_new_tokens=count, do_sample=False)",
+    ),
+}
+"""What somebody writes who imports an engine, loads a model with it and has it continue a prompt."""
+_TIMED = """
+import json, pathlib, sys
+from time import perf_counter
+names, marks = json.loads(sys.argv[-1]), [perf_counter()]
+for step in names["steps"]:
+    exec(step, names)
+    marks.append(perf_counter())
+names["count"] = names["most"]
+exec(step, names)
+status = pathlib.Path("/proc/self/status").read_text() if sys.platform == "linux" else ""
+peak = [int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")]
+print(json.dumps([marks, *peak]))
+"""
 
 
-def loading_peer(make: Maker, importing: str, prompt: Tensor, max_new_tokens: int) -> Peer:
-    """Time how an engine loads, up to its first token, and the memory that loading it and a first answer take.
+def loaders(asked: Sequence[str], work: Work, prompt: str, timeout: float) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return how to time each engine that reads the work's file, selfspec with each policy, in a new process.
 
-    What happens only at the first call is part of loading. Returns no engine: the process is to end.
+    It holds nothing but what the engine imports. Its times are of importing it, of loading, and of the first token, up to
+    which all that happens at a first call is done; its memory is all that it has while it answers the prompt.
     """
-    began = perf_counter()
-    subprocess.run([sys.executable, "-c", importing], check=True, capture_output=True)
-    imported = perf_counter() - began
-    before = memory_bytes("VmRSS")
-    began = perf_counter()
-    engine = make().engines[0]
-    engine.generate(torch.tensor([0]), 1)
-    seconds = perf_counter() - began
-    engine.generate(prompt, max_new_tokens)
-    peak = memory_bytes("VmHWM")
-    loading: dict[str, Any] = {
-        "engine": engine.name,
-        "import_seconds": imported,
-        "load_seconds": seconds,
-        "added_bytes": None if peak is None or before is None else peak - before,
-    }
-    return Peer(engines=[], about={"loading": loading})
+    shared = {"prompt": prompt, "count": 1, "most": 32, "context": work.max_tokens, "threads": num_threads()}
+    shared |= {"model": work.checkpoint, "dtype": work.dtype, "device": work.device}
+    found = {f"{SELFSPEC}:{policy}": {"steps": _PROGRAMS[SELFSPEC], "policy": policy} for policy in work.policies}
+    for name in asked:
+        program, _, place = name.partition(":")
+        if program not in _PACKAGES or find_spec(_PACKAGES[program][0]) is None:
+            continue
+        if program == OPENVINO:
+            path = Path(place or work.checkpoint)
+            found[openvino_name(path)] = {"steps": _PROGRAMS[OPENVINO], "model": str(path)}
+        elif name in _PROGRAMS:
+            found[name] = {"steps": _PROGRAMS[name]}
+    return {name: partial(_timed_loading, name, shared | own, timeout) for name, own in found.items()}
+
+
+def _timed_loading(name: str, names: dict[str, Any], timeout: float) -> dict[str, Any]:
+    """Run a program of `_PROGRAMS` in a process of its own. Raises EngineLostError if it fails."""
+    command = [sys.executable, "-c", _TIMED, json.dumps(names)]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # bytecode is kept, as where people work
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeout, env=environment)
+    except subprocess.SubprocessError as error:
+        said = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        raise EngineLostError(f"{name} did not load: {said[-1]}") from error
+    marks, *peak = json.loads(done.stdout.splitlines()[-1])
+    importing, loading, first = (after - before for before, after in pairwise(marks))
+    seconds = {"import_seconds": importing, "load_seconds": loading, "first_seconds": first}
+    return {"engine": name, **seconds, "peak_bytes": peak[0] if peak else None}

@@ -24,14 +24,13 @@ from layerskip_models.kernels.threads import num_threads
 
 
 class OpenVinoEngine(TimedEngine):
-    """Greedy decoding by `openvino_genai.LLMPipeline`. path: a GGUF file or an exported folder, whose name is the engine's.
+    """Greedy decoding by `openvino_genai.LLMPipeline`. path: a GGUF file or an exported folder.
 
     Raises FileNotFoundError for a folder without a model, RuntimeError, as OpenVINO does, for one that it cannot load.
     """
 
-    def __init__(self, path: Path) -> None:
-        name = "the file" if path.suffix == ".gguf" else path.name.removeprefix("openvino-")
-        self.name, self.label = f"openvino:{name}", f"OpenVINO GenAI, {name}"
+    def __init__(self, path: Path, name: str) -> None:
+        self.name, self.label = name, f"OpenVINO GenAI, {name.partition(':')[2]}"
         self.weights = self.label
         if path.suffix != ".gguf" and not (path / "openvino_model.xml").is_file():
             raise FileNotFoundError(

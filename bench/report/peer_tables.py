@@ -25,22 +25,25 @@ def peer_tables(lines: Sequence[Line]) -> list[Table]:
 
 def _engine_table(lines: Sequence[Line], samples: Samples) -> Table:
     def loading(engine: str, name: str, pattern: str, factor: float = 1) -> str:
-        found = [line[name] for line in matching(lines, "loading", engine=engine) if line[name] is not None]
+        found = [line[name] for line in matching(lines, "loading", engine=engine) if line.get(name) is not None]
         return number(median(found) if found else None, pattern, factor)
 
     def speed(engine: str, figure: Figure) -> str:
         found = samples.per_prompt(engine, figure)
         return number(median(found) if found else None, "{:.0f}")
 
+    older = any("added_bytes" in line for line in lines)  # without what importing takes
+    memory = "added_bytes" if older else "peak_bytes"
     rows = [
         {
             "engine": label,
             "import, s": loading(name, "import_seconds", "{:.1f}"),
             "load, s": loading(name, "load_seconds", "{:.2f}"),
+            "first token, s": loading(name, "first_seconds", "{:.2f}"),
             "prompt tokens/s": speed(name, prompt_speed),
             "decoding tokens/s": speed(name, decode_speed),
             "tokens/s, whole answer": speed(name, answer_speed),
-            "peak memory, MiB": loading(name, "added_bytes", "{:.0f}", 2**-20),
+            "peak memory, MiB": loading(name, memory, "{:.0f}", 2**-20),
         }
         for name, label in samples.engines.items()
     ]

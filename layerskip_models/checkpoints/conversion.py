@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import NativeInt8Linear
 from layerskip_models.kernels.pages import expect_large_pages
+from layerskip_models.kernels.threads import SingleThreadedOperators
 from layerskip_models.linear import (
     COMPACT,
     LAYOUTS,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 DRAFT_HEAD_BYTES = 16 << 20
 """Heads from this size on get a second one in 8 bits, which drafts are chosen with: smaller ones stay in a cache."""
 _COMPARED = 1 << 20  # numbers at a time
+_SMALL = 1 << 22  # numbers of a matrix that one thread has copied before others have begun
 _HALVES = (torch.bfloat16, torch.float16)
 _listener: ContextVar[Callable[[int, int], object] | None] = ContextVar("loading_progress", default=None)
 
@@ -129,7 +131,9 @@ def build_model(
     config: Any = weights.config
     names = ["model.embed_tokens", "lm_head", *(f"model.layers.{index}" for index in range(config.num_hidden_layers))]
     home, last, *devices = (device[name] if isinstance(device, Mapping) else device for name in names)
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+    small = config.hidden_size * config.intermediate_size <= _SMALL
+    alone = SingleThreadedOperators() if small else nullcontext()
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), alone:
         computed = arithmetic_dtype(dtype, last)
         if layout is not None:
             check_layout(layout, torch.empty(0, dtype=computed, device=last))

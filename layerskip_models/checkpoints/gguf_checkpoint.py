@@ -84,9 +84,9 @@ def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
     options: of transformers' `from_pretrained`, for one that lies beside the file.
     Raises FileNotFoundError where there is neither, or the file's is of a kind that is not known.
     """
-    from transformers import AutoTokenizer
-
     if (path.parent / "tokenizer.json").is_file() or (path.parent / "tokenizer.model").is_file():
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **options)
     try:
         return build_tokenizer(path, _reader(path))
@@ -100,10 +100,6 @@ def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
 
 
 def _reader(path: Path) -> GgufReader:
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise ValueError(f"reading {path.name} needs the package gguf: pip install 'selfspec[gguf]'") from None
     try:
         return GgufReader(path)
     except ValueError as error:

@@ -19,6 +19,7 @@ import torch
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.typed_fields import is_int, is_number
 from layerskip_models.families import FAMILIES
+from layerskip_models.families.plain_config import plain_config
 from layerskip_models.families.unsupported import need_of
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
@@ -105,17 +106,20 @@ def read_config(reader: GgufReader) -> Any:
     if keys["block_count"] > len(reader.tensors):  # before anything is built of each
         raise ValueError(f"says {kind}.block_count = {keys['block_count']}, and it has {len(reader.tensors)} tensors")
     vocab_size = keys.get("vocab_size") or reader.length("tokenizer.ggml.tokens")
+    said = {
+        "num_hidden_layers": keys["block_count"],
+        "max_position_embeddings": keys["context_length"],
+        "hidden_size": keys["embedding_length"],
+        "intermediate_size": keys["feed_forward_length"],
+        "num_attention_heads": keys["attention.head_count"],
+        "num_key_value_heads": keys.get("attention.head_count_kv", keys["attention.head_count"]),
+        "rms_norm_eps": keys[_EPS],
+        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
+        **({} if vocab_size is None else {"vocab_size": vocab_size}),
+    }
+    family = FAMILIES[kind]
     try:
-        config: Any = FAMILIES[kind].config(
-            num_hidden_layers=keys["block_count"],
-            max_position_embeddings=keys["context_length"],
-            hidden_size=keys["embedding_length"],
-            intermediate_size=keys["feed_forward_length"],
-            num_attention_heads=keys["attention.head_count"],
-            rms_norm_eps=keys[_EPS],
-            tie_word_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
-            **({} if vocab_size is None else {"vocab_size": vocab_size}),
-        )
+        config: Any = plain_config(family, said) or family.config(**said)
     except Exception as error:  # of many kinds, from transformers' own checks
         raise ValueError(f"describes a model that cannot be ({' '.join(str(error).split())})") from error
     _complete(config, keys, reader)
@@ -127,7 +131,6 @@ def _complete(config: Any, keys: dict[str, Any], reader: GgufReader) -> None:
     heads, width = keys["attention.head_count"], keys["embedding_length"]
     if config.model_type == "llama" and "attention.head_count_kv" not in keys:
         raise ValueError("lacks llama.attention.head_count_kv, without which transformers leaves keys in another order")
-    config.num_key_value_heads = keys.get("attention.head_count_kv", heads)
     head_dim = keys.get("attention.key_length", width // heads)
     if head_dim > _LARGEST_HEAD:
         raise ValueError(f"has heads of {head_dim} numbers, and at most {_LARGEST_HEAD} are meant")

@@ -123,20 +123,25 @@ class GgufReader:
             numbers = list(struct.unpack(f"<{count}{_FORMATS[inner]}", data))
             return [*map(bool, numbers)] if inner == _BOOL else numbers
         self._fits(count, 8)
-        if inner == _STRING and skip:  # the vocabulary: most of the header
-            self._skip_strings(count)
-            return None
+        if inner == _STRING:  # the vocabulary: most of the header
+            places = self._strings(count)
+            return None if skip else [str(self._view[first:last], "utf-8") for first, last in places]
         return [self._value(inner, skip=skip, nested=nested + 1) for _ in range(count)]
 
-    def _skip_strings(self, count: int) -> None:
+    def _strings(self, count: int) -> list[tuple[int, int]]:
+        """Pass over strings, and return where each begins and ends."""
         at, end, length_at = self._at, len(self._view) - 8, struct.Struct("<Q").unpack_from
+        places = []
         for _ in range(count):
             if at > end:
                 raise ValueError("its header is longer than the file")
-            at += 8 + length_at(self._view, at)[0]
+            first = at + 8
+            at = first + length_at(self._view, at)[0]
+            places.append((first, at))
         if at > len(self._view):
             raise ValueError("its header is longer than the file")
         self._at = at
+        return places
 
     def _described(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read a tensor's name, shape, type and distance from the first one's place."""

@@ -157,10 +157,11 @@ def _sentencepiece(reader: GgufReader, tokens: Sequence[str], named: dict[str, s
 
 def _merges(reader: GgufReader) -> list[tuple[str, str]]:
     merges = _list(reader, "merges", str)
-    wrong = next((merge for merge in merges if " " not in merge[1:]), None)
-    if wrong is not None:
+    pairs = [(merge[:at], merge[at + 1 :]) for merge in merges if (at := merge.find(" ", 1)) > 0]
+    if len(pairs) < len(merges):
+        wrong = next(merge for merge in merges if " " not in merge[1:])
         raise ValueError(f"has the merge {wrong!r}, which is no pair of tokens")
-    return [(merge[: (at := merge.index(" ", 1))], merge[at + 1 :]) for merge in merges]
+    return pairs
 
 
 def _list(reader: GgufReader, name: str, kind: type | tuple[type, ...], length: int | None = None) -> list[Any]:

@@ -6,6 +6,7 @@ transformers reads those files of weights in which names are older than ours.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,8 @@ from layerskip_models.checkpoints.supported import DTYPES, check_config, quantis
 from layerskip_models.checkpoints.typed_fields import is_int
 from layerskip_models.checkpoints.weights import SafetensorsWeights, Weights
 from layerskip_models.exits.lean import ExitsChoice, with_exits
-from layerskip_models.families import family_of
+from layerskip_models.families import FAMILIES, family_of
+from layerskip_models.families.plain_config import plain_config
 from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
 
@@ -69,7 +71,7 @@ class Source:
             return weights
 
     def generation_config(self) -> GenerationConfig:
-        """Read the checkpoint's own, or make what follows from its configuration."""
+        """Read the checkpoint's own, or make what follows from its configuration: of a GGUF file, its special tokens."""
         from transformers import GenerationConfig
 
         origin: Mapping[str, Any]
@@ -77,7 +79,9 @@ class Source:
         try:
             return GenerationConfig.from_pretrained(place, **origin)
         except OSError:  # it has none
-            return GenerationConfig.from_model_config(self.config)
+            tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+            said = self.config if self.gguf is None else {name: getattr(self.config, name) for name in tokens}
+            return GenerationConfig.from_model_config(said)
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
@@ -255,7 +259,7 @@ def load_config(
 
 
 def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -> PreTrainedConfig:
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
     if not (local_files_only or Path(name).is_dir()):
         ask_hub(name, revision)
@@ -267,9 +271,14 @@ def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -
                 raise OSError(
                     f"{name} has num_hidden_layers={layers}, and at most {_MAX_LAYERS} are meant: copy it again"
                 )
-            config = AutoConfig.from_pretrained(
-                name, revision=revision, local_files_only=local_files_only, trust_remote_code=False
-            )
+            family = FAMILIES.get(str(said.get("model_type")))
+            config = None if family is None else plain_config(family, said, name)
+            if config is None:
+                from transformers import AutoConfig
+
+                config = AutoConfig.from_pretrained(
+                    name, revision=revision, local_files_only=local_files_only, trust_remote_code=False
+                )
         except OSError:
             raise
         except Exception as error:  # of any kind, from inside transformers
@@ -290,17 +299,29 @@ def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTok
     file = gguf_file(name)
     if file is not None:
         return gguf_tokenizer(file, **options)
-    from transformers import AutoTokenizer
+    import transformers
 
+    plain = _is_plain_tokenizer(Path(name))
+    kind: Any = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
     with clear_errors(name):
         try:
-            return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
+            return kind.from_pretrained(name, trust_remote_code=False, **options)
         except (ValueError, TypeError) as error:
             # transformers tries every kind of tokenizer and reports the last one that failed.
             raise FileNotFoundError(
                 f"{name} has no tokenizer that can be loaded: save one beside the model with "
                 "tokenizer.save_pretrained(), or load the model alone with load_model() and give token ids"
             ) from error
+
+
+def _is_plain_tokenizer(folder: Path) -> bool:
+    """Return whether transformers has no class of its own for a tokenizer, for which it would read the configuration, too."""
+    try:
+        said, config = (json.loads((folder / name).read_bytes()) for name in ("tokenizer_config.json", "config.json"))
+        named = said["tokenizer_class"] in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        return named and config["model_type"] == "llama" and (folder / "tokenizer.json").is_file()
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return False
 
 
 def load_demo(

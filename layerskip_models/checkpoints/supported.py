@@ -17,6 +17,7 @@ from layerskip_models.checkpoints.as_built import MERGE, check_as_built
 from layerskip_models.checkpoints.parameters import rotary_frequencies
 from layerskip_models.checkpoints.typed_fields import is_int
 from layerskip_models.families import FAMILIES, Family, find_family
+from layerskip_models.families.plain_config import COUNTS
 from layerskip_models.families.unsupported import need_of
 
 if TYPE_CHECKING:
@@ -43,14 +44,6 @@ DTYPES = {
 
 GGUF_METHOD = "gguf"
 """What `quantization_config` says of a configuration that was read from a GGUF file."""
-_COUNTS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
 _LARGEST_HEAD = 1 << 14  # beyond it rotary tables alone may fill the memory
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -140,7 +133,7 @@ def _check_quantisation(config: PreTrainedConfig, name: str) -> None:
 
 def _check_fields(config: Any, family: Family, name: str) -> None:
     """ValueError that names the first field with a value that is not run."""
-    for field in _COUNTS:
+    for field in COUNTS:
         _check(_is_count(getattr(config, field)), name, config, field, "a whole number from 1")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     _check(heads % kv_heads == 0, name, config, "num_key_value_heads", f"a divisor of the {heads} heads")

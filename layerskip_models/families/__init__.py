@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerskip_models.families.described import LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
 from layerskip_models.families.family import Family
+from layerskip_models.families.plain_config import PlainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -26,7 +27,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 def find_family(config: object) -> Family | None:
     """Find the family of a configuration; None for one that is not supported."""
     family = FAMILIES.get(getattr(config, "model_type", ""))
-    return family if family is not None and isinstance(config, family.config) else None
+    known = family is not None and (type(config) is PlainConfig or isinstance(config, family.config))
+    return family if known else None
 
 
 def family_of(config: PreTrainedConfig) -> Family:

@@ -6,7 +6,17 @@ from typing import Any
 
 from layerskip_models.families.family import Biased, Family, attention_biases, listed_windows, no_biases
 
-LLAMA = Family(title="Llama 2, Llama 3, CodeLlama", model_type="llama", architecture="Llama")
+_PLAIN: dict[str, Any] = {
+    "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+
+LLAMA = Family(
+    title="Llama 2, Llama 3, CodeLlama",
+    model_type="llama",
+    architecture="Llama",
+    plain={**_PLAIN, **_ENDS, "head_dim": None, "attention_bias": False, "mlp_bias": False},
+)
 """Llama 2, Llama 3 and CodeLlama: what the other families are compared with."""
 
 MISTRAL = Family(
@@ -15,6 +25,7 @@ MISTRAL = Family(
     architecture="Mistral",
     biased=no_biases,
     sliding_window=lambda config, layer: config.sliding_window,
+    plain={**_PLAIN, **_ENDS, "head_dim": None, "sliding_window": 4096},
 )
 """Mistral: rows of every layer attend to a sliding window, where the configuration has one (version 0.1 of the 7B)."""
 
@@ -65,6 +76,7 @@ QWEN2 = Family(
     architecture="Qwen2",
     biased=lambda config: Biased(qkv=True),
     sliding_window=listed_windows,
+    plain={**_PLAIN, "layer_types": None, "sliding_window": None},
 )
 """Qwen2 and Qwen2.5: biases on queries, keys and values; later layers may have a sliding window."""
 
@@ -76,6 +88,7 @@ QWEN3 = Family(
     key_norm="k_norm",
     biased=attention_biases,
     sliding_window=listed_windows,
+    plain={**_PLAIN, "head_dim": 128, "attention_bias": False, "layer_types": None, "sliding_window": None},
 )
 """Qwen3 (its dense models): every head's query and key has a norm; later layers may have a sliding window."""
 

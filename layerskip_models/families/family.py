@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,6 +50,8 @@ class Family:
     rotates: of (config, layer index), whether queries and keys get the rotary embedding.
     rotates_part: whether a configuration may rotate only the first numbers of each head.
     max_positions: of a config, the longest text that can be run as transformers would.
+    plain: fields that the engine reads of a `PlainConfig`, with transformers' defaults, beside those that every configuration
+        must have; None if transformers' class is to read all configurations.
     """
 
     title: str
@@ -72,6 +74,7 @@ class Family:
     rotates: Callable[[Any, int], bool] = lambda config, layer: True
     rotates_part: bool = False
     max_positions: Callable[[Any], int] = lambda config: config.max_position_embeddings
+    plain: Mapping[str, Any] | None = None
 
     @property
     def config(self) -> type[PreTrainedConfig]:

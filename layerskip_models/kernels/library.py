@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -184,16 +185,28 @@ class Kernels:
 def _library() -> ctypes.CDLL:
     """Load the library. Raises KernelsUnavailableError."""
     if not LIBRARY.is_file():
-        raise KernelsUnavailableError(
-            f"{LIBRARY.name} is not in the installed package: reinstall selfspec on a machine with a C compiler, "
-            "or install a wheel built on one"
-        )
+        raise KernelsUnavailableError(f"{LIBRARY.name} {_why_missing()}")
     if _is_cut_short(LIBRARY):
         raise KernelsUnavailableError(f"{LIBRARY.name} is cut short: reinstall selfspec")
     try:
         return ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         raise KernelsUnavailableError(f"{LIBRARY.name} cannot be loaded: {error}") from error
+
+
+def _why_missing() -> str:
+    """Say where the library is not, and what to do about it."""
+    folder = LIBRARY.parents[2]
+    if not (folder / "setup.py").is_file():
+        return "is not in the installed package: reinstall selfspec on a machine with a C compiler, or install a wheel"
+    for found in metadata.distributions(name="selfspec"):
+        installed = Path(str(found.locate_file("")))
+        if (installed / LIBRARY.relative_to(folder)).is_file():
+            return (
+                f"is not among the sources in {folder}, which Python found before the package installed in {installed}: "
+                f"run from another folder, or pip install -e {folder}"
+            )
+    return f"was not built in {folder}: install a C compiler such as gcc, then pip install -e {folder}"
 
 
 def _is_cut_short(path: Path) -> bool:
@@ -263,4 +276,6 @@ def refuse(reason: str) -> None:
     choice = os.environ.get("SELFSPEC_NATIVE") or "1"
     if choice != "1":
         raise KernelsUnavailableError(f"SELFSPEC_NATIVE={choice}, but {reason}")
-    warnings.warn(f"no native kernels, decoding will be slower: {reason}", RuntimeWarning, stacklevel=3)
+    # In the name of the package: a line of our sources would tell nobody anything.
+    message = f"no native kernels, so that a CPU decodes about ten times slower: {reason}"
+    warnings.warn_explicit(message, RuntimeWarning, "selfspec", 1)

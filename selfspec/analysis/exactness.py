@@ -136,13 +136,13 @@ def ask_reference(
         on_progress("asking transformers")
     outcomes: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(_STEPS):
-        longer = {}
+        longer: dict[tuple[int, ...], float] = {}
         for outcome, probability in outcomes.items():
             text = torch.tensor([[*prompts[0].tolist(), *outcome]], dtype=torch.long, device=llama.device)
             scores = llama(text, use_cache=False).logits[0, -1].double()
             top = scores.topk(min(_TOP_K, scores.numel()))
             for token, share in zip(top.indices.tolist(), top.values.softmax(dim=-1).tolist()):
-                longer[(*outcome, token)] = probability * share
+                longer |= {(*outcome, token): probability * share}
         outcomes = longer
     on_progress("asking transformers")
     texts = tuple(rows.argmax(dim=-1).tolist() for rows in logits)

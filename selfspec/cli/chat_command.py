@@ -25,7 +25,6 @@ from selfspec.cli.console import Interrupt, LogConsole
 from selfspec.cli.display import TextWriter, legend, summary_lines
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.detokenize import DraftStreamer, StopTrimmer, TextStreamer, TokenSource, before_stop
-from selfspec.engine.request import host_class
 from selfspec.messages import ChatTemplate, are_messages, encode_messages, has_template, template_of
 from selfspec.options import SamplingOptions
 
@@ -61,7 +60,6 @@ def run_chat(
     if (seed := options.pop("seed")) is not None:  # one random generator for all answers
         options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
     with log.status("Calibrating ..."):  # only if the policy uses measured costs
-        host_class()  # else the first answer waits for what it imports
         chosen = generator.resolve_policy(chat.policy)
     writer = TextWriter(Console(highlight=False))
     store, most = store_of_files(generator, copy_texts, chosen), chat.max_new_tokens

@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints, is_typeddict
+from typing import TYPE_CHECKING, Annotated, Any, is_typeddict
 
 import typer
+from typing_extensions import get_type_hints
 
 from layerskip_models.checkpoints.named_models import DEMO, NAMED_MODELS, download, named_file
 from layerskip_models.option_fields import option as option_field

@@ -9,7 +9,6 @@ from selfspec.cache.copy_index import copies_drafts
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.console import LogConsole, one_line_errors
 from selfspec.cli.option_groups import LoadOptions
-from selfspec.engine.request import host_class
 from selfspec.serve.serve_options import ServeOptions
 
 
@@ -32,7 +31,6 @@ def serve_command(load: LoadOptions, serve: ServeOptions) -> None:
             listening.close()
             raise
         with log.status("Calibrating ..."):
-            host_class()  # else the first request waits for what it imports
             app = make_app(generator, serve)
         own = generator.resolve_policy(serve.policy)
         if serve.copied_texts and not copies_drafts(own.observes):

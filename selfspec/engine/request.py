@@ -1,11 +1,13 @@
 """Checks of what a user passes to `generate`, and its translation into what the engine runs on.
 
-Names and defaults are those of transformers' GenerationConfig. Its own code merges them (the call over the given
-configuration over the checkpoint's) and builds the logits processors and stopping criteria.
+Names and defaults are those of transformers' GenerationConfig, which merges them: the call over the given configuration over
+the checkpoint's. Logits processors and stopping criteria are transformers' own. Its code that chooses them takes a second to
+import, so the usual ones are chosen here, and it is asked where any other field is set.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerskip_models.families import family_of
+from layerskip_models import LayerSkipModel
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.stopping import StopConditions
@@ -23,7 +25,7 @@ from selfspec.messages import are_messages, check_characters, encode_messages
 from selfspec.options import NAMES, check_ranges
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """Used when neither the call nor a configuration gives a length (transformers would stop at 20 tokens in all)."""
@@ -67,11 +69,11 @@ _MEANT = {
 
 
 @cache
-def config_fields() -> frozenset[str]:
-    """List the fields of transformers' GenerationConfig."""
+def config_fields() -> dict[str, Any]:
+    """Return the fields of transformers' GenerationConfig, with what `generate` takes for those that nobody sets."""
     from transformers import GenerationConfig
 
-    return frozenset(vars(GenerationConfig()))
+    return {**vars(GenerationConfig()), **GenerationConfig._get_default_generation_params()}
 
 
 @cache
@@ -236,23 +238,54 @@ def make_generator(
     return fresh
 
 
-@cache
-def host_class() -> Any:
-    """Make the class that lets transformers' own code prepare a call, without one of its models in memory.
+_USUAL_PROCESSORS = {
+    "repetition_penalty": ("RepetitionPenaltyLogitsProcessor", 1.0),
+    "temperature": ("TemperatureLogitsWarper", 1.0),
+    "top_k": ("TopKLogitsWarper", 0),
+    "top_p": ("TopPLogitsWarper", 1.0),
+    "min_p": ("MinPLogitsWarper", None),
+}
+"""transformers' processors of these fields, and the values without effect."""
+_USUAL = {
+    "do_sample", "max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id", "bos_token_id", "pad_token_id",
+    "use_cache", "cache_implementation", "return_dict_in_generate", "transformers_version", *_USUAL_PROCESSORS,
+}  # fmt: skip
+"""Fields that `usual_lists` knows, or that have no processors."""
 
-    This imports transformers' `generate` and, with it, PyTorch's compiler: a second, which the first call pays.
+
+def usual_lists(
+    config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None, processors: Sequence[Any], own: Sequence[Any]
+) -> tuple[LogitsProcessorList, StoppingCriteriaList] | None:
+    """Build the processors and criteria that transformers would; None for a call that its own code must prepare.
+
+    processors, own: the caller's processors and criteria. Criteria of a length and of EOS are left out.
     """
-    from transformers import GenerationMixin
+    from transformers import LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
+    from transformers.generation import logits_process as theirs
 
-    class GenerationHost(GenerationMixin):
-        def __init__(self, config: PreTrainedConfig, generation_config: GenerationConfig, device: torch.device) -> None:
-            self.config, self.generation_config, self._device = config, generation_config, device
+    def made(*fields: str) -> list[Any]:
+        kinds = ((*_USUAL_PROCESSORS[field], getattr(config, field)) for field in fields)
+        return [getattr(theirs, kind)(value) for kind, neutral, value in kinds if value not in (None, neutral)]
 
-        @property
-        def device(self) -> torch.device:
-            return self._device
-
-    return GenerationHost
+    unusual = any(
+        not (name in _USUAL or name[0] == "_" or value is None or value is False or value == config_fields().get(name))
+        for name, value in vars(config).items()
+    )
+    # One of these would take the place of one that an option asks for.
+    replacing = theirs.RepetitionPenaltyLogitsProcessor in map(type, processors) or any(
+        type(one).__module__.startswith("transformers.") for one in own
+    )
+    if unusual or replacing or (config.stop_strings is not None and tokenizer is None):
+        return None
+    chosen, criteria = LogitsProcessorList(made("repetition_penalty")), StoppingCriteriaList()
+    chosen.extend(one for one in processors if one not in chosen)
+    chosen.extend(made("temperature", "top_k", "top_p", "min_p") if config.do_sample else [])
+    if config.max_time is not None:
+        criteria.append(MaxTimeCriteria(config.max_time))
+    if config.stop_strings is not None:
+        criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
+    criteria.extend(one for one in own if one not in criteria)
+    return chosen, criteria
 
 
 def plain_request(prompt: Tensor, max_new_tokens: int, eos: frozenset[int] = frozenset()) -> Request:
@@ -264,29 +297,35 @@ def plain_request(prompt: Tensor, max_new_tokens: int, eos: frozenset[int] = fro
 
 
 def make_request(
-    *, host: Any, prompt: object, tokenizer: PreTrainedTokenizerBase | None, options: Mapping[str, Any]
+    *,
+    model: LayerSkipModel,
+    defaults: GenerationConfig,
+    prompt: object,
+    tokenizer: PreTrainedTokenizerBase | None,
+    options: Mapping[str, Any],
 ) -> Request:
     """Check one call and turn it into what the engine needs.
 
-    host: a `host_class`. options: `GenerationOptions`. Those that are None were not given. How to speculate is not decided
-        here.
+    defaults: the checkpoint's. options: `GenerationOptions`. Those that are None were not given. How to speculate is not
+        decided here.
     Raises ValueError (TypeError for a wrong type) that names the argument, its range and the remedy.
     """
-    from transformers import LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
-    from transformers.generation.stopping_criteria import EosTokenCriteria
+    from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
 
     generation_config, generator = options.get("generation_config"), options.get("generator")
-    logits_processor, stopping_criteria = options.get("logits_processor"), options.get("stopping_criteria")
+    logits_processor, stopping_criteria = options.get("logits_processor") or [], options.get("stopping_criteria") or []
     check_ranges(options)
     fields = {name: value for name, value in options.items() if value is not None and name in config_fields()}
     never_stops = isinstance(fields.get("eos_token_id"), (list, tuple)) and not fields["eos_token_id"]
     if never_stops:
         del fields["eos_token_id"]
-    given = (generation_config, host.generation_config)
+    given = (generation_config, defaults)
     has_length = "max_new_tokens" in fields or any(
         c is not None and (c.max_length is not None or c.max_new_tokens is not None) for c in given
     )
-    config, _ = host._prepare_generation_config(generation_config)
+    config = GenerationConfig() if generation_config is None else copy.deepcopy(generation_config)
+    config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
+    config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
     config.update(**fields)
     if config.do_sample and config.temperature is not None and 0 <= config.temperature < COLDEST:
         config.do_sample, config.temperature = False, 1.0
@@ -296,8 +335,8 @@ def make_request(
         config.eos_token_id = end_tokens(config, tokenizer) or None
     refuse_fields(config)
 
-    context, vocab_size = family_of(host.config).max_positions(host.config), host.config.vocab_size
-    ids = encode_prompt(prompt, tokenizer, vocab_size)
+    context, device = model.max_positions, model.device
+    ids = encode_prompt(prompt, tokenizer, model.vocab_size)
     num_prompt = ids.numel()
     if not has_length:
         config.max_new_tokens = max(1, min(DEFAULT_MAX_NEW_TOKENS, context - num_prompt))
@@ -313,26 +352,36 @@ def make_request(
     if config.min_new_tokens is not None:  # transformers lets it override min_length
         config.min_length = num_prompt + config.min_new_tokens
 
-    device = host.device
     source = make_generator(options.get("seed"), generator, device, bool(config.do_sample))
-    host._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device)
-    processors = host._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=num_prompt,
-        encoder_input_ids=ids.unsqueeze(0).to(device),
-        logits_processor=LogitsProcessorList(logits_processor or []),
-        device=str(device),
-    )
+    lists = usual_lists(config, tokenizer, logits_processor, stopping_criteria)
+    if lists is None:
+        from transformers import GenerationMixin, MaxLengthCriteria
+        from transformers.generation.stopping_criteria import EosTokenCriteria
+
+        host: Any = GenerationMixin()  # instead of one of its models
+        host.config, host.device = model.config, device
+        host._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device)
+        processors = host._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=num_prompt,
+            encoder_input_ids=ids.unsqueeze(0).to(device),
+            logits_processor=LogitsProcessorList(logits_processor),
+            device=str(device),
+        )
+        criteria = host._get_stopping_criteria(
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList(stopping_criteria),
+            tokenizer=tokenizer,
+        )
+        decided = (MaxLengthCriteria, EosTokenCriteria)  # by us, without a tensor for each token
+        lists = (
+            processors,
+            StoppingCriteriaList(one for one in criteria if type(one) not in decided or one in stopping_criteria),
+        )
+    processors, criteria = lists
     refuse_processors(processors)
-    criteria = host._get_stopping_criteria(
-        generation_config=config,
-        stopping_criteria=StoppingCriteriaList(stopping_criteria or []),
-        tokenizer=tokenizer,
-    )
     eos = frozenset(_as_list(None if never_stops else config.eos_token_id))
-    own = (MaxLengthCriteria, EosTokenCriteria)  # we decide these on the host, without a tensor per token
-    criteria = StoppingCriteriaList([c for c in criteria if type(c) not in own or c in (stopping_criteria or [])])
-    clocks = tuple(c for c in criteria if isinstance(c, MaxTimeCriteria) and c not in (stopping_criteria or []))
+    clocks = tuple(c for c in criteria if isinstance(c, MaxTimeCriteria) and c not in stopping_criteria)
     stops = StopConditions(eos=eos, criteria=criteria, max_new_tokens=config.max_new_tokens, clocks=clocks)
     shared = generator is not None
     return Request(prompt=ids, processors=processors, stops=stops, generator=source, shares_generator=shared)

@@ -19,13 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import gguf_models
 from layerskip_models import load_model
 from layerskip_models.families import family_of, find_family
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
-
-pytest.importorskip("gguf")
-import gguf_models
 from small_checkpoints import FORMATS, VOCAB_SIZE, Built
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of files that nobody should have

@@ -2,6 +2,9 @@
 
 import json
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from subprocess import SubprocessError
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +20,14 @@ RUN = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--w
 
 SHAPE = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192}
 """Rows that all types of weights hold."""
+
+
+def run_here(command, **_):
+    """Run a program that times how an engine loads, in this process: it has imported PyTorch already."""
+    with redirect_stdout(StringIO()) as said, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", command)
+        exec(command[2], {})
+    return SimpleNamespace(stdout=said.getvalue())
 
 
 def engines_of(lines):
@@ -53,7 +64,6 @@ def test_peers_measures_all_engines_and_its_record_makes_pages(invoke, checkpoin
 @pytest.mark.skipif(kernels() is None, reason="needs the native library")
 def test_rounded_weights_and_files_are_judged_each_among_themselves(invoke, tmp_path, monkeypatch):
     """And a peer that is not installed is left out in one line."""
-    pytest.importorskip("gguf")
     monkeypatch.setattr("bench.engines.catalogue.find_spec", lambda name: None if name == "llama_cpp" else 1)
     model, record = tmp_path / "tiny", tmp_path / "peers.jsonl"
     tiny_llama(**SHAPE, seed=4).save_pretrained(model)
@@ -72,7 +82,6 @@ def test_rounded_weights_and_files_are_judged_each_among_themselves(invoke, tmp_
 
 
 def test_one_file_in_all_engines_on_chat_prompts(invoke, tmp_path, monkeypatch):
-    pytest.importorskip("gguf")
     from bench.engines.gguf_file import write_gguf
 
     write_gguf(tiny_llama(**SHAPE, seed=4, max_position_embeddings=256), tmp_path / "tiny.gguf", "Q4_1")
@@ -83,8 +92,8 @@ def test_one_file_in_all_engines_on_chat_prompts(invoke, tmp_path, monkeypatch):
     rows = ({"id": f"{i}", "task": "tr"[i % 2], "prompt": "abc" * i + "ab"} for i in range(3))
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr("bench.engines.catalogue.find_spec", lambda name: None)
-    # In no time; tests/test_start_up.py runs such a line in a process of its own.
-    monkeypatch.setattr("bench.engines.catalogue.subprocess", SimpleNamespace(run=lambda command, **_: None))
+    here = SimpleNamespace(run=run_here, SubprocessError=SubprocessError)
+    monkeypatch.setattr("bench.engines.catalogue.subprocess", here)
     options = ["--chat", "--kept", "auto", "--max-new-tokens", 6, "--repeats", 2, "--loads", 2, "--num-samples", 3]
     result = invoke("peers", "--model", tmp_path / "tiny.gguf", "--prompts", prompts, "--output", record, *options)
     assert result.exit_code == 0, result.output
@@ -93,12 +102,13 @@ def test_one_file_in_all_engines_on_chat_prompts(invoke, tmp_path, monkeypatch):
     loading = matching(lines, "loading")
     assert [line["engine"] for line in loading] == ["selfspec:ar", "selfspec:auto"] * 2
     assert all(line["load_seconds"] > 0 and line["import_seconds"] > 0 for line in loading)
+    assert all(line["first_seconds"] > 0 and line["peak_bytes"] > 1 << 20 for line in loading)
     samples = matching(lines, "sample")
     assert len(samples) == 3 * 3 * 2 and all(2 <= line["num_new_tokens"] <= 6 for line in samples)
     assert {line["first_difference"] for line in matching(lines, "output")} == {None}
     assert str(tmp_path) not in json.dumps(lines)
     text = invoke("report", record).output
-    assert "| auto, kept ÷ plain, decoding |" in text and "load, s" in text
+    assert "| auto, kept ÷ plain, decoding |" in text and "| first token, s |" in text
 
 
 def test_sweep_writes_the_setting_that_generate_finds(invoke, checkpoint, tmp_path):

@@ -16,8 +16,6 @@ from bench.record import matching, read_record
 from fuzz_models import ROPES
 from tiny_llama import tiny_llama, tiny_tokenizer
 
-pytest.importorskip("gguf")
-
 PROMPT = torch.randint(0, 24, (40,), generator=torch.Generator().manual_seed(1))
 
 

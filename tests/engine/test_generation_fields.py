@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
+    LogitsProcessor,
     LogitsProcessorList,
+    StoppingCriteria,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
@@ -20,6 +23,7 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from selfspec import SelfSpecGenerator
+from selfspec.engine import request
 from selfspec.engine.request import counts_its_calls
 from tiny_llama import tiny_llama, tiny_tokenizer
 
@@ -91,6 +95,43 @@ def test_followed_as_transformers_does(field: str, value: Any, llama: LlamaForCa
     for policy in ("ls:2-4", "ar"):
         found = engine.generate(PROMPT, generation_config=config, policy=policy).new_tokens
         assert PROMPT + found == expected[0].tolist(), policy
+
+
+class Own(LogitsProcessor, StoppingCriteria):  # type: ignore[misc]
+    """A caller's own."""
+
+
+TIMED = GenerationConfig(max_time=3.0)
+USUAL: tuple[dict[str, Any], ...] = (
+    {},
+    {"do_sample": True},
+    {"do_sample": True, "temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2},
+    {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    {"temperature": 0.7, "top_k": 3, "repetition_penalty": 1.0, "generation_config": TIMED},
+    {"stop_strings": "a", "generation_config": TIMED, "eos_token_id": [2, 3], "stopping_criteria": [own := Own(), own]},
+    {"do_sample": True, "repetition_penalty": 0.8, "logits_processor": [own, own]},
+    {"repetition_penalty": 0.8, "logits_processor": [logits_process.RepetitionPenaltyLogitsProcessor(1.5), own]},
+    {"generation_config": GenerationConfig(bad_words_ids=[[3]], no_repeat_ngram_size=2, max_new_tokens=3)},
+    {"generation_config": GenerationConfig(do_sample=True, top_h=0.5, typical_p=0.5, output_attentions=False)},
+)
+
+
+@pytest.mark.parametrize("options", USUAL)
+def test_processors_and_criteria_are_those_that_transformers_makes(
+    options: dict[str, Any], llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made() -> list[Any]:
+        call = SelfSpecGenerator(llama, tokenizer).check(PROMPT, **options).request
+        return [
+            (type(one), one if type(one) is Own else repr(vars(one)))
+            for one in (*call.processors, *call.stops.criteria)
+        ]
+
+    tokenizer = tiny_tokenizer()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    found = made()
+    monkeypatch.setattr(request, "usual_lists", lambda *call: None)
+    assert found == made()
 
 
 @pytest.mark.parametrize(("field", "value"), REFUSED.items())

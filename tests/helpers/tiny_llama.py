@@ -19,7 +19,7 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from random_adapters import adapted
 from selfspec import SelfSpecGenerator
-from selfspec.engine.request import Request, host_class, make_request
+from selfspec.engine.request import Request, make_request
 
 VOCAB_SIZE = 24
 CONTEXT = 64
@@ -113,7 +113,8 @@ def reference_greedy(llama: LlamaForCausalLM, prompt: list[int], **options: Any)
 def request_for(model: LayerSkipModel, prompt: list[int], *, seed: int | None = None, **options: Any) -> Request:
     """A checked call, as `generate` makes it; options of a GenerationConfig."""
     return make_request(
-        host=host_class()(model.config, model.generation_config, model.device),
+        model=model,
+        defaults=model.generation_config,
         prompt=prompt,
         tokenizer=None,
         options={**options, "seed": seed},

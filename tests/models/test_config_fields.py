@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -10,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fuzz_models import random_model
 from layerskip_models import load_model
+from layerskip_models.checkpoints.loading import load_config
 from layerskip_models.families import FAMILIES
+from layerskip_models.families.plain_config import PlainConfig
 from tiny_llama import full_logits, lean_logits
 
 TEXT = [(7 * i * i + 3) % 24 for i in range(40)]
@@ -126,6 +130,33 @@ def test_equal(number: int, tmp_path: Path) -> None:
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         ours = load_model(folder, dtype="float32", device="cpu", layout="plain")
         torch.testing.assert_close(lean_logits(ours, TEXT), full_logits(theirs, TEXT), rtol=1e-4, atol=1e-4)
+        plain, whole = load_config(folder), AutoConfig.from_pretrained(folder)
+        read = {*vars(plain), *vars(whole), "name_or_path", "model_type", "is_causal", "layer_types"} - {"_plain"}
+        known = {
+            name: getattr(plain, name, None) for name in read if type(plain) is not PlainConfig or name in vars(plain)
+        }
+        assert known == {name: getattr(whole, name, None) for name in known}
+        assert isinstance(plain, type(whole))
+        assert (
+            copy.deepcopy(plain).to_dict()
+            == pickle.loads(pickle.dumps(copy.deepcopy(plain))).to_dict()
+            == whole.to_dict()
+        )
+        assert plain.use_cache is True and type(plain) is type(whole)
+
+
+def test_usual_files_are_read_without_transformers_classes(tmp_path: Path) -> None:
+    """And keep what is written to them, and what is taken away, when they become whole."""
+    for kind in ("llama", "mistral", "qwen2", "qwen3"):
+        (folder := tmp_path / kind).mkdir()
+        config = load_config(with_fields(kind, {}, folder))
+        assert type(config) is PlainConfig, kind
+        config.hidden_size, config.quantization_config = 64, {"quant_method": "gguf"}
+        floats = copy.deepcopy(config)
+        del floats.quantization_config
+        assert type(floats) is type(config) is PlainConfig
+        assert config.use_cache and config.hidden_size == 64 and config.quantization_config["quant_method"] == "gguf"
+        assert floats.use_cache and floats.hidden_size == 64 and not hasattr(floats, "quantization_config")
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))

@@ -12,14 +12,12 @@ import torch
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
+from bench.engines.gguf_file import write_gguf
 from layerskip_models import from_transformers, load_model, load_tokenizer
 from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.kernels.check import native_works
 from selfspec.cli.main import app
 from tiny_llama import full_logits, tiny_llama, tiny_tokenizer
-
-gguf = pytest.importorskip("gguf")
-from bench.engines.gguf_file import write_gguf  # noqa: E402
 
 CPU = torch.device("cpu")
 BLOCKS = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL")

@@ -6,20 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from layerskip_models import load_model
-from layerskip_models.checkpoints.gguf_reader import GgufReader
-from layerskip_models.families import FAMILIES
-
-pytest.importorskip("gguf")
-import gguf
-
 import gguf_models
 from fuzz_models import random_model
+from layerskip_models import load_model
+from layerskip_models.checkpoints import gguf_metadata
+from layerskip_models.checkpoints.gguf_reader import GgufReader
+from layerskip_models.checkpoints.loading import load_config
+from layerskip_models.families import FAMILIES
 from tiny_llama import full_logits, lean_logits
 
 TEXT = [(7 * i * i + 3) % 24 for i in range(40)]
@@ -73,11 +72,14 @@ READ: dict[str, tuple[str, Change, Change]] = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_read(name: str, tmp_path: Path) -> None:
+def test_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, options, changes = READ[name]
     model = model_of(kind, **options)
     found = load_model(write(tmp_path, model, **changes), dtype="float32", device="cpu", layout="plain")
     torch.testing.assert_close(lean_logits(found, TEXT), full_logits(model, TEXT), rtol=1e-4, atol=1e-4)
+    plain = load_config(tmp_path / "model.gguf")
+    monkeypatch.setattr(gguf_metadata, "plain_config", lambda family, said: None)
+    assert plain.to_dict() == load_config(tmp_path / "model.gguf").to_dict()
 
 
 REFUSED: dict[str, tuple[str, Change, str]] = {

@@ -8,11 +8,13 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from bench.engines.gguf_file import write_gguf
 from fuzz_models import draw_config, random_model
 from layerskip_models import from_transformers, load_model
 from layerskip_models.checkpoints import finite
@@ -29,9 +31,6 @@ from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeIn
 from layerskip_models.linear import Layout
 from test_native import needs_native
 from tiny_llama import tiny_llama
-
-gguf = pytest.importorskip("gguf")
-from bench.engines.gguf_file import write_gguf  # noqa: E402
 
 ROWS, COLUMNS = 37, 512
 FORMS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "Q3_K"]

@@ -79,7 +79,6 @@ def test_continuing_from_a_checkpoint_keeps_tokenizer_and_template(kind, text, f
     if kind == "folder":
         shutil.copytree(finished / "model", start)
     else:
-        pytest.importorskip("gguf")
         from bench.engines.gguf_file import write_gguf
 
         start.mkdir()
