@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.families.plain_config import PlainConfig
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.stopping import StopConditions
@@ -323,6 +324,9 @@ def make_request(
     has_length = "max_new_tokens" in fields or any(
         c is not None and (c.max_length is not None or c.max_new_tokens is not None) for c in given
     )
+    plain = generation_config is not None or type(model.config) is PlainConfig
+    if not plain and (own := model.config._get_generation_parameters()):
+        raise ValueError(f"the model's config sets {own}, which nothing reads there: set it in its generation_config")
     config = GenerationConfig() if generation_config is None else copy.deepcopy(generation_config)
     config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
     config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)

@@ -141,6 +141,14 @@ def test_refused_by_name(field: str, value: Any, llama: LlamaForCausalLM) -> Non
         engine.generate(PROMPT, generation_config=GenerationConfig(do_sample=True, **{field: value}), max_new_tokens=3)
 
 
+def test_options_in_the_configuration_of_the_model_are_refused() -> None:
+    """As transformers refuses them."""
+    llama = tiny_llama()
+    llama.config.top_k = 3
+    with pytest.raises(ValueError, match=r"'top_k': 3.*set it in its generation_config"):
+        SelfSpecGenerator(llama).generate(PROMPT)
+
+
 def test_there_is_no_other_field() -> None:
     known = {*FOLLOWED, *REFUSED, *SAMPLED.split(), *WITHOUT_EFFECT.split()}
     assert set(vars(GenerationConfig())) - known == set()
