@@ -74,7 +74,7 @@ def test_every_road_to_it() -> None:
         plain = generator.generate(PROMPT, max_new_tokens=20, policy="ar")
         assert found.new_tokens == plain.new_tokens
         assert 2 * found.stats.peak_cache_bytes == full.generate(PROMPT, max_new_tokens=20).stats.peak_cache_bytes
-        assert 2 * generator._models.current.pool._row_bytes == full._models.current.pool._row_bytes
+        assert 2 * generator._models.current.pool.row_bytes == full._models.current.pool.row_bytes
     assert WeightBytes.of(rounded).kv * 2 == WeightBytes.of(full.model).kv
 
 
