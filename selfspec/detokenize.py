@@ -197,12 +197,12 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 class StopCutter:
     """Passes text on up to the first stop string. Text that may be the beginning of one is held back until that is clear.
 
-    ended: a stop string has come. held: the text that is held back.
+    ended: a stop string has come. found: which one. held: the text that is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
-        self.held, self.ended = "", False
+        self.held, self.found, self.ended = "", "", False
 
     def push(self, piece: str) -> str:
         if self.ended:
@@ -212,6 +212,7 @@ class StopCutter:
         self.ended = len(certain) < len(text)
         if self.ended:
             self.held = ""
+            self.found = next(stop for stop in self.stops if text.startswith(stop, len(certain)))
             return certain
         longest = max(map(len, self.stops), default=0)
         starts = range(max(0, len(text) - longest), len(text))

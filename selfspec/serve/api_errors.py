@@ -1,4 +1,4 @@
-"""Errors in the form in which OpenAI's API reports them."""
+"""Errors in the form in which OpenAI's API reports them, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"  # Anthropic's API
 CLIENT_LEFT = 499  # A status for the log and the metrics; no client receives it
 
 
@@ -40,12 +41,16 @@ class ApiError(Exception):
         self.message, self.param = (text and text.encode("utf-8", "replace").decode() for text in (message, param))
         self.status, self.code, self.headers = status, code, dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Make the body in the form of the API that this path belongs to."""
+        if path.startswith(MESSAGES):
+            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message, "param": self.param}}
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        return JSONResponse(self.body(path), self.status, self.headers)
 
 
 def queue_full(what: str, seconds: int = 1) -> ApiError:
@@ -65,6 +70,7 @@ def request_failed() -> ApiError:
 
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {**_TYPES, 403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 def install(app: FastAPI) -> None:
@@ -76,11 +82,11 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def own(request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"there is no {request.method} {request.url.path[:100]}; this server has {routes}"
-        return ApiError(message, status=error.status_code, headers=error.headers).response()
+        return ApiError(message, status=error.status_code, headers=error.headers).response(request.url.path)

@@ -361,7 +361,7 @@ class PastCall(Strict):
 
 
 class TextPart(Strict):
-    _harmless: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control", "logprobs"})
+    _harmless: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control", "citations", "logprobs"})
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -381,9 +381,10 @@ class Message(Strict):
     """One message of a conversation. tool_calls are an assistant's, and tool_call_id says which of them a tool answers."""
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
-        "annotations", "cache_control", "id", "metadata", "parsed", "prefix", "provider_specific_fields", "reasoning",
-        "reasoning_details", "thinking_blocks", "timestamp",
+        "annotations", "cache_control", "id", "metadata", "parsed", "phase", "prefix", "provider_specific_fields",
+        "reasoning", "reasoning_details", "status", "thinking_blocks", "timestamp",
     })  # fmt: skip
+    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {"type": ("message",)}
     _reasons: ClassVar[dict[str, str]] = {
         **refusals("{} is not supported: give tool_calls", "function_call"),
         **refusals(_TEXT_ONLY, "audio"),

@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from selfspec import __version__
 from selfspec.engine.results import GenerationResult, GenerationStats, StepOutput
+from selfspec.serve.api_errors import ApiError
 from selfspec.serve.processors import TokenLogprob
 from selfspec.serve.structured_output import Vocabulary
 
@@ -30,8 +31,9 @@ _LOGPROBS_DEPTH = 5  # in an answer: its choices, one of them, its logprobs, a l
 class Piece:
     """What several steps brought one text, or its whole answer.
 
-    seconds: from the request's arrival in the queue to the last step. text: without the calls in it. drafts: the field of a
-    chunk with show_drafts. echo: the part of the text that is the prompt's, if `logprobs` has the prompt's tokens.
+    seconds: from the request's arrival in the queue to the last step. text: without the calls in it. stop: the stop string
+    that ended it. drafts: the field of a chunk with show_drafts. echo: the part of the text that is the prompt's, if
+    `logprobs` has the prompt's tokens.
     """
 
     index: int
@@ -41,6 +43,7 @@ class Piece:
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish: Literal["stop", "length", "tool_calls"] | None = None
+    stop: str | None = None
     drafts: dict[str, Any] | None = None
     echo: str = ""
 
@@ -107,30 +110,58 @@ def _acceptance(stats: GenerationStats) -> dict[str, Any]:
     }
 
 
-class Answer(ABC):
-    """One request's answer. An instance keeps what later chunks depend on."""
+class _Answer:
+    """What the answers of all APIs have in common. An instance keeps what later events of a stream depend on.
+
+    request: the body. prompt_tokens: of one text. ping: sent while a stream waits. repeats_logprobs: the last events of the
+    stream have those of the whole text.
+    """
 
     prefix: str
+    ping = ": waiting\n\n"
+    repeats_logprobs = False
+
+    def __init__(self, model: str, vocabulary: Vocabulary, request: Any, prompt_tokens: int) -> None:
+        self._id, self._created, self._model = f"{self.prefix}{uuid4().hex}", int(time()), model
+        self._vocabulary, self._request, self._prompt_tokens = vocabulary, request, prompt_tokens
+
+    def _logprobs(self, found: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        name = self._vocabulary.name_of
+        return [
+            {
+                **name(one.token),
+                "logprob": _finite(one.logprob),
+                "top_logprobs": [{**name(token), "logprob": _finite(value)} for token, value in one.top],
+            }
+            for one in found
+        ]
+
+
+class ChoicesAnswer(_Answer, ABC):
+    """An answer with a choice for each text, and chunks of one choice each."""
+
     whole_name: str
     """The name of the answer's type in it."""
     chunk_name: str
-
-    def __init__(self, model: str, vocabulary: Vocabulary) -> None:
-        self._id, self._created, self._model = f"{self.prefix}-{uuid4().hex}", int(time()), model
-        self._vocabulary = vocabulary
 
     def whole(self, parts: Sequence[Piece], results: Sequence[GenerationResult], texts_per_prompt: int) -> str:
         """Write the body of an answer that is not streamed."""
         return self._written(self.whole_name, [*map(self._choice, parts)], totals(results, texts_per_prompt))
 
     def chunk(self, piece: Piece) -> str:
-        """Write one chunk of a stream."""
+        """Write the events of a piece of a stream."""
         extra = {} if piece.drafts is None else {"selfspec": piece.drafts}
-        return self._written(self.chunk_name, [self._delta(piece)], {"usage": None, **extra})
+        return f"data: {self._written(self.chunk_name, [self._delta(piece)], {'usage': None, **extra})}\n\n"
 
-    def last_chunk(self, results: Sequence[GenerationResult], texts_per_prompt: int) -> str:
-        """Write the last chunk of a stream, with the usage and without a choice."""
-        return self._written(self.chunk_name, [], totals(results, texts_per_prompt))
+    def last_chunk(self, results: Sequence[GenerationResult], texts_per_prompt: int, shows_usage: bool) -> str:
+        """Write the events that end a stream. shows_usage: the client asks for it; other APIs always have it."""
+        if not shows_usage:
+            return "data: [DONE]\n\n"
+        return f"data: {self._written(self.chunk_name, [], totals(results, texts_per_prompt))}\n\ndata: [DONE]\n\n"
+
+    def failure(self, error: ApiError) -> str:
+        """Write the events that end a stream after an error."""
+        return f"data: {encode(error.body())}\n\ndata: [DONE]\n\n"
 
     def _written(self, name: str, choices: list[dict[str, Any]], more: dict[str, Any]) -> str:
         head = {"id": self._id, "choices": choices, "created": self._created, "model": self._model, "object": name}
@@ -145,19 +176,19 @@ class Answer(ABC):
         return self._choice(part)
 
 
-class ChatAnswer(Answer):
-    prefix = "chatcmpl"
+class ChatAnswer(ChoicesAnswer):
+    prefix = "chatcmpl-"
     whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, vocabulary: Vocabulary) -> None:
-        super().__init__(model, vocabulary)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._num_calls: dict[int, int] = {}  # of each text that has begun
 
     def _choice(self, part: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"content": part.text or (None if part.calls else ""), "role": "assistant"}
         if part.calls:
             message["tool_calls"] = part.calls
-        head = {"finish_reason": part.finish, "index": part.index, "logprobs": self._logprobs(part.logprobs)}
+        head = {"finish_reason": part.finish, "index": part.index, "logprobs": self._content(part.logprobs)}
         return {**head, "message": message}
 
     def _delta(self, part: Piece) -> dict[str, Any]:
@@ -171,39 +202,27 @@ class ChatAnswer(Answer):
             first = self._num_calls[part.index]
             delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(part.calls, first)]
             self._num_calls[part.index] += len(part.calls)
-        tail = {"index": part.index, "finish_reason": part.finish, "logprobs": self._logprobs(part.logprobs)}
+        tail = {"index": part.index, "finish_reason": part.finish, "logprobs": self._content(part.logprobs)}
         return {"delta": delta, **tail}
 
-    def _logprobs(self, found: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
-        if found is None:
-            return None
-        name = self._vocabulary.name_of
-        return {
-            "content": [
-                {
-                    **name(one.token),
-                    "logprob": _finite(one.logprob),
-                    "top_logprobs": [{**name(token), "logprob": _finite(value)} for token, value in one.top],
-                }
-                for one in found
-            ]
-        }
+    def _content(self, found: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        return None if found is None else {"content": self._logprobs(found)}
 
 
-class CompletionAnswer(Answer):
-    prefix = "cmpl"
+class CompletionAnswer(ChoicesAnswer):
+    prefix = "cmpl-"
     whole_name = chunk_name = "text_completion"
 
-    def __init__(self, model: str, vocabulary: Vocabulary) -> None:
-        super().__init__(model, vocabulary)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._offsets: dict[int, int] = {}
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}
 
     def _choice(self, part: Piece) -> dict[str, Any]:
-        logprobs = None if part.logprobs is None else self._logprobs(part, part.logprobs)
+        logprobs = None if part.logprobs is None else self._scores(part, part.logprobs)
         return {"finish_reason": part.finish, "index": part.index, "logprobs": logprobs, "text": part.text}
 
-    def _logprobs(self, part: Piece, found: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _scores(self, part: Piece, found: Sequence[TokenLogprob]) -> dict[str, Any]:
         decoder = self._decoders.setdefault(part.index, codecs.getincrementaldecoder("utf-8")("replace"))
         offset = self._offsets.get(part.index, 0)
         offsets, names, top = [], [], []
@@ -226,6 +245,79 @@ class CompletionAnswer(Answer):
             "tokens": names,
             "top_logprobs": top,
         }
+
+
+class PartsAnswer(_Answer, ABC):
+    """An answer that is a list of texts and calls, and whose stream has events for each of them.
+
+    A whole answer is what its stream adds up to. `_begin` writes the events before all others, `_begin_text`, `_write` and
+    `_end_text` those of a text, `_call` those of a call as a chat has it, `_end` those after all others and the whole answer.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._parts: list[dict[str, Any]] = []
+        self._begun = self._in_text = False  # the second: the last part is a text that may go on
+        self._unsent: list[TokenLogprob] = []
+        self._finish: str = "stop"
+        self._stop: str | None = None
+
+    def whole(self, parts: Sequence[Piece], results: Sequence[GenerationResult], texts_per_prompt: int) -> str:
+        self.chunk(parts[0])
+        self._end_parts()
+        return self._written(self._end(totals(results, texts_per_prompt))[1])
+
+    def chunk(self, piece: Piece) -> str:
+        events = "" if self._begun else self._begin()
+        self._begun, self._finish, self._stop = True, piece.finish or self._finish, piece.stop
+        self._unsent += piece.logprobs or ()
+        self.repeats_logprobs = self.repeats_logprobs or bool(piece.logprobs)
+        if piece.text or (self._unsent and self._in_text):
+            events += self._text(piece.text)
+        for call in piece.calls:
+            events += self._close() + self._call(call)
+        return events
+
+    def last_chunk(self, results: Sequence[GenerationResult], texts_per_prompt: int, shows_usage: bool) -> str:
+        return self._end_parts() + self._end(totals(results, texts_per_prompt))[0]
+
+    def _text(self, text: str) -> str:
+        begun = "" if self._in_text else self._begin_text()
+        self._in_text = True
+        written, self._unsent = self._write(text), []
+        return begun + written
+
+    def _close(self) -> str:
+        is_open, self._in_text = self._in_text, False
+        return self._end_text() if is_open else ""
+
+    def _end_parts(self) -> str:
+        return ("" if self._parts else self._text("")) + self._close()
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        return f"event: {kind}\ndata: {self._written({'type': kind, **fields})}\n\n"
+
+    def _written(self, value: dict[str, Any]) -> str:
+        """Write JSON. Half a character, which a field that is told back may hold, cannot be sent."""
+        return encode(value, _LOGPROBS_DEPTH + 2).encode("utf-8", "replace").decode()
+
+    @abstractmethod
+    def _begin(self) -> str: ...
+    @abstractmethod
+    def _begin_text(self) -> str: ...
+    @abstractmethod
+    def _write(self, text: str) -> str: ...
+    @abstractmethod
+    def _end_text(self) -> str: ...
+    @abstractmethod
+    def _call(self, call: dict[str, Any]) -> str: ...
+    @abstractmethod
+    def _end(self, used: dict[str, Any]) -> tuple[str, dict[str, Any]]: ...
+    @abstractmethod
+    def failure(self, error: ApiError) -> str: ...
+
+
+Answer = ChoicesAnswer | PartsAnswer
 
 
 def _shown_in_completions(raw: bytes) -> str:

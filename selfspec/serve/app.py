@@ -1,15 +1,14 @@
-"""The app: OpenAI's routes over one scheduler, vLLM's for tokens, and a page."""
+"""The app: OpenAI's and Anthropic's routes over one scheduler, vLLM's for tokens, and a page."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import hashlib
-import json
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from importlib.resources import files
 from time import time
@@ -23,12 +22,15 @@ from starlette.types import Receive, Scope, Send
 
 from selfspec import SelfSpecGenerator
 from selfspec.serve import api_errors
-from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, request_failed, shutting_down
+from selfspec.serve.api_errors import CLIENT_LEFT, COUNT, MESSAGES, ApiError, request_failed, shutting_down
 from selfspec.serve.api_requests import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, Piece
-from selfspec.serve.bodies import IGNORED, SMALL_BODY, WorkerQueue, described, read_body
+from selfspec.serve.bodies import IGNORED, LARGE_BODY, SMALL_BODY, WorkerQueue, described, read_body
+from selfspec.serve.messages_api import CountTokensRequest, MessagesAnswer, MessagesRequest
+from selfspec.serve.other_apis import OtherRequest
 from selfspec.serve.request_limits import REQUEST_ID, RequestLimits
 from selfspec.serve.request_stream import RequestStream
+from selfspec.serve.responses_api import ResponsesAnswer, ResponsesRequest
 from selfspec.serve.running import gc_frozen, memory_returned
 from selfspec.serve.scheduler import Scheduler, ServedSequence
 from selfspec.serve.serve_options import ServeOptions
@@ -68,25 +70,47 @@ def make_app(generator: SelfSpecGenerator, options: ServeOptions) -> FastAPI:
     app = FastAPI(title="selfspec", lifespan=lifespan, docs_url=None, redoc_url=None, responses=api_errors.DESCRIBED)
     app.state.metrics, app.state.translator = metrics, translator
 
-    async def answer(request: Request, kind: type[ChatRequest] | type[CompletionRequest], answer: Answer) -> Response:
+    async def answer(request: Request, kind: type[Any], make: Callable[..., Answer]) -> Response:
         state = request.app.state
-        body, size = await read_body(request, kind, state.queue)
-        texts = await _translated(request, body, size)
-        tokenizer, shows = translator.prompts.tokenizer, body.show_drafts
-        stream = RequestStream(state.scheduler, texts, tokenizer, streamed=body.stream, show_drafts=shows)
-        request.state.stream = stream  # for the log
-        state.scheduler.submit(texts)
-        response = await (_stream if body.stream else _whole)(request, body, stream, answer)
+        given, size = await read_body(request, kind, state.queue)
+        is_other = isinstance(given, OtherRequest)
+        body: Body = given.chat if is_other else given
+        with given.own_words() if is_other else nullcontext():
+            texts = await _translated(request, body, size)
+            tokenizer, shows = translator.prompts.tokenizer, body.show_drafts
+            stream = RequestStream(state.scheduler, texts, tokenizer, streamed=body.stream, show_drafts=shows)
+            request.state.stream = stream  # for the log
+            state.scheduler.submit(texts)
+            writer = make(options.name, translator.vocabulary, given, texts[0].call.request.prompt.numel())
+            response = await (_stream if body.stream else _whole)(request, body, stream, writer, size > LARGE_BODY)
         response.headers.update(body.ignored_fields_header)
         return response
 
     @app.post("/v1/chat/completions", openapi_extra=described("/v1/chat/completions", ChatRequest))
     async def chat(request: Request) -> Response:
-        return await answer(request, ChatRequest, ChatAnswer(options.name, translator.vocabulary))
+        return await answer(request, ChatRequest, ChatAnswer)
 
     @app.post("/v1/completions", openapi_extra=described("/v1/completions", CompletionRequest))
     async def completions(request: Request) -> Response:
-        return await answer(request, CompletionRequest, CompletionAnswer(options.name, translator.vocabulary))
+        return await answer(request, CompletionRequest, CompletionAnswer)
+
+    @app.post("/v1/responses", openapi_extra=described("/v1/responses", ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        return await answer(request, ResponsesRequest, ResponsesAnswer)
+
+    @app.post(MESSAGES, openapi_extra=described(MESSAGES, MessagesRequest))
+    async def messages(request: Request) -> Response:
+        return await answer(request, MessagesRequest, MessagesAnswer)
+
+    @app.post(COUNT, openapi_extra=described(COUNT, CountTokensRequest))
+    async def count_tokens(request: Request) -> JSONResponse:
+        queue = request.app.state.queue
+        body, size = await read_body(request, CountTokensRequest, queue)
+        with body.own_words():
+            translator.check_name(body.model)
+            tools = body.chat.tools if body.chat.callable_tools else ()
+            ids = await queue.run_by_size(size, lambda: translator.prompts.of_chat(body.chat, tools=tools))
+        return JSONResponse({"input_tokens": len(ids)}, headers=body.chat.ignored_fields_header)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -209,37 +233,37 @@ async def _translated(request: Request, body: Body, size: int) -> list[ServedSeq
     return await queue.run_by_size(size, work)
 
 
-async def _written(parts: Sequence[Piece], write: Callable[[], str]) -> str:
-    """Write an answer or a chunk, in a thread if it has many log-probabilities."""
-    is_long = sum(len(part.logprobs or ()) for part in parts) > _FEW_LOGPROBS
+async def _written(parts: Sequence[Piece], write: Callable[[], str], is_large: bool) -> str:
+    """Write an answer or a chunk, in a thread if it has many log-probabilities, or may repeat a large request's fields."""
+    is_long = is_large or sum(len(part.logprobs or ()) for part in parts) > _FEW_LOGPROBS
     return await asyncio.to_thread(write) if is_long else write()
 
 
-async def _whole(request: Request, body: Body, stream: RequestStream, answer: Answer) -> Response:
+async def _whole(request: Request, body: Body, stream: RequestStream, answer: Answer, is_large: bool) -> Response:
     """Send the answer, or nothing if the client leaves before it is complete: its texts are then cancelled at once."""
     working = asyncio.ensure_future(stream.whole())
     try:
         if not await _client_stays(request.receive, working):
             return Response(status_code=CLIENT_LEFT)
         parts = working.result()
-        content = await _written(parts, partial(answer.whole, parts, stream.results, body.n))
+        content = await _written(parts, partial(answer.whole, parts, stream.results, body.n), is_large)
         return Response(content, media_type="application/json")
     finally:
         working.cancel()
         stream.cancel()
 
 
-async def _events(body: Body, stream: RequestStream, answer: Answer) -> AsyncGenerator[str, None]:
+async def _events(body: Body, stream: RequestStream, answer: Answer, is_large: bool) -> AsyncGenerator[str, None]:
     async for piece in stream.pieces():
-        yield f"data: {await _written([piece], partial(answer.chunk, piece))}\n\n"
-    if body.stream_options is not None and body.stream_options.include_usage:
-        yield f"data: {answer.last_chunk(stream.results, body.n)}\n\n"
-    yield "data: [DONE]\n\n"
+        yield await _written([piece], partial(answer.chunk, piece), is_large)
+    shows_usage = body.stream_options is not None and body.stream_options.include_usage
+    last = partial(answer.last_chunk, stream.results, body.n, shows_usage)
+    yield await _written([], last, is_large or answer.repeats_logprobs)
 
 
-async def _stream(request: Request, body: Body, stream: RequestStream, answer: Answer) -> Response:
+async def _stream(request: Request, body: Body, stream: RequestStream, answer: Answer, is_large: bool) -> Response:
     """Send a stream, or an error with its status if that comes before the first piece and the first `PING_SECONDS`."""
-    events = _events(body, stream, answer)
+    events = _events(body, stream, answer, is_large)
     first = asyncio.ensure_future(events.__anext__())
     begun = False
     try:
@@ -248,20 +272,22 @@ async def _stream(request: Request, body: Body, stream: RequestStream, answer: A
         if first.done():
             first.result()
         begun = True
-        return _EventStream(stream, _with_pings(first, events))
+        return _EventStream(stream, _with_pings(first, events, answer))
     finally:
         if not begun:
             first.cancel()
             stream.cancel()
 
 
-async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str, None]) -> AsyncIterator[str]:
-    """All events, with comments during long waits. following: the first event."""
+async def _with_pings(
+    following: asyncio.Future[str], events: AsyncGenerator[str, None], answer: Answer
+) -> AsyncIterator[str]:
+    """All events, with pings during long waits. following: the first event."""
     try:
         while True:
             await asyncio.wait({following}, timeout=PING_SECONDS)
             if not following.done():
-                yield ": waiting\n\n"
+                yield answer.ping
                 continue
             yield following.result()
             following = asyncio.ensure_future(events.__anext__())
@@ -271,7 +297,7 @@ async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str
         if not isinstance(error, ApiError):
             log.exception("a stream failed")
             error = request_failed()
-        yield f"data: {json.dumps(error.body())}\n\ndata: [DONE]\n\n"
+        yield answer.failure(error)
     finally:
         following.cancel()
         del following  # the traceback of its exception has this frame: a circle

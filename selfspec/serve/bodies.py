@@ -198,7 +198,11 @@ def parse(raw: bytes, kind: type[B]) -> B:
         raise ApiError(f"the body is no valid JSON: {str(error)[:200]}") from None
     if not isinstance(fields, dict):
         raise ApiError("the body must be a JSON object")
-    ignored: set[str] = set()
+    return checked(fields, kind, set())
+
+
+def checked(fields: dict[str, Any], kind: type[B], ignored: set[str]) -> B:
+    """Make a body of parsed fields. ignored: gets the names of the fields that have no effect. Raises as `parse`."""
     try:
         body = kind.model_validate(fields, context=ignored)
     except ValidationError as error:

@@ -124,7 +124,8 @@ class Stops:
 
     min_tokens: in the text of this many first tokens they are not looked for. special: special tokens with their texts, which
     an answer does not show, but which can complete a stop string.
-    marks: for the special tokens that occur in the strings, a character that no text has.
+    marks: for the special tokens that occur in the strings, a character that no text has. originals: the strings, by what is
+    looked for in their place.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Stops:
             if text and any(text in stop for stop in marked):
                 self.marks[token] = chr(0xD800 + len(self.marks))  # half a character
                 marked = [stop.replace(text, self.marks[token]) for stop in marked]
+        self.originals = {**dict(zip(marked, texts)), **{text: text for text in texts}}
         self.texts = tuple(dict.fromkeys([*texts, *marked]))
 
 
@@ -143,7 +145,7 @@ class TrimmedText:
     """The text of one answer, cut before the first stop string. prompt: the ids that it follows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Stops, prompt: Sequence[int] = ()) -> None:
-        self._uncut, self._marks = stops.min_tokens, stops.marks
+        self._uncut, self._marks, self._originals = stops.min_tokens, stops.marks, stops.originals
         self._unmarked = {ord(mark): None for mark in stops.marks.values()}
         self._decoder, self._cutter = IncrementalDecoder(tokenizer, prompt), StopCutter(stops.texts)
 
@@ -151,6 +153,11 @@ class TrimmedText:
     def ended(self) -> bool:
         """Return whether a stop string has come. What `push` and `finish` returned ends before it."""
         return self._cutter.ended
+
+    @property
+    def found(self) -> str | None:
+        """Return the stop string that has come."""
+        return self._originals.get(self._cutter.found)
 
     def push(self, tokens: Sequence[int]) -> str:
         uncut, self._uncut = self._uncut, max(0, self._uncut - len(tokens))

@@ -91,18 +91,18 @@ class RequestLimits:
         refused = self._refused(scope["path"], headers)
         try:
             if refused is not None:
-                await refused.response()(scope, receive, counted)
+                await refused.response(scope["path"])(scope, receive, counted)
                 return
             await self._app(scope if wants_body else {**scope, "method": "GET"}, limited, counted)
         except asyncio.CancelledError:  # the grace time is over
             if begun:  # the connection is closed
                 return
-            await shutting_down().response()(scope, receive, counted)
+            await shutting_down().response(scope["path"])(scope, receive, counted)
         except Exception:
             if begun:
                 raise
             log.exception("request %s failed", request_id)
-            await request_failed().response()(scope, receive, counted)
+            await request_failed().response(scope["path"])(scope, receive, counted)
         finally:
             end_body()
             stream = scope.get("state", {}).pop("stream", None)  # an idle connection would keep it
@@ -120,9 +120,11 @@ class RequestLimits:
             return ApiError(message, status=403, code="host_not_allowed")
         if self._keys is not None and path not in OPEN_PATHS:
             scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
+            if scheme.lower() != b"bearer":  # Anthropic's clients
+                given = headers.get("x-api-key", "").encode("latin-1")
             same = [secrets.compare_digest(given.strip(), key) for key in self._keys]
-            if scheme.lower() != b"bearer" or not any(same):
-                message = "a valid API key is needed: send it as 'Authorization: Bearer KEY'"
+            if not any(same):
+                message = "a valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
                 wanted = {"WWW-Authenticate": "Bearer"}
                 return ApiError(message, status=401, code="invalid_api_key", headers=wanted)
         length = headers.get("content-length", "")

@@ -79,7 +79,7 @@ class RequestStream:
             part.text += piece.text
             part.echo += piece.echo
             part.calls += piece.calls
-            part.finish = piece.finish
+            part.finish, part.stop = piece.finish, piece.stop
             if piece.logprobs is not None:
                 part.logprobs = [*(part.logprobs or []), *piece.logprobs]
         return parts
@@ -148,6 +148,7 @@ class RequestStream:
         if result is not None:
             piece.text += text.text.finish()
             piece.finish = "length" if result.stop_reason in ("length", "max_time") else "stop"
+            piece.stop = text.text.found if piece.finish == "stop" else None
         if self._logs is not None:
             piece.drafts = self._logs[piece.index].add(piece)
         if text.reader is None:

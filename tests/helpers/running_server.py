@@ -107,9 +107,9 @@ def wait_until(holds: Callable[[], object], seconds: float = 20) -> None:
         time.sleep(0.005)
 
 
-def refusal(server: RunningServer, path: str, body: object, status: int = 400) -> dict[str, Any]:
+def refusal(server: RunningServer, path: str, body: object, status: int = 400, **headers: str) -> dict[str, Any]:
     """The error of a request that must be refused, in one line."""
-    found, answer = post(server, path, body)
+    found, answer = post(server, path, body, **headers)
     assert found == status, answer
     error: dict[str, Any] = answer["error"]
     assert error["message"] and "\n" not in error["message"]

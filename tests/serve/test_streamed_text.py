@@ -42,7 +42,7 @@ def test_pieces_are_the_text_before_the_first_stop(stops: list[str], blocks: lis
     whole = TOKENIZER.decode(tokens)
     places = [place for stop in stops if (place := whole.find(stop)) >= 0]
     assert "".join(pieces) == whole[: min(places, default=len(whole))]
-    assert text.ended == bool(places)
+    assert text.ended == bool(places) and (text.found is None or whole.startswith(text.found, min(places)))
     at_once = TrimmedText(TOKENIZER, Stops(stops))
     assert at_once.push(tokens) + at_once.finish() == "".join(pieces)
 
@@ -76,7 +76,7 @@ def test_a_stop_may_have_special_tokens_which_an_answer_does_not_show() -> None:
         assert stopped(StopTexts(tokenizer, stops, 0), tokens, 0) == length
         text = TrimmedText(tokenizer, stops)
         assert "".join(text.push([token]) for token in tokens[:length]) + text.finish() == shown
-        assert text.ended == (length is not None)
+        assert (text.ended, text.found) == (length is not None, stop if length else None)
 
 
 def stopped(criterion: StoppingCriteria, tokens: list[int], prompt: int) -> int | None:
