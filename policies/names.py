@@ -164,7 +164,7 @@ def parse_policy(
 def runs_own_code(text: str) -> bool:
     """Tell, without running it, whether `parse_policy` would run code that this package did not bring."""
     names = {_split(part)[0] for part in text.partition("+")[::2]} - {*EXITS, *STOPPINGS, ""}
-    return any(".py" in name or named_by_packages(name) for name in names)
+    return any(".py" in name or name in named_by_packages() for name in names)
 
 
 def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:

@@ -31,7 +31,8 @@ def own_class(name: str) -> type[Any] | None:
             known = ", ".join(value.__name__ for value in own if isinstance(value, type))
             raise ValueError(f"{file} has no class {wanted!r}; it defines {known or 'none'}")
     else:
-        found = next((entry.load() for entry in named_by_packages(name)), None)
+        entry = named_by_packages().get(name)
+        found = None if entry is None else entry.load()
     if found is not None and not hasattr(found, "plan") and not hasattr(found, "stop_before_draw"):
         raise ValueError(f"{wanted!r} is no policy: it has neither plan, as exit policies have, nor stop_before_draw")
     return found
@@ -53,11 +54,12 @@ def build_own(found: type[Any], setup: Setup, **values: Any) -> Any:
     return made
 
 
-def named_by_packages(name: str) -> Any:
-    """Return the entry points of this name, without loading them."""
+@cache
+def named_by_packages() -> dict[str, Any]:
+    """Return the entry points by name, without loading them. Packages that are installed later are not seen."""
     from importlib.metadata import entry_points  # which takes long to import
 
-    return entry_points(group=ENTRY_POINTS, name=name)
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
 
 
 @cache

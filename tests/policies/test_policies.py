@@ -11,6 +11,7 @@ import pytest
 from policies import ObservationSpec, Plan, Policy, RoundContext, parse_policy, runs_own_code
 from policies.del_policy import DelThreshold
 from policies.fixed import FiniteStateLength
+from policies.own import named_by_packages
 from policies.spide import SpideStopping
 from policies.thresholds import SvipThreshold
 from records import row, shadow
@@ -139,9 +140,11 @@ def test_a_class_of_a_file_gets_arguments_as_they_are_annotated_or_look(mine: Pa
 def test_a_package_names_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("mine", "policies.thresholds:SvipThreshold", "selfspec.policies")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **wanted: EntryPoints([point]).select(**wanted))
+    named_by_packages.cache_clear()
     assert isinstance(parse_policy("ls:2-4+mine:threshold=0.3", num_layers=8).stopping, SvipThreshold)
     own = ["mine", "ls:2-4+mine", "a.py:B:c=1", "auto + /tmp/a.py:B", "ls:1-2+svip+a.py:B"]
     assert [text for text in [*own, "auto", "del+spide:tau=0.7", "nonsense"] if runs_own_code(text)] == own
+    named_by_packages.cache_clear()
 
 
 @pytest.mark.usefixtures("mine")

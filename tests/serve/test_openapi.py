@@ -23,7 +23,7 @@ def test_every_answer_is_described(offline: SelfSpecGenerator, mode: GenerationM
         statuses.add(answer.status_code)
         case.validate_response(answer, checks=[not_a_server_error, status_code_conformance])
         if answer.status_code == 400 and isinstance(case.body, dict):
-            assert answer.json()["error"]["param"] or not case.body
+            assert answer.json()["error"]["param"] or not case.body or "" in case.body
 
     follows = mode is GenerationMode.POSITIVE
     with running_server(offline, policy="ar", max_context=64, max_tokens=8, default_chat_tokens=4) as server:
