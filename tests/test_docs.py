@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers  # noqa: F401  # its log keeps the stderr of its first import: not that of one example
 import typer
 
 from bench.commands import bench_app
