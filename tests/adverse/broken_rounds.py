@@ -5,7 +5,7 @@ are broken off: KeyboardInterrupt, MemoryError or RuntimeError is raised where a
 where it calls a built-in one or comes back from it. Where the error ends a step, the same engine goes on, at times after a
 text was cancelled.
 
-All other texts must have the tokens of the undisturbed run, and on our own kernels the keys and values, bit for bit. A text
+All other texts must have the tokens, keys and values of the undisturbed run, on our own kernels bit for bit. A text
 that an error ended by itself, or that was cancelled, must have a beginning of them. Afterwards a new text begins with the
 tokens of one that broke off, whose rows it may take over, and must be what a generator without any kept texts makes of it.
 """
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -88,14 +89,14 @@ def _is_cleaning(frame: FrameType | None) -> bool:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Course:
-    """What came of one text. rows: of its KV cache at the end."""
+    """What came of one text. rows: of its KV cache at the end, and the hidden states that were kept for its policy."""
 
     tokens: list[int] = field(default_factory=list)
     error: str | None = None
     ended: bool = False
     cancelled: bool = False
     left: bool = False
-    rows: Tensor | None = None
+    rows: list[Tensor] = field(default_factory=list)
 
 
 Company = list[tuple[Case, int]]
@@ -154,7 +155,9 @@ def decode(
                         course.error = f"the result tells of {told}, progress of {course.tokens}"
                     if not course.left:
                         end = text.length - 1
-                        course.rows = torch.stack([text.cache.keys.mT[:, :, :end], text.cache.values[:, :, :end]])
+                        states = [text.states.rows(layer, 0, end) for layer in text.observes.context_layers]
+                        kept = [text.cache.keys.mT[:, :, :end], text.cache.values[:, :, :end], *states]
+                        course.rows = [part.clone() for part in kept]
     raise RuntimeError(f"the texts did not end within {_MAX_STEPS} steps")
 
 
@@ -168,9 +171,9 @@ def _compare(model: FuzzModel, index: int, found: _Course, wanted: _Course, brok
         return None if found.tokens[:shorter] == wanted.tokens[:shorter] else f"another text: {about}"
     if (found.tokens, found.error, found.ended) != (wanted.tokens, wanted.error, wanted.ended):
         return f"another text: {about}"
-    rows = found.rows, wanted.rows
-    if model.bitwise and rows[0] is not None and rows[1] is not None and not torch.equal(*rows):
-        return f"other keys and values: {about}"
+    same = torch.equal if model.bitwise else partial(torch.allclose, atol=1e-8)
+    if not all(map(same, found.rows, wanted.rows)):
+        return f"other keys, values or hidden states: {about}"
     return None
 
 

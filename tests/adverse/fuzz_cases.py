@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from callbacks import StopAt
 from fuzz_models import CONTEXT
-from policies import MeasuredCost, Policy, parse_policy
+from scripted_policies import EVERY_POLICY, named_policy
 from tests.adverse.drawn_models import FuzzModel
 
 
@@ -44,7 +44,8 @@ class Case:
     def arguments(self, model: FuzzModel) -> dict[str, Any]:
         """Of the engine, but for the prompt. Policies, processors and criteria are made afresh."""
         seeded = {} if self.sample_seed is None else {"seed": self.sample_seed}
-        return {"generation_config": self.config(), "policy": make_policy(self, model), **seeded, **self.lists()}
+        policy = named_policy(self.policy, 1, model.engine.model)
+        return {"generation_config": self.config(), "policy": policy, **seeded, **self.lists()}
 
     def lists(self) -> dict[str, Any]:
         """Fresh processors and criteria of our own."""
@@ -183,38 +184,12 @@ def _policy(random: Random, num_layers: int, draft_bits: Sequence[int]) -> str:
     """A policy's name with random arguments. draft_bits: those that the model can draft in."""
     exit_layer = random.randint(1, num_layers - 1)
     length = random.choice([0, 1, 2, 3, 4, 6, 9, 20])
-    tau = round(random.uniform(0.05, 0.95), 2)
     if draft_bits and random.random() < 0.15:
-        depth = random.choice(["", f",layer={exit_layer}"])
-        rounded = f"bits:{random.choice(draft_bits)}-{max(length, 1)}{depth}"
-        return random.choice([rounded, f"{rounded}+svip:threshold={round(3 * tau, 2)}"])
-    return random.choice(
-        [
-            "ar",
-            f"ls:{exit_layer}-{length}",
-            f"ls:{exit_layer}-{length}",
-            f"fs:{exit_layer}-{max(length, 1)}",
-            f"dv:{exit_layer}",
-            f"dv:{exit_layer},start={tau}",
-            f"svip:{exit_layer},threshold={round(3 * tau, 2)}",
-            f"adaedl:{exit_layer}",
-            f"spide:{exit_layer},tau={tau}",
-            *("del", "del:on_stop=keep", "del:length=tpl", "del:prompt=counted", "del:cost=measured"),
-            f"del+spide:tau={tau}",
-            f"del+dv:start={tau}",
-            f"ls:{exit_layer}-{max(length, 1)}+del",
-            *("auto", "auto:cost=layers", "auto:cost=layers,learn_every=1", "auto+spide"),
-            f"copy:{max(length, 1)}",
-        ]
-    )
-
-
-def make_policy(case: Case, model: FuzzModel) -> Policy:
-    """The case's policy, which has learned nothing. Measured costs are made up, so that a case repeats exactly."""
-    cost = MeasuredCost(
-        num_layers=model.num_layers, layer_seconds=(1.0, 1.05, 1.1), head_seconds=(0.5, 0.6, 0.7), draft_seconds=0.1
-    )
-    return parse_policy(case.policy, num_layers=model.num_layers, measure=lambda: cost)
+        depth, rule = random.choice(["", ",layer={E}"]), random.choice(["", "+svip:threshold=1"])
+        names = [f"bits:{random.choice(draft_bits)}-{max(length, 1)}{depth}{rule}"]
+    else:
+        names = ["ar", f"ls:{{E}}-{length}", f"fs:{{E}}-{max(length, 1)}", f"copy:{max(length, 1)}", *EVERY_POLICY]
+    return random.choice(names).format(E=exit_layer)
 
 
 def quiet() -> None:

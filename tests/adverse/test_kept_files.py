@@ -1,6 +1,6 @@
 """Files that commit 10f4848 wrote, kept in kept.zip: each loads still and does what it did, or is refused with the remedy.
 
-`EXPECTED` is what that commit printed for them. The model has 4 layers; adapters, states and runs are of it. A policy or a
+`EXPECTED` is what that commit printed for them. The model has 4 layers; adapters and states are of it. A policy or a
 form that goes moves from a list of what loads to one of what is refused.
 """
 
@@ -18,13 +18,9 @@ import transformers.dynamic_module_utils
 from transformers import AutoModelForCausalLM
 
 from layerskip_models import load_model
-from layerskip_models.training.layerskip import train
-from layerskip_models.training.training_config import TrainingConfig
 from policies import parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.defaults import fixed_policy
-from selfspec.exits.settings import ExitTraining
-from selfspec.exits.training import train_exit
 from selfspec.pacer.inference import PreVerifiers
 
 ARCHIVE = zipfile.ZipFile(Path(__file__).parents[1] / "kept.zip")
@@ -105,19 +101,3 @@ def test_a_folder_for_the_hub(kept: Path, tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert found.sequences[0, 3:].tolist() == GREEDY["model"]
     assert found.stats[0].num_drafted > 0
-
-
-def recorded(run: Path, settings: type[Any]) -> Any:
-    """The settings in its folder, of which some may have gone since."""
-    found = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    known = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    return settings(**{name: value for name, value in known.items() if name in settings.__dataclass_fields__})
-
-
-@pytest.mark.parametrize(
-    ("name", "run", "settings"), [("train", train, TrainingConfig), ("train-exit", train_exit, ExitTraining)]
-)
-def test_an_interrupted_training_is_refused(name: str, run: Any, settings: type[Any], kept: Path) -> None:
-    """Its checkpoint is of another form, so the remedy is said."""
-    with pytest.raises(ValueError, match=r"was written by an earlier version or with other options: .* delete"):
-        run(recorded(kept / "trainings" / name, settings))

@@ -189,8 +189,3 @@ def test_int4_by_name() -> None:
         loading.resolve_dtype("int4", CPU, None)
     with pytest.raises(ValueError, match="layout 'int4' needs a CPU"):
         load_model(DEMO_PATH, dtype="int4", device="meta", local_files_only=True)
-
-
-@pytest.mark.skipif(not native_works(CPU, torch.float32), reason="needs the native kernels")
-def test_the_head_of_a_4_bit_model_is_on_our_kernels() -> None:
-    assert isinstance(from_transformers(wide(), layout="int4").head, NativeInt8Linear)

@@ -7,20 +7,19 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from batched_runs import LAYOUTS, needs_native, shared_model
 from decoding import decode
 from layerskip_models import from_transformers
-from layerskip_models.kernels.library import kernels
 from layerskip_models.kernels.native_forward import STEP_ROWS, NativeForward
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.kv_cache import KVCache
+from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
 from policies import NeverStop, ObservationSpec, Policy
 from scripted_policies import ScriptedExit
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.sequence import Sequence
 from tiny_llama import request_for, tiny_llama
-
-pytestmark = pytest.mark.skipif(kernels() is None, reason="needs the native library")
 
 
 def made(dtype: torch.dtype = torch.float32) -> tuple[LayerSkipModel, NativeForward, KVCache]:
@@ -30,6 +29,7 @@ def made(dtype: torch.dtype = torch.float32) -> tuple[LayerSkipModel, NativeForw
     return model, steps, KVCache(model, 12)
 
 
+@needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_steps_are_the_single_calls(dtype: torch.dtype, recorded: bool) -> None:
@@ -61,6 +61,7 @@ def test_steps_are_the_single_calls(dtype: torch.dtype, recorded: bool) -> None:
             assert all(torch.equal(memory[layer - 1, :3], states) for layer, states in seen.items())
 
 
+@needs_native
 def test_what_does_not_fit_is_refused() -> None:
     """Before C writes anywhere."""
     model, steps, cache = made()
@@ -105,9 +106,10 @@ def test_what_does_not_fit_is_refused() -> None:
     assert cache.length == cache.position(0, 4) == 0
 
 
-def test_the_states_of_a_text_are_kept_by_steps_as_well() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_states_of_a_text_are_those_of_a_full_pass(layout: Layout) -> None:
     """Rows of drafts, of verification and of plain steps, at every layer that a policy looks back at."""
-    model, _, _ = made()
+    model = shared_model(layout)
 
     class LooksBack(NeverStop):
         observes = ObservationSpec(context_layers=(1, 3))
@@ -116,13 +118,15 @@ def test_the_states_of_a_text_are_kept_by_steps_as_well() -> None:
     text = Sequence(model, KVCache(model, 40), request_for(model, [3, 1, 4], max_new_tokens=30), policy)
     watched = patch.object(NativeForward, "tokens", autospec=True, side_effect=NativeForward.tokens)
     with torch.inference_mode(), watched as steps:
-        assert [*decode(text, EagerRunner(model))] and steps.call_count > 0
+        assert [*decode(text, EagerRunner(model))] and (steps.call_count > 0) is (layout == "native")
         ids, seen = text.tokens[0, : text.length - 1], dict[int, torch.Tensor]()
         model.run_layers(model.embed(ids), 0, 4, KVCache(model, 40), seen.__setitem__)
-        for layer in (1, 3):
-            assert torch.equal(text.states.rows(layer, 0, len(ids)), seen[layer])
+    for layer in (1, 3):
+        found, atol = text.states.rows(layer, 0, len(ids)), 0 if layout == "native" else 1e-9
+        torch.testing.assert_close(found, seen[layer], atol=atol, rtol=0)
 
 
+@needs_native
 @pytest.mark.parametrize("layout", ["native", "int8"])
 @pytest.mark.parametrize("vocab_size", [29, 700, 66_000])  # one chunk, several, and chunks of another size
 def test_a_step_stores_the_logits_of_its_head(vocab_size: int, layout: str) -> None:

@@ -1,10 +1,8 @@
-"""The team of threads: the same bits from any number of threads, late ones and several callers among them; fork and exit."""
+"""The team of threads: the same bits from any number of threads, late ones and several callers among them; fork."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections import deque
@@ -17,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from batched_runs import in_threads
 from busy_processes import busy_processes
 from launched_processes import results_of
 from layerskip_models import LayerSkipModel, from_transformers
@@ -153,34 +152,16 @@ def test_several_callers_at_a_time(model: LayerSkipModel, alone: Tensor) -> None
         with threads.on_threads(3):
             results.append(all(torch.equal(passes(model), alone) for _ in range(10)))
 
-    callers = [threading.Thread(target=call) for _ in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    in_threads([call] * 4)
     assert results == [True] * 4
 
 
-PROGRAM = """
-import os, torch
-from layerskip_models.kernels import threads
-from layerskip_models.kernels.native_linear import NativeLinear
-threads._here.threads = 3
-linear, x = NativeLinear(torch.randn(300, 64)), torch.randn(3, 64)
-expected = linear(x)
-child = os.fork()
-if child == 0:
-    same = all(torch.equal(linear(x), expected) for _ in range(100))
-    os._exit(0 if same else 1)
-assert all(torch.equal(linear(x), expected) for _ in range(100))
-assert os.waitpid(child, 0)[1] == 0
-"""
-
-
 @needs_native
-def test_a_forked_child_has_a_team_of_its_own_and_a_process_ends_beside_one() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[2])
+def test_a_forked_child_has_a_team_of_its_own(model: LayerSkipModel, alone: Tensor) -> None:
+    with threads.on_threads(3):
+        assert torch.equal(passes(model), alone)
+        assert results_of(1, lambda: torch.equal(passes(model), alone)) == [True]
+        assert torch.equal(passes(model), alone)
 
 
 @needs_native

@@ -98,35 +98,6 @@ def test_golden() -> None:
     assert (weights / weights.sum()).tolist() == pytest.approx([1.0, 0.0, 0.0])
 
 
-@given(q=distributions(4), draft=st.integers(0, 3))
-def test_a_token_that_the_target_never_says_is_never_accepted(q: Tensor, draft: int) -> None:
-    p = torch.full((4,), 1 / 3, dtype=torch.float64)
-    p[draft] = 0.0
-    accepted, weights = accept_sampled(
-        torch.stack([p, p]), q[None], torch.tensor([draft]), torch.zeros(1, dtype=torch.float64)
-    )
-    assert accepted == 0
-    assert weights[draft] == 0.0
-
-
-@given(p=distributions(5), draft=st.integers(0, 4))
-def test_equal_distributions_always_accept(p: Tensor, draft: int) -> None:
-    """p = q divides nothing by nothing and rejects nothing, at the largest uniform number too."""
-    if p[draft] == 0:
-        return  # could not have been drawn
-    bonus = p.flip(0)
-    accepted, weights = accept_sampled(
-        torch.stack([p, bonus]), p[None], torch.tensor([draft]), torch.tensor([ALMOST_ONE], dtype=torch.float64)
-    )
-    assert accepted == 1
-    assert torch.equal(weights, bonus)
-
-
-def test_an_empty_residual_falls_back_on_p() -> None:
-    p = torch.tensor([0.5, 0.5])
-    assert torch.equal(residual(p, p.clone()), p)
-
-
 @pytest.mark.parametrize(
     ("uniforms", "accepted"),
     [([0.9, 0.9, 0.9], 0), ([0.4, 0.9, 0.0], 1), ([0.4, 0.4, 0.9], 2), ([0.4, 0.4, 0.4], 3), ([0.9, 0.0, 0.0], 0)],
@@ -139,14 +110,6 @@ def test_the_first_rejection_ends_the_round(uniforms: list[float], accepted: int
     assert number == accepted
     expected = p[3] if accepted == 3 else residual(p[accepted], q[accepted])
     assert torch.equal(weights, expected)
-
-
-def test_no_draft_gives_the_targets_own_distribution() -> None:
-    p = torch.tensor([[0.1, 0.9]])
-    none = torch.zeros(0, dtype=torch.long)
-    accepted, weights = accept_sampled(p, torch.zeros(0, 2), none, torch.zeros(0))
-    assert accepted == 0
-    assert torch.equal(weights, p[0])
 
 
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), min_size=7, max_size=7))

@@ -11,20 +11,15 @@ from collections import Counter, abc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
 
 import pytest
 import torch
-from scipy.stats import chi2
 from torch import Tensor
-from transformers import (
-    LlamaForCausalLM,
-)
+from transformers import LlamaForCausalLM
 
-import selfspec.engine.round
 import selfspec.engine.verification
 from decoding import decode
-from exact_laws import PROMPT, RUN_LENGTH, Law, distance, enumerated_law, exact_law, sampled_run
+from exact_laws import PROMPT, RUN_LENGTH, distance, enumerated_law, exact_law, p_value, sampled_run
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.exits import STEERED
 from layerskip_models.kernels.check import native_works
@@ -38,6 +33,7 @@ from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.runners.runner import Runner
 from selfspec.engine.sequence import Sequence
+from selfspec.engine.verification import _judge
 from tiny_llama import tiny_llama
 
 VOCAB_SIZE = 6
@@ -45,11 +41,6 @@ NUM_LAYERS = 3
 REPEATING = (4, 1, 2, 5, 4, 1)  # for policies that copy
 FALSE_ALARMS = 1e-4  # of each policy's goodness-of-fit test
 DRAWS = 20_000
-
-
-@pytest.fixture(scope="module")
-def llama() -> LlamaForCausalLM:
-    return _tiny()
 
 
 @cache
@@ -71,17 +62,6 @@ def _made(kind: str) -> LayerSkipModel:
     if kind == "steered":
         return adapted(bare, [1, 2], form=STEERED)
     return bare if kind == "bare" else adapted(bare, [1])
-
-
-@pytest.fixture(scope="module")
-def model() -> LayerSkipModel:
-    return _made("adapters")
-
-
-@pytest.fixture(scope="module")
-def model_in_use() -> LayerSkipModel:
-    """As a user has it, and several times as fast on matrices this small."""
-    return _made("in use")
 
 
 def _named(name: str) -> Policy:
@@ -111,7 +91,7 @@ needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.fl
         *(pytest.param("native", name, marks=needs_native) for name in BITS),
     ],
 )
-def test_the_law_of_the_first_three_tokens_is_exact(kind: str, name: str, llama: LlamaForCausalLM) -> None:
+def test_the_law_of_the_first_three_tokens_is_exact(kind: str, name: str) -> None:
     """No sampling error: what remains is the rounding of float32 distributions.
 
     What accepts and rejects a draft is the distribution that it was drawn from, whatever drew it. Policies that copy have a
@@ -122,14 +102,13 @@ def test_the_law_of_the_first_three_tokens_is_exact(kind: str, name: str, llama:
     policy = POLICIES[name]() if name in POLICIES else parse_policy(name, num_layers=NUM_LAYERS)
     law = enumerated_law(_made(kind), policy, 3, top_k=2, prompt=prompt)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
-    assert distance(law, exact_law(llama, 3, top_k=2, prompt=prompt)) < 1e-5
+    assert distance(law, exact_law(_tiny(), 3, top_k=2, prompt=prompt)) < 1e-5
 
 
 @pytest.mark.parametrize("name", [name for name in COPYING if "min=3" not in name])
-def test_the_law_is_exact_with_other_texts_to_copy_from(
-    name: str, llama: LlamaForCausalLM, model: LayerSkipModel
-) -> None:
+def test_the_law_is_exact_with_other_texts_to_copy_from(name: str) -> None:
     """The prompt itself does not repeat: all that is copied comes from the other texts."""
+    model = _made("adapters")
     texts = CopyStore(
         [
             [*PROMPT[-2:], first, (first + 1) % VOCAB_SIZE, (first + 2) % VOCAB_SIZE, 0, first]
@@ -140,49 +119,45 @@ def test_the_law_is_exact_with_other_texts_to_copy_from(
     assert copied.copies is not None and copied.copies.match is not None
     law = enumerated_law(model, POLICIES[name](), 3, top_k=2, copy_from=texts)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
-    assert distance(law, exact_law(llama, 3, top_k=2)) < 1e-5
+    assert distance(law, exact_law(_tiny(), 3, top_k=2)) < 1e-5
 
 
-def test_that_enumeration_sees_a_copied_token_taken_for_a_drawn_one(
-    llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+def copied_as_drawn(draft: Draft) -> None:
+    """Judge a copied token by p / q for the q of an exit, where its own probability p is to accept it."""
+    draft.sequence.q[: draft.num_copied].fill_(1 / VOCAB_SIZE)
+    draft.num_copied = 0
+    _judge(draft)
+
+
+def dropping(runner: Runner, drafts: abc.Sequence[Draft]) -> None:
+    """Throw away a draft that was drawn for its own probability, which the policy interface rules out."""
+    make_drafts(runner, drafts)
+    (draft,) = drafts
+    if len(draft.tokens) > 1 and float(draft.sequence.q[len(draft.tokens) - 1][draft.tokens[-1]]) < 0.5:
+        del draft.rows[-1]
+        draft.end -= 1
+
+
+def bonus_from_q(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor, left: object) -> tuple[int, Tensor]:
+    accepted, weights = accept_sampled(p, q, drafts, uniforms)
+    return accepted, q[accepted - 1] if accepted == drafts.shape[0] else weights
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "name"),
+    [
+        ("verification._judge", copied_as_drawn, "copy:4"),
+        ("round.make_drafts", dropping, "ls:2-2"),
+        *(("verification.accept_sampled", bonus_from_q, name) for name in ("ls:1-1", "ls:2-1")),
+    ],
+)
+def test_that_enumeration_sees_a_planted_fault(
+    place: str, fault: Callable[..., object], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copied token is accepted with its own probability p, not with p / q for the q of an exit."""
-    original = selfspec.engine.verification._judge
-
-    def with_exit_q(draft: Draft) -> None:
-        draft.sequence.q[: draft.num_copied].fill_(1 / VOCAB_SIZE)
-        draft.num_copied = 0
-        original(draft)
-
-    monkeypatch.setattr(selfspec.engine.verification, "_judge", with_exit_q)
-    law = enumerated_law(model, POLICIES["copy:4"](), 3, top_k=2, prompt=REPEATING)
-    assert distance(law, exact_law(llama, 3, top_k=2, prompt=REPEATING)) > 1e-2
-
-
-def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
-    llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fault that the policy interface rules out, planted: a draft that was drawn and then thrown away."""
-
-    def dropping(runner: Runner, drafts: abc.Sequence[Draft]) -> None:
-        make_drafts(runner, drafts)
-        (draft,) = drafts
-        if len(draft.tokens) > 1 and float(draft.sequence.q[len(draft.tokens) - 1][draft.tokens[-1]]) < 0.5:
-            del draft.rows[-1]
-            draft.end -= 1
-
-    monkeypatch.setattr(selfspec.engine.round, "make_drafts", dropping)
-    law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2)
-    assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
-
-
-@pytest.mark.parametrize("policy", ["ls:1-1", "ls:2-1"])
-def test_that_enumeration_sees_a_bonus_token_from_q(
-    policy: str, llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(selfspec.engine.verification, "accept_sampled", bonus_from_q)
-    law = enumerated_law(model, parse_policy(policy, num_layers=NUM_LAYERS), 3, top_k=2)
-    assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
+    monkeypatch.setattr(f"selfspec.engine.{place}", fault)
+    prompt = REPEATING if name in COPYING else PROMPT
+    law = enumerated_law(_made("adapters"), parse_policy(name, num_layers=NUM_LAYERS), 3, top_k=2, prompt=prompt)
+    assert distance(law, exact_law(_tiny(), 3, top_k=2, prompt=prompt)) > 1e-2
 
 
 def count_runs(
@@ -204,25 +179,6 @@ def count_runs(
     return counts
 
 
-def p_value(counts: Counter[tuple[int, ...]], law: Law) -> float:
-    """Chi-square goodness of fit; outcomes expected less than 5 times are pooled. 0 for an impossible outcome."""
-    if any(outcome not in law for outcome in counts):
-        return 0.0
-    draws = sum(counts.values())
-    cells: list[tuple[float, int]] = []
-    rare = (0.0, 0)
-    for outcome, probability in law.items():
-        expected, observed = draws * probability, counts[outcome]
-        if expected < 5:
-            rare = (rare[0] + expected, rare[1] + observed)
-        else:
-            cells.append((expected, observed))
-    if rare[0] > 0:
-        cells.append(rare)
-    statistic = sum((observed - expected) ** 2 / expected for expected, observed in cells)
-    return float(chi2.sf(statistic, len(cells) - 1))
-
-
 # All draws take a minute for each policy, so that counting is for the slow run: in every run there is the enumeration above.
 # One policy, which accepts, rejects and drops, is counted also with as few draws as find the planted faults below.
 FEWER_DRAWS = DRAWS // 8
@@ -235,17 +191,12 @@ FEWER_DRAWS = DRAWS // 8
         *(pytest.param(name, DRAWS, marks=pytest.mark.slow) for name in POLICIES),
     ],
 )
-def test_goodness_of_fit(name: str, draws: int, llama: LlamaForCausalLM, model_in_use: LayerSkipModel) -> None:
+def test_goodness_of_fit(name: str, draws: int) -> None:
     """First 4 of 8 tokens, 3 possible ones each: 81 outcomes. False-alarm rate 1e-4 for each policy; the seed is fixed."""
-    law = exact_law(llama, 4, top_k=3)
+    law = exact_law(_tiny(), 4, top_k=3)
     assert len(law) == 81
-    counts = count_runs(model_in_use, POLICIES[name](), draws, 4, seed=20_000)
+    counts = count_runs(_made("in use"), POLICIES[name](), draws, 4, seed=20_000)
     assert p_value(counts, law) > FALSE_ALARMS
-
-
-def bonus_from_q(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor, left: object) -> tuple[int, Tensor]:
-    accepted, weights = accept_sampled(p, q, drafts, uniforms)
-    return accepted, q[accepted - 1] if accepted == drafts.shape[0] else weights
 
 
 def no_residual(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor, left: object) -> tuple[int, Tensor]:
@@ -258,8 +209,6 @@ def no_residual(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor, left: ob
 def test_goodness_of_fit_sees_a_planted_bias(
     fault: Callable[[Tensor, Tensor, Tensor, Tensor, object], tuple[int, Tensor]],
     policy: str,
-    llama: LlamaForCausalLM,
-    model_in_use: LayerSkipModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two faults that published code had: the test objects to them.
@@ -267,27 +216,5 @@ def test_goodness_of_fit_sees_a_planted_bias(
     The first needs short drafts, so that bonus tokens fall among the first four.
     """
     monkeypatch.setattr(selfspec.engine.verification, "accept_sampled", fault)
-    counts = count_runs(model_in_use, parse_policy(policy, num_layers=NUM_LAYERS), FEWER_DRAWS, 4, seed=1)
-    assert p_value(counts, exact_law(llama, 4, top_k=3)) < FALSE_ALARMS
-
-
-def test_the_statistic_has_its_false_alarm_rate() -> None:
-    """Draws from the law itself are flagged at 5 % in about 5 % of the trials; a law 0.05 away from it is always found."""
-    generator = torch.Generator().manual_seed(5)
-    outcomes = list(product(range(3), repeat=4))
-    weights = torch.rand(81, generator=generator, dtype=torch.float64) ** 2
-    weights /= weights.sum()
-    law = dict(zip(outcomes, weights.tolist()))
-    biased = weights.clone()
-    half = biased[:40].sum()
-    biased[:40] *= 1 + 0.05 / half
-    biased[40:] *= 1 - 0.05 / (1 - half)
-
-    def trial(source: Tensor) -> float:
-        drawn = torch.multinomial(source, DRAWS, replacement=True, generator=generator)
-        counts = torch.bincount(drawn, minlength=81).tolist()
-        return p_value(Counter(dict(zip(outcomes, counts))), law)
-
-    alarms = sum(trial(weights) < 0.05 for _ in range(400))
-    assert 5 <= alarms <= 40  # binomial(400, .05): outside this with probability below 2e-4
-    assert all(trial(biased) < FALSE_ALARMS for _ in range(20))
+    counts = count_runs(_made("in use"), parse_policy(policy, num_layers=NUM_LAYERS), FEWER_DRAWS, 4, seed=1)
+    assert p_value(counts, exact_law(_tiny(), 4, top_k=3)) < FALSE_ALARMS

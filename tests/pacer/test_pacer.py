@@ -12,27 +12,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_demo
 from layerskip_models.choices import choices_of
 from policies import Drafter, DraftRow, LayerCost, MeasuredCost, PacerStopping, Plan, Policy, parse_policy
 from policies.fixed import FixedExit
-from preverifiers import random_module, random_preverification
+from preverifiers import random_module
 from selfspec import SelfSpecGenerator
-from selfspec.cache.hidden_states import HiddenStates
 from selfspec.cli.main import app
 from selfspec.engine.draft import _features
 from selfspec.pacer import examples
 from selfspec.pacer.examples import draft_traces, make_data, read_traces
 from selfspec.pacer.inference import PreVerification
 from selfspec.pacer.labels import DraftTrace, pack
-from selfspec.pacer.network import (
-    LeanPreVerifier,
-    load_preverifier,
-    save_preverifier,
-)
+from selfspec.pacer.network import LeanPreVerifier, load_preverifier, save_preverifier
 from selfspec.pacer.quality import (
     PlayedDraft,
     auc,
@@ -225,29 +219,6 @@ def test_every_answer_is_the_modules() -> None:
     assert checked.count > 60
 
 
-def test_the_context_holds_what_a_full_pass_gives(llama64: LlamaForCausalLM) -> None:
-    """Whatever was drafted and rejected between, and with plain rounds: h of every committed row at every exit layer."""
-    model = from_transformers(llama64, layout="plain")
-    engine = SelfSpecGenerator(model)
-    seen: list[HiddenStates] = []
-    plain = random_preverification(model)
-
-    class Watching(PreVerification):
-        def estimate(self, context, *rest) -> list[float]:
-            seen.append(context)
-            return plain.estimate(context, *rest)
-
-    stopping = PacerStopping(Watching(plain.network), b=2, t=0.2)
-    prompt = [3, 1, 4, 1, 5]
-    result = engine.generate(prompt, max_new_tokens=25, policy=Policy(FixedExit(2, 9, num_layers=4), stopping))
-    assert result.stats.num_accepted < result.stats.num_drafted
-    text = prompt + result.new_tokens
-    with torch.no_grad():
-        states = llama64(torch.tensor([text]), output_hidden_states=True).hidden_states
-    for layer in (1, 2, 3):
-        torch.testing.assert_close(seen[-1].rows(layer, 0, len(text) - 1), states[layer][0, :-1], atol=1e-9, rtol=0)
-
-
 def test_one_for_another_model_is_an_error(tmp_path: Path) -> None:
     model = from_transformers(tiny_llama(num_layers=4, seed=1), layout="plain")
     save_preverifier(random_module(model), tmp_path)
@@ -261,13 +232,11 @@ def test_one_for_another_model_is_an_error(tmp_path: Path) -> None:
         other.generate([1], max_new_tokens=4, policy="pacer")
     with pytest.raises(FileNotFoundError, match=r"preverifier\.json is missing"):
         other.generate([1], max_new_tokens=4, policy=f"pacer:{tmp_path / 'nothing'}")
-    (tmp_path / "preverifier.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds no pre-verifier"):
-        load_preverifier(tmp_path)
 
 
 BROKEN: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "cut weights": ("preverifier.safetensors", lambda data: data[:-8], "SafetensorError"),
+    "nothing in it": ("preverifier.json", lambda data: b"{}", ""),
     "bytes that are no text": ("preverifier.json", lambda data: b"\xff" + data, "UnicodeDecodeError"),
     "a number of text": ("preverifier.json", lambda data: data.replace(b'"max_drafts": ', b'"max_drafts": 0.5'), "drafts"),
     "a variant that is gone": ("preverifier.json", lambda data: data.replace(b"{", b'{"scope": "draft",', 1), "earlier"),

@@ -292,22 +292,6 @@ def test_unseen_layers_are_right_more_often_than_sure_and_alike() -> None:
     assert np.all(estimate[0, :10] > MIDPOINTS[:10])
 
 
-def test_much_evidence_is_believed() -> None:
-    truth = np.random.default_rng(0).uniform(size=(len(LAYERS), NUM_BINS))  # far from any line
-    model = AcceptanceModel(LAYERS, 16)
-    model.fit(*counts(truth, 1e5))
-    assert model.acceptance(*counts(truth, 1e5)) == pytest.approx(truth, abs=1e-3)
-
-
-def test_a_line_is_found() -> None:
-    odds = np.log(np.clip(MIDPOINTS, 0.03, 0.9999)) - np.log(1 - np.clip(MIDPOINTS, 0.03, 0.9999))
-    truth = sigmoid(np.array([-3.0, 0.3, 0.7, 1.2, 2.0, 2.8])[:, None] + 1.3 * odds)
-    model = AcceptanceModel(LAYERS, 16)
-    for _ in range(12):
-        model.fit(*counts(truth, 500.0))
-    assert model.acceptance(*NOTHING) == pytest.approx(truth, abs=0.02)
-
-
 def test_a_few_rows_move_a_whole_layer_and_less_its_neighbours() -> None:
     model = AcceptanceModel(LAYERS, 16)
     before = model.acceptance(*NOTHING)

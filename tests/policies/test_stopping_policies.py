@@ -131,17 +131,6 @@ def test_tables_learn_from_drafts_and_from_shadow_tokens() -> None:
     assert [*table.accepted[EXIT_2][1:4]] == [0, 1, 1]
 
 
-def test_a_reset_forgets_what_a_table_has_learned() -> None:
-    policy = parse_policy("spide:1", num_layers=3)
-    stopping = policy.stopping
-    assert isinstance(stopping, SpideStopping)
-    before = stopping.table.rate(EXIT_1, 0.42)
-    stopping.observe(finished(2, 0, exit_layer=1, confidences=[0.42, 0.42]))
-    assert stopping.table.rate(EXIT_1, 0.42) < before
-    policy.reset()
-    assert stopping.table.rate(EXIT_1, 0.42) == before
-
-
 def test_when_sampling_tables_learn_probabilities() -> None:
     table = AcceptanceTable([EXIT_1, EXIT_2])
     seen = shadow([1, 2], [[1, 1], [1, 1]], [[0.15, 0.25]] * 2, [[0.3, 0.4], [0.5, 0.6]])
@@ -237,14 +226,3 @@ def test_a_new_text_starts_afresh(name: str) -> None:
     assert not policy.learns
     with pytest.raises(ValueError, match="keeps nothing, but the saved state holds"):
         policy.restore({"exit": {"matches": {"1": [2.0, 0.5]}}, "stopping": {"matches": {}}})
-
-
-def test_del_shares_its_estimates_with_its_threshold() -> None:
-    policy = parse_policy("del:prompt=counted", num_layers=4)
-    assert isinstance(policy.exit, DelExit) and isinstance(policy.stopping, DelThreshold)
-    seen = shadow([1, 2, 3], [[1, 0]] * 3, [[0.8, 0.4]] * 3)
-    policy.observe_prompt(seen)
-    policy.observe(finished(1, 1, seen=seen))
-    matches = policy.exit.estimates.rounds._learn(2).matches  # learned once
-    assert (matches.weight, matches.mean) == pytest.approx((0.95 * 2 + 2, 0.5))
-    assert policy.stopping.threshold(EXIT_2) == pytest.approx(0.6)

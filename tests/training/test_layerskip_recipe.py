@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from layerskip_models.training.exit_losses import accepted_length_weights, draw_keep_mask, exit_hidden_states
 from layerskip_models.training.layerskip import EarlyExitLoss, orthogonalise
@@ -20,24 +19,11 @@ from layerskip_models.training.recipe import (
     normalised_exit_weights,
 )
 from layerskip_models.training.training_config import TrainingConfig
+from tiny_llama import tiny_llama
 
 
-def tiny_model(num_layers=4, dtype=torch.float64, seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=num_layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config).to(dtype).train()
+def tiny_model():
+    return tiny_llama(vocab_size=32, dtype=torch.float64).train()
 
 
 def test_dropout_rates_by_hand():
