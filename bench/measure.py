@@ -93,7 +93,7 @@ class Measurement:
             for _ in range(self.warmups):
                 survivors.call(engine, partial(engine.generate, first.ids, self.lengths[first.id]))
                 self.advance(engine.label)
-            if engine.kept:
+            if engine.warmed_up:
                 survivors.call(engine, engine.forget)
         for number, prompt in enumerate(self.prompts):
             self._measure(prompt, survivors, turn=number * self.repeats)
@@ -104,7 +104,7 @@ class Measurement:
         for repeat in range(self.repeats):
             for engine in in_turn(self.engines, turn + repeat):
                 key = {"engine": engine.name, "prompt": prompt.id, "repeat": repeat}
-                if engine.kept and repeat == 0 and self.record.find("sample", **key):
+                if engine.warmed_up and repeat == 0 and self.record.find("sample", **key):
                     survivors.call(
                         engine, partial(engine.generate, prompt.ids, self.lengths[prompt.id])
                     )  # learns again

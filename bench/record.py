@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from layerskip_models.text_files import cut_last_line, read_lines
 
 Line = dict[str, Any]
-KEPT = ":kept"
+WARMED_UP = ":warmed-up"
 """Ends the name of an engine whose policy goes on learning from prompt to prompt."""
 PLAIN = "selfspec:ar"
 """The engine that decodes without speculation."""

@@ -51,7 +51,7 @@ PromptTokensOption = Annotated[int, typer.Option(min=1, help="Maximum prompt len
 NewTokensOption = Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Timed runs of each engine on each prompt.")]
 WarmupsOption = Annotated[int, typer.Option(min=0, help="Untimed runs of each engine before the timed ones.")]
-KeptOption = Annotated[
+WarmedUpOption = Annotated[
     list[str] | None,
     typer.Option(
         help="Policy to run a second time without forgetting between prompts, as in ordinary use; repeatable. "
@@ -101,7 +101,7 @@ class RunCommand(OnModel):
     """
 
     policy: list[str] | None = option(None, f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}.")
-    kept: KeptOption = None
+    warmed_up: WarmedUpOption = None
     prompts: list[Path] | None = option(
         None,
         f"File of prompts, .jsonl[.gz], or shipped ones by name: {', '.join(shipped_names())}; repeatable. "
@@ -136,7 +136,7 @@ class PeersCommand(OnModel):
     policy: list[str] | None = option(
         None, "Policy beside plain decoding; repeatable. Default: the best known fixed setting, and auto."
     )
-    kept: list[str] | None = option(
+    warmed_up: list[str] | None = option(
         None, "Policy to run without forgetting between prompts, as in ordinary use; repeatable."
     )
     engine: EngineOption = None
@@ -162,7 +162,7 @@ class SweepCommand(OnModel):
     """Find the best exit layer and length; greedy.
 
     Settings are ranked by replay of traced runs, and the most promising are timed. Ends with status 1 if an output differs
-    from autoregressive decoding by more than a near-tie.
+    from plain decoding by more than a near-tie.
     """
 
     exit_layers: str | None = option(None, 'As "1-8" or "2,4,6"; default: the first half.')

@@ -27,7 +27,7 @@ def peers(options: PeersCommand) -> None:
             raise ValueError("--loads needs a GGUF file as --model, which all engines read as it is")
         num_layers = num_layers_of(model)
         policies = options.policy or [*([] if file else [fixed_policy(model, num_layers)]), DEFAULT_POLICY]
-        for name in (*policies, *(options.kept or [])):
+        for name in (*policies, *(options.warmed_up or [])):
             if "pacer" not in name:  # which needs the loaded model
                 parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
         tokenizer = open_tokenizer(model)
@@ -41,7 +41,7 @@ def peers(options: PeersCommand) -> None:
             dtype=options.dtype,
             device=options.device,
             policies=["ar", *dict.fromkeys(policies)],
-            kept=options.kept or [],
+            warmed_up=options.warmed_up or [],
             setting=_early_exit_setting(policies, model, num_layers),
             max_tokens=max(sample.ids.numel() for sample in samples) + options.max_new_tokens,
         )
@@ -54,7 +54,7 @@ def peers(options: PeersCommand) -> None:
             said = {
                 "warmups": options.warmups,
                 "policies": work.policies,
-                "kept": work.kept,
+                "warmed_up": work.warmed_up,
                 "engines": [Path(name).name for name in asked],
                 "chat": options.chat,
                 "num_layers": num_layers,

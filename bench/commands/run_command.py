@@ -39,9 +39,9 @@ def run(options: RunCommand) -> None:
         )
         for name in names:  # mistakes end the command before anything is measured
             parse(name)
-        lasting = kept_policies(options.kept or [], names, parse)
+        lasting = warmed_up_policies(options.warmed_up or [], names, parse)
         engines = [SelfSpecEngine(generator, name, sampling=sampling) for name in dict.fromkeys(names)]
-        engines += [SelfSpecEngine(generator, name, kept=True, sampling=sampling) for name in lasting]
+        engines += [SelfSpecEngine(generator, name, warmed_up=True, sampling=sampling) for name in lasting]
         asked = {
             "warmups": options.warmups,
             "prompt_tokens": options.prompt_tokens,
@@ -97,7 +97,7 @@ def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int
     return [prompt for name in tasks or by_task for prompt in by_task[name][:num_samples]]
 
 
-def kept_policies(asked: Sequence[str], names: Sequence[str], parse: Callable[[str], Policy]) -> list[str]:
+def warmed_up_policies(asked: Sequence[str], names: Sequence[str], parse: Callable[[str], Policy]) -> list[str]:
     """Return the policies to run a second time with what they have learned: the named ones; "all": all that learn.
 
     Raises ValueError for one that learns nothing, or keeps nothing of it from prompt to prompt.
@@ -109,5 +109,5 @@ def kept_policies(asked: Sequence[str], names: Sequence[str], parse: Callable[[s
         elif parse(name).learns:
             chosen.append(name)
         else:
-            raise ValueError(f"--kept {name}: this policy learns nothing that it could keep from prompt to prompt")
+            raise ValueError(f"--warmed-up {name}: this policy learns nothing that it could keep from prompt to prompt")
     return list(dict.fromkeys(chosen))

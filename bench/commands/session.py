@@ -41,7 +41,7 @@ def header(
     **more: Any,
 ) -> Line:
     """Return the first line of a record of a run on prompts. where: its provenance."""
-    named: dict[str, Sequence[str]] = {key: more[key] for key in ("policies", "kept") if key in more}
+    named: dict[str, Sequence[str]] = {key: more[key] for key in ("policies", "warmed_up") if key in more}
     configuration = {
         "model": model_name(checkpoint),
         "weights_digest": weights_digest(checkpoint),

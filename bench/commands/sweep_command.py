@@ -67,7 +67,7 @@ def sweep(options: SweepCommand) -> None:
         longer = f"--num-speculations up to {2 * lengths[-1]}"
         typer.echo(f"the best setting is at the edge of the grid: try {longer}", err=True)
     if best["speedup"] < 1:
-        typer.echo("no setting was faster than autoregressive decoding (num_speculations=0)", err=True)
+        typer.echo("no setting was faster than plain decoding (num_speculations=0)", err=True)
     show(record.lines)
 
 

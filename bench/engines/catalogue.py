@@ -45,8 +45,8 @@ Maker = Callable[[], Peer]
 class Work:
     """Settings that all engines of a command share.
 
-    file: the GGUF file that `checkpoint` names, if it does. policies, kept: selfspec's. setting: exit layer and length of
-    transformers' early exit, None for its plain decoding alone. max_tokens: of a prompt and its continuation.
+    file: the GGUF file that `checkpoint` names, if it does. policies, warmed_up: selfspec's. setting: exit layer and length
+    of transformers' early exit, None for its plain decoding alone. max_tokens: of a prompt and its continuation.
     """
 
     checkpoint: str
@@ -54,7 +54,7 @@ class Work:
     dtype: str
     device: str
     policies: Sequence[str]
-    kept: Sequence[str] = ()
+    warmed_up: Sequence[str] = ()
     setting: tuple[int, int] | None = None
     max_tokens: int
 
@@ -119,7 +119,7 @@ def own_peer(work: Work, kind: str | None = None) -> Peer:
             model = load_model(path, device=work.device)
     generator = SelfSpecGenerator(model, prefix_cache=0)
     engines = [SelfSpecEngine(generator, name, weights=kind) for name in work.policies]
-    engines += [SelfSpecEngine(generator, name, kept=True, weights=kind) for name in work.kept]
+    engines += [SelfSpecEngine(generator, name, warmed_up=True, weights=kind) for name in work.warmed_up]
     return Peer(engines=engines, about={"provenance": provenance(model.device, model.dtype)})
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.machine import synchronize
 from bench.provenance import public_argument
-from bench.record import KEPT
+from bench.record import WARMED_UP
 from selfspec import GenerationResult, SelfSpecGenerator
 
 GREEDY: Mapping[str, Any] = {"do_sample": False, "eos_token_id": []}
@@ -84,14 +84,14 @@ class EngineLostError(RuntimeError):
 class TimedEngine:
     """Something that continues token ids. An engine implements what the commands that take it call.
 
-    name: short and unique, for records; label: for tables. kept: it goes on learning from prompt to prompt.
+    name: short and unique, for records; label: for tables. warmed_up: it goes on learning from prompt to prompt.
     weights: what the run's weights were rounded to ("int4", ..), which makes another model of them; None for the run's own.
     arithmetic: the dtype whose near-ties its outputs are judged by; None for the first engine's.
     """
 
     name: str
     label: str
-    kept: bool = False
+    warmed_up: bool = False
     weights: str | None = None
     arithmetic: torch.dtype | None = None
 
@@ -116,10 +116,10 @@ class TimedEngine:
 
 
 class SelfSpecEngine(TimedEngine):
-    """selfspec with one policy; "ar" is its autoregressive mode (num_speculations=0).
+    """selfspec with one policy; "ar" is plain decoding (num_speculations=0).
 
     The policy forgets what it learned before every run, so that a run's rounds do not depend on what was measured before.
-    With `kept` it starts every run on a prompt with what it had learned from one run on each prompt before it.
+    With `warmed_up` it starts every run on a prompt with what it had learned from one run on each prompt before it.
     sampling: arguments of `generate`, the seed of a prompt's first run among them; None for greedy decoding. weights: see
     `TimedEngine`.
     """
@@ -133,20 +133,20 @@ class SelfSpecEngine(TimedEngine):
         generator: SelfSpecGenerator,
         policy: str,
         *,
-        kept: bool = False,
+        warmed_up: bool = False,
         sampling: Mapping[str, Any] | None = None,
         weights: str | None = None,
     ) -> None:
-        self.weights, self.kept = weights, kept
+        self.weights, self.warmed_up = weights, warmed_up
         self.arithmetic = None if weights else generator.model.weights_dtype
         self._generator = generator
         self._sampling = sampling
         self._policy = policy
         self.forget()
         shown = public_argument(policy)
-        self.name = f"selfspec:{weights + ':' if weights else ''}{shown}{KEPT if kept else ''}"
-        mode = "autoregressive" if policy == "ar" else shown
-        self.label = f"selfspec{' ' + weights if weights else ''}, {mode}{', kept' if kept else ''}"
+        self.name = f"selfspec:{weights + ':' if weights else ''}{shown}{WARMED_UP if warmed_up else ''}"
+        mode = "plain" if policy == "ar" else shown
+        self.label = f"selfspec{' ' + weights if weights else ''}, {mode}{', warmed up' if warmed_up else ''}"
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
         decoding = dict(GREEDY)
@@ -155,7 +155,7 @@ class SelfSpecEngine(TimedEngine):
         device = self._generator.model.device
         policy = self._generator.resolve_policy(self._policy)
         policy.reset()
-        if self.kept:
+        if self.warmed_up:
             if self._prompt is None or not torch.equal(prompt, self._prompt):  # a copy, where it came through a pipe
                 self._prompt, self._known = prompt, self._learned
             if self._known is not None:
@@ -165,7 +165,7 @@ class SelfSpecEngine(TimedEngine):
         result = self._generator.generate(prompt, max_new_tokens=max_new_tokens, policy=self._policy, **decoding)
         synchronize(device)
         seconds = perf_counter() - start
-        if self.kept:
+        if self.warmed_up:
             self._learned = policy.state()
         first = result.stats.time_to_first_token
         return Generation(

@@ -26,7 +26,7 @@ from transformers.utils import logging
 from bench.engines.own import BatchRun, EngineLostError, Generation, TimedEngine
 
 START_METHOD: Literal["spawn", "fork"] = "spawn"
-_DESCRIBED = ("name", "label", "kept", "weights", "arithmetic")
+_DESCRIBED = ("name", "label", "warmed_up", "weights", "arithmetic")
 _ENDING_SECONDS = 5.0
 _SHOWN = 300  # characters of a last line
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
-from bench.record import KEPT, Line, matching, read_record, showing
+from bench.record import WARMED_UP, Line, matching, read_record, showing
 from bench.report.machine_tables import context_tables, kernels_tables, roofline_tables
 from bench.report.peer_tables import peer_tables
 from bench.report.run_tables import decoding_text, run_tables, sweep_headline, sweep_tables
@@ -171,13 +171,13 @@ def run_headline(lines: Sequence[Line]) -> str:
     if configuration.get("do_sample"):
         seeds = counted(configuration["repeats"], "seed")
         outputs = f"Every prompt was run with {seeds} by each engine; sampled outputs are not compared."
-    has_kept = any(name.endswith(KEPT) for name in samples.engines)
-    kept = "; rows marked kept keep what they learned between prompts" if has_kept else ""
+    has_warmed_up = any(name.endswith(WARMED_UP) for name in samples.engines)
+    warmed_up = "; rows marked warmed up keep what they learned between prompts" if has_warmed_up else ""
     ends = "answers end where the model ends them" if configuration.get("chat") else "EOS ignored"
     return (
         f"{subject(lines)} {counted(len(samples.engines), 'engine')}, {decoding_text(lines)}, on "
         f"{counted(len(samples.prompts), 'prompt')} of {counted(len(samples.tasks), 'task')} ({', '.join(samples.tasks)}), "
-        f"{configuration['max_new_tokens']} new tokens, {ends}. Policies are reset before every prompt{kept}. {outputs}"
+        f"{configuration['max_new_tokens']} new tokens, {ends}. Policies are reset before every prompt{warmed_up}. {outputs}"
     )
 
 

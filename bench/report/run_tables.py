@@ -205,7 +205,7 @@ def sweep_headline(lines: Sequence[Line]) -> str:
     """Name the best measured setting."""
     model, best = lines[0]["configuration"]["model"], matching(lines, "best")[0]
     spread = Spread(value=best["speedup"], low=best["low"], high=best["high"]).text("{:.2f}", "×")
-    return f"Best measured setting for {model}: `{best['policy']}`, {spread} its own autoregressive mode."
+    return f"Best measured setting for {model}: `{best['policy']}`, {spread} its own plain decoding."
 
 
 def sweep_tables(lines: Sequence[Line]) -> list[Table]:
@@ -226,9 +226,9 @@ def sweep_tables(lines: Sequence[Line]) -> list[Table]:
         title += "; rows: exit layer, columns: drafts a round"
         return cross_table(name, title, "exit layer", rows, columns, lambda row, column: cell(f"ls:{row}-{column}"))
 
-    by_replay = f"eTPL by replay (autoregressive: {1 / configuration['num_layers']:.4f})"
+    by_replay = f"eTPL by replay (plain decoding: {1 / configuration['num_layers']:.4f})"
     both = (
-        "Speed-up over autoregressive; bold is measured (prefill included), the rest predicted (decoding only) from rounds "
+        "Speed-up over plain decoding; bold is measured (prefill included), the rest predicted (decoding only) from rounds "
         "and timed layers"
     )
     return [grid("etpl", by_replay, etpl), grid("speedup", both, speedup)]

@@ -37,12 +37,12 @@ def engines_of(lines):
 def test_peers_measures_all_engines_and_its_record_makes_pages(invoke, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr("bench.commands.session._LONG_SECONDS", 0.0)
     record = tmp_path / "peers.jsonl"
-    command = ["peers", "--model", checkpoint, "--policy", "ls:2-3", "--kept", "auto", "--output", record, *RUN]
+    command = ["peers", "--model", checkpoint, "--policy", "ls:2-3", "--warmed-up", "auto", "--output", record, *RUN]
     result = invoke(*command)
     assert result.exit_code == 0, result.output
     assert result.stderr.count("s for one run: --engine none measures selfspec alone") == 1
     lines = read_record(record)
-    own = ["selfspec:ar", "selfspec:ls:2-3", "selfspec:auto:kept"]
+    own = ["selfspec:ar", "selfspec:ls:2-3", "selfspec:auto:warmed-up"]
     theirs = ["transformers:generate", "transformers:early-exit:2-3", "transformers:early-exit:2-default"]
     assert engines_of(lines) == own + theirs
     samples = matching(lines, "sample")
@@ -57,7 +57,7 @@ def test_peers_measures_all_engines_and_its_record_makes_pages(invoke, checkpoin
         page = tmp_path / name
         assert invoke("report", record, "-o", page).exit_code == 0
         text = page.read_text(encoding="utf-8")
-        assert expected in text and "× transformers" in text and "rows marked kept keep what they learned" in text
+        assert expected in text and "× transformers" in text and "rows marked warmed up keep what they learned" in text
     assert "<svg" in text and str(tmp_path) not in text
 
 
@@ -94,11 +94,11 @@ def test_one_file_in_all_engines_on_chat_prompts(invoke, tmp_path, monkeypatch):
     monkeypatch.setattr("bench.engines.catalogue.find_spec", lambda name: None)
     here = SimpleNamespace(run=run_here, SubprocessError=SubprocessError)
     monkeypatch.setattr("bench.engines.catalogue.subprocess", here)
-    options = ["--chat", "--kept", "auto", "--max-new-tokens", 6, "--repeats", 2, "--loads", 2, "--num-samples", 3]
+    options = ["--chat", "--warmed-up", "auto", "--max-new-tokens", 6, "--repeats", 2, "--loads", 2, "--num-samples", 3]
     result = invoke("peers", "--model", tmp_path / "tiny.gguf", "--prompts", prompts, "--output", record, *options)
     assert result.exit_code == 0, result.output
     lines = read_record(record)
-    assert engines_of(lines) == ["selfspec:ar", "selfspec:auto", "selfspec:auto:kept"]
+    assert engines_of(lines) == ["selfspec:ar", "selfspec:auto", "selfspec:auto:warmed-up"]
     loading = matching(lines, "loading")
     assert [line["engine"] for line in loading] == ["selfspec:ar", "selfspec:auto"] * 2
     assert all(line["load_seconds"] > 0 and line["import_seconds"] > 0 for line in loading)
@@ -108,7 +108,7 @@ def test_one_file_in_all_engines_on_chat_prompts(invoke, tmp_path, monkeypatch):
     assert {line["first_difference"] for line in matching(lines, "output")} == {None}
     assert str(tmp_path) not in json.dumps(lines)
     text = invoke("report", record).output
-    assert "| auto, kept ÷ plain, decoding |" in text and "| first token, s |" in text
+    assert "| auto, warmed up ÷ plain, decoding |" in text and "| first token, s |" in text
 
 
 def test_sweep_writes_the_setting_that_generate_finds(invoke, checkpoint, tmp_path):
@@ -149,8 +149,8 @@ MISTAKES = {
     "run --model MODEL --temperature 0.5": "--temperature has no effect on greedy decoding",
     "run --model MODEL --do-sample --top-p 0": "--top-p must be in (0, 1]",
     "run --model MODEL --do-sample --temperature 0": "--temperature must be above 0",
-    "run --model MODEL --kept autoo": "unknown policy",
-    "run --model MODEL --kept ls:1-2": "--kept ls:1-2: this policy learns nothing",
+    "run --model MODEL --warmed-up autoo": "unknown policy",
+    "run --model MODEL --warmed-up ls:1-2": "--warmed-up ls:1-2: this policy learns nothing",
     "run --model MODEL --task poetry": "no prompts of task poetry; there are code, english",
     "run --model MODEL --policy dell": "unknown policy",
     "run --model MODEL --policy dv:9": "exit_layer must be in [1, 3]",

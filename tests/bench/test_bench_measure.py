@@ -122,11 +122,12 @@ def test_selfspec_never_stops_and_tells_its_counts(engine64):
     assert plain.next_logits(PROMPT).argmax() == first.tokens[0]
 
 
-def test_a_kept_policy_begins_with_what_earlier_prompts_taught(engine64):
-    kept, reset = SelfSpecEngine(engine64, "auto:cost=layers", kept=True), SelfSpecEngine(engine64, "auto:cost=layers")
-    assert (kept.name, kept.label) == ("selfspec:auto:cost=layers:kept", "selfspec, auto:cost=layers, kept")
+def test_a_warmed_up_policy_begins_with_what_earlier_prompts_taught(engine64):
+    name = "auto:cost=layers"
+    lasting, reset = SelfSpecEngine(engine64, name, warmed_up=True), SelfSpecEngine(engine64, name)
+    assert (lasting.name, lasting.label) == (f"selfspec:{name}:warmed-up", f"selfspec, {name}, warmed up")
     first, second = torch.tensor([1, 2, 3]), torch.tensor([5, 6, 7])
-    policy, known = engine64.resolve_policy("auto:cost=layers"), []
+    policy, known = engine64.resolve_policy(name), []
     original = policy.exit.plan
 
     def plan(context):
@@ -135,15 +136,15 @@ def test_a_kept_policy_begins_with_what_earlier_prompts_taught(engine64):
         return original(context)
 
     policy.exit.plan = plan
-    for engine in (kept, reset, kept):
+    for engine in (lasting, reset, lasting):
         engine.generate(first, 24)
-    for engine in (kept, kept, reset):
+    for engine in (lasting, lasting, reset):
         engine.generate(second, 24)
     alone, again = known[1], known[5]
     assert known[0] == known[2] == alone  # repeats of a prompt do not teach each other
     assert known[3] == known[4] > again
-    kept.forget()
-    kept.generate(second, 24)
+    lasting.forget()
+    lasting.generate(second, 24)
     assert known[6] == again
 
 

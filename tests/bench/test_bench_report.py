@@ -18,7 +18,7 @@ from bench.report.summary import Samples
 from bench.report.table import Spread
 
 PLAIN, DRAFTING, OTHER = "selfspec:ar", "selfspec:ls:1-2", "llama.cpp"
-LABELS = {PLAIN: "selfspec, autoregressive", DRAFTING: "selfspec, ls:1-2", OTHER: "llama.cpp"}
+LABELS = {PLAIN: "selfspec, plain", DRAFTING: "selfspec, ls:1-2", OTHER: "llama.cpp"}
 WHERE = {
     "device": "cpu", "cpu": "AMD EPYC", "microarchitecture": "Zen 3", "cores": 2, "threads": 2, "ram_gib": 4.0,
     "dtype": "float32", "python": "3", "torch": "2", "transformers": "5", "os": "Linux", "commit": "0123456789ab",
@@ -76,7 +76,7 @@ def test_sources_of_tokens_by_hand() -> None:
     """99 tokens in 30 rounds, 60 of 66 copies accepted and 9 of 20 drafts, of 100 tokens each time."""
     found = next(table for table in tables(record()) if table.name == "sources").rows
     assert [row[0] for row in found if not row[1]] == ["**a**", "**b**", "**all**"]
-    assert found[1] == ("selfspec, autoregressive", "1.00×", "1.00", "0.0 %", "0.0 %", "100.0 %", "–", "–")
+    assert found[1] == ("selfspec, plain", "1.00×", "1.00", "0.0 %", "0.0 %", "100.0 %", "–", "–")
     assert found[2] == ("selfspec, ls:1-2", "2.50×", "3.30", "60.0 %", "9.0 %", "31.0 %", "90.9 %", "45.0 %")
 
 

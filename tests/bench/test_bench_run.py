@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import layerskip_models.checkpoints.synthetic
-from bench.commands.run_command import kept_policies
+from bench.commands.run_command import warmed_up_policies
 from bench.record import Line, Record, matching, read_record
 from policies import LayerCost, Policy, parse_policy
 from selfspec import SelfSpecGenerator
@@ -28,14 +28,14 @@ def run(invoke: Invoke, checkpoint: Path) -> Invoke:
 
 def test_the_record_and_its_page(run: Invoke, invoke: Invoke, tmp_path: Path) -> None:
     record = tmp_path / "run.jsonl"
-    policies = ["--policy", "auto:cost=layers", "--kept", "auto:cost=layers", "--policy", "spide:1"]
+    policies = ["--policy", "auto:cost=layers", "--warmed-up", "auto:cost=layers", "--policy", "spide:1"]
     tasks = ["--task", "code", "--task", "english"]
     result = run(*policies, *tasks, "--num-samples", 3, "--output", record)
     assert result.exit_code == 0, result.output
     lines = read_record(record)
     engines = [line["engine"] for line in matching(lines, "engine")]
-    kept = "selfspec:auto:cost=layers:kept"
-    assert engines == ["selfspec:ar", "selfspec:auto:cost=layers", "selfspec:spide:1", kept]
+    warmed_up = "selfspec:auto:cost=layers:warmed-up"
+    assert engines == ["selfspec:ar", "selfspec:auto:cost=layers", "selfspec:spide:1", warmed_up]
     samples = matching(lines, "sample")
     assert len(samples) == len(engines) * 6 * 2 and {line["task"] for line in samples} == {"code", "english"}
     outputs = matching(lines, "output")
@@ -43,8 +43,8 @@ def test_the_record_and_its_page(run: Invoke, invoke: Invoke, tmp_path: Path) ->
     page = invoke("report", record).output
     plain = next(line for line in page.splitlines() if line.startswith("| `ar` |"))
     assert set(plain.split("|")[2:-1]) == {" 1.000 "}
-    kept_rows = "rows marked kept keep what they learned between prompts"
-    for title in ("of bandwidth", "auto:cost=layers, kept |", kept_rows, "95 % intervals over 6 prompts"):
+    warmed_up_rows = "rows marked warmed up keep what they learned between prompts"
+    for title in ("of bandwidth", "auto:cost=layers, warmed up |", warmed_up_rows, "95 % intervals over 6 prompts"):
         assert title in page
     assert str(tmp_path) not in json.dumps(lines)
 
@@ -108,15 +108,15 @@ def test_synthetic_weights_are_called_so(
     assert "Synthetic weights (tiny,eps=0.05) in" in invoke("report", record).output
 
 
-def test_every_policy_that_learns_can_be_kept() -> None:
+def test_every_policy_that_learns_can_be_warmed_up() -> None:
     def parse(name: str) -> Policy:
         return parse_policy(name, num_layers=4, measure=lambda: LayerCost(4))
 
     learning = ["auto", "del+spide:tau=0.6", "fs:1-4", "dv:1", "spide:1"]
     names = ["ar", "ls:1-2", "del", *learning, "svip:1", "del:length=tpl"]
-    assert kept_policies(["all", "auto"], names, parse) == learning
+    assert warmed_up_policies(["all", "auto"], names, parse) == learning
     with pytest.raises(ValueError, match="learns nothing that it could keep"):
-        kept_policies(["del"], names, parse)
+        warmed_up_policies(["del"], names, parse)
 
 
 def counts(lines: list[Line]) -> list[Any]:
@@ -132,7 +132,7 @@ def counts(lines: list[Line]) -> list[Any]:
     return found
 
 
-POLICIES = ["--policy", "auto:cost=layers", "--policy", "del", "--kept", "auto:cost=layers"]
+POLICIES = ["--policy", "auto:cost=layers", "--policy", "del", "--warmed-up", "auto:cost=layers"]
 TWO_PROMPTS = ["--task", "code", "--task", "english", "--num-samples", 1]
 
 
