@@ -212,7 +212,7 @@ class StopCutter:
         self.ended = len(certain) < len(text)
         if self.ended:
             self.held = ""
-            self.found = next(stop for stop in self.stops if text.startswith(stop, len(certain)))
+            self.found = next((stop for stop in self.stops if text.startswith(stop, len(certain))), "")
             return certain
         longest = max(map(len, self.stops), default=0)
         starts = range(max(0, len(text) - longest), len(text))

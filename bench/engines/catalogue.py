@@ -28,7 +28,7 @@ from layerskip_models.kernels.threads import num_threads
 from selfspec import SelfSpecGenerator
 
 SELFSPEC, TRANSFORMERS, OPENVINO = "selfspec", "transformers", "openvino"
-LLAMA_KINDS = ("BF16", "F16", "Q8_0", "Q4_0")
+LLAMA_KINDS = ("BF16", "F16", "Q8_0", "Q4_K_M", "Q4_0")
 """Types that weights are written in for llama.cpp and its fork."""
 OWN_KINDS = (*FEW_BITS, "Q4_K_M", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "Q8_0", "Q4_0", "Q4_1")
 """Types of selfspec's weights: those that it rounds to itself, and those of GGUF files whose numbers it keeps."""
