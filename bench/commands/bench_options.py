@@ -66,8 +66,8 @@ EngineOption = Annotated[
     typer.Option(
         help="Engine beside selfspec, repeatable: transformers; selfspec:KIND (int8, int4, or a type of GGUF file); "
         "llama.cpp:KIND or ik_llama.cpp:KIND (BF16, F16, Q8_0, Q4_K_M, Q4_0); openvino:FOLDER. Where --model is a GGUF file, "
-        "the last three read it as it is without a KIND. A file of a KIND is written to the temporary folder (TMPDIR). Default: "
-        "transformers, or of a GGUF file those that are installed; 'none' for none."
+        "the last three read it as it is without a KIND. A file of a KIND is written to the temporary folder (TMPDIR). "
+        "Default: transformers, or of a GGUF file those that are installed; 'none' for none."
     ),
 ]
 PeerTimeoutOption = Annotated[
