@@ -16,7 +16,7 @@ from bench.models import file_of, num_layers_of, open_tokenizer
 from bench.record import Record
 from policies import LayerCost, parse_policy
 from selfspec.cli.console import one_line_errors
-from selfspec.defaults import DEFAULT_POLICY, fixed_policy, fixed_setting
+from selfspec.defaults import DEFAULT_POLICY, fixed_policy
 
 
 def peers(options: PeersCommand) -> None:
@@ -42,7 +42,7 @@ def peers(options: PeersCommand) -> None:
             device=options.device,
             policies=["ar", *dict.fromkeys(policies)],
             warmed_up=options.warmed_up or [],
-            setting=_early_exit_setting(policies, model, num_layers),
+            setting=_early_exit_setting(policies),
             max_tokens=max(sample.ids.numel() for sample in samples) + options.max_new_tokens,
         )
         asked = engines_beside(options.engine, file)
@@ -79,7 +79,7 @@ def _measure_loading(record: Record, asked: list[str], work: Work, loads: int, t
                 record.once("loading", load, name=name, repeat=repeat)
 
 
-def _early_exit_setting(policies: list[str], checkpoint: str, num_layers: int) -> tuple[int, int]:
-    """Return exit layer and length for transformers' early exit: of the first fixed policy, else the best known ones."""
+def _early_exit_setting(policies: list[str]) -> tuple[int, int] | None:
+    """Return exit layer and length of the first fixed policy, with which transformers then exits early, too."""
     fixed = (re.fullmatch(r"ls:(\d+)-([1-9]\d*)", name) for name in policies)
-    return next(((int(one[1]), int(one[2])) for one in fixed if one), fixed_setting(checkpoint, num_layers))
+    return next(((int(one[1]), int(one[2])) for one in fixed if one), None)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from statistics import median, quantiles
 
 from bench.record import PLAIN, Line, matching
 from bench.report.run_tables import run_tables
 from bench.report.summary import ALL, Figure, Samples, answer_speed, decode_speed
-from bench.report.table import Table, cross_table, names, number
+from bench.report.table import UNKNOWN, Table, cross_table, names, number
+
+_KIND = re.compile(r",?[ -](?:\w+-)?(?:BF16|F16|fp16|[a-zA-Z]+(\d)[\w]*)(?=,|$)")
+"""Weights in an engine's label: of how many bits, if these are fewer than 16."""
 
 
 def prompt_speed(line: Line) -> float | None:
@@ -20,7 +24,7 @@ def prompt_speed(line: Line) -> float | None:
 def peer_tables(lines: Sequence[Line]) -> list[Table]:
     """Make all tables that the record has lines for."""
     samples = Samples(lines)
-    return [_engine_table(lines, samples), *_ratio_tables(samples), *run_tables(lines)]
+    return [_engine_table(lines, samples), *_bits_table(lines, samples), *_ratio_tables(samples), *run_tables(lines)]
 
 
 def _engine_table(lines: Sequence[Line], samples: Samples) -> Table:
@@ -49,6 +53,24 @@ def _engine_table(lines: Sequence[Line], samples: Samples) -> Table:
     ]
     title = f"{lines[0]['configuration']['model']}: engines side by side, medians over prompts of all kinds"
     return Table.of("engines", title, rows, plotted="tokens/s, whole answer").known()
+
+
+def _bits_table(lines: Sequence[Line], samples: Samples) -> list[Table]:
+    """Put an engine's speeds with weights of 16, 8 and 4 bits side by side. None for a record of one kind of weights."""
+    speeds: dict[tuple[str, str], str] = {}
+    for name, label in samples.engines.items():
+        kind = _KIND.search(label)
+        bits = (kind and kind[1]) or "16"
+        program = label if kind is None else label.replace(kind[0], "")
+        found = samples.per_prompt(name, decode_speed)
+        speeds[program, f"{bits} bits"] = number(median(found) if found else None, "{:.0f}")
+    columns = [f"{bits} bits" for bits in (16, 8, 4)]
+    if not {column for _, column in speeds} >= {*columns}:
+        return []
+    title = f"{lines[0]['configuration']['model']}: tokens/s while decoding one text, by the bits of the weights"
+    programs = names(dict.fromkeys(program for program, _ in speeds))
+    table = cross_table("bits", title, "engine", programs, names(columns), lambda *key: speeds.get(key, UNKNOWN))
+    return [table]
 
 
 def _ratio_tables(samples: Samples) -> list[Table]:
