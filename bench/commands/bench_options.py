@@ -128,9 +128,10 @@ class PeersCommand(OnModel):
     """Measure selfspec beside transformers' generate and assistant_early_exit, llama.cpp, ik_llama.cpp and OpenVINO GenAI.
 
     All run the same model in turn, greedily, each in a process of its own that holds the weights itself, once more for each
-    KIND. transformers' assistant_early_exit is measured at the setting of the first fixed policy (ls:E-G). One that crashes or hangs is left out with a message, and the others go on. Outputs are compared with those of
-    selfspec without speculation. Ends with status 1 if one differs by more than a near-tie. Weights rounded to fewer bits are
-    another model: their outputs are compared, but a difference is no fault.
+    KIND. transformers' assistant_early_exit is measured at the setting of the first fixed policy (ls:E-G). One that crashes
+    or hangs is left out with a message, and the others go on. Outputs are compared with those of selfspec without
+    speculation. Ends with status 1 if one differs by more than a near-tie. Weights rounded to fewer bits are another model:
+    their outputs are compared, but a difference is no fault.
     """
 
     policy: list[str] | None = option(

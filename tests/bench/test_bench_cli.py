@@ -135,7 +135,7 @@ def test_sweep_writes_the_setting_that_generate_finds(invoke, checkpoint, tmp_pa
 
 MISTAKES = {
     "peers --model MODEL --engine selfspec:Q4": "--engine must be transformers, selfspec:KIND with a KIND of int8, int4",
-    "peers --model MODEL --engine llama.cpp:Q4": "llama.cpp or ik_llama.cpp with :KIND of BF16, F16, Q8_0, Q4_0",
+    "peers --model MODEL --engine llama.cpp:Q4": "llama.cpp or ik_llama.cpp with :KIND of BF16, F16, Q8_0, Q4_K_M, Q4_0",
     "peers --model MODEL --engine llama.cpp": "needs a GGUF file as --model, or a kind of weights",
     "peers --model MODEL --loads 2": "--loads needs a GGUF file",
     "batch --model MODEL --engine vllm": "--engine must be transformers",

@@ -72,6 +72,14 @@ def test_speeds_by_hand() -> None:
     assert rows_of(record(), "ratios")["plain ÷ llama.cpp, prompts"] == ("2.00", "2.00", "2.00 (2.00–2.00)")
 
 
+def test_speeds_by_bits() -> None:
+    """Medians of two prompts: 99 tokens in 2.5 and 5 s plainly, in 1 and 2 s with drafts, in 5 and 10 s by the other."""
+    assert "bits" not in {table.name for table in tables(record())}
+    labels = {PLAIN: "selfspec, plain", DRAFTING: "selfspec Q8_0, plain", OTHER: "OpenVINO GenAI, ov-int4"}
+    lines = [line | ({"label": labels[line["engine"]]} if line["kind"] == "engine" else {}) for line in record()]
+    assert rows_of(lines, "bits") == {"selfspec, plain": ("30", "74", "–"), "OpenVINO GenAI": ("–", "–", "15")}
+
+
 def test_sources_of_tokens_by_hand() -> None:
     """99 tokens in 30 rounds, 60 of 66 copies accepted and 9 of 20 drafts, of 100 tokens each time."""
     found = next(table for table in tables(record()) if table.name == "sources").rows
