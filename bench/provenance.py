@@ -72,8 +72,10 @@ def policy_files(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def public_argument(argument: str) -> str:
-    """Strip a command-line argument of this machine's folders, also in the middle, where a policy's file is named."""
-    return _shortened(_POLICY_FILE.sub(lambda file: _shortened(file[0]), argument))
+    """Strip a command-line argument of this machine's folders, also where a policy's file or an engine's folder is named."""
+    argument = _POLICY_FILE.sub(lambda file: _shortened(file[0]), argument)
+    engine, colon, folder = argument.rpartition(":")
+    return f"{engine}{colon}{_shortened(folder)}"
 
 
 def _shortened(argument: str) -> str:

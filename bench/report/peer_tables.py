@@ -62,12 +62,14 @@ def _bits_table(lines: Sequence[Line], samples: Samples) -> list[Table]:
         kind = _KIND.search(label)
         bits = (kind and kind[1]) or "16"
         program = label if kind is None else label.replace(kind[0], "")
-        found = samples.per_prompt(name, decode_speed)
+        found = samples.per_prompt(name, answer_speed)
         speeds[program, f"{bits} bits"] = number(median(found) if found else None, "{:.0f}")
     columns = [f"{bits} bits" for bits in (16, 8, 4)]
     if not {column for _, column in speeds} >= {*columns}:
         return []
-    title = f"{lines[0]['configuration']['model']}: tokens/s while decoding one text, by the bits of the weights"
+    title = (
+        f"{lines[0]['configuration']['model']}: tokens/s of whole answers, prompt included, by the bits of the weights"
+    )
     programs = names(dict.fromkeys(program for program, _ in speeds))
     table = cross_table("bits", title, "engine", programs, names(columns), lambda *key: speeds.get(key, UNKNOWN))
     return [table]

@@ -19,6 +19,7 @@ from bench.commands.load_command import measure_batch_call, measure_clients
 from bench.commands.roofline_command import phase_bytes
 from bench.engines.servers import Server, served_folder, words_tokenizer
 from bench.machine import WeightBytes
+from bench.provenance import public_argument
 from bench.record import Line, matching, read_record
 from bench.report.machine_tables import time_beside_reading
 from bench.report.page import tables
@@ -168,3 +169,9 @@ def test_a_folder_without_a_tokenizer_gets_one(checkpoint: Path, tmp_path: Path)
         assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
     assert not folder.exists()
     assert words_tokenizer(5).decode([4, 2]) == "w4 w2"
+
+
+def test_a_record_names_no_folder_of_the_machine() -> None:
+    arguments = ["/a/b.jsonl", "openvino:/a/int4", "ls:2-4+/a/b.py:C:x=1", "/a/b.py:C", "auto", "synthetic:medium"]
+    shown = ["b.jsonl", "openvino:int4", "ls:2-4+b.py:C:x=1", "b.py:C", "auto", "synthetic:medium"]
+    assert [*map(public_argument, arguments)] == shown

@@ -73,11 +73,11 @@ def test_speeds_by_hand() -> None:
 
 
 def test_speeds_by_bits() -> None:
-    """Medians of two prompts: 99 tokens in 2.5 and 5 s plainly, in 1 and 2 s with drafts, in 5 and 10 s by the other."""
+    """Medians of two prompts: 100 tokens in 5 and 10 s plainly, in 2 and 4 s with drafts, in 10 and 20 s by the other."""
     assert "bits" not in {table.name for table in tables(record())}
     labels = {PLAIN: "selfspec, plain", DRAFTING: "selfspec Q8_0, plain", OTHER: "OpenVINO GenAI, ov-int4"}
     lines = [line | ({"label": labels[line["engine"]]} if line["kind"] == "engine" else {}) for line in record()]
-    assert rows_of(lines, "bits") == {"selfspec, plain": ("30", "74", "–"), "OpenVINO GenAI": ("–", "–", "15")}
+    assert rows_of(lines, "bits") == {"selfspec, plain": ("15", "38", "–"), "OpenVINO GenAI": ("–", "–", "8")}
 
 
 def test_sources_of_tokens_by_hand() -> None:
