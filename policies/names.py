@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 from policies.auto.policy import AutoExit
@@ -196,8 +197,9 @@ def _find(name: str, built_in: Mapping[str, PolicySpec], method: str) -> PolicyS
     if found is None or not hasattr(found, method):
         return None
     own = {}
-    for one in signature(found).parameters.values():
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+    makers = (found, getattr(found, "from_args", found))  # the second may hand its options on to the first
+    for one in chain.from_iterable(signature(maker).parameters.values() for maker in makers):
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name != "setup":
             types = re.findall(r"\w+", str(one.annotation))
             own[one.name] = next((_BY_TYPE[kind] for kind in types if kind in _BY_TYPE), _as_it_looks)
     return PolicySpec(name, partial(build_own, found), own=own)

@@ -32,7 +32,10 @@ def own_class(name: str) -> type[Any] | None:
             raise ValueError(f"{file} has no class {wanted!r}; it defines {known or 'none'}")
     else:
         entry = named_by_packages().get(name)
-        found = None if entry is None else entry.load()
+        try:
+            found = None if entry is None else entry.load()
+        except Exception as error:
+            raise ValueError(f"{name}, of an installed package, fails: {type(error).__name__}: {error}") from error
     if found is not None and not hasattr(found, "plan") and not hasattr(found, "stop_before_draw"):
         raise ValueError(f"{wanted!r} is no policy: it has neither plan, as exit policies have, nor stop_before_draw")
     return found
@@ -45,8 +48,11 @@ def build_own(found: type[Any], setup: Setup, **values: Any) -> Any:
     """
     try:
         made = found.from_args(setup, **values) if hasattr(found, "from_args") else found(**values)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
+    except ValueError:
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, TypeError) else f"{type(error).__name__}: "
+        raise ValueError(f"{found.__name__} cannot be made: {kind}{error}") from error
     needed, parent = (ExitPolicy, "StatelessPolicy") if hasattr(found, "plan") else (StoppingPolicy, "NeverStop")
     missing = [name for name in dir(needed) if not name.startswith("_") and not hasattr(made, name)]
     if missing:
@@ -64,9 +70,9 @@ def named_by_packages() -> dict[str, Any]:
 
 @cache
 def _run(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
     try:
         return run_path(str(path), run_name=f"policies of {path}")
-    except FileNotFoundError:
-        raise ValueError(f"there is no file {path}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path.name} fails: {type(error).__name__}: {error}") from error

@@ -92,7 +92,7 @@ def encode_messages(
 
 def encode_question(text: str, tokenizer: PreTrainedTokenizerBase | None, *, raw: bool) -> str | list[int]:
     """Encode a text as a user's message, if the tokenizer has a chat template and not `raw`; else return the text."""
-    if raw or not has_template(tokenizer):
+    if raw or not text or not has_template(tokenizer):  # an empty text is refused as a prompt
         return text
     return encode_messages([{"role": "user", "content": text}], tokenizer)
 

@@ -16,6 +16,7 @@ import torch
 
 from layerskip_models.checkpoints.typed_fields import is_int, is_number
 from layerskip_models.families.family import Family
+from layerskip_models.fork_safe import fork_safe
 
 COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -32,7 +33,7 @@ _SOMETIMES = frozenset(
 )  # fmt: skip
 """Fields that only some families or files have. One that is set and not among a family's is for transformers' class."""
 _DTYPES = {None: None} | {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
-_lock = threading.RLock()
+_lock = fork_safe(threading.RLock())
 
 
 def plain_config(family: Family, said: Mapping[str, Any], name: str = "") -> Any:
@@ -83,14 +84,21 @@ class PlainConfig:
         self.__dict__.update(values, _plain=(f"{family.architecture}Config", said))
 
     def __getattr__(self, name: str) -> Any:
-        if name in _SOMETIMES or name.startswith("__"):
+        if name in _SOMETIMES or name.startswith("__") or name == "_plain":
             raise AttributeError(name)
         return getattr(become_whole(self), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlainConfig:
-        made = object.__new__(PlainConfig)
-        vars(made).update(copy.deepcopy(vars(self), memo))
+        with _lock:  # another thread may be making it whole
+            made = object.__new__(type(self))
+            vars(made).update(copy.deepcopy(vars(self), memo))
         return made
+
+    def __repr__(self) -> str:
+        return repr(become_whole(self))
+
+    def __eq__(self, other: object) -> bool:
+        return bool(become_whole(self) == other)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return become_whole(self).__reduce_ex__(protocol)  # pickle compares classes
@@ -98,7 +106,8 @@ class PlainConfig:
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """What isinstance compares with transformers' classes."""
-        return _class_of(self._plain[0])
+        with _lock:
+            return _class_of(self._plain[0]) if "_plain" in vars(self) else type(self)
 
 
 def _class_of(name: str) -> Any:

@@ -44,16 +44,22 @@ class Explanation:
 
 
 def explain(
-    result: GenerationResult, num_layers: int, cost: CostModel, plain: GenerationResult | None = None
+    result: GenerationResult,
+    num_layers: int,
+    cost: CostModel,
+    plain: GenerationResult | None = None,
+    timed: GenerationResult | None = None,
 ) -> Explanation:
     """Explain a run that kept its trace; `watching_all_layers` makes the settings exact for a greedy one.
 
+    timed: the same call without watching, which takes time of its own; by default `result`.
     plain: the same text, decoded plainly and watched, for a run that copied: rounds that copy are not watched.
     """
     stats = result.stats
     assert result.trace is not None, "generate with trace=True"
+    times = stats if timed is None else timed.stats
     names = ("prefill", "draft", "verify", "accept", "learn", "other")
-    phases = {name: getattr(stats, f"{name}_seconds") / stats.seconds for name in names}
+    phases = {name: getattr(times, f"{name}_seconds") / times.seconds for name in names}
     tokens = sum(len(record.tokens) for record in result.trace)
     full = sum(record.num_drafted + 1 for record in result.trace)
     step = cost.autoregressive()
@@ -63,7 +69,7 @@ def explain(
         speedups = Speedups(
             layers=stats.etpl * num_layers,
             cost=tokens * step / rounds_cost,
-            real=tokens * step / (stats.seconds - stats.time_to_first_token),
+            real=(times.num_new_tokens - 1) * step / (times.seconds - times.time_to_first_token),
             full_acceptance=full * step / rounds_cost,
         )
     trace = agreement_trace(result if plain is None else plain, num_layers)

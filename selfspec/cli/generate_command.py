@@ -89,7 +89,7 @@ def generate_one(
                 if greedy and watched.stats.num_copied:  # rounds that copy are not watched
                     plain_policy = watching_all_layers(autoregressive(num_layers), num_layers)
                     plain = generate(**changes, policy=plain_policy, copy_from=None)
-                explanation = explanation_lines(explain(watched, num_layers, cost, plain), cost)
+                explanation = explanation_lines(explain(watched, num_layers, cost, plain, result), cost)
         if run.compare and not interrupt.requested:
             doing = "Comparing with plain decoding"
             with log.status(f"{doing} ...") as status:

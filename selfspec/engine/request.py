@@ -254,6 +254,10 @@ _USUAL = {
 """Fields that `usual_lists` knows, or that have no processors."""
 
 
+def _is_default(name: str, value: object) -> bool:
+    return isinstance(value, (bool, int, float, str)) and value == config_fields().get(name)
+
+
 def usual_lists(
     config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None, processors: Sequence[Any], own: Sequence[Any]
 ) -> tuple[LogitsProcessorList, StoppingCriteriaList] | None:
@@ -269,7 +273,7 @@ def usual_lists(
         return [getattr(theirs, kind)(value) for kind, neutral, value in kinds if value not in (None, neutral)]
 
     unusual = any(
-        not (name in _USUAL or name[0] == "_" or value is None or value is False or value == config_fields().get(name))
+        not (name in _USUAL or name[0] == "_" or value is None or value is False or _is_default(name, value))
         for name, value in vars(config).items()
     )
     # One of these would take the place of one that an option asks for.

@@ -79,7 +79,7 @@ def make_app(generator: SelfSpecGenerator, options: ServeOptions) -> FastAPI:
             texts = await _translated(request, body, size)
             tokenizer, shows = translator.prompts.tokenizer, body.show_drafts
             stream = RequestStream(state.scheduler, texts, tokenizer, streamed=body.stream, show_drafts=shows)
-            request.state.stream = stream  # for the log
+            request.state.stream, request.state.n = stream, body.n  # for the log
             state.scheduler.submit(texts)
             writer = make(options.name, translator.vocabulary, given, texts[0].call.request.prompt.numel())
             response = await (_stream if body.stream else _whole)(request, body, stream, writer, size > LARGE_BODY)

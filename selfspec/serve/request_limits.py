@@ -105,11 +105,11 @@ class RequestLimits:
             await request_failed().response(scope["path"])(scope, receive, counted)
         finally:
             end_body()
-            stream = scope.get("state", {}).pop("stream", None)  # an idle connection would keep it
-            counts = (
-                [(one.stats.num_prompt_tokens, one.stats.num_new_tokens) for one in stream.results] if stream else ()
-            )
-            tokens = " {} + {} tokens".format(*map(sum, zip(*counts))) if counts else ""
+            state = scope.get("state", {})
+            stream = state.pop("stream", None)  # an idle connection would keep it
+            texts = [one.stats for one in stream.results] if stream else []
+            read = sum(one.num_prompt_tokens for one in texts[:: state.get("n", 1)])
+            tokens = f" {read} + {sum(one.num_new_tokens for one in texts)} tokens" if texts else ""
             head = f"{scope['method']} {quote(scope['path'])[:200]} {status}{tokens}"
             access_log.info("%s %.3f s %s", head, loop.time() - started, request_id)
 

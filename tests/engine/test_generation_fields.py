@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -45,7 +46,7 @@ FOLLOWED: dict[str, list[Any]] = {
     "forced_eos_token_id": [4],
     "remove_invalid_values": [True],
     "exponential_decay_length_penalty": [(2, 1.5)],
-    "suppress_tokens": [[*range(10)]],
+    "suppress_tokens": [[*range(10)], np.arange(10)],
     "begin_suppress_tokens": [[*range(16)]],
     "sequence_bias": [[[[3], 9.0]], [[[5, 1], 4.0]]],
     "watermarking_config": [WatermarkingConfig(bias=4.0)],

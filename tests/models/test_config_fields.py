@@ -15,9 +15,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fuzz_models import random_model
-from layerskip_models import load_model
+from layerskip_models import fork_safe, load_model
 from layerskip_models.checkpoints.loading import load_config
-from layerskip_models.families import FAMILIES
+from layerskip_models.families import FAMILIES, plain_config
 from layerskip_models.families.plain_config import PlainConfig
 from tiny_llama import full_logits, lean_logits
 
@@ -145,12 +145,18 @@ def test_equal(number: int, tmp_path: Path) -> None:
         assert plain.use_cache is True and type(plain) is type(whole)
 
 
+def test_a_forked_child_finds_the_lock_of_plain_configurations_free() -> None:
+    assert plain_config._lock in fork_safe._locks
+
+
 def test_usual_files_are_read_without_transformers_classes(tmp_path: Path) -> None:
     """And keep what is written to them, and what is taken away, when they become whole."""
     for kind in ("llama", "mistral", "qwen2", "qwen3"):
         (folder := tmp_path / kind).mkdir()
         config = load_config(with_fields(kind, {}, folder))
         assert type(config) is PlainConfig, kind
+        shown = copy.deepcopy(config)
+        assert '"hidden_size"' in repr(shown) and copy.deepcopy(config) == shown and type(shown) is not PlainConfig
         config.hidden_size, config.quantization_config = 64, {"quant_method": "gguf"}
         floats = copy.deepcopy(config)
         del floats.quantization_config

@@ -80,7 +80,7 @@ MISTAKES = {
 }
 OWN = {
     "there.py:Stops": "there is no file .*there.py",
-    "mine.py": "has no class ''; it defines Stops, Plans, Half",
+    "mine.py": "has no class ''; it defines Stops, Plans, Half, Needs",
     "ls:3-6+mine.py:Stop": "has no class 'Stop'; it defines Stops",
     "ls:3-6+mine.py:Path": "'Path' is no policy: it has neither plan",
     "mine.py:Half": "'Half' lacks begin_text, exit_layers,.* let it inherit policies.StatelessPolicy",
@@ -90,13 +90,18 @@ OWN = {
     "mine.py:Stops:share=1": "ends drafts itself: put it after an exit policy, as in ls:3-18",
     "ls:3-6+mine.py:Stops:share=much": "share=much: could not convert",
     "fails.py:Stops": "fails.py fails: ZeroDivisionError: division by zero",
+    "ends.py:Stops": "ends.py fails: SystemExit: 0",
+    "reads.py:Stops": "reads.py fails: FileNotFoundError: .*missing.txt",
+    "mine.py:Plans:layers=1": "Plans cannot be made: 'int' object is not iterable",
+    "ls:3-6+mine.py:Needs:share=2": "Needs cannot be made: KeyError: 2.0",
 }
 
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of one's own, in the working directory."""
-    (tmp_path / "fails.py").write_text("1 / 0", encoding="utf-8")
+    for name, code in (("fails", "1 / 0"), ("ends", "raise SystemExit(0)"), ("reads", "open('missing.txt')")):
+        (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
     (tmp_path / "mine.py").write_text(
         """
 from dataclasses import dataclass
@@ -122,6 +127,11 @@ class Plans(StatelessPolicy):
 
 class Half:
     def plan(self, context): ...
+
+class Needs(NeverStop):
+    @classmethod
+    def from_args(cls, setup, *, share: float):
+        return {1.0: cls()}[share]
 """
     )
     monkeypatch.chdir(tmp_path)

@@ -288,11 +288,13 @@ def test_every_request_has_a_name_in_the_log(
 ) -> None:
     """The client's own if it is harmless. Nothing that a client sends can begin a line."""
     with caplog.at_level(logging.INFO, "selfspec.access"):
-        name = raw_ask(server, "POST", "/v1/completions", ASK, **{"X-Request-Id": given})[2]["x-request-id"]
+        name = raw_ask(server, "POST", "/v1/completions", {**ASK, "n": 2, "temperature": 1}, **{"X-Request-Id": given})[
+            2
+        ]["x-request-id"]
         assert name == given if given == "job-7:a.b" else re.fullmatch(r"\w{32}", name)
         assert raw_ask(server, "GET", "/a%0ab", Host="attacker.example")[0] == 403
         wait_until(lambda: len(caplog.messages) == 2)
-    assert re.fullmatch(rf"POST /v1/completions 200 10 \+ 3 tokens [\d.]+ s {name}", caplog.messages[0])
+    assert re.fullmatch(rf"POST /v1/completions 200 10 \+ 6 tokens [\d.]+ s {name}", caplog.messages[0])
     assert caplog.messages[1].startswith("GET /a%0Ab 403 0.")
 
 
