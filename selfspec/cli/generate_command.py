@@ -29,9 +29,10 @@ from selfspec.cli.display import (
     write_trace,
 )
 from selfspec.cli.option_groups import LoadOptions
+from selfspec.cli.text_input import EXAMPLE_PROMPT, EXAMPLE_QUESTION
 from selfspec.detokenize import DraftStreamer, TextStreamer, TokenSource
 from selfspec.engine.calibrate import measured_cost
-from selfspec.messages import encode_question
+from selfspec.messages import encode_question, has_template
 from selfspec.options import WrittenOptions
 
 _WARM_UP_TOKENS = 16
@@ -64,6 +65,8 @@ def generate_one(
     generator = load_generator(run.model, load, log, prefix_cache=0)
     model, tokenizer = generator.model, generator.tokenizer
     assert tokenizer is not None  # a checkpoint is loaded with its tokenizer
+    if text is EXAMPLE_PROMPT and not run.raw and has_template(tokenizer):
+        text = EXAMPLE_QUESTION
     prompt = encode_question(text, tokenizer, raw=run.raw)
     greedy = check_sampling(model.generation_config, options)
     with log.status("Calibrating ..."):  # only if the policy uses measured costs

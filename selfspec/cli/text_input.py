@@ -15,6 +15,8 @@ EXAMPLE_PROMPT = (
     "Translate German to English: Ich habe ein neues Auto.\nEnglish: I have a new car.\n\n"
     "Translate German to English: Das Wetter ist heute sehr gut.\nEnglish:"
 )
+EXAMPLE_QUESTION = "Why is the sky blue?"
+"""In place of `EXAMPLE_PROMPT` for a model that answers messages."""
 CODE_PROMPT = 'def fibonacci(n):\n    """Return the first n Fibonacci numbers."""\n'
 
 PromptArgument = Annotated[

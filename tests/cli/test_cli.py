@@ -19,7 +19,7 @@ from selfspec import GenerationStats, SelfSpecGenerator
 from selfspec.cli.console import LogConsole
 from selfspec.cli.display import SOURCE_STYLES, TextWriter, legend
 from selfspec.cli.main import app
-from selfspec.cli.text_input import EXAMPLE_PROMPT
+from selfspec.cli.text_input import EXAMPLE_PROMPT, EXAMPLE_QUESTION
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +123,7 @@ def test_messages_break_between_words_on_a_terminal_and_nowhere_in_a_file(width)
         assert (max(map(len, styled.splitlines())) <= width) == terminal
 
 
-def test_a_model_with_a_template_is_asked_unless_the_prompt_is_raw(folder, expected, tmp_path):
+def test_a_model_with_a_template_is_asked_unless_the_prompt_is_raw(folder, expected, tmp_path, monkeypatch):
     """By `generate`, alone or with a file, and by `trace`."""
     instruct, prompts = tmp_path / "instruct", tmp_path / "p.jsonl"
     shutil.copytree(folder, instruct)
@@ -142,6 +142,9 @@ def test_a_model_with_a_template_is_asked_unless_the_prompt_is_raw(folder, expec
         traced = invoke("trace", PROMPT, "--model", instruct, "--max-new-tokens", "30", "--policy", "ls:1-3", *raw)
         assert len(traced.stdout.splitlines()) == 1 + result.stats.rounds
     assert generate(instruct, "--prompts", prompts, "-o", tmp_path / "0.jsonl", "--raw").exit_code == 2  # other results
+    monkeypatch.setattr("selfspec.cli.text_input._is_piped", lambda: False)
+    asked = [{"role": "user", "content": EXAMPLE_QUESTION}]
+    assert generate(instruct).stdout == generator.generate(asked, max_new_tokens=30, policy="ls:1-3").text + "\n"
 
 
 def test_demo_shows_three_texts_and_a_table(monkeypatch):
