@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -206,7 +207,7 @@ def checked(fields: dict[str, Any], kind: type[B], ignored: set[str]) -> B:
     try:
         body = kind.model_validate(fields, context=ignored)
     except ValidationError as error:
-        raise _from_validation(error.errors(include_url=False, include_input=False)) from None
+        raise _from_validation(error.errors(include_url=False, include_input=False), [*kind.model_fields]) from None
     body._ignored = ignored
     return body
 
@@ -217,8 +218,11 @@ def _bounded(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Make the error for a body, naming the field. If several types were tried, the one that got furthest counts."""
+def _from_validation(errors: Sequence[Mapping[str, Any]], names: Sequence[str]) -> ApiError:
+    """Make the error for a body, naming the field. If several types were tried, the one that got furthest counts.
+
+    names: of the body's fields, for a suggestion.
+    """
     error = max(errors, key=lambda one: len(one["loc"]))
     path = [str(part) for part in error["loc"]]
     # After the name, pydantic says which of several types it tried.
@@ -229,7 +233,9 @@ def _from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         code = "unsupported_parameter" if error["type"] == UNSUPPORTED else None
     elif error["type"] == "extra_forbidden":
         named = [*path[:-1], path[-1][:_LONGEST_NAME]]  # the last is the field, whatever characters it has
-        message, code = f"{'.'.join(named)} is not supported", "unsupported_parameter"
+        close = get_close_matches(named[0], names, 1) if len(named) == 1 else []
+        hint = f": did you mean {close[0]}?" if close else ""
+        message, code = f"{'.'.join(named)} is not supported{hint}", "unsupported_parameter"
     elif error["type"] == "missing" and not named:
         message = "the body is empty: send a JSON object"
     elif named:
