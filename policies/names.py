@@ -73,7 +73,7 @@ _BY_TYPE: dict[str, Convert] = {
     **{"int": _integer, "float": float, "str": str, "bool": _switch},
     **dict.fromkeys(("tuple", "list", "Sequence"), _several),
 }
-"""How it is read for an argument of one's own class, by the type that it is annotated with."""
+"""How the arguments of a user's own class are read, by their annotated type."""
 
 _POSITIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "E-G": ("an exit layer and a length", ("exit_layer", "length")),

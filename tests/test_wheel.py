@@ -1,4 +1,4 @@
-"""What is installed from this tree, and which of it Python finds from the folders that people run it in."""
+"""Installed packages: what a wheel holds, and what Python imports beside a clone and inside it."""
 
 from __future__ import annotations
 

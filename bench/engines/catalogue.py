@@ -178,7 +178,7 @@ _PROGRAMS = {
         "engine.generate(prompt, max_new_tokens=count, do_sample=False)",
     ),
 }
-"""What somebody writes who imports an engine, loads a model with it and has it continue a prompt."""
+"""A user's own program, by engine: import it, load a model, continue a prompt."""
 _TIMED = """
 import json, pathlib, sys
 from time import perf_counter

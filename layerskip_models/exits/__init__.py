@@ -6,4 +6,4 @@ FORMS = (LOW_RANK, STEERED)
 STEERING_SIZE = 64
 """The width of g (`exits.adapter`) where nobody names another."""
 FOLDER = "exits"
-"""Where a checkpoint's own adapters lie: in a folder of this name beside the weights."""
+"""The folder beside a checkpoint's weights that holds its adapters."""

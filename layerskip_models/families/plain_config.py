@@ -45,10 +45,8 @@ def plain_config(family: Family, said: Mapping[str, Any], name: str = "") -> Any
     if plain is None or any(said.get(field) is not None for field in (_SOMETIMES - plain.keys()) | {"auto_map"}):
         return None
     values = {field: said.get(field, plain.get(field)) for field in (*plain, *COUNTS, "rms_norm_eps")}
-    rope, dtype = (
-        said.get("rope_scaling") or said.get("rope_parameters") or {},
-        said.get("dtype") or said.get("torch_dtype"),
-    )
+    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    dtype = said.get("dtype") or said.get("torch_dtype")
     counted = all(is_int(values[field]) and values[field] > 0 for field in COUNTS)
     if not counted or not isinstance(rope, dict) or not isinstance(dtype, (str, type(None))):
         return None
@@ -105,7 +103,7 @@ class PlainConfig:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """What isinstance compares with transformers' classes."""
+        """Show `isinstance` transformers' class, whose fields these are."""
         with _lock:
             return _class_of(self._plain[0]) if "_plain" in vars(self) else type(self)
 

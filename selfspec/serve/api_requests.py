@@ -103,7 +103,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """What the text must follow, in vLLM's words. json: a schema. grammar: in Lark's form or llama.cpp's."""
+    """Hold vLLM's field that says which form the text has. json: a schema. grammar: in Lark's form or llama.cpp's."""
 
     json_: dict[str, Any] | bool | None = Field(default=None, alias="json")
     json_object: bool = False

@@ -111,7 +111,7 @@ def _acceptance(stats: GenerationStats) -> dict[str, Any]:
 
 
 class _Answer:
-    """What the answers of all APIs have in common. An instance keeps what later events of a stream depend on.
+    """Write one request's answer. An instance keeps what later events of a stream depend on.
 
     request: the body. prompt_tokens: of one text. ping: sent while a stream waits. repeats_logprobs: the last events of the
     stream have those of the whole text.

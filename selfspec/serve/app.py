@@ -282,7 +282,7 @@ async def _stream(request: Request, body: Body, stream: RequestStream, answer: A
 async def _with_pings(
     following: asyncio.Future[str], events: AsyncGenerator[str, None], answer: Answer
 ) -> AsyncIterator[str]:
-    """All events, with pings during long waits. following: the first event."""
+    """Pass all events on, with pings during long waits. following: the first event."""
     try:
         while True:
             await asyncio.wait({following}, timeout=PING_SECONDS)

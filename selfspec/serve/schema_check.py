@@ -1,4 +1,4 @@
-"""Whether a client's schema or grammar can be used: it is looked at, then it is tried in a process that may end safely.
+"""Check a client's schema or grammar: first its size and depth, then by compiling it in a process that may end safely.
 
 llguidance's compiler is foreign code whose time, memory and stack depend on what a client sent. The process that tries it
 imports this module and nothing that is large.

@@ -72,7 +72,7 @@ def test_folders_are_made_and_what_is_no_file_is_refused(tmp_path: Path) -> None
 def test_what_is_refused_names_what_to_use_in_one_line(
     arguments: list[str], told: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of a model's name, of a package that is missing, of a server's settings, and under torchrun (WORLD)."""
+    """A wrong model name, a missing package, wrong server settings, and a start by torchrun (WORLD)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("selfspec.cli.commands.find_spec", lambda name: None)
     if arguments[0] == "WORLD":
