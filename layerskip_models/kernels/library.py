@@ -63,7 +63,7 @@ class Matrix(Structure):
         "pointer groups, offsets",
         "int64 group, scales",
         "pointer blocks",
-        "int64 zero, interleaved",
+        "int64 zero, interleaved, row_bits",
     )
 
 

@@ -25,6 +25,7 @@ typedef struct {
   const uint16_t *blocks; /* [out, in / BLOCK_INPUTS, 1 or 2], float16: what integer scales are multiplied by, and offsets, negated */
   int64_t zero;           /* the number that stands for 0 where there are no offsets */
   int64_t interleaved;    /* whether 16 outputs are side by side in memory (`interleaved.h`), as `interleaves` says */
+  int64_t row_bits;       /* 8 or 16: what rows are rounded to where weights are in groups (`limbs.h`) */
 } Matrix;
 
 INLINE int is_grouped(const Matrix *m) { return m->kind >= INT4; }

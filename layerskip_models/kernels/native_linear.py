@@ -319,14 +319,19 @@ class NativeInt8Linear(NativeLinear):
 class NativeGroupedLinear(NativeLinear):
     """x W^T + b with W in 4, 6 or 8 bits, in groups.
 
-    On processors that multiply bytes, inputs are rounded to 16-bit fixed point relative to the largest of their row, where
-    the number of outputs is a multiple of 32.
+    Inputs are rounded, where the kernels multiply integers and the number of outputs is a multiple of 32: to 16-bit fixed
+    point relative to the largest of their row, or to 8 bits relative to the largest of 32 neighbours.
     Numbers that were rounded make a different model; "the model's own output" then means that of this model.
     own: whether nobody else needs the tensors of `weight`, which may then be reordered in place.
-    Raises what `NativeLinear` raises.
+    rows: 8 or 16, the bits of the inputs; None for 8 with weights of at most 6 bits and 16 with others.
+    Raises what `NativeLinear` raises, and ValueError for other `rows`.
     """
 
-    def __init__(self, weight: GroupedWeight, bias: Tensor | None = None, *, own: bool = False) -> None:
+    def __init__(
+        self, weight: GroupedWeight, bias: Tensor | None = None, *, own: bool = False, rows: int | None = None
+    ) -> None:
+        if rows not in (None, 8, 16):
+            raise ValueError(f"rows must be 8 or 16 bits, got {rows!r}")
         self._interleaved = takes_interleaved(GROUPED_KINDS[weight.bits], *weight.shape)
         if self._interleaved:
             weight = interleaved(weight, in_place=own)
@@ -346,6 +351,7 @@ class NativeGroupedLinear(NativeLinear):
         self.matrix.blocks = pointer("the blocks' scales", blocks, torch.float16, self._out, self._in // BLOCK, each)
         self.matrix.group, self.matrix.scales = weight.group, SCALES[groups.dtype]
         self.matrix.zero, self.matrix.interleaved = weight.zero, self._interleaved
+        self.row_bits = self.matrix.row_bits = (8 if weight.bits <= 6 else 16) if rows is None else rows
         self.num_bytes = weight.num_bytes
 
     @property
