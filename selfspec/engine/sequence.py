@@ -11,6 +11,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.choices import Detail
 from layerskip_models.draft_weights import make_offered
+from layerskip_models.kernels.native_linear import MAX_ROWS as PASS_ROWS
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MAX_ROWS, PromptPiece, piece_end, prefill
 from layerskip_models.transfer import to_device
@@ -89,13 +90,13 @@ class Sequence:
             rows = 0
         cache.roll_back(rows)
         self.num_reused = rows
-        self.copies: CopyIndex | None = None
+        self._copying = copies_drafts(self.observes)
+        self.copies: CopyIndex | None = None  # from the first round on
         self._copies_seen: list[tuple[int, bool]] = []  # of the round at hand: see `RoundRecord.copies`
         self._indexed = 0  # committed tokens that the index holds; -1 while it is being changed
-        if copies_drafts(self.observes):
-            self._index_anew()
         self.pending = -1
         self._rows_shown = 0  # of the prompt, to who watches it
+        self._to_learn: Tensor | None = None  # [rows, hidden], of the prompt's last rows, until the policy has seen them
         self.unsent: list[
             int
         ] = []  # committed tokens that nobody was told of: between rounds none, unless one broke off
@@ -137,9 +138,12 @@ class Sequence:
         """Choose what to read next of the prompt, about `most` rows at most."""
         # If this piece or the first token broke off before: to rows that all layers hold, before those that are learned from.
         self.cache.roll_back(min(self.cache.length, self.length - max(self._prompt_rows, 1)))
-        capture = None
-        if self._prompt_rows or self.observes.context_layers or self._steering is not None:
-            capture = partial(self.states.capture_prompt, max(self._prompt_rows, int(self._steering is not None)))
+        capture, last_rows = None, max(self._prompt_rows, int(self._steering is not None))
+        if last_rows or self.observes.context_layers:
+            capture = partial(self.states.capture_prompt, last_rows)
+        rows = (self.length - self.cache.length - last_rows) // PASS_ROWS * PASS_ROWS
+        if capture and rows > 0 and self.model.kernels is not None and not self.observes.context_layers:
+            capture, most = None, min(most, rows)  # nobody looks at these rows: no layer's output is kept
         if self.request.watch_prompt is not None:
             self.cache.roll_back(min(self.cache.length, self._rows_shown))
             most = min(most, _WATCHED_ROWS)
@@ -162,15 +166,18 @@ class Sequence:
         token = self.sampler.next_token(logits, self.tokens, self.length)
         self._commit([token])
         self.prefill_seconds += perf_counter() - start
-        if self._prompt_rows:
-            learning = perf_counter()
-            target = self.model.logits(hidden[-self._prompt_rows :]).argmax(dim=-1)
-            steering = self._steering
-            before = None if steering is None else steering.rows_before(self.states.round[:, : self._prompt_rows])
-            at_exit = partial(self.model.at_exit, steering=before)
-            self.policy.observe_prompt(self.states.shadow_tokens(self._prompt_rows, target, at_exit=at_exit))
-            self.stats.learn_seconds += perf_counter() - learning
+        self._to_learn = hidden[-self._prompt_rows :].clone() if self._prompt_rows else None
         self._is_open = False
+
+    def _learn_from_prompt(self) -> None:
+        """Show the policy the prompt's last rows. Not before the first token is out, for it may take as long as reading."""
+        hidden, self._to_learn = self._to_learn, None
+        if hidden is None:
+            return
+        target, steering = self.model.logits(hidden).argmax(dim=-1), self._steering
+        before = None if steering is None else steering.rows_before(self.states.round[:, : self._prompt_rows])
+        at_exit = partial(self.model.at_exit, steering=before)
+        self.policy.observe_prompt(self.states.shadow_tokens(self._prompt_rows, target, at_exit=at_exit))
 
     def _open(self) -> None:
         """Begin a round from the committed text, whatever an interrupted round has left.
@@ -182,8 +189,6 @@ class Sequence:
                 self.cache.roll_back(min(self.cache.length, self.length - 1))
                 if self.cache.length < self.length - 1:
                     prefill(self.model, self.tokens[0, : self.length - 1], self.cache)
-            if self.copies is not None and self._indexed != self.length:
-                self._index_anew()
             if self._random is not None and self._random[0] == self.length:
                 self.sampler.rewind(self._random[1])
         self._is_open = True
@@ -194,6 +199,9 @@ class Sequence:
         """Step 1: ask the policy what it wants of the coming round, in which `batch_size` sequences share the passes."""
         planning = perf_counter()
         self._open()
+        self._learn_from_prompt()
+        if self._copying and self._indexed != self.length:  # of a new text, or after a round that broke off
+            self._index_anew()
         remaining = self.request.stops.max_new_tokens - self.num_new
         match = None if self.copies is None else self.copies.match
         context = RoundContext(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from layerskip_models import from_transformers
+from batched_runs import needs_native
+from layerskip_models import LayerSkipModel, from_transformers
 from policies import DelExit, DraftRow, ObservationSpec, Policy, RoundContext, ShadowTokens
 from policies.base import NeverStop
 from policies.spide import shadow_acceptance
@@ -87,6 +88,34 @@ def test_shadow_tokens_of_rounds_and_prompt(
             assert record.shadow.target_probabilities is None
         accepted += record.num_accepted
     assert accepted > 0
+
+
+@needs_native
+def test_the_first_token_comes_after_the_work_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a policy learns from a prompt comes later, and only few rows are kept for it."""
+    work: list[tuple[str, int]] = []
+    for name in ("run_layers", "logits", "choices", "draft_choices", "draft_logits"):
+
+        def counted(self: Any, x: Tensor, *rest: Any, name: str = name, run: Any = getattr(LayerSkipModel, name)) -> Any:
+            work.append((name if name != "run_layers" or rest[-1] is None else "kept", len(x)))
+            return run(self, x, *rest)
+
+        monkeypatch.setattr(LayerSkipModel, name, counted)
+    model = from_transformers(tiny_llama(max_position_embeddings=400))
+    with SelfSpecGenerator(model).engine() as running:
+        for policy, expected in (
+            ("ar", [("run_layers", 300), ("logits", 1)]),
+            ("auto:cost=layers", [("run_layers", 256), ("kept", 44), ("logits", 1)]),
+        ):
+            work.clear()
+            ticket = running.add([len(policy), *range(1, 24)] * 12 + [5] * 12, max_new_tokens=64, policy=policy)
+            while not running.step():
+                pass
+            assert work == expected
+            if policy != "ar":
+                running.step()
+                assert ("logits", 8) in work
+            running.cancel(ticket)
 
 
 def test_about_one_row_in_n_is_learned_from(engine: SelfSpecGenerator) -> None:
