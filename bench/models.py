@@ -37,13 +37,14 @@ def open_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
     return load_tokenizer(str(DEMO_PATH) if is_synthetic(checkpoint) else checkpoint)
 
 
-def open_model(checkpoint: str, dtype: str, device: str) -> LayerSkipModel:
-    """Open the model alone, so that its weights are in memory once."""
+def open_model(checkpoint: str, dtype: str, device: str, rows: int | None = None) -> LayerSkipModel:
+    """Open the model alone, so that its weights are in memory once. rows: as of `load_model`."""
     if is_synthetic(checkpoint):
         layout = dtype if dtype in FEW_BITS else None
         network = load_network(checkpoint, dtype if layout is None else "float32", device)
-        return from_transformers(network, layout=layout, release=True)
-    return load_model(checkpoint, dtype=dtype, device=device)
+        made = from_transformers(network, layout=layout, release=True)
+        return made if rows is None else made.with_rows(rows)
+    return load_model(checkpoint, dtype=dtype, device=device, rows=rows)
 
 
 def load_network(checkpoint: str, dtype: str, device: str) -> PreTrainedModel:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -56,6 +57,11 @@ class DecoderLayer:
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
         """Its matrices, in the order in which a row meets them."""
         return self.qkv, self.output, self.gate_up, self.down
+
+    def with_linears(self, change: Callable[[Linear], Linear]) -> DecoderLayer:
+        """Return the same layer with other matrices, each made of its own."""
+        qkv, output, gate_up, down = map(change, self.linears)
+        return replace(self, qkv=qkv, output=output, gate_up=gate_up, down=down)
 
 
 def interleave_heads(weight: Tensor, num_heads: int, rotated: int | None = None) -> Tensor:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Literal, get_args
@@ -19,7 +18,7 @@ from typing import Literal, get_args
 import psutil
 import torch
 
-from layerskip_models.decoder_layer import DecoderLayer, Linear
+from layerskip_models.decoder_layer import Linear
 from layerskip_models.fork_safe import fork_safe
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
 from layerskip_models.grouped_weight import GroupedLinear, GroupedWeight
@@ -84,7 +83,10 @@ def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
     if reason is not None:
         raise ValueError(reason)
     with torch.inference_mode(False), torch.no_grad():
-        layers = [_rounded(layer, DRAFT_BITS[bits], index) for index, layer in enumerate(model.layers)]
+        layers = [
+            layer.with_linears(partial(rounded_linear, layout=DRAFT_BITS[bits], layer=index))
+            for index, layer in enumerate(model.layers)
+        ]
         head = model.draft_head if _keeps_head(model) else rounded_linear(model.draft_head, DRAFT_BITS[bits], None)
     return model.with_layers(layers, head)
 
@@ -105,16 +107,6 @@ def drafter_of(model: LayerSkipModel, bits: int) -> LayerSkipModel:
 def _keeps_head(model: LayerSkipModel) -> bool:
     """Return whether rounded drafts are chosen with the head that the model has: one of 8 bits or fewer."""
     return _bits_of(model.draft_head) <= 8
-
-
-def _rounded(layer: DecoderLayer, layout: Layout, index: int) -> DecoderLayer:
-    return replace(
-        layer,
-        qkv=rounded_linear(layer.qkv, layout, index),
-        output=rounded_linear(layer.output, layout, index),
-        gate_up=rounded_linear(layer.gate_up, layout, index),
-        down=rounded_linear(layer.down, layout, index),
-    )
 
 
 def rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:

@@ -25,6 +25,11 @@ GROUP_SIZES = (128, 64, 32)
 """Inputs to a group of 4-bit weights. Bytes may also have groups of 16."""
 BLOCK = 256
 """Inputs that share a block's scale, where the groups' own scales are integers."""
+ROW_BITS = (8, 16)
+"""Bits that the numbers of a row may have beside weights of at most 6 bits. Beside weights of 8 bits they have 16."""
+ROW_GROUP = 32
+"""Numbers of a row that share a scale where they have 8 bits."""
+_SMALLEST = 2.0**-120  # magnitude that a group of a row is rounded to 0 below: 127 divided by it is finite
 _MIDDLE = 8  # of 4 bits
 _ALL = slice(None)
 _CONVERTED = 1 << 21  # numbers that are float32 at a time in a product by PyTorch's operators
@@ -257,11 +262,24 @@ def group_size(columns: int, count: int) -> int | None:
     return next((size for size in GROUP_SIZES if columns // count % size == 0), None)
 
 
-class GroupedLinear:
-    """x W^T + b with W in groups, by PyTorch's operators: a piece of W at a time is float32. x is float32 and not rounded."""
+def rounded_rows(x: Tensor) -> Tensor:
+    """Round the numbers of rows, float32 [rows, in], to 8 bits with a scale for every `ROW_GROUP`, as the kernels do."""
+    groups = x.unflatten(1, (-1, ROW_GROUP))
+    largest = groups.abs().amax(2, keepdim=True)
+    factors = torch.where(largest < _SMALLEST, 0.0, 127 / largest)
+    return (groups * factors).round_().mul_(largest / 127).flatten(1)
 
-    def __init__(self, weight: GroupedWeight, bias: Tensor | None = None) -> None:
+
+class GroupedLinear:
+    """x W^T + b with W in groups, by PyTorch's operators: a piece of W at a time is float32, and so are rows.
+
+    rows: 8 rounds them where the kernels do (`NativeGroupedLinear`), so that the model is the same; 16 does not, since what
+    the kernels round then is next to nothing. None is 8.
+    """
+
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None = None, *, rows: int | None = None) -> None:
         self.numbers = weight
+        self.row_bits = 8 if rows != 16 and weight.bits <= 6 and weight.shape[0] % 32 == 0 else 32
         self.bits, self.shape = weight.bits, weight.shape
         self.bias = None if bias is None else bias.float()
         self.num_bytes = weight.num_bytes
@@ -277,7 +295,7 @@ class GroupedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]. Returns [rows, out]."""
-        return grouped_product(x, self.numbers, self.bias)
+        return grouped_product(rounded_rows(x) if self.row_bits == 8 else x, self.numbers, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x W^T + b."""

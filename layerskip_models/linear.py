@@ -83,6 +83,20 @@ def grouped_linear(weight: GroupedWeight, bias: Tensor | None = None, *, own: bo
     return NativeGroupedLinear(weight, bias, own=own) if native else GroupedLinear(weight, bias)
 
 
+def with_rows(linear: Linear, rows: int) -> Linear:
+    """Return a linear of the same weight that meets rows of 8 or 16 bits; itself if it has more than 6 bits, or floats."""
+    if isinstance(linear, GroupedLinear) and linear.bits <= 6:
+        return GroupedLinear(linear.numbers, linear.bias, rows=rows)
+    return linear.with_rows(rows) if isinstance(linear, NativeGroupedLinear) else linear
+
+
+def row_bits(linear: Linear) -> int:
+    """Return how many bits the numbers of a row have where they meet this weight; 32 if they are not rounded."""
+    if isinstance(linear, NativeGroupedLinear):
+        return linear.row_bits if linear.matrix.interleaved else 32
+    return linear.row_bits if isinstance(linear, GroupedLinear) else 32
+
+
 def keeps_eight_bits(layer: int | None) -> bool:
     """Return whether a matrix has 8 bits in a model that is rounded to 4. layer: that it belongs to; None for the head."""
     return layer is None or layer < EIGHT_BIT_LAYERS

@@ -23,11 +23,13 @@ from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.families import family_of, head_dim_of
 from layerskip_models.fork_safe import fork_safe
+from layerskip_models.grouped_weight import ROW_BITS, GroupedLinear
 from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.kernels.native_layers import NativeLayers
-from layerskip_models.kernels.native_linear import NativeLinear
+from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeLinear
 from layerskip_models.kernels.threads import SingleThreadedOperators
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
+from layerskip_models.linear import row_bits, with_rows
 from layerskip_models.norm import RMSNorm
 from layerskip_models.operators import Capture, LayerBackend, OperatorLayers
 
@@ -262,6 +264,39 @@ class LayerSkipModel:
         """
         other = copy.copy(self)
         other.kv_dtype = resolve_kv_dtype(kv_dtype, self.dtype)
+        return other
+
+    @property
+    def row_bits(self) -> dict[int, int]:
+        """Bits of rows by the bits of the weights in groups that they meet, the fewest; 32 where rows are not rounded."""
+        found: dict[int, int] = {}
+        for linear in self._grouped:
+            found[linear.bits] = min(row_bits(linear), found.get(linear.bits, 32))
+        return dict(sorted(found.items()))
+
+    @property
+    def _grouped(self) -> list[GroupedLinear | NativeGroupedLinear]:
+        linears = [*(linear for layer in self.layers for linear in layer.linears), self.head]
+        return [linear for linear in linears if isinstance(linear, (GroupedLinear, NativeGroupedLinear))]
+
+    def with_rows(self, rows: int) -> LayerSkipModel:
+        """Return the same model, sharing its weights, that rounds rows otherwise where they meet weights of 4 to 6 bits.
+
+        rows: 8 bits in groups of 32 numbers, which is the default, or 16. Beside weights of 8 bits rows have 16. The heads that
+        drafts are chosen with, and copies of the weights to draft with, stay as they are. Raises ValueError for another number,
+        for a model that has no weights in groups, and for 8 where no row is rounded to 8.
+        """
+        if rows not in ROW_BITS:
+            raise ValueError(f"rows must be {' or '.join(map(str, ROW_BITS))} (bits), got {rows!r}")
+        if not self._grouped:
+            raise ValueError(f"rows={rows} changes nothing: this model has no weights in groups of 4 to 8 bits on a CPU")
+        other = copy.copy(self)
+        other.head = with_rows(self.head, rows)
+        other._set_layers([layer.with_linears(partial(with_rows, rows=rows)) for layer in self.layers])
+        if rows == 8 and 8 not in other.row_bits.values():
+            raise ValueError(
+                "rows=8 changes nothing: it is for weights of 4 to 6 bits, and kernels that multiply whole numbers"
+            )
         return other
 
     def is_steered(self, exit_layer: int) -> bool:

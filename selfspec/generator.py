@@ -114,6 +114,7 @@ class SelfSpecGenerator:
         prefix_cache: int | str | None = None,
         exits: ExitsChoice = "auto",
         kv_dtype: str | torch.dtype = "auto",
+        rows: int | None = None,
         device_map: Literal["auto"] | None = None,
         draft_weights: DraftWeights = "auto",
     ) -> SelfSpecGenerator:
@@ -133,6 +134,8 @@ class SelfSpecGenerator:
             model = load_model(name_or_path, dtype=dtype, device=device, exits=exits, **options)
         if kv_dtype != "auto":
             model = model.with_kv_dtype(kv_dtype)
+        if rows is not None:
+            model = model.with_rows(rows)
         tokenizer = load_tokenizer(name_or_path, **options)
         return cls(model, tokenizer, policy, runner=runner, prefix_cache=prefix_cache, draft_weights=draft_weights)
 

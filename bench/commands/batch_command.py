@@ -30,6 +30,7 @@ def batch(options: BatchCommand) -> None:
             file=file,
             dtype=options.dtype,
             device=options.device,
+            rows=options.rows,
             policies=options.policy or ["ar", "auto"],
             max_tokens=max(len(sample.ids) for sample in samples) + options.max_new_tokens,
         )
@@ -42,6 +43,7 @@ def batch(options: BatchCommand) -> None:
             ids.append(ids[len(ids) - len(samples)].roll(1))
         with started(made, options.peer_timeout) as (engines, where, missing):
             said = {"texts": sizes, "policies": work.policies, "engines": [Path(name).name for name in asked]}
+            said["rows"] = options.rows
             first = header("batch", where, model, samples, options.max_new_tokens, options.repeats, **said)
             with recording(options.output, first) as record:
                 write_engines(record, engines, missing)

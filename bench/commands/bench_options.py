@@ -90,6 +90,7 @@ class OnModel:
     model: ModelOption = DEMO
     dtype: DtypeOption = "auto"
     device: DeviceOption = "auto"
+    rows: int | None = option(None, "Bits of rows beside weights of 4 to 6 bits: 8 (default) or 16.")
     output: OutputOption = None
 
 
@@ -210,6 +211,20 @@ class ContextCommand(OnModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AccuracyCommand:
+    """Compare rows in 8 and 16 bits, and keys and values in bfloat16, with the same weights and rows in float32 on a text.
+
+    Prints the perplexity, the KL divergence from float32 and how often the likeliest token is the same.
+    """
+
+    text: Path = option(MISSING, "Text, UTF-8; may end in .gz.", argument=True)
+    model: ModelOption = DEMO
+    dtype: DtypeOption = "auto"
+    tokens: int = option(4096, "First tokens of the text that are read.", min=2)
+    context: int = option(256, "Tokens that are read as one text.", min=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCommand:
     """Measure servers: throughput and time to first token over the number of clients; CPU, float32, greedy.
 
@@ -292,7 +307,7 @@ class CompareCommand:
 
 COMMANDS: dict[str, type] = {
     "run": RunCommand, "peers": PeersCommand, "sweep": SweepCommand, "batch": BatchCommand, "context": ContextCommand,
-    "load": LoadCommand, "kernels": KernelsCommand, "roofline": RooflineCommand, "report": ReportCommand,
-    "compare": CompareCommand,
+    "accuracy": AccuracyCommand, "load": LoadCommand, "kernels": KernelsCommand, "roofline": RooflineCommand,
+    "report": ReportCommand, "compare": CompareCommand,
 }  # fmt: skip
 """The commands by name, in the order of the list."""

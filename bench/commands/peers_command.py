@@ -40,6 +40,7 @@ def peers(options: PeersCommand) -> None:
             file=file,
             dtype=options.dtype,
             device=options.device,
+            rows=options.rows,
             policies=["ar", *dict.fromkeys(policies)],
             warmed_up=options.warmed_up or [],
             setting=_early_exit_setting(policies),
@@ -58,6 +59,7 @@ def peers(options: PeersCommand) -> None:
                 "engines": [Path(name).name for name in asked],
                 "chat": options.chat,
                 "num_layers": num_layers,
+                "rows": options.rows,
             }
             first = header("peers", where, model, samples, options.max_new_tokens, options.repeats, **said)
             with recording(options.output, first) as record:

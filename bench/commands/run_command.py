@@ -48,6 +48,7 @@ def run(options: RunCommand) -> None:
             "engines": [engine.name for engine in engines],
             "runner": generator.runner,
             "num_layers": num_layers,
+            "rows": options.rows,
             "policies": names,
             **(sampling or {"do_sample": False}),
         }

@@ -66,7 +66,7 @@ def encoded(
 def loaded(options: OnModel) -> LayerSkipModel:
     """Load the model that a command names, beneath a status line."""
     with _errors.status(f"Loading {model_name(options.model)} ..."):
-        return open_model(options.model, options.dtype, options.device)
+        return open_model(options.model, options.dtype, options.device, options.rows)
 
 
 @contextmanager

@@ -46,7 +46,8 @@ class Work:
     """Settings that all engines of a command share.
 
     file: the GGUF file that `checkpoint` names, if it does. policies, warmed_up: selfspec's. setting: exit layer and length
-    of transformers' early exit, None for its plain decoding alone. max_tokens: of a prompt and its continuation.
+    of transformers' early exit, None for its plain decoding alone. max_tokens: of a prompt and its continuation. rows: of
+    `load_model`, for selfspec's weights as they are.
     """
 
     checkpoint: str
@@ -57,6 +58,7 @@ class Work:
     warmed_up: Sequence[str] = ()
     setting: tuple[int, int] | None = None
     max_tokens: int
+    rows: int | None = None
 
 
 def engines_beside(asked: Sequence[str] | None, file: Path | None) -> list[str]:
@@ -111,7 +113,7 @@ def _installed(name: str) -> bool:
 def own_peer(work: Work, kind: str | None = None) -> Peer:
     """Make selfspec with each policy, on one copy of the weights. kind: of `OWN_KINDS`, None for the weights as they are."""
     if kind is None or kind in FEW_BITS:
-        model = open_model(work.checkpoint, kind or work.dtype, work.device)
+        model = open_model(work.checkpoint, kind or work.dtype, work.device, None if kind else work.rows)
     else:
         from bench.engines.gguf_file import written_gguf
 
@@ -159,7 +161,7 @@ def openvino_peer(place: Path) -> Peer:
 _PROGRAMS = {
     SELFSPEC: (
         "from selfspec import SelfSpecGenerator",
-        "engine = SelfSpecGenerator.from_pretrained(model, dtype=dtype, device=device)",
+        "engine = SelfSpecGenerator.from_pretrained(model, dtype=dtype, device=device, rows=rows)",
         "engine.generate(prompt, max_new_tokens=count, policy=policy, do_sample=False, eos_token_id=[])",
     ),
     LLAMA_CPP: (
@@ -201,7 +203,7 @@ def loaders(asked: Sequence[str], work: Work, prompt: str, timeout: float) -> di
     which all that happens at a first call is done; its memory is all that it has while it answers the prompt.
     """
     shared = {"prompt": prompt, "count": 1, "most": 32, "context": work.max_tokens, "threads": num_threads()}
-    shared |= {"model": work.checkpoint, "dtype": work.dtype, "device": work.device}
+    shared |= {"model": work.checkpoint, "dtype": work.dtype, "device": work.device, "rows": work.rows}
     found = {f"{SELFSPEC}:{policy}": {"steps": _PROGRAMS[SELFSPEC], "policy": policy} for policy in work.policies}
     for name in asked:
         program, _, place = name.partition(":")

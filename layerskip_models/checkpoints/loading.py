@@ -125,6 +125,7 @@ def load_model(
     local_files_only: bool = False,
     exits: ExitsChoice = "auto",
     kv_dtype: str | torch.dtype = "auto",
+    rows: int | None = None,
 ) -> LayerSkipModel:
     """Load a checkpoint of a supported family (`layerskip_models.families`) by hub name, local folder or GGUF file.
 
@@ -138,6 +139,7 @@ def load_model(
     exits: adapters to draft with: "auto" takes those in the folder `exits` beside a local checkpoint, if there is one; a path
         another folder's; None has bare exits. They change what is drafted and nothing else.
     kv_dtype: that keys and values are kept in, "auto" or "bfloat16" (`LayerSkipModel.with_kv_dtype`).
+    rows: 8 or 16, the bits of rows that meet weights of 4 to 6 bits; None for 8 (`LayerSkipModel.with_rows`).
     Only safetensors and GGUF files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
     name_or_path: the output folder of `selfspec train` works as well as the `model/` folder in it.
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
@@ -153,7 +155,8 @@ def load_model(
         loaded = build_model(weights, dtype=chosen, layout=layout, device=target, keep_bits=keep_bits)
     else:  # transformers knows older names, and says what is missing
         loaded = from_transformers(_load_transformers(source, dtype, device), layout=layout, release=True)
-    return with_exits(loaded, exits).with_kv_dtype(kv_dtype)
+    loaded = with_exits(loaded, exits).with_kv_dtype(kv_dtype)
+    return loaded if rows is None else loaded.with_rows(rows)
 
 
 def find_source(name_or_path: str | Path, revision: str | None, local_files_only: bool) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
-from layerskip_models.grouped_weight import BLOCK, GroupedWeight
+from layerskip_models.grouped_weight import BLOCK, GroupedWeight, rounded_rows
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import GROUPED_KINDS, KINDS, SCALES, Matrix
 from layerskip_models.kernels.pages import expect_large_pages, use_large_pages
@@ -364,6 +365,17 @@ class NativeGroupedLinear(NativeLinear):
         """The memory that `matrix` points to."""
         more = (self._kept.groups, self._kept.offsets, self._kept.blocks)
         return [*(tensor for tensor in more if tensor is not None), *super().tensors]
+
+    def with_rows(self, rows: int) -> NativeGroupedLinear:
+        """Return a linear of the same weight, in the same memory, that meets rows of so many bits."""
+        other = copy.copy(self)
+        other.row_bits = 16 if self.bits > 6 else rows
+        other.matrix, other._scratch = Matrix.from_buffer_copy(self.matrix), threading.local()
+        other.matrix.row_bits, other._address = other.row_bits, addressof(other.matrix)
+        return other
+
+    def _by_operators(self, x: Tensor) -> Tensor:
+        return super()._by_operators(rounded_rows(x) if self.row_bits == 8 and self._interleaved else x)
 
     def float_pieces(self, outputs: int) -> Iterator[Tensor]:
         """Yield the weight in float32, piece by piece. outputs: in each piece."""

@@ -26,7 +26,7 @@ from layerskip_models.prefill import prefill
 from layerskip_models.transformers_names import with_cache
 from policies import Policy
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
-from selfspec.analysis.inspection import kernels_in_words
+from selfspec.analysis.inspection import arithmetic_in_words
 from selfspec.engine.engine import Engine
 from selfspec.engine.policy_store import make_policy
 from selfspec.engine.sequence import Sequence
@@ -152,7 +152,7 @@ def ask_reference(
 def check_kernels(model: LayerSkipModel) -> Check:
     """Check what the layers run on; our own kernels must compute a row the same, bit for bit, in any batch."""
     wrong = None if model.kernels is None else fault()
-    return Check("kernels", wrong is None, wrong or kernels_in_words(model.kernels))
+    return Check("kernels", wrong is None, wrong or arithmetic_in_words(model))
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ from statistics import median
 
 import torch
 
+from layerskip_models import LayerSkipModel
 from layerskip_models.draft_weights import draft_bytes
 from policies import CostModel
 from selfspec.analysis.comparison import Generate
@@ -53,7 +54,7 @@ class Inspection:
     same texts once more, each after its own prompt and text. agreement: by exit layer, 1 .. L-1, share of positions of the
     free texts where its argmax is the last layer's. best: the fixed setting with most tokens per measured second there, by
     replay; predicted: its speed-up over plain decoding. copies: bytes of the weights in fewer bits that there were in the
-    end, by bits. kernels: `LayerSkipModel.kernels`.
+    end, by bits. arithmetic: `arithmetic_in_words`.
     """
 
     free: Gain
@@ -62,7 +63,7 @@ class Inspection:
     best: Setting
     predicted: float
     copies: Mapping[int, int]
-    kernels: str | None
+    arithmetic: str
 
     def verdict(self) -> str:
         """Say in a sentence what to do."""
@@ -132,7 +133,7 @@ def inspect_model(
         best=best,
         predicted=predicted,
         copies={bits: draft_bytes(model, bits) for bits in sorted(model.drafters)},
-        kernels=model.kernels,
+        arithmetic=arithmetic_in_words(model),
     )
 
 
@@ -170,9 +171,12 @@ def _best(traces: Sequence[AgreementTrace], cost: CostModel) -> tuple[Setting, f
     return by_policy[name][0], means[name] * cost.autoregressive()
 
 
-def kernels_in_words(variant: str | None) -> str:
-    """Say what `LayerSkipModel.kernels` means, for people."""
-    return "PyTorch's operators" if variant is None else f"selfspec's own kernels for {variant}"
+def arithmetic_in_words(model: LayerSkipModel) -> str:
+    """Say what a model runs on, and where its rows are rounded, for people."""
+    words = "PyTorch's operators" if model.kernels is None else f"selfspec's own kernels for {model.kernels}"
+    for bits, rows in model.row_bits.items():
+        words += f", weights in {bits} bits with rows in {rows}"
+    return words
 
 
 def inspection_lines(inspection: Inspection) -> list[str]:
@@ -190,6 +194,6 @@ def inspection_lines(inspection: Inspection) -> list[str]:
         f"The exit at a quarter of the depth, after {quarter} of {num_layers} layers, agrees with the model on "
         f"{inspection.agreement[quarter]:.0%} of the tokens; exits 1 to {num_layers - 1}, in %: {shares}",
         f"By exits alone, the best fixed setting, {inspection.best.policy}, would run {inspection.predicted:.2f} times plain",
-        f"Layers ran on {kernels_in_words(inspection.kernels)}",
+        f"Layers ran on {inspection.arithmetic}",
         inspection.verdict(),
     ]

@@ -14,6 +14,7 @@ from policies import autoregressive
 from selfspec import GenerationResult
 from selfspec.analysis.comparison import Generate, compare, warm_up
 from selfspec.analysis.explain import explain, explanation_lines
+from selfspec.analysis.inspection import arithmetic_in_words
 from selfspec.analysis.replay import watching_all_layers
 from selfspec.cli.arguments import check_sampling, load_generator, store_of_files
 from selfspec.cli.batch_file import generate_file, read_prompts
@@ -119,7 +120,8 @@ def generate_one(
         typer.echo(json.dumps(described, allow_nan=False))
     else:
         compared = [] if comparison is None else comparison_lines(comparison, result.policy)
-        log.print("\n" + "\n".join([*summary_lines(result, stop_reason), *compared, *(explanation or [])]))
+        ran_on = f"on {arithmetic_in_words(model)}"
+        log.print("\n" + "\n".join([*summary_lines(result, stop_reason), ran_on, *compared, *(explanation or [])]))
     if interrupt.requested:
         raise typer.Exit(130)
 

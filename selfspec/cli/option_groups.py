@@ -96,6 +96,11 @@ class LoadOptions(DeviceOptions):
         "different results).",
         "Model",
     )
+    rows: int | None = option(
+        None,
+        "Bits of a row's numbers beside weights of 4 to 6 bits: 8 (default), or 16 (slower, next to nothing is rounded).",
+        "Model",
+    )
     draft_weights: str = option(
         "auto",
         "A copy of the weights in fewer bits to draft with: auto (8 bits, where exits promise less and there is room; for "

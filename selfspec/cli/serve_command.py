@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from selfspec.analysis.inspection import arithmetic_in_words
 from selfspec.cache.copy_index import copies_drafts
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.console import LogConsole, one_line_errors
@@ -42,6 +43,7 @@ def serve_command(load: LoadOptions, serve: ServeOptions) -> None:
         memory = serve.batch_size * context * generator.bound.pool.row_bytes
         started = (
             f"ready: serving {serve.name} at {address}/v1, with a page at {address}/ (Ctrl-C ends it)\n"
+            f"  on {arithmetic_in_words(generator.model)}\n"
             f"  where a request says nothing: policy {offers['policy']}, {sampling}\n"
             f"  beside the model, at most {memory / 1e6:,.0f} MB for {serve.batch_size} texts of {context:,} tokens "
             "(--batch-size, --max-context)"
