@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -108,18 +109,19 @@ class _Drawn:
             layer(before, _NO_NORMS, heads, rotated=False),
         ]
 
-    def four_bits(self, outputs: int) -> NativeGroupedLinear:
-        """Make a 4-bit linear with offsets."""
+    def four_bits(self, outputs: int, rows: int) -> NativeGroupedLinear:
+        """Make a 4-bit linear with offsets. rows: bits of its inputs."""
         numbers = (self(outputs, GROUPED) * 3 + 8).clamp(0, 15).to(torch.uint8)
         scales, offsets = self(2, outputs, GROUPED // 64) / 50
-        return NativeGroupedLinear(GroupedWeight(pack_nibbles(numbers), scales.half(), offsets), self(outputs))
+        weight = GroupedWeight(pack_nibbles(numbers), scales.half(), offsets)
+        return NativeGroupedLinear(weight, self(outputs), rows=rows)
 
-    def six_bits(self, outputs: int) -> NativeGroupedLinear:
+    def six_bits(self, outputs: int, rows: int) -> NativeGroupedLinear:
         """Make a linear of 6 bits, whose scales are integers that a block's scale multiplies."""
         numbers = (self(outputs, BLOCK) * 10 + 32).clamp(0, 63)
         scales, blocks = (self(outputs, BLOCK // 16) * 20).to(torch.int8), self(outputs, 1, 1) / 5000
         weight = GroupedWeight(pack_sixes(numbers), scales, blocks=blocks.half(), bits=6, zero=32)
-        return NativeGroupedLinear(weight, self(outputs))
+        return NativeGroupedLinear(weight, self(outputs), rows=rows)
 
     def tiled(self) -> list[NativeLinear]:
         """Linears that a matrix unit multiplies, not in groups; in bfloat16 although larger matrices only go there."""
@@ -143,11 +145,11 @@ def fault() -> str | None:
         angles, size = drawn(EARLIER + ROWS, HEAD_DIM // 2), (LAYERS, KV_HEADS, EARLIER, HEAD_DIM)
         for kv_dtype in KV_DTYPES:
             found = found or _fault_of_layers(layers, x, angles, *(drawn(*size).to(kv_dtype) for _ in range(2)))
-        for outputs in (INTERMEDIATE, TILED[0]):  # of which 16 are side by side in memory, or not
-            for grouped in (drawn.four_bits(outputs), drawn.six_bits(outputs)):
+        for outputs, bits in product((INTERMEDIATE, TILED[0]), (8, 16)):  # 16 outputs are side by side in memory, or not
+            for grouped in (drawn.four_bits(outputs, bits), drawn.six_bits(outputs, bits)):
                 width = grouped.shape[1]
-                rows = drawn(TILED_ROWS if outputs == TILED[0] else ROWS, width)
-                found = found or _fault_of_linear(grouped, rows, _CUT_BOUND, drawn.norm(width))
+                rows, norm = drawn(TILED_ROWS if outputs == TILED[0] else ROWS, width), drawn.norm(width)
+                found = found or _fault_of_linear(grouped, rows, _CUT_BOUND, norm if bits == 16 else None)
         x = drawn(TILED_ROWS, TILED[1])
         for tiled in drawn.tiled():
             found = found or _fault_of_linear(tiled, x)
@@ -176,9 +178,19 @@ def _fault_of_linear(linear: NativeLinear, x: Tensor, bound: float = _BOUND, nor
                 same = all(torch.equal(call(x[:rows]), alone[:rows]) for rows in counts)
                 if not same or not torch.equal(call(many), alone.repeat(MANY, 1)):
                     return f"{name} computes a row otherwise in company, on {threads} threads"
+        if isinstance(linear, NativeGroupedLinear) and linear.row_bits == 8 and linear.matrix.interleaved:
+            inputs = _rounded(x)
         if not _near(alone, inputs @ linear.weight.double().T + linear.tensors[-1].double(), bound):
             return f"{name} computes something else"
     return None
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Round rows to 8 bits in groups of 32 as the kernels do; float64."""
+    groups = x.unflatten(1, (-1, 32))
+    largest = groups.abs().amax(2, keepdim=True)
+    factor = torch.full_like(largest, 127) / largest  # rounded once: 127 / largest is not
+    return ((groups * factor).round().double() * (largest / 127)).flatten(1)
 
 
 def _fault_of_sampling(logits: Tensor, other: Tensor) -> str | None:

@@ -22,16 +22,23 @@ INLINE int as_integers(const Matrix *m) { return m->interleaved && m->kind != BF
 #define FINER_BITS 15    /* bits by which the finer limbs' unit is below the first limbs' */
 #define CHUNK_INPUTS 64  /* inputs whose limbs are prepared together */
 #define QUADS 16         /* runs of four inputs in a chunk */
-#define BYTE_ROWS 8      /* rows multiplied at once by 8-bit weights on vectors, with an accumulator per limb */
+#define BYTE_ROWS 8      /* rows multiplied at once by 8-bit weights on vectors, with an accumulator per limb; also rows of bytes */
+#define UNIT_INPUTS 32   /* inputs of a row of bytes that share a factor */
 #define GROUPED_ROWS (PAIRS ? 6 : 5) /* and by weights in groups, with an accumulator per limb of two spans, or for pairs one */
 #define FEW_ROWS 2       /* rows that vectors multiply faster by 8-bit weights than a matrix unit does, with the same bits */
 
+/* Whether rows become one byte a number (`to_bytes`). */
+INLINE int takes_bytes(const Matrix *m) { return (m->kind == INT4 || m->kind == SIXES) && m->row_bits == 8; }
+
+/* Most rows that vectors multiply at once. */
+INLINE int64_t rows_at_once(const Matrix *m) { return m->kind == INT8 || takes_bytes(m) ? BYTE_ROWS : GROUPED_ROWS; }
+
 /* Whether this matrix multiplies this many rows as integers on the matrix unit. */
 INLINE int by_tiles(const Matrix *m, int64_t rows) {
-  return TILES && as_integers(m) && !(VNNI && rows <= (m->kind == INT8 ? FEW_ROWS : GROUPED_ROWS));
+  return TILES && as_integers(m) && !(VNNI && rows <= (m->kind == INT8 ? FEW_ROWS : rows_at_once(m)));
 }
 
-INLINE int limbs_for(const Matrix *m) { return is_grouped(m) ? GROUPED_LIMBS : LIMBS; }
+INLINE int limbs_for(const Matrix *m) { return takes_bytes(m) ? 1 : is_grouped(m) ? GROUPED_LIMBS : LIMBS; }
 
 /* The factor of a row's limbs, and the sum of its q. */
 typedef struct {
@@ -42,14 +49,15 @@ typedef struct {
 /* Sums that a chunk's products with weights in groups are added up to: of 32 inputs each, or of 16. */
 INLINE int spans_of_chunk(const Matrix *m) { return m->group == 16 ? 4 : 2; }
 
-/* Bytes of a row's chunk: its limbs, and for weights in groups a word for each span (`to_grouped_limbs`). */
+/* Bytes of a row's chunk: its limbs, and for weights in groups a word for each span (`to_grouped_limbs`), for bytes also their units. */
 INLINE int64_t chunk_bytes(const Matrix *m) {
-  return limbs_for(m) * CHUNK_INPUTS + (is_grouped(m) ? 4 * spans_of_chunk(m) : 0);
+  const int words = (is_grouped(m) ? spans_of_chunk(m) : 0) + (takes_bytes(m) ? CHUNK_INPUTS / UNIT_INPUTS : 0);
+  return limbs_for(m) * CHUNK_INPUTS + 4 * words;
 }
 
-/* Size of a row's limbs in 4-byte words: its chunks and `Fixed`. */
+/* Size of a row's limbs in 4-byte words: its chunks and `Fixed`, which rows of bytes have not. */
 INLINE int64_t limbs_size(const Matrix *m) {
-  return m->in / CHUNK_INPUTS * (chunk_bytes(m) / 4) + (int64_t)(sizeof(Fixed) / 4);
+  return m->in / CHUNK_INPUTS * (chunk_bytes(m) / 4) + (takes_bytes(m) ? 0 : (int64_t)(sizeof(Fixed) / 4));
 }
 
 /* Follows the limbs of rows that weights in groups multiply together: which rows have finer limbs. Those limbs come next. */
@@ -59,6 +67,6 @@ typedef struct {
 
 /* Words to reserve for a row: its limbs, and for weights in groups as much again for finer limbs, which few rows have. */
 INLINE int64_t limbs_capacity(const Matrix *m) {
-  return is_grouped(m) ? 2 * limbs_size(m) + (int64_t)(sizeof(Finer) / 4) : limbs_size(m);
+  return is_grouped(m) && !takes_bytes(m) ? 2 * limbs_size(m) + (int64_t)(sizeof(Finer) / 4) : limbs_size(m);
 }
 #endif

@@ -6,7 +6,7 @@
 /* Rows are multiplied by a weight a few at a time, in groups of about equal size. `together`: how many from row `r` on. */
 INLINE int64_t row_groups_of(const Matrix *m, int64_t rows) {
   int64_t most = TILES && m->interleaved                ? ROWS
-                 : as_integers(m)                       ? m->kind == INT8 ? BYTE_ROWS : GROUPED_ROWS
+                 : as_integers(m)                       ? rows_at_once(m)
                  : MANY_REGISTERS || rows < PROMPT_ROWS ? FLOAT_ROWS
                                                         : FLOAT_ROWS / 2;
   return (rows + most - 1) / most;

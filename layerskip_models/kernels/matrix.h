@@ -58,7 +58,7 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #define PAIRS 0
 #endif
 #define BLOCK (TILES || VNNI || PAIRS ? 16 : 4) /* outputs computed side by side, so that an input is loaded once for all of them */
-#define ROWS (TILES ? 16 : VNNI ? 8 : 6) /* most rows multiplied by a weight while it is loaded */
+#define ROWS (TILES ? 16 : VNNI || PAIRS ? 8 : 6) /* most rows multiplied by a weight while it is loaded */
 
 #ifndef TILE_BYTES
 /* Smallest bfloat16 matrix, in bytes, that uses tiles. With vectors, models whose matrices are all smaller decode 1.45 times as

@@ -324,7 +324,7 @@ class NativeGroupedLinear(NativeLinear):
     point relative to the largest of their row, or to 8 bits relative to the largest of 32 neighbours.
     Numbers that were rounded make a different model; "the model's own output" then means that of this model.
     own: whether nobody else needs the tensors of `weight`, which may then be reordered in place.
-    rows: 8 or 16, the bits of the inputs; None for 8 with weights of at most 6 bits and 16 with others.
+    rows: 8 or 16, the bits of the inputs; None for 8. Weights of 8 bits always meet 16 (`row_bits`).
     Raises what `NativeLinear` raises, and ValueError for other `rows`.
     """
 
@@ -352,7 +352,7 @@ class NativeGroupedLinear(NativeLinear):
         self.matrix.blocks = pointer("the blocks' scales", blocks, torch.float16, self._out, self._in // BLOCK, each)
         self.matrix.group, self.matrix.scales = weight.group, SCALES[groups.dtype]
         self.matrix.zero, self.matrix.interleaved = weight.zero, self._interleaved
-        self.row_bits = self.matrix.row_bits = (8 if weight.bits <= 6 else 16) if rows is None else rows
+        self.row_bits = self.matrix.row_bits = 16 if weight.bits > 6 else rows or 8
         self.num_bytes = weight.num_bytes
 
     @property

@@ -19,7 +19,9 @@ INLINE __m256i two_of_quad(int kind, const uint8_t *w, int quarter, int t, int o
     return odd ? _mm256_srli_epi16(line, 8) : _mm256_and_si256(line, _mm256_set1_epi16(255));
   }
   const __m256i line = _mm256_loadu_si256((const void *)(w + 64 * (4 * (quarter % 2) + t)));
-  const __m256i low = _mm256_and_si256(_mm256_srli_epi16(line, down + (quarter < 2 ? 0 : 4)), _mm256_set1_epi16(15));
+  const int by = down + (quarter < 2 ? 0 : 4);
+  const __m256i moved = by ? _mm256_srli_epi16(line, by) : line;
+  const __m256i low = by == 12 ? moved : _mm256_and_si256(moved, _mm256_set1_epi16(15));
   if (kind == INT4) return low;
   /* bits 2 k and 2 k + 1 of byte j are the upper two of input 16 k + j */
   const __m256i upper = _mm256_loadu_si256((const void *)(w + 512 + 64 * t));
@@ -47,6 +49,22 @@ INLINE __m256 eight_offsets(const Matrix *m, Factors at, int64_t group, int64_t 
   return _mm256_setzero_ps() - eight_bytes(at.offsets + place) * eight_halves(at.blocks + (block * 2 + 1) * 16 + eight);
 }
 
+/* Add the products of quad t in a quarter to the sums of 16 outputs. x: the chunk's rows. */
+INLINE void add_quad_of_pairs(int rows, int kind, const uint8_t *w, const char *x, int quarter, int t, __m256i sums[][2]) {
+  typedef int32_t whole __attribute__((aligned(4), may_alias));
+  UNROLL for (int odd = 0; odd < 2; odd++) {
+    __m256i weights[2];
+    UNROLL for (int e = 0; e < 2; e++) weights[e] = two_of_quad(kind, w + 32 * e, quarter, t, odd);
+    UNROLL for (int r = 0; r < rows; r++) {
+      const __m256i numbers = _mm256_set1_epi32(*(const whole *)(x + ((4 * quarter + t) * rows + r) * 8 + 4 * odd));
+      UNROLL for (int e = 0; e < 2; e++) {
+        sums[r][e] = _mm256_add_epi32(sums[r][e], _mm256_madd_epi16(weights[e], numbers));
+        __asm__("" : "+x"(sums[r][e])); /* else GCC adds products up first, for which there are no registers */
+      }
+    }
+  }
+}
+
 /* y[r * BLOCK + o] for 16 outputs from `first` on. rows, kind, spans and shifted are constants where this is called. */
 INLINE void pair_dots(int rows, int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, Prefetch fetch, float *y) {
   typedef int32_t whole __attribute__((aligned(4), may_alias));
@@ -66,30 +84,22 @@ INLINE void pair_dots(int rows, int kind, int spans, int shifted, const Matrix *
     UNROLL for (int turn = 0; turn < spans; turn++) {
       const int span = spans == 2 ? turn : turn % 2 * 2 + turn / 2;
       __m256i sums[GROUPED_ROWS][2];
-      UNROLL for (int r = 0; r < rows; r++) UNROLL for (int e = 0; e < 2; e++) sums[r][e] = _mm256_setzero_si256();
-      UNROLL for (int quarter = 4 * span / spans; quarter < 4 * (span + 1) / spans; quarter++)
-        ROLLED for (int t = 0; t < 4; t++)
-          UNROLL for (int odd = 0; odd < 2; odd++) {
-            __m256i weights[2];
-            UNROLL for (int e = 0; e < 2; e++) weights[e] = two_of_quad(kind, w + 32 * e, quarter, t, odd);
-            UNROLL for (int r = 0; r < rows; r++) {
-              const __m256i numbers = _mm256_set1_epi32(*(const whole *)(x + ((4 * quarter + t) * rows + r) * 8 + 4 * odd));
-              UNROLL for (int e = 0; e < 2; e++) {
-                sums[r][e] = _mm256_add_epi32(sums[r][e], _mm256_madd_epi16(weights[e], numbers));
-                __asm__("" : "+x"(sums[r][e])); /* else GCC adds products up first, for which there are no registers */
-              }
-            }
-          }
+      UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int e = 0; e < 2; e++) sums[r][e] = _mm256_set1_epi32(shifted ? 0 : *(const whole *)(words + 4 * (span * rows + r)));
+      UNROLL for (int quarter = 4 * span / spans; quarter < 4 * (span + 1) / spans; quarter++) {
+        if (rows == 1) /* whose loop the rest of the work would hide behind otherwise */
+          UNROLL for (int t = 0; t < 4; t++) add_quad_of_pairs(rows, kind, w, x, quarter, t, sums);
+        else
+          ROLLED for (int t = 0; t < 4; t++) add_quad_of_pairs(rows, kind, w, x, quarter, t, sums);
+      }
       const int64_t group = (c * spans + span) >> shift, block = c / (BLOCK_INPUTS / CHUNK_INPUTS);
       UNROLL for (int e = 0; e < 2; e++) {
         const __m256 scale = eight_scales(m, at, group, block, 8 * e);
         const __m256 offset = shifted ? eight_offsets(m, at, group, block, 8 * e) : _mm256_setzero_ps();
         UNROLL for (int r = 0; r < rows; r++) {
           const char *word = words + 4 * (span * rows + r);
-          __m256i all = sums[r][e];
           if (shifted) total[r][e] = _mm256_fmadd_ps(offset, _mm256_set1_ps(*(const number *)word), total[r][e]);
-          else all = _mm256_add_epi32(all, _mm256_set1_epi32(*(const whole *)word));
-          total[r][e] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(all), scale, total[r][e]);
+          total[r][e] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][e]), scale, total[r][e]);
         }
       }
     }

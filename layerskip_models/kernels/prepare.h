@@ -33,8 +33,7 @@ static Scaling scaling_of(const float *x, int64_t in, int limbs) {
     others = larger_integers((vi)load(x + i + LANES) & 0x7fffffff, others);
   }
   tops = larger_integers(tops, others);
-  int32_t top = 0;
-  for (int k = 0; k < LANES; k++) top = tops[k] > top ? tops[k] : top;
+  int32_t top = largest_integer(tops);
   for (; i < in; i++) {
     int32_t bits;
     memcpy(&bits, x + i, 4);
@@ -162,6 +161,60 @@ static void to_grouped_limbs(const float *x, int64_t rows, const Matrix *m, floa
     }
 }
 
+/* Convert 32 integers of -128 to 127 to bytes. */
+INLINE void to_signed_bytes(const vi *q, int8_t *bytes) {
+#if LANES == 8
+  const __m256i a = _mm256_packs_epi32((__m256i)q[0], (__m256i)q[1]), b = _mm256_packs_epi32((__m256i)q[2], (__m256i)q[3]);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* undoes the packing's */
+  _mm256_storeu_si256((void *)bytes, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(a, b), order));
+#elif LANES == 16
+  UNROLL for (int i = 0; i < 2; i++) _mm_storeu_si128((void *)(bytes + 16 * i), _mm512_cvtepi32_epi8((__m512i)q[i]));
+#else
+  for (int i = 0; i < UNIT_INPUTS; i++) bytes[i] = (int8_t)q[i / LANES][i % LANES];
+#endif
+}
+
+#define SMALLEST 0x1p-120f /* 127 divided by this fits float32 */
+
+/* Convert rows [rows, in] to bytes, for weights in groups. 32 inputs become x * (127 / largest), rounded, and their unit is
+ * largest / 127. Where the largest is below `SMALLEST` all are 0; where one is NaN or infinite they are 0, and the unit NaN, so that the
+ * row gives NaN. Layout: for each chunk of 64 inputs [run of four inputs, row, 4], or for tiles [span, row, inputs of the span]; then
+ * [span, row]: the sum of the span's bytes times their unit where the weights have offsets, else as an integer times -`zero`; then
+ * [run of 32 inputs, row]: the unit. */
+static void to_bytes(const float *x, int64_t rows, const Matrix *m, float *scratch) {
+  const int64_t in = m->in;
+  const int spans = spans_of_chunk(m), tiles = by_tiles(m, rows);
+  char *chunk = (char *)scratch;
+  for (int64_t c = 0; c < in / CHUNK_INPUTS; c++, chunk += rows * chunk_bytes(m))
+    for (int64_t r = 0; r < rows; r++)
+      UNROLL for (int half = 0; half < 2; half++) {
+        const float *from = x + r * in + c * CHUNK_INPUTS + half * UNIT_INPUTS;
+        vi tops = {0}, q[UNIT_INPUTS / LANES], sums[2] = {{0}, {0}};
+        int8_t bytes[UNIT_INPUTS];
+        UNROLL for (int i = 0; i < UNIT_INPUTS / LANES; i++) tops = larger_integers((vi)load(from + i * LANES) & 0x7fffffff, tops);
+        const float largest = of_bits((uint32_t)largest_integer(tops));
+        const int finite = largest < INFINITY, some = finite && largest >= SMALLEST;
+        const float unit = !finite ? NAN : some ? largest / 127 : 0, factor = some ? 127 / largest : 0;
+        UNROLL for (int i = 0; i < UNIT_INPUTS / LANES; i++) {
+          q[i] = nearest(finite ? load(from + i * LANES) * factor : splat(0));
+          sums[i >= 16 / LANES] += q[i];
+        }
+        to_signed_bytes(q, bytes);
+        if (!tiles)
+          UNROLL for (int t = 0; t < 8; t++) memcpy(chunk + ((8 * half + t) * rows + r) * 4, bytes + 4 * t, 4);
+        memcpy(chunk + rows * (CHUNK_INPUTS + 4 * spans) + 4 * (half * rows + r), &unit, 4);
+        if (spans == 2) sums[0] += sums[1];
+        for (int k = 0; k < spans / 2; k++) {
+          const int span = half * (spans / 2) + k, width = CHUNK_INPUTS / spans;
+          if (tiles) memcpy(chunk + (span * rows + r) * width, bytes + k * width, width);
+          const int32_t sum = sum_integers(sums[k]), correction = -(int32_t)m->zero * sum;
+          const float number = unit * (float)sum;
+          char *word = chunk + rows * CHUNK_INPUTS + 4 * (span * rows + r);
+          memcpy(word, m->offsets ? (const void *)&number : &correction, 4);
+        }
+      }
+}
+
 /* Convert rows [rows, in] to limbs for 8-bit weights. Layout: for each chunk of 64 inputs [run of four inputs, row, limb, 4],
  * or for tiles [limb, row, 64], highest limb first. Each row's `Fixed` comes after all chunks. A row with NaN or infinity gives
  * NaN. */
@@ -239,7 +292,8 @@ INLINE int as_floats(const Matrix *m) { return !m->interleaved; }
 INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *scratch) {
 #if INTEGERS
   if (as_integers(m)) {
-    if (is_grouped(m)) to_grouped_limbs(x, rows, m, scratch);
+    if (takes_bytes(m)) to_bytes(x, rows, m, scratch);
+    else if (is_grouped(m)) to_grouped_limbs(x, rows, m, scratch);
     else to_limbs(x, rows, m, scratch);
     return;
   }

@@ -150,6 +150,20 @@ INLINE vi larger_integers(vi a, vi b) {
 #endif
 }
 
+INLINE int32_t largest_integer(vi v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#elif defined(__AVX2__)
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+#else
+  int32_t top = v[0];
+  for (int i = 1; i < LANES; i++) top = v[i] > top ? v[i] : top;
+  return top;
+#endif
+}
+
 /* Store the lower 16 bits of each integer. */
 INLINE void store_halves(uint16_t *p, vu v) {
 #if defined(__AVX512F__)

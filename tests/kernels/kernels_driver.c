@@ -132,10 +132,12 @@ int main(int count, char **arguments) {
     for (int offset = 0; offset < 2; offset++) {
       Matrix m = grouped(kind, 37, 192, 32, offset, 0);
       wrong |= products(&m);
-      for (int64_t group = 16; group <= 64 && CALL(interleaves)(kind, 64, 192); group *= 2) {
-        m = grouped(kind, 64, 192, group, offset, 1);
-        wrong |= products(&m);
-      }
+      for (int64_t group = kind == INT4 ? 32 : 16; group <= 64 && CALL(interleaves)(kind, 64, 192); group *= 2)
+        for (int64_t bits = 8; bits <= 16; bits += 8) {
+          m = grouped(kind, 64, 192, group, offset, 1);
+          m.row_bits = bits;
+          wrong |= products(&m);
+        }
     }
   Layer layers[LAYERS] = {{{0}}};
   for (int l = 0; l < LAYERS; l++) { /* the second one with all that some families' layers have besides */

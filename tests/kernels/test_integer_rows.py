@@ -16,7 +16,7 @@ from layerskip_models.kernels.library import Matrix
 from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear
 from layerskip_models.kernels.weights import in_rows, interleaved
 from test_native import drawn, needs_native, use
-from test_products import MIXTURES, weight_of
+from test_products import MIXTURES, rounded_rows, weight_of
 
 VARIANTS = library.runnable_variants() if library.LIBRARY.is_file() else ()
 integers = pytest.mark.skipif("vnni" not in VARIANTS, reason="this processor multiplies no bytes (AVX-512 VNNI)")
@@ -108,11 +108,12 @@ LARGEST = largest()
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("form", LARGEST)
-def test_no_sum_of_groups_is_too_large_for_its_integer(form: str, variant: str) -> None:
+@pytest.mark.parametrize("bits", [8, 16])
+def test_no_sum_of_groups_is_too_large_for_its_integer(form: str, variant: str, bits: int) -> None:
     """With rows whose numbers are all the largest, of either sign, and with signs that alternate."""
     weight = LARGEST[form]
     with use(variant):
-        linear = NativeGroupedLinear(weight)
+        linear = NativeGroupedLinear(weight, rows=bits)
     x = torch.ones(20, 512) * torch.tensor([1.0, -1.0, 1.99, 1.0, -32639.0]).repeat(4).unsqueeze(1)
     x[3, ::2] = -1
     expected = x.double() @ weight.values().double().T
@@ -127,13 +128,36 @@ def test_an_outlier_costs_small_numbers_nothing(columns: int, variant: str) -> N
     """However short the row is: of 64 numbers none is more than 64 times the mean of all, itself included."""
     weight = round_to_four_bits(drawn(32, columns), group=32)
     with use(variant):
-        linear = NativeGroupedLinear(weight)
+        linear = NativeGroupedLinear(weight, rows=16)
     x = drawn(7, columns, seed=1)
     x[:, 5] *= torch.tensor([1e4, 1, 1e4, 100, 1, 1e5, 30])  # rows without outliers beside those with one
     expected = x.double() @ weight.values().double().T
     bound = 1e-4 * (x.abs().double() @ weight.values().abs().double().T)
     bound[[0, 2, 5]] /= 10  # the outliers' rows get finer limbs
     assert bool(((product(variant, linear.matrix, x) - expected).abs() < bound).all())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q4_K", "Q6_K"])
+def test_rows_of_8_bits_of_all_sizes(form: str, variant: str) -> None:
+    """As rounding in groups of 32 says, with zeros, outliers, and numbers too small or large for a factor of their own."""
+    weight = weight_of(form, 64, 512)
+    with use(variant):
+        linear = NativeGroupedLinear(weight)
+    if not linear.matrix.interleaved:
+        pytest.skip("multiplies floats")
+    x = drawn(41, 512, seed=1) * torch.logspace(-42, 30, 41).unsqueeze(1)
+    x[1], x[30, 100:300], x[::3, 7], x[20, 64:96] = 0, 0, x[::3, 7] * 1e4, 3e-44
+    rounded = rounded_rows(x)
+    found = product(variant, linear.matrix, x)
+    size = rounded.abs() @ weight.values().double().abs().T
+    assert linear.row_bits == 8 and NativeGroupedLinear(weight_of("Q8_0", 64, 512), rows=8).row_bits == 16
+    assert bool(((found - rounded @ weight.values().double().T).abs() <= 2e-6 * size + 1e-37).all())
+    for name in {"vnni", "avx2", "avx512"} & {*VARIANTS}:
+        assert torch.equal(product(name, linear.matrix, x, 3), found)
+    x[7, 100], x[9, 3] = torch.nan, torch.inf
+    spoilt = product(variant, linear.matrix, x)
+    assert spoilt[[7, 9]].isnan().all() and torch.equal(spoilt[10:], found[10:])
 
 
 @pytest.mark.parametrize("form", [*GROUPED, *MIXTURES])

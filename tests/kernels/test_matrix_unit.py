@@ -113,8 +113,9 @@ def test_eight_bit_weights_come_to_the_same_bits_as_by_whole_numbers(unit: str, 
 
 @pytest.mark.skipif(VECTORS != "vnni", reason="this processor multiplies no bytes (AVX-512 VNNI)")
 @pytest.mark.parametrize("form", [*GROUPED, *MIXTURES])
-def test_weights_in_groups_come_to_the_same_bits_as_on_vectors(emulated: str, form: str) -> None:
-    linear, x = NativeGroupedLinear(weight_of(form, 96, 512)), rows_with_outliers(33, 512)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_weights_in_groups_come_to_the_same_bits_as_on_vectors(emulated: str, form: str, bits: int) -> None:
+    linear, x = NativeGroupedLinear(weight_of(form, 96, 512), rows=bits), rows_with_outliers(33, 512)
     assert linear.matrix.interleaved
     assert_in_company(linear, x, by_vectors("vnni", linear.matrix, x))
 

@@ -1,0 +1,166 @@
+/* Weights of 4 and 6 bits in groups, interleaved, times rows of 8 bits (`to_bytes`): half the products of rows with two limbs.
+ *
+ * A span's products are added up as integers. The sum times the scale of the weights, as a float, is then multiplied by the factor of
+ * the row's 32 inputs and added to the total, so spans are added in the order of interleaved.h. All variants have one order and one
+ * loop; only the instructions that multiply four bytes differ.
+ */
+#ifndef SELFSPEC_BYTE_ROWS_H
+#define SELFSPEC_BYTE_ROWS_H
+#include "pairs.h"
+
+#if VNNI || PAIRS
+#define SIDES (BLOCK / LANES) /* vectors that hold 16 outputs */
+
+typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves_memory __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+
+/* Four numbers of LANES outputs each, as unsigned bytes. w: the chunk, from the first of these outputs on. */
+INLINE Halves numbers_of_quad(int kind, const uint8_t *w, int quad) {
+  const Halves line = *(const Halves_memory *)(w + 64 * (quad % 8));
+  const Halves low = (quad < 8 ? line : line >> 4) & 0x0f0f;
+  if (kind == INT4) return low;
+  const Halves upper = *(const Halves_memory *)(w + 512 + 64 * (quad % 4));
+  const int right = 2 * (quad / 4) - 4;
+  return low | ((right > 0 ? upper >> right : upper << -right) & 0x3030);
+}
+
+/* Add four products to each of LANES sums. */
+#if VNNI
+#define RUN(KIND) 8 /* quads whose sums fit `Sums` */
+typedef vi Sums;
+INLINE Sums add_products(Sums sums, Halves weights, const char *row) { return (vi)add_quad((__m512i)sums, (__m512i)weights, row); }
+INLINE vi widened_sums(Sums sums) { return sums; }
+#else
+#define RUN(KIND) (KIND == INT4 ? 8 : 2) /* 8 * 2 * 15 * 127 and 2 * 2 * 63 * 127 fit 16 bits */
+typedef int16_t Sums __attribute__((vector_size(4 * LANES)));
+INLINE Sums add_products(Sums sums, Halves weights, const char *row) {
+  typedef int32_t quad __attribute__((aligned(1), may_alias));
+#if LANES == 16
+  sums += (Sums)_mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(*(const quad *)row));
+  __asm__("" : "+v"(sums)); /* else GCC adds products up first, for which there are no registers */
+#else
+  sums += (Sums)_mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(*(const quad *)row));
+  __asm__("" : "+x"(sums));
+#endif
+  return sums;
+}
+INLINE vi widened_sums(Sums sums) {
+#if LANES == 16
+  return (vi)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+#else
+  return (vi)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+#endif
+}
+#endif
+
+/* The scales of a group, and its offsets, for the LANES outputs from `lane` on of 16. */
+INLINE vf lanes_of_block(const Matrix *m, Factors at, int64_t block, int which, int lane) {
+  return load_float16(at.blocks + (block * (m->offsets ? 2 : 1) + which) * 16 + lane);
+}
+INLINE vf lanes_scales(const Matrix *m, Factors at, int64_t group, int64_t block, int lane) {
+  const int64_t place = 16 * group + lane;
+  if (m->scales == HALVES) return load_float16((const uint16_t *)at.scales + place);
+  if (m->scales == FLOATS) return load((const float *)at.scales + place);
+  const char *p = at.scales + place;
+  const vf numbers = m->scales == SIGNED ? load_int8((const int8_t *)p) : __builtin_convertvector(load_bytes((const uint8_t *)p), vf);
+  return numbers * lanes_of_block(m, at, block, 0, lane);
+}
+INLINE vf lanes_offsets(const Matrix *m, Factors at, int64_t group, int64_t block, int lane) {
+  const int64_t place = 16 * group + lane;
+  if (!m->blocks) return load((const float *)at.offsets + place);
+  return 0.0f - __builtin_convertvector(load_bytes((const uint8_t *)at.offsets + place), vf) * lanes_of_block(m, at, block, 1, lane);
+}
+
+/* Add a span's sums to the totals of a row: times the scales and the row's unit, and where there are offsets these times `word`. */
+INLINE vf add_byte_span(vf total, vi sums, vf scale, int shifted, vf offset, const char *word, float unit) {
+  typedef float number __attribute__((aligned(4), may_alias));
+  if (shifted) total = multiply_add(offset, splat(*(const number *)word), total);
+  return multiply_add(__builtin_convertvector(sums, vf) * scale, splat(unit), total);
+}
+
+/* y[r * BLOCK + o] for 16 outputs from `first` on. rows, kind, spans and shifted are constants where this is called. */
+INLINE void byte_row_dots(int rows, int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, Prefetch fetch,
+                          float *y) {
+  typedef int32_t whole __attribute__((aligned(4), may_alias));
+  typedef float number __attribute__((aligned(4), may_alias));
+  const int64_t chunks = m->in / CHUNK_INPUTS, ahead = bytes_of(kind, fetch.ahead * m->in);
+  const int lines = kind == INT4 ? 8 : 12, chunk_size = rows * (CHUNK_INPUTS + 4 * (spans + 2)), shift = spans_shift(m);
+  const int together = SIDES == 2 && rows <= 4 ? 2 : 1; /* vectors of outputs at once */
+  const uint8_t *w = (const uint8_t *)m->weight + bytes_of(kind, first * m->in);
+  const Factors at = factors_at(m, first), later = factors_at(m, first + fetch.ahead);
+  vf total[BYTE_ROWS][SIDES];
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int side = 0; side < SIDES; side++) total[r][side] = (vf){0};
+  for (int64_t c = 0; c < chunks; c++, w += 64 * lines, x += chunk_size) {
+    const char *words = x + rows * CHUNK_INPUTS, *units = words + rows * 4 * spans;
+    const int64_t block = c / (BLOCK_INPUTS / CHUNK_INPUTS);
+    if (fetch.ahead) {
+      ROLLED for (int line = 0; line < lines; line++)
+        if ((64 * line & fetch.mask) == fetch.place) PREFETCH(w + ahead + 64 * line);
+      if (!fetch.place) {
+        PREFETCH(later.scales + c * spans * (m->scales == FLOATS ? 64 : m->scales == HALVES ? 32 : 16));
+        if (shifted) PREFETCH(later.offsets + c * spans * (m->blocks ? 16 : 64));
+      }
+    }
+    UNROLL for (int turn = 0; turn < spans; turn++) {
+      const int span = spans == 2 ? turn : turn % 2 * 2 + turn / 2, quads = QUADS / spans, run = RUN(kind) < quads ? RUN(kind) : quads;
+      const int64_t group = (c * spans + span) >> shift;
+      for (int side = 0; side < SIDES; side += together) {
+        vi sums[BYTE_ROWS][2];
+        const char *row = x;
+        __asm__("" : "+r"(row)); /* else GCC stores all that is read through it as vectors, for the other sides */
+        UNROLL for (int r = 0; r < rows; r++)
+          UNROLL for (int e = 0; e < together; e++)
+            sums[r][e] = (shifted ? 0 : *(const whole *)(words + 4 * (span * rows + r))) + (vi){0};
+        UNROLL for (int begin = 0; begin < quads; begin += run) {
+          Sums part[BYTE_ROWS][2];
+          UNROLL for (int r = 0; r < rows; r++) UNROLL for (int e = 0; e < together; e++) part[r][e] = (Sums){0};
+          UNROLL for (int t = begin; t < begin + run; t++) {
+            Halves weights[2];
+            UNROLL for (int e = 0; e < together; e++)
+              weights[e] = numbers_of_quad(kind, w + 4 * LANES * (side + e), span * quads + t);
+            UNROLL for (int r = 0; r < rows; r++)
+              UNROLL for (int e = 0; e < together; e++)
+                part[r][e] = add_products(part[r][e], weights[e], row + ((span * quads + t) * rows + r) * 4);
+          }
+          UNROLL for (int r = 0; r < rows; r++) UNROLL for (int e = 0; e < together; e++) sums[r][e] += widened_sums(part[r][e]);
+        }
+        UNROLL for (int e = 0; e < together; e++) {
+          const vf scale = lanes_scales(m, at, group, block, LANES * (side + e));
+          const vf offset = shifted ? lanes_offsets(m, at, group, block, LANES * (side + e)) : (vf){0};
+          UNROLL for (int r = 0; r < rows; r++) {
+            vf *sum = &total[r][side + e];
+            const float unit = *(const number *)(units + 4 * (span * 2 / spans * rows + r));
+            *sum = add_byte_span(*sum, sums[r][e], scale, shifted, offset, words + 4 * (span * rows + r), unit);
+          }
+        }
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < rows; r++)
+    UNROLL for (int side = 0; side < SIDES; side++) store(y + r * BLOCK + LANES * side, total[r][side]);
+}
+
+#define BYTE_ROW_DOTS(NAME, ROWS_, KIND, SPANS, SHIFTED) \
+  static void NAME##_##ROWS_(const Matrix *m, int64_t first, const char *x, Prefetch fetch, float *y) { \
+    byte_row_dots(ROWS_, KIND, SPANS, SHIFTED, m, first, x, fetch, y); \
+  }
+#define BYTE_ROW_DOTS_OF(NAME, KIND, SPANS, SHIFTED) \
+  BYTE_ROW_DOTS(NAME, 1, KIND, SPANS, SHIFTED) BYTE_ROW_DOTS(NAME, 2, KIND, SPANS, SHIFTED) \
+  BYTE_ROW_DOTS(NAME, 3, KIND, SPANS, SHIFTED) BYTE_ROW_DOTS(NAME, 4, KIND, SPANS, SHIFTED) \
+  BYTE_ROW_DOTS(NAME, 5, KIND, SPANS, SHIFTED) BYTE_ROW_DOTS(NAME, 6, KIND, SPANS, SHIFTED) \
+  BYTE_ROW_DOTS(NAME, 7, KIND, SPANS, SHIFTED) BYTE_ROW_DOTS(NAME, 8, KIND, SPANS, SHIFTED) \
+  static Dots *const NAME[] = {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6, NAME##_7, NAME##_8};
+BYTE_ROW_DOTS_OF(byte_rows_4, INT4, 2, 0)
+BYTE_ROW_DOTS_OF(byte_rows_4_shifted, INT4, 2, 1)
+BYTE_ROW_DOTS_OF(byte_rows_6, SIXES, 2, 0)
+BYTE_ROW_DOTS_OF(byte_rows_6_shifted, SIXES, 2, 1)
+BYTE_ROW_DOTS_OF(byte_rows_6_short, SIXES, 4, 0)
+BYTE_ROW_DOTS_OF(byte_rows_6_short_shifted, SIXES, 4, 1)
+
+static void byte_rows(const Matrix *m, int64_t first, const char *x, int64_t rows, Prefetch fetch, float *y) {
+  static Dots *const *const dots[3][2] = {{byte_rows_4, byte_rows_4_shifted}, {byte_rows_6, byte_rows_6_shifted},
+                                          {byte_rows_6_short, byte_rows_6_short_shifted}};
+  dots[m->kind == INT4 ? 0 : m->group == 16 ? 2 : 1][m->offsets != NULL][rows - 1](m, first, x, fetch, y);
+}
+#endif
+#endif
