@@ -32,6 +32,7 @@ from layerskip_models.linear import (
     check_layout,
     grouped_linear,
     keeps_eight_bits,
+    with_rows,
 )
 from layerskip_models.model import LayerSkipModel
 
@@ -110,10 +111,13 @@ def _keeps_head(model: LayerSkipModel) -> bool:
 
 
 def rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:
-    """Round a linear to the layout's bits, unless it has no more. layer: that it belongs to, or None for the head."""
+    """Round a linear to the layout's bits, unless it has no more. layer: that it belongs to, or None for the head.
+
+    Rows have 8 bits beside weights of at most 6, whatever the model's have: no text depends on it.
+    """
     in_four = layout == "int4" and not keeps_eight_bits(layer)
     if _bits_of(linear) <= (4 if in_four else 8):
-        return linear
+        return with_rows(linear, 8)
     if isinstance(linear, (GroupedLinear, NativeGroupedLinear, NativeInt8Linear)):
         # Of 6 or 8 bits; some outputs at a time are in float32.
         pieces = linear.float_pieces(max(_PIECE // linear.shape[1], 1))

@@ -284,6 +284,10 @@ class GroupedLinear:
         self.bias = None if bias is None else bias.float()
         self.num_bytes = weight.num_bytes
 
+    def with_rows(self, rows: int) -> GroupedLinear:
+        """Return a linear of the same weight, in the same memory, that meets rows of so many bits."""
+        return GroupedLinear(self.numbers, self.bias, rows=rows)
+
     @property
     def weight(self) -> Tensor:
         """The weight in float32, [out, in]."""

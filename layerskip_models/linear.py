@@ -85,9 +85,9 @@ def grouped_linear(weight: GroupedWeight, bias: Tensor | None = None, *, own: bo
 
 def with_rows(linear: Linear, rows: int) -> Linear:
     """Return a linear of the same weight that meets rows of 8 or 16 bits; itself if it has more than 6 bits, or floats."""
-    if isinstance(linear, GroupedLinear) and linear.bits <= 6:
-        return GroupedLinear(linear.numbers, linear.bias, rows=rows)
-    return linear.with_rows(rows) if isinstance(linear, NativeGroupedLinear) else linear
+    if not isinstance(linear, (GroupedLinear, NativeGroupedLinear)) or linear.bits > 6:
+        return linear
+    return linear.with_rows(rows)
 
 
 def row_bits(linear: Linear) -> int:

@@ -20,11 +20,13 @@ from layerskip_models.prefill import prefill
 from selfspec.cli.console import one_line_errors
 
 _HEAD_ROWS = 64  # rows whose logits are in memory at a time, of each setting
+_LONGEST = 16  # characters of a token on the average
 
 
 def accuracy(options: AccuracyCommand) -> None:
     with one_line_errors():
-        ids = open_tokenizer(options.model)(_text(options.text), verbose=False)["input_ids"][: options.tokens]
+        text = _text(options.text)[: _LONGEST * options.tokens]
+        ids = open_tokenizer(options.model)(text, verbose=False)["input_ids"][: options.tokens]
         pieces = [*torch.tensor(ids, dtype=torch.long).split(options.context)]
         model = open_model(options.model, options.dtype, "cpu")
         exact = model.with_rows(16)

@@ -367,9 +367,9 @@ class NativeGroupedLinear(NativeLinear):
         return [*(tensor for tensor in more if tensor is not None), *super().tensors]
 
     def with_rows(self, rows: int) -> NativeGroupedLinear:
-        """Return a linear of the same weight, in the same memory, that meets rows of so many bits."""
+        """Return a linear of the same weight, in the same memory, that meets rows of so many bits. Not for 8-bit weights."""
         other = copy.copy(self)
-        other.row_bits = 16 if self.bits > 6 else rows
+        other.row_bits = rows
         other.matrix, other._scratch = Matrix.from_buffer_copy(self.matrix), threading.local()
         other.matrix.row_bits, other._address = other.row_bits, addressof(other.matrix)
         return other

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 import selfspec.engine.engine
 from batched_runs import BATCH_SENSITIVE, SCRIPTED, Course, Wish, assert_same, run_alone, run_together
+from layerskip_models import LayerSkipModel
 from layerskip_models.families import FAMILIES
 from matrix_models import (
     DRAFT_HEAD,
@@ -39,6 +40,10 @@ ATTEMPTS = 10  # completions of a pair, of which the one with most new pairs is 
 NEW_TOKENS = 18
 NEAR_TIE = 1e-3
 """Of a float32 model on operators: logits that two orders of summation may swap."""
+NEAR_TIE_OF_ROUNDED_ROWS = 0.2
+"""Of one whose rows are rounded to 8 bits on operators: a last digit may move a number of a row by a step."""
+ROUNDED_ROWS = ("int4", "Q4_0", "Q4_K_M", "Q6_K")
+"""Weights that meet rows of 8 bits unless 16 are asked for."""
 EIGHT_BITS = ("int8", "Q8_0", "Q5_K", "Q6_K")
 """Weights that can draft in 4 bits, though not in 8."""
 BITS = (
@@ -67,7 +72,7 @@ COMPANY = (
 
 
 class Cell(NamedTuple):
-    """One combination. kv_dtype: of keys and values. exit_layer: what {E} in the policy stands for."""
+    """One combination. kv_dtype: of keys and values. exit_layer: what {E} in the policy stands for. rows: None for 8 bits."""
 
     family: str
     weights: str
@@ -78,11 +83,12 @@ class Cell(NamedTuple):
     mode: str
     company: str
     settings: str
+    rows: int | None = None
 
     @property
     def name(self) -> str:
         """As part of a test's id."""
-        small = [] if self.kv_dtype == "auto" else ["small keys"]
+        small = ["small keys"] * (self.kv_dtype != "auto") + [f"rows {self.rows}"] * (self.rows is not None)
         return " ".join(
             [self.family, self.weights, self.variant, *small, self.policy.format(E=self.exit_layer), self.mode,
              self.company, self.settings]
@@ -92,6 +98,12 @@ class Cell(NamedTuple):
     def bitwise(self) -> bool:
         """Whether a row has the same bits in any company: on our own kernels."""
         return self.variant != NONE
+
+    @property
+    def model(self) -> LayerSkipModel:
+        """Within `kernels_of` the variant."""
+        model = model_of(self.family, self.weights, self.variant).with_kv_dtype(self.kv_dtype)
+        return model if self.rows is None else model.with_rows(self.rows)
 
 
 COLUMNS: dict[str, Sequence[Any]] = {
@@ -104,6 +116,7 @@ COLUMNS: dict[str, Sequence[Any]] = {
     "mode": MODES,
     "company": ("alone", "in company"),
     "settings": [*SETTINGS],
+    "rows": (None, 16),
 }
 
 
@@ -111,6 +124,8 @@ def possible(cell: Sequence[Any]) -> bool:
     """Whether there is such a cell."""
     cell = Cell(*cell)
     if not exists(cell.family, cell.weights, cell.variant):
+        return False
+    if cell.rows is not None and cell.weights not in ROUNDED_ROWS:
         return False
     if cell.kv_dtype != "auto" and not cell.bitwise:
         return False  # on operators company changes last digits, and rounding makes more of them
@@ -173,12 +188,13 @@ def prompt_of(family: str, weights: str) -> list[int]:
 
 
 @cache
-def plain_text(family: str, weights: str, variant: str, kv_dtype: str, settings: str) -> list[int]:
+def plain_text(
+    family: str, weights: str, variant: str, kv_dtype: str, settings: str, rows: int | None = None
+) -> list[int]:
     """The greedy text of plain decoding."""
-    cell = Cell(family, weights, variant, kv_dtype, "ar", 1, "greedy", "alone", settings)
+    cell = Cell(family, weights, variant, kv_dtype, "ar", 1, "greedy", "alone", settings, rows)
     with kernels_of(variant):
-        model = model_of(family, weights, variant).with_kv_dtype(kv_dtype)
-        return run_alone(model, wish_of(cell)).tokens
+        return run_alone(cell.model, wish_of(cell)).tokens
 
 
 @cache
@@ -229,7 +245,7 @@ def check_cell(cell: Cell) -> Course:
     at a near-tie. In company the text, its rounds and its rows of the cache are those that it has alone, sampled or not.
     """
     with kernels_of(cell.variant):
-        model = model_of(cell.family, cell.weights, cell.variant).with_kv_dtype(cell.kv_dtype)
+        model = cell.model
         wish = wish_of(cell)
         course = alone = run_alone(model, wish)
         if cell.company != "alone":
@@ -249,7 +265,7 @@ def check_cell(cell: Cell) -> Course:
         elif cell.weights == "float64":
             assert course.tokens == transformers_text(cell.family, cell.weights, cell.settings)
         else:
-            plain = plain_text(cell.family, cell.weights, cell.variant, cell.kv_dtype, cell.settings)
+            plain = plain_text(cell.family, cell.weights, cell.variant, cell.kv_dtype, cell.settings, cell.rows)
             assert course.tokens == plain or (not cell.bitwise and part_at_a_near_tie(cell, course.tokens, plain))
     return course
 
@@ -274,11 +290,12 @@ def gaps(family: str, weights: str, new: list[int]) -> list[float]:
 def part_at_a_near_tie(cell: Cell, left: list[int], right: list[int]) -> bool:
     """Whether the first token in which two texts differ is as good in one as in the other."""
     at = next((i for i, (one, other) in enumerate(zip(left, right)) if one != other), None)
-    return at is not None and all(gaps(cell.family, cell.weights, text)[at] < NEAR_TIE for text in (left, right))
+    near = NEAR_TIE_OF_ROUNDED_ROWS if cell.weights in ROUNDED_ROWS and cell.rows is None else NEAR_TIE
+    return at is not None and all(gaps(cell.family, cell.weights, text)[at] < near for text in (left, right))
 
 
 def check_plain(family: str, weights: str, variant: str) -> None:
-    """Plain decoding takes transformers' best token at every position, or one that is as good."""
-    tokens = plain_text(family, weights, variant, "auto", "length")
+    """Plain decoding takes transformers' best token at every position, or one that is as good. Rows are not in 8 bits."""
+    tokens = plain_text(family, weights, variant, "auto", "length", 16 if weights in ROUNDED_ROWS else None)
     assert len(tokens) == NEW_TOKENS
     assert max(gaps(family, weights, tokens)) < NEAR_TIE
