@@ -53,22 +53,34 @@ INLINE vi widened_sums(Sums sums) {
 }
 #endif
 
-/* The scales of a group, and its offsets, for the LANES outputs from `lane` on of 16. */
-INLINE vf lanes_of_block(const Matrix *m, Factors at, int64_t block, int which, int lane) {
-  return load_float16(at.blocks + (block * (m->offsets ? 2 : 1) + which) * 16 + lane);
+/* The factors of a block's scales, and of its offsets. */
+typedef struct {
+  vf scales[SIDES], offsets[SIDES];
+} BlockFactors;
+
+INLINE BlockFactors factors_of_block(const Matrix *m, Factors at, int64_t block) {
+  BlockFactors found = {{{0}}, {{0}}};
+  const uint16_t *p = at.blocks + block * (m->offsets ? 32 : 16);
+  UNROLL for (int side = 0; side < SIDES; side++) {
+    found.scales[side] = load_float16(p + LANES * side);
+    if (m->offsets) found.offsets[side] = -load_float16(p + 16 + LANES * side);
+  }
+  return found;
 }
-INLINE vf lanes_scales(const Matrix *m, Factors at, int64_t group, int64_t block, int lane) {
-  const int64_t place = 16 * group + lane;
+
+/* The scales of a group, and its offsets, for LANES of 16 outputs. */
+INLINE vf scales_of_side(const Matrix *m, Factors at, int64_t group, const BlockFactors *block, int side) {
+  const int64_t place = 16 * group + LANES * side;
   if (m->scales == HALVES) return load_float16((const uint16_t *)at.scales + place);
   if (m->scales == FLOATS) return load((const float *)at.scales + place);
   const char *p = at.scales + place;
   const vf numbers = m->scales == SIGNED ? load_int8((const int8_t *)p) : __builtin_convertvector(load_bytes((const uint8_t *)p), vf);
-  return numbers * lanes_of_block(m, at, block, 0, lane);
+  return numbers * block->scales[side];
 }
-INLINE vf lanes_offsets(const Matrix *m, Factors at, int64_t group, int64_t block, int lane) {
-  const int64_t place = 16 * group + lane;
+INLINE vf offsets_of_side(const Matrix *m, Factors at, int64_t group, const BlockFactors *block, int side) {
+  const int64_t place = 16 * group + LANES * side;
   if (!m->blocks) return load((const float *)at.offsets + place);
-  return 0.0f - __builtin_convertvector(load_bytes((const uint8_t *)at.offsets + place), vf) * lanes_of_block(m, at, block, 1, lane);
+  return __builtin_convertvector(load_bytes((const uint8_t *)at.offsets + place), vf) * block->offsets[side];
 }
 
 /* Add a span's sums to the totals of a row: times the scales and the row's unit, and where there are offsets these times `word`. */
@@ -88,14 +100,18 @@ INLINE void byte_row_dots(int rows, int kind, int spans, int shifted, const Matr
   const int together = SIDES == 2 && rows <= 4 ? 2 : 1; /* vectors of outputs at once */
   const uint8_t *w = (const uint8_t *)m->weight + bytes_of(kind, first * m->in);
   const Factors at = factors_at(m, first), later = factors_at(m, first + fetch.ahead);
+  BlockFactors block = {{{0}}, {{0}}};
   vf total[BYTE_ROWS][SIDES];
   UNROLL for (int r = 0; r < rows; r++) UNROLL for (int side = 0; side < SIDES; side++) total[r][side] = (vf){0};
   for (int64_t c = 0; c < chunks; c++, w += 64 * lines, x += chunk_size) {
     const char *words = x + rows * CHUNK_INPUTS, *units = words + rows * 4 * spans;
-    const int64_t block = c / (BLOCK_INPUTS / CHUNK_INPUTS);
+    if (m->blocks && c % (BLOCK_INPUTS / CHUNK_INPUTS) == 0) block = factors_of_block(m, at, c / (BLOCK_INPUTS / CHUNK_INPUTS));
     if (fetch.ahead) {
-      ROLLED for (int line = 0; line < lines; line++)
-        if ((64 * line & fetch.mask) == fetch.place) PREFETCH(w + ahead + 64 * line);
+      if (fetch.mask < 64)
+        UNROLL16 for (int line = 0; line < lines; line++) PREFETCH(w + ahead + 64 * line);
+      else
+        ROLLED for (int line = 0; line < lines; line++)
+          if ((64 * line & fetch.mask) == fetch.place) PREFETCH(w + ahead + 64 * line);
       if (!fetch.place) {
         PREFETCH(later.scales + c * spans * (m->scales == FLOATS ? 64 : m->scales == HALVES ? 32 : 16));
         if (shifted) PREFETCH(later.offsets + c * spans * (m->blocks ? 16 : 64));
@@ -107,7 +123,8 @@ INLINE void byte_row_dots(int rows, int kind, int spans, int shifted, const Matr
       for (int side = 0; side < SIDES; side += together) {
         vi sums[BYTE_ROWS][2];
         const char *row = x;
-        __asm__("" : "+r"(row)); /* else GCC stores all that is read through it as vectors, for the other sides */
+        const uint8_t *own = w + 4 * LANES * side;
+        if (!VNNI) __asm__("" : "+r"(row), "+r"(own)); /* else GCC stores what it reads through them for other sides and spans */
         UNROLL for (int r = 0; r < rows; r++)
           UNROLL for (int e = 0; e < together; e++)
             sums[r][e] = (shifted ? 0 : *(const whole *)(words + 4 * (span * rows + r))) + (vi){0};
@@ -117,7 +134,7 @@ INLINE void byte_row_dots(int rows, int kind, int spans, int shifted, const Matr
           UNROLL for (int t = begin; t < begin + run; t++) {
             Halves weights[2];
             UNROLL for (int e = 0; e < together; e++)
-              weights[e] = numbers_of_quad(kind, w + 4 * LANES * (side + e), span * quads + t);
+              weights[e] = numbers_of_quad(kind, own + 4 * LANES * e, span * quads + t);
             UNROLL for (int r = 0; r < rows; r++)
               UNROLL for (int e = 0; e < together; e++)
                 part[r][e] = add_products(part[r][e], weights[e], row + ((span * quads + t) * rows + r) * 4);
@@ -125,8 +142,8 @@ INLINE void byte_row_dots(int rows, int kind, int spans, int shifted, const Matr
           UNROLL for (int r = 0; r < rows; r++) UNROLL for (int e = 0; e < together; e++) sums[r][e] += widened_sums(part[r][e]);
         }
         UNROLL for (int e = 0; e < together; e++) {
-          const vf scale = lanes_scales(m, at, group, block, LANES * (side + e));
-          const vf offset = shifted ? lanes_offsets(m, at, group, block, LANES * (side + e)) : (vf){0};
+          const vf scale = scales_of_side(m, at, group, &block, side + e);
+          const vf offset = shifted ? offsets_of_side(m, at, group, &block, side + e) : (vf){0};
           UNROLL for (int r = 0; r < rows; r++) {
             vf *sum = &total[r][side + e];
             const float unit = *(const number *)(units + 4 * (span * 2 / spans * rows + r));

@@ -66,7 +66,9 @@ def drawn_weight(outputs: int, inputs: int, group: int, offsets: bool, factors: 
     )
 
 
-def linear_of(kind: str, outputs: int, inputs: int, seed: int, bias: bool, bits: int) -> NativeLinear:
+def linear_of(
+    kind: str, outputs: int, inputs: int, seed: int, bias: bool, bits: int | None = None
+) -> NativeLinear:
     """Inputs must be a multiple of 256 but for floats and int8. bits: of rows that meet groups."""
     shift = drawn(outputs, seed=seed + 5) if bias else None
     if kind in NIBBLES:
