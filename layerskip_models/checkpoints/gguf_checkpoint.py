@@ -10,7 +10,7 @@ generation_config.json beside the file goes before what the file says, since a G
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,24 +158,58 @@ class GgufWeights:
     def names(self) -> Collection[str]:
         return self._tensors.keys()
 
-    def load(self, name: str, keep_bits: int = 0) -> Tensor | GroupedWeight:
-        tensor = self._tensors[name]
-        form, shape = tensor.tensor_type.name, tensor.shape[::-1]
-        order = _order(name, self.config) if self._permuted else None
+    def load(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        form, order = self._tensors[name].tensor_type.name, self._order([name])
+        rows = self._rows(name)
         if form in FLOATS:
-            floats = self._file.tensor(tensor.begin, FLOATS[form], shape)
-            return floats if order is None else floats[order]
-        rows = self._file.tensor(tensor.begin, torch.uint8, (math.prod(shape[:-1]), tensor.row_bytes))
-        read: Callable[[Tensor, str, Tensor | None], Tensor | GroupedWeight | None]
-        read = kept_rows if self.keeps(name, keep_bits) else float_rows
-        found = read(rows, form, order)
+            return rows if order is None else rows[order]
+        kept = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        found = float_rows(rows, form, order, kept)
         if found is None:
             raise not_finite(self.checkpoint, name)
-        return found.view(shape) if isinstance(found, Tensor) else found
+        return found.view(self._tensors[name].shape[::-1])
 
-    def keeps(self, name: str, bits: int) -> bool:
+    def kept(
+        self, names: Sequence[str], bits: int, order: Tensor | None = None, *, interleave: bool = False
+    ) -> GroupedWeight | None:
+        tensors = [self._tensors[name] for name in names]
+        forms = [tensor.tensor_type.name for tensor in tensors]
+        if not all(keeps_form(form, tensor.shape[0], bits) for form, tensor in zip(forms, tensors)):
+            return None
+        parts, own = [self._rows(name) for name in names], self._order(names)
+        if own is not None:
+            order = own if order is None else own[order]
+        if len({*forms}) == 1:
+            found = kept_rows(parts, forms[0], order, interleave=interleave)
+        else:
+            several = [kept_rows([part], form) for part, form in zip(parts, forms)]
+            whole = [one for one in several if one is not None]
+            joined = GroupedWeight.cat(whole) if len(whole) == len(parts) else None
+            found = joined if joined is None or order is None else joined.reordered(order)
+        if found is None:
+            broken = (name for name, part, form in zip(names, parts, forms) if kept_rows([part], form) is None)
+            raise not_finite(self.checkpoint, next(broken))
+        return found
+
+    def _rows(self, name: str) -> Tensor:
+        """Return a tensor as it lies in the file: floats, or uint8 [rows, bytes of a row]."""
         tensor = self._tensors[name]
-        return keeps_form(tensor.tensor_type.name, tensor.shape[0], bits)
+        form, shape = tensor.tensor_type.name, tensor.shape[::-1]
+        if form in FLOATS:
+            return self._file.tensor(tensor.begin, FLOATS[form], shape)
+        return self._file.tensor(tensor.begin, torch.uint8, (math.prod(shape[:-1]), tensor.row_bytes))
+
+    def _order(self, names: Sequence[str]) -> Tensor | None:
+        """Return which row of the file's tensors, one after another, is which row of the parameters; None if all are in order."""
+        orders = [_order(name, self.config) if self._permuted else None for name in names]
+        if all(order is None for order in orders):
+            return None
+        found, first = [], 0
+        for name, order in zip(names, orders):
+            rows = self._tensors[name].shape[-1]
+            found.append(first + (torch.arange(rows, device="cpu") if order is None else order))
+            first += rows
+        return torch.cat(found)
 
     def gives(self, name: str) -> bool:
         return self._tensors[name].tensor_type.name not in FLOATS

@@ -84,10 +84,10 @@ def test_rows_stand_for_what_gguf_says(form: str, kernels: bool, monkeypatch: py
         same_bits(floats, expected if turned is None else expected[turned])
         assert float_rows(broken, form, turned) is None
         if form in GROUPED:
-            kept = kept_rows(data, form, turned)
+            kept = kept_rows([data], form, turned)
             assert kept is not None and kept.num_bytes == numbers_of_blocks(data, form).num_bytes
             assert torch.equal(kept.values(), expected if turned is None else expected[turned])
-            assert kept_rows(broken, form, turned) is None
+            assert kept_rows([broken], form, turned) is None
 
 
 @pytest.mark.parametrize("forms", [*itertools.permutations(("Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0"), 2)])
