@@ -159,10 +159,6 @@ class GroupedWeight:
         values = values.mul_(scales).add_(offsets).flatten(1)
         return values if self.factors is None else values.mul_(self.factors[rows].unsqueeze(1))
 
-    def values_of(self, outputs: Tensor) -> Tensor:
-        """Return the numbers of these outputs, float32 [outputs, in]."""
-        return self._of(lambda tensor: tensor[outputs]).values()
-
     def contiguous(self) -> GroupedWeight:
         """Make every tensor contiguous, as the kernels read them."""
         return self._of(Tensor.contiguous)
@@ -283,7 +279,7 @@ class GroupedLinear:
 
     def rows(self, outputs: Tensor) -> Tensor:
         """Return the numbers of these outputs, float32 [outputs, in]."""
-        return self.numbers.values_of(outputs)
+        return self.numbers._of(lambda tensor: tensor[outputs]).values()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]. Returns [rows, out]."""

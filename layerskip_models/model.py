@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from layerskip_models.exits.lean import LeanAdapter
 
 Embedding = Tensor | NativeLinear | GroupedLinear
-"""[vocab, hidden]: floats, perhaps in 16 bits if that loses nothing; or a matrix, perhaps the head itself, whose rows are read."""
+"""[vocab, hidden]: floats, in 16 bits if that loses nothing; or a matrix whose rows are read, perhaps the head itself."""
 _NO_TEAM = nullcontext()
 _growing = fork_safe(threading.Lock())  # while any model's rotary table grows
 
@@ -219,9 +219,9 @@ class LayerSkipModel:
         embedding, native, head, draft_head = self._embedding, self.backend, self.head, self.draft_head
         if not isinstance(native, NativeLayers) or self.final_norm.factors is None or self.dtype != torch.float32:
             return None
-        if isinstance(embedding, GroupedLinear) or not (isinstance(head, NativeLinear) and isinstance(draft_head, NativeLinear)):
+        if not (isinstance(head, NativeLinear) and isinstance(draft_head, NativeLinear)):
             return None
-        if isinstance(embedding, Tensor) and not embedding.is_contiguous():
+        if isinstance(embedding, GroupedLinear) or (isinstance(embedding, Tensor) and not embedding.is_contiguous()):
             return None
         return NativeForward(
             native,

@@ -242,6 +242,7 @@ class LayerBuilder:
         tied = HEAD not in self.weights.names()
         name, layout = EMBEDDING if tied else HEAD, self._layout(last, None)
         kept = self._kept([name], last, self.keep_bits if self.keep_bits == 8 else 0)
+        head: Linear
         draft_head: Linear | None = None
         weight = torch.empty(0, device="cpu")
         if kept is not None:

@@ -74,8 +74,8 @@ def kept_rows(
 ) -> GroupedWeight | None:
     """Convert tensors' bytes, uint8 [rows, bytes of a row] each, to rows of one weight; None if a scale is not finite.
 
-    form: one of `GROUPED`. order: which of all rows is first, second and so on; None for theirs. interleave: whether to put 16
-    outputs side by side at once, where the kernels want that.
+    form: one of `GROUPED`. order: which of all rows is first, second and so on; None for theirs. interleave: whether to put
+    16 outputs side by side at once, where the kernels want that.
     """
     kernels = library.kernels()
     if kernels is None:

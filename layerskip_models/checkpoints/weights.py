@@ -50,7 +50,7 @@ class Weights(Protocol):
     def kept(
         self, names: Sequence[str], bits: int, order: Tensor | None = None, *, interleave: bool = False
     ) -> GroupedWeight | None:
-        """Return parameters as rows of one weight, in the file's own numbers; None unless all have numbers of at most `bits` bits.
+        """Return parameters as rows of one weight in the file's own numbers, unless some have none, or none of so few bits.
 
         order: which of all rows is first, second and so on. interleave: whether the kernels' order is welcome.
         """

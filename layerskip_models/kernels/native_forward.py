@@ -42,8 +42,8 @@ _NONE: Mapping[int, Adapted] = MappingProxyType({})
 class NativeForward:
     """Steps for one caller at a time, over texts in any KV caches. float32 on a CPU.
 
-    embedding: [vocab, hidden], contiguous if it is a tensor. rotary: returns the model's table, which may have grown. adapters: by exit layer,
-    applied before the draft head. Raises RuntimeError if any of these does not run on our kernels.
+    embedding: [vocab, hidden]; a tensor is contiguous. rotary: returns the model's table, which may have grown. adapters: by
+    exit layer, applied before the draft head. Raises RuntimeError if any of these does not run on our kernels.
     """
 
     def __init__(

@@ -178,7 +178,7 @@ class NativeLinear:
         return (part.float() for part in self.numbers_in_rows.split(outputs))
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """Return the numbers of these outputs, int64 [rows], as float32 [rows, in]. Raises IndexError if there are no such."""
+        """Return the numbers of these outputs, int64 [rows], as float32 [rows, in]. IndexError if there are no such."""
         outputs, kernels = outputs.contiguous(), library.kernels()
         if outputs.dtype is not torch.int64 or not outputs.is_cpu or kernels is None:
             raise ValueError(f"outputs must be int64 on the CPU, got {outputs.dtype} on {outputs.device}")
