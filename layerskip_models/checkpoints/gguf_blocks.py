@@ -94,10 +94,10 @@ def kept_rows(
 
     def some(share: range) -> bool:
         first = (None if target is None else target[share.start :].data_ptr() for target in targets)
-        scratch = torch.empty(LANES * made.packed.shape[1], dtype=torch.uint8, device="cpu")
-        there = scratch.data_ptr() if made.interleaved else None
-        read = places[share.start :].data_ptr(), len(share), inputs
-        return bool(run(_STORED[form], *read, byref(library.Blocks(*first)), there))
+        width = made.packed.shape[1]
+        scratch = torch.empty(LANES * width, dtype=torch.uint8, device="cpu")
+        to = byref(library.Blocks(*first)), width, scratch.data_ptr() if made.interleaved else None
+        return bool(run(_STORED[form], places[share.start :].data_ptr(), len(share), inputs, *to))
 
     return made if in_shares(made.packed, some, step=LANES) else None
 

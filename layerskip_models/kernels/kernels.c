@@ -79,20 +79,21 @@ PUBLIC void EXPORT(interleave)(void *numbers, int64_t rows, int64_t words, int s
   interleave(numbers, rows, words, size, flip, scratch);
 }
 PUBLIC int EXPORT(finite_numbers)(int kind, const void *p, int64_t count) { return finite_numbers(kind, p, count); }
-/* Rows of a file to a matrix in groups. scratch: bytes of 16 rows of numbers, or NULL. With scratch 16 outputs come side by side, each
- * block of them while it is in a cache. Returns 0 if a scale or an offset is NaN or infinite. */
-PUBLIC int EXPORT(block_rows)(int kind, const uint8_t *const *from, int64_t rows, int64_t in, const Blocks *to, void *scratch) {
-  const Sizes sizes = sizes_of(kind, in);
+/* Rows of a file to a matrix in groups, whose rows of numbers have `width` bytes. With scratch for 16 of these, 16 outputs come side by
+ * side, block by block while they are in a cache. Returns 0 if a scale or an offset is NaN or infinite. */
+PUBLIC int EXPORT(block_rows)(int kind, const uint8_t *const *from, int64_t rows, int64_t in, const Blocks *to, int64_t width,
+                              void *scratch) {
+  const int64_t groups = in / (kind == Q6_K ? 16 : 32), blocks = in / 256 * (kind == Q6_K ? 1 : 2);
+  const int scale = in_k(kind) ? 1 : 2, offset = in_k(kind) ? 1 : 4; /* bytes of one */
   int finite = 1;
   for (int64_t r = 0; r < rows; r++) {
     finite &= block_row(kind, from[r], in, to, r);
     if (!scratch || r % 16 != 15) continue;
     const int64_t first = r - 15;
-    interleave(to->numbers + first * sizes.numbers, 16, sizes.numbers / 4, 4, 0, scratch);
-    interleave((char *)to->groups + first * sizes.groups * sizes.scale, 16, sizes.groups, sizes.scale, 0, scratch);
-    if (to->offsets)
-      interleave((char *)to->offsets + first * sizes.groups * sizes.offset, 16, sizes.groups, sizes.offset, 0, scratch);
-    if (to->blocks) interleave(to->blocks + first * sizes.blocks, 16, sizes.blocks, 2, 0, scratch);
+    interleave(to->numbers + first * width, 16, width / 4, 4, 0, scratch);
+    interleave((char *)to->groups + first * groups * scale, 16, groups, scale, 0, scratch);
+    if (to->offsets) interleave((char *)to->offsets + first * groups * offset, 16, groups, offset, 0, scratch);
+    if (to->blocks) interleave(to->blocks + first * blocks, 16, blocks, 2, 0, scratch);
   }
   return finite;
 }

@@ -155,7 +155,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         [c_void_p, c_int64, c_int64, c_float, c_int64, c_double, POINTER(Drafts), c_double, c_void_p, c_void_p, c_void_p,
          c_void_p],
     ),
-    "block_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, POINTER(Blocks), c_void_p]),
+    "block_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, POINTER(Blocks), c_int64, c_void_p]),
     "rows": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "four_bit_rows": (
         c_int,

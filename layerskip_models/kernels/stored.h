@@ -316,16 +316,4 @@ INLINE int in_k(int kind) { return kind == Q4_K || kind == Q5_K || kind == Q6_K;
 INLINE int block_row(int kind, const uint8_t *from, int64_t in, const Blocks *to, int64_t place) {
   return in_k(kind) ? k_row(kind, from, in, to, place) : short_row(kind, from, in, to, place);
 }
-
-/* Of a row in `Blocks`: bytes of its numbers, how many groups and factors of blocks it has, and bytes of a scale and of an offset. */
-typedef struct {
-  int64_t numbers, groups, blocks;
-  int scale, offset;
-} Sizes;
-
-INLINE Sizes sizes_of(int kind, int64_t in) {
-  const int in_nibbles = kind == Q4_0 || kind == Q4_1 || kind == Q4_K;
-  return (Sizes){in_nibbles ? in / 2 : kind == Q6_K ? in / 4 * 3 : in, in / (kind == Q6_K ? 16 : 32),
-                 in / 256 * (kind == Q6_K ? 1 : 2), in_k(kind) ? 1 : 2, in_k(kind) ? 1 : 4};
-}
 #endif
