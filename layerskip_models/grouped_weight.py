@@ -75,6 +75,7 @@ class GroupedWeight:
     offsets: float32 of that shape, or with blocks uint8; None for -zero * scale. factors: float32 [out]; None for 1.
     blocks: float16 [out, in / 256, 2], the factors of the scales and, negated, of the offsets; without offsets
     [out, in / 256, 1].
+    interleaved: whether the kernels alone know what is where (`kernels.weights`); shapes are the same.
     Raises ValueError for tensors that do not fit together.
     """
 
@@ -85,6 +86,7 @@ class GroupedWeight:
     blocks: Tensor | None = None
     bits: int = 4
     zero: int = _MIDDLE
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
@@ -121,7 +123,7 @@ class GroupedWeight:
         """Other tensors of the same form, in the order of `tensors`."""
         packed, groups, offsets, factors, blocks = tensors
         assert packed is not None and groups is not None
-        return GroupedWeight(packed, groups, offsets, factors, blocks, self.bits, self.zero)
+        return GroupedWeight(packed, groups, offsets, factors, blocks, self.bits, self.zero, self.interleaved)
 
     def _of(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
         """Apply a function to every tensor."""
@@ -296,6 +298,10 @@ class GroupedLinear:
     def float_pieces(self, outputs: int) -> Iterator[Tensor]:
         """Yield the weight in float32, piece by piece. outputs: in each piece."""
         return (self.numbers.values(first, first + outputs) for first in range(0, self.shape[0], outputs))
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """Return the numbers of these outputs, float32 [outputs, in]."""
+        return self.numbers._of(lambda tensor: tensor[outputs]).values()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]. Returns [rows, out]."""

@@ -74,13 +74,17 @@ def int4_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return grouped_linear(round_to_four_bits(weight, group=GROUP), bias, own=True)
 
 
-def grouped_linear(weight: GroupedWeight, bias: Tensor | None = None, *, own: bool = False) -> Linear:
+def grouped_linear(
+    weight: GroupedWeight, bias: Tensor | None = None, *, own: bool = False, reorder: bool = True
+) -> NativeGroupedLinear | GroupedLinear:
     """Make a linear of a weight already in groups, on a CPU, for float32: on our own kernels, or if none, on operators.
 
-    own: whether nobody else needs the weight's tensors, whose memory the linear may then reorder.
+    own: whether nobody else needs the weight's tensors, whose memory the linear may then reorder. reorder: False for a weight
+    whose rows are only looked up.
     """
-    native = native_works(weight.packed.device, torch.float32)
-    return NativeGroupedLinear(weight, bias, own=own) if native else GroupedLinear(weight, bias)
+    if native_works(weight.packed.device, torch.float32):
+        return NativeGroupedLinear(weight, bias, own=own, reorder=reorder)
+    return GroupedLinear(weight, bias)
 
 
 def with_rows(linear: Linear, rows: int) -> Linear:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from layerskip_models.exits.adapter import Steering
     from layerskip_models.exits.lean import LeanAdapter
 
+Embedding = Tensor | NativeLinear | GroupedLinear
+"""[vocab, hidden]: floats, in 16 bits if that loses nothing; or a matrix whose rows are read, perhaps the head itself."""
 _NO_TEAM = nullcontext()
 _growing = fork_safe(threading.Lock())  # while any model's rotary table grows
 
@@ -84,7 +86,7 @@ class LayerSkipModel:
         *,
         dtype: torch.dtype,
         weights_dtype: torch.dtype | None = None,
-        embedding: Tensor,
+        embedding: Embedding,
         layers: list[DecoderLayer],
         final_norm: RMSNorm,
         head: Linear,
@@ -107,14 +109,14 @@ class LayerSkipModel:
         self.head_dim = head_dim_of(config)
         self.dtype = self.kv_dtype = dtype
         self.weights_dtype = dtype if weights_dtype is None else weights_dtype
-        self.device = embedding.device
-        self._embedding = embedding  # [vocab, hidden]; perhaps in 16 bits, if that loses nothing
+        self.device = embedding.device if isinstance(embedding, Tensor) else torch.device("cpu")
+        self._embedding = embedding
         self.final_norm = final_norm
         self.head = head
         self.draft_head = head if draft_head is None else draft_head
         self._inv_freq = inv_freq  # float32 [head_dim / 2]; shorter where only the first part of a head rotates
         self._rotary_scaling = rotary_scaling
-        self.rotary = torch.empty(0)
+        self.rotary = torch.empty(0, device="cpu")
         self._interleaved = layers[0].interleaved
         self.sliding_windows = tuple(layer.sliding_window for layer in layers)
         self.layer_devices, self.head_device = (self.device,) * self.num_layers, self.device
@@ -197,7 +199,8 @@ class LayerSkipModel:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens: int64 [rows]. Returns [rows, hidden]."""
-        return F.embedding(tokens, self._embedding).to(self.dtype)
+        table = self._embedding
+        return (F.embedding(tokens, table) if isinstance(table, Tensor) else table.rows(tokens)).to(self.dtype)
 
     def run_layers(
         self, hidden: Tensor, start: int, stop: int, cache: KVCache | CacheRows, capture: Capture | None = None
@@ -217,7 +220,9 @@ class LayerSkipModel:
         embedding, native, head, draft_head = self._embedding, self.backend, self.head, self.draft_head
         if not isinstance(native, NativeLayers) or self.final_norm.factors is None or self.dtype != torch.float32:
             return None
-        if not (embedding.is_contiguous() and isinstance(head, NativeLinear) and isinstance(draft_head, NativeLinear)):
+        if not (isinstance(head, NativeLinear) and isinstance(draft_head, NativeLinear)):
+            return None
+        if isinstance(embedding, GroupedLinear) or (isinstance(embedding, Tensor) and not embedding.is_contiguous()):
             return None
         return NativeForward(
             native,

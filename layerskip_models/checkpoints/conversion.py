@@ -21,9 +21,9 @@ from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.checkpoints.weights import ModuleWeights, Weights
 from layerskip_models.decoder_layer import DecoderLayer, interleave_heads
 from layerskip_models.families import family_of, head_dim_of
-from layerskip_models.grouped_weight import GroupedWeight
+from layerskip_models.grouped_weight import GroupedLinear, GroupedWeight
 from layerskip_models.kernels.check import native_works
-from layerskip_models.kernels.native_linear import NativeInt8Linear
+from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.pages import expect_large_pages
 from layerskip_models.kernels.threads import SingleThreadedOperators
 from layerskip_models.linear import (
@@ -36,7 +36,7 @@ from layerskip_models.linear import (
     grouped_linear,
     keeps_eight_bits,
 )
-from layerskip_models.model import LayerSkipModel
+from layerskip_models.model import Embedding, LayerSkipModel
 from layerskip_models.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -133,12 +133,13 @@ def build_model(
     home, last, *devices = (device[name] if isinstance(device, Mapping) else device for name in names)
     small = config.hidden_size * config.intermediate_size <= _SMALL
     alone = SingleThreadedOperators() if small else nullcontext()
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), alone:
+    with torch.inference_mode(False), torch.no_grad(), alone:
         computed = arithmetic_dtype(dtype, last)
         if layout is not None:
             check_layout(layout, torch.empty(0, dtype=computed, device=last))
         builder = LayerBuilder(weights, dtype=dtype, computed=computed, layout=layout, share=share, keep_bits=keep_bits)
-        frequencies, scaling = weights.rotary()
+        with torch.device("cpu"):  # which slows every operator down, and is for transformers' own here
+            frequencies, scaling = weights.rotary()
         inv_freq = _checked(frequencies.to(home), config)
         embedding, head, draft_head = builder.ends(home, last)
         final_norm = builder.norm(NORM, last)
@@ -233,25 +234,33 @@ class LayerBuilder:
             interleaved=turns is not None,
         )
 
-    def ends(self, home: torch.device, last: torch.device) -> tuple[Tensor, Linear, Linear | None]:
-        """Build the embedding, the head, and the head that drafts are chosen with if it is another one."""
-        embedding = self._floats([EMBEDDING], home)
+    def ends(self, home: torch.device, last: torch.device) -> tuple[Embedding, Linear, Linear | None]:
+        """Build the embedding, the head, and the head that drafts are chosen with if it is another one.
+
+        The head is the embedding, too, where they are tied and it has the checkpoint's own numbers.
+        """
         tied = HEAD not in self.weights.names()
-        own: Tensor | GroupedWeight = embedding
-        if not tied or self.keep_bits == 8:
-            own = self._fused([EMBEDDING if tied else HEAD], last, self.keep_bits if self.keep_bits == 8 else 0)
+        name, layout = EMBEDDING if tied else HEAD, self._layout(last, None)
+        kept = self._kept([name], last, self.keep_bits if self.keep_bits == 8 else 0)
+        head: Linear
         draft_head: Linear | None = None
-        layout = self._layout(last, None)
-        if isinstance(own, GroupedWeight):
-            head = grouped_linear(own, own=True)
+        weight = torch.empty(0, device="cpu")
+        if kept is not None:
+            head = grouped_linear(kept, own=True)
         else:
-            weight = self._in_layout(own, layout)
+            weight = self._in_layout(self._floats([name], last), layout)
             head = LAYOUTS[layout](weight, None)
             if layout == "native" and head.num_bytes >= DRAFT_HEAD_BYTES:
                 draft_head = NativeInt8Linear(weight)
-        if tied and isinstance(head, PlainLinear):
-            embedding = head.weight  # one copy serves both
-        elif layout not in COMPACT:
+        if tied and (kept is not None or layout in ("plain", "native")):
+            assert isinstance(head, (PlainLinear, NativeLinear, GroupedLinear))
+            return head.weight if isinstance(head, PlainLinear) else head, head, draft_head
+        if home.type == "cpu" and self.dtype == torch.float32:
+            own = self.weights.kept([EMBEDDING], 8)
+            if own is not None:
+                return grouped_linear(own, own=True, reorder=False), head, draft_head
+        embedding = weight if tied else self._floats([EMBEDDING], home)
+        if layout not in COMPACT:
             embedding = embedding.to(self.dtype)
         elif embedding.dtype == self.computed and _fits_bfloat16(embedding):
             embedding = embedding.bfloat16()
@@ -279,11 +288,11 @@ class LayerBuilder:
         bias: Tensor | None = None
         if any(name in self.weights.names() for name in biases):
             bias = self._floats(biases, device, order).to(self.computed)
-        weight = self._fused(weights, device, self.keep_bits, order)
-        if isinstance(weight, GroupedWeight):
-            return grouped_linear(weight, bias, own=True)
+        kept = self._kept(weights, device, self.keep_bits, order)
+        if kept is not None:
+            return grouped_linear(kept, bias, own=True)
         layout = self._layout(device, layer)
-        weight = self._in_layout(weight, layout)
+        weight = self._in_layout(self._floats(weights, device, order), layout)
         factors = None if before is None or layout in COMPACT else before.fold()
         if factors is not None:
             weight.mul_(factors)
@@ -293,20 +302,18 @@ class LayerBuilder:
         """Return which row of queries, keys and values comes first, second and so on. turns: as in `norm`."""
         config: Any = self.weights.config
         heads = config.num_attention_heads + config.num_key_value_heads
-        order = torch.arange(sum(map(self._num_rows, names)))
+        order = torch.arange(sum(map(self._num_rows, names)), device="cpu")
         turned = heads * head_dim_of(config)
         order[:turned] = interleave_heads(order[:turned], heads, turns)
         return order
 
-    def _fused(
-        self, names: Sequence[str], device: torch.device, keep_bits: int, order: Tensor | None = None
-    ) -> Tensor | GroupedWeight:
-        """Load parameters as rows of one, with the file's own numbers where all of them can keep these."""
-        if not (keep_bits and all(self.weights.keeps(name, keep_bits) for name in names)):
-            return self._floats(names, device, order)
-        parts: Any = [self.weights.load(name, keep_bits) for name in names]
-        whole: GroupedWeight = parts[0] if len(parts) == 1 else GroupedWeight.cat(parts)
-        return whole if order is None else whole.reordered(order)
+    def _kept(
+        self, names: Sequence[str], device: torch.device, bits: int, order: Tensor | None = None
+    ) -> GroupedWeight | None:
+        """Load parameters as rows of one with the file's own numbers; None where not all of them can keep these."""
+        if not bits:
+            return None
+        return self.weights.kept(names, bits, order, interleave=native_works(device, torch.float32))
 
     def _floats(self, names: Sequence[str], device: torch.device, order: Tensor | None = None) -> Tensor:
         """Load parameters as rows of a new tensor; of one that they become views of if they are shared.
@@ -316,8 +323,9 @@ class LayerBuilder:
         """
         if self.share:
             return together([self._load(name, device) for name in names])
-        places = torch.arange(sum(map(self._num_rows, names))) if order is None else order.argsort()
-        room, filled = torch.empty(0), 0
+        total = sum(map(self._num_rows, names))
+        places = torch.arange(total, device="cpu") if order is None else order.argsort()
+        room, filled = torch.empty(0, device="cpu"), 0
         for name in names:  # one by one, since some are converted to float32 when they are loaded
             part, rows = self._load(name, device), self._num_rows(name)
             # On a CPU 16 bits that become float32 stay 16 bits for now.
@@ -346,9 +354,7 @@ class LayerBuilder:
         """Load a parameter as floats. A bias that some of several fused linears lack is zeros."""
         if name.endswith(".bias") and name not in self.weights.names():
             return torch.zeros(self._num_rows(name), dtype=self.dtype, device=device)
-        value = self.weights.load(name)
-        assert isinstance(value, Tensor)
-        return value
+        return self.weights.load(name, self.dtype)
 
     def _num_rows(self, name: str) -> int:
         """Return how many rows a parameter has; a bias has as many numbers as its weight has rows."""

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import byref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from layerskip_models.grouped_weight import BLOCK, CHUNK, GroupedWeight, pack_nibbles, pack_sixes
 from layerskip_models.kernels import library
+from layerskip_models.kernels.library import GROUPED_KINDS, KINDS
 from layerskip_models.kernels.pages import expect_large_pages
-from layerskip_models.kernels.weights import in_shares
+from layerskip_models.kernels.weights import LANES, in_shares, takes_interleaved
 
 _STORED = {
     name: kind
@@ -68,73 +69,76 @@ def keeps_form(form: str, columns: int, bits: int) -> bool:
     return kept is not None and kept.bits <= bits and columns % (BLOCK if kept.in_blocks else CHUNK) == 0
 
 
-def kept_rows(rows: Tensor, form: str, order: Tensor | None) -> GroupedWeight | None:
-    """Convert a tensor's bytes, uint8 [out, bytes of a row], to our layout; None if a scale is not finite.
+def kept_rows(
+    parts: Sequence[Tensor], form: str, order: Tensor | None = None, *, interleave: bool = False
+) -> GroupedWeight | None:
+    """Convert tensors' bytes, uint8 [rows, bytes of a row] each, to rows of one weight; None if a scale is not finite.
 
-    form: one of `GROUPED`. order: which row each row of the result is; None for the same.
+    form: one of `GROUPED`. order: which of all rows is first, second and so on; None for theirs. interleave: whether to put
+    16 outputs side by side at once, where the kernels want that.
     """
     kernels = library.kernels()
     if kernels is None:
+        rows = torch.cat([*parts])
         made = numbers_of_blocks(rows if order is None else rows[order], form).contiguous()
         return made if made.is_finite() else None
-    made, convert = _room(rows, form), kernels.block_rows
+    places = _places(parts, order)
+    made = _room(len(places), parts[0].shape[1], form)
+    outputs, inputs = made.shape
+    made = replace(made, interleaved=interleave and takes_interleaved(GROUPED_KINDS[made.bits], outputs, inputs))
     targets = made.packed, made.groups, made.offsets, made.blocks
-    finite = _convert(
-        rows,
-        made.shape[1],
-        order,
-        targets,
-        lambda first, read: convert(_STORED[form], *read, byref(library.Blocks(*first))),
-    )
-    return made if finite else None
+    for target in targets:
+        if target is not None:
+            expect_large_pages(target)
+    run = kernels.block_rows
+
+    def some(share: range) -> bool:
+        first = (None if target is None else target[share.start :].data_ptr() for target in targets)
+        width = made.packed.shape[1]
+        scratch = torch.empty(LANES * width, dtype=torch.uint8, device="cpu")
+        to = byref(library.Blocks(*first)), width, scratch.data_ptr() if made.interleaved else None
+        return bool(run(_STORED[form], places[share.start :].data_ptr(), len(share), inputs, *to))
+
+    return made if in_shares(made.packed, some, step=LANES) else None
 
 
-def float_rows(rows: Tensor, form: str, order: Tensor | None) -> Tensor | None:
-    """Convert a tensor's bytes to float32 [out, in] as gguf does; None if a number is not finite. order: as above."""
+def float_rows(rows: Tensor, form: str, order: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    """Convert a tensor's bytes to floats [out, in] as gguf does; None if a number is not finite. order: as above.
+
+    dtype: float32, or bfloat16 for its numbers rounded.
+    """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     block, width = GGML_QUANT_SIZES[GGMLQuantizationType[form]]
-    made = torch.empty(len(rows), rows.shape[1] // width * block, dtype=torch.float32, device="cpu")
+    made = torch.empty(len(rows), rows.shape[1] // width * block, dtype=dtype, device="cpu")
     kernels = library.kernels()
     if kernels is None or form not in _STORED:
         step = max(_PIECE // made.shape[1], 1)
         for piece, room in zip((rows if order is None else rows[order]).split(step), made.split(step)):
             room.copy_(torch.from_numpy(dequantize(piece.numpy().copy(), GGMLQuantizationType[form])))
         return made if bool(made.isfinite().all()) else None
-    convert = kernels.float_rows
-    finite = _convert(rows, made.shape[1], order, (made,), lambda first, read: convert(_STORED[form], *read, *first))
-    return made if finite else None
-
-
-def _convert(
-    rows: Tensor,
-    columns: int,
-    order: Tensor | None,
-    targets: Sequence[Tensor | None],
-    run: Callable[[list[int | None], tuple[int | None, ...]], int],
-) -> bool:
-    """Have the native library convert rows, on several threads. Whether all numbers are finite.
-
-    run: called with the addresses of the targets' first rows, and the library's arguments for some rows of the file.
-    """
-    places = None if order is None else order.argsort()  # where each row of the file goes
-    for target in targets:
-        if target is not None:
-            expect_large_pages(target)
+    places, run = _places([rows], order), kernels.float_rows
+    expect_large_pages(made)
 
     def some(share: range) -> bool:
-        begin = 0 if places is not None else share.start
-        first = [None if target is None else target[begin:].data_ptr() for target in targets]
-        here = None if places is None else places[share.start :].data_ptr()
-        return bool(run(first, (rows[share.start].data_ptr(), len(share), columns, rows.shape[1], here)))
+        row = torch.empty(made.shape[1], dtype=torch.float32, device="cpu")
+        read = places[share.start :].data_ptr(), len(share), made.shape[1], KINDS[dtype]
+        return bool(run(_STORED[form], *read, row.data_ptr(), made[share.start :].data_ptr()))
 
-    return in_shares(rows, some)
+    return made if in_shares(made, some) else None
 
 
-def _room(rows: Tensor, form: str) -> GroupedWeight:
-    """Make room for the numbers of these rows, in our layout."""
-    kept, count = GROUPED[form], len(rows)
-    columns = rows.shape[1] // kept.block_bytes * (BLOCK if kept.in_blocks else 32)
+def _places(parts: Sequence[Tensor], order: Tensor | None) -> Tensor:
+    """Return the addresses of all rows, int64. order: as in `kept_rows`."""
+    found = [part.data_ptr() + part.shape[1] * torch.arange(len(part), device="cpu") for part in parts]
+    places = torch.cat(found)
+    return places if order is None else places[order]
+
+
+def _room(count: int, row_bytes: int, form: str) -> GroupedWeight:
+    """Make room for the numbers of so many rows, in our layout."""
+    kept = GROUPED[form]
+    columns = row_bytes // kept.block_bytes * (BLOCK if kept.in_blocks else 32)
 
     def room(width: int, dtype: torch.dtype, *more: int) -> Tensor:
         return torch.empty(count, width, *more, dtype=dtype, device="cpu")

@@ -10,7 +10,7 @@ generation_config.json beside the file goes before what the file says, since a G
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,24 +158,55 @@ class GgufWeights:
     def names(self) -> Collection[str]:
         return self._tensors.keys()
 
-    def load(self, name: str, keep_bits: int = 0) -> Tensor | GroupedWeight:
-        tensor = self._tensors[name]
-        form, shape = tensor.tensor_type.name, tensor.shape[::-1]
-        order = _order(name, self.config) if self._permuted else None
-        if form in FLOATS:
-            floats = self._file.tensor(tensor.begin, FLOATS[form], shape)
-            return floats if order is None else floats[order]
-        rows = self._file.tensor(tensor.begin, torch.uint8, (math.prod(shape[:-1]), tensor.row_bytes))
-        read: Callable[[Tensor, str, Tensor | None], Tensor | GroupedWeight | None]
-        read = kept_rows if self.keeps(name, keep_bits) else float_rows
-        found = read(rows, form, order)
+    def load(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        tensor, rows, order = self._tensors[name], self._rows(name), self._order([name])
+        if tensor.tensor_type.name in FLOATS:
+            return rows if order is None else rows[order]
+        dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        found = float_rows(rows, tensor.tensor_type.name, order, dtype)
         if found is None:
             raise not_finite(self.checkpoint, name)
-        return found.view(shape) if isinstance(found, Tensor) else found
+        return found.view(tensor.shape[::-1])
 
-    def keeps(self, name: str, bits: int) -> bool:
+    def kept(
+        self, names: Sequence[str], bits: int, order: Tensor | None = None, *, interleave: bool = False
+    ) -> GroupedWeight | None:
+        forms = [self._tensors[name].tensor_type.name for name in names]
+        if not all(keeps_form(form, self._tensors[name].shape[0], bits) for form, name in zip(forms, names)):
+            return None
+        parts, own = [self._rows(name) for name in names], self._order(names)
+        if own is not None:
+            order = own if order is None else own[order]
+        if len({*forms}) == 1:
+            whole = kept_rows(parts, forms[0], order, interleave=interleave)
+            if whole is not None:
+                return whole
+        several = []
+        for name, part, form in zip(names, parts, forms):
+            found = kept_rows([part], form)
+            if found is None:
+                raise not_finite(self.checkpoint, name)
+            several.append(found)
+        whole = GroupedWeight.cat(several)
+        return whole if order is None else whole.reordered(order)
+
+    def _rows(self, name: str) -> Tensor:
+        """Return a tensor as it lies in the file: floats, or uint8 [rows, bytes of a row]."""
         tensor = self._tensors[name]
-        return keeps_form(tensor.tensor_type.name, tensor.shape[0], bits)
+        form, shape = tensor.tensor_type.name, tensor.shape[::-1]
+        if form in FLOATS:
+            return self._file.tensor(tensor.begin, FLOATS[form], shape)
+        return self._file.tensor(tensor.begin, torch.uint8, (math.prod(shape[:-1]), tensor.row_bytes))
+
+    def _order(self, names: Sequence[str]) -> Tensor | None:
+        """Return which row of the file's tensors, one after another, is which row of the parameters; None if in order."""
+        if not self._permuted or not any(name.split(".")[-2] in ("q_proj", "k_proj") for name in names):
+            return None
+        found, first = [], 0
+        for name in names:
+            found.append(first + _order(name, self._tensors[name].shape[-1], self.config))
+            first += self._tensors[name].shape[-1]
+        return torch.cat(found)
 
     def gives(self, name: str) -> bool:
         return self._tensors[name].tensor_type.name not in FLOATS
@@ -184,12 +215,11 @@ class GgufWeights:
         return rotary_frequencies(self.config)
 
 
-def _order(name: str, config: Any) -> Tensor | None:
-    """Return which row of the file's tensor is which row of the parameter; None if they are in order.
+def _order(name: str, rows: int, config: Any) -> Tensor:
+    """Return which row of the file's tensor is which row of the parameter.
 
     llama.cpp rotates neighbours of a head's query or key, transformers numbers that are half a head apart.
     """
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-    if heads is None:
-        return None
-    return torch.arange(heads * head_dim_of(config), device="cpu").view(heads, -1, 2).transpose(1, 2).flatten()
+    order = torch.arange(rows, device="cpu")
+    turned = name.split(".")[-2] in ("q_proj", "k_proj")
+    return order.view(-1, head_dim_of(config) // 2, 2).transpose(1, 2).flatten() if turned else order

@@ -124,24 +124,24 @@ class GgufReader:
             return [*map(bool, numbers)] if inner == _BOOL else numbers
         self._fits(count, 8)
         if inner == _STRING:  # the vocabulary: most of the header
-            places = self._strings(count)
-            return None if skip else [str(self._view[first:last], "utf-8") for first, last in places]
+            return self._strings(count, skip)
         return [self._value(inner, skip=skip, nested=nested + 1) for _ in range(count)]
 
-    def _strings(self, count: int) -> list[tuple[int, int]]:
-        """Pass over strings, and return where each begins and ends."""
-        at, end, length_at = self._at, len(self._view) - 8, struct.Struct("<Q").unpack_from
-        places = []
+    def _strings(self, count: int, skip: bool) -> list[str] | None:
+        """Read strings, or pass over them. A tuple kept for each would have Python's collector look at all of them often."""
+        view, at, end, length_at = self._view, self._at, len(self._view) - 8, struct.Struct("<Q").unpack_from
+        texts = []
         for _ in range(count):
             if at > end:
                 raise ValueError("its header is longer than the file")
             first = at + 8
-            at = first + length_at(self._view, at)[0]
-            places.append((first, at))
-        if at > len(self._view):
+            at = first + length_at(view, at)[0]
+            if not skip:
+                texts.append(str(view[first:at], "utf-8"))
+        if at > len(view):
             raise ValueError("its header is longer than the file")
         self._at = at
-        return places
+        return None if skip else texts
 
     def _described(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read a tensor's name, shape, type and distance from the first one's place."""

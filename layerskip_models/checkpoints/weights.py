@@ -43,12 +43,17 @@ class Weights(Protocol):
         """Return the names of all parameters. A head that is tied to the embedding is not among them."""
         ...
 
-    def load(self, name: str, keep_bits: int = 0) -> Tensor | GroupedWeight:
-        """Return a parameter's numbers: floats, or quantised numbers of at most `keep_bits` bits as the file has them."""
+    def load(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a parameter's numbers as floats; quantised ones in this dtype if that is bfloat16, else in float32."""
         ...
 
-    def keeps(self, name: str, bits: int) -> bool:
-        """Return whether `load` gives quantised numbers as they are, if those of at most `bits` bits are wanted."""
+    def kept(
+        self, names: Sequence[str], bits: int, order: Tensor | None = None, *, interleave: bool = False
+    ) -> GroupedWeight | None:
+        """Return parameters as rows of one weight in the file's own numbers, unless some have none, or none of so few bits.
+
+        order: which of all rows is first, second and so on. interleave: whether the kernels' order is welcome.
+        """
         ...
 
     def gives(self, name: str) -> bool:
@@ -152,7 +157,7 @@ class SafetensorsWeights:
     def names(self) -> Collection[str]:
         return self._places.keys()
 
-    def load(self, name: str, keep_bits: int = 0) -> Tensor:
+    def load(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         if name not in self._places:
             raise ValueError(
                 f"{self.checkpoint} lacks weights of the model, first {name}: it is not complete, or another model"
@@ -160,8 +165,8 @@ class SafetensorsWeights:
         file, begin, dtype, shape = self._places[name]
         return file.tensor(begin, dtype, shape)
 
-    def keeps(self, name: str, bits: int) -> bool:
-        return False
+    def kept(self, *_: Any, **__: Any) -> None:
+        return None
 
     def gives(self, name: str) -> bool:
         return False
@@ -198,7 +203,7 @@ class ModuleWeights:
     def names(self) -> Collection[str]:
         return self._parameters.keys()
 
-    def load(self, name: str, keep_bits: int = 0) -> Tensor:
+    def load(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         parameter = self._parameters[name]
         if not self._release:
             return parameter
@@ -206,8 +211,8 @@ class ModuleWeights:
         parameter.data = torch.empty(0, dtype=parameter.dtype)
         return value
 
-    def keeps(self, name: str, bits: int) -> bool:
-        return False
+    def kept(self, *_: Any, **__: Any) -> None:
+        return None
 
     def gives(self, name: str) -> bool:
         return self._release

@@ -10,6 +10,7 @@
 #include "four_bit_rounding.h"
 #include "layers.h"
 #include "head.h"
+#include "row_of.h"
 #include "sampling.h"
 
 #define JOINED(name, variant) name##_##variant
@@ -48,6 +49,11 @@ PUBLIC int64_t EXPORT(normalised_linear)(const Matrix *m, const float *norm, flo
 /* See matrix.h. */
 PUBLIC int EXPORT(interleaves)(int64_t kind, int64_t out, int64_t in) { return interleaves(kind, out, in); }
 
+/* These outputs' own numbers as float32: y, [count, in]. On the caller's thread. */
+PUBLIC void EXPORT(rows)(const Matrix *m, const int64_t *outputs, int64_t count, float *y) {
+  for (int64_t r = 0; r < count; r++) row_of(m, outputs[r], y + r * m->in);
+}
+
 /* Floats of scratch that a pass over `rows` rows needs. */
 PUBLIC int64_t EXPORT(scratch_size)(const Shape *s, const Layer *layer, int64_t rows) {
   return rows * (layer->qkv.out + s->heads * s->head_dim + layer->down.in + 3 * s->hidden);
@@ -56,24 +62,40 @@ PUBLIC int64_t EXPORT(scratch_size)(const Shape *s, const Layer *layer, int64_t 
 /* ---- Reading and rounding weights ------------------------------------------------------------------------------------ */
 
 /* See stored.h and four_bit_rounding.h. These run on the caller's thread: who calls them has a thread for every part. */
-PUBLIC int EXPORT(eight_bit_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes,
-                                  const int64_t *places, float *row, int8_t *to, float *scales) {
-  return eight_bit_rows(kind, from, rows, in, row_bytes, places, row, to, scales);
+PUBLIC int EXPORT(eight_bit_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, float *row,
+                                  int8_t *to, float *scales) {
+  return eight_bit_rows(kind, from, rows, in, row_bytes, row, to, scales);
 }
-PUBLIC int EXPORT(float_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
-                              float *to) {
-  return float_rows(kind, from, rows, in, row_bytes, places, to);
+PUBLIC int EXPORT(float_rows)(int kind, const uint8_t *const *from, int64_t rows, int64_t in, int to_kind, float *row, void *to) {
+  return float_rows(kind, from, rows, in, to_kind, row, to);
 }
 /* See interleaved.h. */
-PUBLIC void EXPORT(interleave)(void *numbers, int64_t rows, int64_t words, int size, uint32_t flip, void *scratch) {
+static void interleave(void *numbers, int64_t rows, int64_t words, int size, uint32_t flip, void *scratch) {
   if (size == 1) interleave_1(numbers, rows, words, (uint8_t)flip, scratch);
   else if (size == 2) interleave_2(numbers, rows, words, (uint16_t)flip, scratch);
   else interleave_4(numbers, rows, words, flip, scratch);
 }
+PUBLIC void EXPORT(interleave)(void *numbers, int64_t rows, int64_t words, int size, uint32_t flip, void *scratch) {
+  interleave(numbers, rows, words, size, flip, scratch);
+}
 PUBLIC int EXPORT(finite_numbers)(int kind, const void *p, int64_t count) { return finite_numbers(kind, p, count); }
-PUBLIC int EXPORT(block_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
-                              const Blocks *to) {
-  return block_rows(kind, from, rows, in, row_bytes, places, to);
+/* Rows of a file to a matrix in groups, whose rows of numbers have `width` bytes. With scratch for 16 of these, 16 outputs come side by
+ * side, block by block while they are in a cache. Returns 0 if a scale or an offset is NaN or infinite. */
+PUBLIC int EXPORT(block_rows)(int kind, const uint8_t *const *from, int64_t rows, int64_t in, const Blocks *to, int64_t width,
+                              void *scratch) {
+  const int64_t groups = in / (kind == Q6_K ? 16 : 32), blocks = in / 256 * (kind == Q6_K ? 1 : 2);
+  const int scale = in_k(kind) ? 1 : 2, offset = in_k(kind) ? 1 : 4; /* bytes of one */
+  int finite = 1;
+  for (int64_t r = 0; r < rows; r++) {
+    finite &= block_row(kind, from[r], in, to, r);
+    if (!scratch || r % 16 != 15) continue;
+    const int64_t first = r - 15;
+    interleave(to->numbers + first * width, 16, width / 4, 4, 0, scratch);
+    interleave((char *)to->groups + first * groups * scale, 16, groups, scale, 0, scratch);
+    if (to->offsets) interleave((char *)to->offsets + first * groups * offset, 16, groups, offset, 0, scratch);
+    if (to->blocks) interleave(to->blocks + first * blocks, 16, blocks, 2, 0, scratch);
+  }
+  return finite;
 }
 PUBLIC int EXPORT(four_bit_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes,
                                  const Grouping *by, float *row, uint8_t *values, uint8_t *packed, uint16_t *groups,
@@ -241,8 +263,7 @@ typedef struct {
   const Layer *layers;
   const Span *spans; /* `rows` rows in total; if there are several, they must outlive the call (see `pool_oldest`) */
   int64_t num_spans;
-  const void *embedding; /* [vocab, hidden] of `kind`, or NULL; `embedded` selects its rows */
-  int64_t kind;
+  const Matrix *embedding; /* [vocab, hidden], or NULL; `embedded` selects its rows */
   const int64_t *embedded;
   float *x; /* [rows, hidden]: the input; with an embedding, scratch for it */
   const float *rotary;
@@ -309,14 +330,7 @@ static int team_of_step(int threads, int64_t layers, int64_t bytes, int64_t rows
 
 PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
   int64_t hidden = s->shape->hidden;
-  for (int64_t r = 0; s->embedding && r < s->rows; r++) {
-    const char *row = (const char *)s->embedding + bytes_of(s->kind, s->embedded[r] * hidden);
-    switch (s->kind) {
-    case FLOAT32: memcpy(s->x + r * hidden, row, hidden * sizeof(float)); break;
-    case BFLOAT16: widen_bfloat16((const uint16_t *)row, hidden, s->x + r * hidden); break;
-    default: widen_float16((const uint16_t *)row, hidden, s->x + r * hidden);
-    }
-  }
+  if (s->embedding) EXPORT(rows)(s->embedding, s->embedded, s->rows, s->x);
   Stepping a = {
     .pass = {*s->shape, s->layers, *s->spans, s->num_spans > 1 ? s->spans : NULL, s->x, s->rotary, s->outputs, s->scratch,
              s->first, s->count, s->rows, s->stride, s->parts},

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerskip_models.choices import Detail, HeadOutput
 from layerskip_models.kernels import library
-from layerskip_models.kernels.library import KINDS
+from layerskip_models.kernels.library import KINDS, Matrix
 from layerskip_models.kernels.native_layers import NativeLayers, Workspace
 from layerskip_models.kernels.native_linear import MAX_ROWS, NativeLinear, check_rows, pointer
 from layerskip_models.kv_cache import CacheRows
@@ -42,15 +42,15 @@ _NONE: Mapping[int, Adapted] = MappingProxyType({})
 class NativeForward:
     """Steps for one caller at a time, over texts in any KV caches. float32 on a CPU.
 
-    embedding: [vocab, hidden], contiguous. rotary: returns the model's table, which may have grown. adapters: by exit layer,
-    applied before the draft head. Raises RuntimeError if any of these does not run on our kernels.
+    embedding: [vocab, hidden]; a tensor is contiguous. rotary: returns the model's table, which may have grown. adapters: by
+    exit layer, applied before the draft head. Raises RuntimeError if any of these does not run on our kernels.
     """
 
     def __init__(
         self,
         layers: NativeLayers,
         *,
-        embedding: Tensor,
+        embedding: Tensor | NativeLinear,
         norm: RMSNorm,
         head: NativeLinear,
         draft_head: NativeLinear,
@@ -58,8 +58,7 @@ class NativeForward:
         adapters: Mapping[int, Adapted] = _NONE,
     ) -> None:
         chosen, factors = library.kernels(), norm.factors
-        fits = embedding.dtype in _EMBEDDINGS and embedding.is_cpu and embedding.is_contiguous()
-        if chosen is None or factors is None or not fits:
+        if chosen is None or factors is None or (isinstance(embedding, Tensor) and embedding.dtype not in _EMBEDDINGS):
             raise RuntimeError("no native steps here")
         assert STEP_ROWS <= MAX_ROWS
         if any(adapter.address is None for adapter in adapters.values()):
@@ -71,6 +70,11 @@ class NativeForward:
         self._adapted = torch.empty(size, dtype=torch.float32, device="cpu")
         self._rotary, self._embedding, self._factors = rotary, embedding, factors
         self._vocab, self._hidden = embedding.shape
+        if isinstance(embedding, Tensor):
+            place = pointer("the embedding", embedding, embedding.dtype, *embedding.shape)
+            self._table = Matrix(place, None, None, KINDS[embedding.dtype], self._hidden, self._vocab)
+        else:
+            self._table = embedding.matrix
         for name, linear in self._heads.items():
             if linear.shape[1] != self._hidden:
                 raise ValueError(f"the {name} head takes {linear.shape[1]} numbers, hidden states have {self._hidden}")
@@ -83,7 +87,7 @@ class NativeForward:
         self._space = Workspace(layers)  # not per thread: the next call may come from another one
         self._space.reserve(STEP_ROWS)
         step = self._step = self._space.step
-        step.kind, step.embedded = KINDS[embedding.dtype], addressof(self._embedded)
+        step.embedded = addressof(self._embedded)
         step.norm, step.eps = pointer("the norm's factors", factors, torch.float32, self._hidden), norm.eps
         step.summaries = self._summaries.data_ptr()
         step.tokens, step.numbers = addressof(self._tokens), addressof(self._numbers)
@@ -115,7 +119,7 @@ class NativeForward:
         if not (last.is_cpu and last.is_contiguous()):
             raise ValueError("last must be contiguous, on the CPU")
         step = self._step
-        step.embedding, step.x = self._embedding.data_ptr(), self._x.data_ptr()
+        step.embedding, step.x = addressof(self._table), self._x.data_ptr()
         self._embedded[:count] = [*tokens]
         rotary = self._rotary()
         positions = self._layers.check(count, 0, stop, rows, rotary)

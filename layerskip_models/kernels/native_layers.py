@@ -69,7 +69,7 @@ class Workspace:
         self.step = Step(shape=layers.shape_address, layers=layers.first)
         self.only = Span()
         self._layers = layers
-        self._scratch = self._parts = torch.empty(0)
+        self._scratch = self._parts = torch.empty(0, device="cpu")
 
     def reserve(self, rows: int) -> None:
         """Make sure that there is scratch for this many rows."""

@@ -178,6 +178,17 @@ class NativeLinear:
         """Yield the weight in float32, piece by piece. outputs: in each piece."""
         return (part.float() for part in self.numbers_in_rows.split(outputs))
 
+    def rows(self, outputs: Tensor) -> Tensor:
+        """Return the numbers of these outputs, int64 [rows], as float32 [rows, in]. IndexError if there are no such."""
+        outputs, kernels = outputs.contiguous(), library.kernels()
+        if outputs.dtype is not torch.int64 or not outputs.is_cpu or kernels is None:
+            raise ValueError(f"outputs must be int64 on the CPU, got {outputs.dtype} on {outputs.device}")
+        if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self._out:
+            raise IndexError(f"outputs must be below {self._out}, got {outputs.tolist()}")
+        y = torch.empty(*outputs.shape, self._in, dtype=torch.float32, device="cpu")
+        kernels.rows(self._address, outputs.data_ptr(), outputs.numel(), y.data_ptr())
+        return y
+
     def __call__(self, x: Tensor) -> Tensor:
         """x: float32 [rows, in]. Returns float32 [rows, out]. ValueError if x is anything else."""
         if _operators_only.get():
@@ -323,18 +334,23 @@ class NativeGroupedLinear(NativeLinear):
     Inputs are rounded, where the kernels multiply integers and the number of outputs is a multiple of 32: to 16-bit fixed
     point relative to the largest of their row, or to 8 bits relative to the largest of 32 neighbours.
     Numbers that were rounded make a different model; "the model's own output" then means that of this model.
-    own: whether nobody else needs the tensors of `weight`, which may then be reordered in place.
+    own: whether nobody else needs the tensors of `weight`, which may then be reordered in place. reorder: False leaves them.
     rows: 8 or 16, the bits of the inputs; None for 8. Weights of 8 bits always meet 16 (`row_bits`).
     Raises what `NativeLinear` raises, and ValueError for other `rows`.
     """
 
     def __init__(
-        self, weight: GroupedWeight, bias: Tensor | None = None, *, own: bool = False, rows: int | None = None
+        self,
+        weight: GroupedWeight,
+        bias: Tensor | None = None,
+        *,
+        own: bool = False,
+        reorder: bool = True,
+        rows: int | None = None,
     ) -> None:
         if rows not in (None, 8, 16):
             raise ValueError(f"rows must be 8 or 16 bits, got {rows!r}")
-        self._interleaved = takes_interleaved(GROUPED_KINDS[weight.bits], *weight.shape)
-        if self._interleaved:
+        if reorder and not weight.interleaved and takes_interleaved(GROUPED_KINDS[weight.bits], *weight.shape):
             weight = interleaved(weight, in_place=own)
         self._set(weight.packed, weight.factors, bias)
         others = (None if one is None else readable(one) for one in (weight.groups, weight.offsets, weight.blocks))
@@ -351,14 +367,14 @@ class NativeGroupedLinear(NativeLinear):
         self.matrix.offsets = pointer("the groups' offsets", offsets, kind, *shape)
         self.matrix.blocks = pointer("the blocks' scales", blocks, torch.float16, self._out, self._in // BLOCK, each)
         self.matrix.group, self.matrix.scales = weight.group, SCALES[groups.dtype]
-        self.matrix.zero, self.matrix.interleaved = weight.zero, self._interleaved
+        self.matrix.zero, self.matrix.interleaved = weight.zero, weight.interleaved
         self.row_bits = self.matrix.row_bits = 16 if weight.bits > 6 else rows or 8
         self.num_bytes = weight.num_bytes
 
     @property
     def numbers(self) -> GroupedWeight:
         """The weight as it was given; a copy if the kernels keep it interleaved."""
-        return in_rows(self._kept) if self._interleaved else self._kept
+        return in_rows(self._kept)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -196,35 +196,32 @@ INLINE void to_eight_bits(const float *y, int64_t in, float scale, int8_t *to) {
   for (; i < in; i++) to[i] = (int8_t)rintf(y[i] / scale);
 }
 
-/* Where row r goes: places[r], or r itself. */
-INLINE int64_t own_place(const int64_t *places, int64_t r) { return places ? places[r] : r; }
-
 /* Rows of 8 bits with a scale each. row: float32 [in], scratch. Returns 0 if a number is NaN or infinite. */
-static int eight_bit_rows(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
-                          float *row, int8_t *to, float *scales) {
+static int eight_bit_rows(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, float *row, int8_t *to,
+                          float *scales) {
   int finite = 1;
   for (int64_t r = 0; r < rows; r++) {
-    const int64_t place = own_place(places, r);
     widen(kind, from + r * row_bytes, in, row);
     const float peak = peak_of(row, in);
     if (!(peak <= FLT_MAX)) {
       finite = 0;
       continue;
     }
-    scales[place] = (peak > FLT_MIN ? peak : FLT_MIN) / 127;
-    to_eight_bits(row, in, scales[place], to + place * in);
+    scales[r] = (peak > FLT_MIN ? peak : FLT_MIN) / 127;
+    to_eight_bits(row, in, scales[r], to + r * in);
   }
   return finite;
 }
 
-/* Rows of float32. Returns 0 if a number is NaN or infinite. */
-static int float_rows(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
-                      float *to) {
+/* Rows of float32, or of bfloat16 if `to_kind` is that. from: where each row is in the file. row: float32 [in], scratch. Returns 0 if
+ * a number is NaN or infinite. */
+static int float_rows(int kind, const uint8_t *const *from, int64_t rows, int64_t in, int to_kind, float *row, void *to) {
   int finite = 1;
   for (int64_t r = 0; r < rows; r++) {
-    float *row = to + own_place(places, r) * in;
-    widen(kind, from + r * row_bytes, in, row);
-    if (!(peak_of(row, in) <= FLT_MAX)) finite = 0;
+    float *y = to_kind == IN_FLOAT32 ? (float *)to + r * in : row;
+    widen(kind, from[r], in, y);
+    if (!(peak_of(y, in) <= FLT_MAX)) finite = 0;
+    for (int64_t i = 0; to_kind == IN_BFLOAT16 && i < in; i++) ((uint16_t *)to)[r * in + i] = to_bfloat16(y[i]);
   }
   return finite;
 }
@@ -240,7 +237,7 @@ static int finite_numbers(int kind, const void *p, int64_t count) {
   return finite_halves(p, count, kind == IN_BFLOAT16 ? 0x7f80 : 0x7c00);
 }
 
-/* Where the rows of a matrix that keeps its numbers go; each may have its own place (`own_place`). */
+/* Where the rows of a matrix that keeps its numbers go. */
 typedef struct {
   uint8_t *numbers; /* [out, in], of Q4_0, Q4_1 and Q4_K [out, in / 2], of Q6_K [out, 3 in / 4] */
   void *groups;     /* [out, in / 32], float16, of Q4_K and Q5_K uint8; of Q6_K int8 [out, in / 16] */
@@ -313,15 +310,10 @@ INLINE int short_row(int kind, const uint8_t *p, int64_t in, const Blocks *to, i
   return finite;
 }
 
-/* Rows of Q4_0, Q4_1, Q8_0, IQ4_NL, Q4_K, Q5_K or Q6_K, number for number. in: a multiple of 64, for K blocks of 256. Returns 0 if
+/* A row of Q4_0, Q4_1, Q8_0, IQ4_NL, Q4_K, Q5_K or Q6_K, number for number. in: a multiple of 64, for K blocks of 256. Returns 0 if
  * a scale or an offset is NaN or infinite. */
-static int block_rows(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
-                      const Blocks *to) {
-  int finite = 1;
-  for (int64_t r = 0; r < rows; r++, from += row_bytes) {
-    const int in_k = kind == Q4_K || kind == Q5_K || kind == Q6_K;
-    finite &= in_k ? k_row(kind, from, in, to, own_place(places, r)) : short_row(kind, from, in, to, own_place(places, r));
-  }
-  return finite;
+INLINE int in_k(int kind) { return kind == Q4_K || kind == Q5_K || kind == Q6_K; }
+INLINE int block_row(int kind, const uint8_t *from, int64_t in, const Blocks *to, int64_t place) {
+  return in_k(kind) ? k_row(kind, from, in, to, place) : short_row(kind, from, in, to, place);
 }
 #endif

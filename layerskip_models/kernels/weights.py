@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -22,7 +23,8 @@ from layerskip_models.kernels.threads import num_threads
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # numbered alike in `Kind` and `Stored`
 _SHARE = 1 << 19
 """Least numbers for a thread of its own."""
-_LANES = 16
+LANES = 16
+"""Outputs side by side."""
 FLIP = 0x80808080
 """Turns four signed bytes into unsigned ones that are 128 more, and back."""
 
@@ -40,7 +42,7 @@ def eight_bits(weight: Tensor, rounded: Tensor, scale: Tensor) -> bool:
         row = _scratch(weight, torch.float32)
         own = weight[rows.start].data_ptr(), len(rows), weight.shape[1], _row_bytes(weight)
         to = rounded[rows.start].data_ptr(), scale[rows.start].data_ptr()
-        return bool(chosen.eight_bit_rows(KINDS[weight.dtype], *own, None, row.data_ptr(), *to))
+        return bool(chosen.eight_bit_rows(KINDS[weight.dtype], *own, row.data_ptr(), *to))
 
     return in_shares(weight, some)
 
@@ -123,7 +125,7 @@ def interleaved(weight: GroupedWeight, *, in_place: bool = False) -> GroupedWeig
         if tensor is not None:
             interleave(tensor, words=tensor is reordered[0])
     packed, groups, offsets, blocks = reordered
-    return weight.with_tensors((packed, groups, offsets, factors, blocks))
+    return replace(weight.with_tensors((packed, groups, offsets, factors, blocks)), interleaved=True)
 
 
 def _own(tensor: Tensor, in_place: bool) -> Tensor:
@@ -133,12 +135,15 @@ def _own(tensor: Tensor, in_place: bool) -> Tensor:
 
 
 def in_rows(weight: GroupedWeight) -> GroupedWeight:
-    """Return what `interleaved` was made of, in memory of its own."""
+    """Return what `interleaved` was made of, in memory of its own; a weight in rows as it is."""
+    if not weight.interleaved:
+        return weight
     packed, groups, offsets, factors, blocks = weight.tensors
     assert packed is not None
     others = (None if one is None else without_interleaving(one) for one in (groups, offsets, blocks))
     groups, offsets, blocks = others
-    return weight.with_tensors((without_interleaving(packed, words=True), groups, offsets, factors, blocks))
+    rows = weight.with_tensors((without_interleaving(packed, words=True), groups, offsets, factors, blocks))
+    return replace(rows, interleaved=False)
 
 
 def interleave(tensor: Tensor, *, words: bool = False, flip: int = 0) -> None:
@@ -148,16 +153,16 @@ def interleave(tensor: Tensor, *, words: bool = False, flip: int = 0) -> None:
     size = 4 if words else tensor.element_size()
 
     def some(rows: range) -> bool:
-        scratch = torch.empty(_LANES * row // 4 + 1, dtype=torch.int32, device="cpu")
+        scratch = torch.empty(LANES * row // 4 + 1, dtype=torch.int32, device="cpu")
         first = tensor.data_ptr() + rows.start * row
         kernels.interleave(first, len(rows), row // size, size, flip, scratch.data_ptr())
         return True
 
-    in_shares(tensor, some, step=_LANES)
+    in_shares(tensor, some, step=LANES)
 
 
 def without_interleaving(tensor: Tensor, *, words: bool = False) -> Tensor:
     """Return what `interleave` was given, in memory of its own."""
     numbers = tensor.view(-1).view(torch.int32) if words else tensor
-    blocks = numbers.view(len(tensor) // _LANES, -1, _LANES)
+    blocks = numbers.view(len(tensor) // LANES, -1, LANES)
     return blocks.mT.contiguous().view(-1).view(tensor.dtype).view(tensor.shape)

@@ -64,7 +64,7 @@ def test_a_gguf_file_of_8_bits_is_int8_and_of_floats_is_not(tmp_path: Path) -> N
     ],
 )
 def test_blocks_of_a_gguf_file_keep_their_numbers(kind: str, tied: bool, tmp_path: Path) -> None:
-    """Those that transformers reads, in layers and head."""
+    """Those that transformers reads, in layers, head and embedding, of which none is there as floats."""
     shape = {"hidden_size": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate_size": 512}
     num_layers = 4 if kind == "Q4_K_M" else 2  # of that kind the layers differ
     model = tiny_llama(**shape, num_layers=num_layers, seed=4, late_scale=0.6, tie_word_embeddings=tied)
@@ -77,6 +77,7 @@ def test_blocks_of_a_gguf_file_keep_their_numbers(kind: str, tied: bool, tmp_pat
             assert torch.equal(getattr(ours, name).weight, getattr(theirs, name).weight)
     assert torch.equal(found.embed(torch.arange(24)), full.embed(torch.arange(24)))
     assert torch.equal(found.head.weight, meant.lm_head.weight)
+    assert (found._embedding is found.head) is tied and found._embedding.num_bytes <= found.head.num_bytes
     assert found.head_bytes < 1.1 * meant.lm_head.weight.numel() + 4 * 256  # and a norm
 
 

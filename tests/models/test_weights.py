@@ -84,10 +84,23 @@ def test_rows_stand_for_what_gguf_says(form: str, kernels: bool, monkeypatch: py
         same_bits(floats, expected if turned is None else expected[turned])
         assert float_rows(broken, form, turned) is None
         if form in GROUPED:
-            kept = kept_rows(data, form, turned)
+            kept = kept_rows([data], form, turned)
             assert kept is not None and kept.num_bytes == numbers_of_blocks(data, form).num_bytes
             assert torch.equal(kept.values(), expected if turned is None else expected[turned])
-            assert kept_rows(broken, form, turned) is None
+            assert kept_rows([broken], form, turned) is None
+
+
+@needs_native
+@pytest.mark.parametrize("form", GROUPED)
+def test_rows_of_a_matrix_are_those_that_gguf_says(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, from 16 outputs side by side and from rows of their own, in each variant."""
+    data, outputs = torch.cat([data_of(form), data_of(form, seed=1)])[:64], torch.randperm(64)[:40]
+    for variant in library.runnable_variants():
+        monkeypatch.setattr(library, "kernels", lambda variant=variant: library.load(variant))
+        for reorder in (True, False):
+            kept = kept_rows([data[:30], data[30:]], form, interleave=reorder)
+            assert kept is not None
+            same_bits(NativeGroupedLinear(kept, reorder=reorder).rows(outputs), meant(data, form)[outputs])
 
 
 @pytest.mark.parametrize("forms", [*itertools.permutations(("Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0"), 2)])
