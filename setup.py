@@ -38,7 +38,8 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 VNNI = [*AVX512, "-mavx512vnni"]
 AMX = [*VNNI, "-mamx-tile", "-mamx-int8", "-mamx-bf16"]
-X86 = {"baseline": [], "avx2": AVX2, "avx512": AVX512, "vnni": VNNI, "amx": AMX}
+AVXVNNI = [*AVX2, "-mavxvnni"]
+X86 = {"baseline": [], "avx2": AVX2, "avxvnni": AVXVNNI, "avx512": AVX512, "vnni": VNNI, "amx": AMX}
 VARIANTS = {"x86_64": X86, "amd64": X86, "aarch64": {"neon": []}, "arm64": {"neon": []}}
 """Flags of each variant by the last part of the platform's name; other processors get the baseline."""
 

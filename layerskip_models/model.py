@@ -287,14 +287,16 @@ class LayerSkipModel:
     def with_rows(self, rows: int) -> LayerSkipModel:
         """Return the same model, sharing its weights, that rounds rows otherwise where they meet weights of 4 to 6 bits.
 
-        rows: 8 bits in groups of 32 numbers, which is the default, or 16. Beside weights of 8 bits rows have 16. The heads that
-        drafts are chosen with, and copies of the weights to draft with, stay as they are. Raises ValueError for another number,
-        for a model that has no weights in groups, and for 8 where no row is rounded to 8.
+        rows: 8 bits in groups of 32 numbers, which is the default, or 16. Beside weights of 8 bits rows have 16. The head and
+        the copies of weights that drafts are made with stay as they are. Raises ValueError for another number, for a model
+        without weights in groups, and for 8 where no row is rounded to 8.
         """
         if rows not in ROW_BITS:
             raise ValueError(f"rows must be {' or '.join(map(str, ROW_BITS))} (bits), got {rows!r}")
         if not self._grouped:
-            raise ValueError(f"rows={rows} changes nothing: this model has no weights in groups of 4 to 8 bits on a CPU")
+            raise ValueError(
+                f"rows={rows} changes nothing: this model has no weights in groups of 4 to 8 bits on a CPU"
+            )
         other = copy.copy(self)
         other.head = with_rows(self.head, rows)
         other._set_layers([layer.with_linears(partial(with_rows, rows=rows)) for layer in self.layers])

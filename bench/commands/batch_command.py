@@ -42,8 +42,8 @@ def batch(options: BatchCommand) -> None:
         while len(ids) < max(sizes):  # the same prompts once more, each with its last token in front
             ids.append(ids[len(ids) - len(samples)].roll(1))
         with started(made, options.peer_timeout) as (engines, where, missing):
-            said = {"texts": sizes, "policies": work.policies, "engines": [Path(name).name for name in asked]}
-            said["rows"] = options.rows
+            names = [Path(name).name for name in asked]
+            said = {"texts": sizes, "policies": work.policies, "engines": names, "rows": options.rows}
             first = header("batch", where, model, samples, options.max_new_tokens, options.repeats, **said)
             with recording(options.output, first) as record:
                 write_engines(record, engines, missing)

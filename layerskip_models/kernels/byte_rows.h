@@ -25,25 +25,30 @@ INLINE Halves numbers_of_quad(int kind, const uint8_t *w, int quad) {
 }
 
 /* Add four products to each of LANES sums. */
-#if VNNI
+#if VNNI || SHORT_VNNI
 #define RUN(KIND) 8 /* quads whose sums fit `Sums` */
 typedef vi Sums;
-INLINE Sums add_products(Sums sums, Halves weights, const char *row) { return (vi)add_quad((__m512i)sums, (__m512i)weights, row); }
 INLINE vi widened_sums(Sums sums) { return sums; }
 #else
 #define RUN(KIND) (KIND == INT4 ? 8 : 2) /* 8 * 2 * 15 * 127 and 2 * 2 * 63 * 127 fit 16 bits */
 typedef int16_t Sums __attribute__((vector_size(4 * LANES)));
+#endif
+typedef int32_t Quad __attribute__((aligned(1), may_alias));
 INLINE Sums add_products(Sums sums, Halves weights, const char *row) {
-  typedef int32_t quad __attribute__((aligned(1), may_alias));
-#if LANES == 16
-  sums += (Sums)_mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(*(const quad *)row));
+#if VNNI
+  return (vi)add_quad((__m512i)sums, (__m512i)weights, row);
+#elif SHORT_VNNI
+  ADD_PRODUCTS("vpdpbusd", sums, weights, *(const Quad *)row + (vi){0});
+#elif LANES == 16
+  sums += (Sums)_mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(*(const Quad *)row));
   __asm__("" : "+v"(sums)); /* else GCC adds products up first, for which there are no registers */
 #else
-  sums += (Sums)_mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(*(const quad *)row));
+  sums += (Sums)_mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(*(const Quad *)row));
   __asm__("" : "+x"(sums));
 #endif
   return sums;
 }
+#if !VNNI && !SHORT_VNNI
 INLINE vi widened_sums(Sums sums) {
 #if LANES == 16
   return (vi)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));

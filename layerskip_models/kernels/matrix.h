@@ -57,6 +57,11 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #else
 #define PAIRS 0
 #endif
+#if defined(__AVXVNNI__) || defined(EMULATED_AVXVNNI)
+#define SHORT_VNNI 1 /* besides, 32 bytes are multiplied by an instruction of VNNI */
+#else
+#define SHORT_VNNI 0
+#endif
 #define BLOCK (TILES || VNNI || PAIRS ? 16 : 4) /* outputs computed side by side, so that an input is loaded once for all of them */
 #define ROWS (TILES ? 16 : VNNI || PAIRS ? 8 : 6) /* most rows multiplied by a weight while it is loaded */
 

@@ -10,6 +10,16 @@
 #include "interleaved.h"
 
 #if PAIRS
+#if SHORT_VNNI
+/* Where it is emulated, the processor has these instructions in the form of AVX-512 only, which is the assembler's default. */
+#if defined(EMULATED_AVXVNNI)
+#define VNNI_FORM ""
+#else
+#define VNNI_FORM "%{vex%} "
+#endif
+#define ADD_PRODUCTS(NAME, sums, weights, row) __asm__(VNNI_FORM NAME " %2, %1, %0" : "+x"(sums) : "x"(weights), "x"(row))
+#endif
+
 /* Of quad t, t < 4, in quarter `quarter` of a chunk the first and third weights, or the second and fourth if `odd`, of 8 outputs, as 16-bit
  * integers. w: their half of the chunk's first line. quarter, odd: constants where this is called. */
 INLINE __m256i two_of_quad(int kind, const uint8_t *w, int quarter, int t, int odd) {
@@ -58,8 +68,12 @@ INLINE void add_quad_of_pairs(int rows, int kind, const uint8_t *w, const char *
     UNROLL for (int r = 0; r < rows; r++) {
       const __m256i numbers = _mm256_set1_epi32(*(const whole *)(x + ((4 * quarter + t) * rows + r) * 8 + 4 * odd));
       UNROLL for (int e = 0; e < 2; e++) {
+#if SHORT_VNNI
+        ADD_PRODUCTS("vpdpwssd", sums[r][e], weights[e], numbers);
+#else
         sums[r][e] = _mm256_add_epi32(sums[r][e], _mm256_madd_epi16(weights[e], numbers));
         __asm__("" : "+x"(sums[r][e])); /* else GCC adds products up first, for which there are no registers */
+#endif
       }
     }
   }

@@ -13,10 +13,11 @@ PUBLIC int runs_baseline(void) { return 1; }
 #include <unistd.h>
 #endif
 
-/* Intel's manual, volume 2, CPUID: the registers of leaf 1, and of subleaf 0 of leaf 7. */
+/* Intel's manual, volume 2, CPUID: the registers of leaf 1, and of subleaf 0 or 1 of leaf 7. */
 static const unsigned FMA = 1u << 12, OSXSAVE = 1u << 27, AVX = 1u << 28, F16C = 1u << 29; /* 1, ecx */
 static const unsigned AVX2 = 1u << 5, AVX512F = 1u << 16, AVX512DQ = 1u << 17, AVX512BW = 1u << 30, AVX512VL = 1u << 31; /* 7, ebx */
 static const unsigned AVX512VNNI = 1u << 11; /* 7, ecx */
+static const unsigned AVX_VNNI = 1u << 4; /* 7.1, eax */
 static const unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24, AMX_INT8 = 1u << 25; /* 7, edx */
 /* Registers that the operating system saves: bits of XCR0. */
 static const unsigned SAVES_AVX = 0x6, SAVES_AVX512 = 0xe6, SAVES_TILES = 0x60000;
@@ -26,10 +27,11 @@ typedef struct {
 } Leaf;
 
 /* Zeros where the processor has no such leaf. */
-static Leaf leaf(unsigned number) {
+static Leaf subleaf(unsigned number, unsigned sub) {
   Leaf l;
-  return __get_cpuid_count(number, 0, &l.a, &l.b, &l.c, &l.d) ? l : (Leaf){0, 0, 0, 0};
+  return __get_cpuid_count(number, sub, &l.a, &l.b, &l.c, &l.d) ? l : (Leaf){0, 0, 0, 0};
 }
+static Leaf leaf(unsigned number) { return subleaf(number, 0); }
 
 static int has(unsigned word, unsigned bits) { return (word & bits) == bits; }
 
@@ -41,6 +43,7 @@ static int saves(unsigned registers) {
 }
 
 PUBLIC int runs_avx2(void) { return has(leaf(1).c, AVX | FMA | F16C) && has(leaf(7).b, AVX2) && saves(SAVES_AVX); }
+PUBLIC int runs_avxvnni(void) { return runs_avx2() && has(subleaf(7, 1).a, AVX_VNNI); }
 PUBLIC int runs_avx512(void) {
   return runs_avx2() && has(leaf(7).b, AVX512F | AVX512BW | AVX512DQ | AVX512VL) && saves(SAVES_AVX512);
 }

@@ -92,15 +92,10 @@ class LoadOptions(DeviceOptions):
     )
     kv_dtype: str = option(
         "auto",
-        "Data type of the KV cache: auto (that of the arithmetic) or bfloat16 (half the memory of float32, slightly "
-        "different results).",
+        "Data type of the KV cache: auto (the arithmetic's) or bfloat16 (half of float32's memory, slightly different).",
         "Model",
     )
-    rows: int | None = option(
-        None,
-        "Bits of a row's numbers beside weights of 4 to 6 bits: 8 (default), or 16 (slower, next to nothing is rounded).",
-        "Model",
-    )
+    rows: int | None = option(None, "Bits of rows beside weights of 4 to 6 bits: 8 (default) or 16 (slower).", "Model")
     draft_weights: str = option(
         "auto",
         "A copy of the weights in fewer bits to draft with: auto (8 bits, where exits promise less and there is room; for "

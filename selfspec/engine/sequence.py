@@ -96,10 +96,11 @@ class Sequence:
         self._indexed = 0  # committed tokens that the index holds; -1 while it is being changed
         self.pending = -1
         self._rows_shown = 0  # of the prompt, to who watches it
-        self._to_learn: Tensor | None = None  # [rows, hidden], of the prompt's last rows, until the policy has seen them
-        self.unsent: list[
-            int
-        ] = []  # committed tokens that nobody was told of: between rounds none, unless one broke off
+        self._to_learn: Tensor | None = (
+            None  # [rows, hidden], of the prompt's last rows, until the policy has seen them
+        )
+        # Committed tokens that nobody was told of: between rounds none, unless one broke off.
+        self.unsent: list[int] = []
         self._is_open = False  # whether a round has begun and not ended
         self._random: tuple[int, Tensor] | None = None  # the length and the generator's state as a round began
         self.stop_reason: StopReason | None = None
@@ -200,8 +201,11 @@ class Sequence:
         planning = perf_counter()
         self._open()
         self._learn_from_prompt()
-        if self._copying and self._indexed != self.length:  # of a new text, or after a round that broke off
-            self._index_anew()
+        if self._copying and self._indexed != self.length:  # at first, and after a round that broke off
+            self.copies = CopyIndex(self.request.copy_from)
+            self.copies.read(self.request.prompt)
+            self._index(self.copies, self.tokens[0, self._num_prompt : self.length].tolist())
+            self._indexed = self.length
         remaining = self.request.stops.max_new_tokens - self.num_new
         match = None if self.copies is None else self.copies.match
         context = RoundContext(
@@ -356,10 +360,3 @@ class Sequence:
                 seen.append((match.length, match.token == token))
             copies.append(token)
         return seen
-
-    def _index_anew(self) -> None:
-        """Make an index of the committed text, which comes to it as it came the first time."""
-        self.copies = CopyIndex(self.request.copy_from)
-        self.copies.read(self.request.prompt)
-        self._index(self.copies, self.tokens[0, self._num_prompt : self.length].tolist())
-        self._indexed = self.length

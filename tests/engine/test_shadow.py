@@ -91,31 +91,26 @@ def test_shadow_tokens_of_rounds_and_prompt(
 
 
 @needs_native
-def test_the_first_token_comes_after_the_work_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a policy learns from a prompt comes later, and only few rows are kept for it."""
+def test_auto_does_no_more_than_plain_decoding_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It learns from a prompt afterwards, and what every layer puts out is kept for few of its rows."""
     work: list[tuple[str, int]] = []
-    for name in ("run_layers", "logits", "choices", "draft_choices", "draft_logits"):
 
-        def counted(self: Any, x: Tensor, *rest: Any, name: str = name, run: Any = getattr(LayerSkipModel, name)) -> Any:
-            work.append((name if name != "run_layers" or rest[-1] is None else "kept", len(x)))
+    def count(name: str, run: Any) -> None:
+        def counted(self: Any, x: Tensor, *rest: Any) -> Any:
+            work.append(("kept" if name == "run_layers" and rest[-1] else name, len(x)))
             return run(self, x, *rest)
 
         monkeypatch.setattr(LayerSkipModel, name, counted)
-    model = from_transformers(tiny_llama(max_position_embeddings=400))
-    with SelfSpecGenerator(model).engine() as running:
-        for policy, expected in (
-            ("ar", [("run_layers", 300), ("logits", 1)]),
-            ("auto:cost=layers", [("run_layers", 256), ("kept", 44), ("logits", 1)]),
-        ):
-            work.clear()
-            ticket = running.add([len(policy), *range(1, 24)] * 12 + [5] * 12, max_new_tokens=64, policy=policy)
-            while not running.step():
-                pass
-            assert work == expected
-            if policy != "ar":
-                running.step()
-                assert ("logits", 8) in work
-            running.cancel(ticket)
+
+    for name in ("run_layers", "logits", "draft_choices"):
+        count(name, getattr(LayerSkipModel, name))
+    running = SelfSpecGenerator(from_transformers(tiny_llama(max_position_embeddings=400))).engine()
+    running.add([1, *range(23)] * 12 + [5] * 12, max_new_tokens=64, policy="auto:cost=layers")
+    while not running.step():
+        pass
+    assert work == [("run_layers", 256), ("kept", 44), ("logits", 1)]
+    running.step()
+    assert ("logits", 8) in work
 
 
 def test_about_one_row_in_n_is_learned_from(engine: SelfSpecGenerator) -> None:

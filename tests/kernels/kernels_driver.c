@@ -29,7 +29,7 @@ static void *function(const char *name, void *own) {
 #define CALL(name) ((__typeof__(&EXPORT(name)))function(#name, (void *)EXPORT(name)))
 
 static int print_variants(void) {
-  static const char *const variants[] = {"amx", "vnni", "avx512", "avx2", "neon", "baseline"};
+  static const char *const variants[] = {"amx", "vnni", "avx512", "avxvnni", "avx2", "neon", "baseline"};
   for (size_t i = 0; i < sizeof variants / sizeof *variants; i++) {
     int (*runs)(void) = (int (*)(void))symbol("runs", variants[i]);
     if (runs && symbol("step", variants[i]) && runs()) puts(variants[i]);

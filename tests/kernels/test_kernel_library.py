@@ -93,6 +93,7 @@ def test_the_best_variant_is_chosen_and_any_other_that_exists_can_be(monkeypatch
 
 NEEDS = {
     "avx2": "avx2 fma f16c",
+    "avxvnni": "avx2 fma f16c avx_vnni",
     "avx512": "avx2 fma f16c avx512f avx512bw avx512dq avx512vl",
     "vnni": "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni",
 }

@@ -6,6 +6,7 @@ import ctypes
 import shutil
 from collections.abc import Iterator
 from ctypes import addressof
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -92,9 +93,9 @@ def assert_in_company(linear: NativeLinear, x: Tensor, expected: Tensor) -> None
                 assert torch.equal(linear(x[:rows]), expected[:rows])
 
 
-def by_vectors(name: str, matrix: library.Matrix, x: Tensor) -> Tensor:
+def by_vectors(name: str, matrix: library.Matrix, x: Tensor, path: Path = FOLDER / "libkernels.so") -> Tensor:
     """By a variant without tiles, of the library that is in use elsewhere."""
-    function = getattr(ctypes.CDLL(str(FOLDER / "libkernels.so")), f"linear_{name}")
+    function = getattr(ctypes.CDLL(str(path)), f"linear_{name}")
     function.argtypes = library._SIGNATURES["linear"][1]
     y = torch.empty(len(x), matrix.out_features)
     function(addressof(matrix), x.data_ptr(), len(x), None, y.data_ptr(), 1)
@@ -118,6 +119,21 @@ def test_weights_in_groups_come_to_the_same_bits_as_on_vectors(emulated: str, fo
     linear, x = NativeGroupedLinear(weight_of(form, 96, 512), rows=bits), rows_with_outliers(33, 512)
     assert linear.matrix.interleaved
     assert_in_company(linear, x, by_vectors("vnni", linear.matrix, x))
+
+
+@pytest.mark.skipif(VECTORS != "vnni", reason="this processor multiplies no bytes (AVX-512 VNNI)")
+def test_the_instructions_of_avx_vnni_give_the_bits_of_avx2(tmp_path: Path) -> None:
+    """In the form of AVX-512, since few processors have both."""
+    options = [*build_settings()["X86"]["avx2"], "-fPIC", "-shared", "-fvisibility=default", "-DVARIANT=avxvnni"]
+    sources = FOLDER / "kernels.c", FOLDER / "pool.c"
+    path = compile_c(tmp_path / "libkernels.so", *options, "-DEMULATED_AVXVNNI", *sources)
+    for form, bits in product([*GROUPED, *MIXTURES], (8, 16)):
+        with use("avx2"):
+            linear, x = NativeGroupedLinear(weight_of(form, 96, 512), rows=bits), rows_with_outliers(33, 512)
+        for rows in range(1, 34, 3):
+            found, expected = (by_vectors(*one) for one in (
+                ("avxvnni", linear.matrix, x[:rows], path), ("avx2", linear.matrix, x[:rows])))  # fmt: skip
+            assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(("out", "width"), [(32, 64), (96, 128), (64, 1088)])
