@@ -132,7 +132,7 @@ def build_model(
     names = ["model.embed_tokens", "lm_head", *(f"model.layers.{index}" for index in range(config.num_hidden_layers))]
     home, last, *devices = (device[name] if isinstance(device, Mapping) else device for name in names)
     small = config.hidden_size * config.intermediate_size <= _SMALL
-    alone = SingleThreadedOperators() if small else nullcontext()
+    alone = SingleThreadedOperators() if small or keep_bits else nullcontext()  # kept numbers have threads of their own
     with torch.inference_mode(False), torch.no_grad(), alone:
         computed = arithmetic_dtype(dtype, last)
         if layout is not None:
