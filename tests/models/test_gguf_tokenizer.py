@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 import gguf_models
@@ -119,6 +120,18 @@ def test_what_a_name_decides_besides_its_split(tmp_path: Path) -> None:
             assert (len(ids) == 3) == says
     tokenizer = load_tokenizer(write_byte_level(path, "llama-bpe", bos_token_id=9_999_999))
     assert tokenizer.bos_token is None and len(tokenizer("a")["input_ids"]) == 1
+
+
+def test_a_tokenizer_is_built_without_asking_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers does where a vocabulary is large and the file's path looks like a name on the hub."""
+    (tokens, merges), asked = byte_level(), list[str]()
+    tokens = [*tokens, *(f"[PAD{place}]" for place in range(len(tokens), 100_001))]
+    (tmp_path / "a").mkdir()
+    write_byte_level(tmp_path / "a" / "m.gguf", "qwen2", tokens=tokens, token_type=[1] * len(tokens), merges=merges)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(HfApi, "model_info", lambda self, name: asked.append(name))
+    tokenizer = load_tokenizer("a/m.gguf")
+    assert not asked and len(tokenizer) == 100_001 and tokenizer.name_or_path == "a/m.gguf"
 
 
 def test_special_tokens_need_not_be_spelled_in_bytes(tmp_path: Path) -> None:
