@@ -121,12 +121,14 @@ def build_model(
     device: torch.device | Mapping[str, torch.device],
     share: bool = False,
     keep_bits: int = 0,
+    rounded: list[str] | None = None,
 ) -> LayerSkipModel:
     """Load every weight and build a model of them.
 
     dtype: that weights are rounded to. layout: of matrices; None for the fastest lossless one. device: of everything, or of
     each module by its name. share: as in `from_transformers`. keep_bits: quantised matrices of layers keep their
-    file's own numbers if these have at most this many bits; the head keeps its own only if this is 8.
+    file's own numbers if these have at most this many bits; the head keeps its own only if this is 8. rounded: is given the
+    names of parameters that would keep their numbers and cannot.
     """
     config: Any = weights.config
     names = ["model.embed_tokens", "lm_head", *(f"model.layers.{index}" for index in range(config.num_hidden_layers))]
@@ -138,6 +140,7 @@ def build_model(
         if layout is not None:
             check_layout(layout, torch.empty(0, dtype=computed, device=last))
         builder = LayerBuilder(weights, dtype=dtype, computed=computed, layout=layout, share=share, keep_bits=keep_bits)
+        builder.rounded = [] if rounded is None else rounded
         frequencies, scaling = weights.rotary()
         inv_freq = _checked(frequencies.to(home), config)
         embedding, head, draft_head = builder.ends(home, last)
@@ -187,7 +190,7 @@ def interleaves(device: torch.device) -> bool:
 class LayerBuilder:
     """Builds the parts of one model. dtype: that weights are rounded to. computed: the dtype of the arithmetic.
 
-    layout, share, keep_bits: as in `build_model`.
+    layout, share, keep_bits, rounded: as in `build_model`.
     """
 
     weights: Weights
@@ -196,6 +199,7 @@ class LayerBuilder:
     layout: Layout | None
     share: bool = False
     keep_bits: int = 0
+    rounded: list[str] = field(default_factory=list)
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -303,6 +307,7 @@ class LayerBuilder:
     ) -> Tensor | GroupedWeight:
         """Load parameters as rows of one, with the file's own numbers where all of them can keep these."""
         if not (keep_bits and all(self.weights.keeps(name, keep_bits) for name in names)):
+            self.rounded += names if keep_bits else []
             return self._floats(names, device, order)
         parts: Any = [self.weights.load(name, keep_bits) for name in names]
         whole: GroupedWeight = parts[0] if len(parts) == 1 else GroupedWeight.cat(parts)

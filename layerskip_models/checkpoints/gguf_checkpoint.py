@@ -10,7 +10,8 @@ generation_config.json beside the file goes before what the file says, since a G
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,6 +177,15 @@ class GgufWeights:
     def keeps(self, name: str, bits: int) -> bool:
         tensor = self._tensors[name]
         return keeps_form(tensor.tensor_type.name, tensor.shape[0], bits)
+
+    def what_is_rounded(self, names: Sequence[str]) -> str:
+        """Say in a sentence which of the file's matrices, by these names, have become 8 bits."""
+        types = Counter(self._tensors[name].tensor_type.name for name in names).most_common()
+        return (
+            f"{len(names)} matrices of {self.path.name} are rounded to 8 bits with one scale per output "
+            f"({', '.join(f'{count} {kind}' for kind, count in types)}): our layout does not hold their numbers, or those of "
+            "a matrix that is computed with them"
+        )
 
     def gives(self, name: str) -> bool:
         return self._tensors[name].tensor_type.name not in FLOATS

@@ -90,7 +90,7 @@ def test_rows_stand_for_what_gguf_says(form: str, kernels: bool, monkeypatch: py
             assert kept_rows(broken, form, turned) is None
 
 
-@pytest.mark.parametrize("forms", [*itertools.permutations(("Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0"), 2)])
+@pytest.mark.parametrize("forms", [*itertools.permutations(GROUPED, 2)])
 def test_parts_of_several_forms_are_one_weight(forms: tuple[str, str]) -> None:
     """Also where 32 times a scale of Q6_K is too large for the offsets, which are float16."""
     for large in (False, True):
