@@ -31,6 +31,7 @@ ROW_GROUP = 32
 """Numbers of a row that share a scale where they have 8 bits."""
 _SMALLEST = 2.0**-120  # magnitude that a group of a row is rounded to 0 below: 127 divided by it is finite
 _MIDDLE = 8  # of 4 bits
+_SIGNED = 128  # of a signed byte
 _ALL = slice(None)
 _CONVERTED = 1 << 21  # numbers that are float32 at a time in a product by PyTorch's operators
 
@@ -187,6 +188,11 @@ class GroupedWeight:
         assert groups is not None
         return replace(self, groups=groups, offsets=offsets)
 
+    def as_signed_bytes(self) -> GroupedWeight:
+        """Convert a weight without offsets and blocks to bytes of which 128 stands for 0, as Q8_0 has them."""
+        numbers = _UNPACK[self.bits](self.packed) + (_SIGNED - self.zero)
+        return GroupedWeight(numbers, self.groups, factors=self.factors, bits=8, zero=_SIGNED)
+
     def as_bytes(self) -> GroupedWeight:
         """Convert to bytes with scales and offsets in float32, which can hold the numbers of any other form."""
         scales, offsets = self.scales_and_offsets()
@@ -220,7 +226,11 @@ class GroupedWeight:
     @classmethod
     def cat(cls, weights: Sequence[GroupedWeight]) -> GroupedWeight:
         """Join the outputs of several weights of the same inputs, one after another, with every number kept exactly."""
-        if not all(weights[0]._is_like(weight) for weight in weights):
+        alike = all(weights[0]._is_like(weight) for weight in weights)
+        plain = {(weight.groups.dtype, weight.offsets is None, weight.blocks is None) for weight in weights}
+        if not alike and plain in ({(torch.float16, True, True)}, {(torch.float32, True, True)}):
+            weights = [weight.as_signed_bytes() for weight in weights]
+        elif not alike:
             in_blocks = [weight.as_bytes_in_blocks() for weight in weights if weight.blocks is not None]
             fits = len(in_blocks) == len(weights) and all(weight.is_finite() for weight in in_blocks)
             weights = in_blocks if fits else [weight.as_bytes() for weight in weights]

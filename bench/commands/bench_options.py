@@ -160,6 +160,32 @@ class PeersCommand(OnModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FilesCommand:
+    """Measure selfspec, llama.cpp, ik_llama.cpp and OpenVINO GenAI on GGUF files, greedily, without drafts.
+
+    Prompts by length, decoding after the shortest, several texts together, on one thread and on more; loading and memory on
+    all. Each engine reads each file as it is, in a process of its own, and all take turns. One that cannot is left out.
+    """
+
+    files: list[str] = option(MISSING, "GGUF files, or short names, of one tokenizer.", argument=True)
+    kind: list[str] | None = option(
+        None, "Type that the first file is measured in, too, as Q4_0, Q8_0 or BF16: its weights rounded; repeatable."
+    )
+    engine: list[str] | None = option(
+        None,
+        "Engine beside selfspec, repeatable: llama.cpp, ik_llama.cpp, openvino. Default: those that are installed.",
+    )
+    prompt_tokens: str = option("128,512", "Lengths of prompts, as in 128,512.")
+    texts: int = option(8, "Texts decoded together.", min=2)
+    threads: str = option("1,2", "Numbers of threads, as in 1,2.")
+    max_new_tokens: NewTokensOption = 32
+    repeats: RepeatsOption = 3
+    loads: int = option(1, "Also load each file with each engine this often, in a new process each time.", min=0)
+    peer_timeout: PeerTimeoutOption = 600
+    output: OutputOption = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepCommand(OnModel):
     """Find the best exit layer and length; greedy.
 
@@ -306,8 +332,9 @@ class CompareCommand:
 
 
 COMMANDS: dict[str, type] = {
-    "run": RunCommand, "peers": PeersCommand, "sweep": SweepCommand, "batch": BatchCommand, "context": ContextCommand,
-    "accuracy": AccuracyCommand, "load": LoadCommand, "kernels": KernelsCommand, "roofline": RooflineCommand,
+    "run": RunCommand, "peers": PeersCommand, "files": FilesCommand, "sweep": SweepCommand, "batch": BatchCommand,
+    "context": ContextCommand, "accuracy": AccuracyCommand, "load": LoadCommand, "kernels": KernelsCommand,
+    "roofline": RooflineCommand,
     "report": ReportCommand, "compare": CompareCommand,
 }  # fmt: skip
 """The commands by name, in the order of the list."""

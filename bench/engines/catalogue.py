@@ -30,7 +30,7 @@ from selfspec import SelfSpecGenerator
 SELFSPEC, TRANSFORMERS, OPENVINO = "selfspec", "transformers", "openvino"
 LLAMA_KINDS = ("BF16", "F16", "Q8_0", "Q4_K_M", "Q4_0")
 """Types that weights are written in for llama.cpp and its fork."""
-OWN_KINDS = (*FEW_BITS, "Q4_K_M", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "Q8_0", "Q4_0", "Q4_1")
+OWN_KINDS = (*FEW_BITS, "Q4_K_M", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1")
 """Types of selfspec's weights: those that it rounds to itself, and those of GGUF files whose numbers it keeps."""
 _PACKAGES = {
     LLAMA_CPP: ("llama_cpp", "llama-cpp-python"),

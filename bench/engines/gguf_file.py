@@ -13,8 +13,16 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quant_shape_to_byte_shape
-from gguf.quants import quantize
+from gguf import (
+    MODEL_ARCH,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFWriter,
+    LlamaFileType,
+    get_tensor_name_map,
+    quant_shape_to_byte_shape,
+)
+from gguf.quants import dequantize, quantize
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,7 +53,7 @@ def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
     _describe(writer, config, model.model.rotary_emb.attention_scaling)
     tensors = _tensors(model)
     kinds = {
-        name: GGMLQuantizationType[_kind_of(name, tensor, kind, config.num_hidden_layers)]
+        name: GGMLQuantizationType[_kind_of(name, tensor.dim(), kind, config.num_hidden_layers)]
         for name, tensor in tensors.items()
     }
     for name, tensor in tensors.items():
@@ -61,6 +69,27 @@ def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
     writer.close()
 
 
+def rewrite_gguf(source: Path, path: Path, kind: str) -> None:
+    """Write a GGUF file once more, tokenizer and all, with its matrices rounded to another type: a kind of `write_gguf`."""
+    reader = GGUFReader(source)
+    said = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    architecture = said.pop("general.architecture").contents()
+    writer, num_layers = GGUFWriter(path, architecture), said[f"{architecture}.block_count"].contents()
+    said.pop("general.file_type", None)  # which OpenVINO believes
+    writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
+    for name, field in said.items():
+        writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        floats = dequantize(tensor.data, tensor.tensor_type)
+        own = GGMLQuantizationType[_kind_of(tensor.name, floats.ndim, kind, num_layers)]
+        packed = in_blocks(floats, own.name) if own.name in QUANTISERS else quantize(floats, own)
+        writer.add_tensor(tensor.name, packed, raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 @contextmanager
 def written_gguf(model: LlamaForCausalLM, kind: str) -> Iterator[Path]:
     """Within it, the model's weights in the temporary folder (TMPDIR), as `write_gguf` writes them."""
@@ -70,9 +99,9 @@ def written_gguf(model: LlamaForCausalLM, kind: str) -> Iterator[Path]:
         yield path
 
 
-def _kind_of(name: str, tensor: Tensor, kind: str, num_layers: int) -> str:
+def _kind_of(name: str, dimensions: int, kind: str, num_layers: int) -> str:
     """Choose the type of one tensor in a file whose matrices are of `kind`."""
-    if tensor.dim() != 2:
+    if dimensions != 2:
         return "F32"
     if kind == "Q4_K_M":
         return "Q6_K" if _is_finer(name, num_layers) else "Q4_K"

@@ -36,11 +36,19 @@ class OpenVinoEngine(TimedEngine):
             raise FileNotFoundError(
                 f"{path.name} has no openvino_model.xml: export a model into it (docs/benchmarks.md)"
             )
-        scheduling = openvino_genai.SchedulerConfig()
-        scheduling.enable_prefix_caching = False  # or a repeat would not read its prompt
-        self._pipeline = openvino_genai.LLMPipeline(
-            str(path), "CPU", scheduler_config=scheduling, INFERENCE_NUM_THREADS=num_threads()
-        )
+        self._path, self._pipelines = path, dict[int, Any]()
+        self._pipeline()
+
+    def _pipeline(self) -> Any:
+        """Return the model, compiled for the number of threads at hand."""
+        threads = num_threads()
+        if threads not in self._pipelines:
+            scheduling = openvino_genai.SchedulerConfig()
+            scheduling.enable_prefix_caching = False  # or a repeat would not read its prompt
+            self._pipelines[threads] = openvino_genai.LLMPipeline(
+                str(self._path), "CPU", scheduler_config=scheduling, INFERENCE_NUM_THREADS=threads
+            )
+        return self._pipelines[threads]
 
     def _call(self, ids: NDArray[np.int64], max_new_tokens: int) -> tuple[Any, float]:
         """Return what it gives for ids [texts, n], and the seconds that it took."""
@@ -48,8 +56,9 @@ class OpenVinoEngine(TimedEngine):
         settings = openvino_genai.GenerationConfig(
             max_new_tokens=max_new_tokens, ignore_eos=True, do_sample=False, apply_chat_template=False
         )
+        pipeline = self._pipeline()
         start = perf_counter()
-        result = self._pipeline.generate(inputs, settings)
+        result = pipeline.generate(inputs, settings)
         return result, perf_counter() - start
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:

@@ -216,3 +216,20 @@ class SelfSpecEngine(TimedEngine):
 
     def forget(self) -> None:
         self._prompt, self._known, self._learned = None, None, None
+
+
+class ThreadedEngine(TimedEngine):
+    """Another engine with a file's weights, on so many threads. It runs in a process of its own, where it sets PyTorch's."""
+
+    def __init__(self, engine: TimedEngine, file: str, threads: int) -> None:
+        self._engine, self._threads = engine, threads
+        self.name, self.label = f"{engine.name}:{file}:{threads}", engine.label.partition(",")[0]
+        self.weights = file
+
+    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
+        torch.set_num_threads(self._threads)
+        return self._engine.generate(prompt, max_new_tokens, repeat)
+
+    def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
+        torch.set_num_threads(self._threads)
+        return self._engine.run(prompts, max_new_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median, quantiles
 
 from bench.record import Line, by_value, engine_labels, matching
-from bench.report.table import UNKNOWN, Table, counted, cross_table
+from bench.report.table import UNKNOWN, Table, counted, cross_table, number
 
 
 def batch_tables(lines: Sequence[Line]) -> list[Table]:
@@ -56,6 +56,43 @@ def _speed_of_texts(lines: Sequence[Line], engine: str, texts: int, when: str = 
     """Tokens per second, median of the repeats. when: "decode_" for the time in which all texts decode."""
     runs = [line for line in matching(lines, "batch", engine=engine, texts=texts) if line[f"{when}seconds"]]
     return median(line[f"{when}tokens"] / line[f"{when}seconds"] for line in runs) if runs else None
+
+
+def files_tables(lines: Sequence[Line]) -> list[Table]:
+    """Each engine on each file: speeds on each number of threads, loading and memory."""
+    asked = lines[0]["configuration"]
+    shown: dict[tuple[str, str, str], list[str]] = {}
+    for name, label in engine_labels(lines).items():
+        own, file, _ = name.rsplit(":", 2)
+        shown.setdefault((file, label, own), []).append(name)
+
+    def speed(names: Sequence[str], what: str, part: str) -> str:
+        """Tokens per second, one number for each number of threads."""
+        found = []
+        for name in names:
+            runs = [line for line in matching(lines, "file", engine=name, what=what) if line[f"{part}_seconds"]]
+            found.append(median(line[f"{part}_tokens"] / line[f"{part}_seconds"] for line in runs) if runs else None)
+        return " / ".join(number(one, "{:.0f}") for one in found)
+
+    def loading(file: str, own: str, field: str, pattern: str, factor: float = 1) -> str:
+        found = [line[field] for line in matching(lines, "loading", engine=own, weights=file) if line.get(field)]
+        return number(median(found) if found else None, pattern, factor)
+
+    *prompts, texts = asked["measured"]
+    rows = [
+        {
+            "file": file,
+            "engine": label,
+            **{f"{what} tokens": speed(names, what, "prompt") for what in prompts},
+            "decoding": speed(names, prompts[0], "decode"),
+            texts: speed(names, texts, "decode"),
+            "load, s": loading(file, own, "load_seconds", "{:.2f}"),
+            "peak memory, MiB": loading(file, own, "peak_bytes", "{:.0f}", 2**-20),
+        }
+        for (file, label, own), names in shown.items()
+    ]
+    counts = " / ".join(map(str, asked["threads"]))
+    return [Table.of("files", f"GGUF files: tokens/s (threads: {counts}), and what loading takes", rows).known()]
 
 
 def load_tables(lines: Sequence[Line]) -> list[Table]:

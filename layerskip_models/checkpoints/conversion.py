@@ -121,12 +121,14 @@ def build_model(
     device: torch.device | Mapping[str, torch.device],
     share: bool = False,
     keep_bits: int = 0,
+    rounded: list[str] | None = None,
 ) -> LayerSkipModel:
     """Load every weight and build a model of them.
 
     dtype: that weights are rounded to. layout: of matrices; None for the fastest lossless one. device: of everything, or of
     each module by its name. share: as in `from_transformers`. keep_bits: quantised matrices of layers keep their
-    file's own numbers if these have at most this many bits; the head keeps its own only if this is 8.
+    file's own numbers if these have at most this many bits; the head keeps its own only if this is 8. rounded: is given the
+    names of parameters that would keep their numbers and cannot.
     """
     config: Any = weights.config
     names = ["model.embed_tokens", "lm_head", *(f"model.layers.{index}" for index in range(config.num_hidden_layers))]
@@ -138,6 +140,7 @@ def build_model(
         if layout is not None:
             check_layout(layout, torch.empty(0, dtype=computed, device=last))
         builder = LayerBuilder(weights, dtype=dtype, computed=computed, layout=layout, share=share, keep_bits=keep_bits)
+        builder.rounded = [] if rounded is None else rounded
         with torch.device("cpu"):  # which slows every operator down, and is for transformers' own here
             frequencies, scaling = weights.rotary()
         inv_freq = _checked(frequencies.to(home), config)
@@ -188,7 +191,7 @@ def interleaves(device: torch.device) -> bool:
 class LayerBuilder:
     """Builds the parts of one model. dtype: that weights are rounded to. computed: the dtype of the arithmetic.
 
-    layout, share, keep_bits: as in `build_model`.
+    layout, share, keep_bits, rounded: as in `build_model`.
     """
 
     weights: Weights
@@ -197,6 +200,7 @@ class LayerBuilder:
     layout: Layout | None
     share: bool = False
     keep_bits: int = 0
+    rounded: list[str] = field(default_factory=list)
     _shapes: Mapping[str, tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -313,7 +317,10 @@ class LayerBuilder:
         """Load parameters as rows of one with the file's own numbers; None where not all of them can keep these."""
         if not bits:
             return None
-        return self.weights.kept(names, bits, order, interleave=native_works(device, torch.float32))
+        kept = self.weights.kept(names, bits, order, interleave=native_works(device, torch.float32))
+        if kept is None:
+            self.rounded += names
+        return kept
 
     def _floats(self, names: Sequence[str], device: torch.device, order: Tensor | None = None) -> Tensor:
         """Load parameters as rows of a new tensor; of one that they become views of if they are shared.

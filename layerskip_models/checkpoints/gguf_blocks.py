@@ -2,8 +2,9 @@
 
 A row of such a tensor is blocks of 32 inputs, or of 256 for types that end in K, with float16 numbers d and m.
 Of 32 inputs: Q4_0 has d and 16 bytes, byte j with input j in its low and input 16 + j in its high four bits; a number q
-stands for d (q - 8). Q4_1 has d, m and the bytes; q stands for d q + m. Q8_0 has d and 32 signed bytes. IQ4_NL has d and 16
-bytes, whose four bits choose one of 16 signed bytes.
+stands for d (q - 8). Q4_1 has d, m and the bytes; q stands for d q + m. Q5_0 and Q5_1 have 32 bits before the bytes, bit i
+the fifth bit of input i; a number q of Q5_0 stands for d (q - 16). Q8_0 has d and 32 signed bytes. IQ4_NL has d and 16 bytes,
+whose four bits choose one of 16 signed bytes.
 Of 256 inputs: Q4_K has d, m and for each of eight groups a scale s and a minimum t of six bits; q stands for d s q - m t.
 Q5_K has a fifth bit for each number. Q6_K has numbers of six bits, a signed byte s for each 16 of them, and d; q stands for
 d s (q - 32).
@@ -56,7 +57,9 @@ GROUPED = {
     "Q4_0": Form(18, 4),
     "Q4_1": Form(20, 4, offsets=torch.float32),
     "Q4_K": Form(144, 4, torch.uint8, torch.uint8, in_blocks=True),
-    "Q5_K": Form(176, 8, torch.uint8, torch.uint8, in_blocks=True),
+    "Q5_0": Form(22, 6, zero=16),
+    "Q5_1": Form(24, 6, offsets=torch.float32),
+    "Q5_K": Form(176, 6, torch.uint8, torch.uint8, in_blocks=True),
     "Q6_K": Form(210, 6, torch.int8, group=16, zero=32, in_blocks=True),
     "Q8_0": Form(34, 8, zero=128),
     "IQ4_NL": Form(18, 8, zero=128),
@@ -178,6 +181,15 @@ def _of_four_bits(blocks: Tensor, form: Form) -> GroupedWeight:
     return GroupedWeight(pack_nibbles(_nibbles(blocks[..., -16:]).flatten(1)), halves[..., 0].contiguous(), offsets)
 
 
+def _of_five_bits(blocks: Tensor, form: Form) -> GroupedWeight:
+    halves = _halves(blocks[..., :-20])
+    offsets = halves[..., 1].float().contiguous() if form.offsets is not None else None
+    places = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    high = (blocks[..., -20:-16].unsqueeze(3) >> places & 1).flatten(2)
+    numbers = pack_sixes((_nibbles(blocks[..., -16:]) | high << 4).flatten(1))
+    return GroupedWeight(numbers, halves[..., 0].contiguous(), offsets, bits=form.bits, zero=form.zero)
+
+
 def _of_bytes(blocks: Tensor, form: Form) -> GroupedWeight:
     numbers = blocks[..., 2:] ^ 128
     return GroupedWeight(numbers.flatten(1), _halves(blocks[..., :2]).flatten(1), bits=8, zero=form.zero)
@@ -198,8 +210,8 @@ def _of_k_blocks(blocks: Tensor, form: Form) -> GroupedWeight:
         return GroupedWeight(low.flatten(1), scales, offsets, blocks=_halves(blocks[..., :4]))
     numbers = torch.stack((low.unflatten(2, (4, 32)) & 15, low.unflatten(2, (4, 32)) >> 4), dim=3).flatten(2, 3)
     high = blocks[..., 16:48].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=blocks.device).unsqueeze(1) & 1
-    numbers = (numbers | high << 4).flatten(1)
-    return GroupedWeight(numbers, scales, offsets, blocks=_halves(blocks[..., :4]), bits=8)
+    numbers = pack_sixes((numbers | high << 4).flatten(1))
+    return GroupedWeight(numbers, scales, offsets, blocks=_halves(blocks[..., :4]), bits=form.bits)
 
 
 def _of_six_bits(blocks: Tensor, form: Form) -> GroupedWeight:
@@ -222,6 +234,8 @@ _READERS: dict[str, Callable[[Tensor, Form], GroupedWeight]] = {
     "Q4_0": _of_four_bits,
     "Q4_1": _of_four_bits,
     "Q4_K": _of_k_blocks,
+    "Q5_0": _of_five_bits,
+    "Q5_1": _of_five_bits,
     "Q5_K": _of_k_blocks,
     "Q6_K": _of_six_bits,
     "Q8_0": _of_bytes,

@@ -10,6 +10,7 @@ generation_config.json beside the file goes before what the file says, since a G
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,6 +208,15 @@ class GgufWeights:
             found.append(first + _order(name, self._tensors[name].shape[-1], self.config))
             first += self._tensors[name].shape[-1]
         return torch.cat(found)
+
+    def what_is_rounded(self, names: Sequence[str]) -> str:
+        """Say in a sentence which of the file's matrices, by these names, have become 8 bits."""
+        types = Counter(self._tensors[name].tensor_type.name for name in names).most_common()
+        return (
+            f"{len(names)} matrices of {self.path.name} are rounded to 8 bits with one scale per output "
+            f"({', '.join(f'{count} {kind}' for kind, count in types)}): our layout does not hold their numbers, or those of "
+            "a matrix that is computed with them"
+        )
 
     def gives(self, name: str) -> bool:
         return self._tensors[name].tensor_type.name not in FLOATS

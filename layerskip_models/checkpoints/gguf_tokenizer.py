@@ -11,6 +11,7 @@ Source: llama.cpp, src/llama-vocab.cpp, for names, expressions, and what is assu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,13 +105,24 @@ def build_tokenizer(path: Path, reader: GgufReader) -> PreTrainedTokenizerBase:
         for name, default in (("bos_token", kind == "llama" or pre in _BEGINS), ("eos_token", False))
     }
     template = reader.value("tokenizer.chat_template")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        name_or_path=str(path),
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=_Uncopied(backend),
         clean_up_tokenization_spaces=False,
         **({"chat_template": template} if isinstance(template, str) else {}),
         **{"bos_token": None, "eos_token": None, **named, **adds},
     )
+    made.name_or_path = str(path)  # not above: transformers would ask the hub for a model of that name
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Uncopied:
+    """A tokenizer that transformers' copy of it takes over: copying means writing all of it as JSON and reading that."""
+
+    backend: Any
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self.backend
 
 
 _UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")

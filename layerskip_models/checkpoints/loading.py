@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _MAX_LAYERS = 1 << 14
+log = logging.getLogger("selfspec")
 FEW_BITS: tuple[Layout, ...] = ("int8", "int4")
 """Names of dtypes that are layouts of the weights."""
 
@@ -152,7 +154,10 @@ def load_model(
         target, chosen = _resolve(source, dtype, device)
         if quantisation_of(source.config) is None:
             weights.config.dtype = chosen  # as transformers says it of a model that it has loaded
-        loaded = build_model(weights, dtype=chosen, layout=layout, device=target, keep_bits=keep_bits)
+        rounded: list[str] = []
+        loaded = build_model(weights, dtype=chosen, layout=layout, device=target, keep_bits=keep_bits, rounded=rounded)
+        if rounded and keep_bits == 8 and source.gguf is not None:  # which nobody asked for
+            log.warning("%s", source.gguf.what_is_rounded(rounded))
     else:  # transformers knows older names, and says what is missing
         loaded = from_transformers(_load_transformers(source, dtype, device), layout=layout, release=True)
     loaded = with_exits(loaded, exits).with_kv_dtype(kv_dtype)

@@ -239,28 +239,40 @@ static int finite_numbers(int kind, const void *p, int64_t count) {
 
 /* Where the rows of a matrix that keeps its numbers go. */
 typedef struct {
-  uint8_t *numbers; /* [out, in], of Q4_0, Q4_1 and Q4_K [out, in / 2], of Q6_K [out, 3 in / 4] */
+  uint8_t *numbers; /* [out, in], of those with a 4 in their name [out, in / 2], with a 5 or a 6 [out, 3 in / 4] */
   void *groups;     /* [out, in / 32], float16, of Q4_K and Q5_K uint8; of Q6_K int8 [out, in / 16] */
-  void *offsets;    /* [out, in / 32], of Q4_1 float32, of Q4_K and Q5_K uint8; else NULL */
+  void *offsets;    /* [out, in / 32], of Q4_1 and Q5_1 float32, of Q4_K and Q5_K uint8; else NULL */
   uint16_t *blocks; /* [out, in / 256, 2] of Q4_K and Q5_K, [out, in / 256, 1] of Q6_K; else NULL */
 } Blocks;
 
 INLINE int is_finite_half(uint16_t bits) { return (bits & 0x7c00) != 0x7c00; }
 
+INLINE int in_nibbles(int kind) { return kind == Q4_0 || kind == Q4_1 || kind == Q4_K; }
+INLINE int in_sixes(int kind) { return kind == Q5_0 || kind == Q5_1 || kind == Q5_K || kind == Q6_K; }
+/* Bytes of a row's numbers as they are kept. */
+INLINE int64_t kept_bytes(int kind, int64_t in) { return in_nibbles(kind) ? in / 2 : in_sixes(kind) ? in / 4 * 3 : in; }
+
+/* 64 numbers of at most six bits as 48 bytes (matrix.h). */
+INLINE void pack_sixes(const uint8_t *q, uint8_t *chunk) {
+  for (int i = 0; i < 32; i++) chunk[i] = (uint8_t)((q[i] & 15) | q[32 + i] << 4);
+  for (int i = 0; i < 16; i++)
+    chunk[32 + i] = (uint8_t)(q[i] >> 4 | q[16 + i] >> 4 << 2 | q[32 + i] >> 4 << 4 | q[48 + i] >> 4 << 6);
+}
+
 /* A row of K blocks, number for number. */
 INLINE int k_row(int kind, const uint8_t *p, int64_t in, const Blocks *to, int64_t place) {
   const int64_t count = in / 256, bytes = kind == Q4_K ? 144 : kind == Q5_K ? 176 : 210;
   int finite = 1;
+  uint8_t q[256], *numbers = to->numbers + place * kept_bytes(kind, in);
   for (int64_t b = 0; b < count; b++, p += bytes) {
+    if (kind == Q4_K) memcpy(numbers + 128 * b, p + 16, 128); /* in the same order as ours */
+    else {
+      if (kind == Q6_K) numbers_of_q6(p, q);
+      else
+        for (int group = 0; group < 8; group++) numbers_of_k(p + 48, p + 16, group, q + 32 * group);
+      for (int c = 0; c < 4; c++) pack_sixes(q + 64 * c, numbers + 192 * b + 48 * c);
+    }
     if (kind == Q6_K) {
-      uint8_t q[256], *chunk = to->numbers + place * (in / 4 * 3) + 192 * b;
-      numbers_of_q6(p, q);
-      for (int c = 0; c < 4; c++, chunk += 48) {
-        const uint8_t *own = q + 64 * c;
-        for (int i = 0; i < 32; i++) chunk[i] = (uint8_t)((own[i] & 15) | own[32 + i] << 4);
-        for (int i = 0; i < 16; i++)
-          chunk[32 + i] = (uint8_t)(own[i] >> 4 | own[16 + i] >> 4 << 2 | own[32 + i] >> 4 << 4 | own[48 + i] >> 4 << 6);
-      }
       memcpy((int8_t *)to->groups + place * (in / 16) + 16 * b, p + 192, 16);
       to->blocks[place * count + b] = half_at(p + 208);
       finite &= is_finite_half(half_at(p + 208));
@@ -272,33 +284,33 @@ INLINE int k_row(int kind, const uint8_t *p, int64_t in, const Blocks *to, int64
       to->blocks[2 * (place * count + b) + k] = half_at(p + 2 * k);
       finite &= is_finite_half(half_at(p + 2 * k));
     }
-    if (kind == Q4_K) memcpy(to->numbers + place * (in / 2) + 128 * b, p + 16, 128); /* in the same order as ours */
-    else
-      for (int group = 0; group < 8; group++)
-        numbers_of_k(p + 48, p + 16, group, to->numbers + place * in + 256 * b + 32 * group);
   }
   return finite;
 }
 
 /* A row of blocks of 32 inputs, number for number. in: a multiple of 64. */
 INLINE int short_row(int kind, const uint8_t *p, int64_t in, const Blocks *to, int64_t place) {
-  const int64_t head = kind == Q4_1 ? 4 : 2, bytes = head + (kind == Q8_0 ? 32 : 16), count = in / 32;
+  const int has_offset = kind == Q4_1 || kind == Q5_1;
+  const int64_t fifth = has_offset ? 4 : 2, head = fifth + (in_sixes(kind) ? 4 : 0), bytes = head + (kind == Q8_0 ? 32 : 16);
+  const int64_t count = in / 32;
   uint16_t *groups = (uint16_t *)to->groups + place * count;
   float *offsets = (float *)to->offsets + (to->offsets ? place * count : 0);
-  const int in_nibbles = kind == Q4_0 || kind == Q4_1;
-  uint8_t *numbers = to->numbers + place * (in_nibbles ? in / 2 : in);
+  uint8_t *numbers = to->numbers + place * kept_bytes(kind, in), q[64];
   int finite = 1;
   for (int64_t b = 0; b < count; b++, p += bytes) {
     groups[b] = half_at(p);
     finite &= is_finite_half(half_at(p));
-    if (kind == Q4_1) {
+    if (has_offset) {
       offsets[b] = scale_at(p + 2);
       finite &= is_finite_half(half_at(p + 2));
     }
     if (kind == IQ4_NL) numbers_of_iq4(p + 2, numbers + 32 * b);
     else if (kind == Q8_0)
       for (int i = 0; i < 32; i++) numbers[32 * b + i] = p[2 + i] ^ 128;
-    else if (b & 1) { /* the second half of a chunk of 64 */
+    else if (in_sixes(kind)) {
+      nibbles_of(p + head, word_at(p + fifth), q + 32 * (b & 1));
+      if (b & 1) pack_sixes(q, numbers + 24 * (b - 1));
+    } else if (b & 1) { /* the second half of a chunk of 64 */
       const uint8_t *first = p - bytes + head, *second = p + head;
       uint8_t *chunk = numbers + 16 * (b - 1);
       for (int i = 0; i < 16; i++) {

@@ -81,6 +81,21 @@ def test_rounded_weights_and_files_are_judged_each_among_themselves(invoke, tmp_
     assert "| selfspec int8, auto |" in invoke("report", record).output
 
 
+def test_files_are_measured_in_several_types_and_on_several_threads(invoke, tmp_path, monkeypatch):
+    from bench.engines.gguf_file import write_gguf
+
+    write_gguf(tiny_llama(**SHAPE, seed=4, max_position_embeddings=256), tmp_path / "tiny.gguf", "Q4_1")
+    tiny_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr("bench.engines.catalogue.find_spec", lambda name: None)
+    options = ["--kind", "Q5_0", "--prompt-tokens", "8,16", "--max-new-tokens", 4, "--texts", 2, "--loads", 0]
+    result = invoke("files", tmp_path / "tiny.gguf", *options, "--repeats", 2, "--output", tmp_path / "files.jsonl")
+    assert result.exit_code == 0, result.output
+    lines = read_record(tmp_path / "files.jsonl")
+    assert engines_of(lines) == [f"selfspec:ar:{stem}:{count}" for stem in ("tiny", "Q5_0") for count in "12"]
+    timed = matching(lines, "file")
+    assert len(timed) == 4 * 3 * 2 and all(line["decode_seconds"] > 0 for line in timed)
+
+
 def test_one_file_in_all_engines_on_chat_prompts(invoke, tmp_path, monkeypatch):
     from bench.engines.gguf_file import write_gguf
 

@@ -48,7 +48,7 @@ def weight_of(form: str, rows: int, columns: int, seed: int = 0) -> GroupedWeigh
     inputs = 256 if kept.in_blocks else 32
     data = rng.integers(0, 256, (rows, columns // inputs, kept.block_bytes), np.uint8)
     scales = (rng.random((rows, columns // inputs, 2)) + 0.5).astype(np.float16) / (2000 if kept.in_blocks else 100)
-    count = 1 if form in ("Q6_K", "Q8_0", "Q4_0", "IQ4_NL") else 2
+    count = 1 if kept.offsets is None else 2
     place = kept.block_bytes - 2 if form == "Q6_K" else 0
     data[..., place : place + 2 * count] = scales[..., :count].astype(np.float16).view(np.uint8)
     return numbers_of_blocks(torch.from_numpy(data).flatten(1), form)

@@ -14,13 +14,14 @@ from typer.testing import CliRunner
 
 from bench.engines.gguf_file import write_gguf
 from layerskip_models import from_transformers, load_model, load_tokenizer
+from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.kernels.check import native_works
 from selfspec.cli.main import app
 from tiny_llama import full_logits, tiny_llama, tiny_tokenizer
 
 CPU = torch.device("cpu")
-BLOCKS = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL")
+BLOCKS = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL")
 
 
 def small(**options: Any) -> LlamaForCausalLM:
@@ -44,11 +45,14 @@ def test_a_gguf_file_gives_the_models_logits(rope: str, tmp_path: Path) -> None:
     assert load_model(tmp_path / "saved").num_layers == 4
 
 
-def test_a_gguf_file_of_8_bits_is_int8_and_of_floats_is_not(tmp_path: Path) -> None:
+def test_a_gguf_file_of_8_bits_is_int8_and_of_floats_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No layout holds rows of 32 numbers, so that they are rounded, which a line says where nobody asked for it."""
     for kind in ("Q8_0", "F16"):
         write_gguf(small(), tmp_path / f"{kind}.gguf", kind)
     eight, full = (load_model(tmp_path / f"{kind}.gguf", device="cpu") for kind in ("Q8_0", "F16"))
     same = load_model(tmp_path / "F16.gguf", dtype="int8", device="cpu")
+    (said,) = caplog.messages
+    assert said.startswith("25 matrices of Q8_0.gguf are rounded to 8 bits with one scale per output (25 Q8_0): ")
     assert eight.layer_bytes <= same.layer_bytes <= full.layer_bytes
     if native_works(CPU, torch.float32):  # operators need a few bytes more for weights that were rounded here
         assert eight.layer_bytes == same.layer_bytes
@@ -114,3 +118,21 @@ def test_gguf_files_that_would_become_another_model(tmp_path: Path) -> None:
         load_model(tmp_path / "cut.gguf")
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json of the original"):
         load_tokenizer(tmp_path / "yarn.gguf")
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1"])
+def test_damaged_numbers_of_five_bits(kind: str, tmp_path: Path) -> None:
+    """The file ends within them, a scale (or an offset) is NaN, a row is no whole number of blocks."""
+    path, name = tmp_path / "model.gguf", b"blk.1.ffn_up.weight"
+    write_gguf(tiny_llama(hidden_size=64, heads=2, head_dim=32, intermediate_size=64), path, kind)
+    whole, reader = path.read_bytes(), GgufReader(path)
+    (tensor,) = (one for one in reader.tensors if one.name == name.decode())
+    second, width = tensor.begin + tensor.row_bytes + 2 * (kind == "Q5_1"), whole.index(name) + len(name) + 4
+    for data, error, message in (
+        (whole[: tensor.begin + 100], OSError, r"model.gguf is incomplete or damaged \(its tensor .* beyond the end"),
+        (whole[:second] + b"\x01\x7e" + whole[second + 2 :], ValueError, r"model.gguf.*layers.1.mlp.up_proj.weight"),
+        (whole[:width] + b"\x50" + whole[width + 1 :], OSError, r"shape \[80, 64\], and blocks of 32 inputs"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(error, match=message):
+            load_model(path, device="cpu")

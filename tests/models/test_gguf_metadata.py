@@ -158,19 +158,12 @@ def test_our_reader_finds_what_ggufs_own_finds(kind: str, tmp_path: Path) -> Non
     ours, theirs = GgufReader(path), gguf.GGUFReader(path)
     assert ours.keys == [name for name in theirs.fields if not name.startswith("GGUF.")]
     assert {key: ours.value(key) for key in ours.keys} == {key: theirs.fields[key].contents() for key in ours.keys}
-    assert [ours.length(key) for key in ("general.tags", "general.numbers", "general.name", "other")] == [
-        3,
-        2,
-        None,
-        None,
-    ]
+    lengths = [ours.length(key) for key in ("general.tags", "general.numbers", "general.name", "other")]
+    assert lengths == [3, 2, None, None]
     assert len(ours.tensors) == len(theirs.tensors) > 10
     for found, meant in zip(ours.tensors, theirs.tensors):
-        assert (found.name, found.tensor_type, list(found.shape)) == (
-            meant.name,
-            meant.tensor_type,
-            meant.shape.tolist(),
-        )
+        assert (found.name, found.tensor_type) == (meant.name, meant.tensor_type)
+        assert [*found.shape] == meant.shape.tolist()
         data = ours.file.tensor(found.begin, torch.uint8, (meant.data.nbytes,))
         assert np.array_equal(data.numpy(), np.array(meant.data).view(np.uint8).reshape(-1))
 

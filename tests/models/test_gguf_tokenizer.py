@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 import gguf_models
@@ -119,6 +120,16 @@ def test_what_a_name_decides_besides_its_split(tmp_path: Path) -> None:
             assert (len(ids) == 3) == says
     tokenizer = load_tokenizer(write_byte_level(path, "llama-bpe", bos_token_id=9_999_999))
     assert tokenizer.bos_token is None and len(tokenizer("a")["input_ids"]) == 1
+
+
+def test_a_tokenizer_is_built_without_asking_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers does where a vocabulary is large and the file's path looks like a name on the hub."""
+    tokens = [*byte_level()[0], *(f"[PAD{place}]" for place in range(100_000))]
+    write_byte_level(tmp_path / "m.gguf", "qwen2", tokens=tokens, token_type=[1] * len(tokens))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(HfApi, "model_info", lambda self, name: pytest.fail(f"asked for {name}"))
+    tokenizer = load_tokenizer("m.gguf")
+    assert len(tokenizer) == len(tokens) and tokenizer.name_or_path == "m.gguf"
 
 
 def test_special_tokens_need_not_be_spelled_in_bytes(tmp_path: Path) -> None:

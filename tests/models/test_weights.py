@@ -103,7 +103,7 @@ def test_rows_of_a_matrix_are_those_that_gguf_says(form: str, monkeypatch: pytes
             same_bits(NativeGroupedLinear(kept, reorder=reorder).rows(outputs), meant(data, form)[outputs])
 
 
-@pytest.mark.parametrize("forms", [*itertools.permutations(("Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0"), 2)])
+@pytest.mark.parametrize("forms", [*itertools.permutations(GROUPED, 2)])
 def test_parts_of_several_forms_are_one_weight(forms: tuple[str, str]) -> None:
     """Also where 32 times a scale of Q6_K is too large for the offsets, which are float16."""
     for large in (False, True):
