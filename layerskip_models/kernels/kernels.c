@@ -70,6 +70,10 @@ PUBLIC void EXPORT(interleave)(void *numbers, int64_t rows, int64_t words, int s
   else if (size == 2) interleave_2(numbers, rows, words, (uint16_t)flip, scratch);
   else interleave_4(numbers, rows, words, flip, scratch);
 }
+/* See side_by_side.h. */
+PUBLIC void EXPORT(lay_side_by_side)(int64_t kind, const void *from, int64_t rows, int64_t in, void *to) {
+  lay_side_by_side(kind, from, rows, in, to);
+}
 PUBLIC int EXPORT(finite_numbers)(int kind, const void *p, int64_t count) { return finite_numbers(kind, p, count); }
 PUBLIC int EXPORT(block_rows)(int kind, const uint8_t *from, int64_t rows, int64_t in, int64_t row_bytes, const int64_t *places,
                               const Blocks *to) {
@@ -160,10 +164,10 @@ static void summarise_all(Worker *worker, const Picking *a) {
   /* A piece's logits stay until the piece is claimed: only then may they be written where others read. */
   int64_t width = size * (a->logits ? most_chunks : 1) + LANES;
   const float *x = prepared_together(worker, &a->input, m);
-  int64_t before = x ? 0 : rows_scratch(m, rows), summaries = before + wide_scratch(m, rows) + (rows * width + 1) / 2 * 2; /* floats */
+  int64_t before = x ? 0 : rows_scratch(m, rows), summaries = before + (rows * width + 1) / 2 * 2; /* floats */
   float *scratch = pool_memory(worker, summaries * sizeof(float) + rows * most_chunks * sizeof(Summary));
   if (!scratch) return;
-  float *wide = scratch + before, *logits = wide + wide_scratch(m, rows);
+  float *logits = scratch + before;
   Summary *own = (Summary *)(scratch + summaries);
   Phase phase = pool_phase(worker, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
@@ -172,7 +176,7 @@ static void summarise_all(Worker *worker, const Picking *a) {
     for (int64_t c = 0; c < count; c++) {
       int64_t begin = (first + c) * size, end = min(begin + size, m->out);
       float *chunk = logits + (a->logits ? c * size : 0);
-      some_outputs(m, x, rows, NULL, begin, end, chunk, width, wide);
+      some_outputs(m, x, rows, NULL, begin, end, chunk, width);
       for (int64_t r = 0; r < rows; r++)
         own[r * count + c] = summarise(chunk + r * width, end - begin, begin, a->spread);
     }

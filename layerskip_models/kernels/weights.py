@@ -17,12 +17,14 @@ from torch import Tensor
 from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS, Grouping
+from layerskip_models.kernels.pages import expect_large_pages
 from layerskip_models.kernels.threads import num_threads
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # numbered alike in `Kind` and `Stored`
 _SHARE = 1 << 19
 """Least numbers for a thread of its own."""
-_LANES = 16
+LANES = 16
+"""Outputs that are side by side."""
 FLIP = 0x80808080
 """Turns four signed bytes into unsigned ones that are 128 more, and back."""
 
@@ -105,6 +107,34 @@ def in_shares(weight: Tensor, work: Callable[[range], bool], *, step: int = 1) -
         return all([own, *(other.result() for other in others)])
 
 
+def side_by_side(weight: Tensor) -> Tensor:
+    """Copy a readable weight [out, in] with 16 outputs side by side (side_by_side.h), padded with zeros: [blocks, in, 16].
+
+    In bfloat16 [blocks, in / 2, 16, 2].
+    """
+    kernels, (rows, inputs) = library.kernels(), weight.shape
+    assert kernels is not None
+    blocks, pair = -(-rows // LANES), 2 if weight.dtype is torch.bfloat16 else 1
+    laid = torch.empty(blocks, -(-inputs // pair), LANES, pair, dtype=weight.dtype, device="cpu")
+    expect_large_pages(laid)
+
+    def some(rows: range) -> bool:
+        to = laid[rows.start // LANES].data_ptr()
+        kernels.lay_side_by_side(KINDS[weight.dtype], weight[rows.start].data_ptr(), len(rows), inputs, to)
+        return True
+
+    in_shares(weight, some, step=LANES)
+    return laid if pair == 2 else laid.squeeze(3)
+
+
+def rows_of(laid: Tensor, first: int, last: int, inputs: int) -> Tensor:
+    """Return rows [first, last) of what `side_by_side` was given, in memory of their own. inputs: numbers in each."""
+    blocks = laid[first // LANES : -(-last // LANES)]
+    rows = (blocks if laid.dim() == 4 else blocks.unsqueeze(3)).permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
+    start = first // LANES * LANES
+    return rows[first - start : last - start, :inputs].contiguous()
+
+
 def takes_interleaved(kind: int, outputs: int, inputs: int) -> bool:
     """Return whether this process's kernels want a matrix of this kind (`KINDS`, `GROUPED_KINDS`) interleaved (matrix.h)."""
     kernels = library.kernels()
@@ -148,16 +178,16 @@ def interleave(tensor: Tensor, *, words: bool = False, flip: int = 0) -> None:
     size = 4 if words else tensor.element_size()
 
     def some(rows: range) -> bool:
-        scratch = torch.empty(_LANES * row // 4 + 1, dtype=torch.int32, device="cpu")
+        scratch = torch.empty(LANES * row // 4 + 1, dtype=torch.int32, device="cpu")
         first = tensor.data_ptr() + rows.start * row
         kernels.interleave(first, len(rows), row // size, size, flip, scratch.data_ptr())
         return True
 
-    in_shares(tensor, some, step=_LANES)
+    in_shares(tensor, some, step=LANES)
 
 
 def without_interleaving(tensor: Tensor, *, words: bool = False) -> Tensor:
     """Return what `interleave` was given, in memory of its own."""
     numbers = tensor.view(-1).view(torch.int32) if words else tensor
-    blocks = numbers.view(len(tensor) // _LANES, -1, _LANES)
+    blocks = numbers.view(len(tensor) // LANES, -1, LANES)
     return blocks.mT.contiguous().view(-1).view(tensor.dtype).view(tensor.shape)
