@@ -128,7 +128,7 @@ class _Drawn:
         weight, bias = self(*TILED) * TILED[1] ** -0.5, self(TILED[0])
         halves = NativeLinear(weight.bfloat16(), bias)
         if takes_interleaved(library.KINDS[torch.bfloat16], 1 << 20, TILED[1]) and not halves.matrix.interleaved:
-            halves.interleave()
+            halves.matrix.interleaved = 1
         return [NativeInt8Linear(weight, bias), halves]
 
     def _norms(self, size: int) -> tuple[RMSNorm, RMSNorm]:

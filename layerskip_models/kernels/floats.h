@@ -1,71 +1,10 @@
-/* Rows as floats: products with weights of any kind, four outputs and a few rows at a time. */
+/* Rows as floats: products with weights in groups, four outputs and a few rows at a time. */
 #ifndef SELFSPEC_FLOATS_H
 #define SELFSPEC_FLOATS_H
 #include "matrix.h"
 
-/* Multiply-add LANES inputs for R rows and SIDE(R) outputs. Fewer rows than outputs are kept in registers, else the weights: with 16
- * registers there is then one left, where twelve have the sums. */
-#define STEP(KIND, R) \
-  do { \
-    if (R < SIDE(R)) { \
-      vf rows_of_step[R]; \
-      UNROLL for (int r = 0; r < R; r++) rows_of_step[r] = load(x + i * R + r * LANES); \
-      UNROLL for (int o = 0; o < SIDE(R); o++) { \
-        vf weight = load_##KIND(w + o * in + i); \
-        UNROLL for (int r = 0; r < R; r++) total[o][r] = multiply_add(weight, rows_of_step[r], total[o][r]); \
-      } \
-    } else { \
-      vf weights[SIDE(R)]; \
-      UNROLL for (int o = 0; o < SIDE(R); o++) weights[o] = load_##KIND(w + o * in + i); \
-      UNROLL for (int r = 0; r < R; r++) { \
-        vf row = load(x + i * R + r * LANES); \
-        UNROLL for (int o = 0; o < SIDE(R); o++) total[o][r] = multiply_add(weights[o], row, total[o][r]); \
-      } \
-    } \
-  } while (0)
-
-/* y[r * BLOCK + o] = weight[o] . x[r] for BLOCK outputs and R rows. x is packed (see `pack`). */
-#define DOTS(T, KIND, R) \
-  INLINE void dots_##KIND##_##R(const T *w, const float *x, int64_t in, Prefetch fetch, float *y) { \
-    for (int side = 0; side < BLOCK; side += SIDE(R), w += SIDE(R) * in, y += SIDE(R)) { \
-      vf total[4][R]; \
-      UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
-      int64_t i = 0, line = LINE / sizeof(T), place = 0; \
-      for (; i + line <= in; place += LINE) { \
-        if (fetch.ahead && (place & fetch.mask) == fetch.place) \
-          UNROLL for (int o = 0; o < SIDE(R); o++) PREFETCH(w + (o + fetch.ahead) * in + i); \
-        UNROLL for (int k = 0; k < (int)(LINE / sizeof(T) / LANES); k++, i += LANES) STEP(KIND, R); \
-      } \
-      for (; i + LANES <= in; i += LANES) STEP(KIND, R); \
-      UNROLL for (int r = 0; r < R; r++) { \
-        float sums[4]; \
-        sum_4(total[0][r], total[1][r], total[2][r], total[3][r], sums); \
-        UNROLL for (int o = 0; o < SIDE(R); o++) y[r * BLOCK + o] = sums[o]; \
-      } \
-      for (int64_t j = i; j < in; j++) \
-        for (int r = 0; r < R; r++) \
-          for (int o = 0; o < SIDE(R); o++) { \
-            float *sum = y + r * BLOCK + o; \
-            *sum = multiply_add_1(one_##KIND(w + o * in + j), x[i * R + r * (in - i) + j - i], *sum); \
-          } \
-    } \
-  }
-#define DOTS_OF(T, KIND) \
-  DOTS(T, KIND, 1) DOTS(T, KIND, 2) DOTS(T, KIND, 3) DOTS(T, KIND, 4) DOTS(T, KIND, 5) DOTS(T, KIND, 6) \
-  static void dots_##KIND(const T *w, const float *x, int64_t rows, int64_t in, Prefetch fetch, float *y) { \
-    switch (rows) { \
-    case 1: dots_##KIND##_1(w, x, in, fetch, y); break; \
-    case 2: dots_##KIND##_2(w, x, in, fetch, y); break; \
-    case 3: dots_##KIND##_3(w, x, in, fetch, y); break; \
-    case 4: dots_##KIND##_4(w, x, in, fetch, y); break; \
-    case 5: dots_##KIND##_5(w, x, in, fetch, y); break; \
-    default: dots_##KIND##_6(w, x, in, fetch, y); \
-    } \
-  }
-DOTS_OF(float, float32)
-DOTS_OF(uint16_t, bfloat16)
-DOTS_OF(uint16_t, float16)
-DOTS_OF(int8_t, int8)
+#define FLOAT_ROWS 6 /* most rows multiplied by a weight at once, with the sums in registers */
+#define SIDE(R) (MANY_REGISTERS || R <= 3 ? 4 : 2) /* outputs whose sums are in registers at the same time */
 
 /* Scale and offset of a group of inputs of one output. */
 typedef struct {
@@ -99,8 +38,8 @@ INLINE vf decoded(vi q, Group group) {
   return multiply_add(splat(group.scale), __builtin_convertvector(q, vf), splat(group.offset));
 }
 
-/* DOTS for numbers in groups. LOAD: LANES of them. WIDTH: bytes of 64. STEP: inputs that surely share a group. The number of inputs
- * must be a multiple of 64. */
+/* y[r * BLOCK + o] for BLOCK outputs and R rows. x is packed (see `pack`). LOAD: LANES numbers. WIDTH: bytes of 64. STEP: inputs that
+ * surely share a group. The number of inputs must be a multiple of 64. */
 #define DOTS_GROUPED(NAME, LOAD, WIDTH, STEP, R) \
   INLINE void dots_##NAME##_##R(const Matrix *m, int64_t first, const float *x, Prefetch fetch, float *y) { \
     const int64_t row = m->in / 64 * WIDTH; \
@@ -156,18 +95,8 @@ INLINE int number_at(int64_t kind, const uint8_t *w, int64_t i) {
 
 /* One weight as float32. */
 INLINE float weight_at(const Matrix *m, int64_t output, int64_t i) {
-  int64_t at = output * m->in + i;
-  switch (m->kind) {
-  case FLOAT32: return one_float32((const float *)m->weight + at);
-  case BFLOAT16: return one_bfloat16((const uint16_t *)m->weight + at);
-  case FLOAT16: return one_float16((const uint16_t *)m->weight + at);
-  case INT8: return one_int8((const int8_t *)m->weight + at);
-  default: {
-    const Group group = group_of_inputs(m, output, i / 16 * 16);
-    const uint8_t *w = (const uint8_t *)m->weight + bytes_of(m->kind, output * m->in);
-    return multiply_add_1(group.scale, number_at(m->kind, w, i), group.offset);
-  }
-  }
+  const Group group = group_of_inputs(m, output, i / 16 * 16);
+  return multiply_add_1(group.scale, number_at(m->kind, (const uint8_t *)m->weight + bytes_of(m->kind, output * m->in), i), group.offset);
 }
 
 /* Packing interleaves the rows: LANES inputs of row 0, the same inputs of row 1, and so on, then the next LANES inputs. The
@@ -194,32 +123,4 @@ static void pack(const float *x, int64_t rows, int64_t in, float *packed) {
   }
 WIDEN(uint16_t, bfloat16)
 WIDEN(uint16_t, float16)
-WIDEN(int8_t, int8)
-
-static void widen_grouped(const Matrix *m, float *y) {
-  for (int64_t o = 0; o < m->out; o++)
-    for (int64_t i = 0; i < m->in;) {
-      const uint8_t *w = (const uint8_t *)m->weight + bytes_of(m->kind, o * m->in);
-      const Group group = group_of_inputs(m, o, i);
-      for (int k = 0; k < 16 / LANES; k++, i += LANES) {
-        const vi q = m->kind == INT4 ? load_nibbles(w, i) : m->kind == BYTES ? load_numbers(w, i) : load_sixes(w, i);
-        store(y + o * m->in + i, decoded(q, group));
-      }
-    }
-}
-
-/* A copy of a matrix of 16 bits or fewer with its weights converted to float32, in `scratch`. */
-static Matrix widened(const Matrix *m, float *scratch) {
-  Matrix wide = *m;
-  int64_t count = m->out * m->in;
-  switch (m->kind) {
-  case BFLOAT16: widen_bfloat16(m->weight, count, scratch); break;
-  case FLOAT16: widen_float16(m->weight, count, scratch); break;
-  case INT8: widen_int8(m->weight, count, scratch); break;
-  default: widen_grouped(m, scratch);
-  }
-  wide.weight = scratch;
-  wide.kind = FLOAT32;
-  return wide;
-}
 #endif

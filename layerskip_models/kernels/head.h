@@ -19,7 +19,7 @@ typedef struct {
 
 INLINE int64_t chunk_size(int64_t out) {
   int64_t size = (out + CHUNKS - 1) / CHUNKS;
-  return size <= CHUNK ? CHUNK : (size + GROUP - 1) / GROUP * GROUP;
+  return size <= CHUNK ? CHUNK : (size + WIDEST - 1) / WIDEST * WIDEST;
 }
 
 INLINE int64_t chunk_count(int64_t out) { return (out + chunk_size(out) - 1) / chunk_size(out); }

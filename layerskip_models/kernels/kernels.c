@@ -78,6 +78,10 @@ static void interleave(void *numbers, int64_t rows, int64_t words, int size, uin
 PUBLIC void EXPORT(interleave)(void *numbers, int64_t rows, int64_t words, int size, uint32_t flip, void *scratch) {
   interleave(numbers, rows, words, size, flip, scratch);
 }
+/* See side_by_side.h. */
+PUBLIC void EXPORT(lay_side_by_side)(int64_t kind, const void *from, int64_t rows, int64_t in, void *to) {
+  lay_side_by_side(kind, from, rows, in, to);
+}
 PUBLIC int EXPORT(finite_numbers)(int kind, const void *p, int64_t count) { return finite_numbers(kind, p, count); }
 /* Rows of a file to a matrix in groups, whose rows of numbers have `width` bytes. With scratch for 16 of these, 16 outputs come side by
  * side, block by block while they are in a cache. Returns 0 if a scale or an offset is NaN or infinite. */
@@ -182,10 +186,10 @@ static void summarise_all(Worker *worker, const Picking *a) {
   /* A piece's logits stay until the piece is claimed: only then may they be written where others read. */
   int64_t width = size * (a->logits ? most_chunks : 1) + LANES;
   const float *x = prepared_together(worker, &a->input, m);
-  int64_t before = x ? 0 : rows_scratch(m, rows), summaries = before + wide_scratch(m, rows) + (rows * width + 1) / 2 * 2; /* floats */
+  int64_t before = x ? 0 : rows_scratch(m, rows), summaries = before + (rows * width + 1) / 2 * 2; /* floats */
   float *scratch = pool_memory(worker, summaries * sizeof(float) + rows * most_chunks * sizeof(Summary));
   if (!scratch) return;
-  float *wide = scratch + before, *logits = wide + wide_scratch(m, rows);
+  float *logits = scratch + before;
   Summary *own = (Summary *)(scratch + summaries);
   Phase phase = pool_phase(worker, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
@@ -194,7 +198,7 @@ static void summarise_all(Worker *worker, const Picking *a) {
     for (int64_t c = 0; c < count; c++) {
       int64_t begin = (first + c) * size, end = min(begin + size, m->out);
       float *chunk = logits + (a->logits ? c * size : 0);
-      some_outputs(m, x, rows, NULL, begin, end, chunk, width, wide);
+      some_outputs(m, x, rows, NULL, begin, end, chunk, width);
       for (int64_t r = 0; r < rows; r++)
         own[r * count + c] = summarise(chunk + r * width, end - begin, begin, a->spread);
     }

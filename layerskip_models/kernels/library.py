@@ -55,7 +55,7 @@ def _fields(*declarations: str) -> list[tuple[str, type]]:
 
 
 class Matrix(Structure):
-    """`Matrix` of matrix.h: a weight [out, in] with its scales, offsets and bias."""
+    """`Matrix` of matrix.h: a weight with its scales, offsets and bias."""
 
     _fields_ = _fields(
         "pointer weight, scale, bias",
@@ -146,6 +146,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "float_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p]),
     "finite_numbers": (c_int, [c_int, c_void_p, c_int64]),
     "interleave": (None, [c_void_p, c_int64, c_int64, c_int, c_uint32, c_void_p]),
+    "lay_side_by_side": (None, [c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "look": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int, c_void_p, c_void_p]),
     "distribute": (None, [c_void_p, c_int64, c_float, c_int64, c_double, c_void_p, c_void_p]),
     "residual": (None, [c_void_p, c_void_p, c_int64, c_void_p]),

@@ -5,25 +5,24 @@
 
 /* Rows are multiplied by a weight a few at a time, in groups of about equal size. `together`: how many from row `r` on. */
 INLINE int64_t row_groups_of(const Matrix *m, int64_t rows) {
-  int64_t most = TILES && m->interleaved                ? ROWS
-                 : as_integers(m)                       ? rows_at_once(m)
-                 : MANY_REGISTERS || rows < PROMPT_ROWS ? FLOAT_ROWS
-                                                        : FLOAT_ROWS / 2;
+  int64_t most = side_by_side(m)           ? SIDE_ROWS
+                 : TILES && m->interleaved ? ROWS
+                 : as_integers(m)          ? rows_at_once(m)
+                                           : FLOAT_ROWS;
   return (rows + most - 1) / most;
 }
 INLINE int64_t together(const Matrix *m, int64_t r, int64_t rows) {
   int64_t row_groups = row_groups_of(m, rows), size = (rows + row_groups - 1) / row_groups;
-  return min(size, rows - r);
+  return min(side_by_side(m) ? SIDE_ROWS : size, rows - r); /* eight rows are faster as six and two than as four and four */
 }
 
+/* How many outputs are computed at once for `rows` rows of a group, where `left` are still to be computed. */
+INLINE int64_t outputs_at_once(const Matrix *m, int64_t rows, int64_t left) { return side_by_side(m) ? side_width(rows, left) : BLOCK; }
+
+/* Weights in groups, as floats. */
 INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const float *x, int64_t rows, Prefetch fetch, float *y) {
-  const char *w = (const char *)m->weight + bytes_of(m->kind, first * m->in);
   if (count == BLOCK) {
     switch (m->kind) {
-    case FLOAT32: dots_float32((const float *)w, x, rows, m->in, fetch, y); break;
-    case BFLOAT16: dots_bfloat16((const uint16_t *)w, x, rows, m->in, fetch, y); break;
-    case FLOAT16: dots_float16((const uint16_t *)w, x, rows, m->in, fetch, y); break;
-    case INT8: dots_int8((const int8_t *)w, x, rows, m->in, fetch, y); break;
     case BYTES: dots_bytes(m, first, x, rows, fetch, y); break;
     case SIXES: dots_sixes(m, first, x, rows, fetch, y); break;
     default: dots_int4(m, first, x, rows, fetch, y);
@@ -40,20 +39,17 @@ INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const f
 }
 
 /* Apply scale and bias to what `outputs` computes. */
-INLINE void finish_outputs(const Matrix *m, int64_t first, int64_t rows, float *y) {
-  const int64_t count = min(BLOCK, m->out - first);
-  if (!m->scale && !m->bias) return;
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t o = 0; o < count; o++) {
-      if (m->scale) y[r * BLOCK + o] *= m->scale[first + o];
-      if (m->bias) y[r * BLOCK + o] += m->bias[first + o];
-    }
+INLINE void finish_outputs(const Matrix *m, int64_t first, int64_t width, int64_t rows, float *y) {
+  const int64_t count = min(width, m->out - first);
+  for (int64_t r = 0; r < rows; r++, y += width) {
+    for (int64_t o = 0; m->scale && o < count; o++) y[o] *= m->scale[first + o];
+    for (int64_t o = 0; m->bias && o < count; o++) y[o] += m->bias[first + o];
+  }
 }
 
-/* y[r * BLOCK + o] for outputs first .. first + BLOCK - 1 and the rows of one such group (`together`), with scale and bias applied.
- * Entries past the matrix's last output are left alone. */
-static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Prefetch fetch, float *y) {
-  int64_t count = min(BLOCK, m->out - first);
+/* y[r * width + o] for `width` outputs from `first` on (`outputs_at_once`) and the rows of one such group (`together`), with scale and
+ * bias applied. Entries past the matrix's last output mean nothing. */
+static void outputs(const Matrix *m, int64_t first, int64_t width, const float *x, int64_t rows, Prefetch fetch, float *y) {
 #if TILES
   if (in_splits(m)) split_outputs(m, first, x, rows, fetch, y);
   else
@@ -62,13 +58,19 @@ static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows
     if (m->interleaved) integer_outputs(m, first, x, rows, fetch, y);
     else
 #endif
-      float_outputs(m, first, count, x, rows, fetch, y);
-  finish_outputs(m, first, rows, y);
+      if (side_by_side(m)) side_outputs(m, first, width, x, rows, fetch, y);
+    else float_outputs(m, first, min(BLOCK, m->out - first), x, rows, fetch, y);
+  finish_outputs(m, first, width, rows, y);
+}
+
+/* The same share where what it fetches is in the matrix. Weights side by side look for themselves (`side_dots`). */
+INLINE Prefetch share_within(const Matrix *m, Prefetch share, int64_t first, int64_t out) {
+  return side_by_side(m) || first + share.ahead + BLOCK <= out ? share : (Prefetch){0};
 }
 
 /* How many outputs ahead weights are fetched, where `row_groups` groups of rows meet a group of `group` outputs. */
 INLINE int64_t outputs_ahead(const Matrix *m, int64_t row_groups, int64_t group) {
-  int64_t step = m->interleaved ? BLOCK : 4, bytes = bytes_of(m->kind, step * m->in);
+  int64_t step = is_grouped(m) && !m->interleaved ? 4 : BLOCK, bytes = bytes_of(m->kind, step * m->in);
   return row_groups > 1 ? group : (AHEAD + bytes - 1) / bytes * step;
 }
 #endif

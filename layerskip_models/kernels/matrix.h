@@ -14,7 +14,7 @@ enum Scales { HALVES, FLOATS, UNSIGNED, SIGNED };
  * chunks of 64 inputs, 32 bytes each: the low nibble of byte j is input j, the high nibble input 32 + j. Numbers of 6 bits have 16
  * bytes after these: bits 2 k and 2 k + 1 of byte j are the upper two of input 16 k + j. */
 typedef struct {
-  const void *weight; /* [out, in] */
+  const void *weight; /* [out, in]; where it is not in groups, 16 outputs side by side (`side_by_side.h`, `interleaved.h`) */
   const float *scale; /* [out], one factor per output, or NULL */
   const float *bias;  /* [out] or NULL */
   int64_t kind, in, out;
@@ -24,11 +24,14 @@ typedef struct {
   int64_t scales;         /* `Scales` */
   const uint16_t *blocks; /* [out, in / BLOCK_INPUTS, 1 or 2], float16: what integer scales are multiplied by, and offsets, negated */
   int64_t zero;           /* the number that stands for 0 where there are no offsets */
-  int64_t interleaved;    /* whether 16 outputs are side by side in memory (`interleaved.h`), as `interleaves` says */
+  int64_t interleaved;    /* whether it is stored for integer products or a matrix unit, as `interleaves` says */
   int64_t row_bits;       /* 8 or 16: what rows are rounded to where weights are in groups (`limbs.h`) */
 } Matrix;
 
 INLINE int is_grouped(const Matrix *m) { return m->kind >= INT4; }
+
+/* Whether rows are multiplied as floats, and 16 outputs are side by side in memory. */
+INLINE int side_by_side(const Matrix *m) { return !m->interleaved && !is_grouped(m); }
 
 /* Bytes of `count` weights. */
 INLINE int64_t bytes_of(int64_t kind, int64_t count) {
@@ -62,7 +65,8 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #else
 #define SHORT_VNNI 0
 #endif
-#define BLOCK (TILES || VNNI || PAIRS ? 16 : 4) /* outputs computed side by side, so that an input is loaded once for all of them */
+#define BLOCK 16  /* outputs computed side by side, so that an input is loaded once for all of them */
+#define WIDEST 64 /* most outputs computed at once, a few blocks of them */
 #define ROWS (TILES ? 16 : VNNI || PAIRS ? 8 : 6) /* most rows multiplied by a weight while it is loaded */
 
 #ifndef TILE_BYTES
@@ -87,9 +91,6 @@ INLINE int in_splits(const Matrix *m) { return TILES && m->interleaved && m->kin
 #define GROUP_BYTES (64 << 10) /* most bytes of a group's weights: these and the next group's stay in the L2 cache */
 #define LINE 64 /* bytes of a cache line */
 #define AHEAD 8192 /* prefetch distance in bytes: what memory delivers during one access's latency */
-#define FLOAT_ROWS 6 /* most rows multiplied by a weight at once, with the sums in registers */
-#define SIDE(R) (MANY_REGISTERS || R <= 3 ? 4 : 2) /* outputs whose sums are in registers at the same time */
-#define PROMPT_ROWS 32 /* with few registers, from this many rows on, three at once are faster: they stay in the L1 cache */
 
 /* Weights to prefetch while others are in use. The hardware prefetcher starts too late, and starts over at every row of the
  * matrix. Where several groups of rows meet a group's weights, each fetches its share of the next group's cache lines (64 bytes),
@@ -111,19 +112,4 @@ INLINE Prefetch share_of_row_group(int64_t row_group, int64_t row_groups, int64_
   return (Prefetch){part == 4 * (row_group + 1) / row_groups ? 0 : (int32_t)ahead, 255, of_four[part]};
 }
 
-/* Outputs first .. first + count - 1 of a matrix. first: a multiple of 16 if it is interleaved. */
-INLINE Matrix slice_of(const Matrix *m, int64_t first, int64_t count) {
-  Matrix some = *m;
-  some.weight = (const char *)m->weight + bytes_of(m->kind, first * m->in);
-  some.out = count;
-  if (m->scale) some.scale += first;
-  if (m->bias) some.bias += first;
-  if (is_grouped(m)) {
-    const int64_t groups = first * (m->in / m->group);
-    some.groups = (const char *)m->groups + groups * (m->scales == FLOATS ? 4 : m->scales == HALVES ? 2 : 1);
-    if (m->offsets) some.offsets = (const char *)m->offsets + groups * (m->blocks ? 1 : 4);
-    if (m->blocks) some.blocks += first * (m->in / BLOCK_INPUTS) * (m->offsets ? 2 : 1);
-  }
-  return some;
-}
 #endif

@@ -20,10 +20,13 @@ from layerskip_models.kernels.pages import expect_large_pages, use_large_pages
 from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.kernels.weights import (
     FLIP,
+    LANES,
     eight_bits,
     in_rows,
     interleave,
     interleaved,
+    rows_of,
+    side_by_side,
     takes_interleaved,
     without_interleaving,
 )
@@ -55,6 +58,11 @@ def pieces(rows: int) -> Iterator[tuple[int, int]]:
     """(first row, number of rows) of each call needed for this many rows."""
     for first in range(0, rows, MAX_ROWS):
         yield first, min(MAX_ROWS, rows - first)
+
+
+def _pieces_of(outputs: int, size: int) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of the outputs in each piece of `size`."""
+    return ((first, min(first + size, outputs)) for first in range(0, outputs, size))
 
 
 def without_loss(weight: Tensor) -> Tensor:
@@ -99,6 +107,7 @@ def check_rows(name: str, x: Tensor, width: int) -> None:
 class NativeLinear:
     """x W^T + b in float32. W is stored in 16 bits where that is exact, as for most checkpoints (`without_loss`).
 
+    stored: W in memory of its own, in the order that the kernels multiply fastest (side_by_side.h).
     A row's result does not depend on other rows, nor on the number of threads.
     Raises RuntimeError if there are no kernels (`native_works`); ValueError if the weight is not a matrix, the bias does not
     fit it, or one of them is not on the CPU.
@@ -108,16 +117,16 @@ class NativeLinear:
     matrix: Matrix
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        stored = without_loss(weight)
-        self._set(stored, None, bias)
-        if takes_interleaved(KINDS[stored.dtype], *stored.shape):
-            self.interleave()
+        self._set(without_loss(weight), None, bias)
+        self._lay()
+        self.matrix.interleaved = takes_interleaved(KINDS[self.stored.dtype], *self.shape)
 
-    def interleave(self) -> None:
-        """Put 16 outputs side by side, as a matrix unit takes weights in bfloat16, in memory of their own."""
-        self.stored = self.stored.clone(memory_format=torch.contiguous_format)
-        interleave(self.stored, words=True)
-        self.matrix.weight, self.matrix.interleaved = self.stored.data_ptr(), 1
+    def _lay(self) -> None:
+        """Store a copy with 16 outputs side by side in place of the rows."""
+        self.stored = side_by_side(self.stored)
+        use_large_pages(self.stored)
+        self.matrix.weight = self.stored.data_ptr()
+        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors if tensor is not self._bias)
 
     def _set(self, stored: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         chosen = library.kernels()
@@ -130,7 +139,6 @@ class NativeLinear:
         if bias is not None and (bias.shape != stored.shape[:1] or not bias.is_cpu):
             raise ValueError(f"bias must be [{stored.shape[0]}] on the CPU, got {list(bias.shape)} on {bias.device}")
         self.stored = stored = readable(stored)
-        use_large_pages(stored)
         self._scale = None if scale is None else readable(scale)
         self._bias = None if bias is None else readable(bias.float())
         self._out, self._in = stored.shape
@@ -166,8 +174,12 @@ class NativeLinear:
 
     @property
     def numbers_in_rows(self) -> Tensor:
-        """The stored numbers, [out, in]; a copy if the kernels keep them in another order."""
-        return without_interleaving(self.stored, words=True) if self.matrix.interleaved else self.stored
+        """The stored numbers, [out, in], in memory of their own."""
+        return self._rows(0, self._out)
+
+    def _rows(self, first: int, last: int) -> Tensor:
+        """Return rows [first, last) of the stored numbers, in memory of their own."""
+        return rows_of(self.stored, first, last, self._in)
 
     @property
     def weight(self) -> Tensor:
@@ -176,7 +188,7 @@ class NativeLinear:
 
     def float_pieces(self, outputs: int) -> Iterator[Tensor]:
         """Yield the weight in float32, piece by piece. outputs: in each piece."""
-        return (part.float() for part in self.numbers_in_rows.split(outputs))
+        return (self._rows(*ends).float() for ends in _pieces_of(self._out, outputs))
 
     def rows(self, outputs: Tensor) -> Tensor:
         """Return the numbers of these outputs, int64 [rows], as float32 [rows, in]. IndexError if there are no such."""
@@ -306,26 +318,26 @@ class NativeInt8Linear(NativeLinear):
     def _keep(self, rounded: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         """Keep these tensors. rounded: becomes the linear's own."""
         self._set(rounded, scale, bias)
-        if takes_interleaved(KINDS[torch.int8], *rounded.shape):
-            self.interleave()
-
-    def interleave(self) -> None:
-        """Put 16 outputs side by side, in place. Each number becomes an unsigned byte, 128 more."""
-        interleave(self.stored, words=True, flip=FLIP)
+        if not takes_interleaved(KINDS[torch.int8], *rounded.shape):
+            self._lay()
+            return
+        use_large_pages(self.stored)
+        interleave(self.stored, words=True, flip=FLIP)  # each number becomes an unsigned byte, 128 more
         self.matrix.interleaved = 1
 
-    @property
-    def numbers_in_rows(self) -> Tensor:
-        """The rounded numbers, int8 [out, in]; a copy if the kernels keep them in another order."""
+    def _rows(self, first: int, last: int) -> Tensor:
+        """Return rows [first, last) of the rounded numbers, in memory of their own."""
         if not self.matrix.interleaved:
-            return self.stored
-        return (without_interleaving(self.stored, words=True).view(torch.uint8) ^ 128).view(torch.int8)
+            return super()._rows(first, last)
+        start = first // LANES * LANES
+        some = without_interleaving(self.stored[start : -(-last // LANES) * LANES], words=True)
+        return (some.view(torch.uint8) ^ 128).view(torch.int8)[first - start : last - start]
 
     def float_pieces(self, outputs: int) -> Iterator[Tensor]:
         """Yield the weight in float32, piece by piece. outputs: in each piece."""
         assert self._scale is not None
-        parts = zip(self.numbers_in_rows.split(outputs), self._scale.split(outputs))
-        return (part.float().mul_(scale.unsqueeze(1)) for part, scale in parts)
+        parts = zip(_pieces_of(self._out, outputs), self._scale.split(outputs))
+        return (self._rows(*ends).float().mul_(scale.unsqueeze(1)) for ends, scale in parts)
 
 
 class NativeGroupedLinear(NativeLinear):
@@ -353,6 +365,7 @@ class NativeGroupedLinear(NativeLinear):
         if reorder and not weight.interleaved and takes_interleaved(GROUPED_KINDS[weight.bits], *weight.shape):
             weight = interleaved(weight, in_place=own)
         self._set(weight.packed, weight.factors, bias)
+        use_large_pages(self.stored)
         others = (None if one is None else readable(one) for one in (weight.groups, weight.offsets, weight.blocks))
         groups, offsets, blocks = others
         assert groups is not None

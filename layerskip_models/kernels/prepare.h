@@ -1,4 +1,5 @@
 /* Convert rows of floats to the form a product takes: limbs for integer products, bfloat16 splits for tiles, or packed floats.
+ * Weights side by side take rows as they are.
  *
  * A row's numbers do not depend on the other rows; only where they are stored does.
  */
@@ -6,6 +7,7 @@
 #define SELFSPEC_PREPARE_H
 #include "floats.h"
 #include "limb_tiles.h"
+#include "side_by_side.h"
 #include "splits.h"
 
 #if INTEGERS
@@ -284,9 +286,6 @@ INLINE int64_t row_size(const Matrix *m) {
 INLINE int64_t hot_row_bytes(const Matrix *m) {
   return in_splits(m) ? SPLITS * bytes_of(BFLOAT16, m->in) : (as_integers(m) ? limbs_size(m) : m->in) * (int64_t)sizeof(float);
 }
-
-/* Whether rows are multiplied as floats. */
-INLINE int as_floats(const Matrix *m) { return !m->interleaved; }
 
 /* Convert the rows of one group (`together`) to the form that `outputs` takes. */
 INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *scratch) {

@@ -18,13 +18,14 @@ from torch import Tensor
 from layerskip_models.grouped_weight import GroupedWeight
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS, Grouping
+from layerskip_models.kernels.pages import expect_large_pages
 from layerskip_models.kernels.threads import num_threads
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # numbered alike in `Kind` and `Stored`
 _SHARE = 1 << 19
 """Least numbers for a thread of its own."""
 LANES = 16
-"""Outputs side by side."""
+"""Outputs that are side by side."""
 FLIP = 0x80808080
 """Turns four signed bytes into unsigned ones that are 128 more, and back."""
 
@@ -105,6 +106,34 @@ def in_shares(weight: Tensor, work: Callable[[range], bool], *, step: int = 1) -
         others = [pool.submit(work, share) for share in shares[1:]]
         own = work(shares[0])
         return all([own, *(other.result() for other in others)])
+
+
+def side_by_side(weight: Tensor) -> Tensor:
+    """Copy a readable weight [out, in] with 16 outputs side by side (side_by_side.h), padded with zeros: [blocks, in, 16].
+
+    In bfloat16 [blocks, in / 2, 16, 2].
+    """
+    kernels, (rows, inputs) = library.kernels(), weight.shape
+    assert kernels is not None
+    blocks, pair = -(-rows // LANES), 2 if weight.dtype is torch.bfloat16 else 1
+    laid = torch.empty(blocks, -(-inputs // pair), LANES, pair, dtype=weight.dtype, device="cpu")
+    expect_large_pages(laid)
+
+    def some(rows: range) -> bool:
+        to = laid[rows.start // LANES].data_ptr()
+        kernels.lay_side_by_side(KINDS[weight.dtype], weight[rows.start].data_ptr(), len(rows), inputs, to)
+        return True
+
+    in_shares(weight, some, step=LANES)
+    return laid if pair == 2 else laid.squeeze(3)
+
+
+def rows_of(laid: Tensor, first: int, last: int, inputs: int) -> Tensor:
+    """Return rows [first, last) of what `side_by_side` was given, in memory of their own. inputs: numbers in each."""
+    blocks = laid[first // LANES : -(-last // LANES)]
+    rows = (blocks if laid.dim() == 4 else blocks.unsqueeze(3)).permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
+    start = first // LANES * LANES
+    return rows[first - start : last - start, :inputs].contiguous()
 
 
 def takes_interleaved(kind: int, outputs: int, inputs: int) -> bool:

@@ -68,6 +68,9 @@ static Matrix matrix(int64_t kind, int64_t out, int64_t in, int biased) {
     for (int64_t i = 0; i < out; i++) scale[i] = 1 / 127.0f;
     m.scale = scale;
   }
+  void *laid = malloc((out + BLOCK) * (in + 1) * sizeof(float));
+  CALL(lay_side_by_side)(kind, x, out, in, laid);
+  m.weight = laid;
   return m;
 }
 /* Numbers of 4, 8 and 6 bits in groups, with offsets or without. */

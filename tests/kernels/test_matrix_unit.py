@@ -75,8 +75,7 @@ def unit(request: pytest.FixtureRequest) -> Iterator[str]:
 def on_unit(weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
     """A matrix in bfloat16 that goes to the unit, however small it is."""
     linear = NativeLinear(weight.bfloat16(), bias)
-    if not linear.matrix.interleaved:
-        linear.interleave()
+    linear.matrix.interleaved = 1
     return linear
 
 
@@ -157,8 +156,7 @@ def test_a_small_matrix_in_bfloat16_is_multiplied_by_vectors_for_any_number_of_r
     for out, tiles in ((32, False), (64, True)):
         linear = NativeLinear(torch.randn(out, 64).bfloat16())
         assert (linear.num_bytes > SMALL) is tiles is bool(linear.matrix.interleaved)
-        stored = linear.numbers_in_rows
-        y = by_vectors(VECTORS, library.Matrix(stored.data_ptr(), kind=1, in_features=64, out_features=out), x)
+        y = by_vectors(VECTORS, library.Matrix(linear.matrix.weight, kind=1, in_features=64, out_features=out), x)
         for rows in (1, 5, 6, 37):
             assert torch.equal(linear(x[:rows]), y[:rows]) is not tiles
 
