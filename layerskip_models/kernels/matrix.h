@@ -8,6 +8,7 @@ enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, BYTES, SIXES };
 
 /* How the scales of groups are stored; `SCALES` in library.py. The last two are integers that a block's own scale multiplies. */
 enum Scales { HALVES, FLOATS, UNSIGNED, SIGNED };
+#define IN_ROWS 2 /* floats of an embedding that no product reads: each output's in a row (`row_of`) */
 #define BLOCK_INPUTS 256 /* inputs of such a block */
 
 /* A number q of 0 to 15, 63 or 255 stands for scale * q + offset, or for scale * (q - zero) without offsets. Numbers of 4 bits come in
@@ -24,7 +25,7 @@ typedef struct {
   int64_t scales;         /* `Scales` */
   const uint16_t *blocks; /* [out, in / BLOCK_INPUTS, 1 or 2], float16: what integer scales are multiplied by, and offsets, negated */
   int64_t zero;           /* the number that stands for 0 where there are no offsets */
-  int64_t interleaved;    /* whether it is stored for integer products or a matrix unit, as `interleaves` says */
+  int64_t interleaved;    /* whether it is stored for integer products or a matrix unit, as `interleaves` says; or `IN_ROWS` */
   int64_t row_bits;       /* 8 or 16: what rows are rounded to where weights are in groups (`limbs.h`) */
 } Matrix;
 

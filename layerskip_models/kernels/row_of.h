@@ -2,6 +2,7 @@
  * numbers. These are gguf's float32 numbers bit for bit: a product and a sum are rounded separately, so nothing is fused. */
 #ifndef SELFSPEC_ROW_OF_H
 #define SELFSPEC_ROW_OF_H
+#include "side_by_side.h"
 #include "stored.h"
 
 /* Where number n of an output's `count` is: in a row of its own, or in one of 16 outputs side by side. */
@@ -59,19 +60,21 @@ static void row_in_groups(const Matrix *m, int64_t output, float *y) {
   }
 }
 
+/* Numbers of 8 bits as integer products take them. */
+static void row_of_bytes(const Matrix *m, int64_t output, float *y) {
+  for (int64_t begin = 0; begin < m->in; begin += 64) {
+    uint8_t bytes[64];
+    words_of(m, output, begin, 64, bytes);
+    for (int64_t k = 0; k < 64; k++) y[begin + k] = (int8_t)(bytes[k] ^ 128) * m->scale[output];
+  }
+}
+
 /* y: float32 [in]. */
 static void row_of(const Matrix *m, int64_t output, float *y) {
-  if (is_grouped(m)) {
-    row_in_groups(m, output, y);
-    return;
-  }
-  for (int64_t begin = 0; begin < m->in; begin += 64) {
-    const int64_t count = min(64, m->in - begin);
-    uint8_t bytes[256];
-    words_of(m, output, bytes_of(m->kind, begin), bytes_of(m->kind, count), bytes);
-    if (m->kind != INT8) widen((int)m->kind, bytes, count, y + begin); /* floats have one numbering here and in files */
-    else
-      for (int64_t k = 0; k < count; k++) y[begin + k] = (int8_t)(m->interleaved ? bytes[k] ^ 128 : bytes[k]) * m->scale[output];
-  }
+  if (is_grouped(m)) row_in_groups(m, output, y);
+  else if (m->interleaved == IN_ROWS) /* floats have one numbering here and in files */
+    widen((int)m->kind, (const uint8_t *)m->weight + output * bytes_of(m->kind, m->in), m->in, y);
+  else if (m->interleaved && m->kind == INT8) row_of_bytes(m, output, y);
+  else side_row(m, output, y);
 }
 #endif
