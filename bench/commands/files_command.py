@@ -78,11 +78,10 @@ def _on_threads(make: Maker, file: str, threads: list[int]) -> Peer:
 
 
 def _measure(record: Record, engines: list[TimedEngine], work: list[Item], repeats: int) -> None:
-    """Time all work by all engines in turn, after a run that warms them up."""
+    """Time all work by all engines in turn, after two short texts that warm each of them up."""
     survivors = Survivors(engines[0], record)
     for engine in [] if record.is_complete else engines:
-        for _, prompts, _ in work[:: len(work) - 1]:
-            survivors.call(engine, partial(engine.run, prompts, 4))
+        survivors.call(engine, partial(engine.run, work[-1][1][:2], 4))
     with progress(len(engines) * len(work) * repeats) as advance:
         for repeat in range(repeats):
             for name, prompts, most in work:
