@@ -34,6 +34,8 @@ GROUPED_KINDS = {4: 4, 8: 5, 6: 6}
 """`enum Kind` of numbers in groups, by their bits."""
 SCALES = {torch.float16: 0, torch.float32: 1, torch.uint8: 2, torch.int8: 3}
 """`enum Scales` of matrix.h, by the dtype of the groups' scales."""
+IN_ROWS = -1
+"""`Matrix.interleaved` of a table whose rows are only read."""
 SECTION = 512
 """Positions whose softmax is computed together (attention.h). Longer texts may be divided among threads."""
 

@@ -24,7 +24,8 @@ typedef struct {
   int64_t scales;         /* `Scales` */
   const uint16_t *blocks; /* [out, in / BLOCK_INPUTS, 1 or 2], float16: what integer scales are multiplied by, and offsets, negated */
   int64_t zero;           /* the number that stands for 0 where there are no offsets */
-  int64_t interleaved;    /* whether 16 outputs are side by side in memory (`interleaved.h`), as `interleaves` says */
+  int64_t interleaved;    /* whether 16 outputs are side by side in memory (`interleaved.h`), as `interleaves` says; -1 for a table
+                             whose rows are only read (`row_of.h`) and in order */
 } Matrix;
 
 INLINE int is_grouped(const Matrix *m) { return m->kind >= INT4; }

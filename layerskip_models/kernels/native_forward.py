@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerskip_models.choices import Detail, HeadOutput
 from layerskip_models.kernels import library
-from layerskip_models.kernels.library import KINDS, Matrix
+from layerskip_models.kernels.library import IN_ROWS, KINDS, Matrix
 from layerskip_models.kernels.native_layers import NativeLayers, Workspace
 from layerskip_models.kernels.native_linear import MAX_ROWS, NativeLinear, check_rows, pointer
 from layerskip_models.kv_cache import CacheRows
@@ -72,7 +72,8 @@ class NativeForward:
         self._vocab, self._hidden = embedding.shape
         if isinstance(embedding, Tensor):
             place = pointer("the embedding", embedding, embedding.dtype, *embedding.shape)
-            self._table = Matrix(place, None, None, KINDS[embedding.dtype], self._hidden, self._vocab)
+            kind = KINDS[embedding.dtype]
+            self._table = Matrix(place, None, None, kind, self._hidden, self._vocab, interleaved=IN_ROWS)
         else:
             self._table = embedding.matrix
         for name, linear in self._heads.items():

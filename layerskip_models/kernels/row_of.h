@@ -6,13 +6,13 @@
 
 /* Where number n of an output's `count` is: in a row of its own, or in one of 16 outputs side by side. */
 INLINE int64_t place_of_number(const Matrix *m, int64_t output, int64_t count, int64_t n) {
-  return m->interleaved ? output / 16 * 16 * count + 16 * n + output % 16 : output * count + n;
+  return m->interleaved > 0 ? output / 16 * 16 * count + 16 * n + output % 16 : output * count + n;
 }
 
 /* Bytes first .. first + size - 1 of an output's row of numbers. All of these are whole words of 4 bytes. */
 INLINE void words_of(const Matrix *m, int64_t output, int64_t first, int64_t size, void *to) {
   const int64_t words = bytes_of(m->kind, m->in) / 4;
-  if (!m->interleaved) memcpy(to, (const char *)m->weight + output * bytes_of(m->kind, m->in) + first, size);
+  if (m->interleaved <= 0) memcpy(to, (const char *)m->weight + output * bytes_of(m->kind, m->in) + first, size);
   else
     for (int64_t w = 0; w < size / 4; w++)
       memcpy((char *)to + 4 * w, (const char *)m->weight + 4 * place_of_number(m, output, words, first / 4 + w), 4);
@@ -71,7 +71,7 @@ static void row_of(const Matrix *m, int64_t output, float *y) {
     words_of(m, output, bytes_of(m->kind, begin), bytes_of(m->kind, count), bytes);
     if (m->kind != INT8) widen((int)m->kind, bytes, count, y + begin); /* floats have one numbering here and in files */
     else
-      for (int64_t k = 0; k < count; k++) y[begin + k] = (int8_t)(m->interleaved ? bytes[k] ^ 128 : bytes[k]) * m->scale[output];
+      for (int64_t k = 0; k < count; k++) y[begin + k] = (int8_t)(m->interleaved > 0 ? bytes[k] ^ 128 : bytes[k]) * m->scale[output];
   }
 }
 #endif
