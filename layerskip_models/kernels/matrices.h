@@ -5,7 +5,7 @@
 
 /* Rows are multiplied by a weight a few at a time, in groups of about equal size. `together`: how many from row `r` on. */
 INLINE int64_t row_groups_of(const Matrix *m, int64_t rows) {
-  int64_t most = TILES && m->interleaved                ? ROWS
+  int64_t most = TILES && m->interleaved && (VNNI || !is_grouped(m)) ? ROWS
                  : as_integers(m)                       ? rows_at_once(m)
                  : MANY_REGISTERS || rows < PROMPT_ROWS ? FLOAT_ROWS
                                                         : FLOAT_ROWS / 2;
@@ -58,10 +58,8 @@ static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows
   if (in_splits(m)) split_outputs(m, first, x, rows, fetch, y);
   else
 #endif
-#if INTEGERS
     if (m->interleaved) integer_outputs(m, first, x, rows, fetch, y);
     else
-#endif
       float_outputs(m, first, count, x, rows, fetch, y);
   finish_outputs(m, first, rows, y);
 }
