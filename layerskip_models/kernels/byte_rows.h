@@ -143,7 +143,8 @@ INLINE void row_dots(int limbs, int rows, int kind, int spans, int shifted, cons
   const int64_t chunks = m->in / CHUNK_INPUTS, ahead = bytes_of(kind, fetch.ahead * m->in);
   const int lines = kind == INT4 ? 8 : kind == SIXES ? 12 : 16, shift = spans_shift(m);
   const int words_at = rows * limbs * CHUNK_INPUTS, chunk_size = words_at + rows * 4 * (spans + (limbs == 1 ? 2 : 0));
-  const int fits = (MANY_REGISTERS ? 16 : 8) / (rows * limbs), together = min(SIDES, fits >= 4 ? 4 : fits >= 2 ? 2 : 1); /* sides at once */
+  const int fits = (MANY_REGISTERS ? 16 : 8) / (rows * limbs), most = fits >= 4 ? 4 : fits >= 2 ? 2 : 1;
+  const int together = SIDES < most ? SIDES : most; /* sides at once */
   const uint8_t *w = (const uint8_t *)m->weight + bytes_of(kind, first * m->in);
   const Factors at = factors_at(m, first), later = factors_at(m, first + fetch.ahead);
   BlockFactors block = {{{0}}, {{0}}};

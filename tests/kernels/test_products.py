@@ -64,9 +64,7 @@ def drawn_weight(outputs: int, inputs: int, group: int, offsets: bool, factors: 
     )
 
 
-def linear_of(
-    kind: str, outputs: int, inputs: int, seed: int, bias: bool, bits: int | None = None
-) -> NativeLinear:
+def linear_of(kind: str, outputs: int, inputs: int, seed: int, bias: bool, bits: int | None = None) -> NativeLinear:
     """Inputs must be a multiple of 256 but for floats and int8. bits: of rows that meet groups."""
     shift = drawn(outputs, seed=seed + 5) if bias else None
     if kind in NIBBLES:
@@ -93,8 +91,12 @@ def linear_of(
     seed=st.integers(0, 999),
 )
 @settings(max_examples=80)
-@example(kind="float32", outputs=37, inputs=4096, blocks=16, rows=70, threads=3, bias=False, outliers=False, bits=16, seed=0)
-@example(kind="bfloat16", outputs=37, inputs=4096, blocks=16, rows=70, threads=2, bias=False, outliers=False, bits=16, seed=0)
+@example(
+    kind="float32", outputs=37, inputs=4096, blocks=16, rows=70, threads=3, bias=False, outliers=False, bits=16, seed=0
+)
+@example(
+    kind="bfloat16", outputs=37, inputs=4096, blocks=16, rows=70, threads=2, bias=False, outliers=False, bits=16, seed=0
+)
 @example(kind="int8", outputs=37, inputs=4096, blocks=16, rows=70, threads=3, bias=True, outliers=True, bits=16, seed=0)
 @example(kind="int4 32", outputs=37, inputs=0, blocks=16, rows=70, threads=2, bias=True, outliers=True, bits=16, seed=0)
 @example(
