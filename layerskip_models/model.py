@@ -302,7 +302,7 @@ class LayerSkipModel:
         other._set_layers([layer.with_linears(partial(with_rows, rows=rows)) for layer in self.layers])
         if rows == 8 and 8 not in other.row_bits.values():
             raise ValueError(
-                "rows=8 changes nothing: it is for weights of 4 to 6 bits, and kernels that multiply whole numbers"
+                "rows=8 changes nothing: it is for weights of 4 to 6 bits, in matrices of 32, 64, ... outputs"
             )
         return other
 

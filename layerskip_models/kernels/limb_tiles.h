@@ -114,9 +114,8 @@ static void tile_dots(const Matrix *m, int64_t first, const char *x, int64_t row
 #endif
 #endif
 
-#if VNNI || PAIRS
 INLINE void grouped_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Prefetch fetch, float *y) {
-#if TILES
+#if TILES && VNNI
   if (by_tiles(m, rows)) {
     tile_dots(m, first, x, rows, fetch, y);
     return;
@@ -141,17 +140,13 @@ static void grouped_outputs(const Matrix *m, int64_t first, const float *x, int6
     for (int o = 0; o < BLOCK; o++) y[r * BLOCK + o] += more[k * BLOCK + o];
   }
 }
-#endif
 
-#if INTEGERS
 /* `outputs` for interleaved weights, before scale and bias. */
 static void integer_outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Prefetch fetch, float *y) {
-#if VNNI || PAIRS
   if (is_grouped(m)) {
     grouped_outputs(m, first, x, rows, fetch, y);
     return;
   }
-#endif
 #if TILES
   if (by_tiles(m, rows)) {
     tile_byte_dots(m, first, (const char *)x, rows, fetch, y);
@@ -162,5 +157,4 @@ static void integer_outputs(const Matrix *m, int64_t first, const float *x, int6
   vector_byte_dots(m, first, (const char *)x, rows, fetch, y);
 #endif
 }
-#endif
 #endif

@@ -11,8 +11,6 @@
 #define SELFSPEC_LIMBS_H
 #include "matrix.h"
 
-#define INTEGERS (VNNI || TILES || PAIRS)
-
 /* Whether this matrix multiplies rows as integers. */
 INLINE int as_integers(const Matrix *m) { return m->interleaved && m->kind != BFLOAT16; }
 
@@ -24,7 +22,7 @@ INLINE int as_integers(const Matrix *m) { return m->interleaved && m->kind != BF
 #define QUADS 16         /* runs of four inputs in a chunk */
 #define BYTE_ROWS 8      /* rows multiplied at once by 8-bit weights on vectors, with an accumulator per limb; also rows of bytes */
 #define UNIT_INPUTS 32   /* inputs of a row of bytes that share a factor */
-#define GROUPED_ROWS (PAIRS ? 6 : 5) /* and by weights in groups, with an accumulator per limb of two spans, or for pairs one */
+#define GROUPED_ROWS (PAIRS ? 6 : VNNI ? 5 : 4) /* and by weights in groups, with an accumulator per limb of two spans, or for pairs one */
 #define FEW_ROWS 2       /* rows that vectors multiply faster by 8-bit weights than a matrix unit does, with the same bits */
 
 /* Whether rows become one byte a number (`to_bytes`). */
@@ -35,7 +33,7 @@ INLINE int64_t rows_at_once(const Matrix *m) { return m->kind == INT8 || takes_b
 
 /* Whether this matrix multiplies this many rows as integers on the matrix unit. */
 INLINE int by_tiles(const Matrix *m, int64_t rows) {
-  return TILES && as_integers(m) && !(VNNI && rows <= (m->kind == INT8 ? FEW_ROWS : rows_at_once(m)));
+  return TILES && as_integers(m) && (VNNI || !is_grouped(m)) && !(VNNI && rows <= (m->kind == INT8 ? FEW_ROWS : rows_at_once(m)));
 }
 
 INLINE int limbs_for(const Matrix *m) { return takes_bytes(m) ? 1 : is_grouped(m) ? GROUPED_LIMBS : LIMBS; }

@@ -5,10 +5,10 @@
 
 /* Rows are multiplied by a weight a few at a time, in groups of about equal size. `together`: how many from row `r` on. */
 INLINE int64_t row_groups_of(const Matrix *m, int64_t rows) {
-  int64_t most = side_by_side(m)           ? SIDE_ROWS
-                 : TILES && m->interleaved ? ROWS
-                 : as_integers(m)          ? rows_at_once(m)
-                                           : FLOAT_ROWS;
+  int64_t most = side_by_side(m)                                       ? SIDE_ROWS
+                 : TILES && m->interleaved && (VNNI || !is_grouped(m)) ? ROWS
+                 : as_integers(m)                                      ? rows_at_once(m)
+                                                                       : FLOAT_ROWS;
   return (rows + most - 1) / most;
 }
 INLINE int64_t together(const Matrix *m, int64_t r, int64_t rows) {
@@ -54,11 +54,8 @@ static void outputs(const Matrix *m, int64_t first, int64_t width, const float *
   if (in_splits(m)) split_outputs(m, first, x, rows, fetch, y);
   else
 #endif
-#if INTEGERS
     if (m->interleaved) integer_outputs(m, first, x, rows, fetch, y);
-    else
-#endif
-      if (side_by_side(m)) side_outputs(m, first, width, x, rows, fetch, y);
+    else if (side_by_side(m)) side_outputs(m, first, width, x, rows, fetch, y);
     else float_outputs(m, first, min(BLOCK, m->out - first), x, rows, fetch, y);
   finish_outputs(m, first, width, rows, y);
 }

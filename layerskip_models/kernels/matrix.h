@@ -68,7 +68,7 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #endif
 #define BLOCK 16  /* outputs computed side by side, so that an input is loaded once for all of them */
 #define WIDEST 64 /* most outputs computed at once, a few blocks of them */
-#define ROWS (TILES ? 16 : VNNI || PAIRS ? 8 : 6) /* most rows multiplied by a weight while it is loaded */
+#define ROWS (TILES ? 16 : 8) /* most rows multiplied by a weight while it is loaded */
 
 #ifndef TILE_BYTES
 /* Smallest bfloat16 matrix, in bytes, that uses tiles. With vectors, models whose matrices are all smaller decode 1.45 times as
@@ -82,7 +82,7 @@ INLINE int interleaves(int64_t kind, int64_t out, int64_t in) {
   if (out % 32 || in % 64) return 0;
   if (kind == INT8) return (VNNI || TILES) && in <= 1 << 16;
   if (kind == BFLOAT16) return TILES && bytes_of(kind, out * in) >= TILE_BYTES;
-  return (VNNI || PAIRS) && kind >= INT4;
+  return kind >= INT4;
 }
 
 /* Whether rows are cut into splits for weights in bfloat16, which a matrix unit multiplies. */

@@ -1,5 +1,5 @@
-/* Interleaved weights in groups, where the processor multiplies 16-bit integers in pairs (AVX2), and has no
- * instruction for four bytes (VNNI).
+/* Interleaved weights in groups times rows of 16 bits, where the processor multiplies 16-bit integers in pairs (AVX2), and not 64
+ * bytes at once (AVX-512 VNNI).
  *
  * Bytes are multiplied in pairs as well, but their sums could exceed 16 bits. So a row's q are kept whole, [run of four inputs, row, 4], and
  * the first and third of four weights are multiplied by theirs, then the second and fourth: as 16-bit integers these are a mask and a shift
@@ -101,7 +101,7 @@ INLINE void pair_dots(int rows, int kind, int spans, int shifted, const Matrix *
       UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int e = 0; e < 2; e++) sums[r][e] = _mm256_set1_epi32(shifted ? 0 : *(const whole *)(words + 4 * (span * rows + r)));
       UNROLL for (int quarter = 4 * span / spans; quarter < 4 * (span + 1) / spans; quarter++) {
-        if (rows == 1) /* whose loop the rest of the work would hide behind otherwise */
+        if (rows == 1 && kind != SIXES) /* a loop around so little work costs a tenth of the time */
           UNROLL for (int t = 0; t < 4; t++) add_quad_of_pairs(rows, kind, w, x, quarter, t, sums);
         else
           ROLLED for (int t = 0; t < 4; t++) add_quad_of_pairs(rows, kind, w, x, quarter, t, sums);

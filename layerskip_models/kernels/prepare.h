@@ -10,7 +10,6 @@
 #include "side_by_side.h"
 #include "splits.h"
 
-#if INTEGERS
 /* The power of two that scales magnitudes up to `largest` to integers of `limbs` bytes. */
 static int fixed_exponent(float largest, int limbs) {
   const double most = limbs == 3 ? 127 * 65536 + 127 * 256 + 127 : 127 * 256 + 127;
@@ -250,7 +249,6 @@ static void to_limbs(const float *x, int64_t rows, const Matrix *m, float *scrat
     }
   }
 }
-#endif
 
 #if TILES
 /* Split rows [rows, in] into three bfloat16 numbers each, the splits, which add up to them, the largest first.
@@ -289,14 +287,12 @@ INLINE int64_t hot_row_bytes(const Matrix *m) {
 
 /* Convert the rows of one group (`together`) to the form that `outputs` takes. */
 INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *scratch) {
-#if INTEGERS
   if (as_integers(m)) {
     if (takes_bytes(m)) to_bytes(x, rows, m, scratch);
     else if (is_grouped(m)) to_grouped_limbs(x, rows, m, scratch);
     else to_limbs(x, rows, m, scratch);
     return;
   }
-#endif
 #if TILES
   if (in_splits(m)) {
     to_splits(x, rows, m->in, scratch);

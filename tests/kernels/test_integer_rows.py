@@ -144,8 +144,6 @@ def test_rows_of_8_bits_of_all_sizes(form: str, variant: str) -> None:
     weight = weight_of(form, 64, 512)
     with use(variant):
         linear = NativeGroupedLinear(weight)
-    if not linear.matrix.interleaved:
-        pytest.skip("multiplies floats")
     x = drawn(41, 512, seed=1) * torch.logspace(-42, 30, 41).unsqueeze(1)
     x[1], x[30, 100:300], x[::3, 7], x[20, 64:96] = 0, 0, x[::3, 7] * 1e4, 3e-44
     rounded = rounded_rows(x)
@@ -153,7 +151,7 @@ def test_rows_of_8_bits_of_all_sizes(form: str, variant: str) -> None:
     size = rounded.abs() @ weight.values().double().abs().T
     assert linear.row_bits == 8 and NativeGroupedLinear(weight_of("Q8_0", 64, 512), rows=8).row_bits == 16
     assert bool(((found - rounded @ weight.values().double().T).abs() <= 2e-6 * size + 1e-37).all())
-    for name in {"vnni", "avx2", "avx512"} & {*VARIANTS}:
+    for name in {*VARIANTS} - {"baseline"} if variant != "baseline" else ():  # which has no fused multiply-add
         assert torch.equal(product(name, linear.matrix, x, 3), found)
     x[7, 100], x[9, 3] = torch.nan, torch.inf
     spoilt = product(variant, linear.matrix, x)

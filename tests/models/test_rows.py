@@ -21,8 +21,6 @@ def test_each_format_in_both_settings(weights: str) -> None:
     """What kernels and operators compute differs less from each other than from rows that are not rounded."""
     first = None
     for variant in VARIANTS:
-        if variant in ("baseline", "neon"):
-            continue  # which take rows as floats
         with kernels_of(variant):
             model, unrounded = model_of("llama", weights, variant).with_adapters({}), 32 if variant == NONE else 16
             said = {bits: 8 if rows == 8 else unrounded for bits, rows in FORMATS[weights].items()}

@@ -156,6 +156,8 @@ def test_the_tokenizer_is_the_one_that_transformers_finds_but_for_its_split(smol
 
 
 def test_a_second_turn_reads_only_what_is_new(smollm2: SelfSpecGenerator) -> None:
+    # With rows of 8 bits another first token is as likely, and the text another.
+    smollm2 = SelfSpecGenerator(smollm2.model.with_rows(16), smollm2.tokenizer)
     first = smollm2.generate(chat("What is the capital of France?"), max_new_tokens=40)
     assert first.text == "The capital of France is Paris."
     follow_up = [*chat("What is the capital of France?"), {"role": "assistant", "content": first.text}]
