@@ -23,23 +23,29 @@ INLINE int number_size(int kind) { return kind == FLOAT32 ? 4 : kind == INT8 ? 1
 /* Bytes of a block. */
 INLINE int64_t side_bytes(int kind, int64_t in) { return BLOCK * number_size(kind) * (kind == BFLOAT16 ? (in + 1) / 2 * 2 : in); }
 
-#define ODD 0xffff0000u /* the bits of the odd input in a word */
+#define UPPER 0xffff0000u
 
-/* A vector of weights with input `s` of a line of 64 bytes. full: whether there is no register for a mask. */
+/* The odd inputs of words. full: whether there is no register for a mask. */
+INLINE vu odd_inputs(int full, vu words) {
+#if defined(__FMA__) && !MANY_REGISTERS
+  static const uint32_t all[LANES] __attribute__((aligned(32))) = {UPPER, UPPER, UPPER, UPPER, UPPER, UPPER, UPPER, UPPER};
+  if (full) {
+    __asm__("vpand %1, %0, %0" : "+x"(words) : "m"(all));
+    return words;
+  }
+#else
+  (void)full;
+#endif
+  return words & UPPER;
+}
+
+/* A vector of weights with input `s` of a line of 64 bytes. */
 INLINE vf side_weights(int kind, int full, const char *line, int s, int v) {
   switch (kind) {
   case FLOAT32: return load((const float *)line + LANES * v);
   case BFLOAT16: {
     const vu words = (vu)load((const float *)line + LANES * v);
-#if defined(__FMA__) && !MANY_REGISTERS
-    static const uint32_t upper[8] __attribute__((aligned(32))) = {ODD, ODD, ODD, ODD, ODD, ODD, ODD, ODD};
-    if (s && full) {
-      vu odd = words;
-      __asm__("vpand %1, %0, %0" : "+x"(odd) : "m"(upper));
-      return (vf)odd;
-    }
-#endif
-    return (vf)(s ? words & ODD : words << 16);
+    return (vf)(s ? odd_inputs(full, words) : words << 16);
   }
   case FLOAT16: return load_float16((const uint16_t *)line + BLOCK * s + LANES * v);
   default: return load_int8((const int8_t *)line + BLOCK * s + LANES * v);
