@@ -17,29 +17,35 @@
 /* Blocks of outputs at once for R rows: 4, 2 or 1. */
 #define MOST_BLOCKS(R) (SIDE_SUMS >= 4 * (R) * VECTORS ? 4 : SIDE_SUMS >= 2 * (R) * VECTORS ? 2 : 1)
 #define MOST_SIDE 4
-#define NEAR 1024 /* prefetch distance in bytes within each of four blocks, which the hardware follows as well; in fewer it is AHEAD */
+#define NEAR 1024 /* prefetch distance in bytes within each of four blocks, which the hardware follows as well; else it is AHEAD */
 INLINE int number_size(int kind) { return kind == FLOAT32 ? 4 : kind == INT8 ? 1 : 2; }
 
 /* Bytes of a block. */
 INLINE int64_t side_bytes(int kind, int64_t in) { return BLOCK * number_size(kind) * (kind == BFLOAT16 ? (in + 1) / 2 * 2 : in); }
 
-#define ODD 0xffff0000u /* the bits of the odd input in a word */
+#define UPPER 0xffff0000u
 
-/* A vector of weights with input `s` of a line of 64 bytes. full: whether there is no register for a mask. */
+/* The odd inputs of words. full: whether there is no register for a mask. */
+INLINE vu odd_inputs(int full, vu words) {
+#if defined(__FMA__) && !MANY_REGISTERS
+  static const uint32_t all[LANES] __attribute__((aligned(32))) = {UPPER, UPPER, UPPER, UPPER, UPPER, UPPER, UPPER, UPPER};
+  if (full) {
+    __asm__("vpand %1, %0, %0" : "+x"(words) : "m"(all));
+    return words;
+  }
+#else
+  (void)full;
+#endif
+  return words & UPPER;
+}
+
+/* A vector of weights with input `s` of a line of 64 bytes. */
 INLINE vf side_weights(int kind, int full, const char *line, int s, int v) {
   switch (kind) {
   case FLOAT32: return load((const float *)line + LANES * v);
   case BFLOAT16: {
     const vu words = (vu)load((const float *)line + LANES * v);
-#if defined(__FMA__) && !MANY_REGISTERS
-    static const uint32_t upper[8] __attribute__((aligned(32))) = {ODD, ODD, ODD, ODD, ODD, ODD, ODD, ODD};
-    if (s && full) {
-      vu odd = words;
-      __asm__("vpand %1, %0, %0" : "+x"(odd) : "m"(upper));
-      return (vf)odd;
-    }
-#endif
-    return (vf)(s ? words & ODD : words << 16);
+    return (vf)(s ? odd_inputs(full, words) : words << 16);
   }
   case FLOAT16: return load_float16((const uint16_t *)line + BLOCK * s + LANES * v);
   default: return load_int8((const int8_t *)line + BLOCK * s + LANES * v);
@@ -58,10 +64,18 @@ INLINE float side_weight(const Matrix *m, int64_t output, int64_t i) {
   }
 }
 
-/* total += a * b. GCC would choose forms that put sums into other registers, and then has too few. */
+/* total += a * b, where b is a row's number in every lane. GCC would put sums into other registers, and then has too few. */
 #if defined(__FMA__) && !defined(__clang__)
+typedef vf Factor;
+#define FACTOR(x) splat(x)
 #define ADD_PRODUCT(total, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+v"(total) : "v"(a), "v"(b))
+#elif defined(__ARM_NEON) && defined(__aarch64__) && !defined(__clang__)
+typedef float Factor;
+#define FACTOR(x) (x)
+#define ADD_PRODUCT(total, a, b) __asm__("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(total) : "w"(a), "w"(b))
 #else
+typedef vf Factor;
+#define FACTOR(x) splat(x)
 #define ADD_PRODUCT(total, a, b) total = multiply_add(a, b, total)
 #endif
 
@@ -72,9 +86,13 @@ INLINE void side_line(int kind, int blocks, int rows, const char *w, int64_t blo
   /* Every row's number stays in a register while the weights pass, if there are registers; else a block's weights do. */
   const int used = rows * (blocks * VECTORS + 1) + 1, numbers_stay = used <= (MANY_REGISTERS ? 32 : 16), full = used == 16;
   UNROLL for (int s = 0; s < LINE / BLOCK / number_size(kind); s++) {
-    vf numbers[SIDE_ROWS], weights[VECTORS];
+    Factor numbers[SIDE_ROWS];
+    vf weights[VECTORS];
+#if defined(__aarch64__)
+    __asm__ volatile("" : : : "memory"); /* GCC would load the next inputs first, for which there are no registers */
+#endif
     if (kind == BFLOAT16 && s && rows > 2 && !MANY_REGISTERS) __asm__("" : "+r"(w)); /* or all pairs of weights would be kept */
-    UNROLL for (int r = 0; numbers_stay && r < rows; r++) numbers[r] = splat(r < 3 ? x[r * stride + s] : fourth[(r - 3) * stride + s]);
+    UNROLL for (int r = 0; numbers_stay && r < rows; r++) numbers[r] = FACTOR(r < 3 ? x[r * stride + s] : fourth[(r - 3) * stride + s]);
     UNROLL for (int b = 0; numbers_stay && b < blocks; b++)
       UNROLL for (int v = 0; v < VECTORS; v++) {
         const vf weight = side_weights(kind, full, w + b * block, s, v);
@@ -83,17 +101,19 @@ INLINE void side_line(int kind, int blocks, int rows, const char *w, int64_t blo
     if (numbers_stay) continue;
     UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = side_weights(kind, 0, w, s, v);
     UNROLL for (int r = 0; r < rows; r++) {
-      const vf number = splat(r < 3 ? x[r * stride + s] : fourth[(r - 3) * stride + s]);
+      const Factor number = FACTOR(r < 3 ? x[r * stride + s] : fourth[(r - 3) * stride + s]);
       UNROLL for (int v = 0; v < VECTORS; v++) ADD_PRODUCT(total[0][r][v], weights[v], number);
     }
   }
 }
 
 /* The inputs that fill no line, one by one, after y. */
-__attribute__((noinline)) static void side_rest(const Matrix *m, int64_t first, int64_t width, const float *x, int64_t rows, int64_t inputs, float *y) {
+__attribute__((noinline)) static void side_rest(const Matrix *m, int64_t first, int64_t width, const float *x, int64_t rows,
+                                                int64_t inputs, float *y) {
   for (int64_t i = m->in / inputs * inputs; i < m->in; i++)
     for (int64_t r = 0; r < rows; r++)
-      for (int64_t o = 0; o < width; o++) y[r * width + o] = multiply_add_1(side_weight(m, first + o, i), x[r * m->in + i], y[r * width + o]);
+      for (int64_t o = r * width; o < (r + 1) * width; o++)
+        y[o] = multiply_add_1(side_weight(m, first + o - r * width, i), x[r * m->in + i], y[o]);
 }
 
 /* y[r * BLOCK * blocks + o] for outputs from `first` on, a multiple of BLOCK. x: [rows, in]. kind, blocks, rows: constants where this is
@@ -101,7 +121,8 @@ __attribute__((noinline)) static void side_rest(const Matrix *m, int64_t first, 
  * its end in the blocks after these. */
 INLINE void side_dots(int kind, int blocks, int rows, const Matrix *m, int64_t first, const float *x, Prefetch fetch, float *y) {
   const int inputs = LINE / BLOCK / number_size(kind), alone = fetch.mask == LINE - 1;
-  const int64_t in = m->in, block = side_bytes(kind, in), lines = in / inputs, lead = min((blocks == MOST_SIDE ? NEAR : AHEAD) / LINE, lines);
+  const int64_t in = m->in, block = side_bytes(kind, in), lines = in / inputs;
+  const int64_t lead = min((blocks == MOST_SIDE && kind != INT8 ? NEAR : AHEAD) / LINE, lines);
   const int64_t skipped = alone ? BLOCK * blocks : fetch.ahead, more = first + skipped + BLOCK * blocks <= m->out;
   const int64_t next = alone ? (blocks - 1) * block + lead * LINE : skipped / BLOCK * block, turn = alone ? lines - lead : 0;
   const int64_t mask = fetch.mask, place = fetch.ahead ? fetch.place : -1, fetched = more ? lines : turn;
@@ -162,7 +183,7 @@ INLINE void side_row(const Matrix *m, int64_t output, float *y) {
   for (int64_t i = 0; i < m->in; i++) y[i] = side_weight(m, output, i) * (m->scale ? m->scale[output] : 1);
 }
 
-/* Store rows [rows, row_bytes] in this order. T: what moves as one. A row's line is read at once, since rows may be a power of two apart. */
+/* Store rows [rows, row_bytes] in this order. T: what moves as one. A line of a row is read at once: rows may be a power of two apart. */
 #define LAY(NAME, T) \
   static void NAME(const char *from, int64_t rows, int64_t row_bytes, T *to) { \
     const int64_t numbers = (row_bytes + (int64_t)sizeof(T) - 1) / (int64_t)sizeof(T), most = LINE / sizeof(T); \
