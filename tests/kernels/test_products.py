@@ -151,7 +151,7 @@ def assert_near(linear: NativeLinear, x: Tensor) -> None:
     exact, size = x.double() @ weight.T + added, x.abs().double() @ weight.abs().T + 1
     cut = isinstance(linear, NativeGroupedLinear) and linear.matrix.interleaved
     found = linear(x)
-    if cut and linear.row_bits == 8:
+    if isinstance(linear, NativeGroupedLinear) and cut and linear.row_bits == 8:
         most = x.abs().sum(1, keepdim=True) * weight.abs().max() + 1  # a number and its offset may cancel
         assert bool(((found - rounded_rows(x) @ weight.T - added).abs() <= 2e-6 * most).all())
     else:
