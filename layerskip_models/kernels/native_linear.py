@@ -126,9 +126,7 @@ class NativeLinear:
         self.stored = side_by_side(self.stored)
         use_large_pages(self.stored)
         self.matrix.weight = self.stored.data_ptr()
-        self.num_bytes = sum(
-            tensor.numel() * tensor.element_size() for tensor in self.tensors if tensor is not self._bias
-        )
+        self.num_bytes += (self.stored.numel() - self._out * self._in) * self.stored.element_size()
 
     def _set(self, stored: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         chosen = library.kernels()
