@@ -278,20 +278,20 @@ def rounded_rows(x: Tensor) -> Tensor:
     """Round the numbers of rows, float32 [rows, in], to 8 bits with a scale for every `ROW_GROUP`, as the kernels do."""
     groups = x.unflatten(1, (-1, ROW_GROUP))
     largest = groups.abs().amax(2, keepdim=True)
-    factors = torch.where(largest < _SMALLEST, 0.0, 127 / largest)
+    factors = torch.where(largest < _SMALLEST, 0.0, torch.full_like(largest, 127) / largest)  # 127 / largest would be rounded twice
     return (groups * factors).round_().mul_(largest / 127).flatten(1)
 
 
 class GroupedLinear:
     """x W^T + b with W in groups, by PyTorch's operators: a piece of W at a time is float32, and so are rows.
 
-    rows: 8 rounds them where the kernels do (`NativeGroupedLinear`), so that the model is the same; 16 does not, since what
-    the kernels round then is next to nothing. None is 8.
+    rows: 8 rounds them where the kernels do (`NativeGroupedLinear`), so that the model is the same. Otherwise they are not
+    rounded: that would turn the last digits, which change here with the number of rows, into whole steps.
     """
 
     def __init__(self, weight: GroupedWeight, bias: Tensor | None = None, *, rows: int | None = None) -> None:
         self.numbers = weight
-        self.row_bits = 8 if rows != 16 and weight.bits <= 6 and weight.shape[0] % 32 == 0 else 32
+        self.row_bits = 8 if rows == 8 and weight.bits <= 6 and weight.shape[0] % 32 == 0 else 32
         self.bits, self.shape = weight.bits, weight.shape
         self.bias = None if bias is None else bias.float()
         self.num_bytes = weight.num_bytes

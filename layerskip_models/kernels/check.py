@@ -20,7 +20,7 @@ from torch import Tensor
 
 from layerskip_models.choices import choices_of
 from layerskip_models.decoder_layer import DecoderLayer, Linear
-from layerskip_models.grouped_weight import BLOCK, GroupedWeight, pack_nibbles, pack_sixes
+from layerskip_models.grouped_weight import BLOCK, GroupedWeight, pack_nibbles, pack_sixes, rounded_rows
 from layerskip_models.kernels import library
 from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
 from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
@@ -181,18 +181,10 @@ def _fault_of_linear(linear: NativeLinear, x: Tensor, bound: float = _BOUND, nor
                 if not same or not torch.equal(call(many), alone.repeat(MANY, 1)):
                     return f"{name} computes a row otherwise in company, on {threads} threads"
         if isinstance(linear, NativeGroupedLinear) and linear.row_bits == 8 and linear.matrix.interleaved:
-            inputs = _rounded(x)
+            inputs = rounded_rows(x).double()
         if not _near(alone, inputs @ linear.weight.double().T + linear.tensors[-1].double(), bound):
             return f"{name} computes something else"
     return None
-
-
-def _rounded(x: Tensor) -> Tensor:
-    """Round rows to 8 bits in groups of 32 as the kernels do; float64."""
-    groups = x.unflatten(1, (-1, 32))
-    largest = groups.abs().amax(2, keepdim=True)
-    factor = torch.full_like(largest, 127) / largest  # rounded once: 127 / largest is not
-    return ((groups * factor).round().double() * (largest / 127)).flatten(1)
 
 
 def _fault_of_sampling(logits: Tensor, other: Tensor) -> str | None:

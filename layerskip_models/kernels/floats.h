@@ -114,13 +114,4 @@ static void pack(const float *x, int64_t rows, int64_t in, float *packed) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t j = i; j < in; j++) *packed++ = x[r * in + j];
 }
-
-#define WIDEN(T, KIND) \
-  static void widen_##KIND(const T *w, int64_t count, float *y) { \
-    int64_t i = 0; \
-    for (; i + LANES <= count; i += LANES) store(y + i, load_##KIND(w + i)); \
-    for (; i < count; i++) y[i] = one_##KIND(w + i); \
-  }
-WIDEN(uint16_t, bfloat16)
-WIDEN(uint16_t, float16)
 #endif

@@ -404,7 +404,7 @@ class NativeGroupedLinear(NativeLinear):
         return other
 
     def _by_operators(self, x: Tensor) -> Tensor:
-        return super()._by_operators(rounded_rows(x) if self.row_bits == 8 and self._interleaved else x)
+        return super()._by_operators(rounded_rows(x) if self.row_bits == 8 and self.matrix.interleaved else x)
 
     def float_pieces(self, outputs: int) -> Iterator[Tensor]:
         """Yield the weight in float32, piece by piece. outputs: in each piece."""

@@ -40,9 +40,7 @@ ATTEMPTS = 10  # completions of a pair, of which the one with most new pairs is 
 NEW_TOKENS = 18
 NEAR_TIE = 1e-3
 """Of a float32 model on operators: logits that two orders of summation may swap."""
-NEAR_TIE_OF_ROUNDED_ROWS = 0.2
-"""Of one whose rows are rounded to 8 bits on operators: a last digit may move a number of a row by a step."""
-ROUNDED_ROWS = ("int4", "Q4_0", "Q4_K_M", "Q6_K")
+ROUNDED_ROWS = ("int4", "Q4_0", "Q4_K_M", "Q5_K", "Q6_K")
 """Weights that meet rows of 8 bits unless 16 are asked for."""
 EIGHT_BITS = ("int8", "Q8_0", "Q5_K", "Q6_K")
 """Weights that can draft in 4 bits, though not in 8."""
@@ -290,8 +288,7 @@ def gaps(family: str, weights: str, new: list[int]) -> list[float]:
 def part_at_a_near_tie(cell: Cell, left: list[int], right: list[int]) -> bool:
     """Whether the first token in which two texts differ is as good in one as in the other."""
     at = next((i for i, (one, other) in enumerate(zip(left, right)) if one != other), None)
-    near = NEAR_TIE_OF_ROUNDED_ROWS if cell.weights in ROUNDED_ROWS and cell.rows is None else NEAR_TIE
-    return at is not None and all(gaps(cell.family, cell.weights, text)[at] < near for text in (left, right))
+    return at is not None and all(gaps(cell.family, cell.weights, text)[at] < NEAR_TIE for text in (left, right))
 
 
 def check_plain(family: str, weights: str, variant: str) -> None:

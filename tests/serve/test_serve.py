@@ -475,6 +475,7 @@ def test_the_command_serves_and_ends_at_sigterm(offline: SelfSpecGenerator) -> N
         line = started.stderr.readline()
         said = re.fullmatch(r"ready: serving demo at (http://127\.0\.0\.1:(\d+)/v1), with a page at (\S+) .*\n", line)
         assert said is not None and f"{said[3]}v1" == said[1], line
+        assert started.stderr.readline().startswith("  on ")
         assert started.stderr.readline() == "  where a request says nothing: policy auto, temperature 0\n"
         memory = 8 * 2048 * offline.bound.pool.row_bytes / 1e6
         assert f"at most {memory:.0f} MB for 8 texts of 2,048 tokens (--batch-size" in started.stderr.readline()
