@@ -278,7 +278,8 @@ def rounded_rows(x: Tensor) -> Tensor:
     """Round the numbers of rows, float32 [rows, in], to 8 bits with a scale for every `ROW_GROUP`, as the kernels do."""
     groups = x.unflatten(1, (-1, ROW_GROUP))
     largest = groups.abs().amax(2, keepdim=True)
-    factors = torch.where(largest < _SMALLEST, 0.0, torch.full_like(largest, 127) / largest)  # 127 / largest would be rounded twice
+    # As a tensor: 127 / largest is rounded twice.
+    factors = torch.where(largest < _SMALLEST, 0.0, torch.full_like(largest, 127) / largest)
     return (groups * factors).round_().mul_(largest / 127).flatten(1)
 
 

@@ -72,7 +72,9 @@ class NativeForward:
         self._vocab, self._hidden = embedding.shape
         if isinstance(embedding, Tensor):
             place = pointer("the embedding", embedding, embedding.dtype, *embedding.shape)
-            self._table = Matrix(place, None, None, KINDS[embedding.dtype], self._hidden, self._vocab, interleaved=IN_ROWS)
+            self._table = Matrix(
+                place, None, None, KINDS[embedding.dtype], self._hidden, self._vocab, interleaved=IN_ROWS
+            )
         else:
             self._table = embedding.matrix
         for name, linear in self._heads.items():
