@@ -87,11 +87,3 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_llama(seed=3).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
-
-
-@pytest.fixture
-def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every `selfspec-bench run` measures the same seconds."""
-    from known_costs import know_costs
-
-    know_costs(monkeypatch)

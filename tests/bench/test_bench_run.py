@@ -12,12 +12,18 @@ import pytest
 import layerskip_models.checkpoints.synthetic
 from bench.commands.run_command import warmed_up_policies
 from bench.record import Line, Record, matching, read_record
-from policies import LayerCost, Policy, parse_policy
+from policies import LayerCost, MeasuredCost, Policy, parse_policy
 from selfspec import SelfSpecGenerator
 
-pytestmark = pytest.mark.usefixtures("known_costs")
 SMALL = ["--prompt-tokens", "10", "--max-new-tokens", "8", "--repeats", "2", "--warmups", "0"]
 Invoke = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `selfspec-bench run` measures the same seconds, so that two runs decide alike."""
+    cost = MeasuredCost(num_layers=4, layer_seconds=(1e-3, 1.1e-3), head_seconds=(5e-4, 6e-4))
+    monkeypatch.setattr("bench.machine.measured_cost", lambda model, runner: cost)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaLis
 
 from batched_runs import in_threads
 from callbacks import Acting, Recorder
+from launched_processes import results_of
 from layerskip_models import from_transformers
 from layerskip_models.fork_safe import fork_safe
 from policies import Plan, Policy, RoundContext
@@ -153,19 +152,6 @@ def test_the_prompt_is_the_call_s_own(engine: SelfSpecGenerator) -> None:
     assert engine.generate(prompt, max_new_tokens=LENGTH, streamer=writing).new_tokens == text_of(3)
 
 
-def in_a_child(work: Callable[[], object]) -> bool:
-    """Whether a forked process does this without an error, within some seconds."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)  # ends a process that waits for a lock
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 def test_a_forked_child_does_not_wait_for_the_parents_other_threads() -> None:
     """One is in a round with the policy at that moment, and holds a lock."""
     main, inside, goes_on = threading.get_ident(), threading.Event(), threading.Event()
@@ -187,17 +173,17 @@ def test_a_forked_child_does_not_wait_for_the_parents_other_threads() -> None:
         with lock:
             call()
 
-    def in_the_child() -> None:
+    def in_the_child() -> list[int]:
         assert lock.acquire(timeout=0)
         with lend(policy) as loan:
             assert loan.policy is policy
-        assert call().new_tokens == expected
+        return call().new_tokens
 
     thread = threading.Thread(target=decode)
     thread.start()
     try:
         assert inside.wait(30)
-        assert in_a_child(in_the_child)
+        assert results_of(1, in_the_child) == [expected]
     finally:
         goes_on.set()
         thread.join()

@@ -33,6 +33,17 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
+def small_config(
+    kind: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **own: Any
+) -> PreTrainedConfig:
+    """A configuration of one family, by model_type, of the given sizes, without special tokens."""
+    return FAMILIES[kind].config(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, max_position_embeddings=CONTEXT,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")), **own,
+    )  # fmt: skip
+
+
 def draw_config(random: Random, kind: str, vocab_size: int) -> PreTrainedConfig:
     """A configuration of one family, by model_type, with heads, biases, windows and rotary embeddings as it has them."""
     heads, kv_heads = random.choice([(1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (6, 3), (6, 2), (8, 2), (5, 5)])
@@ -57,21 +68,10 @@ def draw_config(random: Random, kind: str, vocab_size: int) -> PreTrainedConfig:
         own |= {"use_sliding_window": random.random() < 0.5, "sliding_window": window, "no_rope_layer_interval": 2}
     if kind == "phi3":
         own |= {"sliding_window": random.choice([None, window]), "rope_parameters": _phi3_rope(random, head_dim)}
-    return FAMILIES[kind].config(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=random.choice([5, 12, 20, 32, 67]),
-        num_hidden_layers=random.choice([2, 2, 3, 4, 4, 5, 6, 8]),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        tie_word_embeddings=random.random() < 0.5,
-        rms_norm_eps=random.choice([1e-6, 1e-5, 1e-3]),
-        max_position_embeddings=CONTEXT,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **own,
-    )
+    intermediate, num_layers = random.choice([5, 12, 20, 32, 67]), random.choice([2, 2, 3, 4, 4, 5, 6, 8])
+    own |= {"vocab_size": vocab_size, "tie_word_embeddings": random.random() < 0.5}
+    own["rms_norm_eps"] = random.choice([1e-6, 1e-5, 1e-3])
+    return small_config(kind, hidden_size, intermediate, num_layers, heads, kv_heads, **own)
 
 
 def _phi3_rope(random: Random, head_dim: int) -> dict[str, Any]:

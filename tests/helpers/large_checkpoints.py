@@ -6,13 +6,11 @@ Run as a program, with a checkpoint, it loads it and prints what that took.
 from __future__ import annotations
 
 import json
-import os
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -38,20 +36,16 @@ def tensors(num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "lm_head.weight", (VOCAB, HIDDEN)
 
 
+def config_of(num_layers: int) -> Any:
+    from fuzz_models import small_config
+
+    sizes = HIDDEN, INNER, num_layers, HEADS, HEADS
+    return small_config("llama", *sizes, vocab_size=VOCAB, tie_word_embeddings=False, dtype="bfloat16")
+
+
 def write_safetensors(folder: Path, num_layers: int) -> Path:
     """A Llama in bfloat16; returns the file of its weights. Every number is in [0.5, 2): finite, and with all mantissas."""
-    from transformers import LlamaConfig
-
-    LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        num_hidden_layers=num_layers,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    ).save_pretrained(folder)
+    config_of(num_layers).save_pretrained(folder)
     header: dict[str, Any] = {}
     at = 0
     for name, shape in tensors(num_layers):
@@ -64,71 +58,37 @@ def write_safetensors(folder: Path, num_layers: int) -> Path:
     path = folder / "model.safetensors"
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(said)) + said)
-        _fill(file, numbers, at)
+        while at:
+            at -= file.write(numbers.view(np.uint8).data[: min(_BLOCK, at)])
     return path
 
 
 def write_gguf(folder: Path, num_layers: int) -> Path:
     """The same in Q8_0, norms in F32."""
-    from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+    from gguf import GGMLQuantizationType, get_tensor_name_map
     from gguf.constants import MODEL_ARCH
 
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, num_layers)
-    path = folder / "model.gguf"
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(num_layers)
-    writer.add_context_length(4096)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(VOCAB)
+    import gguf_models
+
+    names, path = get_tensor_name_map(MODEL_ARCH.LLAMA, num_layers), folder / "model.gguf"
+    contents = {}
     rows = np.random.default_rng(0).integers(0, 256, (_BLOCK // 34 // 128 * 128, 34), np.uint8)
     rows[:, :2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)  # the scale of each block
     blocks = rows.reshape(-1)
     for name, shape in tensors(num_layers):
         stored = str(names.get_name(name, (".weight",)))
         if len(shape) == 1:
-            writer.add_tensor(stored, np.ones(shape, np.float32))
+            contents[stored] = np.ones(shape, np.float32), GGMLQuantizationType.F32
         else:
             size = shape[0] * shape[1] // 32 * 34
             data = np.resize(blocks, size).reshape(shape[0], -1)
-            writer.add_tensor(stored, data, raw_dtype=GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            contents[stored] = data, GGMLQuantizationType.Q8_0
+    gguf_models.write(path, "llama", gguf_models.metadata(config_of(num_layers)), contents)
     return path
 
 
-def _fill(file: Any, numbers: np.ndarray, size: int) -> None:
-    block = numbers.view(np.uint8).data
-    while size:
-        size -= file.write(block[: min(len(block), size)])
-
-
-def read_speed(files: list[Path]) -> float:
-    """Bytes per second of plain reads of whole files from the disk."""
-    forget(files)
-    room, start = bytearray(8 << 20), perf_counter()
-    for path in files:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(room):
-                pass
-    return sum(file.stat().st_size for file in files) / (perf_counter() - start)
-
-
-def forget(files: list[Path]) -> None:
-    """Have Linux forget files' pages, so that they are read from the disk again."""
-    for path in files:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def loaded(checkpoint: Path) -> dict[str, Any]:
-    """Load a checkpoint in a process of its own. Returns seconds, its peak of memory, and the layers that progress showed."""
+    """Load a checkpoint in a process of its own. Returns its peak of memory, and the layers that progress showed."""
     done = subprocess.run([sys.executable, __file__, str(checkpoint)], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -147,11 +107,9 @@ def main(checkpoint: str) -> None:
 
     native_works(torch.device("cpu"), torch.float32)
     shown: list[int] = []
-    start = perf_counter()
     with telling(lambda done, total: shown.append(done)):
         load_model(checkpoint, device="cpu", exits=None)
-    seconds = perf_counter() - start
-    print(json.dumps({"seconds": seconds, "peak": memory_bytes("VmHWM"), "layers_shown": shown}))
+    print(json.dumps({"peak": memory_bytes("VmHWM"), "layers_shown": shown}))
 
 
 if __name__ == "__main__":

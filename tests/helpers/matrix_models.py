@@ -16,16 +16,15 @@ import torch
 from transformers import PreTrainedModel
 
 import gguf_models
-from fuzz_models import ROPES, random_model
+from fuzz_models import ROPES, random_model, small_config
 from layerskip_models import LayerSkipModel, from_transformers, load_model
 from layerskip_models.checkpoints.loading import load_transformers
-from layerskip_models.families import FAMILIES
 from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.kernels import library
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import GROUP, keeps_eight_bits
 from random_adapters import adapted
-from tiny_llama import CONTEXT, VOCAB_SIZE
+from tiny_llama import VOCAB_SIZE
 
 NONE = "none"
 """In place of a variant of the kernels: PyTorch's operators."""
@@ -82,20 +81,8 @@ def config_of(family: str, weights: str) -> Any:
         own["no_rope_layer_interval"] = 2
     if family == "phi3":
         own["rope_parameters"]["partial_rotary_factor"] = 0.5
-    return FAMILIES[family].config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        tie_word_embeddings=family in ("qwen2", "olmo2") and weights in FLOATS,
-        max_position_embeddings=CONTEXT,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **own,
-    )
+    own |= {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": family in ("qwen2", "olmo2") and weights in FLOATS}
+    return small_config(family, hidden, intermediate, NUM_LAYERS, heads, kv_heads, **own)
 
 
 @dataclass(frozen=True, eq=False)

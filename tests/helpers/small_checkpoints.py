@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 import gguf_models
-from fuzz_models import random_model
+from fuzz_models import random_model, small_config
 from layerskip_models import from_transformers
 from layerskip_models.checkpoints.module_folder import fingerprint
 from layerskip_models.exits.folder import save_adapters
@@ -41,21 +41,9 @@ def small(kind: str, seed: int) -> PreTrainedModel:
         own["sliding_window"] = random.choice([None, 5])
     if kind in ("qwen2", "qwen3") and random.random() < 0.5:
         own |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-    config = FAMILIES[kind].config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=random.choice([1, 2]),
-        max_position_embeddings=64,
-        rms_norm_eps=1e-3,
-        tie_word_embeddings=random.random() < 0.5,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **own,
-    )
+    kv_heads = random.choice([1, 2])
+    own |= {"vocab_size": VOCAB_SIZE, "rms_norm_eps": 1e-3, "tie_word_embeddings": random.random() < 0.5}
+    config = small_config(kind, 64, 96, 2, 2, kv_heads, **own)
     return random_model(config, late_scale=0.5, sharpness=1.5, seed=seed).float()
 
 

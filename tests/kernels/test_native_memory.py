@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -9,10 +11,8 @@ import torch
 from torch import Tensor
 
 from exact_rooms import exact_rooms
-from layerskip_models import from_transformers
-from layerskip_models.decoder_layer import DecoderLayer
+from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.grouped_weight import GroupedWeight
-from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.kv_cache import KVCache
@@ -23,56 +23,39 @@ from test_native import drawn, every_variant, needs_native, use
 from test_products import drawn_weight, linear_of
 
 pytestmark = needs_native
-HIDDEN, INNER, HEADS, DIM = 64, 192, 2, 32
 KINDS = ("float32", "bfloat16", "float16", "int8", "int4 64, offsets")
 
 
-class Mixed:
-    """Layers with weights of different kinds; also what a cache must know of them."""
+def mixed(model: LayerSkipModel, kinds: Sequence[str]) -> LayerSkipModel:
+    """The same model with layers whose weights are of different kinds."""
+    layers = []
+    for kind, layer in zip(kinds, model.layers, strict=True):
+        shapes = {name: getattr(layer, name).weight.shape for name in ("qkv", "output", "gate_up", "down")}
+        made = {name: linear_of(kind, *shape, seed=0, bias=False) for name, shape in shapes.items()}
+        layers.append(replace(layer, **made))
+    return model.with_layers(layers, model.head)
 
-    num_kv_heads, head_dim = HEADS, DIM
-    kv_dtype, device = torch.float32, torch.device("cpu")
 
-    def __init__(self, *kinds: str) -> None:
-        self.num_layers = len(kinds)
-        norm = RMSNorm(torch.ones(HIDDEN), 1e-5)
-        shapes = {
-            "qkv": (3 * HEADS * DIM, HIDDEN), "output": (HIDDEN, HEADS * DIM), "gate_up": (2 * INNER, HIDDEN),
-            "down": (HIDDEN, INNER),
-        }  # fmt: skip
-        layers = [
-            DecoderLayer(
-                input_norm=norm, post_attention_norm=norm, interleaved=True,
-                **{name: linear_of(kind, *shape, seed=0, bias=False) for name, shape in shapes.items()},
-            )
-            for kind in kinds
-        ]  # fmt: skip
-        self.layers = NativeLayers(layers, hidden_size=HIDDEN, heads=HEADS, kv_heads=HEADS, head_dim=DIM, eps=1e-5)
-
-    def prepare(self, max_length: int) -> None:
-        pass
-
-    def run(self, x: Tensor, sizes: list[int]) -> Tensor:
-        """The rows of one text, so many in each pass."""
-        cache, rotary = KVCache(self, len(x)), torch.ones(len(x), 1, DIM // 2, dtype=torch.complex64)  # type: ignore[arg-type]
-        parts = x.split(sizes)
-        return torch.cat(
-            [self.layers.run(part, 0, self.num_layers, ((cache, len(part)),), rotary, None) for part in parts]
-        )
+def run(model: LayerSkipModel, x: Tensor, sizes: list[int]) -> Tensor:
+    """The rows of one text, so many in each pass."""
+    cache = KVCache(model, len(x))
+    return torch.cat([model.run_layers(part, 0, model.num_layers, cache) for part in x.split(sizes)])
 
 
 @every_variant
 def test_layers_of_different_kinds_stay_in_their_memory(variant: str) -> None:
     """Of every two kinds, either first: passes of growing size, in all of which a row is the same."""
-    x = drawn(68, HIDDEN)
+    with use(variant):
+        model = from_transformers(wide(num_layers=2, max_position_embeddings=68), layout="native")
+    x = drawn(68, model.hidden_size)
     for kinds in permutations(KINDS, 2):
         with use(variant):
-            mixed = Mixed(*kinds)
+            own = mixed(model, kinds)
         with on_threads(1):
-            alone = mixed.run(x, [1] * len(x))
+            alone = run(own, x, [1] * len(x))
         for threads in (1, 2):
             with on_threads(threads), exact_rooms():
-                assert torch.equal(mixed.run(x, [1, 2, 3, 16, 46]), alone), kinds
+                assert torch.equal(run(own, x, [1, 2, 3, 16, 46]), alone), kinds
 
 
 @pytest.mark.parametrize("threads", [1, 3])

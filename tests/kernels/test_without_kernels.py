@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from layerskip_models import from_transformers
 from layerskip_models.grouped_weight import GroupedLinear
 from layerskip_models.kernels import library
-from layerskip_models.kernels.native_linear import NativeInt8Linear
 from layerskip_models.linear import PlainLinear, int8_linear
-from test_native import drawn, needs_native
+from test_native import drawn
 from tiny_llama import tiny_llama
 
 
@@ -34,16 +33,6 @@ def test_8_bits(columns: int, kind: type, no_kernels: None) -> None:
     torch.testing.assert_close(linear.add_to(residual, x).double(), exact + residual, rtol=0, atol=2e-5)
     if kind is GroupedLinear:
         assert linear.num_bytes < 1.2 * weight.numel() + 4 * len(weight)
-
-
-@needs_native
-@pytest.mark.parametrize("columns", [64, 30])
-def test_8_bits_have_the_numbers_that_the_kernels_have(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = drawn(12, columns)
-    found = NativeInt8Linear(weight).weight
-    monkeypatch.setattr(library, "kernels", lambda: None)
-    linear = int8_linear(weight)
-    assert isinstance(linear, (GroupedLinear, PlainLinear)) and torch.equal(linear.weight, found)
 
 
 def test_a_layout_that_does_not_exist_is_refused_with_what_to_do() -> None:

@@ -34,10 +34,6 @@ def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
         ({"exit_layer": True}, "exit_layer must be in"),
         ({"num_speculations": -1}, "num_speculations|ls:"),
         ({"policy": "ls:2-3", "exit_layer": 2}, "not both"),
-        (
-            {"policy": "magic"},
-            "unknown policy 'magic'; known are ar, copy, ls, bits, del, auto, fs, dv, svip, adaedl, spide, pacer",
-        ),
         ({"policy": "ls:9-3"}, "exit_layer must be in"),
         ({"max_new_tokens": 0}, r"max_new_tokens must be an integer of at least 1, got 0"),
         ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer"),

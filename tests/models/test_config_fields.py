@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fuzz_models import random_model
+from fuzz_models import random_model, small_config
 from layerskip_models import fork_safe, load_model
 from layerskip_models.checkpoints.loading import load_config
 from layerskip_models.families import FAMILIES, plain_config
@@ -32,20 +32,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)]
 @cache
 def saved(kind: str) -> Path:
     own: dict[str, Any] = {"head_dim": 16} if kind == "qwen3" else {}
-    config = FAMILIES[kind].config(
-        vocab_size=24,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **own,
-    )
+    config = small_config(kind, 32, 48, 3, 2, 1, vocab_size=24, tie_word_embeddings=False, **own)
     folder = Path(mkdtemp())
     random_model(config, late_scale=0.5, sharpness=1.5, seed=1).float().save_pretrained(folder)
     return folder

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.attention import repeat_rows
 from layerskip_models.checkpoints import conversion
 from layerskip_models.kv_cache import KVCache
 from tiny_llama import full_logits, tiny_llama
@@ -101,10 +100,3 @@ def test_masks_have_rows_of_a_multiple_of_eight(monkeypatch: pytest.MonkeyPatch)
                 model.run_layers(hidden[start:stop], 0, 4, cache)
     assert len(strides) > 6
     assert all(stride % 8 == 0 for stride in strides), strides
-
-
-def test_rows_of_a_mask_are_repeated_in_order() -> None:
-    mask = torch.randn(3, 13)
-    repeated = repeat_rows(mask, 4)
-    assert torch.equal(repeated, mask.repeat_interleave(4, dim=0))
-    assert repeated.stride() == (16, 1)

@@ -13,12 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 import gguf_models
-from fuzz_models import random_model
+from fuzz_models import random_model, small_config
 from layerskip_models import load_model
 from layerskip_models.checkpoints import gguf_metadata
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.loading import load_config
-from layerskip_models.families import FAMILIES
 from tiny_llama import full_logits, lean_logits
 
 TEXT = [(7 * i * i + 3) % 24 for i in range(40)]
@@ -26,13 +25,8 @@ Change = dict[str, Any]
 
 
 def model_of(kind: str, **options: Any) -> PreTrainedModel:
-    shape: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "vocab_size": 24, "rms_norm_eps": 1e-3,
-        **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id")),
-    }  # fmt: skip
-    head_dim = options.pop("head_dim", 16)
-    config = FAMILIES[kind].config(**{**shape, **options}, max_position_embeddings=64)
+    head_dim, kv_heads = options.pop("head_dim", 16), options.pop("num_key_value_heads", 1)
+    config = small_config(kind, 32, 64, 2, 2, kv_heads, vocab_size=24, rms_norm_eps=1e-3, **options)
     if head_dim != 16 or kind == "qwen3":
         config.head_dim = head_dim
     return random_model(config, late_scale=0.5, sharpness=2.0, seed=3).float()

@@ -8,7 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers, kv_cache
 from layerskip_models.kv_cache import KVCache
@@ -153,24 +152,6 @@ def test_there_is_no_place_in_layers_that_do_not_exist(start: int, stop: int) ->
         KVCache(LAYERS, 8).position(start, stop)
 
 
-def test_a_window_is_the_cache_itself() -> None:
-    cache = fresh_rows(LAYERS, [1, 2, 3, 4])
-    cache.roll_back(2)
-    windows = list(cache.windows(1, 3, 2))
-    assert cache.length == 2  # until somebody has filled them
-    assert len(windows) == 2
-    for layer, (new_keys, new_values, keys, values) in zip((1, 2), windows):
-        assert torch.equal(new_keys, cache.keys[layer].permute(2, 0, 1)[2:4])
-        assert torch.equal(new_values, cache.values[layer].transpose(0, 1)[2:4])
-        assert torch.equal(keys, cache.keys[layer])
-        assert torch.equal(values, cache.values[layer])
-        new_keys.zero_()
-        new_values.zero_()
-        assert not keys[..., 2:].any()
-        assert not values[:, 2:].any()
-        assert keys[..., :2].all()
-
-
 def test_long_caches_ask_for_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 MiB of float64 are 32,768 positions of a head of 8 numbers."""
     asked: list[Tensor] = []
@@ -185,8 +166,7 @@ def test_long_caches_ask_for_large_pages(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_prepared_model_is_left_alone() -> None:
     """Growing the rotary table does not change the angles of the positions that were there."""
-    llama: LlamaForCausalLM = tiny_llama(dtype=torch.float64, seed=8)
-    model = from_transformers(llama, layout="plain")
+    model = from_transformers(tiny_llama(dtype=torch.float64, seed=8), layout="plain")
     short = fresh_rows(model, [1, 2, 3])
     KVCache(model, CONTEXT)
     assert_same_rows(fresh_rows(model, [1, 2, 3]), short, 3)

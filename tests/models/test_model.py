@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layerskip_models.decoder_layer import interleave_heads
 from layerskip_models.kv_cache import KVCache
 from strategies import POOL_SIZE, tokens
 from tiny_llama import full_logits, lean_logits, pool_model
@@ -57,9 +56,3 @@ def test_rows_and_layers_in_any_grouping(index: int, text: list[int], data: st.D
         torch.testing.assert_close(hidden, layers[split][start:stop], rtol=0, atol=1e-10)
         torch.testing.assert_close(top, layers[model.num_layers][start:stop], rtol=0, atol=1e-10)
         start = stop
-
-
-def test_interleaved_heads_pair_what_rotates_together() -> None:
-    # one head of 6: pairs (0, 3), (1, 4), (2, 5) become neighbours; the second head likewise, behind the first
-    rows = torch.arange(12.0)
-    assert interleave_heads(rows, 2).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]

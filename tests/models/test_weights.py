@@ -6,7 +6,6 @@ import itertools
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import patch
 
 import gguf
 import numpy as np
@@ -26,10 +25,15 @@ from layerskip_models.decoder_layer import Linear
 from layerskip_models.draft_weights import rounded_linear
 from layerskip_models.families import FAMILIES
 from layerskip_models.grouped_weight import GroupedWeight, pack_sixes
-from layerskip_models.kernels import library, native_linear, weights
-from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
+from layerskip_models.kernels import library, weights
+from layerskip_models.kernels.native_linear import (
+    NativeGroupedLinear,
+    NativeInt8Linear,
+    NativeLinear,
+    round_to_eight_bits,
+)
 from layerskip_models.linear import Layout
-from test_native import needs_native
+from test_native import every_variant, needs_native
 from tiny_llama import tiny_llama
 
 ROWS, COLUMNS = 37, 512
@@ -140,26 +144,18 @@ def test_floats_are_copied_and_looked_at(
                     assert torch.equal(target[places], values.to(dtype))
 
 
-def by_operators(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounded as `NativeInt8Linear` does without the library's help, which is with PyTorch's operators."""
-    with patch.object(native_linear, "eight_bits", lambda *arguments: False):
-        linear = NativeInt8Linear(weight)
-    assert linear._scale is not None
-    return linear.stored, linear._scale
-
-
 @needs_native
-@pytest.mark.parametrize("variant", ["amx", "vnni", "avx512", "avx2", "neon", "baseline"])
+@every_variant
 def test_every_variant_rounds_alike(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if variant not in library.runnable_variants():
-        pytest.skip("this processor cannot run it")
-    monkeypatch.setattr(library, "kernels", lambda: library.load(variant))
+    """As PyTorch's operators do."""
     weight = torch.randn(ROWS, COLUMNS - 5)  # the last vector is not full
     weight[3] = 0
     for own in (weight, weight.bfloat16(), weight.half()):
-        found = NativeInt8Linear(own)
-        assert found._scale is not None
-        for ours, theirs in zip((found.stored, found._scale), by_operators(own.float())):
+        found = []
+        for chosen in (library.load(variant), None):
+            monkeypatch.setattr(library, "kernels", lambda chosen=chosen: chosen)
+            found.append(round_to_eight_bits(own))
+        for ours, theirs in zip(*found):
             same_bits(ours, theirs)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import urllib.request
 from collections.abc import Iterator
 from importlib.resources import files
@@ -10,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from browser_page import page_in_a_browser
 from layerskip_models import DEMO_PATH
 from running_server import running_server
 from selfspec import SelfSpecGenerator
 from selfspec.serve.app import content_policy
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PAGE = files("selfspec.serve").joinpath("page.html").read_text(encoding="utf-8")
 
 
@@ -33,8 +35,24 @@ def address(offline: SelfSpecGenerator) -> Iterator[str]:
 
 @pytest.fixture
 def page(address: str) -> Iterator[Any]:
-    with page_in_a_browser(address) as opened:
+    """The page in a browser. Fails the test if anything went wrong in it, a breach of its content policy included."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright and a browser")
+    own = next(filter(None, map(shutil.which, BROWSERS)), None)
+    wrong: list[str] = []
+    with api.sync_playwright() as playwright:
+        try:  # Chromium refuses root its sandbox
+            started = playwright.chromium.launch(executable_path=own, args=[] if os.getuid() else ["--no-sandbox"])
+        except api.Error as error:
+            pytest.skip(f"no browser could be started: {str(error).splitlines()[0]}")
+        opened = started.new_page(viewport={"width": 1400, "height": 900})
+        opened.set_default_timeout(20_000)
+        opened.on("console", lambda message: message.type == "error" and wrong.append(message.text))
+        opened.on("pageerror", lambda error: wrong.append(str(error)))
+        opened.goto(address)
+        opened.wait_for_selector("#status[data-state=ready]")
         yield opened
+        started.close()
+    assert not wrong
 
 
 def test_page_refers_to_no_other_host_and_never_parses_html() -> None:
