@@ -175,7 +175,7 @@ def arithmetic_in_words(model: LayerSkipModel) -> str:
     """Say what a model runs on, and where its rows are rounded, for people."""
     words = "PyTorch's operators" if model.kernels is None else f"selfspec's own kernels for {model.kernels}"
     for bits, rows in model.row_bits.items():
-        words += f", weights in {bits} bits with rows in {rows}"
+        words += f", weights in {bits} bits with rows in {'float32' if rows == 32 else rows}"
     return words
 
 
