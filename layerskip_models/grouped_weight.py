@@ -298,7 +298,7 @@ class GroupedLinear:
         self.num_bytes = weight.num_bytes
 
     def with_rows(self, rows: int) -> GroupedLinear:
-        """Return a linear of the same weight, in the same memory, that meets rows of so many bits."""
+        """Return a linear with the same weight in the same memory. rows: as above."""
         return GroupedLinear(self.numbers, self.bias, rows=rows)
 
     @property

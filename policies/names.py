@@ -73,7 +73,7 @@ _BY_TYPE: dict[str, Convert] = {
     **{"int": _integer, "float": float, "str": str, "bool": _switch},
     **dict.fromkeys(("tuple", "list", "Sequence"), _several),
 }
-"""How the arguments of a user's own class are read, by their annotated type."""
+"""Functions that read the arguments of a user's own class, by their annotated type."""
 
 _POSITIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "E-G": ("an exit layer and a length", ("exit_layer", "length")),

@@ -20,7 +20,7 @@ from layerskip_models.prefill import prefill
 from selfspec.cli.console import one_line_errors
 
 _HEAD_ROWS = 64  # rows whose logits are in memory at a time
-_LONGEST = 16  # characters of a token on the average
+_LONGEST = 16  # characters of a token: text beyond the tokens asked for need not be cut into tokens
 
 
 def accuracy(options: AccuracyCommand) -> None:

@@ -334,7 +334,6 @@ class CompareCommand:
 COMMANDS: dict[str, type] = {
     "run": RunCommand, "peers": PeersCommand, "files": FilesCommand, "sweep": SweepCommand, "batch": BatchCommand,
     "context": ContextCommand, "accuracy": AccuracyCommand, "load": LoadCommand, "kernels": KernelsCommand,
-    "roofline": RooflineCommand,
-    "report": ReportCommand, "compare": CompareCommand,
+    "roofline": RooflineCommand, "report": ReportCommand, "compare": CompareCommand,
 }  # fmt: skip
 """The commands by name, in the order of the list."""

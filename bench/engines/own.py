@@ -219,7 +219,7 @@ class SelfSpecEngine(TimedEngine):
 
 
 class ThreadedEngine(TimedEngine):
-    """Another engine with a file's weights, on so many threads. It runs in a process of its own, where it sets PyTorch's."""
+    """An engine that runs on a given number of threads. It is in a process of its own, whose number for PyTorch it sets."""
 
     def __init__(self, engine: TimedEngine, file: str, threads: int) -> None:
         self._engine, self._threads = engine, threads

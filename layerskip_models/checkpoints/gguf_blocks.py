@@ -139,7 +139,7 @@ def _places(parts: Sequence[Tensor], order: Tensor | None) -> Tensor:
 
 
 def _room(count: int, row_bytes: int, form: str) -> GroupedWeight:
-    """Make room for the numbers of so many rows, in our layout."""
+    """Make room for the numbers of `count` rows, in our layout."""
     kept = GROUPED[form]
     columns = row_bytes // kept.block_bytes * (BLOCK if kept.in_blocks else 32)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
-from layerskip_models.grouped_weight import BLOCK, GroupedWeight, rounded_rows
+from layerskip_models.grouped_weight import BLOCK, ROW_BITS, GroupedWeight, rounded_rows
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import GROUPED_KINDS, KINDS, SCALES, Matrix
 from layerskip_models.kernels.pages import expect_large_pages, use_large_pages
@@ -360,8 +360,8 @@ class NativeGroupedLinear(NativeLinear):
         reorder: bool = True,
         rows: int | None = None,
     ) -> None:
-        if rows not in (None, 8, 16):
-            raise ValueError(f"rows must be 8 or 16 bits, got {rows!r}")
+        if rows is not None and rows not in ROW_BITS:
+            raise ValueError(f"rows must be {' or '.join(map(str, ROW_BITS))} (bits), got {rows!r}")
         if reorder and not weight.interleaved and takes_interleaved(GROUPED_KINDS[weight.bits], *weight.shape):
             weight = interleaved(weight, in_place=own)
         self._set(weight.packed, weight.factors, bias)
@@ -396,7 +396,7 @@ class NativeGroupedLinear(NativeLinear):
         return [*(tensor for tensor in more if tensor is not None), *super().tensors]
 
     def with_rows(self, rows: int) -> NativeGroupedLinear:
-        """Return a linear of the same weight, in the same memory, that meets rows of so many bits. Not for 8-bit weights."""
+        """Return a linear with the same weight in the same memory. rows: as above; not for weights of 8 bits."""
         other = copy.copy(self)
         other.row_bits = rows
         other.matrix, other._scratch = Matrix.from_buffer_copy(self.matrix), threading.local()

@@ -27,23 +27,9 @@ typedef struct {
 } Scaling;
 
 static Scaling scaling_of(const float *x, int64_t in, int limbs) {
-  vi tops = {0}, others = {0}; /* bits without the sign compare like magnitudes; infinity and NaN are the largest */
-  int64_t i = 0;
-  for (; i + 2 * LANES <= in; i += 2 * LANES) {
-    tops = larger_integers((vi)load(x + i) & 0x7fffffff, tops);
-    others = larger_integers((vi)load(x + i + LANES) & 0x7fffffff, others);
-  }
-  tops = larger_integers(tops, others);
-  int32_t top = largest_integer(tops);
-  for (; i < in; i++) {
-    int32_t bits;
-    memcpy(&bits, x + i, 4);
-    bits &= 0x7fffffff;
-    top = bits > top ? bits : top;
-  }
-  const int not_finite = top >= 0x7f800000;
-  const int exponent = not_finite || top == 0 ? 0 : fixed_exponent(of_bits(top), limbs);
-  return (Scaling){ldexpf(1, exponent / 2), ldexpf(1, exponent - exponent / 2), of_bits(top), exponent, not_finite};
+  const float largest = peak_of(x, in);
+  const int not_finite = !(largest < INFINITY), exponent = not_finite || largest == 0 ? 0 : fixed_exponent(largest, limbs);
+  return (Scaling){ldexpf(1, exponent / 2), ldexpf(1, exponent - exponent / 2), largest, exponent, not_finite};
 }
 
 /* Cut 64 integers into limbs. high: NULL for two limbs. */

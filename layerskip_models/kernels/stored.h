@@ -164,22 +164,6 @@ static void widen(int kind, const uint8_t *p, int64_t in, float *y) {
   }
 }
 
-/* The largest magnitude of a row; NaN or infinity if one of its numbers is that. */
-INLINE float peak_of(const float *y, int64_t in) {
-  vi most = {0}; /* as integers, magnitudes are in the same order, and NaN comes last */
-  int64_t i = 0;
-  for (; i + LANES <= in; i += LANES) most = larger_integers(most, (vi)load(y + i) & 0x7fffffff);
-  int32_t found = 0;
-  for (int k = 0; k < LANES; k++) found = most[k] > found ? most[k] : found;
-  for (; i < in; i++) {
-    int32_t bits;
-    memcpy(&bits, y + i, 4);
-    bits &= 0x7fffffff;
-    found = bits > found ? bits : found;
-  }
-  return of_bits((uint32_t)found);
-}
-
 typedef int8_t vb __attribute__((vector_size(LANES)));
 
 /* Round a row to 8 bits: `y / scale` to the nearest integers. They are at most 127, or the row's peak was not its largest. */

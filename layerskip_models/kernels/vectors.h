@@ -202,6 +202,25 @@ INLINE float one_float16(const uint16_t *p) {
 }
 INLINE float one_int8(const int8_t *p) { return *p; }
 
+/* The largest magnitude of a row; NaN or infinity if one of its numbers is that. As integers without the sign, magnitudes are in the same
+ * order, and infinity and NaN come last. */
+INLINE float peak_of(const float *x, int64_t in) {
+  vi tops = {0}, others = {0};
+  int64_t i = 0;
+  for (; i + 2 * LANES <= in; i += 2 * LANES) {
+    tops = larger_integers((vi)load(x + i) & 0x7fffffff, tops);
+    others = larger_integers((vi)load(x + i + LANES) & 0x7fffffff, others);
+  }
+  int32_t top = largest_integer(larger_integers(tops, others));
+  for (; i < in; i++) {
+    int32_t bits;
+    memcpy(&bits, x + i, 4);
+    bits &= 0x7fffffff;
+    top = bits > top ? bits : top;
+  }
+  return of_bits((uint32_t)top);
+}
+
 /* y[0 .. 3] = the sums over lanes of four vectors. */
 INLINE void sum_4(vf a, vf b, vf c, vf d, float *y) {
 #if defined(__AVX512F__)

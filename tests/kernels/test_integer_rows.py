@@ -140,7 +140,7 @@ def test_an_outlier_costs_small_numbers_nothing(columns: int, variant: str) -> N
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q4_K", "Q6_K"])
 def test_rows_of_8_bits_of_all_sizes(form: str, variant: str) -> None:
-    """As rounding in groups of 32 says, with zeros, outliers, and numbers too small or large for a factor of their own."""
+    """Compare with rounding in groups of 32: zeros, outliers, and numbers too small or large for a factor of their own."""
     weight = weight_of(form, 64, 512)
     with use(variant):
         linear = NativeGroupedLinear(weight)

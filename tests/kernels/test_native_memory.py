@@ -27,7 +27,7 @@ KINDS = ("float32", "bfloat16", "float16", "int8", "int4 64, offsets")
 
 
 def mixed(model: LayerSkipModel, kinds: Sequence[str]) -> LayerSkipModel:
-    """The same model with layers whose weights are of different kinds."""
+    """Return the same model, each of whose layers has weights of another kind."""
     layers = []
     for kind, layer in zip(kinds, model.layers, strict=True):
         shapes = {name: getattr(layer, name).weight.shape for name in ("qkv", "output", "gate_up", "down")}
@@ -37,7 +37,7 @@ def mixed(model: LayerSkipModel, kinds: Sequence[str]) -> LayerSkipModel:
 
 
 def run(model: LayerSkipModel, x: Tensor, sizes: list[int]) -> Tensor:
-    """The rows of one text, so many in each pass."""
+    """Run the rows of one text through all layers. sizes: of the passes."""
     cache = KVCache(model, len(x))
     return torch.cat([model.run_layers(part, 0, model.num_layers, cache) for part in x.split(sizes)])
 

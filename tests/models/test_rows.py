@@ -18,7 +18,7 @@ FORMATS = {"Q4_0": {4: 8}, "int4": {4: 8}, "Q4_K_M": {4: 8, 6: 8}, "Q6_K": {6: 8
 
 @pytest.mark.parametrize("weights", FORMATS)
 def test_each_format_in_both_settings(weights: str) -> None:
-    """What kernels and operators compute differs less from each other than from rows that are not rounded."""
+    """Check that kernels and operators differ less from each other than from rows that are not rounded."""
     first = None
     for variant in VARIANTS:
         with kernels_of(variant):
