@@ -105,7 +105,7 @@ def inspect_model(
     generate = partial(generator.generate, max_new_tokens=max_new_tokens, do_sample=False)
     if not chats:
         generate = partial(generate, eos_token_id=[])
-    cost = measured_cost(model)
+    cost = measured_cost(model, fresh=True)
     on_progress("calibrating")
     free: list[list[int]] = []
     repeating: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Times the engine's hot calls on the running device and fills `policies.MeasuredCost`; once per model and process."""
+"""Times the engine's hot calls on the running device and fills `policies.MeasuredCost`; once for model and machine."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from layerskip_models.kernels.threads import num_threads
 from layerskip_models.kv_cache import KVCache
 from policies import FixedExit, MeasuredCost, NeverStop, ObservationSpec, Policy
 from selfspec.engine.draft import Draft, make_drafts
+from selfspec.engine.kept_costs import keep_cost, kept_cost
 from selfspec.engine.request import plain_request
 from selfspec.engine.runners.eager import make_runner
 from selfspec.engine.runners.runner import Runner, RunnerName, engine_mode, resolve_runner
@@ -33,16 +34,20 @@ _measuring = fork_safe(threading.Lock())
 _measured: WeakKeyDictionary[LayerSkipModel, dict[RunnerName, MeasuredCost]] = WeakKeyDictionary()
 
 
-def measured_cost(model: LayerSkipModel, runner: RunnerName | None = None) -> MeasuredCost:
-    """Return the model's costs on its device: calibrated on the first call, remembered as long as the model lives.
+def measured_cost(model: LayerSkipModel, runner: RunnerName | None = None, *, fresh: bool = False) -> MeasuredCost:
+    """Return the model's costs on its device: kept ones (`kept_costs`), or calibrated on the first call, and then kept.
 
-    runner: of the passes; None for the one that a generator takes by default.
+    runner: of the passes; None for the one that a generator takes by default. fresh: calibrate in this process, whatever
+    an earlier one has kept.
     """
     runner = resolve_runner("auto", model) if runner is None else runner
     with _measuring:  # two calibrations at once would time each other
         known = _measured.setdefault(model, {})
         if runner not in known:
-            known[runner] = calibrate(model, runner)
+            kept = None if fresh else kept_cost(model, runner)
+            known[runner] = kept or calibrate(model, runner)
+            if kept is None:
+                keep_cost(model, runner, known[runner])
         return known[runner]
 
 
