@@ -1,4 +1,4 @@
-"""Costs kept from process to process: found again by the same model and machine, and by nothing else, whatever the file holds."""
+"""Costs kept from process to process: found by the same model on the same machine, and not by others; broken files."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ def test_the_oldest_goes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 WHOLE = {"version": 1, "costs": {"KEY": COST.as_dict()}}
 BROKEN_VALUES = [
-    {"layer_seconds": [1.0]}, {"layer_seconds": [1.0, -1.0]}, {"layer_seconds": "ab"}, {"layer_seconds": {}}, {"draft_seconds": "1"},
-    {"draft_seconds": float("nan")}, {"head_seconds": [1.0, float("inf")]}, {"num_layers": 5}, {"fixed": True}, {"batch_size": 0},
-    {"unknown": 1}, {"rounded": [[8]]}, {"rounded": [[8, {**COST.as_dict(), "round_seconds": 1e9}]]}, {"adapter_seconds": [1]},
+    {"layer_seconds": [1.0]}, {"layer_seconds": [1.0, -1.0]}, {"layer_seconds": "ab"}, {"layer_seconds": {}}, {"fixed": True},
+    {"draft_seconds": "1"}, {"draft_seconds": float("nan")}, {"head_seconds": [1.0, float("inf")]}, {"num_layers": 5},
+    {"batch_size": 0}, {"unknown": 1}, {"rounded": [[8]]}, {"adapter_seconds": [1]},
+    {"rounded": [[8, {**COST.as_dict(), "round_seconds": 1e9}]]},
 ]  # fmt: skip
 BROKEN_FILES = [
     b"", b"{", b"\xff\xfe", b"[]", b"null", b'{"version": 1}', b'{"version": 1, "costs": 3}', b"[" * 99_999,
