@@ -36,7 +36,7 @@ def synchronize(device: torch.device) -> None:
 
 def calibrated(generator: SelfSpecGenerator, record: Record) -> MeasuredCost:
     """Measure what layers and head cost, as the policies do, and write it; or take the costs that the record has."""
-    line = record.once("costs", lambda: measured_cost(generator.model, generator.runner).as_dict())
+    line = record.once("costs", lambda: measured_cost(generator.model, generator.runner, fresh=True).as_dict())
     return MeasuredCost.from_dict({name: value for name, value in line.items() if name != "kind"})
 
 

@@ -173,7 +173,7 @@ def bits_on_offer(model: LayerSkipModel, choice: DraftWeights) -> tuple[int, ...
     if choice != "auto" or model.drafters:
         return ()
     size = draft_bytes(model, _AUTO_BITS)
-    if size < _last_cache() or why_no_drafter(model, _AUTO_BITS) is not None or not _is_room_for(size):
+    if size < last_cache() or why_no_drafter(model, _AUTO_BITS) is not None or not _is_room_for(size):
         return ()
     return (_AUTO_BITS,)
 
@@ -195,7 +195,7 @@ def _is_room_for(size: int) -> bool:
 
 
 @cache
-def _last_cache() -> int:
+def last_cache() -> int:
     """Bytes of the processor's last cache. What fits in it is not read from memory, so fewer bits gain little."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):

@@ -26,6 +26,7 @@ keep_bytecode()
 # No test makes an encrypted connection, and every client of HTTP would read all certificates of the system, in .13 seconds.
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent / "helpers")
 os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SELFSPEC_CACHE"] = ""  # a test keeps no costs, and finds nobody's
 if shutil.which("nvidia-smi") is None:  # Triton reads it when it is imported, if it is installed
     os.environ["TRITON_INTERPRET"] = "1"
 

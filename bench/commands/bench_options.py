@@ -16,7 +16,7 @@ from bench.datasets import COPYING, shipped_names
 from layerskip_models.checkpoints.named_models import DEMO, named_file
 from layerskip_models.output_paths import output_file
 from selfspec.cli.console import one_line_errors
-from selfspec.cli.option_groups import checked_output_file, option
+from selfspec.cli.option_groups import checked_model, checked_output_file, option
 
 
 def _record_path(path: Path | None) -> Path | None:
@@ -26,9 +26,8 @@ def _record_path(path: Path | None) -> Path | None:
 
 
 def _checkpoint(name: str) -> str:
-    """Return the path that a short name stands for, and other names as they are."""
-    with one_line_errors():
-        return name if Path(name).exists() else str(named_file(name) or name)
+    """Return the path that a short name stands for (`checked_model`), and other names as they are."""
+    return name if Path(name).exists() else str(named_file(checked_model(name) or name) or name)
 
 
 DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from statistics import median_low
 
 import torch
@@ -26,7 +27,7 @@ Generate = Callable[..., GenerationResult]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The measurements of `compare`.
+    """The measurements of `summarise`.
 
     speedup: tokens per second with speculation over those of plain decoding, prefill included: the median over the pairs (the
     lower one of two). speedup_min, speedup_max: the smallest and the largest. middle: index of the pair with the median. Its
@@ -71,6 +72,21 @@ def warm_up(generate: Generate, max_new_tokens: int) -> None:
     generate(max_new_tokens=max_new_tokens, **_PLAIN)
 
 
+def pairs_of_runs(
+    generate: Generate, repeats: int, before_run: Callable[[int], object] = lambda run: None
+) -> Iterator[tuple[GenerationResult, GenerationResult]]:
+    """Run speculation and plain decoding in turn, and yield the results of each pair; warm up first (`warm_up`).
+
+    A generator with `prefix_cache=0` reads the prompt in every run; others may not.
+    before_run: called with the number of the run, 0 to 2 * repeats - 1.
+    """
+    for repeat in range(repeats):
+        before_run(2 * repeat)
+        result = generate()
+        before_run(2 * repeat + 1)
+        yield result, generate(**_PLAIN)
+
+
 def compare(
     generate: Generate,
     *,
@@ -79,38 +95,21 @@ def compare(
     before_run: Callable[[int], object] = lambda run: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Comparison | None:
-    """Alternate `repeats` runs of each mode and compare them; warm up first (`warm_up`).
-
-    A generator with `prefix_cache=0` reads the prompt in every run; others may not.
-    before_run: called with the number of the run, 0 to 2 * repeats - 1. interrupted: called after every run; a pair in which
-    it returns True does not count. Returns None without a complete pair.
-    """
-    results: list[GenerationResult] = []
-    baselines: list[GenerationResult] = []
-    for repeat in range(repeats):
-        before_run(2 * repeat)
-        result = generate()
-        before_run(2 * repeat + 1)
-        baseline = generate(**_PLAIN)
-        if interrupted():
-            break
-        results.append(result)
-        baselines.append(baseline)
-    if not results:
-        return None
-    return summarise(results, baselines, greedy=greedy)
+    """Summarise `pairs_of_runs` up to the first after which `interrupted` returns True, left out; None without a pair."""
+    pairs = [*takewhile(lambda pair: not interrupted(), pairs_of_runs(generate, repeats, before_run))]
+    return summarise(pairs, greedy=greedy) if pairs else None
 
 
-def summarise(results: list[GenerationResult], baselines: list[GenerationResult], *, greedy: bool) -> Comparison:
-    """Compare the pairs results[i], baselines[i]; at least one."""
-    runs, baseline_runs = tuple(r.stats for r in results), tuple(b.stats for b in baselines)
+def summarise(pairs: Sequence[tuple[GenerationResult, GenerationResult]], *, greedy: bool) -> Comparison:
+    """Compare the two of each pair; at least one pair, and all of one prompt if greedy."""
+    runs, baseline_runs = (tuple(result.stats for result in results) for results in zip(*pairs))
     speedups = [r.tokens_per_second / b.tokens_per_second for r, b in zip(runs, baseline_runs)]
     middle = speedups.index(median_low(speedups))
-    reference = baselines[0].new_tokens
-    differences = [first_difference(reference, r.new_tokens) for r in results + baselines] if greedy else []
+    reference = pairs[0][1].new_tokens
+    differences = [first_difference(reference, r.new_tokens) for pair in pairs for r in pair] if greedy else []
     known = [index for index in differences if index is not None]
     return Comparison(
-        repeats=len(results),
+        repeats=len(pairs),
         speedup=speedups[middle],
         speedup_min=min(speedups),
         speedup_max=max(speedups),

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import torch
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.draft_weights import draft_bytes
 from policies import CostModel
-from selfspec.analysis.comparison import Generate
+from selfspec.analysis.comparison import Generate, pairs_of_runs, summarise
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
 from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.request import encode_prompt
@@ -105,7 +104,7 @@ def inspect_model(
     generate = partial(generator.generate, max_new_tokens=max_new_tokens, do_sample=False)
     if not chats:
         generate = partial(generate, eos_token_id=[])
-    cost = measured_cost(model)
+    cost = measured_cost(model, fresh=True)
     on_progress("calibrating")
     free: list[list[int]] = []
     repeating: list[list[int]] = []
@@ -139,16 +138,15 @@ def inspect_model(
 
 def _gain(generate: Generate, prompts: Sequence[list[int]], repeats: int, on_pair: Callable[[], None]) -> Gain:
     """Run the default policy and plain decoding on each prompt, in turn."""
-    ratios, made, total = [], Counter[str](), 0
+    pairs = []
     for prompt in prompts:
-        for _ in range(repeats):
-            ours, plain = generate(prompt, trace=True), generate(prompt, policy="ar")
-            ratios.append(ours.stats.tokens_per_second / plain.stats.tokens_per_second)
-            made += _sources(ours)
-            total += ours.stats.num_new_tokens
+        for pair in pairs_of_runs(partial(generate, prompt, trace=True), repeats):
+            pairs.append(pair)
             on_pair()
+    found, ours = summarise(pairs, greedy=False), [pair[0] for pair in pairs]
+    made, total = sum(map(_sources, ours), Counter[str]()), sum(result.stats.num_new_tokens for result in ours)
     shares = {source: count / total for source, count in made.most_common()}
-    return Gain(speedup=median(ratios), low=min(ratios), high=max(ratios), shares=shares)
+    return Gain(speedup=found.speedup, low=found.speedup_min, high=found.speedup_max, shares=shares)
 
 
 def _sources(result: GenerationResult) -> Counter[str]:

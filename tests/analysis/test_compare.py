@@ -21,22 +21,22 @@ def test_speedup_and_the_rates_beside_it_are_of_the_middle_pair(result):
     """Medians of all rates, 80 and 30 tokens/s, would be of no pair."""
     fast = [with_rate(result, rate) for rate in (90.0, 20.0, 80.0)]
     slow = [with_rate(result, rate) for rate in (30.0, 5.0, 40.0)]
-    found = summarise(fast, slow, greedy=True)
+    found = summarise([*zip(fast, slow)], greedy=True)
     # 90/30, 20/5, 80/40
     assert (found.speedup, found.speedup_min, found.speedup_max) == (3.0, 2.0, 4.0)
     assert found.outputs_equal is True
     assert found.as_dict()["tokens_per_second"] == 90.0
     assert found.as_dict()["baseline_tokens_per_second"] == 30.0
-    assert summarise(fast[:2], slow[:2], greedy=True).speedup == 3.0  # the lower one of two
+    assert summarise([*zip(fast[:2], slow[:2])], greedy=True).speedup == 3.0  # the lower one of two
 
 
 def test_a_difference_in_any_run_is_found(result):
     sequences = result.sequences.clone()
     sequences[0, 3 + 5] += 1
     other = replace(result, sequences=sequences)
-    assert summarise([result, other], [result, result], greedy=True).outputs_equal is False
-    assert summarise([result, other], [result, result], greedy=True).first_difference == 5
-    assert summarise([result, other], [result, result], greedy=False).outputs_equal is None
+    assert summarise([(result, result), (other, result)], greedy=True).outputs_equal is False
+    assert summarise([(result, result), (other, result)], greedy=True).first_difference == 5
+    assert summarise([(result, result), (other, result)], greedy=False).outputs_equal is None
 
 
 def test_first_difference():

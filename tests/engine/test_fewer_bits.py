@@ -219,7 +219,7 @@ def test_another_stopping_rule_is_for_exits_in_full() -> None:
 @pytest.mark.usefixtures("made_up_costs")
 def test_auto_makes_them_in_the_first_text(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Once its prompt has shown that exits promise less. Later texts know what they cost, and what was learned so far."""
-    monkeypatch.setattr(draft_weights, "_last_cache", lambda: 0)
+    monkeypatch.setattr(draft_weights, "last_cache", lambda: 0)
     generator = generator_with()
     expected = generator.generate(PROMPTS[2], max_new_tokens=80, policy="ar").new_tokens
     with caplog.at_level(logging.INFO, "selfspec"):
@@ -241,7 +241,7 @@ def test_auto_makes_them_in_the_first_text(monkeypatch: pytest.MonkeyPatch, capl
 @pytest.mark.usefixtures("made_up_costs")
 def test_auto_leaves_it_where_there_is_no_use_or_no_room(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     """A text of few tokens is too short to learn from."""
-    monkeypatch.setattr(draft_weights, "_last_cache", lambda: 1 << 40 if lacks == "size" else 0)
+    monkeypatch.setattr(draft_weights, "last_cache", lambda: 1 << 40 if lacks == "size" else 0)
     monkeypatch.setattr(draft_weights, "_is_room_for", lambda size: lacks != "room")
     generator = generator_with("none" if lacks == "wish" else "auto")
     generator.generate(PROMPTS[2], max_new_tokens=8 if lacks == "text" else 80)
