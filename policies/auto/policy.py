@@ -336,10 +336,6 @@ class AutoExit(StatelessPolicy):
                 best, copied = expected - rate * price, count
         return copied
 
-    def learned_cost(self) -> MeasuredCost | None:
-        """Return the costs that rounds of a text alone have shown; None before that."""
-        return self._by_texts[1].learned() if 1 in self._by_texts else None
-
     def adopt(self, other: AutoExit) -> None:
         """Take up what another one has learned about the drafters that both have, and about copies."""
         self.restore(other.state())

@@ -62,6 +62,7 @@ class RoundCosts:
         self._round = self._rows = self._texts_done = 0
         self._took = np.zeros(4)  # of the round at hand: seconds and costs, of drafting and of verifying
         self._factors: dict[Hashable, float] = {}
+        self._is_news = False
         self._make_tables()
 
     def _bits_of(self, drafter: Drafter, made: Sequence[int], usual: int) -> int | None:
@@ -115,7 +116,9 @@ class RoundCosts:
         self._rows = self._texts_done = 0
 
     def _add(self, kind: Hashable, ratio: float) -> None:
-        self._ratios.setdefault(kind, deque(maxlen=KEPT)).append(ratio)
+        seen = self._ratios.setdefault(kind, deque(maxlen=KEPT))
+        seen.append(ratio)
+        self._is_news |= kind == 1 and len(seen) in (ENOUGH, KEPT)
         self._last[kind] = self._round
 
     def _correct(self) -> bool:
@@ -127,7 +130,7 @@ class RoundCosts:
         known = [self._factors.get(kind, 1.0) / factor for kind, factor in factors.items()]
         if all(1 / TOLERANCE < change < TOLERANCE for change in known):
             return False
-        self._factors = factors
+        self._factors, self._is_news = factors, True
         self._make_tables()
         return True
 
@@ -143,10 +146,11 @@ class RoundCosts:
         return self._repair and since >= (TRY_EVERY if tried < ENOUGH else TRY_AGAIN)
 
     def learned(self) -> MeasuredCost | None:
-        """Return what rounds of a text alone have shown, in seconds; None before that."""
+        """Return what rounds of a text alone have shown, in seconds; None if that is no news since the last time."""
         plain = self._ratios.get(1, ())
-        if not isinstance(self.cost, MeasuredCost) or self._texts > 1 or len(plain) < ENOUGH:
+        if not isinstance(self.cost, MeasuredCost) or not self._is_news or self._texts > 1 or len(plain) < ENOUGH:
             return None
+        self._is_news = False
         scale = sorted(plain)[len(plain) // 4]
 
         def corrected(cost: MeasuredCost, draft: float) -> MeasuredCost:
