@@ -70,10 +70,10 @@ def test_rows_between_the_timed_ones() -> None:
     assert _every_row((1, 2, 4), [1.0, 0.5, 3.0]) == (1.0, 1.0, 2.0, 3.0)
 
 
-def test_a_generator_calibrates_for_auto_and_keeps_what_it_learned() -> None:
+def test_a_generator_knows_costs_for_auto_and_keeps_what_it_learned() -> None:
     generator = SelfSpecGenerator(from_transformers(tiny_llama(seed=1), layout="plain"), policy="auto")
     policy = generator.resolve_policy()
-    assert isinstance(policy.exit, AutoExit) and isinstance(policy.exit.learner.cost, MeasuredCost)
+    assert isinstance(policy.exit, AutoExit) and isinstance(policy.exit.costs.cost, MeasuredCost)
     assert measured_cost(generator.model) is measured_cost(generator.model)
     assert measured_cost(from_transformers(tiny_llama(seed=2), layout="plain")) is not measured_cost(generator.model)
     assert generator.resolve_policy("auto") is policy
