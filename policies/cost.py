@@ -29,7 +29,8 @@ class CostModel:
         drafts are chosen with is faster by more than that.
     adapter_seconds: by exit layer, what an adapter after that exit adds to each look; exits that are not named have none.
     description: of model, device and threads, for the record.
-    fixed: True keeps the costs as they are, whatever rounds take (`policies.auto.round_costs`): for runs that must decide alike.
+    fixed: True keeps the costs as they are, whatever rounds take (`policies.auto.round_costs`): for runs that must decide
+        alike.
     batch_size: texts that share the passes; each pays its part. Few rows cost little more than one, since the weights are
         read once; many cost what their arithmetic costs. So plain steps become cheap in a batch, and drafts gain less, down
         to nothing. All texts draft from one exit and verify together. They stop drafting at different tokens, so few share

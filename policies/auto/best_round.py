@@ -88,8 +88,8 @@ class DraftValues:
 class BestRound:
     """The best round of some drafters.
 
-    index: of its drafter. tokens, cost: that are expected of it. rate: tokens per cost, at least a plain step's. pays: whether
-    it is better than that. price: the rate that `values` were worked out at.
+    index: of its drafter. tokens, cost: that are expected of it. rate: tokens per cost, at least a plain step's. pays:
+    whether it is better than that. price: the rate that `values` were worked out at.
     """
 
     index: int

@@ -1,8 +1,8 @@
 """How often a draft is accepted, by what drafted it and how sure that was.
 
 In every model we looked at, the log odds of acceptance are nearly a line in the log odds of confidence. So a drafter has a
-height and a slope, which a few rows of any confidence move, and what was seen in a bin of confidences corrects the line there,
-as observations correct the mean of a Beta distribution. All of it fades, since texts change.
+height and a slope, which a few rows of any confidence move. What was seen in a bin of confidences corrects the line there, as
+observations correct the mean of a Beta distribution. All of it fades, since texts change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WIDTHS = np.diff([0.0, *EDGES, 1.0])
 
 
 def copy_confidence(match_length: int) -> float:
-    """Say how sure a copied token is, by how many tokens before it were alike: about how often it is right (docs/log.md, 28)."""
+    """Say how sure a copied token is, by how many tokens before it were alike: about how often it is right."""
     return 1 - 1 / match_length
 
 

@@ -9,8 +9,8 @@ so a draft is worth its cost exactly when
 Chances come from how drafts of the same confidence fared (`chances.py`), costs from what rounds take (`round_costs.py`).
 "What going on is worth" is the left side less the right, one draft later, averaged over the confidences that the drafter has
 been showing: a small dynamic program (`best_round.py`), solved again when enough was learned. Its value at the round's start
-ranks the drafters, and r falls out of it. So SPIDE's tau is no hyperparameter any more (tau = r * cost, less the value of going
-on), nor are the length and the layer, and DEL's TPL is the special case in which confidence says nothing.
+ranks the drafters, and r falls out of it. So SPIDE's tau is no hyperparameter any more (tau = r * cost, less the value of
+going on), nor are the length and the layer, and DEL's TPL is the special case in which confidence says nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from policies.auto.best_round import BestRound, best_round
 from policies.auto.chances import COPIES, Chances, copy_confidence
 from policies.auto.round_costs import RoundCosts
-from policies.base import NeverStop, StatelessPolicy
+from policies.base import NeverStop
 from policies.bounds import MAX_DRAFTS, check_layers, check_number
 from policies.building import Setup
 from policies.cost import CostModel, LayerCost, MeasuredCost, at_rows
@@ -53,7 +53,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return (*range(1, quarter + 1), *range(quarter + 2, half + 1, 2))
 
 
-class AutoExit(StatelessPolicy):
+class AutoExit:
     """Draft with what is worth most at the current rate; a plain step where nothing is.
 
     layers: candidates; None for those of `default_layers`.

@@ -13,7 +13,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from policies.cost import CostModel, MeasuredCost, at_rows, parts_of
 from policies.fixed import MAX_COPY_LENGTH
@@ -40,8 +39,8 @@ class RoundCosts:
 
     plain: of a plain step. copying: by tokens copied. rounds: by drafter and drafts, [drafters, most + 1]; looks: of norm and
     head for one row more, [drafters]; steps: of the j-th draft without its look, [drafters, most]. bits: that each drafter
-    drafts in: those of `made` where they make an exit cheaper. repair: whether to correct them. Deterministic: the same records
-    give the same costs.
+    drafts in: those of `made` where they make an exit cheaper. repair: whether to correct them. Deterministic: the same
+    records give the same costs.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class RoundCosts:
         self._is_news = False
         scale, numbers = sorted(plain)[len(plain) // 4], range(1, _ROWS_KEPT + 1)
 
-        def corrected(cost: MeasuredCost, factors: Sequence[float]) -> MeasuredCost:
+        def corrected(cost: CostModel, factors: Sequence[float]) -> CostModel:
             return replace(
                 cost,
                 layer_seconds=tuple(factor * at_rows(cost.layer_seconds, n) for n, factor in zip(numbers, factors)),
@@ -168,4 +167,6 @@ class RoundCosts:
         found = corrected(self.cost, [scale * self._factor_of(n) for n in numbers])
         # What drafts at exits take more than expected goes to each draft's own seconds: right at a quarter of the depth.
         more = (drafting[None] - scale) * self.cost.drafting(max(self.cost.num_layers // 4, 1), 1)
-        return replace(found, draft_seconds=found.draft_seconds + more, rounded=tuple(rounded))
+        found = replace(found, draft_seconds=found.draft_seconds + more, rounded=tuple(rounded))
+        assert isinstance(found, MeasuredCost)
+        return found

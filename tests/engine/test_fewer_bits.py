@@ -13,10 +13,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from layerskip_models import LayerSkipModel, draft_weights, from_transformers
+from layerskip_models import draft_weights, from_transformers
 from layerskip_models.draft_weights import draft_bytes, drafter, why_no_drafter
 from layerskip_models.kernels.check import native_works
-from layerskip_models.kernels.native_linear import NativeInt8Linear
 from policies import Drafter, MeasuredCost
 from policies.auto.policy import AutoExit
 from selfspec import SelfSpecGenerator

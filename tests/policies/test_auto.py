@@ -142,7 +142,7 @@ COST = MeasuredCost(num_layers=8, layer_seconds=(1.0, 1.1), head_seconds=(1.0, 2
 
 
 def test_learning_takes_its_share_of_the_cost_and_no_more() -> None:
-    """Of exits that may pay; where they are known not to, a quarter of that. Looks at four exits cost 4 of a step's 9 here."""
+    """Of exits that may pay; where they are known not to, a quarter. Four looks cost 4 of a step's 9 here."""
     policy, looked = AutoExit(num_layers=8, cost=COST), []
     layers = policy.exit_layers
     assert policy.observes.prompt_rows_for(100, 60) == 2 and policy.observes.prompt_rows_for(100, 10) == 0
