@@ -247,11 +247,12 @@ def verify_command(load: DeviceOptions, verify: VerifyOptions) -> None:
 @with_groups
 def serve_command(load: LoadOptions, serve: ServeOptions) -> None:
     """Serve a model to OpenAI clients: chat, completions, streams, metrics."""
+    log = LogConsole()
     with one_line_errors():
         serve.check()
-        with LogConsole().starting():
-            from selfspec.cli.serve_command import serve_command as run
-        run(load, serve)
+        with log.starting():
+            from selfspec.cli.serve_command import run_server
+        run_server(load, serve, log)
 
 
 def export_hub_command(
