@@ -1,6 +1,6 @@
 """Data for Pacer's pre-verifier, made by the engine: greedy responses, and drafts from many positions of each.
 
-One shard holds a few responses; a shard exists whole or not at all, so an interrupted run goes on with the first missing one.
+A response with its drafts is a file. It exists whole or not at all, so an interrupted run goes on with the first missing one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from layerskip_models.checkpoints.module_folder import fingerprint, same_weights
@@ -33,7 +32,6 @@ from selfspec.messages import template_of
 from selfspec.pacer.labels import DraftTrace
 from selfspec.pacer.settings import DataPlan, PreVerifierTraining
 
-_SHARD_RESPONSES = 16  # the most that an interruption loses
 _CACHE_BYTES = 1 << 30  # of the copies of a text's KV cache that exist at once
 _PARTS = ("starts", "lengths", "accepted", "hidden", "features", "context")
 
@@ -60,7 +58,7 @@ def make_data(
     folder: Path,
     advance: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Write the shards that are missing. plan: names its exit layers. advance: called with the number of responses made.
+    """Write the files that are missing. plan: names its exit layers. advance: called with the number of responses made.
 
     Raises ValueError when the folder's data were made by another plan, from other prompts or with another model.
     """
@@ -75,19 +73,19 @@ def make_data(
             raise ValueError(f"{folder} holds data made with other options: choose another folder, or delete it")
     else:
         write_text(recorded, json.dumps({**mine, "fingerprint": own_fingerprint}, indent=1) + "\n")
-    for number, first in enumerate(range(0, len(prompts), _SHARD_RESPONSES)):
-        path, end = folder / f"shard-{number:05d}.safetensors", min(first + _SHARD_RESPONSES, len(prompts))
+    for index, prompt in enumerate(prompts):
+        path = folder / f"response-{index:05d}.safetensors"
         if not path.exists():
-            tensors: dict[str, Tensor] = {}
-            for index, prompt in enumerate(prompts[first:end]):
-                for trace in draft_traces(generator, prompt, plan, seed=plan.seed + first + index):
-                    for part in _PARTS:
-                        tensors[f"{index}/{trace.exit_layer}/{part}"] = getattr(trace, part).contiguous().cpu()
-                advance(first + index + 1)
+            traces = draft_traces(generator, prompt, plan, seed=plan.seed + index)
+            tensors = {
+                f"{trace.exit_layer}/{part}": getattr(trace, part).contiguous().cpu()
+                for trace in traces
+                for part in _PARTS
+            }
             temporary = path.with_suffix(".writing")
             save_file(tensors, temporary)
             temporary.replace(path)
-        advance(end)
+        advance(index + 1)
 
 
 class DraftRecorder(NeverStop):
@@ -215,9 +213,7 @@ def draft_traces(
 
 def read_traces(folder: Path) -> Iterator[DraftTrace]:
     """All traces of a folder that `make_data` filled, response by response, layers ascending."""
-    for path in sorted(folder.glob("shard-*.safetensors")):
-        with safe_open(path, "pt") as shard:
-            names = sorted({tuple(map(int, name.split("/")[:2])) for name in shard.keys()})  # noqa: SIM118
-            for index, layer in names:
-                parts = {part: shard.get_tensor(f"{index}/{layer}/{part}") for part in _PARTS}
-                yield DraftTrace(exit_layer=layer, **parts)
+    for path in sorted(folder.glob("response-*.safetensors")):
+        tensors = load_file(path)
+        for layer in sorted({int(name.partition("/")[0]) for name in tensors}):
+            yield DraftTrace(exit_layer=layer, **{part: tensors[f"{layer}/{part}"] for part in _PARTS})

@@ -22,7 +22,6 @@ from preverifiers import random_module
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 from selfspec.engine.draft import _features
-from selfspec.pacer import examples
 from selfspec.pacer.examples import draft_traces, make_data, read_traces
 from selfspec.pacer.inference import PreVerification
 from selfspec.pacer.labels import DraftTrace, pack
@@ -368,30 +367,29 @@ def test_figures_are_of_rows_whose_fate_is_known() -> None:
     assert [measured["1"][kind]["share_accepted"] for kind in ("token", "prefix")] == pytest.approx([3 / 4, 3 / 5])
 
 
-def shards(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("shard-*"))}
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("response-*"))
 
 
-def test_data_is_taken_up_where_it_broke_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the second shard; the finished shards are not made again, and all are what one run would have made."""
-    monkeypatch.setattr(examples, "_SHARD_RESPONSES", 2)
-    engine, plan = generator(), PLAN
-    make_data(engine, PROMPTS, plan, tmp_path / "whole")
+def test_data_is_taken_up_where_it_broke_off(tmp_path: Path) -> None:
+    """After the second response; finished ones are not made again, and all are what one run would have made."""
+    engine, plan, whole, parts = generator(), PLAN, tmp_path / "whole", tmp_path / "parts"
+    make_data(engine, PROMPTS, plan, whole)
 
     class Killed(Exception):
         pass
 
     def kill(done: int) -> None:
-        if done > 4:
+        if done == 2:
             raise Killed
 
     with pytest.raises(Killed):
-        make_data(engine, PROMPTS, plan, tmp_path / "parts", kill)
-    assert len(shards(tmp_path / "parts")) == 2
-    times = [path.stat().st_mtime_ns for path in sorted((tmp_path / "parts").glob("shard-*"))]
-    make_data(engine, PROMPTS, plan, tmp_path / "parts")
-    assert [path.stat().st_mtime_ns for path in sorted((tmp_path / "parts").glob("shard-*"))][:2] == times
-    assert shards(tmp_path / "parts") == shards(tmp_path / "whole")
+        make_data(engine, PROMPTS, plan, parts, kill)
+    times = [path.stat().st_mtime_ns for path in files(parts)]
+    assert len(times) == 2
+    make_data(engine, PROMPTS, plan, parts)
+    assert [path.stat().st_mtime_ns for path in files(parts)][:2] == times
+    assert [path.read_bytes() for path in files(parts)] == [path.read_bytes() for path in files(whole)]
     traces = list(read_traces(tmp_path / "whole"))
     assert [made.exit_layer for made in traces] == [1, 3] * 5
     with pytest.raises(ValueError, match="other options"):
