@@ -25,7 +25,6 @@ from selfspec.serve.api_errors import ApiError, queue_full
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest
 from selfspec.serve.api_responses import CompletionAnswer
 from selfspec.serve.bodies import parse
-from selfspec.serve.processors import BiasProcessor
 from selfspec.serve.prompts import check_length
 from selfspec.serve.serve_options import ServeOptions
 from test_serve import CODE, REPEATING, SCHEMA
@@ -122,7 +121,7 @@ def test_what_a_request_asks_for_is_made_once_and_not_for_every_text(
         return counted
 
     monkeypatch.setattr(translator._policies, "choose", counting("policy", translator._policies.choose))
-    monkeypatch.setattr(BiasProcessor, "__init__", counting("bias", BiasProcessor.__init__))
+    monkeypatch.setattr(translation, "bias_processor", counting("bias", translation.bias_processor))
     monkeypatch.setattr(translator.vocabulary, "matcher", counting("grammar", translator.vocabulary.matcher))
     monkeypatch.setattr(translator, "texts", counting("all", translator.texts))
     for name, fields in MANY.items():
