@@ -5,9 +5,7 @@ A response with its drafts is a file. It exists whole or not at all, so an inter
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 
@@ -16,11 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from layerskip_models.checkpoints.module_folder import fingerprint, same_weights
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.prefill import prefill
-from layerskip_models.text_files import write_text
 from policies import DraftRow, FixedExit, NeverStop, ObservationSpec, Policy
 from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.request import end_tokens, plain_request
@@ -60,21 +56,13 @@ def make_data(
 ) -> None:
     """Write the files that are missing. plan: names its exit layers. advance: called with the number of responses made.
 
-    Raises ValueError when the folder's data were made by another plan, from other prompts or with another model.
+    Raises ValueError when the folder has responses to other prompts.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    options = {item.name: getattr(plan, item.name) for item in fields(DataPlan)}
-    mine = json.loads(json.dumps({**options, "num_prompts": len(prompts), "prompts": digest(prompts)}))
-    own_fingerprint, recorded = fingerprint(generator.model), folder / "data.json"
-    if recorded.exists():
-        theirs = json.loads(recorded.read_text(encoding="utf-8"))
-        same = same_weights(theirs.pop("fingerprint", ()), own_fingerprint)
-        if not same or theirs != mine:
-            raise ValueError(f"{folder} holds data made with other options: choose another folder, or delete it")
-    else:
-        write_text(recorded, json.dumps({**mine, "fingerprint": own_fingerprint}, indent=1) + "\n")
-    for index, prompt in enumerate(prompts):
-        path = folder / f"response-{index:05d}.safetensors"
+    paths = [folder / f"{index:05d}-{digest(prompt)}.safetensors" for index, prompt in enumerate(prompts)]
+    if {*folder.glob("*.safetensors")} - {*paths}:
+        raise ValueError(f"{folder} holds responses to other prompts: choose another output_dir")
+    for index, (prompt, path) in enumerate(zip(prompts, paths)):
         if not path.exists():
             traces = draft_traces(generator, prompt, plan, seed=plan.seed + index)
             tensors = {
@@ -213,7 +201,7 @@ def draft_traces(
 
 def read_traces(folder: Path) -> Iterator[DraftTrace]:
     """All traces of a folder that `make_data` filled, response by response, layers ascending."""
-    for path in sorted(folder.glob("response-*.safetensors")):
+    for path in sorted(folder.glob("*.safetensors")):
         tensors = load_file(path)
         for layer in sorted({int(name.partition("/")[0]) for name in tensors}):
             yield DraftTrace(exit_layer=layer, **{part: tensors[f"{layer}/{part}"] for part in _PARTS})
