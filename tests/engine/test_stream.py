@@ -183,23 +183,6 @@ def test_pieces_of_any_tokens_add_up(kind, data):
     assert "".join(out) + decoder.finish() == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_a_character_waits_for_its_last_byte_and_nothing_else_waits():
-    tokenizer = TOKENIZERS["byte_level"]
-    decoder = IncrementalDecoder(tokenizer)
-    first, *rest = tokenizer("ñ")["input_ids"]
-    assert len(rest) == 1
-    a = tokenizer.convert_tokens_to_ids("a")
-    assert [decoder.push([a]), decoder.push([first]), decoder.push(rest), decoder.push([a])] == ["a", "", "ñ", "a"]
-    decoder.push([first])
-    assert decoder.finish() == "\N{REPLACEMENT CHARACTER}"
-    assert decoder.push([first, *rest]) == "ñ"  # finished, it starts anew
-    # A run of bytes that is no text as a whole goes on behind a special token.
-    tokenizer = TOKENIZERS["byte_fallback"]
-    decoder, run = IncrementalDecoder(tokenizer), tokenizer.convert_tokens_to_ids(["<0x00>", "</s>", "<0xC3>"])
-    out = [decoder.push(run[:2]), decoder.push(run[2:])]
-    assert "".join(out) + decoder.finish() == tokenizer.decode(run, skip_special_tokens=True)
-
-
 @pytest.mark.parametrize(
     ("drafts", "copied", "accepted", "tokens", "fates"),
     [

@@ -170,18 +170,6 @@ def test_long_answers_are_not_written_on_the_event_loop(many: RunningServer, mon
     assert threads[0] is False and all(threads[1:])
 
 
-def test_an_unexpected_error_ends_a_stream_with_an_event(
-    many: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(CompletionAnswer, "last_chunk", lambda *given: 1 / 0)
-    body = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
-    with caplog.at_level(logging.CRITICAL):
-        status, raw, _ = raw_ask(many, "POST", "/v1/completions", body)
-    *_, error, done, rest = raw.decode().split("\n\n")
-    assert status == 200 and (done, rest) == ("data: [DONE]", "")
-    assert json.loads(error[6:])["error"]["type"] == "server_error"
-
-
 def test_a_prompt_is_refused_before_all_of_it_is_made_into_tokens(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
