@@ -19,7 +19,7 @@ from callbacks import StopAt
 from layerskip_models import from_transformers
 from records import finished
 from selfspec import SelfSpecGenerator
-from selfspec.detokenize import DraftStreamer, IncrementalDecoder, TextStreamer, token_sources
+from selfspec.detokenize import DraftStreamer, IncrementalDecoder, SourcedText, TextStreamer, token_sources
 from selfspec.engine.policy_store import lend
 from tiny_llama import tiny_llama, tiny_tokenizer
 
@@ -202,6 +202,16 @@ def test_fates_of_a_round(drafts, copied, accepted, tokens, fates):
     made = finished(len(drafts), accepted)
     found = token_sources(replace(made, draft_tokens=drafts, tokens=tokens, num_copied=copied))
     assert ", ".join(f"{token} {fate}" for token, fate in found) == fates
+
+
+def test_pieces_are_taken_in_their_order():
+    """However many characters at a time. Rejected drafts go with what stands before them."""
+    pieces = SourcedText()
+    for text, source in (("abc", "accepted"), ("x", "rejected"), ("de", "bonus")):
+        pieces.add(text, source)
+    assert pieces.take(2) == [("ab", "accepted")]
+    assert pieces.take(2) == [("c", "accepted"), ("x", "rejected"), ("d", "bonus")]
+    assert pieces.take(9) == [("e", "bonus")]
 
 
 def test_streamers_write_what_the_result_holds_and_fates_match_the_statistics():
