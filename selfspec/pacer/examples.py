@@ -112,17 +112,15 @@ def drafts_at(
     text: Tensor,
     positions: Sequence[int],
     exit_layer: int,
-    *,
-    window: int,
-    behind: int,
-    eos: Collection[int] = (),
+    plan: DataPlan,
+    eos: Collection[int],
 ) -> Iterator[tuple[Draft, DraftRecorder]]:
     """Draft greedily with the engine's own loop from positions of a text; yield each draft with what was recorded of it.
 
     Each position is a sequence of its own, whose KV cache begins with a copy of the text's. The drafts grow side by side.
     cache: holds the text's rows, of the first `exit_layer` layers at least. text: int64 [n]. Draft i starts when positions[i]
-    tokens are committed, 1 <= positions[i] < n, and is valid until the next one is asked for. window: maximum tokens of a
-    draft, which never reaches past the text's end, and ends with a drafted token of `eos`. behind: see `DraftRecorder`.
+    tokens are committed, 1 <= positions[i] < n, and is valid until the next one is asked for. It never reaches past the
+    text's end, and ends with a drafted token of `eos`.
     """
     tokens, runner = text.tolist(), EagerRunner(model)
     at_once = min(max(_CACHE_BYTES // cache.num_bytes, 1), len(positions))
@@ -131,8 +129,8 @@ def drafts_at(
         recorders, drafts = [], []
         for start, copy in zip(positions[first:], copies):
             copy.take(cache, start - 1)
-            recorders.append(DraftRecorder(tokens[start:], behind))
-            length = min(window, len(tokens) - start)
+            recorders.append(DraftRecorder(tokens[start:], plan.behind))
+            length = min(plan.window, len(tokens) - start)
             policy = Policy(FixedExit(exit_layer, length, num_layers=model.num_layers), recorders[-1])
             sequence = EngineSequence(
                 model, copy, plain_request(text[:start].cpu(), length + 1, frozenset(eos)), policy
@@ -181,9 +179,7 @@ def draft_traces(
         prefill(model, text, cache, stop=max(plan.exit_layers), capture=capture)
         for layer in plan.exit_layers:
             lengths, accepted, hidden, features = [], [], [], []
-            for draft, recorder in drafts_at(
-                model, cache, text, possible.tolist(), layer, window=plan.window, behind=plan.behind, eos=ids
-            ):
+            for draft, recorder in drafts_at(model, cache, text, possible.tolist(), layer, plan, ids):
                 lengths.append(draft.first)
                 accepted.append(recorder.accepted(draft.tokens))
                 hidden.append(draft.sequence.hidden[: draft.first].to(stored))
