@@ -159,7 +159,7 @@ def get_command(name: Annotated[str, typer.Argument(help=f"{_NAMES}.")]) -> None
         typer.echo(downloaded(name))
 
 
-_ENDINGS = (".png", ".svg", ".pdf", ".jsonl")
+_ENDINGS = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ class TraceOptions:
     model: ModelOption = DEMO
     output: Path | None = option(
         None,
-        "Picture to draw (.png, .svg, .pdf), or .jsonl for the records.",
+        "Picture to draw (.png, .svg, .pdf).",
         None,
         "--output",
         "-o",
@@ -187,7 +187,7 @@ def trace_command(load: LoadOptions, trace: TraceOptions, prompt: PromptArgument
     log, output = LogConsole(), trace.output
     if output is not None and output.suffix not in _ENDINGS:
         raise ValueError(f"--output must end with one of {', '.join(_ENDINGS)}, got {output.name!r}")
-    if output is not None and output.suffix != ".jsonl" and find_spec("matplotlib") is None:
+    if output is not None and find_spec("matplotlib") is None:
         raise ValueError("pictures need matplotlib: pip install matplotlib")
     text = read_prompt(prompt, trace.file)
     with log.starting():
