@@ -200,20 +200,3 @@ def test_a_size_that_the_weights_do_not_have_takes_no_memory(tmp_path: Path, kin
     (tmp_path / "config.json").write_text(json.dumps({**config, field: 10**12}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"another shape|builds no model|is meant"):
         load_model(tmp_path, device="cpu")
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_count_of_layers_is_not_believed(kind: str, tmp_path: Path) -> None:
-    """transformers would list them one by one, and so would we."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "num_hidden_layers": 2**40}))
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(OSError, match=r"num_hidden_layers=1099511627776, and at most 16384 are meant"):
-        load_model(tmp_path)
-
-
-def test_a_head_as_wide_as_the_model_says_is_not_believed(tmp_path: Path) -> None:
-    config = {"model_type": "qwen2", "hidden_size": 2**40, "num_attention_heads": 1, "num_key_value_heads": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="hidden_size=1099511627776, where at most 16384 for each of 1 heads is meant"):
-        load_model(tmp_path)
