@@ -108,7 +108,12 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("llama",), {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
     (("llama",), {"dtype": "nothing"}, "cannot read the config.json.*nothing"),
     (("llama",), {"transformers_weights": "x.safetensors"}, "transformers_weights='x.safetensors'"),
+    (("llama",), {"num_hidden_layers": 1}, "early exit needs at least 2"),
     (("llama",), {"quantization_config": "x"}, "cannot read the config.json of"),
+    (("llama",), {"quantization_config": {"bits": 4}}, "quantised by an unknown method"),
+    (("llama",), {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by gptq.*convert it to GGUF"),
+    (("llama",), {"quantization_config": {"quant_method": "compressed-tensors"}}, "by compressed-tensors.*to GGUF"),
+    (("llama",), {"compression_config": {"quant_method": "awq"}}, "by awq.*load the checkpoint that it was made from"),
     (("qwen2",), {"model_type": "qwen2_moe"}, "a mixture of experts"),
 ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers import (
     CodeGenForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
 )
 
@@ -26,7 +24,6 @@ from layerskip_models import (
 )
 from layerskip_models.checkpoints.conversion import arithmetic_dtype
 from layerskip_models.checkpoints.loading import resolve_device, resolve_dtype
-from layerskip_models.checkpoints.supported import check_config
 from selfspec import SelfSpecGenerator
 from small_checkpoints import FORMATS
 from tiny_llama import full_logits, lean_logits, tiny_llama, tiny_tokenizer
@@ -103,28 +100,6 @@ def test_other_architectures_are_refused_with_the_list(tmp_path: Path) -> None:
             SelfSpecGenerator(model)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": 1}, "early exit needs at least 2"),
-        ({"quantization_config": {"bits": 4}}, "quantised by an unknown method"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by gptq.*convert it to GGUF"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantised by compressed-tensors.*to GGUF"),
-        (
-            {"compression_config": {"quant_method": "awq"}},
-            "quantised by awq.*load the checkpoint that it was made from",
-        ),
-        ({"quantization_config": "x"}, "no description of quantised weights"),
-    ],
-)
-def test_configs_that_cannot_be_run(changes: dict[str, Any], message: str) -> None:
-    config = LlamaConfig(hidden_size=8, num_attention_heads=2, vocab_size=8)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    with pytest.raises(ValueError, match=message):
-        check_config(config, "this one")
-
-
 def test_weights_that_cannot_be_run() -> None:
     with torch.device("meta"):
         nowhere = LlamaForCausalLM(tiny_llama().config)
@@ -134,6 +109,10 @@ def test_weights_that_cannot_be_run() -> None:
     mixed.lm_head.half()
     with pytest.raises(ValueError, match="of one dtype"):
         from_transformers(mixed)
+    described = tiny_llama()
+    described.config.quantization_config = "x"
+    with pytest.raises(ValueError, match="no description of quantised weights"):
+        from_transformers(described)
 
 
 def test_a_wrapper_around_the_model_is_told_to_merge() -> None:
