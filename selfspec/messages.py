@@ -71,58 +71,28 @@ def encode_messages(
     template: ChatTemplate = OWN_TEMPLATE,
     tools: Tools | None = None,
     variables: Mapping[str, Any] | None = None,
+    *,
+    ask: bool | None = None,
 ) -> list[int]:
     """Encode a prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
-    tools: for a template that tells the model of them. variables: others that the template reads.
+    tools: for a template that tells the model of them. variables: others that the template reads. ask: treat all messages as
+    complete, and say whether the beginning of the next answer follows them.
     Raises ValueError without a tokenizer or a template, and for messages that the template refuses or leaves out.
     """
+    from jinja2 import TemplateError
+
     if not are_messages(messages) or not all(isinstance(message.get("role"), str) for message in messages):
         raise ValueError('messages must be a list of {"role": "user", "content": "..."}, the oldest first')
     if tokenizer is None:
         raise ValueError("messages need a tokenizer: pass one to SelfSpecGenerator, or give token ids as the prompt")
     if not has_template(tokenizer, template):
         raise ValueError(
-            "this model's tokenizer has no chat template: give a text prompt, or set tokenizer.chat_template (docs/chat.md)"
+            "this model's tokenizer has no chat template: give a text prompt, or set tokenizer.chat_template; some commands "
+            "take --chat-template (docs/chat.md)"
         )
-    continued = messages[-1]["role"] == "assistant"
-    ends = {"add_generation_prompt": not continued, "continue_final_message": continued}
-    return _ids(messages, tokenizer, template, tools, {**(variables or {}), **ends})
-
-
-def encode_question(text: str, tokenizer: PreTrainedTokenizerBase | None, *, raw: bool) -> str | list[int]:
-    """Encode a text as a user's message, if the tokenizer has a chat template and not `raw`; else return the text."""
-    if raw or not text or not has_template(tokenizer):  # an empty text is refused as a prompt
-        return text
-    return encode_messages([{"role": "user", "content": text}], tokenizer)
-
-
-def conversation_ids(
-    messages: Messages,
-    tokenizer: PreTrainedTokenizerBase,
-    template: ChatTemplate = OWN_TEMPLATE,
-    *,
-    ask: bool,
-    tools: Tools | None = None,
-    variables: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Encode a complete conversation. ask: add the start of the next answer. For the rest see `encode_messages`."""
-    if not has_template(tokenizer, template):
-        raise ValueError(
-            "this model's tokenizer has no chat template, which messages need: choose one with --chat-template (docs/chat.md)"
-        )
-    ends = {"add_generation_prompt": ask, "continue_final_message": False}
-    return _ids(messages, tokenizer, template, tools, {**(variables or {}), **ends})
-
-
-def _ids(
-    messages: Messages,
-    tokenizer: PreTrainedTokenizerBase,
-    template: ChatTemplate,
-    tools: Tools | None,
-    options: Mapping[str, Any],
-) -> list[int]:
-    from jinja2 import TemplateError
+    continued = ask is None and messages[-1]["role"] == "assistant"
+    ends = {"add_generation_prompt": ask is not False and not continued, "continue_final_message": continued}
 
     def render(tokenize: bool) -> Any:
         return tokenizer.apply_chat_template(
@@ -131,7 +101,8 @@ def _ids(
             tools=None if tools is None else [dict(tool) for tool in tools],
             tokenize=tokenize,
             return_dict=tokenize,
-            **options,
+            **(variables or {}),
+            **ends,
         )
 
     for message in messages:
@@ -159,6 +130,13 @@ def _ids(
                 "use a role that the template knows, or another template"
             )
     return ids
+
+
+def encode_question(text: str, tokenizer: PreTrainedTokenizerBase | None, *, raw: bool) -> str | list[int]:
+    """Encode a text as a user's message, if the tokenizer has a chat template and not `raw`; else return the text."""
+    if raw or not text or not has_template(tokenizer):  # an empty text is refused as a prompt
+        return text
+    return encode_messages([{"role": "user", "content": text}], tokenizer)
 
 
 def check_characters(text: str, name: str) -> None:

@@ -13,7 +13,6 @@ from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.cli.arguments import load_generator, load_reference, progress_bar
 from selfspec.cli.commands import InspectOptions, TraceOptions, VerifyOptions
 from selfspec.cli.console import LogConsole
-from selfspec.cli.display import write_trace
 from selfspec.cli.option_groups import DeviceOptions, LoadOptions
 from selfspec.engine.results import sources_text
 from selfspec.messages import encode_question
@@ -21,7 +20,7 @@ from selfspec.pacer.inference import has_preverifier
 
 
 def show_trace(text: str, load: LoadOptions, trace: TraceOptions, log: LogConsole) -> None:
-    """Decode a prompt, print its rounds, and write them or draw them."""
+    """Decode a prompt, print its rounds, and draw them."""
     generator = load_generator(trace.model, load, log)
     prompt, output = encode_question(text, generator.tokenizer, raw=trace.raw), trace.output
     stops: list[int] | None = [] if isinstance(prompt, str) else None  # a model's answer has an end
@@ -35,9 +34,7 @@ def show_trace(text: str, load: LoadOptions, trace: TraceOptions, log: LogConsol
             trace=True,
         )
     records = result.trace or ()
-    if output is not None and output.suffix == ".jsonl":
-        write_trace(output, records)
-    elif output is not None:
+    if output is not None:
         plot_trace(records, generator.model.num_layers, result.policy, output)
     LogConsole(stderr=False).print("\n".join(trace_lines(records)))
     log.print(f"policy {result.policy}; {len(records)} rounds" + (f"; wrote {output}" if output else ""))

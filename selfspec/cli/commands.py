@@ -84,28 +84,27 @@ def generate_command(
 ) -> None:
     """Continue or answer a prompt: print the text as it is generated, then a summary of what speculation did."""
     log = LogConsole(quiet=run.quiet)
-    with one_line_errors():
-        if run.as_json and run.show_drafts:
-            raise ValueError("--json prints no text to colour: leave out --show-drafts")
-        if run.svg is not None and not run.show_drafts:
-            raise ValueError("--svg draws coloured drafts: add --show-drafts")
-        if run.ignore_eos and options["eos_token_id"]:
-            raise ValueError("give --ignore-eos or --eos-token-id, not both")
-        if (run.prompts is None) != (run.output is None):
-            raise ValueError("--prompts and --output go together: a file of prompts, and one for the results")
-        one_text = (prompt, run.file, run.compare, run.show_drafts, run.svg, run.as_json, run.trace, run.explain)
-        if run.prompts is not None and any(one_text):
-            raise ValueError("--prompts takes no single prompt, and --compare, --json and the like are for one text")
-        if run.ignore_eos:
-            options["eos_token_id"] = []
-        copy_texts = read_copy_files(run.copy_from)
-        text = None if run.prompts is not None else read_prompt(prompt, run.file)
-        with log.starting():
-            from selfspec.cli.generate_command import generate_many, generate_one
-        if text is None:
-            generate_many(options, copy_texts, load, run, log)
-        else:
-            generate_one(text, options, copy_texts, load, run, log)
+    if run.as_json and run.show_drafts:
+        raise ValueError("--json prints no text to colour: leave out --show-drafts")
+    if run.svg is not None and not run.show_drafts:
+        raise ValueError("--svg draws coloured drafts: add --show-drafts")
+    if run.ignore_eos and options["eos_token_id"]:
+        raise ValueError("give --ignore-eos or --eos-token-id, not both")
+    if (run.prompts is None) != (run.output is None):
+        raise ValueError("--prompts and --output go together: a file of prompts, and one for the results")
+    one_text = (prompt, run.file, run.compare, run.show_drafts, run.svg, run.as_json, run.trace, run.explain)
+    if run.prompts is not None and any(one_text):
+        raise ValueError("--prompts takes no single prompt, and --compare, --json and the like are for one text")
+    if run.ignore_eos:
+        options["eos_token_id"] = []
+    copy_texts = read_copy_files(run.copy_from)
+    text = None if run.prompts is not None else read_prompt(prompt, run.file)
+    with log.starting():
+        from selfspec.cli.generate_command import generate_many, generate_one
+    if text is None:
+        generate_many(options, copy_texts, load, run, log)
+    else:
+        generate_one(text, options, copy_texts, load, run, log)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +123,10 @@ class ChatOptions:
 def chat_command(sampling: SamplingOptions, load: LoadOptions, chat: ChatOptions) -> None:
     """Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation."""
     log = LogConsole()
-    with one_line_errors():
-        copy_texts = read_copy_files(chat.copy_from)
-        with log.starting():
-            from selfspec.cli.chat_command import run_chat
-        run_chat(sampling, copy_texts, load, chat, log)
+    copy_texts = read_copy_files(chat.copy_from)
+    with log.starting():
+        from selfspec.cli.chat_command import run_chat
+    run_chat(sampling, copy_texts, load, chat, log)
 
 
 @with_groups
@@ -161,7 +159,7 @@ def get_command(name: Annotated[str, typer.Argument(help=f"{_NAMES}.")]) -> None
         typer.echo(downloaded(name))
 
 
-_ENDINGS = (".png", ".svg", ".pdf", ".jsonl")
+_ENDINGS = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +168,7 @@ class TraceOptions:
     model: ModelOption = DEMO
     output: Path | None = option(
         None,
-        "Picture to draw (.png, .svg, .pdf), or .jsonl for the records.",
+        "Picture to draw (.png, .svg, .pdf).",
         None,
         "--output",
         "-o",
@@ -187,15 +185,14 @@ class TraceOptions:
 def trace_command(load: LoadOptions, trace: TraceOptions, prompt: PromptArgument = None) -> None:
     """Decode greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance."""
     log, output = LogConsole(), trace.output
-    with one_line_errors():
-        if output is not None and output.suffix not in _ENDINGS:
-            raise ValueError(f"--output must end with one of {', '.join(_ENDINGS)}, got {output.name!r}")
-        if output is not None and output.suffix != ".jsonl" and find_spec("matplotlib") is None:
-            raise ValueError("pictures need matplotlib: pip install matplotlib")
-        text = read_prompt(prompt, trace.file)
-        with log.starting():
-            from selfspec.cli.analysis_commands import show_trace
-        show_trace(text, load, trace, log)
+    if output is not None and output.suffix not in _ENDINGS:
+        raise ValueError(f"--output must end with one of {', '.join(_ENDINGS)}, got {output.name!r}")
+    if output is not None and find_spec("matplotlib") is None:
+        raise ValueError("pictures need matplotlib: pip install matplotlib")
+    text = read_prompt(prompt, trace.file)
+    with log.starting():
+        from selfspec.cli.analysis_commands import show_trace
+    show_trace(text, load, trace, log)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,11 +209,10 @@ class InspectOptions:
 def inspect_command(load: LoadOptions, inspect: InspectOptions) -> None:
     """Say what the default policy gains on this model, and where its drafts come from."""
     log = LogConsole()
-    with one_line_errors():
-        texts = [read_prompt(None, path) for path in inspect.text or ()]
-        with log.starting():
-            from selfspec.cli.analysis_commands import show_inspection
-        show_inspection(texts, load, inspect, log)
+    texts = [read_prompt(None, path) for path in inspect.text or ()]
+    with log.starting():
+        from selfspec.cli.analysis_commands import show_inspection
+    show_inspection(texts, load, inspect, log)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,21 +233,20 @@ def verify_command(load: DeviceOptions, verify: VerifyOptions) -> None:
     Ends with status 1 if anything fails.
     """
     log = LogConsole()
-    with one_line_errors():
-        texts = [read_prompt(None, path) for path in verify.file or ()] or [EXAMPLE_PROMPT, CODE_PROMPT]
-        with log.starting():
-            from selfspec.cli.analysis_commands import show_checks
-        show_checks(texts, load, verify, log)
+    texts = [read_prompt(None, path) for path in verify.file or ()] or [EXAMPLE_PROMPT, CODE_PROMPT]
+    with log.starting():
+        from selfspec.cli.analysis_commands import show_checks
+    show_checks(texts, load, verify, log)
 
 
 @with_groups
 def serve_command(load: LoadOptions, serve: ServeOptions) -> None:
     """Serve a model to OpenAI clients: chat, completions, streams, metrics."""
-    with one_line_errors():
-        serve.check()
-        with LogConsole().starting():
-            from selfspec.cli.serve_command import serve_command as run
-        run(load, serve)
+    log = LogConsole()
+    serve.check()
+    with log.starting():
+        from selfspec.cli.serve_command import run_server
+    run_server(load, serve, log)
 
 
 def export_hub_command(

@@ -113,7 +113,7 @@ class LoadOptions(DeviceOptions):
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Give the command one option for every field of the groups among its parameters.
+    """Give the command one option for every field of the groups among its parameters. Its errors are one line.
 
     A group is a dataclass of `option`s, or a TypedDict of `selfspec.options`. The function gets an instance of it. In a
     TypedDict an option that was not given is None.
@@ -135,7 +135,8 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
             name: kind(**{parameter.name: values.pop(parameter.name) for parameter in found})
             for name, (kind, found) in groups.items()
         }
-        command(**values, **made)
+        with one_line_errors():
+            command(**values, **made)
 
     return with_parameters(run, parameters, command.__doc__)
 

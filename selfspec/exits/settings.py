@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from layerskip_models.checkpoints.named_models import DEMO, DEMO_PATH
+from layerskip_models.checkpoints.named_models import DEMO
 from layerskip_models.exits import FOLDER, FORMS, LOW_RANK, STEERED, STEERING_SIZE
 from layerskip_models.training.settings import (
     AT_LEAST_0,
@@ -31,9 +30,6 @@ class ExitTraining(FrozenModelSettings):
         (),
         "PATH[:share] of training data; repeatable. A .jsonl[.gz] file with messages, prompt and completion, "
         "prompt alone (for --own-answers) or text in each line; a .txt, .txt.gz or .py file; a folder of those.",
-    )
-    beside: bool = option(
-        False, "When finished, copy exits/ into the checkpoint's folder, where it is found by itself."
     )
     device_map: str | None = option(
         None, "auto: spread the frozen model over all GPUs of this machine, where one does not hold it (one process)."
@@ -76,7 +72,7 @@ class ExitTraining(FrozenModelSettings):
     kl_weight: float = option(1.0, "Weight of KL(model || exit).", AT_LEAST_0)
     ce_weight: float = option(0.1, "Weight of the cross-entropy on the model's own tokens.", AT_LEAST_0)
 
-    operational: ClassVar[tuple[str, ...]] = (*FrozenModelSettings.operational, "device_map", "beside", "answer_batch")
+    operational: ClassVar[tuple[str, ...]] = (*FrozenModelSettings.operational, "device_map", "answer_batch")
     results: ClassVar[tuple[str, ...]] = ("answers-train.jsonl", "checkpoints", FOLDER)
 
     def __post_init__(self) -> None:
@@ -89,19 +85,6 @@ class ExitTraining(FrozenModelSettings):
                 raise ValueError("device_map chooses the devices: leave out device")
         if self.steering_size and self.form != STEERED:
             raise ValueError(f"steering_size is of form {STEERED}: choose that form, or leave it out")
-        if self.beside:
-            self.checkpoint_folder()
-
-    def checkpoint_folder(self) -> Path:
-        """Find the checkpoint's folder, which `beside` copies into. ValueError for a model without one."""
-        from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
-
-        folder = Path(resolve_checkpoint(self.model))
-        if folder == DEMO_PATH or not folder.is_dir():
-            raise ValueError(
-                "beside needs a checkpoint in a folder of its own: leave it out, and name the finished exits folder instead"
-            )
-        return folder
 
     def layers(self, model: LayerSkipModel) -> tuple[int, ...]:
         """List the exits, ascending: 1 to 4 of 16 by default; 2, 4, 6 and 8 of 32. ValueError without such a layer."""

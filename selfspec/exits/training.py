@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from functools import partial
@@ -23,7 +22,6 @@ from rich.console import Console
 from layerskip_models.exits import FOLDER
 from layerskip_models.exits.adapter import FARTHEST, AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import config_for, save_adapters
-from layerskip_models.output_paths import output_folder
 from layerskip_models.training.documents import block_order
 from layerskip_models.training.loop import (
     Batch,
@@ -65,8 +63,6 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
     accelerator = make_accelerator(config)
     with accelerator.main_process_first():  # which writes the answers that the others read
         output_dir = claim_output_dir(config)
-        if config.beside:
-            output_folder(config.checkpoint_folder() / FOLDER)
         # Without adapters of an earlier run in its folder: the bare exits are improved.
         device = str(accelerator.device) if config.device == "auto" and not spread else config.device
         generator = load_generator(
@@ -234,7 +230,6 @@ def figure_lines(figures: Figures) -> list[str]:
 
 def _write_adapters(config: ExitTraining, adapters: ExitAdapters, figures: Figures, dtype: torch.dtype | None) -> None:
     """Write the finished folder with its card. dtype: of the weights, None for float32."""
-    target = Path(config.output_dir) / FOLDER
 
     def write(path: Path) -> None:
         save_adapters(adapters, path, dtype)
@@ -242,10 +237,7 @@ def _write_adapters(config: ExitTraining, adapters: ExitAdapters, figures: Figur
         (path / "figures.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
         (path / "README.md").write_text(_card(config, adapters.config, figure_lines(figures)), encoding="utf-8")
 
-    write_folder(target, write)
-    if config.beside:
-        beside = config.checkpoint_folder() / FOLDER
-        write_folder(beside, lambda path: shutil.copytree(target, path, dirs_exist_ok=True))
+    write_folder(Path(config.output_dir) / FOLDER, write)
 
 
 def _card(config: ExitTraining, adapters: AdapterConfig, lines: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from layerskip_models.text_files import cut_last_line, read_lines
 from layerskip_models.training.examples import Example, examples_of, in_shares
 from layerskip_models.training.settings import FrozenModelSettings
 from selfspec import GenerationResult, SelfSpecGenerator
-from selfspec.messages import ChatTemplate, Messages, conversation_ids
+from selfspec.messages import ChatTemplate, Messages, encode_messages
 
 _AT_ONCE = 32  # answers between two writes to the file, the most that an interruption loses
 
@@ -103,7 +103,7 @@ class TextReader:
         return self._start + self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _chat_ids(self, messages: Messages, *, ask: bool) -> list[int]:
-        return conversation_ids(messages, self.tokenizer, self.template, ask=ask)
+        return encode_messages(messages, self.tokenizer, self.template, ask=ask)
 
     def _pieces(self, text: str) -> list[TrainingText]:
         start = self._start

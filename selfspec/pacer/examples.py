@@ -1,27 +1,22 @@
 """Data for Pacer's pre-verifier, made by the engine: greedy responses, and drafts from many positions of each.
 
-One shard holds a few responses; a shard exists whole or not at all, so an interrupted run goes on with the first missing one.
+A response with its drafts is a file. It exists whole or not at all, so an interrupted run goes on with the first missing one.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from layerskip_models.checkpoints.module_folder import fingerprint, same_weights
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.prefill import prefill
-from layerskip_models.text_files import write_text
 from policies import DraftRow, FixedExit, NeverStop, ObservationSpec, Policy
 from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.request import end_tokens, plain_request
@@ -33,7 +28,6 @@ from selfspec.messages import template_of
 from selfspec.pacer.labels import DraftTrace
 from selfspec.pacer.settings import DataPlan, PreVerifierTraining
 
-_SHARD_RESPONSES = 16  # the most that an interruption loses
 _CACHE_BYTES = 1 << 30  # of the copies of a text's KV cache that exist at once
 _PARTS = ("starts", "lengths", "accepted", "hidden", "features", "context")
 
@@ -60,34 +54,26 @@ def make_data(
     folder: Path,
     advance: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Write the shards that are missing. plan: names its exit layers. advance: called with the number of responses made.
+    """Write the files that are missing. plan: names its exit layers. advance: called with the number of responses made.
 
-    Raises ValueError when the folder's data were made by another plan, from other prompts or with another model.
+    Raises ValueError when the folder has responses to other prompts.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    options = {item.name: getattr(plan, item.name) for item in fields(DataPlan)}
-    mine = json.loads(json.dumps({**options, "num_prompts": len(prompts), "prompts": digest(prompts)}))
-    own_fingerprint, recorded = fingerprint(generator.model), folder / "data.json"
-    if recorded.exists():
-        theirs = json.loads(recorded.read_text(encoding="utf-8"))
-        same = same_weights(theirs.pop("fingerprint", ()), own_fingerprint)
-        if not same or theirs != mine:
-            raise ValueError(f"{folder} holds data made with other options: choose another folder, or delete it")
-    else:
-        write_text(recorded, json.dumps({**mine, "fingerprint": own_fingerprint}, indent=1) + "\n")
-    for number, first in enumerate(range(0, len(prompts), _SHARD_RESPONSES)):
-        path, end = folder / f"shard-{number:05d}.safetensors", min(first + _SHARD_RESPONSES, len(prompts))
+    paths = [folder / f"{index:05d}-{digest(prompt)}.safetensors" for index, prompt in enumerate(prompts)]
+    if {*folder.glob("*.safetensors")} - {*paths}:
+        raise ValueError(f"{folder} holds responses to other prompts: choose another output_dir")
+    for index, (prompt, path) in enumerate(zip(prompts, paths)):
         if not path.exists():
-            tensors: dict[str, Tensor] = {}
-            for index, prompt in enumerate(prompts[first:end]):
-                for trace in draft_traces(generator, prompt, plan, seed=plan.seed + first + index):
-                    for part in _PARTS:
-                        tensors[f"{index}/{trace.exit_layer}/{part}"] = getattr(trace, part).contiguous().cpu()
-                advance(first + index + 1)
+            traces = draft_traces(generator, prompt, plan, seed=plan.seed + index)
+            tensors = {
+                f"{trace.exit_layer}/{part}": getattr(trace, part).contiguous().cpu()
+                for trace in traces
+                for part in _PARTS
+            }
             temporary = path.with_suffix(".writing")
             save_file(tensors, temporary)
             temporary.replace(path)
-        advance(end)
+        advance(index + 1)
 
 
 class DraftRecorder(NeverStop):
@@ -126,17 +112,15 @@ def drafts_at(
     text: Tensor,
     positions: Sequence[int],
     exit_layer: int,
-    *,
-    window: int,
-    behind: int,
-    eos: Collection[int] = (),
+    plan: DataPlan,
+    eos: Collection[int],
 ) -> Iterator[tuple[Draft, DraftRecorder]]:
     """Draft greedily with the engine's own loop from positions of a text; yield each draft with what was recorded of it.
 
     Each position is a sequence of its own, whose KV cache begins with a copy of the text's. The drafts grow side by side.
     cache: holds the text's rows, of the first `exit_layer` layers at least. text: int64 [n]. Draft i starts when positions[i]
-    tokens are committed, 1 <= positions[i] < n, and is valid until the next one is asked for. window: maximum tokens of a
-    draft, which never reaches past the text's end, and ends with a drafted token of `eos`. behind: see `DraftRecorder`.
+    tokens are committed, 1 <= positions[i] < n, and is valid until the next one is asked for. It never reaches past the
+    text's end, and ends with a drafted token of `eos`.
     """
     tokens, runner = text.tolist(), EagerRunner(model)
     at_once = min(max(_CACHE_BYTES // cache.num_bytes, 1), len(positions))
@@ -145,8 +129,8 @@ def drafts_at(
         recorders, drafts = [], []
         for start, copy in zip(positions[first:], copies):
             copy.take(cache, start - 1)
-            recorders.append(DraftRecorder(tokens[start:], behind))
-            length = min(window, len(tokens) - start)
+            recorders.append(DraftRecorder(tokens[start:], plan.behind))
+            length = min(plan.window, len(tokens) - start)
             policy = Policy(FixedExit(exit_layer, length, num_layers=model.num_layers), recorders[-1])
             sequence = EngineSequence(
                 model, copy, plain_request(text[:start].cpu(), length + 1, frozenset(eos)), policy
@@ -195,9 +179,7 @@ def draft_traces(
         prefill(model, text, cache, stop=max(plan.exit_layers), capture=capture)
         for layer in plan.exit_layers:
             lengths, accepted, hidden, features = [], [], [], []
-            for draft, recorder in drafts_at(
-                model, cache, text, possible.tolist(), layer, window=plan.window, behind=plan.behind, eos=ids
-            ):
+            for draft, recorder in drafts_at(model, cache, text, possible.tolist(), layer, plan, ids):
                 lengths.append(draft.first)
                 accepted.append(recorder.accepted(draft.tokens))
                 hidden.append(draft.sequence.hidden[: draft.first].to(stored))
@@ -215,9 +197,7 @@ def draft_traces(
 
 def read_traces(folder: Path) -> Iterator[DraftTrace]:
     """All traces of a folder that `make_data` filled, response by response, layers ascending."""
-    for path in sorted(folder.glob("shard-*.safetensors")):
-        with safe_open(path, "pt") as shard:
-            names = sorted({tuple(map(int, name.split("/")[:2])) for name in shard.keys()})  # noqa: SIM118
-            for index, layer in names:
-                parts = {part: shard.get_tensor(f"{index}/{layer}/{part}") for part in _PARTS}
-                yield DraftTrace(exit_layer=layer, **parts)
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(path)
+        for layer in sorted({int(name.partition("/")[0]) for name in tensors}):
+            yield DraftTrace(exit_layer=layer, **{part: tensors[f"{layer}/{part}"] for part in _PARTS})

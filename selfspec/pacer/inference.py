@@ -38,9 +38,8 @@ class PreVerification:
     the cache is rolled back by setting its length, as the main one is.
     """
 
-    def __init__(self, network: LeanPreVerifier, known_seconds: dict[int, float] | None = None) -> None:
+    def __init__(self, network: LeanPreVerifier) -> None:
         self.network = network
-        self._known_seconds = {} if known_seconds is None else known_seconds  # of a pass, by the number of drafts
         self._caches: dict[int, KVCache] = {}
         self._committed: dict[int, int] = {}  # exit layer -> committed rows in its cache
         self._reliability = 1.0  # chance that all drafts of the round so far are accepted
@@ -48,7 +47,7 @@ class PreVerification:
 
     def __deepcopy__(self, memo: dict[int, object]) -> PreVerification:
         """For another sequence at the same time: the same network, with caches of its own."""
-        return PreVerification(self.network, self._known_seconds)
+        return PreVerification(self.network)
 
     @property
     def exit_layers(self) -> tuple[int, ...]:
@@ -100,9 +99,10 @@ class PreVerification:
         Raises ValueError for a block outside [1, MAX_DRAFTS].
         """
         check_number("b", block, 1, MAX_DRAFTS)
-        if block not in self._known_seconds:
-            self._known_seconds[block] = self._timed(block)
-        return self._known_seconds[block]
+        known = self.network.pass_seconds
+        if block not in known:
+            known[block] = self._timed(block)
+        return known[block]
 
     def _timed(self, block: int) -> float:
         network, size = self.network, self.network.layer.hidden_size
@@ -143,7 +143,6 @@ class PreVerifiers:
 
     def __init__(self, model: LayerSkipModel) -> None:
         self._model = model
-        self._own_seconds: dict[int, float] = {}  # of a pass of the checkpoint's own, by the drafts in its block
         self._loaded: dict[str, LeanPreVerifier] = {}
 
     def __call__(self, folder: str | None = None) -> PreVerification:
@@ -162,7 +161,7 @@ class PreVerifiers:
             module = load_preverifier(path)
             check_fits(module.config, self._model, path)
             self._loaded[path] = LeanPreVerifier(module, self._model.dtype, self._model.device)
-        return PreVerification(self._loaded[path], self._own_seconds if folder is None else None)
+        return PreVerification(self._loaded[path])
 
 
 def has_preverifier(name: str | None) -> bool:

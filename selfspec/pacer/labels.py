@@ -29,11 +29,6 @@ class DraftTrace:
     hidden: Tensor
     features: Tensor
 
-    def __post_init__(self) -> None:
-        rows = int(self.lengths.sum())
-        if not len(self.hidden) == len(self.features) == rows or len(self.starts) != len(self.lengths):
-            raise ValueError(f"the trace has {len(self.hidden)} rows, its lengths add up to {rows}")
-
     def draft_index(self) -> Tensor:
         """Give the number of each row in its draft, from 1: int64 [rows]."""
         return torch.cat([_numbers(1, length + 1) for length in self.lengths.tolist()])

@@ -156,7 +156,8 @@ class LeanPreVerifier:
     """The network as it decodes: in the layout that is fast, on the base model's device and in its dtype.
 
     layer: a LayerSkipModel of one layer, which runs rows through the decoder layer (`run_layers(x, 0, 1, ...)` with the
-    caller's cache) and the head. calibration: by exit layer, factor and summand of the logits.
+    caller's cache) and the head. calibration: by exit layer, factor and summand of the logits. pass_seconds: of passes that
+    were timed, by the number of drafts.
     """
 
     def __init__(self, module: PreVerifierModule, dtype: torch.dtype, device: torch.device) -> None:
@@ -190,6 +191,7 @@ class LeanPreVerifier:
             self.input_norm = RMSNorm(tensor(module.input_norm.weight), llama.rms_norm_eps)
             self.offsets = dict(zip(self.config.exit_layers, tensor(module.offsets())))
             self.features = linear(module.features)
+        self.pass_seconds: dict[int, float] = {}
 
     def context_inputs(self, hidden: Tensor, exit_layer: int) -> Tensor:
         """Input rows of committed tokens: [rows, hidden] -> [rows, hidden]."""

@@ -86,17 +86,8 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     return (float(ranks[labels > 0.5].sum()) - accepted * (accepted + 1) / 2) / pairs
 
 
-def calibration_error(scores: Tensor, labels: Tensor, bins: int = 20) -> float:
-    """Compute the mean of |mean score - share accepted| over equally filled bins, by their sizes."""
-    order = scores.argsort()
-    total = 0.0
-    for part in order.tensor_split(min(bins, len(order))):
-        total += float((scores[part].double().mean() - labels[part].double().mean()).abs()) * len(part)
-    return total / len(order)
-
-
 def evaluate(module: PreVerifierModule, held_out: Sequence[DraftTrace]) -> Quality:
-    """Held-out quality for each exit layer and all: {layers: {kind: {"auc", "calibration_error", "num_tokens", ...}}}.
+    """Held-out quality for each exit layer and all: {layers: {kind: {"auc", "num_tokens", "share_accepted"}}}.
 
     Kind "token": each token up to and including the first mismatch, by its own estimate. Kind "prefix": every drafted token,
     by the estimate that it and all before it are accepted (the running product of its draft's estimates).
@@ -112,7 +103,6 @@ def evaluate(module: PreVerifierModule, held_out: Sequence[DraftTrace]) -> Quali
         results["/".join(map(str, layers))] = {
             kind: {
                 "auc": auc(scores, accepted),
-                "calibration_error": calibration_error(scores, accepted),
                 "num_tokens": len(accepted),
                 "share_accepted": float(accepted.mean()),
             }
@@ -123,15 +113,9 @@ def evaluate(module: PreVerifierModule, held_out: Sequence[DraftTrace]) -> Quali
 
 def quality_lines(measured: Quality) -> list[str]:
     """Write the held-out figures as a Markdown table."""
-    lines = [
-        "| exit layer | AUC, token | calibration error, token | AUC, prefix | calibration error, prefix |",
-        "| :-- | --: | --: | --: | --: |",
-    ]
+    lines = ["| exit layer | AUC, token | AUC, prefix |", "| :-- | --: | --: |"]
     for layers, by_kind in measured.items():
-        numbers = [
-            f"{by_kind[kind][name]:.4f}" for kind in ("token", "prefix") for name in ("auc", "calibration_error")
-        ]
-        lines.append(f"| {layers} | {' | '.join(numbers)} |")
+        lines.append(f"| {layers} | {by_kind['token']['auc']:.4f} | {by_kind['prefix']['auc']:.4f} |")
     return lines
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from layerskip_models.training.settings import (
@@ -40,10 +39,6 @@ class PreVerifierTraining(DataPlan, FrozenModelSettings):
         MISSING,
         "PATH[:share] of prompts: .txt, .txt.gz, .py, a folder of them, or .jsonl[.gz] with a prompt a line.",
     )
-    data_of: str | None = option(
-        None,
-        "Folder of another run whose data to use, instead of making the same again: options of data must be equal.",
-    )
     num_prompts: int = option(1000, "Maximum number of responses to train on.", AT_LEAST_1)
     num_held_out: int = option(64, "Maximum number of responses to evaluate on.", AT_LEAST_1)
     batch_responses: int = option(
@@ -53,7 +48,3 @@ class PreVerifierTraining(DataPlan, FrozenModelSettings):
     weight_decay: float = with_default(FrozenModelSettings, "weight_decay", 0.05)
 
     results: ClassVar[tuple[str, ...]] = ("data", "checkpoints", MODEL_FOLDER)
-
-    @property
-    def data_folder(self) -> Path:
-        return Path(self.data_of or self.output_dir) / "data"

@@ -86,11 +86,12 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         )
         model = generator.model
         layers = check_layers(config.exit_layers, model.num_layers) or (max(model.num_layers // 4, 1),)
+        data = output_dir / "data"
         for name in ("train", "held-out") if accelerator.is_main_process else ():
             prompts = sample_prompts(config, generator, held_out=name == "held-out")
             with progress_bar(console, len(prompts)) as show:
                 advance = partial(show, f"drafting, {name}")
-                make_data(generator, prompts, replace(config, exit_layers=layers), config.data_folder / name, advance)
+                make_data(generator, prompts, replace(config, exit_layers=layers), data / name, advance)
     torch.manual_seed(config.seed)
     described = PreVerifierConfig(
         base_model=config.model_name(),
@@ -100,7 +101,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         max_drafts=config.window,
     )
     module = PreVerifierModule(described).to(accelerator.device)
-    traces = list(read_traces(config.data_folder / "train"))
+    traces = list(read_traces(data / "train"))
     if not traces:
         raise ValueError("no response was long enough to draft in: raise response_tokens, or set ignore_eos")
     mine: list[DraftTrace] = []
@@ -138,7 +139,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         if settings:
             module.config = replace(module.config, policy=settings[0][1])
         write_folder(output_dir / MODEL_FOLDER, partial(save_preverifier, module))
-        measured = evaluate(module, list(read_traces(config.data_folder / "held-out")))
+        measured = evaluate(module, list(read_traces(data / "held-out")))
         write_text(output_dir / "quality.json", json.dumps(measured, indent=1) + "\n")
         console.print("\n".join(quality_lines(measured)))
     accelerator.wait_for_everyone()

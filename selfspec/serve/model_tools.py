@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.messages import ChatTemplate, conversation_ids, has_template
+from selfspec.messages import ChatTemplate, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import ChatRequest, GenerationRequest, Message, Tool
 from selfspec.serve.schema_check import COMPACT, Grammar, as_compiled
@@ -62,7 +62,7 @@ def format_of(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> Too
     def rendered(answer: Mapping[str, Any] | None, *after: Mapping[str, Any], tools: Any = None) -> str:
         talk = [_ASKED, *(() if answer is None else ({"role": "assistant", **answer},)), *after]
         try:
-            return str(tokenizer.decode(conversation_ids(talk, tokenizer, template, ask=True, tools=tools)))
+            return str(tokenizer.decode(encode_messages(talk, tokenizer, template, tools, ask=True)))
         except ValueError:  # the template refuses it
             return ""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import LogitsProcessor, PreTrainedTokenizerBase, SequenceBiasLogitsProcessor, StoppingCriteria
 
 from layerskip_models import LayerSkipModel
 from selfspec.detokenize import IncrementalDecoder, StopCutter, before_stop
@@ -36,23 +36,15 @@ class PenaltyProcessor(LogitsProcessor):
         return scores.index_add(-1, tokens, -penalties.unsqueeze(0))
 
 
-class BiasProcessor(LogitsProcessor):
+def bias_processor(bias: Mapping[str, float], vocab_size: int) -> SequenceBiasLogitsProcessor:
     """logit_bias: adds to the logits of given tokens. -100 practically forbids a token, 100 forces it.
 
     Raises ValueError for an id outside the vocabulary.
     """
-
-    def __init__(self, bias: Mapping[str, float], vocab_size: int, device: torch.device) -> None:
-        for key in bias:
-            if not key.isascii() or not key.isdecimal() or int(key) >= vocab_size:
-                raise ValueError(f"logit_bias: {key!r} is no token id in [0, {vocab_size - 1}], the model's vocabulary")
-        self._bias = torch.zeros(1, vocab_size, dtype=torch.float32)
-        self._bias[0, [int(key) for key in bias]] = torch.tensor([*bias.values()], dtype=torch.float32)
-        self._bias = self._bias.to(device)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """scores: [1, vocab]. Returns the biased scores."""
-        return scores + self._bias
+    for key in bias:
+        if not key.isascii() or not key.isdecimal() or int(key) >= vocab_size:
+            raise ValueError(f"logit_bias: {key!r} is no token id in [0, {vocab_size - 1}], the model's vocabulary")
+    return SequenceBiasLogitsProcessor({(int(key),): value for key, value in bias.items()})
 
 
 @dataclass(frozen=True, slots=True)

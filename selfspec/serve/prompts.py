@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.engine.request import ContextLengthError
-from selfspec.messages import ChatTemplate, check_characters, conversation_ids, encode_messages, has_template
+from selfspec.messages import ChatTemplate, check_characters, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import ChatRequest, TokenizeRequest, Tool
 from selfspec.serve.model_tools import ModelTools, tool_template
@@ -66,11 +66,7 @@ class Prompts:
             template = self._template
             if described or any(calls) or any(message.role == "tool" for message in messages):
                 template = tool_template(self.tokenizer, template)
-            if ask is None:
-                return encode_messages(conversation, self.tokenizer, template, described, variables)
-            return conversation_ids(
-                conversation, self.tokenizer, template, ask=ask, tools=described, variables=variables
-            )
+            return encode_messages(conversation, self.tokenizer, template, described, variables, ask=ask)
 
     def _variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         """Return those that the template reads; the others are ignored. Raises ApiError for what the server itself sets."""

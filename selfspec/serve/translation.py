@@ -22,13 +22,13 @@ from selfspec.serve.api_requests import Body, ChatRequest, CompletionRequest
 from selfspec.serve.bodies import LARGE_BODY
 from selfspec.serve.model_tools import ModelTools
 from selfspec.serve.processors import (
-    BiasProcessor,
     LogprobRecorder,
     PenaltyProcessor,
     PromptLogprobs,
     Stops,
     StopTexts,
     TrimmedText,
+    bias_processor,
 )
 from selfspec.serve.prompts import Prompts, bad_request, check_length
 from selfspec.serve.scheduler import ServedSequence
@@ -107,12 +107,11 @@ class Translator:
         with bad_request("policy"):
             policy = self._policies.choose(body.policy, repeats="seed" in sampling)
         with bad_request("logit_bias"):
-            device = self._generator.model.device
-            biases = [BiasProcessor(body.logit_bias, self._vocab_size, device)] if body.logit_bias else []
+            biases = [bias_processor(body.logit_bias, self._vocab_size)] if body.logit_bias else []
         with bad_request("tool_choice" if body.form[1] is None else body.form[0]):
             grammar = self._tools.grammar(body)
             matcher = None if grammar is None else self.vocabulary.matcher(grammar)
-        owner = self._owner(body)
+        owner, device = self._owner(body), str(self._generator.model.device)
         served: list[ServedSequence] = []
         for ids, echo, most in [prompt for prompt in prompts for _ in range(body.n)]:
             own = LogitsProcessorList()
@@ -120,7 +119,7 @@ class Translator:
                 own.append(PenaltyProcessor(body.presence_penalty, body.frequency_penalty, len(ids)))
             own += biases
             if body.min_tokens and ends:
-                own.append(MinNewTokensLengthLogitsProcessor(len(ids), body.min_tokens, ends, str(device)))
+                own.append(MinNewTokensLengthLogitsProcessor(len(ids), body.min_tokens, ends, device))
             if grammar is not None and matcher is not None:
                 own.append(GrammarProcessor(self.vocabulary, grammar, matcher, len(ids)))
             if "seed" in sampling and served:  # the texts of a request have the seeds seed, seed + 1, ...

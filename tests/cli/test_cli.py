@@ -3,8 +3,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import fields
 from itertools import count
 from pathlib import Path
@@ -14,12 +12,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from layerskip_models import DEMO_PATH
 from selfspec import GenerationStats, SelfSpecGenerator
 from selfspec.cli.console import LogConsole
 from selfspec.cli.display import SOURCE_STYLES, TextWriter, legend
 from selfspec.cli.main import app
-from selfspec.cli.text_input import EXAMPLE_PROMPT, EXAMPLE_QUESTION
+from selfspec.cli.text_input import EXAMPLE_QUESTION, _is_piped
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +66,7 @@ def test_text_on_stdout_and_summary_on_stderr(folder, expected):
     assert (quiet.stdout, quiet.stderr) == (expected.text + "\n", "")
 
 
-def test_prompt_from_file_and_standard_input(folder, expected, tmp_path):
+def test_prompt_from_file_and_standard_input(folder, expected, tmp_path, monkeypatch):
     path = tmp_path / "prompt.txt"
     path.write_text(PROMPT + "\n", encoding="utf-8")
     for arguments, piped in ((["--file", path], None), (["-"], PROMPT), ([], PROMPT + "\n"), ([], PROMPT + "\r\n")):
@@ -77,6 +74,9 @@ def test_prompt_from_file_and_standard_input(folder, expected, tmp_path):
     path.write_text(PROMPT + "\n\n", encoding="utf-8")  # one newline goes, a second one is meant
     again = SelfSpecGenerator.from_pretrained(folder).generate(PROMPT + "\n", max_new_tokens=30, policy="ls:1-3")
     assert generate(folder, "--file", path).stdout == again.text + "\n" != expected.text + "\n"
+    with Path("/dev/null").open() as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        assert not _is_piped()
 
 
 def test_json_is_one_object_with_every_statistic(folder, expected):
@@ -261,16 +261,12 @@ MESSAGE = {"role": "user", "content": "a"}
 ERRORS = {
     "exit layer": ([PROMPT, "--exit-layer", "9"], "exit_layer must be in [1, 3] for this 4-layer model, got 9"),
     "policy": ([PROMPT, "--policy", "deep"], "policy 'deep': unknown policy"),
-    "both": ([PROMPT, "--policy", "ls:1-2", "--exit-layer", "2"], "give policy, or exit_layer"),
     "no folder": ([PROMPT, "--model", "./not/there"], "no checkpoint folder at ./not/there"),
     "a file for a folder": ([PROMPT, "--model", "LATIN"], "LATIN is a file: give the folder"),
     "empty folder": ([PROMPT, "--model", "EMPTY"], "EMPTY holds no checkpoint: it has no config.json"),
-    "not safetensors": ([PROMPT, "--model", "BROKEN"], "model.safetensors is incomplete or damaged"),
-    "no weights": ([PROMPT, "--model", "WEIGHTLESS"], "WEIGHTLESS has no model.safetensors: only safetensors"),
     "no tokenizer": ([PROMPT, "--model", "SPEECHLESS"], "SPEECHLESS has no tokenizer that can be loaded: save one"),
     "unfinished training": ([PROMPT, "--model", "UNFINISHED"], "UNFINISHED holds a training run that is not finished"),
     "not on the hub": ([PROMPT, "--model", "not/there"], "neither a folder here nor in the local cache"),
-    "negative length": ([PROMPT, "--max-new-tokens", "-3"], "max_new_tokens must be an integer of at least 1, got -3"),
     "not text": (["a\udcff"], "the prompt is not UTF-8 text"),
     "empty stdin": (["-"], "standard input is empty"),
     "empty pipe": ([], "standard input is empty"),
@@ -278,18 +274,13 @@ ERRORS = {
     "two prompts": ([PROMPT, "--file", "not-there.txt"], "give a prompt or --file, not both"),
     "not UTF-8": (["--file", "LATIN"], "is not UTF-8 text (byte 1)"),
     "greedy temperature": ([PROMPT, "--temperature", "0.5", "--top-k", "3"], "--temperature, --top-k has no effect"),
-    "range": ([PROMPT, "--do-sample", "--top-p", "1.5"], "top_p must be"),
-    "length": ([PROMPT, "--max-new-tokens", "500"], "lower max_new_tokens"),
-    "dtype": ([PROMPT, "--dtype", "int3"], "dtype must be one of"),
     "device": ([PROMPT, "--device", "cuda:99"], "'cuda:99' is not available"),
     "eos": ([PROMPT, "--ignore-eos", "--eos-token-id", "1"], "give --ignore-eos or --eos-token-id, not both"),
     "json drafts": ([PROMPT, "--json", "--show-drafts"], "leave out --show-drafts"),
     "picture of nothing": ([PROMPT, "--svg", "x.svg"], "--svg draws coloured drafts: add --show-drafts"),
-    "trace of no kind": (["trace", PROMPT, "-o", "trace.gif"], ".png, .svg, .pdf, .jsonl"),
-    "trace of no policy": (["trace", PROMPT, "--policy", "dell"], "unknown policy 'dell'; did you mean del"),
+    "trace of no kind": (["trace", PROMPT, "-o", "trace.gif"], ".png, .svg, .pdf"),
     "no copies": ([PROMPT, *COPY, "NOWHERE"], "NOWHERE: --copy-from takes the path"),
     "empty copies": ([PROMPT, *COPY, "NOTHING"], "NOTHING is empty: --copy-from takes a file"),
-    "copies not UTF-8": ([PROMPT, *COPY, "LATIN"], "LATIN is not UTF-8 text (byte 1)"),
     "a folder of copies": ([PROMPT, *COPY, "EMPTY"], "EMPTY"),
     "short copies": ([PROMPT, *COPY, "SHORT"], "no text of two tokens"),
     "copies for nobody": ([PROMPT, "--policy", "ls:1-3", "--copy-from", "SHORT"], "--copy-from has no effect with policy"),
@@ -298,7 +289,6 @@ ERRORS = {
     ),
     "no prompt": ([*LINES, [{"text": "a"}]], 'line 1 must be an object with "prompt"'),
     "prompt and messages": ([*LINES, [{"prompt": "a", "messages": [MESSAGE]}]], "line 1 must be an object"),
-    "messages of text": ([*LINES, [{"messages": "a"}]], "line 1 must be an object"),
     "no option": ([*LINES, [{"prompt": "a", "temprature": 1}]], "'temprature' is no option"),
     "one id twice": ([*LINES, [{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}]], "same id twice"),
     "no prompts": ([*LINES, []], "holds no prompts"),
@@ -310,17 +300,14 @@ ERRORS = {
 def test_mistakes_end_with_2_and_one_line(folder, case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments, message = ERRORS[case]
-    for name in ("EMPTY", "BROKEN", "UNFINISHED/checkpoints"):
+    for name in ("EMPTY", "UNFINISHED/checkpoints"):
         (tmp_path / name).mkdir(parents=True)
-    shutil.copy(folder / "config.json", tmp_path / "BROKEN")
-    files = {"LATIN": b"k\xe4se", "NOTHING": b"", "SHORT": b"a", "BROKEN/model.safetensors": b"nothing of the kind"}
-    for name, content in files.items():
+    for name, content in {"LATIN": b"k\xe4se", "NOTHING": b"", "SHORT": b"a"}.items():
         (tmp_path / name).write_bytes(content)
     for lines in (argument for argument in arguments if isinstance(argument, list)):
         (tmp_path / "LINES").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    for name, missing in (("SPEECHLESS", "tokenizer*"), ("WEIGHTLESS", "model.safetensors")):
-        for file in shutil.copytree(folder, tmp_path / name).glob(missing):
-            file.unlink()
+    for file in shutil.copytree(folder, tmp_path / "SPEECHLESS").glob("tokenizer*"):
+        file.unlink()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no waiting for a network
     arguments = ["LINES" if isinstance(a, list) else str(tmp_path / a) if a.isupper() else a for a in arguments]
     command = "trace" if "trace" in arguments else "generate"
@@ -385,18 +372,6 @@ def test_ctrl_c_keeps_the_text_and_sums_up_and_a_second_one_ends_at_once(folder,
     assert "speed-up" not in result.stderr
 
 
-@pytest.mark.slow
-def test_the_demo_as_a_person_runs_it():
-    """`make demo`, shorter: no prompt, no terminal, a comparison on the checkpoint that ships."""
-    command = [sys.executable, "-m", "selfspec.cli.main", "generate", "--compare", "--max-new-tokens", "24"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
-    assert result.returncode == 0, result.stderr
-    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH)
-    assert result.stdout == generator.generate(EXAMPLE_PROMPT, max_new_tokens=24).text + "\n"
-    assert "speed-up" in result.stderr and "outputs equal" in result.stderr
-    assert "Warning" not in result.stderr
-
-
 def test_explain_says_what_fixed_settings_would_have_given(folder):
     explained = json.loads(generate(folder, PROMPT, "--explain", "--ignore-eos", "--json").stdout)["explanation"]
     for part in ("time: prefill", "the largest loss is", "replayed from this run", "against plain: ls:"):
@@ -411,14 +386,11 @@ def test_trace_draws_and_prints(folder, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert result.stdout.startswith("round  drafter  drafts")
     records = tmp_path / "trace.jsonl"
-    assert invoke(*arguments, "-o", records).exit_code == 0
-    rounds = [json.loads(line) for line in records.read_text().splitlines()]
-    assert len(rounds) == len(result.stdout.splitlines()) - 1
-    run = generate(folder, PROMPT, "--policy", "del", "--max-new-tokens", "20", "--trace", picture, "--json")
-    run, traced = json.loads(run.stdout), [json.loads(line) for line in picture.read_text().splitlines()]
-    assert [record["index"] for record in traced] == [*range(len(rounds))]
-    assert [token for record in traced for token in record["tokens"]] == run["token_ids"][1:]
-    assert sum(record["loaded_layers"] for record in traced) == run["stats"]["loaded_layers"]
+    run = generate(folder, PROMPT, "--policy", "del", "--max-new-tokens", "20", "--trace", records, "--json")
+    run, rounds = json.loads(run.stdout), [json.loads(line) for line in records.read_text().splitlines()]
+    assert [record["index"] for record in rounds] == [*range(len(result.stdout.splitlines()) - 1)]
+    assert [token for record in rounds for token in record["tokens"]] == run["token_ids"][1:]
+    assert sum(record["loaded_layers"] for record in rounds) == run["stats"]["loaded_layers"]
     for record in rounds:  # of the layers that DEL had to look at, the chosen one among them
         assert f"exit {record['exit_layer']}" in record["acceptance"]
         assert set(record["acceptance"]) <= {"exit 1", "exit 2", "exit 3"}

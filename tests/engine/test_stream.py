@@ -19,7 +19,7 @@ from callbacks import StopAt
 from layerskip_models import from_transformers
 from records import finished
 from selfspec import SelfSpecGenerator
-from selfspec.detokenize import DraftStreamer, IncrementalDecoder, TextStreamer, token_sources
+from selfspec.detokenize import DraftStreamer, IncrementalDecoder, SourcedText, TextStreamer, token_sources
 from selfspec.engine.policy_store import lend
 from tiny_llama import tiny_llama, tiny_tokenizer
 
@@ -183,23 +183,6 @@ def test_pieces_of_any_tokens_add_up(kind, data):
     assert "".join(out) + decoder.finish() == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_a_character_waits_for_its_last_byte_and_nothing_else_waits():
-    tokenizer = TOKENIZERS["byte_level"]
-    decoder = IncrementalDecoder(tokenizer)
-    first, *rest = tokenizer("ñ")["input_ids"]
-    assert len(rest) == 1
-    a = tokenizer.convert_tokens_to_ids("a")
-    assert [decoder.push([a]), decoder.push([first]), decoder.push(rest), decoder.push([a])] == ["a", "", "ñ", "a"]
-    decoder.push([first])
-    assert decoder.finish() == "\N{REPLACEMENT CHARACTER}"
-    assert decoder.push([first, *rest]) == "ñ"  # finished, it starts anew
-    # A run of bytes that is no text as a whole goes on behind a special token.
-    tokenizer = TOKENIZERS["byte_fallback"]
-    decoder, run = IncrementalDecoder(tokenizer), tokenizer.convert_tokens_to_ids(["<0x00>", "</s>", "<0xC3>"])
-    out = [decoder.push(run[:2]), decoder.push(run[2:])]
-    assert "".join(out) + decoder.finish() == tokenizer.decode(run, skip_special_tokens=True)
-
-
 @pytest.mark.parametrize(
     ("drafts", "copied", "accepted", "tokens", "fates"),
     [
@@ -219,6 +202,16 @@ def test_fates_of_a_round(drafts, copied, accepted, tokens, fates):
     made = finished(len(drafts), accepted)
     found = token_sources(replace(made, draft_tokens=drafts, tokens=tokens, num_copied=copied))
     assert ", ".join(f"{token} {fate}" for token, fate in found) == fates
+
+
+def test_pieces_are_taken_in_their_order():
+    """However many characters at a time. Rejected drafts go with what stands before them."""
+    pieces = SourcedText()
+    for text, source in (("abc", "accepted"), ("x", "rejected"), ("de", "bonus")):
+        pieces.add(text, source)
+    assert pieces.take(2) == [("ab", "accepted")]
+    assert pieces.take(2) == [("c", "accepted"), ("x", "rejected"), ("d", "bonus")]
+    assert pieces.take(9) == [("e", "bonus")]
 
 
 def test_streamers_write_what_the_result_holds_and_fates_match_the_statistics():

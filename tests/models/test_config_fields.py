@@ -99,10 +99,21 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("llama",), {"num_key_value_heads": 0}, "num_key_value_heads=0"),
     (("llama",), {"num_hidden_layers": "3"}, "cannot read the config.json.*num_hidden_layers"),
     (("llama",), {"num_hidden_layers": 4}, r"lacks weights.*layers\.3\."),
+    (("llama", "qwen2"), {"num_hidden_layers": 2**40}, "num_hidden_layers=1099511627776, and at most 16384 are meant"),
+    (
+        ("qwen2",),
+        {"hidden_size": 2**40, "num_attention_heads": 1, "num_key_value_heads": 1},
+        "hidden_size=1099511627776, where at most 16384 for each of 1 heads is meant",
+    ),
     (("llama",), {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
     (("llama",), {"dtype": "nothing"}, "cannot read the config.json.*nothing"),
     (("llama",), {"transformers_weights": "x.safetensors"}, "transformers_weights='x.safetensors'"),
+    (("llama",), {"num_hidden_layers": 1}, "early exit needs at least 2"),
     (("llama",), {"quantization_config": "x"}, "cannot read the config.json of"),
+    (("llama",), {"quantization_config": {"bits": 4}}, "quantised by an unknown method"),
+    (("llama",), {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by gptq.*convert it to GGUF"),
+    (("llama",), {"quantization_config": {"quant_method": "compressed-tensors"}}, "by compressed-tensors.*to GGUF"),
+    (("llama",), {"compression_config": {"quant_method": "awq"}}, "by awq.*load the checkpoint that it was made from"),
     (("qwen2",), {"model_type": "qwen2_moe"}, "a mixture of experts"),
 ]
 
@@ -158,6 +169,6 @@ def test_refused(number: int, tmp_path: Path) -> None:
     for kind in kinds:
         folder = tmp_path / kind
         folder.mkdir()
-        with pytest.raises(ValueError, match=f"(?s){message}") as found:
+        with pytest.raises((ValueError, OSError), match=f"(?s){message}") as found:
             load_model(with_fields(kind, fields, folder), dtype="float32", device="cpu")
         assert "\n" not in str(found.value)

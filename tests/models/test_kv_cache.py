@@ -54,7 +54,10 @@ class CacheMachine(RuleBasedStateMachine):
         return all(held == self.tokens[0] for held in self.tokens)
 
     def run(self, hidden: Tensor, start: int, stop: int) -> Tensor:
-        return LAYERS.run_layers(hidden, start, stop, self.cache)
+        before = hidden.clone()
+        out = LAYERS.run_layers(hidden, start, stop, self.cache)
+        assert torch.equal(hidden, before)  # the input is left as it was
+        return out
 
     @precondition(lambda self: self.is_even and len(self.common) < CONTEXT - 6)
     @rule(block=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6))

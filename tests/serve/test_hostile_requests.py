@@ -25,7 +25,6 @@ from selfspec.serve.api_errors import ApiError, queue_full
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest
 from selfspec.serve.api_responses import CompletionAnswer
 from selfspec.serve.bodies import parse
-from selfspec.serve.processors import BiasProcessor
 from selfspec.serve.prompts import check_length
 from selfspec.serve.serve_options import ServeOptions
 from test_serve import CODE, REPEATING, SCHEMA
@@ -122,7 +121,7 @@ def test_what_a_request_asks_for_is_made_once_and_not_for_every_text(
         return counted
 
     monkeypatch.setattr(translator._policies, "choose", counting("policy", translator._policies.choose))
-    monkeypatch.setattr(BiasProcessor, "__init__", counting("bias", BiasProcessor.__init__))
+    monkeypatch.setattr(translation, "bias_processor", counting("bias", translation.bias_processor))
     monkeypatch.setattr(translator.vocabulary, "matcher", counting("grammar", translator.vocabulary.matcher))
     monkeypatch.setattr(translator, "texts", counting("all", translator.texts))
     for name, fields in MANY.items():
@@ -169,18 +168,6 @@ def test_long_answers_are_not_written_on_the_event_loop(many: RunningServer, mon
     body = {**ASK, "prompt": [5] * 300, "echo": True, "logprobs": 5, "stream": True}
     assert raw_ask(many, "POST", "/v1/completions", body)[0] == 200
     assert threads[0] is False and all(threads[1:])
-
-
-def test_an_unexpected_error_ends_a_stream_with_an_event(
-    many: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(CompletionAnswer, "last_chunk", lambda *given: 1 / 0)
-    body = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
-    with caplog.at_level(logging.CRITICAL):
-        status, raw, _ = raw_ask(many, "POST", "/v1/completions", body)
-    *_, error, done, rest = raw.decode().split("\n\n")
-    assert status == 200 and (done, rest) == ("data: [DONE]", "")
-    assert json.loads(error[6:])["error"]["type"] == "server_error"
 
 
 def test_a_prompt_is_refused_before_all_of_it_is_made_into_tokens(

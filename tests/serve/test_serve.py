@@ -46,14 +46,6 @@ ASK: dict[str, Any] = {"model": "demo", "prompt": CODE, "temperature": 0}
 CHAT: dict[str, Any] = {"model": "demo", "messages": SUM, "temperature": 0}
 
 
-def test_models(client: OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["demo"]
-    model = client.models.retrieve("demo")
-    assert (model.owned_by, (model.model_extra or {})["max_model_len"]) == ("selfspec", 2048)
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
-
-
 def test_a_completion_is_the_offline_text(client: OpenAI, offline: SelfSpecGenerator) -> None:
     """For a prompt as text and as ids, whole and in pieces; with the prompt before it if asked."""
     assert offline.tokenizer is not None
@@ -102,23 +94,39 @@ def test_a_chat_answer_is_the_offline_text(client: OpenAI, offline: SelfSpecGene
 
 
 @pytest.mark.parametrize("stop", [None, " representation repre"])
-def test_shown_drafts_keep_step_with_the_text(client: OpenAI, offline: SelfSpecGenerator, stop: str | None) -> None:
-    """Also where text is held back because a stop string may have begun, and where it is cut there."""
-    extra = {"show_drafts": True, "policy": "ls:3-4"}  # "auto" may find that no draft pays here
-    stream = client.completions.create(**ASK, max_tokens=40, stop=stop, stream=True, extra_body=extra)
-    text, fields = "", []
-    for chunk in stream:
-        fields.append((chunk.model_extra or {})["selfspec"])
-        kept = [piece["text"] for piece in fields[-1]["pieces"] if piece["fate"] != "rejected"]
+@pytest.mark.parametrize(
+    "fields", [{"policy": "ls:3-4"}, {"policy": "copy:6"}, {"policy": "ls:3-4", "seed": 2}], ids=str
+)
+def test_shown_drafts_keep_step_with_the_text(client: OpenAI, fields: dict[str, Any], stop: str | None) -> None:
+    """Also where text is held back because a stop string may have begun, and where it is cut there.
+
+    Copied pieces say so, and stay accepted for those who do not look. The rounds add up to the usage.
+    """
+    asked: dict[str, Any] = {**ASK, "max_tokens": 40, "stop": stop, "extra_body": fields}
+    asked |= {"temperature": 1} if "seed" in fields else {}
+    asked |= {"prompt": f"{CODE} representation representation"} if "copy" in fields["policy"] else {}
+    whole = client.completions.create(**asked)
+    usage = {"stream_options": {"include_usage": True}, "extra_body": {**fields, "show_drafts": True}}
+    *chunks, last = client.completions.create(**{**asked, **usage}, stream=True)
+    shown = [(chunk.model_extra or {})["selfspec"] for chunk in chunks]
+    for field, chunk in zip(shown, chunks):
+        kept = [piece["text"] for piece in field["pieces"] if piece["fate"] != "rejected"]
         assert "".join(kept) == chunk.choices[0].text
-        text += chunk.choices[0].text
-    whole = offline.generate(CODE, max_new_tokens=40)
-    assert text == (whole.text or "").partition(stop or "\0")[0]
-    rounds = [one for field in fields for one in field["rounds"]]
-    pieces = [piece["fate"] for field in fields for piece in field["pieces"]]
-    assert sum(field["tokens"] for field in fields) == sum(one["accepted"] + 1 for one in rounds) + 1 <= 41
-    seconds = [field["seconds"] for field in fields]
-    assert "accepted" in pieces and seconds == sorted(seconds) and ("rejected" in pieces or stop)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    rounds = [one for field in shown for one in field["rounds"]]
+    pieces = [piece for field in shown for piece in field["pieces"]]
+    assert last.usage is not None
+    used = {"tokens": last.usage.completion_tokens, **(last.usage.model_extra or {})}
+    assert sum(field["tokens"] for field in shown) == used["tokens"] <= 41
+    assert [sum(one[name] for one in rounds) for name in ("drafted", "accepted", "copied")] == [
+        used["drafted"], used["accepted"], used["copied"],
+    ]  # fmt: skip
+    assert len(rounds) == used["rounds"]
+    seconds, fates = [field["seconds"] for field in shown], {piece["fate"] for piece in pieces}
+    assert seconds == sorted(seconds) and "accepted" in fates and ("rejected" in fates or stop)
+    copied = [piece for piece in pieces if "copied" in piece]
+    assert bool(copied) == (fields["policy"] == "copy:6")
+    assert all(piece["copied"] is True and piece["fate"] == "accepted" for piece in copied)
 
 
 @pytest.mark.parametrize("stops", ["return", ["no such text", "sentation\n", " representation repre"]])
@@ -294,11 +302,8 @@ def test_text_of_a_form_in_vllms_words(client: OpenAI, policy: str, kind: str, f
             assert re.fullmatch(pattern, choice.text) and choice.finish_reason == "stop", choice.text
 
 
-def test_requests_that_are_none(server: RunningServer) -> None:
+def test_a_body_that_is_too_large(server: RunningServer) -> None:
     path, large = "/v1/completions", json.dumps({"model": "demo", "prompt": "x" * (5 << 20)}).encode()
-    refusal(server, path, b"[" * 100_000)
-    assert refusal(server, path, {"model": "gpt", "prompt": "x"}, 404)["code"] == "model_not_found"
-    assert refusal(server, "/v1/load_model", {}, 404)["type"] == "not_found_error"
     refusal(server, path, large, 413)
     refusal(server, path, iter([large[:100], large[100:]]), 413)
 

@@ -1,9 +1,8 @@
-"""Text cut before stop strings, in whatever pieces it comes, and in step with it what became of each draft."""
+"""Text cut before stop strings, in whatever pieces it comes."""
 
 from __future__ import annotations
 
 import json
-from random import Random
 from typing import Any
 
 import pytest
@@ -14,12 +13,9 @@ from transformers import StoppingCriteria
 
 from byte_tokenizers import TOKENIZERS
 from running_server import ask, running_server
-from selfspec import GenerationResult, SelfSpecGenerator
+from selfspec import SelfSpecGenerator
 from selfspec.detokenize import skipped_tokens
-from selfspec.engine.engine import run_calls
-from selfspec.serve.api_responses import Piece
 from selfspec.serve.processors import Stops, StopTexts, TrimmedText
-from selfspec.serve.request_stream import DraftLog
 from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -134,58 +130,3 @@ def test_a_stop_is_found_where_tokens_are_shown_again() -> None:
     assert not shown([space, a, a])
     assert not shown([space, a, a, be])
     assert shown([space, a, a, be, dot])
-
-
-PROMPT = "Question: Tom has 3 apples and buys 4 more. How many \N{DEER}\N{DEER}"
-
-
-def logged(
-    offline: SelfSpecGenerator, random: Random, **options: object
-) -> tuple[list[tuple[dict[str, Any], str]], GenerationResult]:
-    """The fields of a text's chunks, with the texts of these, of which each is sent later than it comes, or in portions."""
-    assert offline.tokenizer is not None
-    call = offline.check(PROMPT, trace=True, **options)
-    log, decoder, fields = DraftLog(offline.tokenizer, call.request.prompt), TrimmedText(offline.tokenizer, Stops()), []
-    waiting, result = "", None
-    for seconds, step in enumerate(run_calls([call])):
-        result = step.result
-        waiting += decoder.push(step.tokens) + ("" if result is None else decoder.finish())
-        length = random.randint(0, 12) if result is None else len(waiting)
-        sent, waiting = waiting[:length], waiting[length:]
-        fields.append((log.add(Piece(index=0, steps=[step], seconds=float(seconds), text=sent)), sent))
-    assert result is not None
-    return fields, result
-
-
-@pytest.mark.parametrize("policy", ["ls:3-4", "ar", "copy:6"])
-@pytest.mark.parametrize("seed", range(3))
-def test_pieces_are_the_text_wherever_it_is_cut(offline: SelfSpecGenerator, policy: str, seed: int) -> None:
-    """A server sends text later than it comes, and in other portions, when a stop string may have begun.
-
-    Copied pieces say so, and stay accepted for those who do not look.
-    """
-    options: dict[str, Any] = {"policy": policy, "max_new_tokens": 40, "eos_token_id": []}
-    if policy == "copy:6":
-        store = [(offline.generate(PROMPT, max_new_tokens=40, policy="ar").text or "") * 2]
-        options |= {"do_sample": False, "copy_from": store}
-    else:
-        options |= {"do_sample": True, "seed": seed}
-    logs, result = logged(offline, Random(seed), **options)
-    fields = [field for field, _ in logs]
-    for field, sent in logs:
-        assert "".join(piece["text"] for piece in field["pieces"] if piece["fate"] != "rejected") == sent
-    assert "".join(sent for _, sent in logs) == result.text
-    assert sum(field["tokens"] for field in fields) == result.stats.num_new_tokens
-    rounds = [one for field in fields for one in field["rounds"]]
-    assert len(rounds) == result.stats.rounds == fields[-1]["seconds"]
-    assert sum(one["drafted"] for one in rounds) == result.stats.num_drafted
-    assert sum(one["accepted"] for one in rounds) == result.stats.num_accepted
-    assert sum(one["copied"] for one in rounds) == result.stats.num_copied
-    assert sum(min(one["copied"], one["accepted"]) for one in rounds) == result.stats.num_copied_accepted
-    pieces = [piece for field in fields for piece in field["pieces"]]
-    known = {"target", "accepted", "rejected", "corrected", "bonus"}
-    fates = {piece["fate"] for piece in pieces}
-    assert fates == {"target"} if policy == "ar" else fates <= known if policy == "copy:6" else fates == known
-    copied = [piece for piece in pieces if "copied" in piece]
-    assert bool(copied) == (policy == "copy:6")
-    assert all(piece["copied"] is True and piece["fate"] == "accepted" for piece in copied)

@@ -18,7 +18,7 @@ from layerskip_models import DEMO_PATH, load_tokenizer
 from running_server import post, refusal, running_server, wait_until
 from selfspec import SelfSpecGenerator
 from selfspec.serve import schema_check
-from selfspec.serve.processors import BiasProcessor, PenaltyProcessor
+from selfspec.serve.processors import PenaltyProcessor, bias_processor
 from selfspec.serve.schema_check import LIMITS, MAX_NESTING, SchemaCheck, as_compiled
 from selfspec.serve.structured_output import GrammarError, GrammarProcessor, Vocabulary
 
@@ -115,11 +115,11 @@ def test_penalties_count_generated_tokens_only() -> None:
 
 
 def test_bias_is_added_and_ids_are_checked() -> None:
-    processor = BiasProcessor({"1": -100, "3": 2.5}, 4, torch.device("cpu"))
+    processor = bias_processor({"1": -100.0, "3": 2.5}, 4)
     assert processor(torch.tensor([[0]]), torch.ones(1, 4)).tolist() == [[1.0, -99.0, 1.0, 3.5]]
     for wrong in ("4", "-1", "x", "1.0", "²"):
         with pytest.raises(ValueError, match=r"\[0, 3\]"):
-            BiasProcessor({wrong: 1.0}, 4, torch.device("cpu"))
+            bias_processor({wrong: 1.0}, 4)
 
 
 @pytest.fixture(scope="module")

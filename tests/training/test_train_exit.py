@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,14 +62,6 @@ def test_the_head_is_the_models(options: dict[str, Any], layout: Any) -> None:
     model = from_transformers(tiny_llama(**options), layout=layout)
     rows = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(FrozenHead(model).logits(rows), model.logits(rows), rtol=1e-5, atol=1e-5)
-
-
-def test_another_kind_of_head_is_refused() -> None:
-    model = tiny_model()
-    logits = model.logits
-    model.logits = lambda hidden: logits(hidden).tanh()  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="RMSNorm and a linear head"):
-        FrozenHead(model)
 
 
 @pytest.mark.parametrize("form", ["low_rank", STEERED])
@@ -189,19 +182,16 @@ def test_steered_adapters_are_trained_and_draft(checkpoint: Path, tmp_path: Path
 
 
 def test_adapters_beside_a_checkpoint_from_its_own_answers(tmp_path: Path) -> None:
-    """From prompts alone; what lay there before is replaced. The model's text is what it was."""
+    """From prompts alone, copied into the checkpoint's folder. The model's text is what it was."""
     model = tmp_path / "model"
     llama = tiny_llama(num_layers=4, seed=5, late_scale=0.7)
     llama.save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
-    (model / "exits").mkdir()
-    (model / "exits" / "exits.json").write_text("{}")
     data = tmp_path / "prompts.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"a bed {'ab' * n}"}) for n in range(24)))
-    made: dict[str, Any] = {"data": (str(data),), "own_answers": True, "answer_tokens": 12, "beside": True}
+    made: dict[str, Any] = {"data": (str(data),), "own_answers": True, "answer_tokens": 12}
     finished = train_exit(tiny_exits(model, tmp_path / "run", **made))
-    kept, beside = (load_adapters(folder).state_dict() for folder in (finished, model / "exits"))
-    assert all(kept[name].equal(beside[name]) for name in kept) and (model / "exits" / "README.md").exists()
+    shutil.copytree(finished, model / "exits")
     assert len((tmp_path / "run" / "answers-train.jsonl").read_text().splitlines()) > 10
     engine = SelfSpecGenerator.from_pretrained(model, policy="ls:2-3")
     assert set(engine.model.adapters) == {1, 2}
@@ -230,8 +220,6 @@ def test_the_command_says_what_is_wrong(checkpoint: Path, tmp_path: Path, extra:
     assert message in " ".join(result.stderr.split())
 
 
-def test_the_command_needs_data_and_a_folder_for_beside(tmp_path: Path) -> None:
-    for extra, message in (([], "data must name"), (["--data", __file__, "--beside"], "beside needs a checkpoint")):
-        result = CliRunner().invoke(app, ["train-exit", "--output-dir", str(tmp_path / "run"), *extra])
-        assert result.exit_code == 2
-        assert message in result.stderr
+def test_the_command_needs_data(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["train-exit", "--output-dir", str(tmp_path / "run")])
+    assert result.exit_code == 2 and "data must name" in result.stderr
