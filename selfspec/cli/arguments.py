@@ -42,7 +42,7 @@ def load_generator(
     if not several_processes and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "this command runs in one process: start it without torchrun (more than one GPU: device_map='auto' from Python; "
-            "more than one machine: a server on each, docs/serving.md)"
+            "more than one machine: the server's replicas, docs/serving.md)"
         )
     with _loading(model, log):
         return load.generator(model, prefix_cache=prefix_cache, device_map=device_map)

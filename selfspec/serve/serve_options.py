@@ -20,12 +20,13 @@ ANY_POLICY = "any"
 MAX_CHOICES = 32  # largest `n`, and the most prompts of one completion request
 
 _SPECULATION, _NETWORK, _LOAD = "Speculation", "Network", "Load"
+_COUNTS = ("batch_size", "max_waiting", "default_chat_tokens", "max_tokens", "max_context")
 _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Settings of one server. Files are read when they are first asked for."""
+    """Settings of one server; those of a replica under Ray are the same. Files are read when they are first asked for."""
 
     model: ModelArgument = DEMO
     policy: str | None = option(None, f"{POLICY_HELP} Requests may name another.", _SPECULATION)
@@ -90,6 +91,10 @@ class ServeOptions:
         """Raise ValueError for a value that cannot be served with, and the errors of the files that are named."""
         if not math.isfinite(self.max_body_mb):
             raise ValueError(f"--max-body-mb must be a number of megabytes, got {self.max_body_mb}")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.api_key is not None and not self.api_key:
             raise ValueError("the API key is empty: give one, or none")
         _ = self.template, self.copied_texts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from bench.commands.bench_app import app as bench_app
 from layerskip_models.output_paths import output_file, output_folder
 from selfspec import SelfSpecGenerator
 from selfspec.cli.batch_file import OWN_OPTIONS
-from selfspec.cli.commands import generate_command
+from selfspec.cli.commands import generate_command, serve_command
 from selfspec.cli.main import app as selfspec_app
 from selfspec.integrations.custom_generate import CustomGenerate
 from selfspec.options import NAMES, OPTIONS, SpeculationOptions, check_ranges
 from selfspec.serve.api_requests import GenerationRequest
+from selfspec.serve.replicas import RayOptions, read_arguments
 
 
 def test_a_path_that_cannot_be_written_is_one_line_of_every_command_that_writes_a_file(tmp_path: Path) -> None:
@@ -62,10 +64,7 @@ def test_folders_are_made_and_what_is_no_file_is_refused(tmp_path: Path) -> None
         (["serve", "--host", ""], ["the address to listen on is empty"]),
         (["serve", "--max-body-mb", "inf"], ["--max-body-mb must be a number of megabytes"]),
         *(
-            (
-                ["WORLD", *command],
-                ["runs in one process: start it without torchrun", "device_map='auto'", "a server on each"],
-            )
+            (["WORLD", *command], ["runs in one process: start it without torchrun", "device_map='auto'", "replicas"])
             for command in (["generate", "Hello"], ["chat"], ["serve"])
         ),
     ],
@@ -114,3 +113,32 @@ def test_a_server_allows_nothing_outside_the_range() -> None:
             if (name, value) != ("top_p", 0.0):
                 with pytest.raises(ValueError, match=name):
                     GenerationRequest.model_validate({"model": "m", name: value})
+
+
+def test_arguments_of_replicas_are_those_of_serve(tmp_path: Path) -> None:
+    """But for those that are Ray's. On Ray's command line every value is a text."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert {field.name for field in fields(RayOptions) if f"`{field.name}`" not in page} == set()
+    notes = tmp_path / "notes.txt"
+    notes.write_text("to copy from", encoding="utf-8")
+    given = {
+        "num_replicas": "3", "batch_size": "2", "num_cpus": "0.5", "share_prefixes": "true", "max_body_mb": "0.5",
+        "default_chat_tokens": "7", "max_tokens": "9", "allow_policy": "del", "copy_from": str(notes),
+        "allow_host": "API.example", "dtype": "bfloat16",
+    }  # fmt: skip
+    load, serve, ray = read_arguments(given)
+    assert (load.dtype, ray.num_replicas, ray.num_cpus) == ("bfloat16", 3, 0.5)
+    assert (serve.name, serve.batch_size, serve.share_prefixes) == ("demo", 2, True)
+    assert (serve.max_body_bytes, serve.default_chat_tokens, serve.max_tokens) == (1 << 19, 7, 9)
+    assert (serve.allow_policy, serve.copied_texts) == (["del"], ["to copy from"])
+    assert serve.hosts is not None and "api.example" in serve.hosts
+    assert read_arguments({"allow_policy": ["del", "ar"]})[1].allow_policy == ["del", "ar"]
+    load, serve, _ = read_arguments({})
+    own = inspect.signature(serve_command).parameters
+    shown = {**asdict(load), **asdict(serve)}
+    assert shown.keys() == own.keys()
+    assert {name for name in shown if (shown[name] or None) != (own[name].default or None)} == {"max_waiting", "host"}
+    assert serve.hosts is None
+    for name in ("nonsense", "host", "port", "grace_seconds"):
+        with pytest.raises(ValueError, match=name):
+            read_arguments({name: "1"})
