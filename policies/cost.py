@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from policies.bounds import check_exit_layer
-from policies.records import RoundRecord
+from policies.records import Drafter, RoundRecord
 
 DRAFTING_ON = 0.25
 """Share of the other texts that still draft when a text drafts a second token: each stops by its own confidence."""
@@ -28,9 +28,8 @@ class CostModel:
     draft_seconds: what a draft step costs besides its layers and head (token choice, bookkeeping); below 0 if the head that
         drafts are chosen with is faster by more than that.
     adapter_seconds: by exit layer, what an adapter after that exit adds to each look; exits that are not named have none.
-    round_seconds: what a speculative round costs in addition to its draft steps and verification, compared with a plain one.
     description: of model, device and threads, for the record.
-    fixed: True keeps the costs as they are, whatever rounds take (`policies.auto.drift`): for runs that must decide alike.
+    fixed: True keeps the costs as they are, whatever rounds take (`policies.auto.round_costs`): for runs that must decide alike.
     batch_size: texts that share the passes; each pays its part. Few rows cost little more than one, since the weights are
         read once; many cost what their arithmetic costs. So plain steps become cheap in a batch, and drafts gain less, down
         to nothing. All texts draft from one exit and verify together. They stop drafting at different tokens, so few share
@@ -39,7 +38,6 @@ class CostModel:
         such pass; None for a layer, the L-th part of a plain step.
     rounded: by bits, what the model costs with its weights in 8 or 4 bits, for drafts that are made with these. Bits that are
         not named cost their share of 16.
-    draft_factor, verify_factor: what draft steps and verifications cost, in multiples of the above. Plain steps stay.
     """
 
     num_layers: int
@@ -48,35 +46,32 @@ class CostModel:
     head_seconds: tuple[float, ...] = (0.0, 0.0)
     draft_seconds: float = 0.0
     adapter_seconds: tuple[tuple[int, float], ...] = ()
-    round_seconds: float = 0.0
     description: str = ""
     fixed: bool = False
     batch_size: int = 1
     block: int = 0
     block_seconds: float | None = None
     rounded: tuple[tuple[int, CostModel], ...] = ()
-    draft_factor: float = 1.0
-    verify_factor: float = 1.0
 
     def autoregressive(self) -> float:
         """Price a round without speculation: one row through all layers and the head."""
         return (
-            self._layers(self.num_layers, self.batch_size) + _at(self.head_seconds, self.batch_size) / self.batch_size
+            self._layers(self.num_layers, self.batch_size) + at_rows(self.head_seconds, self.batch_size) / self.batch_size
         )
 
     def head_cost(self, exit_layer: int) -> float:
         """Adapter, head and decision for the first draft row, which went through `exit_layer` layers."""
-        return self.draft_factor * self._look(exit_layer, self.batch_size)
+        return self._look(exit_layer, self.batch_size)
 
     def drafting(self, exit_layer: int, num_drafts: int, bits: int | None = None) -> float:
         """Price a round's draft steps: each a row through the first E layers, and a look at it. bits: of weights."""
         if num_drafts == 0:
             return 0.0
         if bits is not None:
-            return self.draft_factor * self._in_bits(bits).drafting(exit_layer, num_drafts)
+            return self._in_bits(bits).drafting(exit_layer, num_drafts)
         first = self._step(exit_layer, self.batch_size)
         later = self._step(exit_layer, 1 + (self.batch_size - 1) * DRAFTING_ON)
-        return self.draft_factor * (num_drafts * later + (first - later))
+        return num_drafts * later + (first - later)
 
     def round(self, exit_layer: int, num_drafts: int) -> float:
         """Price a round that drafts `num_drafts` >= 0 tokens, looks at as many rows, and verifies num_drafts + 1 rows.
@@ -84,34 +79,25 @@ class CostModel:
         The last row goes through the first E layers alone, and then all rows together through the others and the head.
         """
         rows = (num_drafts + 1) * self.batch_size
-        verifying = self._layers(self.num_layers - exit_layer, rows) + _at(self.head_seconds, rows) / self.batch_size
-        scale = self.verify_factor
-        cost = self.drafting(exit_layer, num_drafts) + scale * self._layers(exit_layer, self.batch_size)
-        cost += scale * verifying
-        cost += scale * self.round_seconds / self.batch_size
+        verifying = self._layers(self.num_layers - exit_layer, rows) + at_rows(self.head_seconds, rows) / self.batch_size
+        cost = self.drafting(exit_layer, num_drafts) + self._layers(exit_layer, self.batch_size) + verifying
         if self.block:  # a block cut short is not judged
             each = self.autoregressive() / self.num_layers if self.block_seconds is None else self.block_seconds
             cost += num_drafts // self.block * each
         return cost
 
-    def rounded_round(self, exit_layer: int, num_drafts: int, bits: int) -> float:
-        """Price a round whose drafts are made with weights in fewer bits: all rows are verified through all layers."""
-        verifying = self.copying(num_drafts)
-        return self.drafting(exit_layer, num_drafts, bits) + verifying + self.round_seconds / self.batch_size
-
     def _in_bits(self, bits: int) -> CostModel:
         found = next((cost for known, cost in self.rounded if known == bits), None)
         if found is None:
             share = tuple(seconds * bits / 16 for seconds in self.layer_seconds)
-            found = replace(self, layer_seconds=share, adapter_seconds=(), draft_factor=1.0)
+            found = replace(self, layer_seconds=share, adapter_seconds=())
         return found.for_batch_size(self.batch_size)
 
     def copying(self, copied: int) -> float:
         """Price a round that copies: `copied` + 1 rows at once through all layers. All texts of a batch copy alike."""
         rows = (copied + 1) * self.batch_size
-        cost = self.num_layers * _at(self.layer_seconds, rows) + _at(self.head_seconds, rows)
-        # As a verification, whose rows most of it is.
-        return self.verify_factor * (cost / self.batch_size) + (1 - self.verify_factor) * self.autoregressive()
+        cost = self.num_layers * at_rows(self.layer_seconds, rows) + at_rows(self.head_seconds, rows)
+        return cost / self.batch_size
 
     def for_batch_size(self, texts: int) -> Self:
         """Return the cost for each of `texts` texts that share their passes."""
@@ -119,17 +105,17 @@ class CostModel:
 
     def _layers(self, layers: int, rows: float) -> float:
         """Return a text's share of the cost of these layers over these rows."""
-        return layers * _at(self.layer_seconds, rows) / self.batch_size
+        return layers * at_rows(self.layer_seconds, rows) / self.batch_size
 
     def _look(self, exit_layer: int, rows: float) -> float:
         """One of these rows' share of a look at all of them."""
-        head = _at(self.head_seconds, rows)
+        head = at_rows(self.head_seconds, rows)
         adapter = next((seconds for layer, seconds in self.adapter_seconds if layer == exit_layer), 0.0)
         return (max(head + self.draft_seconds, 0.1 * head) + adapter) / rows
 
     def _step(self, exit_layer: int, rows: float) -> float:
         """One of these rows' share of a draft step of all of them."""
-        return exit_layer * _at(self.layer_seconds, rows) / rows + self._look(exit_layer, rows)
+        return exit_layer * at_rows(self.layer_seconds, rows) / rows + self._look(exit_layer, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +142,7 @@ class MeasuredCost(CostModel):
 
     def as_dict(self) -> dict[str, Any]:
         """Return what was timed, for a JSON record; `MeasuredCost.from_dict` reads it."""
-        derived = ("batch_size", "block", "block_seconds", "draft_factor", "verify_factor", "rounded")
+        derived = ("batch_size", "block", "block_seconds", "rounded")
         found = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in derived}
         rounded = [(bits, cost.as_dict()) for bits, cost in self.rounded if isinstance(cost, MeasuredCost)]
         return {**found, "rounded": rounded} if rounded else found
@@ -170,7 +156,7 @@ class MeasuredCost(CostModel):
         return cls(**{**values, **lists, "adapter_seconds": adapters, "rounded": rounded})
 
 
-def _at(seconds: Sequence[float], rows: float) -> float:
+def at_rows(seconds: Sequence[float], rows: float) -> float:
     """Entry for `rows` rows, between two the line between them, and beyond the last that of the last two (never falling)."""
     if rows >= len(seconds):
         return seconds[-1] + max(seconds[-1] - seconds[-2], 0.0) * (rows - len(seconds))
@@ -196,14 +182,28 @@ def _setting_costs(cost: CostModel, layers: tuple[int, ...], max_speculations: i
     return costs
 
 
+def parts_of(cost: CostModel, drafter: Drafter | None, drafts: int, early: bool = False) -> tuple[float, float]:
+    """Price a round's draft steps, and its verification. drafter: None for a plain step, or for copies.
+
+    early: it stopped before a draw. One more row then went through the layers and was looked at; of an exit, verification
+    need not run them again.
+    """
+    if drafter is None:
+        return 0.0, cost.copying(drafts)
+    layer, bits = drafter
+    drafting = cost.drafting(layer, drafts, bits)
+    if bits is not None:
+        return drafting + early * cost.drafting(layer, 1, bits), cost.copying(drafts)
+    verifying = cost.round(layer, drafts) - drafting
+    if early:
+        first = cost.drafting(layer, 1)
+        return cost.drafting(layer, drafts + 1), verifying - (first - cost.head_cost(layer))
+    return drafting, verifying
+
+
 def cost_of_round(record: RoundRecord, cost: CostModel) -> float:
     """Price a finished round: all rows that it ran, including one that was dropped."""
-    if record.exit_layer is None:
-        return cost.copying(record.num_drafted)
-    layer, drafted, dropped = record.exit_layer, record.num_drafted, record.stop_cause == "before_draw"
-    if record.bits is not None:  # no row of the draft serves verification
-        return cost.rounded_round(layer, drafted, record.bits) + dropped * cost.drafting(layer, 1, record.bits)
-    return cost.round(layer, drafted) + dropped * cost.head_cost(layer)
+    return sum(parts_of(cost, record.drafter, record.num_drafted, record.stop_cause == "before_draw"))
 
 
 def tokens_per_cost(acceptance: float, exit_layer: int, num_drafts: int, cost: CostModel) -> float:

@@ -113,7 +113,7 @@ EXITS = {
     "del": PolicySpec(
         "del:on_stop=keep", DelExit.from_args, "cost layers d_max omega length no_speculation on_stop prompt"
     ),
-    "auto": PolicySpec("auto:cost=layers", AutoExit.from_args, "cost layers d_max prompt_rows learn_every copy bits"),
+    "auto": PolicySpec("auto:cost=layers", AutoExit.from_args, "cost layers d_max copy bits"),
 }
 """Policies that choose the exit layer."""
 

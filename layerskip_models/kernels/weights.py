@@ -131,7 +131,8 @@ def side_by_side(weight: Tensor) -> Tensor:
 def rows_of(laid: Tensor, first: int, last: int, inputs: int) -> Tensor:
     """Return rows [first, last) of what `side_by_side` was given, in memory of their own. inputs: numbers in each."""
     blocks = laid[first // LANES : -(-last // LANES)]
-    rows = (blocks if laid.dim() == 4 else blocks.unsqueeze(3)).permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
+    pairs = blocks.view(torch.int32).squeeze(3) if laid.dim() == 4 else blocks  # twice as fast as number by number
+    rows = pairs.mT.contiguous().view(laid.dtype).flatten(0, 1)
     start = first // LANES * LANES
     return rows[first - start : last - start, :inputs].contiguous()
 

@@ -17,7 +17,7 @@ from layerskip_models.prefill import MAX_ROWS
 from policies import Policy, RoundRecord
 from selfspec.cache.hidden_states import DeferredShadow
 from selfspec.engine.model_source import BoundModel
-from selfspec.engine.policy_store import BatchPolicies
+from selfspec.engine.policy_store import BatchPolicies, keep_learned
 from selfspec.engine.request import Request
 from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.engine.round import Outputs, emit, read_prompts, run_round
@@ -221,6 +221,7 @@ class _Slot:
                 self._count(output.record)
                 if self.sequence.stop_reason is not None:
                     output.result = self._result(self.sequence.stop_reason)
+                    keep_learned(self.call.bound, self.sequence.policy)
             except Exception as error:
                 output.error = error
         self._leaves_text = output.error is None

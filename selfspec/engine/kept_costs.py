@@ -80,7 +80,7 @@ def _checked(values: Any, num_layers: int) -> MeasuredCost:
     """Make the cost of an entry. Raises an error of `_BROKEN` unless it is of so many layers, and its seconds make sense."""
     cost = MeasuredCost.from_dict(values)
     adapters = [seconds for _, seconds in cost.adapter_seconds]
-    seconds = [*cost.layer_seconds, *cost.head_seconds, *adapters, cost.draft_seconds, cost.round_seconds]
+    seconds = [*cost.layer_seconds, *cost.head_seconds, *adapters, cost.draft_seconds]
     plausible = all(isinstance(value, float) and abs(value) < _MOST_SECONDS for value in seconds)  # a NaN is not
     if not plausible or cost.num_layers != num_layers or cost.fixed or set(values) - set(cost.as_dict()):
         raise ValueError("this is not what was kept")

@@ -13,16 +13,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from weakref import WeakValueDictionary
 
 from layerskip_models.draft_weights import bits_on_offer, make_for
 from layerskip_models.fork_safe import fork_safe
-from policies import CostModel, MeasuredCost, Policy, PreVerifier, autoregressive, check_exit_layer, parse_policy
+from policies import CostModel, Policy, PreVerifier, autoregressive, check_exit_layer, parse_policy
 from policies.auto.policy import AutoExit
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
-from selfspec.engine.calibrate import measured_cost
+from selfspec.engine.expected_cost import expected_cost
+from selfspec.engine.kept_costs import keep_cost
 from selfspec.engine.model_source import BoundModel
 
 
@@ -119,22 +119,25 @@ def make_policy(
 ) -> Policy:
     """Make a new policy for the model.
 
-    measure, preverifier: as for `parse_policy`; by default the model's calibration and its loader of pre-verifiers.
+    measure, preverifier: as for `parse_policy`; by default what is known of the model's costs, and its loader of
+    pre-verifiers.
     """
-    drafters = sorted(bound.model.drafters.items())
-
-    def measure_all() -> MeasuredCost:
-        rounded = tuple((bits, measured_cost(drafter)) for bits, drafter in drafters)
-        return replace(measured_cost(bound.model, bound.runner), rounded=rounded)
-
+    offered = bits_on_offer(bound.model, bound.draft_weights)
     return parse_policy(
         name,
         num_layers=bound.model.num_layers,
-        measure=measure or measure_all,
+        measure=measure or partial(expected_cost, bound.model, bound.runner, offered),
         preverifier=preverifier or bound.preverifiers,
-        draft_bits=tuple(bits for bits, _ in drafters),
-        offered_bits=bits_on_offer(bound.model, bound.draft_weights),
+        draft_bits=tuple(sorted(bound.model.drafters)),
+        offered_bits=offered,
     )
+
+
+def keep_learned(bound: BoundModel, policy: Policy) -> None:
+    """Keep what a text has shown of the model's costs, if it is news, for the next process."""
+    cost = policy.exit.costs.learned() if isinstance(policy.exit, AutoExit) else None
+    if cost is not None:
+        keep_cost(bound.model, bound.runner, cost)
 
 
 class _Loan:

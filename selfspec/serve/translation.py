@@ -15,7 +15,6 @@ from policies import CostModel, Policy, PreVerifier, runs_own_code
 from selfspec import SelfSpecGenerator
 from selfspec.cache.copy_index import copies_drafts
 from selfspec.cache.prefix_cache import ANYONE, Owner
-from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.policy_store import PolicyStore, make_policy
 from selfspec.engine.request import COLDEST, check_context, encode_prompt, end_tokens
 from selfspec.serve.api_errors import ApiError
@@ -259,8 +258,6 @@ class ServedPolicies:
         self._default_name = generator.resolve_policy(options.policy).name
         allowed = SAFE_POLICIES if options.allow_policy is None else options.allow_policy
         self._any, self._allowed = ANY_POLICY in allowed, {REPEATING, self._default_name, *allowed}
-        if generator.model.num_layers > 1:  # now, and not while texts decode, for the first request that names "auto"
-            measured_cost(generator.model, generator.runner)
         self._named = PolicyStore(most=_KEPT)
 
     def choose(self, name: str | None, *, repeats: bool) -> Policy:

@@ -1,0 +1,169 @@
+"""What rounds cost: as expected, and corrected by the seconds that they take.
+
+An expected cost may be far off: it was computed, or measured on a busy machine. Rounds are timed anyway, so their seconds are
+compared with it, by kind: plain steps, verifications by their rows, draft steps by their bits. Only ratios decide, so a
+correction is relative to plain steps. A busy machine only ever adds: the lower quartile of the last ones counts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.cost import CostModel, MeasuredCost, at_rows, parts_of
+from policies.fixed import MAX_COPY_LENGTH
+from policies.records import Drafter, RoundRecord
+
+KEPT = 12
+"""Rounds of a kind that are remembered."""
+ENOUGH = 2
+"""From so many on they correct the cost, and for so many a kind is tried when nothing is known of it."""
+TRY_EVERY, TRY_AGAIN = 4, 128
+"""Rounds from one try of a kind to the next: at first, and later, since neither texts nor machines stay as they are."""
+TOLERANCE = 1.1
+"""Corrections that differ by less change nothing."""
+_ROWS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24)
+"""Rows of a verification, or more, that are a kind of their own."""
+_ROWS_KEPT = 16  # numbers of rows of which `learned` tells the seconds
+_USUAL = 4
+"""Drafts for which an exit's price in full and in fewer bits is compared."""
+
+
+class RoundCosts:
+    """The costs of each of `drafters` with up to `most` drafts, for one of `texts` texts that share the passes.
+
+    plain: of a plain step. copying: by tokens copied. rounds: by drafter and drafts, [drafters, most + 1]; looks: of norm and
+    head for one row more, [drafters]; steps: of the j-th draft without its look, [drafters, most]. bits: that each drafter
+    drafts in: those of `made` where they make an exit cheaper. repair: whether to correct them. Deterministic: the same records
+    give the same costs.
+    """
+
+    def __init__(
+        self, cost: CostModel, drafters: Sequence[Drafter], made: Sequence[int], most: int, texts: int, *, repair: bool
+    ) -> None:
+        self.cost = cost = cost.for_batch_size(texts)
+        self._texts, self._repair, self._drafters = texts, repair, tuple(drafters)
+        self.bits = [self._bits_of(drafter, made, min(_USUAL, most)) for drafter in drafters]
+        priced = [Drafter(drafter.exit_layer, bits) for drafter, bits in zip(drafters, self.bits)]
+        counts = range(most + 1)
+        parts = np.array([[parts_of(cost, one, count) for count in counts] for one in priced])
+        self._drafting, self._verifying = parts[..., 0], parts[..., 1]
+        looks = [cost.head_cost(e) if bits is None else cost.drafting(e, 1, bits) for e, bits in priced]
+        self._looks = np.array(looks)
+        self._copying = [cost.copying(copied) for copied in range(MAX_COPY_LENGTH + 1)]
+        self.plain = cost.autoregressive()
+        self._ratios: dict[Hashable, deque[float]] = {}
+        self._last: dict[Hashable, int] = {}
+        self._round = self._rows = self._texts_done = 0
+        self._took = np.zeros(4)  # of the round at hand: seconds and costs, of drafting and of verifying
+        self._factors: dict[Hashable, float] = {}
+        self._is_news = False
+        self._make_tables()
+
+    def _bits_of(self, drafter: Drafter, made: Sequence[int], usual: int) -> int | None:
+        layer, bits = drafter
+        if bits is not None:
+            return bits
+        prices = [(sum(parts_of(self.cost, Drafter(layer, number), usual)), number) for number in made]
+        price, best = min(prices, default=(np.inf, None))
+        return best if price < self.cost.round(layer, usual) else None
+
+    def _make_tables(self) -> None:
+        rows = np.array([self._factor_of(count + 1) for count in range(len(self._copying))])
+        steps = np.array([self._factors.get(f"bits {bits}", 1.0) for bits in self.bits])[:, None]
+        self.rounds = steps * self._drafting + rows[: self._drafting.shape[1]] * self._verifying
+        self._round_list: list[list[float]] = self.rounds.tolist()
+        self.drafts_may_pay = bool((np.arange(1, self.rounds.shape[1] + 1) / self.rounds).max() > 1 / self.plain)
+        self.looks = steps[:, 0] * self._looks
+        self.steps = np.diff(self.rounds, axis=1) - self.looks[:, None]
+        self.copying = [factor * cost for factor, cost in zip(rows.tolist(), self._copying)]
+
+    def _factor_of(self, rows: int) -> float:
+        """Return the correction of a verification of so many rows a text, between those of which something is known."""
+        known = sorted(key for key in self._factors if isinstance(key, int)) or [1]
+        return float(np.interp(rows, known, [self._factors.get(key, 1.0) for key in known]))
+
+    def observe(self, record: RoundRecord) -> bool:
+        """Take a text's round into account; a batch's records come one by one. Returns whether costs have changed."""
+        if not self._repair or record.batch_size != self._texts or record.verify_seconds <= 0:
+            return False
+        early = record.stop_cause == "before_draw"
+        parts = parts_of(self.cost, record.drafter, record.num_drafted, early)
+        self._took += record.draft_seconds, record.verify_seconds, *parts
+        self._rows += record.num_drafted + 1
+        self._texts_done += 1
+        if self._texts_done < self._texts:
+            return False
+        # The texts of a batch share a round's seconds evenly, whatever each did.
+        self._round += 1
+        draft_seconds, verify_seconds, drafting, verifying = self._took.tolist()
+        rows = _ROWS[bisect_right(_ROWS, self._rows / self._texts) - 1]
+        self._add(rows, verify_seconds / verifying)
+        if drafting > 0:
+            self._add(f"bits {record.bits}", draft_seconds / drafting)
+        self.forget_unfinished()
+        looks_now = self._round % 16 == 0 or self._round & (self._round - 1) == 0
+        return looks_now and self._correct()
+
+    def forget_unfinished(self) -> None:
+        """Forget a round in which some text failed, so that its record never came."""
+        self._took[:] = 0
+        self._rows = self._texts_done = 0
+
+    def _add(self, kind: Hashable, ratio: float) -> None:
+        seen = self._ratios.setdefault(kind, deque(maxlen=KEPT))
+        seen.append(ratio)
+        self._is_news |= kind == 1 and len(seen) in (ENOUGH, KEPT)
+        self._last[kind] = self._round
+
+    def _correct(self) -> bool:
+        found = {kind: sorted(seen)[len(seen) // 4] for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
+        plain = found.get(1)
+        if plain is None:
+            return False
+        factors = {kind: ratio / plain for kind, ratio in found.items()}
+        known = [self._factors.get(kind, 1.0) / factor for kind, factor in factors.items()]
+        if all(1 / TOLERANCE < change < TOLERANCE for change in known):
+            return False
+        self._factors, self._is_news = factors, True
+        self._make_tables()
+        return True
+
+    def of(self, drafter: int | None, drafts: int) -> float:
+        """Price a round of these drafts, of copies if no drafter made them."""
+        return self.copying[drafts] if drafter is None else self._round_list[drafter][drafts]
+
+    def is_due(self, bits: int | None = None, drafts: bool = False) -> bool:
+        """Return whether to try a plain step, or drafts in these bits, so that kinds can be compared."""
+        kind = f"bits {bits}" if drafts else 1
+        tried = len(self._ratios.get(kind, ()))
+        since = self._round - self._last.get(kind, -TRY_EVERY)
+        return self._repair and since >= (TRY_EVERY if tried < ENOUGH else TRY_AGAIN)
+
+    def learned(self) -> MeasuredCost | None:
+        """Return what rounds of a text alone have shown, in seconds; None if that is no news since the last time."""
+        plain = self._ratios.get(1, ())
+        if not isinstance(self.cost, MeasuredCost) or not self._is_news or self._texts > 1 or len(plain) < ENOUGH:
+            return None
+        self._is_news = False
+        scale = sorted(plain)[len(plain) // 4]
+
+        def corrected(cost: MeasuredCost, draft: float) -> MeasuredCost:
+            rows = [(n, scale * draft * self._factor_of(n)) for n in range(1, _ROWS_KEPT + 1)]
+            return replace(
+                cost,
+                layer_seconds=tuple(factor * at_rows(cost.layer_seconds, n) for n, factor in rows),
+                head_seconds=tuple(factor * at_rows(cost.head_seconds, n) for n, factor in rows),
+                draft_seconds=scale * draft * cost.draft_seconds,
+            )
+
+        draft = self._factors.get("bits None", 1.0)
+        step = self.cost.drafting(max(self.cost.num_layers // 4, 1), 1)
+        rounded = ((bits, corrected(cost, self._factors.get(f"bits {bits}", 1.0))) for bits, cost in self.cost.rounded)
+        found = replace(corrected(self.cost, 1.0), rounded=tuple(rounded))
+        return replace(found, draft_seconds=found.draft_seconds + scale * (draft - 1) * step)
