@@ -21,7 +21,7 @@ from bench.record import Record
 from layerskip_models import LayerSkipModel
 from policies import MeasuredCost
 from selfspec import SelfSpecGenerator
-from selfspec.engine.calibrate import measured_cost
+from selfspec.engine.calibrate import calibrate
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30  # beyond any cache
 _COLUMNS = 4096
@@ -36,7 +36,7 @@ def synchronize(device: torch.device) -> None:
 
 def calibrated(generator: SelfSpecGenerator, record: Record) -> MeasuredCost:
     """Measure what layers and head cost, as the policies do, and write it; or take the costs that the record has."""
-    line = record.once("costs", lambda: measured_cost(generator.model, generator.runner, fresh=True).as_dict())
+    line = record.once("costs", lambda: calibrate(generator.model, generator.runner).as_dict())
     return MeasuredCost.from_dict({name: value for name, value in line.items() if name != "kind"})
 
 

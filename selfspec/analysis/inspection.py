@@ -14,7 +14,7 @@ from layerskip_models.draft_weights import draft_bytes
 from policies import CostModel
 from selfspec.analysis.comparison import Generate, pairs_of_runs, summarise
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
-from selfspec.engine.calibrate import measured_cost
+from selfspec.engine.calibrate import calibrate
 from selfspec.engine.request import encode_prompt
 from selfspec.engine.results import mean
 from selfspec.generator import GenerationResult, SelfSpecGenerator
@@ -104,7 +104,7 @@ def inspect_model(
     generate = partial(generator.generate, max_new_tokens=max_new_tokens, do_sample=False)
     if not chats:
         generate = partial(generate, eos_token_id=[])
-    cost = measured_cost(model, fresh=True)
+    cost = calibrate(model)
     on_progress("calibrating")
     free: list[list[int]] = []
     repeating: list[list[int]] = []
