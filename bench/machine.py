@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import torch
 
+from bench.calibration import calibrate
 from bench.record import Record
 from layerskip_models import LayerSkipModel
 from policies import MeasuredCost
 from selfspec import SelfSpecGenerator
-from selfspec.engine.calibrate import calibrate
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30  # beyond any cache
 _COLUMNS = 4096

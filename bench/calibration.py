@@ -1,4 +1,4 @@
-"""Times the engine's hot calls on the running device and fills `policies.MeasuredCost`, for benchmarks and inspections."""
+"""Times the engine's hot calls on the running device, and fills `policies.MeasuredCost` with them."""
 
 from __future__ import annotations
 
