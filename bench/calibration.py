@@ -10,10 +10,13 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from bench.machine import synchronize
+from bench.record import Record
 from layerskip_models import LayerSkipModel
 from layerskip_models.kernels.threads import num_threads
 from layerskip_models.kv_cache import KVCache
 from policies import MeasuredCost, autoregressive
+from selfspec import SelfSpecGenerator
 from selfspec.engine.draft import Draft
 from selfspec.engine.expected_cost import CONTEXT, expected_cost
 from selfspec.engine.request import plain_request
@@ -24,6 +27,12 @@ from selfspec.engine.sequence import Sequence
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 13)
 _SECONDS = 0.6  # for all timings together, once each has two
 _REPEATS = 24
+
+
+def calibrated(generator: SelfSpecGenerator, record: Record) -> MeasuredCost:
+    """Measure what layers and head cost, and write it; or take the costs that the record has."""
+    line = record.once("costs", lambda: calibrate(generator.model, generator.runner).as_dict())
+    return MeasuredCost.from_dict({name: value for name, value in line.items() if name != "kind"})
 
 
 def calibrate(model: LayerSkipModel, runner: RunnerName | None = None) -> MeasuredCost:
@@ -92,17 +101,12 @@ def _timed(calls: list[Callable[[], object]], device: torch.device) -> list[floa
         if repeat >= 2 and perf_counter() - started > _SECONDS:
             break
         for call, times in zip(calls, seconds):
-            _synchronize(device)
+            synchronize(device)
             start = perf_counter()
             call()
-            _synchronize(device)
+            synchronize(device)
             times.append(perf_counter() - start)
     return [sorted(times)[len(times) // 4] for times in seconds]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # not the whole device: other threads may use it
 
 
 def _every_row(rows_timed: tuple[int, ...], seconds: list[float]) -> tuple[float, ...]:

@@ -23,7 +23,7 @@ Invoke = Callable[..., Any]
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `selfspec-bench run` measures the same seconds, so that two runs decide alike."""
     cost = MeasuredCost(num_layers=4, layer_seconds=(1e-3, 1.1e-3), head_seconds=(5e-4, 6e-4))
-    monkeypatch.setattr("bench.machine.calibrate", lambda model, runner: cost)
+    monkeypatch.setattr("bench.calibration.calibrate", lambda model, runner: cost)
 
 
 @pytest.fixture(scope="module")
