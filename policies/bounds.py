@@ -6,10 +6,6 @@ from collections.abc import Sequence
 
 MAX_DRAFTS = 64
 """Drafts in a round. Nothing that was measured gains from more than about 20, and memory and time grow with them."""
-MAX_PROMPT_ROWS = 256
-"""Rows of a prompt that teach a policy: their hidden states of all layers are kept until the prompt is read."""
-MAX_LEARN_EVERY = 1 << 20
-"""Rows between two that teach all layers."""
 
 
 def check_number(name: str, value: int, least: int, most: int) -> int:

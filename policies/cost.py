@@ -29,7 +29,8 @@ class CostModel:
         drafts are chosen with is faster by more than that.
     adapter_seconds: by exit layer, what an adapter after that exit adds to each look; exits that are not named have none.
     description: of model, device and threads, for the record.
-    fixed: True keeps the costs as they are, whatever rounds take (`policies.auto.round_costs`): for runs that must decide alike.
+    fixed: True keeps the costs as they are, whatever rounds take (`policies.auto.round_costs`): for runs that must decide
+        alike.
     batch_size: texts that share the passes; each pays its part. Few rows cost little more than one, since the weights are
         read once; many cost what their arithmetic costs. So plain steps become cheap in a batch, and drafts gain less, down
         to nothing. All texts draft from one exit and verify together. They stop drafting at different tokens, so few share
@@ -56,7 +57,8 @@ class CostModel:
     def autoregressive(self) -> float:
         """Price a round without speculation: one row through all layers and the head."""
         return (
-            self._layers(self.num_layers, self.batch_size) + at_rows(self.head_seconds, self.batch_size) / self.batch_size
+            self._layers(self.num_layers, self.batch_size)
+            + at_rows(self.head_seconds, self.batch_size) / self.batch_size
         )
 
     def head_cost(self, exit_layer: int) -> float:
@@ -73,14 +75,18 @@ class CostModel:
         later = self._step(exit_layer, 1 + (self.batch_size - 1) * DRAFTING_ON)
         return num_drafts * later + (first - later)
 
-    def round(self, exit_layer: int, num_drafts: int) -> float:
+    def round(self, exit_layer: int, num_drafts: int, bits: int | None = None) -> float:
         """Price a round that drafts `num_drafts` >= 0 tokens, looks at as many rows, and verifies num_drafts + 1 rows.
 
-        The last row goes through the first E layers alone, and then all rows together through the others and the head.
+        The last row goes through the first E layers alone, and then all rows together through the others and the head. After
+        drafts in fewer bits all rows are verified through all layers.
         """
+        cost = self.drafting(exit_layer, num_drafts, bits)
+        if bits is not None:
+            return cost + self.copying(num_drafts)
         rows = (num_drafts + 1) * self.batch_size
-        verifying = self._layers(self.num_layers - exit_layer, rows) + at_rows(self.head_seconds, rows) / self.batch_size
-        cost = self.drafting(exit_layer, num_drafts) + self._layers(exit_layer, self.batch_size) + verifying
+        cost += self._layers(exit_layer, self.batch_size) + self._layers(self.num_layers - exit_layer, rows)
+        cost += at_rows(self.head_seconds, rows) / self.batch_size
         if self.block:  # a block cut short is not judged
             each = self.autoregressive() / self.num_layers if self.block_seconds is None else self.block_seconds
             cost += num_drafts // self.block * each
@@ -192,12 +198,11 @@ def parts_of(cost: CostModel, drafter: Drafter | None, drafts: int, early: bool 
         return 0.0, cost.copying(drafts)
     layer, bits = drafter
     drafting = cost.drafting(layer, drafts, bits)
-    if bits is not None:
-        return drafting + early * cost.drafting(layer, 1, bits), cost.copying(drafts)
-    verifying = cost.round(layer, drafts) - drafting
+    verifying = cost.round(layer, drafts, bits) - drafting
     if early:
-        first = cost.drafting(layer, 1)
-        return cost.drafting(layer, drafts + 1), verifying - (first - cost.head_cost(layer))
+        first = cost.drafting(layer, 1, bits)
+        drafting += first if bits is not None else cost.drafting(layer, drafts + 1) - drafting
+        verifying -= 0.0 if bits is not None else first - cost.head_cost(layer)
     return drafting, verifying
 
 

@@ -65,7 +65,7 @@ _CONVERT: dict[str, Convert] = {
     **dict.fromkeys(("cost", "length", "on_stop", "prompt"), str),
     **dict.fromkeys(("omega", "start", "target", "step", "threshold", "tau", "t", "rho"), float),
     **dict.fromkeys(("no_speculation", "copy", "bits"), _switch),
-    **dict.fromkeys(("min", "d_max", "max_length", "prompt_rows", "learn_every", "exit_layer", "layer", "b"), _integer),
+    **dict.fromkeys(("min", "d_max", "max_length", "exit_layer", "layer", "b"), _integer),
     "layers": _layers,
 }
 """How the value of each option is read. An option means the same wherever it occurs."""
@@ -240,11 +240,6 @@ def _with_other_stopping(
         drafts_in = built.observes.bits[0] if name == "bits" else None
         setup = replace(setup, exit_layers=built.exit_layers, drafts_in=drafts_in)
         stopping = other_spec.build(setup, **other_values)
-    asked = stopping.observes  # which overrides a schedule of learning that asks for less
-    if "learn_every" in values and asked.shadow_layers and asked.learn_every < built.observes.learn_every:
-        raise ValueError(f"learn_every= changes nothing before +{other}, which learns from every row")
-    if "prompt_rows" in values and asked.prompt_rows > built.observes.prompt_rows:
-        raise ValueError(f"prompt_rows= changes nothing before +{other}, which learns from {asked.prompt_rows} of them")
     return built, stopping
 
 

@@ -13,7 +13,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from policies.cost import CostModel, MeasuredCost, at_rows, parts_of
 from policies.fixed import MAX_COPY_LENGTH
@@ -27,7 +26,8 @@ TRY_EVERY, TRY_AGAIN = 4, 128
 """Rounds from one try of a kind to the next: at first, and later, since neither texts nor machines stay as they are."""
 TOLERANCE = 1.1
 """Corrections that differ by less change nothing."""
-_ROWS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24)
+_PLAIN = 1  # kinds are rows of verifications, and "drafts in" bits
+_ROWS = (_PLAIN, 2, 3, 4, 5, 6, 8, 11, 16, 24)
 """Rows of a verification, or more, that are a kind of their own."""
 _ROWS_KEPT = 16  # numbers of rows of which `learned` tells the seconds
 _USUAL = 4
@@ -39,8 +39,8 @@ class RoundCosts:
 
     plain: of a plain step. copying: by tokens copied. rounds: by drafter and drafts, [drafters, most + 1]; looks: of norm and
     head for one row more, [drafters]; steps: of the j-th draft without its look, [drafters, most]. bits: that each drafter
-    drafts in: those of `made` where they make an exit cheaper. repair: whether to correct them. Deterministic: the same records
-    give the same costs.
+    drafts in: those of `made` where they make an exit cheaper. repair: whether to correct them. Deterministic: the same
+    records give the same costs.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class RoundCosts:
         layer, bits = drafter
         if bits is not None:
             return bits
-        prices = [(sum(parts_of(self.cost, Drafter(layer, number), usual)), number) for number in made]
+        prices = [(self.cost.round(layer, usual, number), number) for number in made]
         price, best = min(prices, default=(np.inf, None))
         return best if price < self.cost.round(layer, usual) else None
 
     def _make_tables(self) -> None:
         rows = np.array([self._factor_of(count + 1) for count in range(len(self._copying))])
-        steps = np.array([self._factors.get(f"bits {bits}", 1.0) for bits in self.bits])[:, None]
+        steps = np.array([self._factors.get(f"drafts in {bits}", 1.0) for bits in self.bits])[:, None]
         self.rounds = steps * self._drafting + rows[: self._drafting.shape[1]] * self._verifying
         self._round_list: list[list[float]] = self.rounds.tolist()
         self.drafts_may_pay = bool((np.arange(1, self.rounds.shape[1] + 1) / self.rounds).max() > 1 / self.plain)
@@ -85,7 +85,7 @@ class RoundCosts:
 
     def _factor_of(self, rows: int) -> float:
         """Return the correction of a verification of so many rows a text, between those of which something is known."""
-        known = sorted(key for key in self._factors if isinstance(key, int)) or [1]
+        known = sorted(key for key in self._factors if isinstance(key, int)) or [_PLAIN]
         return float(np.interp(rows, known, [self._factors.get(key, 1.0) for key in known]))
 
     def observe(self, record: RoundRecord) -> bool:
@@ -105,7 +105,7 @@ class RoundCosts:
         rows = _ROWS[bisect_right(_ROWS, self._rows / self._texts) - 1]
         self._add(rows, verify_seconds / verifying)
         if drafting > 0:
-            self._add(f"bits {record.bits}", draft_seconds / drafting)
+            self._add(f"drafts in {record.bits}", draft_seconds / drafting)
         self.forget_unfinished()
         looks_now = self._round % 16 == 0 or self._round & (self._round - 1) == 0
         return looks_now and self._correct()
@@ -118,12 +118,12 @@ class RoundCosts:
     def _add(self, kind: Hashable, ratio: float) -> None:
         seen = self._ratios.setdefault(kind, deque(maxlen=KEPT))
         seen.append(ratio)
-        self._is_news |= kind == 1 and len(seen) in (ENOUGH, KEPT)
+        self._is_news |= kind == _PLAIN and len(seen) in (ENOUGH, KEPT)
         self._last[kind] = self._round
 
     def _correct(self) -> bool:
         found = {kind: sorted(seen)[len(seen) // 4] for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
-        plain = found.get(1)
+        plain = found.get(_PLAIN)
         if plain is None:
             return False
         factors = {kind: ratio / plain for kind, ratio in found.items()}
@@ -138,32 +138,35 @@ class RoundCosts:
         """Price a round of these drafts, of copies if no drafter made them."""
         return self.copying[drafts] if drafter is None else self._round_list[drafter][drafts]
 
-    def is_due(self, bits: int | None = None, drafts: bool = False) -> bool:
-        """Return whether to try a plain step, or drafts in these bits, so that kinds can be compared."""
-        kind = f"bits {bits}" if drafts else 1
-        tried = len(self._ratios.get(kind, ()))
-        since = self._round - self._last.get(kind, -TRY_EVERY)
-        return self._repair and since >= (TRY_EVERY if tried < ENOUGH else TRY_AGAIN)
+    def is_due(self, drafter: int | None = None) -> bool:
+        """Return whether to try drafts by this drafter, or a plain step, to compare what they cost."""
+        kind = _PLAIN if drafter is None else f"drafts in {self.bits[drafter]}"
+        every = TRY_EVERY if len(self._ratios.get(kind, ())) < ENOUGH else TRY_AGAIN
+        return self._repair and self._round - self._last.get(kind, -TRY_EVERY) >= every
 
     def learned(self) -> MeasuredCost | None:
         """Return what rounds of a text alone have shown, in seconds; None if that is no news since the last time."""
-        plain = self._ratios.get(1, ())
+        plain = self._ratios.get(_PLAIN, ())
         if not isinstance(self.cost, MeasuredCost) or not self._is_news or self._texts > 1 or len(plain) < ENOUGH:
             return None
         self._is_news = False
-        scale = sorted(plain)[len(plain) // 4]
+        scale, numbers = sorted(plain)[len(plain) // 4], range(1, _ROWS_KEPT + 1)
 
-        def corrected(cost: MeasuredCost, draft: float) -> MeasuredCost:
-            rows = [(n, scale * draft * self._factor_of(n)) for n in range(1, _ROWS_KEPT + 1)]
+        def corrected(cost: CostModel, factors: Sequence[float]) -> CostModel:
             return replace(
                 cost,
-                layer_seconds=tuple(factor * at_rows(cost.layer_seconds, n) for n, factor in rows),
-                head_seconds=tuple(factor * at_rows(cost.head_seconds, n) for n, factor in rows),
-                draft_seconds=scale * draft * cost.draft_seconds,
+                layer_seconds=tuple(factor * at_rows(cost.layer_seconds, n) for n, factor in zip(numbers, factors)),
+                head_seconds=tuple(factor * at_rows(cost.head_seconds, n) for n, factor in zip(numbers, factors)),
+                draft_seconds=factors[0] * cost.draft_seconds,
             )
 
-        draft = self._factors.get("bits None", 1.0)
-        step = self.cost.drafting(max(self.cost.num_layers // 4, 1), 1)
-        rounded = ((bits, corrected(cost, self._factors.get(f"bits {bits}", 1.0))) for bits, cost in self.cost.rounded)
-        found = replace(corrected(self.cost, 1.0), rounded=tuple(rounded))
-        return replace(found, draft_seconds=found.draft_seconds + scale * (draft - 1) * step)
+        drafting = {
+            bits: scale * self._factors.get(f"drafts in {bits}", 1.0) for bits in (None, *dict(self.cost.rounded))
+        }
+        rounded = ((bits, corrected(cost, [drafting[bits]] * _ROWS_KEPT)) for bits, cost in self.cost.rounded)
+        found = corrected(self.cost, [scale * self._factor_of(n) for n in numbers])
+        # What drafts at exits take more than expected goes to each draft's own seconds: right at a quarter of the depth.
+        more = (drafting[None] - scale) * self.cost.drafting(max(self.cost.num_layers // 4, 1), 1)
+        found = replace(found, draft_seconds=found.draft_seconds + more, rounded=tuple(rounded))
+        assert isinstance(found, MeasuredCost)
+        return found

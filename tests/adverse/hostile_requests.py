@@ -167,8 +167,8 @@ def policy_bomb(server: Server, random: Random) -> None:
     number = random.choice([0, 5, 64, 65, 300, 1900, 10**6, 30_000_000, 10**30])
     name = random.choice([
         "auto:cost=layers,d_max={}", "del:d_max={}", "ls:1-{}", "ls:{}-4", "spide:3,max_length={}", "fs:2-{}", "copy:{}",
-        "auto+pacer:b={}", "auto:cost=layers,prompt_rows={}", "dv:2,max_length={}", "dv:2,step={}",
-        "auto:layers={}", "pacer:/etc/passwd,b={}", "del:omega={}", "auto:cost=layers,learn_every={},copy=nan",
+        "auto+pacer:b={}", "auto:cost=layers,d_max={}", "dv:2,max_length={}", "dv:2,step={}",
+        "auto:layers={}", "pacer:/etc/passwd,b={}", "del:omega={}", "auto:cost=layers,d_max={},copy=nan",
     ])  # fmt: skip
     sampling = random.choice([{"temperature": 0}, {"temperature": 1}, {"temperature": 1, "seed": 3}])
     _sent(server, _body(server, policy=name.replace("{}", str(number)), max_tokens=40, **sampling))

@@ -84,6 +84,10 @@ def test_states_of_policies(saved: dict[str, Any], kept: Path) -> None:
             engine.resolve_policy("dv:2").load(kept / "state.json")
         return
     policy = parse_policy(saved["policy"], num_layers=4, preverifier=PreVerifiers(engine.model))
+    if saved["policy"].startswith("auto"):  # which has been written anew
+        with pytest.raises(ValueError, match="it was saved by another version"):
+            policy.load(kept / "state.json")
+        return
     policy.load(kept / "state.json")
     assert {"policy": policy.name, **policy.state()} == saved
     found = engine.generate([3, 1, 4], max_new_tokens=12, eos_token_id=[], policy=policy)

@@ -122,7 +122,7 @@ EVERY_POLICY = (
     "spide:{E},tau=0.5", "del", "del:on_stop=keep", "del:length=tpl", "del:cost=measured",
     "del:no_speculation=on", "del:prompt=counted",
     "del+spide", "del+dv", "del+fs", "del+adaedl", "ls:{E}-9+del", "auto", "auto:cost=layers",
-    "auto:cost=layers,learn_every=1", "auto+spide",
+    "auto:cost=layers,d_max=4", "auto+spide",
     "pacer:random,exit_layer={E},b=2,t=0.3", "pacer:random,exit_layer={E},b=3,t=0.1",
     "ls:{E}-9+pacer:random,b=1,t=0.3",
     "pacer:random,exit_layer={E},b=2,t=0.2",

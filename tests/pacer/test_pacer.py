@@ -127,8 +127,8 @@ def test_names() -> None:
     assert (plan.exit_layer, plan.max_speculations) == (2, 32)
     assert parse("pacer:exit_layer=1").exit.plan(None).exit_layer == 1
     both = parse("auto:cost=layers+pacer:b=4")
-    assert both.exit.learner.exits == (1, 2)
-    assert both.exit.learner.cost == LayerCost(4, block=4)
+    assert both.exit.exit_layers == (1, 2)
+    assert both.exit.costs.cost == LayerCost(4, block=4)
     with pytest.raises(ValueError, match="exit layers 1, 2 only"):
         parse("ls:3-8+pacer")
     with pytest.raises(ValueError, match="exit layers 1, 2 only"):
@@ -156,7 +156,7 @@ def test_a_measured_cost_charges_what_a_pass_takes() -> None:
         policy = parse_policy(
             f"auto:cost={kind}+pacer:b=3", num_layers=4, measure=lambda: measured, preverifier=lambda _: Timed(network)
         )
-        costs[kind] = policy.exit.learner.cost
+        costs[kind] = policy.exit.costs.cost
     assert costs["layers"] == LayerCost(4, block=3)
     # 9 drafts at layer 2 of 8: 9 * 2 + 8, and a pass behind the 4th and the 8th.
     assert LayerCost(8, block=4).round(2, 9) == 9 * 2 + 8 + 2

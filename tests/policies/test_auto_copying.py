@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,7 @@ import pytest
 
 from batched_runs import generator_of
 from policies import MeasuredCost, RoundContext, RoundRecord, parse_policy
-from policies.auto.constants import TUNING
-from policies.auto.copy_values import CopyTable, best_copy
-from policies.auto.drift import CostDrift
+from policies.auto.chances import copy_confidence
 from policies.auto.policy import AutoExit
 from policies.fixed import MAX_COPY_LENGTH
 from records import finished
@@ -33,39 +30,25 @@ def context(match_length: int, batch_size: int = 1) -> RoundContext:
 
 def taught(right: bool, times: int = 40) -> AutoExit:
     policy = AutoExit(num_layers=6, cost=ROWS)
-    for length in (2, 3, 4, 5, 6, 8, 12, 16, 32):
-        policy.learner.copies.observe([(length, right)] * times)
+    lengths = (2, 3, 4, 5, 6, 8, 12, 16, 32)
+    plain = replace(finished(0, 0, cause="none"), exit_layer=None)
+    policy.observe(replace(plain, copies=tuple((length, right) for length in lengths for _ in range(times))))
+    policy.begin_text()
     return policy
-
-
-def test_learns_how_often_a_match_of_each_length_is_right() -> None:
-    table = CopyTable()
-    before = [table.chance(length) for length in range(2, 40)]
-    assert before == sorted(before) and 0 < before[0] < before[-1] < 1
-    table.observe([(3, True)] * 30 + [(9, False)] * 30)
-    assert table.chance(3) > 0.9 and table.chance(11) < 0.15
-    assert table.chance(2) == before[0] and table.chance(12) == before[10]
-    table.observe([(3, False)] * int(TUNING.copy_memory))  # the latest ones count most
-    assert table.chance(3) < 0.35
-    again = CopyTable()
-    again.restore(table.state())
-    assert [again.chance(length) for length in range(2, 40)] == [table.chance(length) for length in range(2, 40)]
-    with pytest.raises(ValueError, match="match lengths"):
-        again.restore({"right": [1.0], "seen": [2.0]})
 
 
 def test_copies_as_long_as_it_pays() -> None:
     """Brute force over the lengths: tokens less rate times cost."""
-    table, costs = CopyTable(), [ROWS.copying(copied) for copied in range(MAX_COPY_LENGTH + 1)]
-    table.observe([(4, True)] * 9 + [(4, False)])
-    for rate, length in product((0.05, 0.14, 0.3, 1.0), (2, 4, 8, 33)):
-        reliability = np.cumprod([1.0, *(table.chance(length + index) for index in range(MAX_COPY_LENGTH))])
+    policy = taught(True, times=2)
+    rate = max(policy.best.rate, 1 / ROWS.autoregressive())
+    for length in (2, 4, 8, 33):
+        chances = [policy.chances.of(-1, copy_confidence(length + index)) for index in range(MAX_COPY_LENGTH)]
+        reliability = np.cumprod([1.0, *chances])
         values = [
             (reliability[: copied + 1].sum() - rate * ROWS.copying(copied), copied)
-            for copied in range(1, MAX_COPY_LENGTH + 1)
+            for copied in range(MAX_COPY_LENGTH + 1)
         ]
-        choice = best_copy(table, costs, length, rate)
-        assert (choice.value, choice.copied) == pytest.approx(max(values))
+        assert policy.plan(context(length)).copied == max(values)[1]
 
 
 def test_plans_a_copy_where_it_was_right_and_none_where_it_was_wrong() -> None:
@@ -83,7 +66,7 @@ def copied_record(copied: int, accepted: int) -> RoundRecord:
 
 
 def test_a_rate_that_copies_have_raised_is_a_higher_price() -> None:
-    policy = taught(True, times=3)
+    policy = taught(True, times=0)
     before = policy.plan(context(8)).copied
     for _ in range(60):
         policy.observe(copied_record(20, 20))
@@ -120,10 +103,3 @@ def test_a_text_that_does_not_repeat_is_decoded_as_without_copies(monkeypatch: p
         for name in ("auto", "auto:copy=off")
     ]
     assert facts[0] == facts[1]
-
-
-def test_rounds_that_copy_say_nothing_of_drafting_and_plain_steps() -> None:
-    drift = CostDrift(ROWS)
-    copied = replace(copied_record(5, 3), draft_seconds=9.0, verify_seconds=90.0)
-    assert not any(drift.observe(copied) for _ in range(200))
-    assert not any(drift._ratios.values())

@@ -58,7 +58,6 @@ MISTAKES = {
     "del:on_stop=keep+spide": r"on_stop= changes nothing before \+spide",
     "del:on_stop=drop+del": r"on_stop= changes nothing before \+del",
     "del:length=tpl,on_stop=keep": "on_stop= changes nothing with length=tpl",
-    "auto:cost=layers,learn_every=4+del": r"learn_every= changes nothing before \+del",
     "ls:3-0+dv": "drafts nothing",
     "del:omega=0.9,omega=0.5": "omega= is given twice",
     "del:state=kept": "takes cost=, layers=",

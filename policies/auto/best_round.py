@@ -1,11 +1,20 @@
-"""What going on with a draft is worth: dynamic program of `auto` (`policies.auto.policy`), from the longest draft back."""
+"""The round that is worth most, and what going on with a draft is worth: the dynamic program of `policies.auto.policy`."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from policies.auto.round_costs import RoundCosts
+
+MARGIN = 1.03
+"""By how much a round must beat a plain step: less may be an error of the estimates."""
+TOLERANCE, MOST_STEPS = 0.1, 5
+"""Relative change of the rate below which another of Dinkelbach's steps is not worth its time, and how many there may be."""
 
 _GRID = np.concatenate([[0.0], np.geomspace(0.03, 1.0, 11)])  # reliabilities at which values are tabulated
 _POINTS: list[float] = _GRID.tolist()
@@ -73,3 +82,49 @@ class DraftValues:
         above = bisect_left(_POINTS, reliability, 1, len(_POINTS) - 1)
         low, high = _POINTS[above - 1], _POINTS[above]
         return values[above - 1] + (reliability - low) / (high - low) * (values[above] - values[above - 1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BestRound:
+    """The best round of some drafters.
+
+    index: of its drafter. tokens, cost: that are expected of it. rate: tokens per cost, at least a plain step's. pays:
+    whether it is better than that. price: the rate that `values` were worked out at.
+    """
+
+    index: int
+    tokens: float
+    cost: float
+    rate: float
+    pays: bool
+    price: float
+    values: DraftValues
+
+
+def best_round(
+    costs: RoundCosts,
+    frequency: NDArray[np.float64],
+    acceptance: NDArray[np.float64],
+    usable: Sequence[bool],
+    rate: float,
+) -> BestRound:
+    """Find the best round: steps of Dinkelbach's method from a rate that is nearly right.
+
+    frequency: of each bin of confidences, acceptance: of each, [drafters, bins]. usable: which drafters may make it.
+    """
+    plain = 1 / costs.plain
+    rate, unusable = max(rate, plain), np.where(usable, 0.0, np.inf)
+    for _ in range(MOST_STEPS):
+        values = DraftValues(frequency, acceptance, rate * costs.steps, rate * costs.looks)
+        start = values.start()
+        worth = 1 - rate * costs.rounds[:, 0] + start - unusable
+        index = int(worth.argmax())
+        if not usable[index]:
+            return BestRound(index, 1.0, costs.plain, plain, False, rate, values)
+        tokens = 1 + float(values.accepted()[index])
+        cost = (tokens - float(worth[index])) / rate
+        price, rate = rate, max(tokens / cost, plain)
+        if abs(rate / price - 1) < TOLERANCE:
+            break
+    pays = bool(start[index] > 0 and rate > MARGIN * plain)
+    return BestRound(index, tokens, cost, rate if pays else plain, pays, price, values)
