@@ -17,11 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from bench.record import Record
 from layerskip_models import LayerSkipModel
-from policies import MeasuredCost
-from selfspec import SelfSpecGenerator
-from selfspec.engine.calibrate import measured_cost
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30  # beyond any cache
 _COLUMNS = 4096
@@ -32,12 +28,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for what a device still has to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def calibrated(generator: SelfSpecGenerator, record: Record) -> MeasuredCost:
-    """Measure what layers and head cost, as the policies do, and write it; or take the costs that the record has."""
-    line = record.once("costs", lambda: measured_cost(generator.model, generator.runner, fresh=True).as_dict())
-    return MeasuredCost.from_dict({name: value for name, value in line.items() if name != "kind"})
 
 
 def measure_bandwidth(device: torch.device) -> float:

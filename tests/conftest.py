@@ -41,12 +41,8 @@ def pytest_collection_finish() -> None:
     """Leave alone what is imported by now. Not called in the process that only hands out the tests."""
     import torch
 
-    from selfspec.engine import calibrate
-
     build_once()
     torch.set_num_threads(1)  # a second thread costs more than a tiny matrix
-    # A model's costs are timed twice, not for 0.6 seconds: what a tiny model's really are is of no use to a test.
-    calibrate._SECONDS = 0.0
     if hasattr(os, "register_at_fork"):
         # A forked process has none of its parent's threads, and its first product would wait for them for ever.
         os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))

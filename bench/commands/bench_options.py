@@ -121,6 +121,13 @@ class RunCommand(OnModel):
     seed: int | None = option(None, "Random seed of the first repeat, with --do-sample (default 0).")
     warmups: WarmupsOption = 1
     runner: str = option("auto", "eager, graphs (on CUDA), or auto: graphs on CUDA where they can be, else eager.")
+    cold: bool = option(
+        False,
+        "Instead, measure the first three prompts in fresh processes, which take turns: each policy without kept costs, and "
+        "with those that another process kept. Default policy: auto.",
+        None,
+        "--cold",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

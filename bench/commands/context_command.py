@@ -13,13 +13,14 @@ import torch
 import typer
 from transformers import PreTrainedTokenizerBase
 
+from bench.calibration import calibrated
 from bench.commands.bench_options import ContextCommand
 from bench.commands.roofline_command import best_fixed
 from bench.commands.session import header, loaded, progress, recording, show
 from bench.commands.sweep_command import parse_range
 from bench.datasets import EncodedPrompt, load_prompts
 from bench.engines.own import run_afresh
-from bench.machine import WeightBytes, calibrated, measure_bandwidth
+from bench.machine import WeightBytes, measure_bandwidth
 from bench.measure import in_turn
 from bench.models import open_tokenizer
 from bench.provenance import provenance

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+from bench.calibration import calibrated
 from bench.commands.bench_options import RooflineCommand
 from bench.commands.session import encoded, header, loaded, progress, recording, show
 from bench.datasets import EncodedPrompt
 from bench.engines.own import run_afresh
-from bench.machine import WeightBytes, calibrated, measure_bandwidth
+from bench.machine import WeightBytes, measure_bandwidth
 from bench.measure import in_turn
 from bench.models import open_tokenizer
 from bench.provenance import provenance

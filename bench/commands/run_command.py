@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from bench.commands.bench_options import DEFAULT_POLICIES, RunCommand
+from bench.commands.cold_run import run_cold
 from bench.commands.session import header, loaded, measure, recording, show, write_engines
 from bench.datasets import COPYING, Prompt, encode_prompts, group_by_task, load_prompts
 from bench.engines.own import SelfSpecEngine
@@ -25,9 +26,14 @@ def run(options: RunCommand) -> None:
             options.do_sample,
             {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k, "seed": options.seed},
         )
-        names = ["ar", *(options.policy or DEFAULT_POLICIES)]
+        names = ["ar", *(options.policy or (("auto",) if options.cold else DEFAULT_POLICIES))]
         chosen = choose_prompts(options.prompts or [], options.task or [], options.num_samples)
         samples = encode_prompts(chosen, open_tokenizer(options.model), options.prompt_tokens)
+        if options.cold:
+            if options.warmed_up:
+                raise ValueError("--warmed-up has no effect with --cold, where policies keep what they learn anyway")
+            run_cold(options, [*dict.fromkeys(names)], samples, sampling)
+            return
         weights = loaded(options)
         generator = SelfSpecGenerator(weights, runner=cast(Any, options.runner), prefix_cache=0)
         num_layers = weights.num_layers

@@ -148,21 +148,27 @@ def started(
     engines: list[TimedEngine] = []
     where: dict[str, Any] = {}
     missing: dict[str, str] = {}
+    with ended_by_loss(), ExitStack() as running:
+        for name, make in makers.items():
+            try:
+                with _errors.status(f"Starting {name} ..."):
+                    peer = running.enter_context(PeerProcess(name, make, timeout=timeout))
+            except EngineLostError as error:
+                if not where:
+                    raise
+                missing[name] = str(error)
+                continue
+            where = where or {**peer.about["provenance"], "versions": {}}
+            where["versions"] |= peer.about.get("versions", {})
+            engines += peer.engines
+        yield engines, where, missing
+
+
+@contextmanager
+def ended_by_loss() -> Iterator[None]:
+    """End the command in one line if an engine is lost that nothing goes on without."""
     try:
-        with ExitStack() as running:
-            for name, make in makers.items():
-                try:
-                    with _errors.status(f"Starting {name} ..."):
-                        peer = running.enter_context(PeerProcess(name, make, timeout=timeout))
-                except EngineLostError as error:
-                    if not where:
-                        raise
-                    missing[name] = str(error)
-                    continue
-                where = where or {**peer.about["provenance"], "versions": {}}
-                where["versions"] |= peer.about.get("versions", {})
-                engines += peer.engines
-            yield engines, where, missing
+        yield
     except EngineLostError as error:
         if error.mistake is not None:
             raise ValueError(error.mistake) from None

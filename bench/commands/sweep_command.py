@@ -10,11 +10,11 @@ from typing import Any
 
 import typer
 
+from bench.calibration import calibrated
 from bench.commands.bench_options import SweepCommand
 from bench.commands.session import encoded, header, loaded, measure, progress, recording, show, write_engines
 from bench.datasets import EncodedPrompt
 from bench.engines.own import SelfSpecEngine
-from bench.machine import calibrated
 from bench.models import num_layers_of, open_tokenizer
 from bench.provenance import provenance
 from bench.record import PLAIN, Line, Record, matching

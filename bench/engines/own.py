@@ -37,13 +37,15 @@ class Generation:
 
     tokens: the new ones. seconds: of the whole call, prefill included, tokenisation not. time_to_first_token: seconds
     until the first new token was there. decode_seconds: from then to the end, None where the first token was timed in
-    another call. stats: the engine's own counts (`GenerationStats.as_dict`), None if it keeps none.
+    another call. processor_seconds: of all threads, None where nobody asks. stats: the engine's own counts
+    (`GenerationStats.as_dict`), None if it keeps none.
     """
 
     tokens: tuple[int, ...]
     seconds: float
     time_to_first_token: float | None = None
     decode_seconds: float | None = None
+    processor_seconds: float | None = None
     stats: Mapping[str, Any] | None = None
 
 

@@ -10,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 from bench.record import WARMED_UP, Line, matching, read_record, showing
+from bench.report.cold_table import cold_tables
 from bench.report.machine_tables import context_tables, kernels_tables, roofline_tables
 from bench.report.peer_tables import peer_tables
 from bench.report.run_tables import decoding_text, run_tables, sweep_headline, sweep_tables
@@ -20,6 +21,7 @@ from selfspec.analysis.comparison import load_warning
 
 _TABLES: dict[str, Callable[[Sequence[Line]], list[Table]]] = {
     "run": run_tables,
+    "cold": cold_tables,
     "peers": peer_tables,
     "files": files_tables,
     "sweep": sweep_tables,

@@ -14,7 +14,7 @@ from layerskip_models.draft_weights import draft_bytes
 from policies import CostModel
 from selfspec.analysis.comparison import Generate, pairs_of_runs, summarise
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
-from selfspec.engine.calibrate import measured_cost
+from selfspec.engine.expected_cost import expected_cost
 from selfspec.engine.request import encode_prompt
 from selfspec.engine.results import mean
 from selfspec.generator import GenerationResult, SelfSpecGenerator
@@ -51,7 +51,7 @@ class Inspection:
 
     free: greedy answers to the sample texts, or continuations of them where the model has no chat template. repeating: the
     same texts once more, each after its own prompt and text. agreement: by exit layer, 1 .. L-1, share of positions of the
-    free texts where its argmax is the last layer's. best: the fixed setting with most tokens per measured second there, by
+    free texts where its argmax is the last layer's. best: the fixed setting with most tokens per second there, by
     replay; predicted: its speed-up over plain decoding. copies: bytes of the weights in fewer bits that there were in the
     end, by bits. arithmetic: `arithmetic_in_words`.
     """
@@ -90,7 +90,7 @@ def inspect_model(
     """Run a generator's default policy and plain decoding in turn, on the model's own greedy texts.
 
     texts: messages to a model with a chat template, else prompts. repeats: pairs of runs on each.
-    on_progress: called with a label after each of texts * (2 * repeats + 1) + 2 steps.
+    on_progress: called with a label after each of texts * (2 * repeats + 1) + 1 steps.
     Raises ValueError without a text of at least 4 tokens.
     """
     model, tokenizer = generator.model, generator.tokenizer
@@ -104,8 +104,6 @@ def inspect_model(
     generate = partial(generator.generate, max_new_tokens=max_new_tokens, do_sample=False)
     if not chats:
         generate = partial(generate, eos_token_id=[])
-    cost = measured_cost(model, fresh=True)
-    on_progress("calibrating")
     free: list[list[int]] = []
     repeating: list[list[int]] = []
     traces = []
@@ -119,10 +117,10 @@ def inspect_model(
         repeating.append(encode_messages(edit, tokenizer) if chats else [*prompt, *answer.new_tokens, *prompt])
         traces.append(trace_agreement(generator, torch.tensor(prompt), max(len(answer.new_tokens), 2)))
         on_progress("tracing every layer")
-    for prompt in (free[0], repeating[0]):  # it measures, and may make a copy of the weights, once in a process
+    for prompt in (free[0], repeating[0]):  # it learns, and may make a copy of the weights, once in a process
         generate(prompt)
     on_progress("warming up")
-    best, predicted = _best(traces, cost)
+    best, predicted = _best(traces, expected_cost(model))  # which the default policy has corrected, if costs are kept
     return Inspection(
         free=_gain(generate, free, repeats, partial(on_progress, "free answers")),
         repeating=_gain(generate, repeating, repeats, partial(on_progress, "answers that repeat the prompt")),

@@ -45,7 +45,7 @@ def show_trace(text: str, load: LoadOptions, trace: TraceOptions, log: LogConsol
 def show_inspection(texts: list[str], load: LoadOptions, inspect: InspectOptions, log: LogConsole) -> None:
     """Measure a checkpoint on the texts, and print what was found."""
     generator = load_generator(inspect.model, load, log, prefix_cache=0)
-    with progress_bar(len(texts or SAMPLES) * (2 * inspect.repeats + 1) + 2, log) as on_progress:
+    with progress_bar(len(texts or SAMPLES) * (2 * inspect.repeats + 1) + 1, log) as on_progress:
         inspection = inspect_model(
             generator,
             texts or SAMPLES,

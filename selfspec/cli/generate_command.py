@@ -32,7 +32,7 @@ from selfspec.cli.display import (
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.cli.text_input import EXAMPLE_PROMPT, EXAMPLE_QUESTION
 from selfspec.detokenize import DraftStreamer, TextStreamer, TokenSource
-from selfspec.engine.calibrate import measured_cost
+from selfspec.engine.expected_cost import expected_cost
 from selfspec.messages import encode_question, has_template
 from selfspec.options import WrittenOptions
 
@@ -86,7 +86,7 @@ def generate_one(
         result = _shown_run(generate, tokenizer, text if prompt is text else f"{text}\n\n", run, log)
         if run.explain and not interrupt.requested:
             with log.status("Watching every layer ..."):
-                cost, num_layers = measured_cost(model, generator.runner), model.num_layers
+                cost, num_layers = expected_cost(model, generator.runner), model.num_layers
                 changes: dict[str, Any] = {"exit_layer": None, "num_speculations": None, "trace": True}
                 watched = generate(**changes, policy=watching_all_layers(policy, num_layers))
                 plain = None

@@ -79,7 +79,8 @@ class StoredMatrix:
 def expected_cost(model: LayerSkipModel, runner: RunnerName | None = None, bits: Collection[int] = ()) -> MeasuredCost:
     """Return the model's costs without running it: kept ones if there are any, else an estimate.
 
-    runner: as for `measured_cost`. bits: of drafts that may be made; those that the model has are priced anyway.
+    runner: of the passes; None for the one that a generator takes by default. bits: of drafts that may be made; those that
+    the model has are priced anyway.
     """
     runner = resolve_runner("auto", model) if runner is None else runner
     machine = _WIDE if model.kernels in ("amx", "vnni", "avx512") else _NARROW if model.kernels else _OPERATORS

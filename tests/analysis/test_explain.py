@@ -120,7 +120,7 @@ def test_an_inspection_says_what_to_do(generator: SelfSpecGenerator) -> None:
     seen: list[str] = []
     texts = ["a bed, a fig. " * 4, "ab", "a cab, head. be a bed"]
     inspection = inspect_model(generator, texts, max_new_tokens=12, repeats=2, on_progress=seen.append)
-    assert len(seen) == 2 * (2 * 2 + 1) + 2 and seen[-1] == "answers that repeat the prompt"
+    assert len(seen) == 2 * (2 * 2 + 1) + 1 and seen[-1] == "answers that repeat the prompt"
     assert 0 < inspection.free.shares["drafted by exits"] < 1  # by the policy that the generator has
     gains = {
         0.5: "use plain decoding",

@@ -33,9 +33,7 @@ from selfspec import SelfSpecGenerator
 
 Measured = Callable[..., tuple[list[Line], str]]
 WEIGHTS = WeightBytes(layer=100, head=30, kv=2, draft_head=30)
-COST = MeasuredCost(
-    num_layers=4, layer_seconds=(1.0, 1.5), head_seconds=(0.5, 0.75), draft_seconds=0.25, round_seconds=0.0
-)
+COST = MeasuredCost(num_layers=4, layer_seconds=(1.0, 1.5), head_seconds=(0.5, 0.75), draft_seconds=0.25)
 
 
 @pytest.fixture

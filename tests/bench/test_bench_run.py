@@ -23,7 +23,7 @@ Invoke = Callable[..., Any]
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `selfspec-bench run` measures the same seconds, so that two runs decide alike."""
     cost = MeasuredCost(num_layers=4, layer_seconds=(1e-3, 1.1e-3), head_seconds=(5e-4, 6e-4))
-    monkeypatch.setattr("bench.machine.measured_cost", lambda model, runner, fresh: cost)
+    monkeypatch.setattr("bench.calibration.calibrate", lambda model, runner: cost)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +98,37 @@ def test_a_sampled_run(run: Invoke, invoke: Invoke, tmp_path: Path) -> None:
     for text in ("sampled at temperature 0.8, top-p 0.9, ", "sampled outputs are not compared", "Medians of 2 seeds"):
         assert text in page
     assert "equal" not in page
+
+
+def test_first_texts_of_fresh_processes(
+    run: Invoke, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, original = tmp_path / "cold.jsonl", Record.write
+
+    def write(self: Record, kind: str, **fields: Any) -> Line:
+        if (fields.get("policy"), fields.get("cache")) == ("auto", "filled"):
+            raise KeyboardInterrupt
+        return original(self, kind, **fields)
+
+    arguments = ["--cold", "--repeats", 1, "--num-samples", 1, "--task", "code", "--task", "english", "-o", record]
+    with monkeypatch.context() as patch:
+        patch.setattr(Record, "write", write)
+        assert run(*arguments).exit_code == 130
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    lines = matching(read_record(record), "cold")
+    assert [(line["policy"], line["cache"]) for line in lines] == [
+        ("ar", "empty"), ("auto", "empty"), ("ar", "filled"), ("auto", "filled"),
+    ]  # fmt: skip
+    for line in lines:
+        assert line["tokens"] == lines[0]["tokens"] and list(map(len, line["tokens"])) == [8, 8]
+        assert len(line["seconds"]) == len(line["processor_seconds"]) == 2 and min(line["seconds"]) > 0
+    page = invoke("report", record).output
+    row = next(line for line in page.splitlines() if line.startswith("| `auto`, kept costs found, processor |"))
+    assert row.count("×)") == 2
+    mistaken = run("--cold", "--policy", "ls:99-1", "--task", "code")
+    assert mistaken.exit_code == 2 and "exit_layer" in mistaken.stderr.splitlines()[-1]
+    assert run("--cold", "--warmed-up", "auto").exit_code == 2
 
 
 def test_synthetic_weights_are_called_so(

@@ -90,14 +90,14 @@ def test_statistics_add_up(engine: SelfSpecGenerator, policy: Policy | str, do_s
 
 
 def test_calibration_is_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call of a policy with measured costs times the model; its tokens per second are those of the later calls."""
+    """What the first call of a policy does before it decodes is not in its tokens per second."""
     wait = 0.25
 
-    def calibrate(model: LayerSkipModel, runner: str) -> MeasuredCost:
+    def calibrate(model: LayerSkipModel, runner: str, bits: tuple[int, ...]) -> MeasuredCost:
         sleep(wait)
         return MeasuredCost(num_layers=model.num_layers, layer_seconds=(1e-3, 1e-3), head_seconds=(1e-3, 1e-3))
 
-    monkeypatch.setattr("selfspec.engine.policy_store.measured_cost", calibrate)
+    monkeypatch.setattr("selfspec.engine.policy_store.expected_cost", calibrate)
     generator = SelfSpecGenerator(from_transformers(tiny_llama(num_layers=NUM_LAYERS, seed=5)))
     first, second = (generator.generate([1, 2, 3], max_new_tokens=8).stats for _ in range(2))
     assert first.calibration_seconds >= wait > second.calibration_seconds

@@ -11,8 +11,7 @@ import pytest
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.threads import on_threads
 from policies import MeasuredCost
-from selfspec.engine import calibrate, kept_costs
-from selfspec.engine.calibrate import measured_cost
+from selfspec.engine import kept_costs
 from selfspec.engine.kept_costs import keep_cost, kept_cost
 from tiny_llama import tiny_llama
 
@@ -54,7 +53,7 @@ BROKEN_VALUES = [
     {"layer_seconds": [1.0]}, {"layer_seconds": [1.0, -1.0]}, {"layer_seconds": "ab"}, {"layer_seconds": {}}, {"fixed": True},
     {"draft_seconds": "1"}, {"draft_seconds": float("nan")}, {"head_seconds": [1.0, float("inf")]}, {"num_layers": 5},
     {"batch_size": 0}, {"unknown": 1}, {"rounded": [[8]]}, {"adapter_seconds": [1]},
-    {"rounded": [[8, {**COST.as_dict(), "round_seconds": 1e9}]]},
+    {"rounded": [[8, {**COST.as_dict(), "draft_seconds": 1e9}]]},
 ]  # fmt: skip
 BROKEN_FILES = [
     b"", b"{", b"\xff\xfe", b"[]", b"null", b'{"version": 1}', b'{"version": 1, "costs": 3}', b"[" * 99_999,
@@ -97,13 +96,3 @@ def test_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification calls invalid
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert kept_costs._path() == tmp_path / "home" / ".cache" / "selfspec" / "costs.json"
-
-
-@pytest.mark.usefixtures("file")
-def test_a_calibration_is_made_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(calibrate, "calibrate", lambda model, runner: made.append(runner) or COST)
-    assert measured_cost(model()) == measured_cost(model()) == COST
-    assert made == ["eager"]
-    measured_cost(model(), fresh=True)
-    assert made == ["eager", "eager"]

@@ -22,7 +22,7 @@ from policies import LayerCost, MeasuredCost, ObservationSpec, Policy
 from random_adapters import adapted, random_adapters
 from scripted_policies import ScriptedExit
 from selfspec import SelfSpecGenerator
-from selfspec.engine.calibrate import measured_cost
+from selfspec.engine.expected_cost import expected_cost
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 
@@ -223,11 +223,11 @@ def test_an_adapter_is_part_of_a_draft_steps_price() -> None:
     assert LayerCost(4).head_cost(2) == 0
 
 
-def test_costs_are_measured_with_adapters() -> None:
+def test_costs_know_adapters() -> None:
     model = shared_model("plain")
-    cost = measured_cost(model.with_adapters(model.adapters))
+    cost = expected_cost(model.with_adapters(model.adapters))
     assert [layer for layer, _ in cost.adapter_seconds] == [1, 3]
     assert all(seconds >= 0 for _, seconds in cost.adapter_seconds)
-    assert measured_cost(model.with_adapters({})).adapter_seconds == ()
+    assert expected_cost(model.with_adapters({})).adapter_seconds == ()
     steered = adapted(model, [1, 3], form=STEERED)
-    assert [layer for layer, _ in measured_cost(steered).adapter_seconds] == [1, 3]
+    assert [layer for layer, _ in expected_cost(steered).adapter_seconds] == [1, 3]

@@ -28,7 +28,6 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from layerskip_models import DEMO_PATH
 from running_server import RunningServer, ask, post, refusal, running_server, wait_until
 from selfspec import SelfSpecGenerator
-from selfspec.engine import calibrate
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
 from selfspec.serve.api_requests import CompletionRequest
@@ -339,12 +338,6 @@ def test_an_engine_that_fails_takes_only_its_own_texts_along(
             client.completions.create(**ASK, stream=stream)
     monkeypatch.undo()
     assert client.completions.create(**ASK).choices[0].text
-
-
-def test_costs_are_measured_before_the_first_request(checkpoint: Path) -> None:
-    generator = SelfSpecGenerator.from_pretrained(checkpoint, policy="ar")
-    ServedPolicies(generator, ServeOptions())
-    assert generator.model in calibrate._measured
 
 
 @pytest.mark.parametrize("allowed", [None, ["any"]])

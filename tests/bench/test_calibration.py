@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import selfspec.engine.calibrate
+import bench.calibration
+from bench.calibration import _every_row, _timed, calibrate
 from layerskip_models import LayerSkipModel, from_transformers
-from policies import AutoExit, MeasuredCost
-from selfspec import SelfSpecGenerator
-from selfspec.engine.calibrate import _every_row, _timed, calibrate, measured_cost
 from selfspec.engine.expected_cost import expected_cost
 from tiny_llama import tiny_llama
 
@@ -57,7 +55,7 @@ def test_every_time_is_that_of_its_number_of_rows(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(LayerSkipModel, "run_layers", counted(LayerSkipModel.run_layers, 4.0))
     monkeypatch.setattr(LayerSkipModel, "choices", counted(LayerSkipModel.choices, 1.0))
-    monkeypatch.setattr(selfspec.engine.calibrate, "_timed", timed)
+    monkeypatch.setattr(bench.calibration, "_timed", timed)
     cost = calibrate(model)
     assert cost.layer_seconds == pytest.approx([4 * rows / model.num_layers for rows in range(1, 14)])
     assert cost.head_seconds == pytest.approx(range(1, 14))
@@ -68,19 +66,3 @@ def test_every_time_is_that_of_its_number_of_rows(monkeypatch: pytest.MonkeyPatc
 def test_rows_between_the_timed_ones() -> None:
     # 2 rows came out cheaper than 1: held at 1. Halfway between 2 and 4 rows: (1 + 3) / 2.
     assert _every_row((1, 2, 4), [1.0, 0.5, 3.0]) == (1.0, 1.0, 2.0, 3.0)
-
-
-def test_a_generator_knows_costs_for_auto_and_keeps_what_it_learned() -> None:
-    generator = SelfSpecGenerator(from_transformers(tiny_llama(seed=1), layout="plain"), policy="auto")
-    policy = generator.resolve_policy()
-    assert isinstance(policy.exit, AutoExit) and isinstance(policy.exit.costs.cost, MeasuredCost)
-    assert measured_cost(generator.model) is measured_cost(generator.model)
-    assert measured_cost(from_transformers(tiny_llama(seed=2), layout="plain")) is not measured_cost(generator.model)
-    assert generator.resolve_policy("auto") is policy
-    states = [policy.exit.state()]
-    for _ in range(2):
-        generator.generate([1, 2, 3, 4], max_new_tokens=12, eos_token_id=[])
-        states.append(policy.exit.state())
-    assert states[0] != states[1] != states[2]
-    policy.reset()
-    assert policy.exit.state() == states[0]

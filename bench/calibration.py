@@ -1,25 +1,24 @@
-"""Times the engine's hot calls on the running device and fills `policies.MeasuredCost`; once for model and machine."""
+"""Times the engine's hot calls on the running device, and fills `policies.MeasuredCost` with them."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
+from bench.machine import synchronize
+from bench.record import Record
 from layerskip_models import LayerSkipModel
-from layerskip_models.fork_safe import fork_safe
 from layerskip_models.kernels.threads import num_threads
 from layerskip_models.kv_cache import KVCache
 from policies import MeasuredCost, autoregressive
+from selfspec import SelfSpecGenerator
 from selfspec.engine.draft import Draft
 from selfspec.engine.expected_cost import CONTEXT, expected_cost
-from selfspec.engine.kept_costs import keep_cost, kept_cost
 from selfspec.engine.request import plain_request
 from selfspec.engine.runners.eager import make_runner
 from selfspec.engine.runners.runner import RunnerName, engine_mode, resolve_runner
@@ -29,34 +28,22 @@ _ROWS = (1, 2, 3, 4, 5, 7, 9, 13)
 _SECONDS = 0.6  # for all timings together, once each has two
 _REPEATS = 24
 
-_measuring = fork_safe(threading.Lock())
-_measured: WeakKeyDictionary[LayerSkipModel, dict[RunnerName, MeasuredCost]] = WeakKeyDictionary()
+
+def calibrated(generator: SelfSpecGenerator, record: Record) -> MeasuredCost:
+    """Measure what layers and head cost, and write it; or take the costs that the record has."""
+    line = record.once("costs", lambda: calibrate(generator.model, generator.runner).as_dict())
+    return MeasuredCost.from_dict({name: value for name, value in line.items() if name != "kind"})
 
 
-def measured_cost(model: LayerSkipModel, runner: RunnerName | None = None, *, fresh: bool = False) -> MeasuredCost:
-    """Return the model's costs on its device: kept ones (`kept_costs`), or calibrated on the first call, and then kept.
-
-    runner: of the passes; None for the one that a generator takes by default. fresh: calibrate once in this process,
-    whatever an earlier one has kept.
-    """
-    runner = resolve_runner("auto", model) if runner is None else runner
-    with _measuring:  # two calibrations at once would time each other
-        known = _measured.setdefault(model, {})
-        if runner not in known:
-            kept = None if fresh else kept_cost(model, runner)
-            known[runner] = kept or calibrate(model, runner)
-            if kept is None:
-                keep_cost(model, runner, known[runner])
-        return known[runner]
-
-
-def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCost:
+def calibrate(model: LayerSkipModel, runner: RunnerName | None = None) -> MeasuredCost:
     """Time layers and head over several numbers of rows. All calls take turns; the lower quartile counts.
 
     Two rounds of timings at least, then more for up to 0.6 s: under a second for the demo checkpoint. Numbers of rows between
     the timed ones are interpolated, and no cost falls as rows grow. What a draft step or an adapter costs besides is
-    estimated (`expected_cost`). Allocates a KV cache of 512 positions while it runs.
+    estimated (`expected_cost`). runner: of the passes; None for the one that a generator takes by default. Allocates a KV
+    cache of 512 positions while it runs.
     """
+    runner = resolve_runner("auto", model) if runner is None else runner
     context = min(CONTEXT, model.max_positions)
     rows_timed = tuple(rows for rows in _ROWS if rows < context)
     cache = KVCache(model, context)
@@ -114,17 +101,12 @@ def _timed(calls: list[Callable[[], object]], device: torch.device) -> list[floa
         if repeat >= 2 and perf_counter() - started > _SECONDS:
             break
         for call, times in zip(calls, seconds):
-            _synchronize(device)
+            synchronize(device)
             start = perf_counter()
             call()
-            _synchronize(device)
+            synchronize(device)
             times.append(perf_counter() - start)
     return [sorted(times)[len(times) // 4] for times in seconds]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # not the whole device: other threads may use it
 
 
 def _every_row(rows_timed: tuple[int, ...], seconds: list[float]) -> tuple[float, ...]:
