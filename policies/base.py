@@ -203,6 +203,12 @@ class Policy:
         own = None if make is None else make()
         return replace(self, stopping=own if type(own) is type(self.stopping) else deepcopy(self.stopping))
 
+    @property
+    def reason(self) -> str | None:
+        """Say in a line what it does at present, and why; None if it has nothing to say."""
+        say = getattr(self.exit, "reason", None)
+        return None if say is None else str(say())
+
     def expect_batch_size(self, texts: int) -> None:
         """Tell an exit policy that wants to know how many texts will share the passes, the new one among them."""
         expect = getattr(self.exit, "expect_batch_size", None)

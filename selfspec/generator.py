@@ -360,7 +360,7 @@ class SelfSpecGenerator:
 
     @property
     def policy(self) -> Policy:
-        """The policy of calls that name none: "auto" unless another was given. Calibrates at the first use."""
+        """The policy of calls that name none: "auto" unless another was given."""
         return self._policies.resolve(self.bound)
 
     def resolve_policy(

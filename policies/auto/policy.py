@@ -129,6 +129,7 @@ class AutoExit:
 
     def expect_batch_size(self, texts: int) -> None:
         """Expect this many texts in passes from now on. The more there are, the less a row costs and a draft gains."""
+        texts = self._cost.for_batch_size(texts).batch_size  # a number of texts that changes no cost changes no plan
         if texts != self._texts:
             self.costs.forget_unfinished()
             self._texts = texts

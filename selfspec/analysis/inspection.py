@@ -53,7 +53,7 @@ class Inspection:
     same texts once more, each after its own prompt and text. agreement: by exit layer, 1 .. L-1, share of positions of the
     free texts where its argmax is the last layer's. best: the fixed setting with most tokens per second there, by
     replay; predicted: its speed-up over plain decoding. copies: bytes of the weights in fewer bits that there were in the
-    end, by bits. arithmetic: `arithmetic_in_words`.
+    end, by bits. arithmetic: `arithmetic_in_words`. reason: what the default policy does at the end, and why, if it says so.
     """
 
     free: Gain
@@ -63,6 +63,7 @@ class Inspection:
     predicted: float
     copies: Mapping[int, int]
     arithmetic: str
+    reason: str | None
 
     def verdict(self) -> str:
         """Say in a sentence what to do."""
@@ -131,6 +132,7 @@ def inspect_model(
         predicted=predicted,
         copies={bits: draft_bytes(model, bits) for bits in sorted(model.drafters)},
         arithmetic=arithmetic_in_words(model),
+        reason=generator.policy.reason,
     )
 
 
@@ -191,5 +193,6 @@ def inspection_lines(inspection: Inspection) -> list[str]:
         f"{inspection.agreement[quarter]:.0%} of the tokens; exits 1 to {num_layers - 1}, in %: {shares}",
         f"By exits alone, the best fixed setting, {inspection.best.policy}, would run {inspection.predicted:.2f} times plain",
         f"Layers ran on {inspection.arithmetic}",
+        *([] if inspection.reason is None else [f"At the end {inspection.reason}"]),
         inspection.verdict(),
     ]

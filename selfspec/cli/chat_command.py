@@ -59,7 +59,7 @@ def run_chat(
     options: dict[str, Any] = {**sampling}
     if (seed := options.pop("seed")) is not None:  # one random generator for all answers
         options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
-    with log.status("Calibrating ..."):  # only if the policy uses measured costs
+    with log.status("Preparing to draft ..."):
         chosen = generator.resolve_policy(chat.policy)
     writer = TextWriter(Console(highlight=False))
     store, most = store_of_files(generator, copy_texts, chosen), chat.max_new_tokens
@@ -134,7 +134,7 @@ class Chat:
             log.print(f"system: {conversation.system or 'none'}")
         elif name == "/policy":
             if text:
-                with log.status("Calibrating ..."):
+                with log.status("Preparing to draft ..."):
                     conversation.use_policy(text)
             log.print(f"policy: {conversation.policy}")
         elif name == "/drafts":

@@ -70,7 +70,7 @@ def generate_one(
         text = EXAMPLE_QUESTION
     prompt = encode_question(text, tokenizer, raw=run.raw)
     greedy = check_sampling(model.generation_config, options)
-    with log.status("Calibrating ..."):  # only if the policy uses measured costs
+    with log.status("Preparing to draft ..."):
         policy = generator.resolve_policy(options["policy"], options["exit_layer"], options["num_speculations"])
     options["copy_from"] = store_of_files(generator, copy_texts, policy)
     interrupt = Interrupt()
@@ -94,6 +94,7 @@ def generate_one(
                     plain_policy = watching_all_layers(autoregressive(num_layers), num_layers)
                     plain = generate(**changes, policy=plain_policy, copy_from=None)
                 explanation = explanation_lines(explain(watched, num_layers, cost, plain, result), cost)
+                explanation += [] if policy.reason is None else [f"at the end {policy.reason}"]
         if run.compare and not interrupt.requested:
             doing = "Comparing with plain decoding"
             with log.status(f"{doing} ...") as status:

@@ -28,7 +28,7 @@ def run_server(load: LoadOptions, serve: ServeOptions, log: LogConsole) -> None:
     except BaseException:
         listening.close()
         raise
-    with log.status("Calibrating ..."):
+    with log.status("Preparing to draft ..."):
         app = make_app(generator, serve)
     own = generator.resolve_policy(serve.policy)
     if serve.copied_texts and not copies_drafts(own.observes):

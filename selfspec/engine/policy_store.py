@@ -47,7 +47,7 @@ class PolicyStore:
 
     def find(self, key: Hashable, make: Callable[[], Policy]) -> Policy:
         """Return the policy that is kept under this key, or make one and keep it."""
-        with self._lock:  # two simultaneous first calls share one calibration and policy
+        with self._lock:  # two simultaneous first calls share one policy
             policy = self._kept.get(key)
             return self._keep(key, make() if policy is None else policy)
 
