@@ -142,8 +142,9 @@ def parse_policy(
     """Build a policy from its name.
 
     measure: called for cost=measured, which is "auto"'s default. preverifier: called for "pacer", with the path given there
-    or None for the one in the checkpoint's folder. The generator passes what is known of its costs, and its loader. draft_bits: in which
-    there are weights to draft with, for "auto"; offered_bits: in which they are made once it plans to draft with them.
+    or None for the one in the checkpoint's folder. The generator passes what is known of its costs, and its loader.
+    draft_bits: in which there are weights to draft with, for "auto"; offered_bits: in which they are made once it plans to
+    draft with them.
     Raises ValueError, one line that names what is possible, for an unknown name or option, a value that does not fit, and an
     option that would change nothing.
     """

@@ -296,7 +296,9 @@ class AutoExit:
         if not best.pays and best.tokens <= 1:
             return "auto decodes plainly and copies what repeats: nothing that was seen of exits promises more"
         name, steps = self.drafters[best.index], best.cost / costs.plain
-        promise = f"{best.tokens:.1f} tokens for {steps:.1f} plain steps, {best.tokens / steps:.2f} times plain decoding"
+        promise = (
+            f"{best.tokens:.1f} tokens for {steps:.1f} plain steps, {best.tokens / steps:.2f} times plain decoding"
+        )
         if best.pays:
             return f"auto drafts by {name}, of which {self.acceptance[name]:.0%} are right: a round brings {promise}"
         return f"auto decodes plainly and copies what repeats: drafts by {name} would bring {promise}"
