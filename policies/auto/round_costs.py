@@ -20,7 +20,7 @@ from policies.records import Drafter, RoundRecord
 
 KEPT = 12
 """Rounds of a kind that are remembered."""
-ENOUGH = 2
+ENOUGH = 3
 """From so many on they correct the cost, and for so many a kind is tried when nothing is known of it."""
 TRY_EVERY, TRY_AGAIN = 4, 128
 """Rounds from one try of a kind to the next: at first, and later, since neither texts nor machines stay as they are."""
@@ -76,12 +76,14 @@ class RoundCosts:
     def _make_tables(self) -> None:
         rows = np.array([self._factor_of(count + 1) for count in range(len(self._copying))])
         steps = np.array([self._factors.get(f"drafts in {bits}", 1.0) for bits in self.bits])[:, None]
-        self.rounds = steps * self._drafting + rows[: self._drafting.shape[1]] * self._verifying
+        # Noise must not make more rows cheaper than fewer: drafts would seem to cost nothing.
+        verifying = np.maximum.accumulate(rows[: self._drafting.shape[1]] * self._verifying, axis=1)
+        self.rounds = steps * self._drafting + verifying
         self._round_list: list[list[float]] = self.rounds.tolist()
         self.drafts_may_pay = bool((np.arange(1, self.rounds.shape[1] + 1) / self.rounds).max() > 1 / self.plain)
         self.looks = steps[:, 0] * self._looks
         self.steps = np.diff(self.rounds, axis=1) - self.looks[:, None]
-        self.copying = [factor * cost for factor, cost in zip(rows.tolist(), self._copying)]
+        self.copying: list[float] = np.maximum.accumulate(rows * self._copying).tolist()
 
     def _factor_of(self, rows: int) -> float:
         """Return the correction of a verification of so many rows a text, between those of which something is known."""
