@@ -41,10 +41,8 @@ DraftWeights = Literal["auto", "none", "int8", "int4"]
 """auto: in 8 bits, once the default policy wants them, if they are read from memory and there is room. none: never. int8,
 int4: from the start."""
 _PIECE = 1 << 22  # numbers that are in float32 at a time
-_MOST_READ = 0.75  # of a plain pass's bytes: above it drafts hardly pay, however many are right (docs/fewer-bits.md)
-_LARGE_HEAD = (
-    1 / 3
-)  # of a draft's bytes: above it a head is rounded to 4 bits like the layers, though drafts are worse then
+_MOST_READ = 0.85  # of a plain pass's bytes: above it drafts pay little even where all are right (docs/fewer-bits.md)
+_LARGE_HEAD = 0.33  # of a draft's bytes: above it the head gets 4 bits like the layers, and more drafts are wrong
 _AUTO_BITS = 8
 _ROOM = 3
 """Free memory that must be there, in multiples of the weights' size."""
