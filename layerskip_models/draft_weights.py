@@ -41,8 +41,8 @@ DraftWeights = Literal["auto", "none", "int8", "int4"]
 """auto: in 8 bits, once the default policy wants them, if they are read from memory and there is room. none: never. int8,
 int4: from the start."""
 _PIECE = 1 << 22  # numbers that are in float32 at a time
-_MOST_READ = 0.85  # of a plain pass's bytes: above it drafts pay little even where all are right (docs/fewer-bits.md)
-_LARGE_HEAD = 0.33  # of a draft's bytes: above it the head gets 4 bits like the layers, and more drafts are wrong
+_MOST_READ = 0.9  # of a plain pass's bytes: above it drafts gain little even where all are right (docs/fewer-bits.md)
+_HEAD_GAIN = 0.05  # of a plain pass's bytes: if 4 bits save more, the head has them too, and more drafts are wrong
 _AUTO_BITS = 8
 _ROOM = 3
 """Free memory that must be there, in multiples of the weights' size."""
@@ -58,8 +58,7 @@ def draft_bytes(model: LayerSkipModel, bits: int) -> int:
 
 def draft_share(model: LayerSkipModel, bits: int) -> float:
     """Return about how much of a plain pass's bytes a draft reads."""
-    plain = sum(linear.num_bytes for layer in model.layers for linear in layer.linears) + model.head.num_bytes
-    return sum(_bytes_in(*pair) for pair in _matrices(model, bits)) / plain
+    return sum(_bytes_in(*pair) for pair in _matrices(model, bits)) / _plain_bytes(model)
 
 
 def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
@@ -138,9 +137,13 @@ def _matrices(model: LayerSkipModel, bits: int) -> list[tuple[Linear, int]]:
     layers = []
     for index, layer in enumerate(model.layers):
         layers += [(linear, 8 if keeps_eight_bits(index) else bits) for linear in layer.linears]
-    head = _bytes_in(model.draft_head, 8)
-    large = head > _LARGE_HEAD * (head + sum(_bytes_in(*pair) for pair in layers))
-    return [*layers, (model.draft_head, bits if large else 8)]
+    head = model.draft_head
+    saved = _bytes_in(head, 8) - _bytes_in(head, bits)
+    return [*layers, (head, bits if saved > _HEAD_GAIN * _plain_bytes(model) else 8)]
+
+
+def _plain_bytes(model: LayerSkipModel) -> int:
+    return sum(linear.num_bytes for layer in model.layers for linear in layer.linears) + model.head.num_bytes
 
 
 def _bytes_in(linear: Linear, bits: int) -> int:

@@ -189,10 +189,10 @@ def test_their_size_is_known_beforehand(bits: int) -> None:
         assert draft_share(model, bits) == pytest.approx(share, rel=0.02)
 
 
-@pytest.mark.parametrize("large_head", [1.0, 0.0])
-def test_matrices_of_mixed_bits(large_head: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has 4 bits is shared, the rest is rounded; the head, too, if it is much of what a draft reads."""
-    monkeypatch.setattr(draft_weights, "_LARGE_HEAD", large_head)
+@pytest.mark.parametrize("gain", [1.0, 0.0])
+def test_matrices_of_mixed_bits(gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has 4 bits is shared, the rest is rounded; the head, too, if that saves enough."""
+    monkeypatch.setattr(draft_weights, "_HEAD_GAIN", gain)
     generator = SelfSpecGenerator(mixed(["gate_up", "down"]), tiny_tokenizer(), prefix_cache=0)
     expected = texts(generator, "ar")
     assert texts(generator, "bits:4-3") == texts(generator, "bits:4-4,layer=3") == expected
@@ -200,7 +200,7 @@ def test_matrices_of_mixed_bits(large_head: float, monkeypatch: pytest.MonkeyPat
     for layer, own in zip(made.layers[1:], model.layers[1:]):
         shared = [one.stored is two.stored for one, two in zip(layer.linears, own.linears)]  # type: ignore[attr-defined]
         assert shared == [True, True, False, False] and layer.down.num_bytes < 0.6 * own.down.num_bytes
-    assert (made.draft_head.num_bytes < model.head.num_bytes) == (large_head == 0)
+    assert (made.draft_head.num_bytes < model.head.num_bytes) == (gain == 0)
     assert "too little to gain" in str(why_no_drafter(mixed([]), 4))
 
 
