@@ -74,8 +74,7 @@ def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
     held = max(_bits_of(linear) for layer in model.layers for linear in layer.linears)
     if held <= bits:
         return f"the model's own weights have {held} bits: there is nothing to gain from drafts in {bits}"
-    share = draft_share(model, bits)
-    if share > _MOST_READ:
+    if (share := draft_share(model, bits)) > _MOST_READ:
         return f"drafts in {bits} bits would read {share:.0%} of what a plain pass reads: too little to gain"
     return None
 
@@ -123,12 +122,8 @@ def rounded_linear(linear: Linear, bits: int) -> Linear:
     if fewer == 8:
         assert isinstance(linear, NativeLinear)
         return NativeInt8Linear(linear.numbers_in_rows, linear.bias)
-    if isinstance(linear, (GroupedLinear, NativeGroupedLinear, NativeInt8Linear)):
-        # Of 6 or 8 bits; some outputs at a time are in float32.
-        pieces = linear.float_pieces(max(_PIECE // linear.shape[1], 1))
-        rounded = GroupedWeight.cat([round_to_four_bits(piece, group=GROUP) for piece in pieces])
-    else:
-        rounded = round_to_four_bits(linear.numbers_in_rows, group=GROUP)
+    pieces = linear.float_pieces(max(_PIECE // linear.shape[1], 1))  # some outputs at a time are in float32
+    rounded = GroupedWeight.cat([round_to_four_bits(piece, group=GROUP) for piece in pieces])
     return grouped_linear(rounded, linear.bias, own=True)
 
 
