@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Literal, get_args
@@ -24,7 +24,6 @@ from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bit
 from layerskip_models.grouped_weight import GroupedLinear, GroupedWeight
 from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
 from layerskip_models.linear import (
-    EIGHT_BIT_LAYERS,
     GROUP,
     LAYOUTS,
     Layout,
@@ -42,6 +41,8 @@ DraftWeights = Literal["auto", "none", "int8", "int4"]
 """auto: in 8 bits, once the default policy wants them, if they are read from memory and there is room. none: never. int8,
 int4: from the start."""
 _PIECE = 1 << 22  # numbers that are in float32 at a time
+_MOST_READ = 0.9  # of a plain pass's bytes: above it drafts gain little even where all are right (docs/fewer-bits.md)
+_HEAD_GAIN = 0.05  # of a plain pass's bytes: if 4 bits save more, the head has them too, and more drafts are wrong
 _AUTO_BITS = 8
 _ROOM = 3
 """Free memory that must be there, in multiples of the weights' size."""
@@ -51,12 +52,13 @@ _making = fork_safe(threading.Lock())
 
 
 def draft_bytes(model: LayerSkipModel, bits: int) -> int:
-    """About how many bytes `drafter` would take."""
-    head = model.hidden_size * model.vocab_size
-    in_eight = EIGHT_BIT_LAYERS if bits == 4 else model.num_layers
-    scales = 0.5 / 8  # of 4 bits: a scale of 16 bits for 32 weights
-    layers = in_eight + (model.num_layers - in_eight) * (0.5 + scales)
-    return int(layers * model.layer_weights + (0 if _keeps_head(model) else head))
+    """Return about how many bytes `drafter` would take: those of the matrices that it rounds."""
+    return sum(_bytes_in(*pair) for pair in _matrices(model, bits) if _fewer_bits(*pair))
+
+
+def draft_share(model: LayerSkipModel, bits: int) -> float:
+    """Return about how much of a plain pass's bytes a draft reads."""
+    return sum(_bytes_in(*pair) for pair in _matrices(model, bits)) / _plain_bytes(model)
 
 
 def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
@@ -69,27 +71,28 @@ def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
         check_layout(DRAFT_BITS[bits], torch.empty(0, dtype=model.dtype, device=model.device))
     except ValueError as error:
         return f"drafts in fewer bits do not run here: {error}"
-    held = min(_bits_of(linear) for layer in model.layers for linear in layer.linears)
+    held = max(_bits_of(linear) for layer in model.layers for linear in layer.linears)
     if held <= bits:
         return f"the model's own weights have {held} bits: there is nothing to gain from drafts in {bits}"
+    if (share := draft_share(model, bits)) > _MOST_READ:
+        return f"drafts in {bits} bits would read {share:.0%} of what a plain pass reads: too little to gain"
     return None
 
 
 def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
     """Return the model with its weights rounded to 8 or 4 bits, to draft with. It shares all else with the model.
 
-    Some rows of a matrix at a time are in float32 while they are rounded. Raises ValueError where `why_no_drafter` says why.
+    Matrices that have no more bits are shared, too. Some rows of a matrix at a time are in float32 while they are rounded.
+    Raises ValueError where `why_no_drafter` says why.
     """
     reason = why_no_drafter(model, bits)
     if reason is not None:
         raise ValueError(reason)
     with torch.inference_mode(False), torch.no_grad():
-        layers = [
-            layer.with_linears(partial(rounded_linear, layout=DRAFT_BITS[bits], layer=index))
-            for index, layer in enumerate(model.layers)
-        ]
-        head = model.draft_head if _keeps_head(model) else rounded_linear(model.draft_head, DRAFT_BITS[bits], None)
-    return model.with_layers(layers, head)
+        rounded = [rounded_linear(*pair) for pair in _matrices(model, bits)]
+    matrices = iter(rounded)
+    layers = [layer.with_linears(lambda linear: next(matrices)) for layer in model.layers]
+    return model.with_layers(layers, rounded[-1])
 
 
 def drafter_of(model: LayerSkipModel, bits: int) -> LayerSkipModel:
@@ -105,31 +108,56 @@ def drafter_of(model: LayerSkipModel, bits: int) -> LayerSkipModel:
     return found
 
 
-def _keeps_head(model: LayerSkipModel) -> bool:
-    """Return whether rounded drafts are chosen with the head that the model has: one of 8 bits or fewer."""
-    return _bits_of(model.draft_head) <= 8
-
-
-def rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:
-    """Round a linear to the layout's bits, unless it has no more. layer: that it belongs to, or None for the head.
+def rounded_linear(linear: Linear, bits: int) -> Linear:
+    """Round a linear to 8 or 4 bits, unless it has no more.
 
     Rows have 8 bits beside weights of at most 6, whatever the model's have: no text depends on it.
     """
-    in_four = layout == "int4" and not keeps_eight_bits(layer)
-    if _bits_of(linear) <= (4 if in_four else 8):
+    fewer = _fewer_bits(linear, bits)
+    if fewer is None:
         return with_rows(linear, 8)
-    if isinstance(linear, (GroupedLinear, NativeGroupedLinear, NativeInt8Linear)):
-        # Of 6 or 8 bits; some outputs at a time are in float32.
-        pieces = linear.float_pieces(max(_PIECE // linear.shape[1], 1))
-        rounded = [round_to_four_bits(piece, group=GROUP) for piece in pieces]
-        return grouped_linear(GroupedWeight.cat(rounded), linear.bias, own=True)
-    if isinstance(linear, NativeLinear):
-        weight = linear.numbers_in_rows
-        if in_four and fits_four_bits(weight.shape[1]):
-            return grouped_linear(round_to_four_bits(weight, group=GROUP), linear.bias, own=True)
-        return NativeInt8Linear(weight, linear.bias)
-    assert isinstance(linear, PlainLinear)
-    return LAYOUTS["int4" if in_four else "int8"](linear.weight.float(), linear.bias)
+    if isinstance(linear, PlainLinear):
+        return LAYOUTS[DRAFT_BITS[fewer]](linear.weight.float(), linear.bias)
+    assert isinstance(linear, (GroupedLinear, NativeLinear))
+    if fewer == 8:
+        assert isinstance(linear, NativeLinear)
+        return NativeInt8Linear(linear.numbers_in_rows, linear.bias)
+    pieces = linear.float_pieces(max(_PIECE // linear.shape[1], 1))  # some outputs at a time are in float32
+    rounded = GroupedWeight.cat([round_to_four_bits(piece, group=GROUP) for piece in pieces])
+    return grouped_linear(rounded, linear.bias, own=True)
+
+
+def _matrices(model: LayerSkipModel, bits: int) -> list[tuple[Linear, int]]:
+    """Return the matrices that drafts start from, the head last, and the bits that each may have."""
+    layers = []
+    for index, layer in enumerate(model.layers):
+        layers += [(linear, 8 if keeps_eight_bits(index) else bits) for linear in layer.linears]
+    head = model.draft_head
+    saved = _bytes_in(head, 8) - _bytes_in(head, bits)
+    return [*layers, (head, bits if saved > _HEAD_GAIN * _plain_bytes(model) else 8)]
+
+
+def _plain_bytes(model: LayerSkipModel) -> int:
+    return sum(linear.num_bytes for layer in model.layers for linear in layer.linears) + model.head.num_bytes
+
+
+def _bytes_in(linear: Linear, bits: int) -> int:
+    """Return about how many bytes `rounded_linear` reads."""
+    (outputs, inputs), fewer = _shape(linear), _fewer_bits(linear, bits)
+    if fewer is None:
+        return linear.num_bytes
+    return outputs * inputs + 4 * outputs if fewer == 8 else outputs * inputs * (GROUP + 4) // (2 * GROUP)
+
+
+def _fewer_bits(linear: Linear, bits: int) -> int | None:
+    """Return in how many bits a linear is rounded to 8 or 4; None if it has no more."""
+    fewer = 4 if bits == 4 and fits_four_bits(_shape(linear)[1]) else 8
+    return fewer if _bits_of(linear) > fewer else None
+
+
+def _shape(linear: Linear) -> tuple[int, ...]:
+    assert isinstance(linear, (GroupedLinear, NativeLinear, PlainLinear))
+    return linear.weight.shape if isinstance(linear, PlainLinear) else linear.shape
 
 
 def _bits_of(linear: Linear) -> int:
@@ -183,10 +211,12 @@ def make_offered(model: LayerSkipModel, bits: int) -> None:
     started = perf_counter()
     drafter_of(model, bits)
     log.info(
-        "drafts are made with a copy of the weights in %d bits from now on: %d MB, made in %.1f s",
+        "drafts are made with a copy of the weights in %d bits from now on: %d MB, made in %.1f s, "
+        "and read %d %% of what plain decoding reads",
         bits,
         draft_bytes(model, bits) // 1_000_000,
         perf_counter() - started,
+        100 * draft_share(model, bits),
     )
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from layerskip_models import draft_weights, from_transformers
-from layerskip_models.draft_weights import draft_bytes, drafter, why_no_drafter
+from layerskip_models import LayerSkipModel, draft_weights, from_transformers
+from layerskip_models.draft_weights import draft_bytes, draft_share, drafter, rounded_linear, why_no_drafter
 from layerskip_models.kernels.check import native_works
 from policies import Drafter, MeasuredCost
 from policies.auto.policy import AutoExit
@@ -27,6 +27,7 @@ from tiny_llama import tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 LAYERS = 4
+NAMES = ("qkv", "output", "gate_up", "down")
 PROMPTS = ([3, 5, 7, 3, 5], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7])
 LENGTH = 24
 
@@ -162,12 +163,44 @@ def test_models_that_cannot_draft_in_fewer_bits_say_why() -> None:
         generator_with("int2")
 
 
+def mixed(in_eight: Sequence[str]) -> LayerSkipModel:
+    """Make a model whose matrices have 4 bits, but for the head, the first layer, and these of the others in 8.
+
+    Those after attention have too few inputs for 4.
+    """
+    model = from_transformers(llama(), layout="int8")
+    layers = [
+        replace(layer, **{name: rounded_linear(getattr(layer, name), 4) for name in NAMES if name not in in_eight})
+        for layer in model.layers[1:]
+    ]
+    return model.with_layers([model.layers[0], *layers], model.head)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_their_size_is_known_beforehand(bits: int) -> None:
-    model = from_transformers(llama(), layout="native")
-    made = drafter(model, bits)
-    size = sum(linear.num_bytes for layer in made.layers for linear in layer.linears)
-    assert draft_bytes(model, bits) == pytest.approx(size + made.draft_head.num_bytes, rel=0.1)
+    for model in (from_transformers(llama(), layout="native"), *([mixed(["gate_up", "down"])] if bits == 4 else [])):
+        made = drafter(model, bits)
+        pairs = [pair for layer, own in zip(made.layers, model.layers) for pair in zip(layer.linears, own.linears)]
+        pairs.append((made.draft_head, model.draft_head))
+        size = sum(one.num_bytes for one, own in pairs if one.stored is not own.stored)  # type: ignore[attr-defined]
+        assert draft_bytes(model, bits) == pytest.approx(size, rel=0.02)
+        share = sum(one.num_bytes for one, _ in pairs) / sum(one.num_bytes for _, one in pairs)
+        assert draft_share(model, bits) == pytest.approx(share, rel=0.02)
+
+
+@pytest.mark.parametrize("gain", [1.0, 0.0])
+def test_matrices_of_mixed_bits(gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has 4 bits is shared, the rest is rounded; the head, too, if that saves enough."""
+    monkeypatch.setattr(draft_weights, "_HEAD_GAIN", gain)
+    generator = SelfSpecGenerator(mixed(["gate_up", "down"]), tiny_tokenizer(), prefix_cache=0)
+    expected = texts(generator, "ar")
+    assert texts(generator, "bits:4-3") == texts(generator, "bits:4-4,layer=3") == expected
+    model, made = generator.model, generator.model.drafters[4]
+    for layer, own in zip(made.layers[1:], model.layers[1:]):
+        shared = [one.stored is two.stored for one, two in zip(layer.linears, own.linears)]  # type: ignore[attr-defined]
+        assert shared == [True, True, False, False] and layer.down.num_bytes < 0.6 * own.down.num_bytes
+    assert (made.draft_head.num_bytes < model.head.num_bytes) == (gain == 0)
+    assert "too little to gain" in str(why_no_drafter(mixed([]), 4))
 
 
 def cost_of(layers: int, share: float) -> MeasuredCost:

@@ -42,8 +42,8 @@ NEAR_TIE = 1e-3
 """Of a float32 model on operators: logits that two orders of summation may swap."""
 ROUNDED_ROWS = ("int4", "Q4_0", "Q4_K_M", "Q5_K", "Q6_K")
 """Weights that meet rows of 8 bits unless 16 are asked for."""
-EIGHT_BITS = ("int8", "Q8_0", "Q5_K", "Q6_K")
-"""Weights that can draft in 4 bits, though not in 8."""
+EIGHT_BITS = ("int8", "Q8_0", "Q4_K_M", "Q5_K", "Q6_K")
+"""Weights of which some or all have more than 4 bits and none more than 8, so that they can draft in 4."""
 BITS = (
     "bits:8-3", "bits:4-4", "bits:4-3,layer=2", "bits:8-3,layer=1", "bits:4-6+dv", "bits:8-6+svip", "bits:4-6+adaedl",
     "bits:8-6+spide", "bits:4-6+fs",

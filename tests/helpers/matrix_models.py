@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import gguf_models
 from fuzz_models import ROPES, random_model, small_config
-from layerskip_models import LayerSkipModel, from_transformers, load_model
+from layerskip_models import LayerSkipModel, draft_weights, from_transformers, load_model
 from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.kernels import library
@@ -51,10 +51,11 @@ def exists(family: str, weights: str, variant: str) -> bool:
 
 @contextmanager
 def kernels_of(variant: str) -> Iterator[None]:
-    """Within it models are made and run with these kernels, or with none."""
+    """Within it models run with these kernels, or with none, and draft in fewer bits however little that gains."""
     chosen = None if variant == NONE else library.load(variant)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "kernels", lambda: chosen)
+        patch.setattr(draft_weights, "_MOST_READ", 1.0)
         yield
 
 

@@ -226,6 +226,6 @@ def test_weights_of_few_bits_are_rounded_to_four_from_what_they_stand_for(output
         peaks = weight.abs().amax(1, keepdim=True) / 31
         packed = pack_sixes((weight / peaks).round() + 32)
         linear = NativeGroupedLinear(GroupedWeight(packed, peaks.repeat(1, 8), bits=6, zero=32))
-    found = rounded_linear(linear, "int4", layer=5)
+    found = rounded_linear(linear, 4)
     assert isinstance(found, NativeGroupedLinear)
     assert ((found.weight - weight).norm(dim=1) < 0.15 * weight.norm(dim=1)).all()
