@@ -165,6 +165,15 @@ class GroupedWeight:
         values = values.mul_(scales).add_(offsets).flatten(1)
         return values if self.factors is None else values.mul_(self.factors[rows].unsqueeze(1))
 
+    def outputs(self, count: int) -> GroupedWeight:
+        """Return the weight of the first `count` outputs, in the same memory."""
+        return self._of(lambda tensor: tensor[:count])
+
+    def padded(self, size: int) -> GroupedWeight:
+        """Return the weight with outputs of zeros behind its own, up to a multiple of `size`."""
+        more = -len(self.packed) % size
+        return self._of(lambda tensor: torch.cat((tensor, tensor.new_zeros(more, *tensor.shape[1:])))) if more else self
+
     def contiguous(self) -> GroupedWeight:
         """Make every tensor contiguous, as the kernels read them."""
         return self._of(Tensor.contiguous)
@@ -292,7 +301,7 @@ class GroupedLinear:
 
     def __init__(self, weight: GroupedWeight, bias: Tensor | None = None, *, rows: int | None = None) -> None:
         self.numbers = weight
-        self.row_bits = 8 if rows == 8 and weight.bits <= 6 and weight.shape[0] % 32 == 0 else 32
+        self.row_bits = 8 if rows == 8 and weight.bits <= 6 else 32
         self.bits, self.shape = weight.bits, weight.shape
         self.bias = None if bias is None else bias.float()
         self.num_bytes = weight.num_bytes

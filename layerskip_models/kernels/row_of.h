@@ -45,7 +45,7 @@ INLINE void numbers_of(int64_t kind, const uint8_t *bytes, uint8_t *q) {
 }
 
 static void row_in_groups(const Matrix *m, int64_t output, float *y) {
-  const int64_t size = bytes_of(m->kind, 64), step = min(m->group, 64);
+  const int64_t size = min(64, bytes_of(m->kind, 64)), step = min(m->group, 64);
   const float factor = m->scale ? m->scale[output] : 1;
   for (int64_t begin = 0; begin < m->in; begin += 64) {
     uint8_t bytes[64], q[64];
