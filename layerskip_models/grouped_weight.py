@@ -73,7 +73,7 @@ class GroupedWeight:
 
     packed: uint8 [out, bits in / 8], see above. groups: scales, float16 or float32 [out, in / group], with 16 (not of 4
     bits), 32, 64 or 128 inputs to a group; or integers, uint8 or int8, that `blocks` multiply.
-    offsets: float32 of that shape, or with blocks uint8; None for -zero * scale. factors: float32 [out]; None for 1.
+    offsets: float32 of that shape, or with blocks integers as scales are; None for -zero * scale. factors: float32 [out]; None for 1.
     blocks: float16 [out, in / 256, 2], the factors of the scales and, negated, of the offsets; without offsets
     [out, in / 256, 1].
     interleaved: whether the kernels alone know what is where (`kernels.weights`); shapes are the same.
@@ -93,7 +93,7 @@ class GroupedWeight:
         rows, columns = self.shape
         count = self.groups.shape[-1]
         scales = (torch.float16, torch.float32) if self.blocks is None else (torch.uint8, torch.int8)
-        offsets = torch.float32 if self.blocks is None else torch.uint8
+        offsets = torch.float32 if self.blocks is None else self.groups.dtype
         each = 1 if self.offsets is None else 2
         wanted: list[tuple[Tensor | None, tuple[torch.dtype, ...], tuple[int, ...]]] = [
             (self.packed, (torch.uint8,), (rows, columns * self.bits // 8)),
@@ -207,22 +207,20 @@ class GroupedWeight:
         scales, offsets = self.scales_and_offsets()
         return GroupedWeight(_UNPACK[self.bits](self.packed), scales, offsets, self.factors, bits=8)
 
-    def as_bytes_in_blocks(self) -> GroupedWeight:
-        """Convert a weight in blocks to bytes in blocks, in groups of 16 with offsets and with scales of 0 and more.
+    def as_sixes_in_blocks(self) -> GroupedWeight:
+        """Convert a weight in blocks to 6 bits in blocks, in groups of 16 with offsets and with signed scales.
 
-        Where a scale is negative, q becomes 2 zero - q and the scale positive. The offsets' factors are zero times those of
-        the scales, which is exact for a power of two unless it is too large for float16: then the result is not finite.
+        Where there are no offsets, they are the scales, and their factors zero times those of the scales. This is exact for a
+        power of two unless it is too large for float16: then the result is not finite.
         """
         assert self.blocks is not None
-        numbers, blocks = _UNPACK[self.bits](self.packed), self.blocks
-        scales = self.groups.repeat_interleave(self.group // 16, dim=1)
-        offsets = None if self.offsets is None else self.offsets.repeat_interleave(self.group // 16, dim=1)
-        if offsets is None:
-            turned = (scales < 0).repeat_interleave(16, dim=1)
-            numbers = torch.where(turned, 2 * self.zero - numbers, numbers)
-            scales = scales.short().abs().to(torch.uint8)
+        scales, blocks = self.groups.view(torch.int8).repeat_interleave(self.group // 16, dim=1), self.blocks
+        if self.offsets is None:
             offsets, blocks = scales, torch.cat((blocks, self.zero * blocks), dim=2)
-        return GroupedWeight(numbers, scales, offsets, self.factors, blocks, bits=8)
+        else:
+            offsets = self.offsets.view(torch.int8).repeat_interleave(self.group // 16, dim=1)
+        numbers = pack_sixes(_UNPACK[self.bits](self.packed))
+        return GroupedWeight(numbers, scales, offsets, self.factors, blocks, bits=6)
 
     def _is_like(self, other: GroupedWeight) -> bool:
         """Return whether scales are of the same form, and numbers stand for the same."""
@@ -240,7 +238,7 @@ class GroupedWeight:
         if not alike and plain in ({(torch.float16, True, True)}, {(torch.float32, True, True)}):
             weights = [weight.as_signed_bytes() for weight in weights]
         elif not alike:
-            in_blocks = [weight.as_bytes_in_blocks() for weight in weights if weight.blocks is not None]
+            in_blocks = [weight.as_sixes_in_blocks() for weight in weights if weight.blocks is not None]
             fits = len(in_blocks) == len(weights) and all(weight.is_finite() for weight in in_blocks)
             weights = in_blocks if fits else [weight.as_bytes() for weight in weights]
         size = min(weight.group for weight in weights)

@@ -147,7 +147,7 @@ def fault() -> str | None:
             found = found or _fault_of_layers(layers, x, angles, *(drawn(*size).to(kv_dtype) for _ in range(2)))
         for outputs, bits in product(
             (INTERMEDIATE, TILED[0]), (8, 16)
-        ):  # the last of 16 outputs are padding, or there are none
+        ):  # the last 16 are padded, or not
             for grouped in (drawn.four_bits(outputs, bits), drawn.six_bits(outputs, bits)):
                 width = grouped.shape[1]
                 rows, norm = drawn(TILED_ROWS if outputs == TILED[0] else ROWS, width), drawn.norm(width)

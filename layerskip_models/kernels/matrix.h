@@ -20,7 +20,7 @@ typedef struct {
   const float *bias;  /* [out] or NULL */
   int64_t kind, in, out;
   const void *groups;     /* [out, in / group], scales; only where numbers are in groups */
-  const void *offsets;    /* [out, in / group], float32, or uint8 where blocks have a scale for offsets; or NULL */
+  const void *offsets;    /* [out, in / group], float32, or integers as scales are where blocks have a scale for offsets; or NULL */
   int64_t group;          /* inputs that share a scale: 16, 32, 64 or 128 */
   int64_t scales;         /* `Scales` */
   const uint16_t *blocks; /* [out, in / BLOCK_INPUTS, 1 or 2], float16: what integer scales are multiplied by, and offsets, negated */

@@ -380,7 +380,7 @@ class NativeGroupedLinear(NativeLinear):
         self.bits = weight.bits
         self._in = self.matrix.in_features = weight.shape[1]
         shape = (len(self.stored), self._in // weight.group)
-        kind = torch.float32 if blocks is None else torch.uint8
+        kind = torch.float32 if blocks is None else groups.dtype
         each = 1 if offsets is None else 2
         self.matrix.kind = GROUPED_KINDS[weight.bits]
         self.matrix.groups = pointer("the groups' scales", groups, groups.dtype, *shape)
