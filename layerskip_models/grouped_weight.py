@@ -73,9 +73,9 @@ class GroupedWeight:
 
     packed: uint8 [out, bits in / 8], see above. groups: scales, float16 or float32 [out, in / group], with 16 (not of 4
     bits), 32, 64 or 128 inputs to a group; or integers, uint8 or int8, that `blocks` multiply.
-    offsets: float32 of that shape, or with blocks integers as scales are; None for -zero * scale. factors: float32 [out]; None for 1.
-    blocks: float16 [out, in / 256, 2], the factors of the scales and, negated, of the offsets; without offsets
-    [out, in / 256, 1].
+    offsets: float32 of that shape, or with blocks integers as scales are; None for -zero * scale.
+    factors: float32 [out]; None for 1. blocks: float16 [out, in / 256, 2], the factors of the scales and, negated, of the
+    offsets; without offsets [out, in / 256, 1].
     interleaved: whether the kernels alone know what is where (`kernels.weights`); shapes are the same.
     Raises ValueError for tensors that do not fit together.
     """

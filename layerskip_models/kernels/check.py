@@ -145,9 +145,7 @@ def fault() -> str | None:
         angles, size = drawn(EARLIER + ROWS, HEAD_DIM // 2), (LAYERS, KV_HEADS, EARLIER, HEAD_DIM)
         for kv_dtype in KV_DTYPES:
             found = found or _fault_of_layers(layers, x, angles, *(drawn(*size).to(kv_dtype) for _ in range(2)))
-        for outputs, bits in product(
-            (INTERMEDIATE, TILED[0]), (8, 16)
-        ):  # the last 16 are padded, or not
+        for outputs, bits in product((INTERMEDIATE, TILED[0]), (8, 16)):  # the last 16 are padded, or not
             for grouped in (drawn.four_bits(outputs, bits), drawn.six_bits(outputs, bits)):
                 width = grouped.shape[1]
                 rows, norm = drawn(TILED_ROWS if outputs == TILED[0] else ROWS, width), drawn.norm(width)

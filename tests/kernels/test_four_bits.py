@@ -165,7 +165,7 @@ def test_pieces_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bits", [8, 16])
 def test_ups_that_begin_within_16_outputs_and_outputs_that_do_not_fill_them(inner: int, bits: int) -> None:
     chosen, norm, x = library.kernels(), RMSNorm(torch.ones(128), 1e-5), drawn(20, 128)
-    assert chosen is not None
+    assert chosen is not None and norm.factors is not None
     weight = round_to_four_bits(drawn(2 * inner, 128, seed=1), group=32)
     gate_up, down = NativeGroupedLinear(weight, rows=bits), NativeLinear(drawn(128, inner))
     assert gate_up.shape == weight.shape and torch.equal(gate_up.weight, weight.values())
