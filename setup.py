@@ -40,7 +40,8 @@ VNNI = [*AVX512, "-mavx512vnni"]
 AMX = [*VNNI, "-mamx-tile", "-mamx-int8", "-mamx-bf16"]
 AVXVNNI = [*AVX2, "-mavxvnni"]
 X86 = {"baseline": [], "avx2": AVX2, "avxvnni": AVXVNNI, "avx512": AVX512, "vnni": VNNI, "amx": AMX}
-VARIANTS = {"x86_64": X86, "amd64": X86, "aarch64": {"neon": []}, "arm64": {"neon": []}}
+ARM = {"neon": [], "dotprod": ["-march=armv8.2-a+dotprod"]}
+VARIANTS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
 """Flags of each variant by the last part of the platform's name; other processors get the baseline."""
 
 

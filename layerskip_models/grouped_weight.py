@@ -73,9 +73,9 @@ class GroupedWeight:
 
     packed: uint8 [out, bits in / 8], see above. groups: scales, float16 or float32 [out, in / group], with 16 (not of 4
     bits), 32, 64 or 128 inputs to a group; or integers, uint8 or int8, that `blocks` multiply.
-    offsets: float32 of that shape, or with blocks uint8; None for -zero * scale. factors: float32 [out]; None for 1.
-    blocks: float16 [out, in / 256, 2], the factors of the scales and, negated, of the offsets; without offsets
-    [out, in / 256, 1].
+    offsets: float32 of that shape, or with blocks integers as scales are; None for -zero * scale.
+    factors: float32 [out]; None for 1. blocks: float16 [out, in / 256, 2], the factors of the scales and, negated, of the
+    offsets; without offsets [out, in / 256, 1].
     interleaved: whether the kernels alone know what is where (`kernels.weights`); shapes are the same.
     Raises ValueError for tensors that do not fit together.
     """
@@ -93,7 +93,7 @@ class GroupedWeight:
         rows, columns = self.shape
         count = self.groups.shape[-1]
         scales = (torch.float16, torch.float32) if self.blocks is None else (torch.uint8, torch.int8)
-        offsets = torch.float32 if self.blocks is None else torch.uint8
+        offsets = torch.float32 if self.blocks is None else self.groups.dtype
         each = 1 if self.offsets is None else 2
         wanted: list[tuple[Tensor | None, tuple[torch.dtype, ...], tuple[int, ...]]] = [
             (self.packed, (torch.uint8,), (rows, columns * self.bits // 8)),
@@ -165,6 +165,15 @@ class GroupedWeight:
         values = values.mul_(scales).add_(offsets).flatten(1)
         return values if self.factors is None else values.mul_(self.factors[rows].unsqueeze(1))
 
+    def outputs(self, count: int) -> GroupedWeight:
+        """Return the weight of the first `count` outputs, in the same memory."""
+        return self._of(lambda tensor: tensor[:count])
+
+    def padded(self, size: int) -> GroupedWeight:
+        """Return the weight with outputs of zeros behind its own, up to a multiple of `size`."""
+        more = -len(self.packed) % size
+        return self._of(lambda tensor: torch.cat((tensor, tensor.new_zeros(more, *tensor.shape[1:])))) if more else self
+
     def contiguous(self) -> GroupedWeight:
         """Make every tensor contiguous, as the kernels read them."""
         return self._of(Tensor.contiguous)
@@ -198,22 +207,20 @@ class GroupedWeight:
         scales, offsets = self.scales_and_offsets()
         return GroupedWeight(_UNPACK[self.bits](self.packed), scales, offsets, self.factors, bits=8)
 
-    def as_bytes_in_blocks(self) -> GroupedWeight:
-        """Convert a weight in blocks to bytes in blocks, in groups of 16 with offsets and with scales of 0 and more.
+    def as_sixes_in_blocks(self) -> GroupedWeight:
+        """Convert a weight in blocks to 6 bits in blocks, in groups of 16 with offsets and with signed scales.
 
-        Where a scale is negative, q becomes 2 zero - q and the scale positive. The offsets' factors are zero times those of
-        the scales, which is exact for a power of two unless it is too large for float16: then the result is not finite.
+        Where there are no offsets, they are the scales, and their factors zero times those of the scales. This is exact for a
+        power of two unless it is too large for float16: then the result is not finite.
         """
         assert self.blocks is not None
-        numbers, blocks = _UNPACK[self.bits](self.packed), self.blocks
-        scales = self.groups.repeat_interleave(self.group // 16, dim=1)
-        offsets = None if self.offsets is None else self.offsets.repeat_interleave(self.group // 16, dim=1)
-        if offsets is None:
-            turned = (scales < 0).repeat_interleave(16, dim=1)
-            numbers = torch.where(turned, 2 * self.zero - numbers, numbers)
-            scales = scales.short().abs().to(torch.uint8)
+        scales, blocks = self.groups.view(torch.int8).repeat_interleave(self.group // 16, dim=1), self.blocks
+        if self.offsets is None:
             offsets, blocks = scales, torch.cat((blocks, self.zero * blocks), dim=2)
-        return GroupedWeight(numbers, scales, offsets, self.factors, blocks, bits=8)
+        else:
+            offsets = self.offsets.view(torch.int8).repeat_interleave(self.group // 16, dim=1)
+        numbers = pack_sixes(_UNPACK[self.bits](self.packed))
+        return GroupedWeight(numbers, scales, offsets, self.factors, blocks, bits=6)
 
     def _is_like(self, other: GroupedWeight) -> bool:
         """Return whether scales are of the same form, and numbers stand for the same."""
@@ -231,7 +238,7 @@ class GroupedWeight:
         if not alike and plain in ({(torch.float16, True, True)}, {(torch.float32, True, True)}):
             weights = [weight.as_signed_bytes() for weight in weights]
         elif not alike:
-            in_blocks = [weight.as_bytes_in_blocks() for weight in weights if weight.blocks is not None]
+            in_blocks = [weight.as_sixes_in_blocks() for weight in weights if weight.blocks is not None]
             fits = len(in_blocks) == len(weights) and all(weight.is_finite() for weight in in_blocks)
             weights = in_blocks if fits else [weight.as_bytes() for weight in weights]
         size = min(weight.group for weight in weights)
@@ -292,7 +299,7 @@ class GroupedLinear:
 
     def __init__(self, weight: GroupedWeight, bias: Tensor | None = None, *, rows: int | None = None) -> None:
         self.numbers = weight
-        self.row_bits = 8 if rows == 8 and weight.bits <= 6 and weight.shape[0] % 32 == 0 else 32
+        self.row_bits = 8 if rows == 8 and weight.bits <= 6 else 32
         self.bits, self.shape = weight.bits, weight.shape
         self.bias = None if bias is None else bias.float()
         self.num_bytes = weight.num_bytes

@@ -96,9 +96,7 @@ def with_rows(linear: Linear, rows: int) -> Linear:
 
 def row_bits(linear: Linear) -> int:
     """Return how many bits the numbers of a row have where they meet this weight; 32 if they are not rounded."""
-    if isinstance(linear, NativeGroupedLinear):
-        return linear.row_bits if linear.matrix.interleaved else 32
-    return linear.row_bits if isinstance(linear, GroupedLinear) else 32
+    return linear.row_bits if isinstance(linear, (GroupedLinear, NativeGroupedLinear)) else 32
 
 
 def keeps_eight_bits(layer: int | None) -> bool:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from layerskip_models import LayerSkipModel, load_model, load_tokenizer
+from layerskip_models import LayerSkipModel, load_model
+from layerskip_models.checkpoints.loading import begin_tokenizer
 from layerskip_models.draft_weights import DraftWeights
 from layerskip_models.exits.lean import ExitsChoice
 from policies import Policy, RoundRecord
@@ -124,6 +125,7 @@ class SelfSpecGenerator:
             works at a time.
         """
         options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
+        tokenizer = begin_tokenizer(name_or_path, **options)
         if device_map is not None:
             if device_map != "auto" or device != "auto":
                 raise ValueError("device_map must be 'auto' or None, and goes without device")
@@ -136,8 +138,7 @@ class SelfSpecGenerator:
             model = model.with_kv_dtype(kv_dtype)
         if rows is not None:
             model = model.with_rows(rows)
-        tokenizer = load_tokenizer(name_or_path, **options)
-        return cls(model, tokenizer, policy, runner=runner, prefix_cache=prefix_cache, draft_weights=draft_weights)
+        return cls(model, tokenizer(), policy, runner=runner, prefix_cache=prefix_cache, draft_weights=draft_weights)
 
     @spelled_out
     def generate(

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from layerskip_models.grouped_weight import BLOCK, CHUNK, GroupedWeight, pack_nibbles, pack_sixes
 from layerskip_models.kernels import library
-from layerskip_models.kernels.library import GROUPED_KINDS, KINDS
+from layerskip_models.kernels.library import KINDS
 from layerskip_models.kernels.pages import expect_large_pages
-from layerskip_models.kernels.weights import LANES, in_shares, takes_interleaved
+from layerskip_models.kernels.weights import LANES, in_shares
 
 _STORED = {
     name: kind
@@ -88,7 +88,7 @@ def kept_rows(
     places = _places(parts, order)
     made = _room(len(places), parts[0].shape[1], form)
     outputs, inputs = made.shape
-    made = replace(made, interleaved=interleave and takes_interleaved(GROUPED_KINDS[made.bits], outputs, inputs))
+    made = replace(made, interleaved=interleave and outputs % LANES == 0)
     targets = made.packed, made.groups, made.offsets, made.blocks
     for target in targets:
         if target is not None:

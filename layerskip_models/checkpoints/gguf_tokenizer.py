@@ -179,7 +179,7 @@ def _merges(reader: GgufReader) -> list[tuple[str, str]]:
 def _list(reader: GgufReader, name: str, kind: type | tuple[type, ...], length: int | None = None) -> list[Any]:
     """Read a list of the tokenizer's. length: that of the vocabulary, which it must have."""
     found = reader.value(f"tokenizer.ggml.{name}")
-    if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
+    if not isinstance(found, list) or not all(issubclass(one, kind) for one in {*map(type, found)}):
         raise ValueError(f"lacks the list tokenizer.ggml.{name}, or has other values there")
     if length is not None and len(found) != length:
         raise ValueError(f"has {len(found)} values in tokenizer.ggml.{name} for {length} tokens")

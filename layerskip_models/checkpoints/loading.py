@@ -6,10 +6,15 @@ transformers reads those files of weights in which names are older than ours.
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +43,18 @@ _MAX_LAYERS = 1 << 14
 log = logging.getLogger("selfspec")
 FEW_BITS: tuple[Layout, ...] = ("int8", "int4")
 """Names of dtypes that are layouts of the weights."""
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let Python's collector rest: it would look at all imported objects again and again, and loading leaves no cycles."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +134,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device, checkpoint: to
     return chosen
 
 
+@_uncollected()
 def load_model(
     name_or_path: str | Path,
     *,
@@ -301,6 +319,7 @@ def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -
     return check_config(config, name)
 
 
+@_uncollected()
 def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTokenizerBase:
     """Load the tokenizer that lies beside a checkpoint. Without one, raise OSError that names the remedy."""
     name = resolve_checkpoint(name_or_path)
@@ -320,6 +339,20 @@ def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTok
                 f"{name} has no tokenizer that can be loaded: save one beside the model with "
                 "tokenizer.save_pretrained(), or load the model alone with load_model() and give token ids"
             ) from error
+
+
+def begin_tokenizer(name_or_path: str | Path, **options: object) -> Callable[[], PreTrainedTokenizerBase]:
+    """Return what returns the result of `load_tokenizer`, which a thread begins at once for a GGUF file.
+
+    It is Python's work, while the file's weights are C's, and its memory is free again before all weights are there.
+    """
+    if gguf_file(resolve_checkpoint(name_or_path)) is None:
+        return partial(load_tokenizer, name_or_path, **options)
+    import_module("transformers")  # here: a thread that comes upon its half may find the wrong module
+    thread = ThreadPoolExecutor(1, "tokenizer")
+    begun = thread.submit(load_tokenizer, name_or_path, **options)
+    thread.shutdown(wait=False)
+    return begun.result
 
 
 def _is_plain_tokenizer(folder: Path) -> bool:

@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import struct
+import threading
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 
 from layerskip_models.checkpoints.as_built import rotary_angles
 from layerskip_models.checkpoints.parameters import EMBEDDING, HEAD, parameter_shapes, rotary_frequencies
+from layerskip_models.fork_safe import fork_safe
 from layerskip_models.grouped_weight import GroupedWeight
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 """Types of unquantised numbers, as safetensors and GGUF files call them."""
 _AHEAD = 64 << 20  # bytes that the system is asked for early, so that a disk is busy between two matrices
-_LENT = 8 << 20  # bytes of a file that may stay in the process's memory
+_LENT = 1 << 20  # bytes of a file that may stay in the process's memory
+_filtering = fork_safe(threading.Lock())  # filters of warnings belong to all threads, of which two may open files
 
 
 class Weights(Protocol):
@@ -70,10 +73,11 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self._bytes, self._lent = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
+        self._asked = range(0)  # bytes that the system was asked for
         self._mapped: mmap.mmap | None = None
         if not path.stat().st_size:  # nothing can be mapped
             return
-        with path.open("rb") as file, warnings.catch_warnings():
+        with path.open("rb") as file, _filtering, warnings.catch_warnings():
             self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody writes to it
             self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)
@@ -100,8 +104,11 @@ class MappedFile:
             self._mapped.madvise(mmap.MADV_DONTNEED)  # what is still wanted comes back from the system's cache
             self._lent = 0
         self._lent += size
+        if begin in self._asked and begin + size <= self._asked.stop:
+            return
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        self._mapped.madvise(mmap.MADV_WILLNEED, first, min(begin + size + _AHEAD, len(self._bytes)) - first)
+        self._asked = range(first, min(begin + size + _AHEAD, len(self._bytes)))
+        self._mapped.madvise(mmap.MADV_WILLNEED, first, len(self._asked))
 
 
 class SafetensorsWeights:

@@ -10,7 +10,6 @@
 #include "pairs.h"
 
 #define PLAIN (!VNNI && !PAIRS)
-#define SIDES (BLOCK / LANES) /* vectors that hold 16 outputs */
 
 typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves_memory __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
@@ -98,36 +97,6 @@ INLINE Sums add_products(int kind, Sums sums, Halves weights, const char *row) {
 }
 #endif
 
-/* The factors of a block's scales, and of its offsets. */
-typedef struct {
-  vf scales[SIDES], offsets[SIDES];
-} BlockFactors;
-
-INLINE BlockFactors factors_of_block(const Matrix *m, Factors at, int64_t block) {
-  BlockFactors found = {{{0}}, {{0}}};
-  const uint16_t *p = at.blocks + block * (m->offsets ? 32 : 16);
-  UNROLL for (int side = 0; side < SIDES; side++) {
-    found.scales[side] = load_float16(p + LANES * side);
-    if (m->offsets) found.offsets[side] = -load_float16(p + 16 + LANES * side);
-  }
-  return found;
-}
-
-/* The scales of a group, and its offsets, for LANES of 16 outputs. */
-INLINE vf scales_of_side(const Matrix *m, Factors at, int64_t group, const BlockFactors *block, int side) {
-  const int64_t place = 16 * group + LANES * side;
-  if (m->scales == HALVES) return load_float16((const uint16_t *)at.scales + place);
-  if (m->scales == FLOATS) return load((const float *)at.scales + place);
-  const char *p = at.scales + place;
-  const vf numbers = m->scales == SIGNED ? load_int8((const int8_t *)p) : __builtin_convertvector(load_bytes((const uint8_t *)p), vf);
-  return numbers * block->scales[side];
-}
-INLINE vf offsets_of_side(const Matrix *m, Factors at, int64_t group, const BlockFactors *block, int side) {
-  const int64_t place = 16 * group + LANES * side;
-  if (!m->blocks) return load((const float *)at.offsets + place);
-  return __builtin_convertvector(load_bytes((const uint8_t *)at.offsets + place), vf) * block->offsets[side];
-}
-
 /* Add a span's sums to the totals of a row: times the scales and the row's unit, and where there are offsets these times `word`. */
 INLINE vf add_byte_span(vf total, vi sums, vf scale, int shifted, vf offset, const char *word, float unit) {
   typedef float number __attribute__((aligned(4), may_alias));
@@ -196,8 +165,8 @@ INLINE void row_dots(int limbs, int rows, int kind, int spans, int shifted, cons
             }
         }
         UNROLL for (int e = 0; e < together; e++) {
-          const vf scale = scales_of_side(m, at, group, &block, side + e);
-          const vf offset = shifted ? offsets_of_side(m, at, group, &block, side + e) : (vf){0};
+          const vf scale = scales_of(m, at, group, &block, side + e);
+          const vf offset = shifted ? offsets_of(m, at, group, &block, side + e) : (vf){0};
           UNROLL for (int r = 0; r < rows; r++) {
             vf *sum = &total[r][side + e];
             const char *word = words + 4 * (span * rows + r);
@@ -205,19 +174,14 @@ INLINE void row_dots(int limbs, int rows, int kind, int spans, int shifted, cons
               const float unit = *(const number *)(units + 4 * (span * 2 / spans * rows + r));
               *sum = add_byte_span(*sum, sums[r][e], scale, shifted, offset, word, unit);
             } else {
-              if (shifted) *sum = multiply_add(offset, splat(*(const number *)word), *sum);
-              *sum = multiply_add(__builtin_convertvector(sums[r][e], vf), scale, *sum);
+              *sum = add_span(*sum, sums[r][e], scale, shifted, offset, word);
             }
           }
         }
       }
     }
   }
-  for (int r = 0; r < rows; r++) {
-    UNROLL for (int side = 0; side < SIDES; side++) store(y + r * BLOCK + LANES * side, total[r][side]);
-    if (limbs == 2)
-      for (int o = 0; o < BLOCK; o++) y[r * BLOCK + o] = (float)(y[r * BLOCK + o] * fixed[r].unit);
-  }
+  for (int r = 0; r < rows; r++) store_totals(total[r], limbs, limbs == 1 ? 1 : fixed[r].unit, y + r * BLOCK);
 }
 
 #define ROW_DOTS(NAME, ROWS_, LIMBS_, KIND, SPANS, SHIFTED) \

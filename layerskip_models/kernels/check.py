@@ -145,7 +145,7 @@ def fault() -> str | None:
         angles, size = drawn(EARLIER + ROWS, HEAD_DIM // 2), (LAYERS, KV_HEADS, EARLIER, HEAD_DIM)
         for kv_dtype in KV_DTYPES:
             found = found or _fault_of_layers(layers, x, angles, *(drawn(*size).to(kv_dtype) for _ in range(2)))
-        for outputs, bits in product((INTERMEDIATE, TILED[0]), (8, 16)):  # 16 outputs are side by side, or not
+        for outputs, bits in product((INTERMEDIATE, TILED[0]), (8, 16)):  # the last 16 are padded, or not
             for grouped in (drawn.four_bits(outputs, bits), drawn.six_bits(outputs, bits)):
                 width = grouped.shape[1]
                 rows, norm = drawn(TILED_ROWS if outputs == TILED[0] else ROWS, width), drawn.norm(width)
@@ -180,7 +180,7 @@ def _fault_of_linear(linear: NativeLinear, x: Tensor, bound: float = _BOUND, nor
                 same = all(torch.equal(call(x[:rows]), alone[:rows]) for rows in counts)
                 if not same or not torch.equal(call(many), alone.repeat(MANY, 1)):
                     return f"{name} computes a row otherwise in company, on {threads} threads"
-        if isinstance(linear, NativeGroupedLinear) and linear.row_bits == 8 and linear.matrix.interleaved:
+        if isinstance(linear, NativeGroupedLinear) and linear.row_bits == 8:
             inputs = rounded_rows(x).double()
         if not _near(alone, inputs @ linear.weight.double().T + linear.tensors[-1].double(), bound):
             return f"{name} computes something else"

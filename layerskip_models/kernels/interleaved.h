@@ -43,6 +43,51 @@ INLINE Factors factors_at(const Matrix *m, int64_t first) {
 /* By how many bits to shift a span's number for that of its group. */
 INLINE int spans_shift(const Matrix *m) { return m->group == 64 ? 1 : m->group == 128 ? 2 : 0; }
 
+/* The factors of a block's scales, and of its offsets. */
+#define SIDES (BLOCK / LANES) /* vectors that hold 16 outputs */
+typedef struct {
+  vf scales[SIDES], offsets[SIDES];
+} BlockFactors;
+
+INLINE BlockFactors factors_of_block(const Matrix *m, Factors at, int64_t block) {
+  BlockFactors found = {{{0}}, {{0}}};
+  const uint16_t *p = at.blocks + block * (m->offsets ? 32 : 16);
+  UNROLL for (int side = 0; side < SIDES; side++) {
+    found.scales[side] = load_float16(p + LANES * side);
+    if (m->offsets) found.offsets[side] = -load_float16(p + 16 + LANES * side);
+  }
+  return found;
+}
+
+/* The scales of a group, and its offsets, for LANES of 16 outputs. Integers are of one type. */
+INLINE vf integers_of(const Matrix *m, const char *p) {
+  return m->scales == SIGNED ? load_int8((const int8_t *)p) : __builtin_convertvector(load_bytes((const uint8_t *)p), vf);
+}
+INLINE vf scales_of(const Matrix *m, Factors at, int64_t group, const BlockFactors *block, int side) {
+  const int64_t place = 16 * group + LANES * side;
+  if (m->scales == HALVES) return load_float16((const uint16_t *)at.scales + place);
+  if (m->scales == FLOATS) return load((const float *)at.scales + place);
+  return integers_of(m, at.scales + place) * block->scales[side];
+}
+INLINE vf offsets_of(const Matrix *m, Factors at, int64_t group, const BlockFactors *block, int side) {
+  const int64_t place = 16 * group + LANES * side;
+  return m->blocks ? integers_of(m, at.offsets + place) * block->offsets[side] : load((const float *)at.offsets + place);
+}
+
+/* Add a span's sums to the totals of a row: times their scales, and where there are offsets these times the sum of the row's inputs.
+ * word: the span's, after the chunk's limbs. */
+INLINE vf add_span(vf total, vi sums, vf scale, int shifted, vf offset, const char *word) {
+  typedef float number __attribute__((aligned(4), may_alias));
+  if (shifted) total = multiply_add(offset, splat(*(const number *)word), total);
+  return multiply_add(__builtin_convertvector(sums, vf), scale, total);
+}
+
+/* Store the totals of a row times its unit, a power of two that float32 may not have; 1 for `limbs` 1. */
+INLINE void store_totals(const vf *total, int limbs, double unit, float *y) {
+  UNROLL for (int side = 0; side < SIDES; side++) store(y + LANES * side, total[side]);
+  for (int o = 0; limbs > 1 && o < BLOCK; o++) y[o] = (float)(y[o] * unit);
+}
+
 typedef void Dots(const Matrix *, int64_t, const char *, Prefetch, float *);
 
 #if VNNI
@@ -102,47 +147,6 @@ INLINE Pair quads_of(int kind, const uint8_t *w, int t) {
   return (Pair){_mm512_or_si512(first, _mm512_and_si512(above, bits)), _mm512_or_si512(second, _mm512_and_si512(others, bits))};
 }
 
-/* The outputs' scales of a block, or with `which` 1 those of its offsets. */
-INLINE __m512 of_block(const Matrix *m, Factors at, int64_t block, int which) {
-  const int64_t each = m->offsets ? 2 : 1;
-  return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(at.blocks + (block * each + which) * 16)));
-}
-
-INLINE __m512 scales_of(const Matrix *m, Factors at, int64_t group, int64_t block) {
-  const char *p = at.scales;
-  switch (m->scales) {
-  case HALVES: return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(p + 32 * group)));
-  case FLOATS: return _mm512_loadu_ps(p + 64 * group);
-  case UNSIGNED:
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(p + 16 * group)))) * of_block(m, at, block, 0);
-  default:
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(p + 16 * group)))) * of_block(m, at, block, 0);
-  }
-}
-
-INLINE __m512 offsets_of(const Matrix *m, Factors at, int64_t group, int64_t block) {
-  if (!m->blocks) return _mm512_loadu_ps(at.offsets + 64 * group);
-  const __m512i numbers = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(at.offsets + 16 * group)));
-  return _mm512_setzero_ps() - _mm512_cvtepi32_ps(numbers) * of_block(m, at, block, 1);
-}
-
-/* Add a span's sums to the totals of a row: times their scales, and where there are offsets these times the sum of the row's inputs.
- * word: the span's, after the chunk's limbs. */
-INLINE __m512 add_span(__m512 total, __m512i sums, __m512 scale, int shifted, __m512 offset, const char *word) {
-  typedef float number __attribute__((aligned(4), may_alias));
-  if (shifted) total = _mm512_fmadd_ps(offset, _mm512_set1_ps(*(const number *)word), total);
-  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), scale, total);
-}
-
-/* Store the totals of a row times its unit, a power of two that float32 may not have. */
-INLINE void store_totals(__m512 total, double unit, float *y) {
-  const __m512d by = _mm512_set1_pd(unit);
-  const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(total)) * by;
-  const __m512d high = _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(total), 1))) * by;
-  _mm256_storeu_ps(y, _mm512_cvtpd_ps(low));
-  _mm256_storeu_ps(y + 8, _mm512_cvtpd_ps(high));
-}
-
 /* The same for weights in groups and at most GROUPED_ROWS rows. kind, spans and shifted are constants, too: there is a copy for each
  * combination, with its sums in registers. shifted: whether there are offsets. */
 INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, Prefetch fetch, float *y) {
@@ -152,10 +156,12 @@ INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *
   const uint8_t *w = (const uint8_t *)m->weight + bytes_of(kind, first * m->in);
   const Factors at = factors_at(m, first), later = factors_at(m, first + fetch.ahead);
   const Fixed *fixed = (const Fixed *)(x + chunks * chunk_size);
-  __m512 total[GROUPED_ROWS];
-  UNROLL for (int r = 0; r < rows; r++) total[r] = _mm512_setzero_ps();
+  BlockFactors block = {{{0}}, {{0}}};
+  vf total[GROUPED_ROWS];
+  UNROLL for (int r = 0; r < rows; r++) total[r] = (vf){0};
   for (int64_t c = 0; c < chunks; c++, w += 64 * lines, x += chunk_size) {
     const char *words = x + rows * QUADS * 8;
+    if (m->blocks && c % (BLOCK_INPUTS / CHUNK_INPUTS) == 0) block = factors_of_block(m, at, c / (BLOCK_INPUTS / CHUNK_INPUTS));
     if (fetch.ahead && !fetch.place) {
       PREFETCH(later.scales + c * spans * (m->scales == FLOATS ? 64 : m->scales == HALVES ? 32 : 16));
       if (shifted) PREFETCH(later.offsets + c * spans * (m->blocks ? 16 : 64));
@@ -183,19 +189,19 @@ INLINE void span_dots(int rows, int kind, int spans, int shifted, const Matrix *
           other_low[r] = add_quad(other_low[r], quads.second, limbs + 8 * (8 * rows + r) + 4);
         }
       }
-      const int64_t group = (c * spans + half) >> shift, next = (c * spans + other) >> shift, block = c / (BLOCK_INPUTS / CHUNK_INPUTS);
-      const __m512 scale = scales_of(m, at, group, block), other_scale = scales_of(m, at, next, block), none = _mm512_setzero_ps();
-      const __m512 offset = shifted ? offsets_of(m, at, group, block) : none;
-      const __m512 other_offset = shifted ? offsets_of(m, at, next, block) : none;
+      const int64_t group = (c * spans + half) >> shift, next = (c * spans + other) >> shift;
+      const vf scale = scales_of(m, at, group, &block, 0), other_scale = scales_of(m, at, next, &block, 0);
+      const vf offset = shifted ? offsets_of(m, at, group, &block, 0) : (vf){0};
+      const vf other_offset = shifted ? offsets_of(m, at, next, &block, 0) : (vf){0};
       UNROLL for (int r = 0; r < rows; r++) {
         const __m512i sums = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
         const __m512i others = _mm512_add_epi32(_mm512_slli_epi32(other_high[r], 8), other_low[r]);
-        total[r] = add_span(total[r], sums, scale, shifted, offset, words + 4 * (half * rows + r));
-        total[r] = add_span(total[r], others, other_scale, shifted, other_offset, words + 4 * (other * rows + r));
+        total[r] = add_span(total[r], (vi)sums, scale, shifted, offset, words + 4 * (half * rows + r));
+        total[r] = add_span(total[r], (vi)others, other_scale, shifted, other_offset, words + 4 * (other * rows + r));
       }
     }
   }
-  UNROLL for (int r = 0; r < rows; r++) store_totals(total[r], fixed[r].unit, y + r * BLOCK);
+  UNROLL for (int r = 0; r < rows; r++) store_totals(total + r, GROUPED_LIMBS, fixed[r].unit, y + r * BLOCK);
 }
 
 #define BYTE_DOTS(ROWS_) \

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-VARIANTS = ("amx", "vnni", "avx512", "avxvnni", "avx2", "neon", "baseline")
+VARIANTS = ("amx", "vnni", "avx512", "avxvnni", "avx2", "dotprod", "neon", "baseline")
 """Variants that the functions may be compiled for, best first. setup.py has their compiler flags."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 """`enum Kind` of matrix.h, by the dtype a weight is stored in. In a uint8 are numbers in groups: `GROUPED_KINDS`."""

@@ -37,11 +37,13 @@ INLINE void tile_span_dots(int kind, int limbs, int spans, int shifted, const Ma
   const Fixed *fixed = (const Fixed *)(x + chunks * chunk_size);
   uint8_t quads[QUADS][64] __attribute__((aligned(64)));
   int32_t sums[4][16][16] __attribute__((aligned(64)));
-  __m512 total[16];
+  BlockFactors block = {{{0}}, {{0}}};
+  vf total[16];
   configure_tiles(rows, width);
-  for (int64_t r = 0; r < rows; r++) total[r] = _mm512_setzero_ps();
+  for (int64_t r = 0; r < rows; r++) total[r] = (vf){0};
   for (int64_t c = 0; c < chunks; c++, w += 64 * lines, x += chunk_size) {
     const char *words = x + rows * limbs * CHUNK_INPUTS, *units = words + rows * 4 * spans;
+    if (m->blocks && c % (BLOCK_INPUTS / CHUNK_INPUTS) == 0) block = factors_of_block(m, at, c / (BLOCK_INPUTS / CHUNK_INPUTS));
     if (fetch.ahead)
       for (int line = 0; line < lines; line++)
         if ((64 * line & fetch.mask) == fetch.place) PREFETCH(w + ahead + 64 * line);
@@ -76,24 +78,21 @@ INLINE void tile_span_dots(int kind, int limbs, int spans, int shifted, const Ma
       tile_store(3, sums[3], 64);
       for (int k = 0; k < 2; k++) {
         const int span = k ? other : half;
-        const int64_t group = (c * spans + span) >> shift, block = c / (BLOCK_INPUTS / CHUNK_INPUTS);
-        const __m512 scale = scales_of(m, at, group, block);
-        const __m512 offset = shifted ? offsets_of(m, at, group, block) : _mm512_setzero_ps();
+        const int64_t group = (c * spans + span) >> shift;
+        const vf scale = scales_of(m, at, group, &block, 0), offset = shifted ? offsets_of(m, at, group, &block, 0) : (vf){0};
         for (int64_t r = 0; r < rows; r++) {
           const char *word = words + 4 * (span * rows + r);
           const __m512i high = _mm512_load_si512(sums[2 * k][r]), low = _mm512_load_si512(sums[2 * k + 1][r]);
           __m512i all = limbs == 1 ? high : _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
           if (!shifted) all = _mm512_add_epi32(all, _mm512_set1_epi32(*(const whole *)word));
           const float unit = limbs == 1 ? *(const number *)(units + 4 * (span * 2 / spans * rows + r)) : 1;
-          total[r] = limbs == 1 ? (__m512)add_byte_span((vf)total[r], (vi)all, (vf)scale, shifted, (vf)offset, word, unit)
-                                : add_span(total[r], all, scale, shifted, offset, word);
+          total[r] = limbs == 1 ? add_byte_span(total[r], (vi)all, scale, shifted, offset, word, unit)
+                                : add_span(total[r], (vi)all, scale, shifted, offset, word);
         }
       }
     }
   }
-  for (int64_t r = 0; r < rows; r++)
-    if (limbs == 1) _mm512_storeu_ps(y + r * BLOCK, total[r]);
-    else store_totals(total[r], fixed[r].unit, y + r * BLOCK);
+  for (int64_t r = 0; r < rows; r++) store_totals(total + r, limbs, limbs == 1 ? 1 : fixed[r].unit, y + r * BLOCK);
 }
 
 #define TILE_DOTS(KIND, COUNT) \

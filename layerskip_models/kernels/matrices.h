@@ -7,8 +7,7 @@
 INLINE int64_t row_groups_of(const Matrix *m, int64_t rows) {
   int64_t most = side_by_side(m)                                       ? SIDE_ROWS
                  : TILES && m->interleaved && (VNNI || !is_grouped(m)) ? ROWS
-                 : as_integers(m)                                      ? rows_at_once(m)
-                                                                       : FLOAT_ROWS;
+                                                                       : rows_at_once(m);
   return (rows + most - 1) / most;
 }
 INLINE int64_t together(const Matrix *m, int64_t r, int64_t rows) {
@@ -17,26 +16,7 @@ INLINE int64_t together(const Matrix *m, int64_t r, int64_t rows) {
 }
 
 /* How many outputs are computed at once for `rows` rows of a group, where `left` are still to be computed. */
-INLINE int64_t outputs_at_once(const Matrix *m, int64_t rows, int64_t left) { return side_by_side(m) ? side_width(rows, left) : BLOCK; }
-
-/* Weights in groups, as floats. */
-INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const float *x, int64_t rows, Prefetch fetch, float *y) {
-  if (count == BLOCK) {
-    switch (m->kind) {
-    case BYTES: dots_bytes(m, first, x, rows, fetch, y); break;
-    case SIXES: dots_sixes(m, first, x, rows, fetch, y); break;
-    default: dots_int4(m, first, x, rows, fetch, y);
-    }
-    return;
-  }
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t o = 0; o < count; o++) {
-      float result = 0;
-      for (int64_t i = 0; i < m->in; i++)
-        result = multiply_add_1(weight_at(m, first + o, i), x[packed_place(r, i, rows, m->in)], result);
-      y[r * BLOCK + o] = result;
-    }
-}
+INLINE int64_t outputs_at_once(const Matrix *m, int64_t rows, int64_t left) { return side_by_side(m) ? side_width(m->kind, rows, left) : BLOCK; }
 
 /* Apply scale and bias to what `outputs` computes. */
 INLINE void finish_outputs(const Matrix *m, int64_t first, int64_t width, int64_t rows, float *y) {
@@ -55,8 +35,7 @@ static void outputs(const Matrix *m, int64_t first, int64_t width, const float *
   else
 #endif
     if (m->interleaved) integer_outputs(m, first, x, rows, fetch, y);
-    else if (side_by_side(m)) side_outputs(m, first, width, x, rows, fetch, y);
-    else float_outputs(m, first, min(BLOCK, m->out - first), x, rows, fetch, y);
+    else side_outputs(m, first, width, x, rows, fetch, y);
   finish_outputs(m, first, width, rows, y);
 }
 
@@ -67,7 +46,7 @@ INLINE Prefetch share_within(const Matrix *m, Prefetch share, int64_t first, int
 
 /* How many outputs ahead weights are fetched, where `row_groups` groups of rows meet a group of `group` outputs. */
 INLINE int64_t outputs_ahead(const Matrix *m, int64_t row_groups, int64_t group) {
-  int64_t step = is_grouped(m) && !m->interleaved ? 4 : BLOCK, bytes = bytes_of(m->kind, step * m->in);
-  return row_groups > 1 ? group : (AHEAD + bytes - 1) / bytes * step;
+  int64_t bytes = bytes_of(m->kind, BLOCK * m->in);
+  return row_groups > 1 ? group : (AHEAD + bytes - 1) / bytes * BLOCK;
 }
 #endif

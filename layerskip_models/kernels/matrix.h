@@ -20,7 +20,7 @@ typedef struct {
   const float *bias;  /* [out] or NULL */
   int64_t kind, in, out;
   const void *groups;     /* [out, in / group], scales; only where numbers are in groups */
-  const void *offsets;    /* [out, in / group], float32, or uint8 where blocks have a scale for offsets; or NULL */
+  const void *offsets;    /* [out, in / group], float32, or integers as scales are where blocks have a scale for offsets; or NULL */
   int64_t group;          /* inputs that share a scale: 16, 32, 64 or 128 */
   int64_t scales;         /* `Scales` */
   const uint16_t *blocks; /* [out, in / BLOCK_INPUTS, 1 or 2], float16: what integer scales are multiplied by, and offsets, negated */
@@ -67,7 +67,7 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #define SHORT_VNNI 0
 #endif
 #define BLOCK 16  /* outputs computed side by side, so that an input is loaded once for all of them */
-#define WIDEST 64 /* most outputs computed at once, a few blocks of them */
+#define WIDEST 128 /* most outputs computed at once, a few blocks of them */
 #define ROWS (TILES ? 16 : 8) /* most rows multiplied by a weight while it is loaded */
 
 #ifndef TILE_BYTES
@@ -76,13 +76,13 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #define TILE_BYTES (4 << 20)
 #endif
 
-/* Whether the kernels want a matrix interleaved: outputs fill blocks of 16 (each half, if gates are stacked above ups), inputs fill
- * chunks of 64, and no sum of up to 255 * 128 an input exceeds 32 bits. */
+/* Whether the kernels want a matrix interleaved, always where it is in groups: of others, outputs fill blocks of 16 (each half, if gates
+ * are stacked above ups), inputs fill chunks of 64, and no sum of up to 255 * 128 an input exceeds 32 bits. */
 INLINE int interleaves(int64_t kind, int64_t out, int64_t in) {
+  if (kind >= INT4) return 1;
   if (out % 32 || in % 64) return 0;
   if (kind == INT8) return (VNNI || TILES) && in <= 1 << 16;
-  if (kind == BFLOAT16) return TILES && bytes_of(kind, out * in) >= TILE_BYTES;
-  return kind >= INT4;
+  return kind == BFLOAT16 && TILES && bytes_of(kind, out * in) >= TILE_BYTES;
 }
 
 /* Whether rows are cut into splits for weights in bfloat16, which a matrix unit multiplies. */

@@ -140,7 +140,7 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
 /* The same for silu(gate) * up. The matrix holds the gates above the ups, so there are m->out / 2 outputs. */
 static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t first, int64_t end, float *y, int64_t stride) {
   int64_t half = m->out / 2, step = group_of(m, rows), row_groups = fetching_row_groups(m, rows);
-  int64_t ahead = outputs_ahead(m, row_groups, step), shift = side_by_side(m) ? half % BLOCK : 0; /* ups may begin within a block */
+  int64_t ahead = outputs_ahead(m, row_groups, step), shift = half % BLOCK; /* ups may begin within a block */
   for (int64_t begin = 0, batch_end; begin < rows; begin = batch_end) {
     batch_end = min(rows, begin + batch_of(m, rows));
     for (int64_t at = first; at < end; at += step) {

@@ -128,7 +128,8 @@ class NativeLinear:
         self.matrix.weight = self.stored.data_ptr()
         self.num_bytes += (self.stored.numel() - self._out * self._in) * self.stored.element_size()
 
-    def _set(self, stored: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
+    def _set(self, stored: Tensor, scale: Tensor | None, bias: Tensor | None, outputs: int | None = None) -> None:
+        """Keep these tensors. outputs: how many first rows of `stored` are no padding; None for all."""
         chosen = library.kernels()
         if chosen is None:
             raise RuntimeError("no native kernels here")
@@ -136,12 +137,12 @@ class NativeLinear:
             raise ValueError(
                 f"a weight must be [out, in], not empty, on the CPU; got {list(stored.shape)} on {stored.device}"
             )
-        if bias is not None and (bias.shape != stored.shape[:1] or not bias.is_cpu):
-            raise ValueError(f"bias must be [{stored.shape[0]}] on the CPU, got {list(bias.shape)} on {bias.device}")
+        self._out, self._in = outputs or len(stored), stored.shape[1]
+        if bias is not None and (bias.shape != (self._out,) or not bias.is_cpu):
+            raise ValueError(f"bias must be [{self._out}] on the CPU, got {list(bias.shape)} on {bias.device}")
         self.stored = stored = readable(stored)
         self._scale = None if scale is None else readable(scale)
         self._bias = None if bias is None else readable(bias.float())
-        self._out, self._in = stored.shape
         self._run = chosen.linear
         self._run_normalised = chosen.normalised_linear
         self._pick, self._pick_scratch = chosen.pick, chosen.pick_scratch
@@ -340,13 +341,18 @@ class NativeInt8Linear(NativeLinear):
         return (self._rows(*ends).float().mul_(scale.unsqueeze(1)) for ends, scale in parts)
 
 
+def _only_looked_up(*_: object) -> int:
+    raise TypeError("this weight's outputs are not side by side: its rows can be looked up, and nothing else")
+
+
 class NativeGroupedLinear(NativeLinear):
     """x W^T + b with W in 4, 6 or 8 bits, in groups.
 
-    Inputs are rounded, where the kernels multiply integers and the number of outputs is a multiple of 32: to 16-bit fixed
-    point relative to the largest of their row, or to 8 bits relative to the largest of 32 neighbours.
+    Inputs are rounded: to 16-bit fixed point relative to the largest of their row, or to 8 bits relative to the largest of 32
+    neighbours.
     Numbers that were rounded make a different model; "the model's own output" then means that of this model.
-    own: whether nobody else needs the tensors of `weight`, which may then be reordered in place. reorder: False leaves them.
+    own: whether nobody else needs the tensors of `weight`, which may then be reordered in place. reorder: False leaves
+        them, for a weight whose rows are only looked up.
     rows: 8 or 16, the bits of the inputs; None for 8. Weights of 8 bits always meet 16 (`row_bits`).
     Raises what `NativeLinear` raises, and ValueError for other `rows`.
     """
@@ -362,32 +368,35 @@ class NativeGroupedLinear(NativeLinear):
     ) -> None:
         if rows is not None and rows not in ROW_BITS:
             raise ValueError(f"rows must be {' or '.join(map(str, ROW_BITS))} (bits), got {rows!r}")
-        if reorder and not weight.interleaved and takes_interleaved(GROUPED_KINDS[weight.bits], *weight.shape):
-            weight = interleaved(weight, in_place=own)
-        self._set(weight.packed, weight.factors, bias)
+        outputs = weight.shape[0]
+        if reorder and not weight.interleaved:
+            weight = interleaved(weight.padded(LANES), in_place=own)
+        self._set(weight.packed, None if weight.factors is None else weight.factors[:outputs], bias, outputs)
         use_large_pages(self.stored)
         others = (None if one is None else readable(one) for one in (weight.groups, weight.offsets, weight.blocks))
         groups, offsets, blocks = others
         assert groups is not None
-        self._kept = weight = weight.with_tensors((self.stored, groups, offsets, self._scale, blocks))
+        self._kept = weight = weight.with_tensors((self.stored, groups, offsets, weight.factors, blocks))
         self.bits = weight.bits
         self._in = self.matrix.in_features = weight.shape[1]
-        shape = (self._out, self._in // weight.group)
-        kind = torch.float32 if blocks is None else torch.uint8
+        shape = (len(self.stored), self._in // weight.group)
+        kind = torch.float32 if blocks is None else groups.dtype
         each = 1 if offsets is None else 2
         self.matrix.kind = GROUPED_KINDS[weight.bits]
         self.matrix.groups = pointer("the groups' scales", groups, groups.dtype, *shape)
         self.matrix.offsets = pointer("the groups' offsets", offsets, kind, *shape)
-        self.matrix.blocks = pointer("the blocks' scales", blocks, torch.float16, self._out, self._in // BLOCK, each)
+        self.matrix.blocks = pointer("the blocks' scales", blocks, torch.float16, shape[0], self._in // BLOCK, each)
         self.matrix.group, self.matrix.scales = weight.group, SCALES[groups.dtype]
         self.matrix.zero, self.matrix.interleaved = weight.zero, weight.interleaved
         self.row_bits = self.matrix.row_bits = 16 if weight.bits > 6 else rows or 8
         self.num_bytes = weight.num_bytes
+        if not weight.interleaved:
+            self._run = self._run_normalised = self._pick = _only_looked_up
 
     @property
     def numbers(self) -> GroupedWeight:
         """The weight as it was given; a copy if the kernels keep it interleaved."""
-        return in_rows(self._kept)
+        return in_rows(self._kept).outputs(self._out)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -404,7 +413,7 @@ class NativeGroupedLinear(NativeLinear):
         return other
 
     def _by_operators(self, x: Tensor) -> Tensor:
-        return super()._by_operators(rounded_rows(x) if self.row_bits == 8 and self.matrix.interleaved else x)
+        return super()._by_operators(rounded_rows(x) if self.row_bits == 8 else x)
 
     def float_pieces(self, outputs: int) -> Iterator[Tensor]:
         """Yield the weight in float32, piece by piece. outputs: in each piece."""

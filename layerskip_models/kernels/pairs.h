@@ -40,23 +40,13 @@ INLINE __m256i two_of_quad(int kind, const uint8_t *w, int quarter, int t, int o
   return _mm256_or_si256(low, _mm256_and_si256(placed, _mm256_set1_epi16(0x30)));
 }
 
-INLINE __m256 eight_halves(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
-INLINE __m256 eight_bytes(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p))); }
-INLINE __m256 eight_signed(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p))); }
-
-/* The scales of a group, and its offsets, for 8 outputs: those from `eight` on of the 16. */
-INLINE __m256 eight_scales(const Matrix *m, Factors at, int64_t group, int64_t block, int eight) {
-  const int64_t place = 16 * group + eight;
-  if (m->scales == HALVES) return eight_halves(at.scales + 2 * place);
-  if (m->scales == FLOATS) return _mm256_loadu_ps((const float *)at.scales + place);
-  const __m256 numbers = m->scales == UNSIGNED ? eight_bytes(at.scales + place) : eight_signed(at.scales + place);
-  return numbers * eight_halves(at.blocks + block * (m->offsets ? 2 : 1) * 16 + eight);
-}
-
-INLINE __m256 eight_offsets(const Matrix *m, Factors at, int64_t group, int64_t block, int eight) {
-  const int64_t place = 16 * group + eight;
-  if (!m->blocks) return _mm256_loadu_ps((const float *)at.offsets + place);
-  return _mm256_setzero_ps() - eight_bytes(at.offsets + place) * eight_halves(at.blocks + (block * 2 + 1) * 16 + eight);
+/* The sums of LANES of 16 outputs. */
+INLINE vi sums_of_side(const __m256i *sums, int side) {
+#if LANES == 16
+  return (vi)_mm512_inserti64x4(_mm512_castsi256_si512(sums[side]), sums[1], 1);
+#else
+  return (vi)sums[side];
+#endif
 }
 
 /* Add the products of quad t in a quarter to the sums of 16 outputs. x: the chunk's rows. */
@@ -82,16 +72,17 @@ INLINE void add_quad_of_pairs(int rows, int kind, const uint8_t *w, const char *
 /* y[r * BLOCK + o] for 16 outputs from `first` on. rows, kind, spans and shifted are constants where this is called. */
 INLINE void pair_dots(int rows, int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, Prefetch fetch, float *y) {
   typedef int32_t whole __attribute__((aligned(4), may_alias));
-  typedef float number __attribute__((aligned(4), may_alias));
   const int64_t chunks = m->in / CHUNK_INPUTS, ahead = bytes_of(kind, fetch.ahead * m->in);
   const int lines = kind == INT4 ? 8 : kind == SIXES ? 12 : 16, chunk_size = rows * (QUADS * 8 + 4 * spans), shift = spans_shift(m);
   const uint8_t *w = (const uint8_t *)m->weight + bytes_of(kind, first * m->in);
   const Factors at = factors_at(m, first);
   const Fixed *fixed = (const Fixed *)(x + chunks * chunk_size);
-  __m256 total[GROUPED_ROWS][2];
-  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int e = 0; e < 2; e++) total[r][e] = _mm256_setzero_ps();
+  BlockFactors block = {{{0}}, {{0}}};
+  vf total[GROUPED_ROWS][SIDES];
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int side = 0; side < SIDES; side++) total[r][side] = (vf){0};
   for (int64_t c = 0; c < chunks; c++, w += 64 * lines, x += chunk_size) {
     const char *words = x + rows * QUADS * 8;
+    if (m->blocks && c % (BLOCK_INPUTS / CHUNK_INPUTS) == 0) block = factors_of_block(m, at, c / (BLOCK_INPUTS / CHUNK_INPUTS));
     if (fetch.ahead)
       for (int line = 0; line < lines; line++)
         if ((64 * line & fetch.mask) == fetch.place) PREFETCH(w + ahead + 64 * line);
@@ -106,25 +97,17 @@ INLINE void pair_dots(int rows, int kind, int spans, int shifted, const Matrix *
         else
           ROLLED for (int t = 0; t < 4; t++) add_quad_of_pairs(rows, kind, w, x, quarter, t, sums);
       }
-      const int64_t group = (c * spans + span) >> shift, block = c / (BLOCK_INPUTS / CHUNK_INPUTS);
-      UNROLL for (int e = 0; e < 2; e++) {
-        const __m256 scale = eight_scales(m, at, group, block, 8 * e);
-        const __m256 offset = shifted ? eight_offsets(m, at, group, block, 8 * e) : _mm256_setzero_ps();
+      const int64_t group = (c * spans + span) >> shift;
+      UNROLL for (int side = 0; side < SIDES; side++) {
+        const vf scale = scales_of(m, at, group, &block, side), offset = shifted ? offsets_of(m, at, group, &block, side) : (vf){0};
         UNROLL for (int r = 0; r < rows; r++) {
           const char *word = words + 4 * (span * rows + r);
-          if (shifted) total[r][e] = _mm256_fmadd_ps(offset, _mm256_set1_ps(*(const number *)word), total[r][e]);
-          total[r][e] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][e]), scale, total[r][e]);
+          total[r][side] = add_span(total[r][side], sums_of_side(sums[r], side), scale, shifted, offset, word);
         }
       }
     }
   }
-  UNROLL for (int r = 0; r < rows; r++)
-    UNROLL for (int e = 0; e < 2; e++) {
-      const __m256d unit = _mm256_set1_pd(fixed[r].unit); /* a power of two that float32 may not have */
-      float *to = y + r * BLOCK + 8 * e;
-      _mm_storeu_ps(to, _mm256_cvtpd_ps(_mm256_cvtps_pd(_mm256_castps256_ps128(total[r][e])) * unit));
-      _mm_storeu_ps(to + 4, _mm256_cvtpd_ps(_mm256_cvtps_pd(_mm256_extractf128_ps(total[r][e], 1)) * unit));
-    }
+  UNROLL for (int r = 0; r < rows; r++) store_totals(total[r], GROUPED_LIMBS, fixed[r].unit, y + r * BLOCK);
 }
 
 #define PAIR_DOTS(NAME, ROWS_, KIND, SPANS, SHIFTED) \

@@ -1,11 +1,10 @@
-/* Convert rows of floats to the form a product takes: limbs for integer products, bfloat16 splits for tiles, or packed floats.
+/* Convert rows of floats to the form a product takes: limbs for integer products, or bfloat16 splits for tiles.
  * Weights side by side take rows as they are.
  *
  * A row's numbers do not depend on the other rows; only where they are stored does.
  */
 #ifndef SELFSPEC_PREPARE_H
 #define SELFSPEC_PREPARE_H
-#include "floats.h"
 #include "limb_tiles.h"
 #include "side_by_side.h"
 #include "splits.h"
@@ -273,18 +272,14 @@ INLINE int64_t hot_row_bytes(const Matrix *m) {
 
 /* Convert the rows of one group (`together`) to the form that `outputs` takes. */
 INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *scratch) {
-  if (as_integers(m)) {
-    if (takes_bytes(m)) to_bytes(x, rows, m, scratch);
-    else if (is_grouped(m)) to_grouped_limbs(x, rows, m, scratch);
-    else to_limbs(x, rows, m, scratch);
-    return;
-  }
 #if TILES
   if (in_splits(m)) {
     to_splits(x, rows, m->in, scratch);
     return;
   }
 #endif
-  pack(x, rows, m->in, scratch);
+  if (takes_bytes(m)) to_bytes(x, rows, m, scratch);
+  else if (is_grouped(m)) to_grouped_limbs(x, rows, m, scratch);
+  else to_limbs(x, rows, m, scratch);
 }
 #endif

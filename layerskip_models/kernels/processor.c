@@ -60,5 +60,12 @@ PUBLIC int runs_amx(void) {
 PUBLIC int runs_amx(void) { return 0; }
 #endif
 #elif defined(__aarch64__)
+#ifdef __linux__
+#include <sys/auxv.h>
+#define DOT_PRODUCTS (1ul << 20) /* HWCAP_ASIMDDP of Linux's asm/hwcap.h */
+PUBLIC int runs_dotprod(void) { return (getauxval(AT_HWCAP) & DOT_PRODUCTS) != 0; }
+#elif defined(__APPLE__)
+PUBLIC int runs_dotprod(void) { return 1; } /* every processor of a Mac has them, from the first on */
+#endif
 PUBLIC int runs_neon(void) { return 1; } /* every aarch64 processor has NEON */
 #endif

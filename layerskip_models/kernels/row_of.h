@@ -19,20 +19,21 @@ INLINE void words_of(const Matrix *m, int64_t output, int64_t first, int64_t siz
       memcpy((char *)to + 4 * w, (const char *)m->weight + 4 * place_of_number(m, output, words, first / 4 + w), 4);
 }
 
+INLINE float integer_at(const Matrix *m, const void *numbers, int64_t at) {
+  return m->scales == SIGNED ? ((const int8_t *)numbers)[at] : ((const uint8_t *)numbers)[at];
+}
+
 /* The scale of a group and, where there are offsets, its offset. */
 INLINE void factors_of(const Matrix *m, int64_t output, int64_t group, float *scale, float *offset) {
   const int64_t at = place_of_number(m, output, m->in / m->group, group), each = m->offsets ? 2 : 1;
   const int64_t blocks = m->in / BLOCK_INPUTS * each, block = group * m->group / BLOCK_INPUTS * each;
-  switch (m->scales) {
-  case HALVES: *scale = one_float16((const uint16_t *)m->groups + at); break;
-  case FLOATS: *scale = ((const float *)m->groups)[at]; break;
-  case UNSIGNED: *scale = ((const uint8_t *)m->groups)[at]; break;
-  default: *scale = ((const int8_t *)m->groups)[at];
+  if (m->blocks) {
+    *scale = integer_at(m, m->groups, at) * one_float16(m->blocks + place_of_number(m, output, blocks, block));
+    if (m->offsets) *offset = -(integer_at(m, m->offsets, at) * one_float16(m->blocks + place_of_number(m, output, blocks, block + 1)));
+    return;
   }
-  if (m->blocks) *scale *= one_float16(m->blocks + place_of_number(m, output, blocks, block));
-  if (!m->offsets) return;
-  if (!m->blocks) *offset = ((const float *)m->offsets)[at];
-  else *offset = -(((const uint8_t *)m->offsets)[at] * one_float16(m->blocks + place_of_number(m, output, blocks, block + 1)));
+  *scale = m->scales == HALVES ? one_float16((const uint16_t *)m->groups + at) : ((const float *)m->groups)[at];
+  if (m->offsets) *offset = ((const float *)m->offsets)[at];
 }
 
 /* 64 numbers of a kind in groups, from their bytes. */
@@ -45,7 +46,7 @@ INLINE void numbers_of(int64_t kind, const uint8_t *bytes, uint8_t *q) {
 }
 
 static void row_in_groups(const Matrix *m, int64_t output, float *y) {
-  const int64_t size = bytes_of(m->kind, 64), step = min(m->group, 64);
+  const int64_t size = min(64, bytes_of(m->kind, 64)), step = min(m->group, 64);
   const float factor = m->scale ? m->scale[output] : 1;
   for (int64_t begin = 0; begin < m->in; begin += 64) {
     uint8_t bytes[64], q[64];

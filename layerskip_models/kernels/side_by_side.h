@@ -14,10 +14,14 @@
 #define VECTORS (BLOCK / LANES) /* of a block's weights with one input */
 #define SIDE_SUMS (MANY_REGISTERS ? 24 : 12) /* vectors of sums that stay in registers */
 #define SIDE_ROWS (SIDE_SUMS < 6 * VECTORS ? SIDE_SUMS / VECTORS : 6) /* most rows at once */
-/* Blocks of outputs at once for R rows: 4, 2 or 1. */
-#define MOST_BLOCKS(R) (SIDE_SUMS >= 4 * (R) * VECTORS ? 4 : SIDE_SUMS >= 2 * (R) * VECTORS ? 2 : 1)
-#define MOST_SIDE 4
-#define NEAR 1024 /* prefetch distance in bytes within each of four blocks, which the hardware follows as well; else it is AHEAD */
+/* Blocks of outputs at once for R rows: 8, 4, 2 or 1. Eight are for weights that take longest to convert. */
+#define MOST_BLOCKS(KIND, R) \
+  (SIDE_SUMS >= 8 * (R) * VECTORS && (R) > 1 && ((KIND) == FLOAT16 || (KIND) == INT8) ? 8 \
+   : SIDE_SUMS >= 4 * (R) * VECTORS                                                   ? 4 \
+   : SIDE_SUMS >= 2 * (R) * VECTORS                                                   ? 2 \
+                                                                                      : 1)
+#define MOST_SIDE 8
+#define NEAR 1024 /* prefetch distance in bytes within each of several blocks, which the hardware follows as well; else it is AHEAD */
 INLINE int number_size(int kind) { return kind == FLOAT32 ? 4 : kind == INT8 ? 1 : 2; }
 
 /* Bytes of a block. */
@@ -122,7 +126,7 @@ __attribute__((noinline)) static void side_rest(const Matrix *m, int64_t first, 
 INLINE void side_dots(int kind, int blocks, int rows, const Matrix *m, int64_t first, const float *x, Prefetch fetch, float *y) {
   const int inputs = LINE / BLOCK / number_size(kind), alone = fetch.mask == LINE - 1;
   const int64_t in = m->in, block = side_bytes(kind, in), lines = in / inputs;
-  const int64_t lead = min((blocks == MOST_SIDE && kind != INT8 ? NEAR : AHEAD) / LINE, lines);
+  const int64_t lead = min((blocks >= 4 && kind != INT8 ? NEAR : AHEAD) / LINE, lines);
   const int64_t skipped = alone ? BLOCK * blocks : fetch.ahead, more = first + skipped + BLOCK * blocks <= m->out;
   const int64_t next = alone ? (blocks - 1) * block + lead * LINE : skipped / BLOCK * block, turn = alone ? lines - lead : 0;
   const int64_t mask = fetch.mask, place = fetch.ahead ? fetch.place : -1, fetched = more ? lines : turn;
@@ -146,7 +150,7 @@ INLINE void side_dots(int kind, int blocks, int rows, const Matrix *m, int64_t f
 
 #define SIDE_DOTS(KIND, BLOCKS, R) \
   case 8 * BLOCKS + R: \
-    if (BLOCKS <= MOST_BLOCKS(R) && R <= SIDE_ROWS) side_dots(KIND, BLOCKS, R, m, first, x, fetch, y); \
+    if (BLOCKS <= MOST_BLOCKS(KIND, R) && R <= SIDE_ROWS) side_dots(KIND, BLOCKS, R, m, first, x, fetch, y); \
     break;
 #define SIDE_DOTS_FOR(NAME, KIND) \
   static void side_##NAME(const Matrix *m, int64_t first, int64_t blocks, const float *x, int64_t rows, Prefetch fetch, float *y) { \
@@ -154,6 +158,7 @@ INLINE void side_dots(int kind, int blocks, int rows, const Matrix *m, int64_t f
       SIDE_DOTS(KIND, 1, 1) SIDE_DOTS(KIND, 1, 2) SIDE_DOTS(KIND, 1, 3) SIDE_DOTS(KIND, 1, 4) SIDE_DOTS(KIND, 1, 5) SIDE_DOTS(KIND, 1, 6) \
       SIDE_DOTS(KIND, 2, 1) SIDE_DOTS(KIND, 2, 2) SIDE_DOTS(KIND, 2, 3) SIDE_DOTS(KIND, 2, 4) SIDE_DOTS(KIND, 2, 5) SIDE_DOTS(KIND, 2, 6) \
       SIDE_DOTS(KIND, 4, 1) SIDE_DOTS(KIND, 4, 2) SIDE_DOTS(KIND, 4, 3) SIDE_DOTS(KIND, 4, 4) SIDE_DOTS(KIND, 4, 5) SIDE_DOTS(KIND, 4, 6) \
+      SIDE_DOTS(KIND, 8, 2) SIDE_DOTS(KIND, 8, 3) \
     } \
   }
 SIDE_DOTS_FOR(float32, FLOAT32)
@@ -172,8 +177,8 @@ static void side_outputs(const Matrix *m, int64_t first, int64_t width, const fl
 }
 
 /* Outputs that `rows` rows meet at once, where `left` are still to be computed. */
-INLINE int64_t side_width(int64_t rows, int64_t left) {
-  int64_t blocks = MOST_BLOCKS(rows);
+INLINE int64_t side_width(int64_t kind, int64_t rows, int64_t left) {
+  int64_t blocks = MOST_BLOCKS(kind, rows);
   while (blocks > 1 && BLOCK * (blocks - 1) >= left) blocks /= 2;
   return BLOCK * blocks;
 }

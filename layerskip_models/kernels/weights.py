@@ -138,7 +138,7 @@ def rows_of(laid: Tensor, first: int, last: int, inputs: int) -> Tensor:
 
 
 def takes_interleaved(kind: int, outputs: int, inputs: int) -> bool:
-    """Return whether this process's kernels want a matrix of this kind (`KINDS`, `GROUPED_KINDS`) interleaved (matrix.h)."""
+    """Return whether this process's kernels want a matrix of this kind (`KINDS`) interleaved (matrix.h)."""
     kernels = library.kernels()
     return kernels is not None and bool(kernels.interleaves(kind, outputs, inputs))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from ctypes import addressof
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bit
 from layerskip_models.grouped_weight import GroupedWeight, grouped_product, pack_nibbles, unpack_nibbles
 from layerskip_models.kernels import library, weights
 from layerskip_models.kernels.check import native_works
-from layerskip_models.kernels.native_linear import NativeInt8Linear
+from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
+from layerskip_models.norm import RMSNorm
 from selfspec import SelfSpecGenerator
 from test_native import CPU, DTYPES, RUNNABLE, default_dtype, drawn
 from tiny_llama import tiny_llama
@@ -156,6 +158,32 @@ def test_pieces_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = grouped_product(x, weight, None)
     monkeypatch.setattr("layerskip_models.grouped_weight._CONVERTED", 64 * 7)
     torch.testing.assert_close(grouped_product(x, weight, None), whole)
+
+
+@pytest.mark.skipif(not native_works(CPU, torch.float32), reason="needs the native kernels")
+@pytest.mark.parametrize("inner", [8, 37, 72])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_ups_that_begin_within_16_outputs_and_outputs_that_do_not_fill_them(inner: int, bits: int) -> None:
+    chosen, norm, x = library.kernels(), RMSNorm(torch.ones(128), 1e-5), drawn(20, 128)
+    assert chosen is not None and norm.factors is not None
+    weight = round_to_four_bits(drawn(2 * inner, 128, seed=1), group=32)
+    gate_up, down = NativeGroupedLinear(weight, rows=bits), NativeLinear(drawn(128, inner))
+    assert gate_up.shape == weight.shape and torch.equal(gate_up.weight, weight.values())
+    adapter = library.AdapterWeights(gate_up.matrix, down.matrix, norm.factors.data_ptr())
+    for rows in (1, 3, 20):
+        gated, y = torch.empty(rows, inner), torch.empty(rows, 128)
+        chosen.adapt(addressof(adapter), norm.eps, x.data_ptr(), rows, gated.data_ptr(), y.data_ptr(), 1)
+        gates, ups = gate_up.of_normalised(norm, x[:rows]).split(inner, dim=1)
+        torch.testing.assert_close(gated, torch.nn.functional.silu(gates) * ups)
+
+
+def test_a_weight_whose_rows_are_looked_up_multiplies_nothing() -> None:
+    weight = round_to_four_bits(drawn(32, 64), group=32)
+    if native_works(CPU, torch.float32):
+        kept = NativeGroupedLinear(weight, reorder=False)
+        assert torch.equal(kept.rows(torch.tensor([5, 31])), weight.values()[[5, 31]])
+        with pytest.raises(TypeError, match="its rows can be looked up, and nothing else"):
+            kept(drawn(1, 64))
 
 
 def wide(**options: Any) -> Any:

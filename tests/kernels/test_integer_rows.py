@@ -92,7 +92,7 @@ def largest() -> dict[str, GroupedWeight]:
     ones = torch.ones(32, 2, 1, dtype=torch.float16)
     groups = torch.full((32, 32), -128, dtype=torch.int8)
     found["Q6"] = GroupedWeight(pack_sixes(torch.zeros(32, 512)), groups, blocks=ones, bits=6, zero=32)
-    found["Q6 as bytes"] = found["Q6"].as_bytes_in_blocks()
+    found["Q6 with offsets"] = found["Q6"].as_sixes_in_blocks()
     found["Q5"] = GroupedWeight(
         torch.full((32, 512), 31, dtype=torch.uint8),
         torch.full((32, 16), 63, dtype=torch.uint8),

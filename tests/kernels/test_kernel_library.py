@@ -165,20 +165,30 @@ def cross_compiler() -> list[str] | None:
     not all(map(shutil.which, ("cc", "qemu-aarch64"))) or cross_compiler() is None,
     reason="needs a C compiler, one for aarch64 (gcc-aarch64-linux-gnu or ziglang) and qemu-user",
 )
-@pytest.mark.parametrize("processor", ["cortex-a53", "max"])  # ARMv8.0, and all that the emulator knows
-def test_on_an_emulated_arm_processor_a_row_is_the_same_in_any_company(processor: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["neon", "dotprod"])
+def test_on_an_emulated_arm_processor_a_row_is_the_same_in_any_company(variant: str, tmp_path: Path) -> None:
     """And its numbers are those of the portable code here, but for rounding. The driver compares the bits."""
     sources = [ROOT / "tests" / "kernels" / "kernels_driver.c", FOLDER / "pool.c"]  # the driver has kernels.c in it
+    oldest, newest = (["qemu-aarch64", "-cpu", name] for name in ("cortex-a53", "max"))
     numbers = []
-    for compiler, run, variant in (
-        (["cc"], [], "baseline"),
-        (cross_compiler(), ["qemu-aarch64", "-cpu", processor], "neon"),
-    ):
-        program = tmp_path / variant
-        options = [*build_settings()["FLAGS"], f"-DVARIANT={variant}", f"-I{FOLDER}", "-o", str(program)]
-        subprocess.run([*compiler, *options, *map(str, sources), "-lm", "-ldl"], check=True)
+    for compiler, run, name in ((["cc"], [], "baseline"), (cross_compiler(), newest, variant)):
+        program = tmp_path / name
+        options = [
+            *build_settings()["FLAGS"],
+            *build_settings()["ARM"].get(name, []),
+            f"-DVARIANT={name}",
+            f"-I{FOLDER}",
+        ]
+        subprocess.run([*compiler, *options, "-o", str(program), *map(str, sources), "-lm", "-ldl"], check=True)
         result = subprocess.run([*run, str(program)], check=True, capture_output=True, text=True)
         numbers.append([float(line) for line in result.stdout.split()])
-    portable, neon = numbers
-    assert len(portable) == len(neon) > 90_000
-    assert max(abs(a - b) / (1 + abs(a)) for a, b in zip(portable, neon)) < 2e-5
+    portable, arm = numbers
+    assert len(portable) == len(arm) > 90_000
+    assert max(abs(a - b) / (1 + abs(a)) for a, b in zip(portable, arm)) < 2e-5
+    asks = tmp_path / "asks.c"
+    asks.write_text(f"int runs_{variant}(void);\nint main(void) {{ return runs_{variant}(); }}\n")
+    subprocess.run(
+        [*cross_compiler(), str(asks), str(FOLDER / "processor.c"), "-o", str(tmp_path / "asks")], check=True
+    )
+    found = [subprocess.run([*run, str(tmp_path / "asks")], check=False).returncode for run in (oldest, newest)]
+    assert found == [variant == "neon", True]

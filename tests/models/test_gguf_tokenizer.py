@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
-from typing import Any
+from threading import current_thread
+from typing import Any, cast
 
 import pytest
 from huggingface_hub import HfApi
@@ -15,7 +17,9 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 import gguf_models
 from layerskip_models import load_tokenizer
+from layerskip_models.checkpoints import gguf_checkpoint
 from layerskip_models.checkpoints.gguf_tokenizer import SPLITS
+from layerskip_models.checkpoints.loading import begin_tokenizer
 
 TEXTS = (
     "",
@@ -130,6 +134,20 @@ def test_a_tokenizer_is_built_without_asking_the_hub(tmp_path: Path, monkeypatch
     monkeypatch.setattr(HfApi, "model_info", lambda self, name: pytest.fail(f"asked for {name}"))
     tokenizer = load_tokenizer("m.gguf")
     assert len(tokenizer) == len(tokens) and tokenizer.name_or_path == "m.gguf"
+
+
+def test_a_thread_builds_it_beside_the_weights_and_pythons_collector_works_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_checkpoint, "build_tokenizer", lambda *_: (current_thread().name, gc.isenabled()))
+    begun = begin_tokenizer(write_byte_level(tmp_path / "model.gguf", "qwen2"))
+    name, collects = cast("tuple[str, bool]", begun())
+    assert name.startswith("tokenizer")
+    assert not collects
+    assert gc.isenabled()
+    (tmp_path / "empty.gguf").touch()
+    with pytest.raises(OSError, match="copy or download it again"):
+        begin_tokenizer(tmp_path / "empty.gguf")()
 
 
 def test_special_tokens_need_not_be_spelled_in_bytes(tmp_path: Path) -> None:
