@@ -304,7 +304,7 @@ class RoundRecord:
     acceptance_probabilities: when sampling and a policy asked for confidences, one for each of these rows up to the first
         rejected draft's: the chance that a token drawn there is accepted, given that those before it are. It is the same
         whichever was drawn. None when greedy.
-    dropped_acceptance: the same chance for the row that a policy stopped before; when greedy 1.0 if what it would have drafted
+    dropped_acceptance: the same for the row that a policy stopped before; when greedy 1.0 if what it would have drafted
         is the target's choice, else 0.0. None if nothing was dropped, or if a draft before it was rejected.
     shadow: for rows 0..m, if a policy asked.
     acceptance, threshold: what the exit policy estimated per drafter, and what the stopping policy compared with, at the

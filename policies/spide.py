@@ -156,7 +156,7 @@ def read_shadow(shadow: Shadow) -> tuple[list[list[float]], list[list[float]]]:
 
 
 def shadow_acceptance(shadow: Shadow) -> Tensor:
-    """Return the acceptance of each shadow token, [layers, rows]: 1 if it is the target's choice; when sampling its chance."""
+    """Return the acceptance of each shadow token, [layers, rows]: 1 if it is the target's; when sampling its chance."""
     if shadow.acceptance_probabilities is not None:
         return shadow.acceptance_probabilities
     return (shadow.tokens == shadow.target_tokens).float()

@@ -2,8 +2,8 @@
 
 Plain decoding never sees a row after a rejected draft or after a stop, so nothing that is wrong with such a row may break a
 call: logits that hold NaN, a sampled row in which every token is masked, or a logits processor that raises. So rows to which
-plain decoding cannot come are not processed one by one at all. A row without a distribution ends the draft. It is handed on as
-a `failure` if all before it is accepted, which is raised only if no stop condition ends the text before it.
+plain decoding cannot come are not processed one by one at all. A row without a distribution ends the draft. It is handed on
+as a `failure` if all before it is accepted. That is raised only if no stop condition ends the text before it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ def _judge_sampled(draft: Draft, logits: Tensor) -> None:
     q = sequence.q[: max(num_drafts, draft.num_q)]
     found = sampler.accept(logits, tokens, length, drafts, q[:num_drafts], copied=copied)
     if found is not None:
-        failure = None if found.token is not None else non_finite(f"position {length + found.num_accepted}")
+        failure: Exception | None = None
+        if found.token is None:
+            failure = non_finite(f"position {length + found.num_accepted}")
         _set_sampled(draft, found.num_accepted, found.token, failure, found.p, q, found.reached)
         return
     drafted = tokens[0, length : length + num_drafts]
