@@ -6,19 +6,16 @@ and sees the i drafts before it. There is no epsilon anywhere.
 Source: block verification (Sun et al., ICLR 2025, Algorithm 2). It never accepts fewer drafts than speculative sampling
 (Leviathan et al. 2023, Chen et al. 2023), and is the same for a single draft. The rule in words, for k drafts:
 
-1. r_0 = 1, and r_i = min(1, r_{i-1} p(d_i) / q(d_i)). This is the chance that the first i drafts are accepted, given what
-   they are. A draft that the target likes more than the drafter did makes up for an earlier one that it likes less.
+1. r_0 = 1, and r_i = min(1, r_{i-1} p(d_i) / q(d_i)). This is the chance that at least the first i drafts are accepted, given
+   what they are. A draft that the target likes more than the drafter did makes up for an earlier one that it likes less.
 2. If u_k < r_k, all are accepted. The next token comes from the target's last row.
 3. Else i goes down from k - 1. Row i leaves the weights max(0, r_i p - q), whose sum is R_i. If u_i < R_i / (R_i + 1 - r_i),
    or if i is 0, then the first i drafts are accepted. The next token comes from these weights.
 
 A draft ends at its first row without a distribution (NaN, or a processor that raised), as if nothing had been drafted from
-that row: plain decoding, if it comes there, fails there.
-
-Random numbers: one for each draft, in order and before anything is decided, then one for the token that follows.
-
-Rounding: r and R are float64, sums of float32 numbers, and uniform numbers have 24 bits. A single draft is accepted exactly
-when u q < p. Otherwise a chance is off by no more than the rounding of p and q themselves.
+that row: plain decoding, if it comes there, fails there. Random numbers: one for each draft, in order and before anything is
+decided, then one for the token that follows. Rounding: r and R are float64, of float32 numbers, and uniform numbers have 24
+bits. A single draft is accepted exactly when u q < p; other chances are off by about as much as p and q themselves.
 """
 
 from __future__ import annotations
@@ -49,7 +46,8 @@ def accept_copied(p: Tensor, drafts: Tensor, uniforms: Sequence[float]) -> tuple
     index = drafts[: p.shape[0]].unsqueeze(-1)
     for accepted, share in enumerate(p[: len(index)].gather(-1, index).squeeze(-1).tolist()):
         if not uniforms[accepted] < share:
-            return accepted, _or_target(p[accepted].index_fill(0, index[accepted], 0.0), p[accepted])
+            weights = p[accepted].index_fill(0, index[accepted], 0.0)
+            return accepted, weights if float(weights.sum()) > 0 else p[accepted]  # as in `accept_sampled`
     return len(drafts), p[len(drafts)]
 
 
@@ -59,15 +57,12 @@ def reach(p: Tensor, q: Tensor, drafts: Tensor) -> list[float]:
     p: [k+1, vocab]; rows behind such a draft, or behind one without a distribution, may be missing. q: [k, vocab]. drafts:
     int64 [k], each drawn from its row of q.
     """
-    reached = [1.0]
-    known = min(p.shape[0], drafts.shape[0])
-    if known:
-        index = drafts[:known].unsqueeze(-1)
-        shares = torch.cat([p[:known].gather(-1, index), q[:known].gather(-1, index)], dim=-1)
-        for p_draft, q_draft in shares.tolist():  # one copy from a device
-            if reached[-1] == 0 or p_draft != p_draft:
-                break
-            reached.append(min(reached[-1] * p_draft / q_draft, 1.0))
+    reached, index = [1.0], drafts[: p.shape[0]].unsqueeze(-1)
+    shares = torch.cat([rows[: len(index)].gather(-1, index) for rows in (p, q)], dim=-1)
+    for p_draft, q_draft in shares.tolist():  # one copy from a device
+        if reached[-1] == 0 or p_draft != p_draft:
+            break
+        reached.append(min(reached[-1] * p_draft / q_draft, 1.0))
     return reached
 
 
@@ -85,17 +80,13 @@ def accept_sampled(p: Tensor, q: Tensor, reached: Sequence[float], uniforms: Seq
     for index in range(last - 1, 0, -1):
         if uniforms[index - 1] * (left[index] + 1 - reached[index]) < left[index]:
             return index, weights[index]
-    return 0, _or_target(weights[0], p[0])
+    # Where rounding leaves nothing, p and q are equal but for the last bit, and p is right to within that bit.
+    return 0, weights[0] if left[0] > 0 else p[0]
 
 
 def residual(p: Tensor, q: Tensor, reached: Sequence[float]) -> Tensor:
     """Weights max(0, r p - q) of what a rejection leaves, unnormalised, [rows, vocab], as p and q."""
     return (p * torch.tensor(reached, dtype=p.dtype, device=p.device).unsqueeze(-1) - q).clamp_(min=0.0)
-
-
-def _or_target(weights: Tensor, p: Tensor) -> Tensor:
-    """Return p where rounding leaves nothing (p and q equal but for the last bit): right to within that bit."""
-    return torch.where(weights.sum() > 0, weights, p)
 
 
 def acceptance_probabilities(p: Tensor, q: Tensor, reached: Sequence[float]) -> list[float]:

@@ -123,14 +123,13 @@ def _judge_sampled(draft: Draft, logits: Tensor) -> None:
     q = sequence.q[: max(num_drafts, draft.num_q)]
     found = sampler.accept(logits, tokens, length, drafts, q[:num_drafts], copied=copied)
     if found is not None:
-        failure: Exception | None = None
-        if found.token is None:
-            failure = non_finite(f"position {length + found.num_accepted}")
-        _set_sampled(draft, found.num_accepted, found.token, failure, found.p, q, found.reached)
+        draft.num_accepted, draft.p = found.num_accepted, found.p
+        draft.failure = None if found.token is not None else non_finite(f"position {length + found.num_accepted}")
+        _set_sampled(draft, found.token, q, found.reached)
         return
     drafted = tokens[0, length : length + num_drafts]
     uniforms = sampler.uniforms(num_drafts, drafted.device)
-    failure = None
+    failure: Exception | None = None
     if sampler.prefix_free:
         p = sampler.probabilities(logits, tokens, length)
     else:
@@ -157,21 +156,14 @@ def _judge_sampled(draft: Draft, logits: Tensor) -> None:
             token = sampler.draw(weights, f"position {length + accepted}")
         except NonFiniteLogitsError as error:
             failure = without_traceback(error)
-    _set_sampled(draft, accepted, token, failure, p, q, reached)
-
-
-def _set_sampled(
-    draft: Draft,
-    accepted: int,
-    token: int | None,
-    failure: Exception | None,
-    p: Tensor,
-    q: Tensor,
-    reached: Sequence[float],
-) -> None:
-    """Write the verdict down, with the chance that each row's token had, if the policy learns from that."""
     draft.num_accepted, draft.failure, draft.p = accepted, failure, p
+    _set_sampled(draft, token, q, reached)
+
+
+def _set_sampled(draft: Draft, token: int | None, q: Tensor, reached: Sequence[float]) -> None:
+    """Write down what is committed, and the chance that each row's token had, if the policy learns from that."""
+    accepted, p = draft.num_accepted, draft.p
     draft.block = [*draft.rows[1 : 1 + accepted], NO_TOKEN if token is None else token]
-    rows = min(accepted + (failure is None), draft.num_q)
-    if draft.confidences is not None:
+    rows = min(accepted + (draft.failure is None), draft.num_q)
+    if draft.confidences is not None and p is not None:
         draft.rates = tuple(acceptance_probabilities(p[:rows], q[:rows], reached[:rows]))
