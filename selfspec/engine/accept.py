@@ -94,5 +94,6 @@ def acceptance_probabilities(p: Tensor, q: Tensor, reached: Sequence[float]) -> 
 
     That is the sum over tokens of min(p, q / r), the mean of what the tokens drawn from q would come to. p, q: [rows, vocab].
     """
-    scale = torch.tensor(reached, dtype=p.dtype, device=p.device)
-    return (torch.minimum(p * scale.unsqueeze(-1), q).sum(dim=-1) / scale).tolist()
+    if min(reached, default=1.0) < 1:
+        q = q / torch.tensor(reached, dtype=q.dtype, device=q.device).unsqueeze(-1)
+    return torch.minimum(p, q).sum(dim=-1).tolist()
