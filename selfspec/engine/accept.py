@@ -89,11 +89,12 @@ def residual(p: Tensor, q: Tensor, reached: Sequence[float]) -> Tensor:
     return (p * torch.tensor(reached, dtype=p.dtype, device=p.device).unsqueeze(-1) - q).clamp_(min=0.0)
 
 
-def acceptance_probabilities(p: Tensor, q: Tensor, reached: Sequence[float]) -> list[float]:
-    """Chance that a token drawn from each row is accepted, whichever it is, given that those before it are.
+def acceptance_probabilities(p: Tensor, q: Tensor, reached: Sequence[float] = ()) -> Tensor:
+    """Chance that a token drawn from each row is accepted, whichever it is, given that those before it are, [rows].
 
     That is the sum over tokens of min(p, q / r), the mean of what the tokens drawn from q would come to. p, q: [rows, vocab].
+    reached: r by row; 1 by default. 0 where a row has no distribution.
     """
     if min(reached, default=1.0) < 1:
         q = q / torch.tensor(reached, dtype=q.dtype, device=q.device).unsqueeze(-1)
-    return torch.minimum(p, q).sum(dim=-1).tolist()
+    return torch.minimum(p, q).sum(dim=-1).nan_to_num_(0.0)

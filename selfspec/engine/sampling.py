@@ -22,6 +22,7 @@ from layerskip_models.kernels.native_sampling import (
     sample,
     takes,
 )
+from selfspec.engine.accept import acceptance_probabilities
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, LogitsProcessorList
@@ -192,16 +193,18 @@ class Sampler:
         scores = self.process(logits, tokens, length, self._before_warp)
         if not takes(scores):
             return None
-        uniforms = self.uniforms(len(drafts), scores.device)
+        uniforms = self.uniforms(len(drafts), scores.device) if drafts else []
         return accept_drafts(scores, self._warp, drafts, q, uniforms, self._uniform(), copied=copied)
 
     def overlap(self, logits: Tensor, tokens: Tensor, length: int, p: Tensor) -> Tensor:
-        """Sum over tokens of min(p, q), [rows]: the chance that a draft from each row of these logits would have.
+        """Chance that a draft from each row of these logits would be accepted, [rows]: `acceptance_probabilities`.
 
-        p: [rows, vocab]; other arguments as in `process`. 0 where a row has no distribution.
+        p: [rows, vocab]; other arguments as in `process`. 0 where a processor refuses the logits: a draft would end there.
         """
-        q = self.probabilities(logits, tokens, length)
-        return torch.minimum(p, q, out=q).sum(dim=-1).nan_to_num_(0.0)
+        try:
+            return acceptance_probabilities(p, self.probabilities(logits, tokens, length))
+        except Exception:
+            return torch.zeros_like(p[:, 0])
 
     def without_text(self) -> Sampler:
         """Return a sampler with those processors that do not look at the text: for rows that nobody else processes."""
@@ -228,6 +231,4 @@ class Sampler:
 
     def uniforms(self, count: int, device: torch.device) -> list[float]:
         """Draw so many numbers of 24 bits, uniform in [0, 1)."""
-        if not count:
-            return []
         return torch.rand(count, generator=self.generator, dtype=torch.float32, device=device).tolist()

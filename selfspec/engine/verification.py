@@ -166,4 +166,4 @@ def _set_sampled(draft: Draft, token: int | None, q: Tensor, reached: Sequence[f
     draft.block = [*draft.rows[1 : 1 + accepted], NO_TOKEN if token is None else token]
     rows = min(accepted + (draft.failure is None), draft.num_q)
     if draft.confidences is not None and p is not None:
-        draft.rates = tuple(acceptance_probabilities(p[:rows], q[:rows], reached[:rows]))
+        draft.rates = tuple(acceptance_probabilities(p[:rows], q[:rows], reached[:rows]).tolist())

@@ -116,6 +116,21 @@ def test_draws_follow_the_weights_and_never_take_a_zero(native: bool) -> None:
     assert 0 <= min(numbers) < 0.01 < 0.99 < max(numbers) < 1
 
 
+def test_nothing_is_expected_of_rows_that_a_processor_refuses() -> None:
+    """Shadow tokens show it scores that plain decoding does not, and break no call: a draft would have ended there."""
+
+    class Refuses(TopKLogitsWarper):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            raise ValueError("these scores")
+
+    p, tokens = torch.full((2, 4), 0.25), torch.zeros(1, 5, dtype=torch.long)
+    for kept, expected in (([TopKLogitsWarper(2)], [0.5, 0.0]), ([Refuses(2)], [0.0, 0.0])):
+        sampler = Sampler(LogitsProcessorList(kept), torch.Generator())
+        logits = torch.tensor([[1.0, 1.0, 0.0, 0.0], [float("nan")] * 4])
+        assert sampler.overlap(logits, tokens, 3, p).tolist() == expected
+    assert not sampler.without_text().processors
+
+
 def test_confidence_and_entropy() -> None:
     # softmax of (ln 2, 0, 0) is (1/2, 1/4, 1/4): top-1 probability 1/2, entropy 1.5 ln 2
     for row, confidence, entropy in (([2.0, 1.0, 1.0], 0.5, 1.5 * 0.6931472), ([1.0, 0.0, 0.0], 1.0, 0.0)):
