@@ -225,8 +225,8 @@ class Shadow(Protocol):
     tokens: int64 [layers, rows], argmax of norm + head at each layer.
     confidences: float32 [layers, rows], probability of that argmax at that layer (unfiltered, temperature 1).
     target_tokens: int64 [rows], the full model's choice: its argmax, after processors in a round.
-    target_probabilities: float32 [layers, rows], p(shadow token) under the processed target distribution when
-        sampling; None when greedy.
+    acceptance_probabilities: float32 [layers, rows], when sampling: the chance that a token drawn there is accepted, the sum
+        over tokens of min(p, q) after the processors; None when greedy.
     """
 
     @property
@@ -238,7 +238,7 @@ class Shadow(Protocol):
     @property
     def target_tokens(self) -> Tensor: ...
     @property
-    def target_probabilities(self) -> Tensor | None: ...
+    def acceptance_probabilities(self) -> Tensor | None: ...
     @property
     def num_rows(self) -> int: ...
 
@@ -269,7 +269,7 @@ class ShadowTokens:
     tokens: Tensor
     confidences: Tensor
     target_tokens: Tensor
-    target_probabilities: Tensor | None = None
+    acceptance_probabilities: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -301,9 +301,11 @@ class RoundRecord:
         round did not speculate. A row that gives no token (NaN, say) ends a draft "before_draw", too.
     confidences: one per row that was looked at, if a policy asked (one more than drafts after a stop before a draw,
         unless that row's is NaN).
-    acceptance_probabilities: min(1, p/q) of each draft up to the first rejected one when sampling, else None.
-    dropped_acceptance: of the row that a policy stopped before: 1.0 if what it would have drafted is the target's choice,
-        else 0.0; None when sampling, if nothing was dropped, or if a draft before it was rejected.
+    acceptance_probabilities: when sampling and a policy asked for confidences, one for each of these rows up to the first
+        rejected draft's: the chance that a token drawn there is accepted, given that those before it are. It is the same
+        whichever was drawn. None when greedy.
+    dropped_acceptance: the same for the row that a policy stopped before; when greedy 1.0 if what it would have drafted
+        is the target's choice, else 0.0. None if nothing was dropped, or if a draft before it was rejected.
     shadow: for rows 0..m, if a policy asked.
     acceptance, threshold: what the exit policy estimated per drafter, and what the stopping policy compared with, at the
         round's start; None where a policy has no such thing.

@@ -139,7 +139,7 @@ class AcceptanceTable:
 
 
 def draft_acceptance(record: RoundRecord) -> list[float]:
-    """Return the acceptance of each draft of known fate: 1, or 0 for a rejected one; min(1, p/q) when sampling."""
+    """Return the acceptance of each draft of known fate: 1, or 0 for a rejected one; its row's chance when sampling."""
     known = min(record.num_accepted + 1, record.num_drafted)
     if record.acceptance_probabilities is not None:
         return list(record.acceptance_probabilities[:known])
@@ -156,9 +156,9 @@ def read_shadow(shadow: Shadow) -> tuple[list[list[float]], list[list[float]]]:
 
 
 def shadow_acceptance(shadow: Shadow) -> Tensor:
-    """Return the acceptance of each shadow token, [layers, rows]: 1 for the target's choice; p(token) when sampling."""
-    if shadow.target_probabilities is not None:
-        return shadow.target_probabilities
+    """Return the acceptance of each shadow token, [layers, rows]: 1 if it is the target's; when sampling its chance."""
+    if shadow.acceptance_probabilities is not None:
+        return shadow.acceptance_probabilities
     return (shadow.tokens == shadow.target_tokens).float()
 
 

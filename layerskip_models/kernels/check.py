@@ -24,7 +24,7 @@ from layerskip_models.grouped_weight import BLOCK, GroupedWeight, pack_nibbles, 
 from layerskip_models.kernels import library
 from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
 from layerskip_models.kernels.native_linear import NativeGroupedLinear, NativeInt8Linear, NativeLinear
-from layerskip_models.kernels.native_sampling import Warp, distribute, draw, look, remainder
+from layerskip_models.kernels.native_sampling import Warp, accept_drafts, distribute, draw, look
 from layerskip_models.kernels.threads import SingleThreadedOperators, num_threads, on_threads
 from layerskip_models.kernels.weights import takes_interleaved
 from layerskip_models.kv_cache import KVCache
@@ -206,9 +206,11 @@ def _fault_of_sampling(logits: Tensor, other: Tensor) -> str | None:
     pairs = (p, exact), (narrow, cut / cut.sum(-1, keepdim=True)), (q, other.double().softmax(-1))
     if not all(_near(found * VOCAB, expected * VOCAB) for found, expected in pairs):
         return "distribute computes something else"
-    weights = remainder(p[0], q[0])
-    if not torch.equal(weights, (p[0] - q[0]).clamp(min=0)):
-        return "residual computes something else"
+    weights = (p[0] - q[0]).clamp(min=0)
+    unlikely = int((q[0] - p[0]).argmax())
+    judged = accept_drafts(logits, Warp(temperature, top_k), [unlikely], q[:1], [0.999999], 0.5)
+    if (judged.num_accepted, judged.token) != (0, draw(weights, 0.5)):
+        return "accept computes something else"
     sums = weights.double().cumsum(0)
     for share in (0.0, 0.1, 0.5, 0.9):
         token = draw(weights, share)

@@ -114,7 +114,6 @@ PUBLIC void EXPORT(distribute)(const float *logits, int64_t n, float temperature
                                void *candidates) {
   distribute(logits, n, temperature, top_k, top_p, p, candidates);
 }
-PUBLIC void EXPORT(residual)(const float *p, const float *q, int64_t n, float *out) { residual(p, q, n, out); }
 PUBLIC int64_t EXPORT(draw)(const float *weights, int64_t n, double uniform) { return draw(weights, n, uniform); }
 PUBLIC int64_t EXPORT(accept)(const float *logits, int64_t stride, int64_t n, float temperature, int64_t top_k, double top_p,
                               const Drafts *drafts, double uniform, float *p, void *candidates, float *left, int64_t *accepted) {

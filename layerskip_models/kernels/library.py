@@ -119,7 +119,7 @@ class Step(Structure):
 class Drafts(Structure):
     """`Drafts` of sampling.h."""
 
-    _fields_ = _fields("int64 count, copied", "pointer tokens, q, uniforms, rates")
+    _fields_ = _fields("int64 count, copied", "pointer tokens, q, uniforms, reached")
 
 
 class Blocks(Structure):
@@ -151,7 +151,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "lay_side_by_side": (None, [c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "look": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int, c_void_p, c_void_p]),
     "distribute": (None, [c_void_p, c_int64, c_float, c_int64, c_double, c_void_p, c_void_p]),
-    "residual": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "draw": (c_int64, [c_void_p, c_int64, c_double]),
     "accept": (
         c_int64,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from ctypes import addressof, byref, c_float, c_int64
+from ctypes import addressof, byref, c_double, c_int64
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,16 +86,6 @@ def distribute(logits: Tensor, warp: Warp, out: Tensor) -> None:
         )
 
 
-def remainder(p: Tensor, q: Tensor) -> Tensor:
-    """max(0, p - q), [vocab]; p where that is 0 everywhere. Raises ValueError for tensors that `takes` refuses."""
-    chosen = library.kernels()
-    if chosen is None or p.shape != q.shape or p.dim() != 1 or not (takes(p) and takes(q)):
-        raise ValueError(f"cannot subtract {q.dtype} {list(q.shape)} from {p.dtype} {list(p.shape)}")
-    weights = torch.empty_like(p)
-    chosen.residual(p.data_ptr(), q.data_ptr(), p.shape[0], weights.data_ptr())
-    return weights
-
-
 def draw(weights: Tensor, uniform: float) -> int | None:
     """Draw the token that a number in [0, 1) selects: each with the probability of its share of the weights' sum.
 
@@ -117,7 +107,8 @@ def sample(logits: Tensor, warp: Warp, uniform: float, out: Tensor) -> int | Non
     vocab = logits.shape[-1]
     if logits.shape != (1, vocab) or out.shape != (1, vocab) or not (takes(logits) and takes(out)):
         raise ValueError(f"cannot draw from {list(logits.shape)} logits, with {list(out.shape)} probabilities")
-    _, token = _accept(logits, warp, Drafts(), uniform, out, None)
+    reached = c_double()
+    _, token = _accept(logits, warp, Drafts(reached=addressof(reached)), uniform, out, None)
     return token
 
 
@@ -129,16 +120,16 @@ def _array(kind: type, count: int) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accepted:
-    """What speculative sampling says of a round's drafts.
+    """What sampling says of a round's drafts.
 
     token: drawn after the accepted ones; None where there is nothing to draw from. p: float32 [num_accepted + 1, vocab], the
-    target's distributions up to the token's. rates: min(1, p / q) of each draft whose fate is known.
+    target's distributions up to the token's. reached: for each of these rows, the chance that its text is accepted.
     """
 
     num_accepted: int
     token: int | None
     p: Tensor
-    rates: list[float]
+    reached: list[float]
 
 
 def accept_drafts(
@@ -149,30 +140,30 @@ def accept_drafts(
     uniforms: Sequence[float],
     uniform: float,
     *,
-    num_copied: int = 0,
+    copied: bool = False,
 ) -> Accepted:
-    """`selfspec.engine.accept.accept_sampled` and the draw after it, from the target's logits, in one call.
+    """Judge drafts as `selfspec.engine.accept` does, from the target's logits, and draw the token after them, in one call.
 
-    logits: [k + 1, vocab], and q: [k, vocab], contiguous, as `takes` says. drafts: k tokens, the first `num_copied` of which
-    were the only ones possible, whatever q says. uniforms: k numbers in [0, 1), and one for the draw.
+    logits: [k + 1, vocab]. drafts: k tokens. q: [k, vocab], contiguous, as `takes` says; not read if they were copied.
+    uniforms: k float32 numbers in [0, 1), and one for the draw.
     Raises ValueError for other shapes, and for tokens that are not in the vocabulary.
     """
     vocab, count = logits.shape[-1], len(drafts)
     fits = logits.shape == (count + 1, vocab) and takes(logits)
-    fits = fits and (not count or (q.shape == (count, vocab) and takes(q) and q.is_contiguous()))
-    fits = fits and len(uniforms) == count and 0 <= num_copied <= count and all(0 <= token < vocab for token in drafts)
+    fits = fits and (copied or not count or (q.shape == (count, vocab) and takes(q) and q.is_contiguous()))
+    fits = fits and len(uniforms) == count and all(0 <= token < vocab for token in drafts)
     if not fits:
         raise ValueError(f"cannot judge {count} drafts, {list(q.shape)}, by logits {list(logits.shape)}")
     p = torch.empty(count + 1, vocab, dtype=torch.float32, device="cpu")
     left = torch.empty(vocab, dtype=torch.float32, device="cpu") if count else None
-    tokens, numbers, rates = (
+    tokens, numbers, reached = (
         _array(c_int64, count)(*drafts),
-        _array(c_float, count)(*uniforms),
-        _array(c_float, count)(),
+        _array(c_double, count)(*uniforms),
+        _array(c_double, count + 1)(1.0),
     )
-    described = Drafts(count, num_copied, addressof(tokens), q.data_ptr(), addressof(numbers), addressof(rates))
+    described = Drafts(count, copied, addressof(tokens), q.data_ptr(), addressof(numbers), addressof(reached))
     kept, token = _accept(logits, warp, described, uniform, p, left)
-    return Accepted(kept, token, p[: kept + 1], rates[: min(kept + 1, count)])
+    return Accepted(kept, token, p[: kept + 1], reached[: kept + 1])
 
 
 def _accept(

@@ -159,25 +159,18 @@ static void distribute(const float *logits, int64_t n, float temperature, int64_
   for (; i < n; i++) p[i] *= factor;
 }
 
-/* out [n]: max(0, p - q); p itself where that is 0 everywhere. */
-static void residual(const float *p, const float *q, int64_t n, float *out) {
-  vi any = {0};
-  int32_t lanes[LANES], some = 0;
+/* out [n]: max(0, r p - q). Returns the sum. */
+static double residual(const float *p, const float *q, float r, int64_t n, float *out) {
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
-    vf v = load(p + i) - load(q + i);
-    vi more = (v > 0) | (v != v); /* NaN stays, so that a draw says so */
-    any |= more;
-    store(out + i, choose(more, v, splat(0)));
+    vf v = load(p + i) * r - load(q + i);
+    store(out + i, choose(v > 0, v, splat(0)));
   }
-  memcpy(lanes, &any, sizeof lanes);
-  for (int l = 0; l < LANES; l++) some |= lanes[l];
   for (; i < n; i++) {
-    float v = p[i] - q[i];
-    out[i] = v < 0 ? 0 : v;
-    some |= out[i] != 0;
+    float v = p[i] * r - q[i];
+    out[i] = v > 0 ? v : 0;
   }
-  if (!some) memcpy(out, p, n * sizeof *p);
+  return whole_sum(out, n);
 }
 
 /* A place i, with probability weights[i] / their sum if `uniform` is uniform in [0, 1): the first up to which the sum is above
@@ -200,40 +193,53 @@ static int64_t draw(const float *weights, int64_t n, double uniform) {
   return -1;
 }
 
-/* What a round has drafted: `count` tokens, the first `copied` of which were the only ones possible, and others each drawn from its
- * row of q. */
+/* What a round has drafted: `count` tokens, each drawn from its row of q, or all copied, so that no others were possible. */
 typedef struct {
   int64_t count, copied;
   const int64_t *tokens;
-  const float *q; /* [count, n]; rows of copied tokens are not read */
-  const float *uniforms;
-  float *rates; /* [count]: receives min(1, p / q) of each draft whose fate is known */
+  const float *q; /* [count, n]; not read if copied */
+  const double *uniforms;
+  double *reached; /* [count + 1]: receives the chance that so many drafts are accepted, given what they are */
 } Drafts;
 
-/* Speculative sampling (Leviathan et al. 2023): draft i is accepted where uniforms[i] * q_i < p_i of its token. Row i of `logits`,
- * `stride` numbers apart, is the target's for draft i; there is one row more. p [count + 1, n]: receives the distributions up to
- * the one that the returned token is drawn from, or from what a rejection leaves of it (`left`, scratch, [n]); that is row
- * `accepted`. -1 as from `draw`. Other arguments as of `distribute` and `draw`. */
+/* Block verification (Sun et al. 2025), in the words of selfspec/engine/accept.py: `reached` are its r, and `last` is where the draft
+ * ends. Row i of `logits`, `stride` numbers apart, is the target's for draft i; there is one row more. p [count + 1, n]: receives the
+ * distributions, as far as the drafts can matter. The token that is returned is drawn from row `accepted` of it, or from what a
+ * rejection leaves of that (`left`, scratch, [n]). -1 as from `draw`. Other arguments as of `distribute` and `draw`. */
 static int64_t accept_drafts(const float *logits, int64_t stride, int64_t n, float temperature, int64_t top_k, double top_p,
                              const Drafts *drafts, double uniform, float *p, Candidate *candidates, float *left,
                              int64_t *accepted) {
-  for (int64_t i = 0;; i++) {
-    float *own = p + i * n;
-    distribute(logits + i * stride, n, temperature, top_k, top_p, own, candidates);
-    *accepted = i;
-    if (i == drafts->count) return draw(own, n, uniform);
-    const float *q = drafts->q + i * n;
-    int64_t token = drafts->tokens[i];
-    int only = i < drafts->copied;
-    float of_target = own[token], of_draft = only ? 1 : q[token], rate = of_target / of_draft;
-    drafts->rates[i] = rate > 1 ? 1 : rate;
-    if ((double)drafts->uniforms[i] * of_draft < of_target) continue;
-    if (only) {
-      memset(left, 0, n * sizeof *left);
-      left[token] = 1;
+  double *reached = drafts->reached;
+  int64_t last = 0, found = -1;
+  reached[0] = 1;
+  while (last == 0 || reached[last] > 0) {
+    float *own = p + last * n;
+    distribute(logits + last * stride, n, temperature, top_k, top_p, own, candidates);
+    if (last == drafts->count) break;
+    int64_t token = drafts->tokens[last];
+    double of_target = own[token];
+    if (of_target != of_target) break; /* no distribution: the draft ends before it */
+    if (!drafts->copied) {
+      double r = reached[last] * of_target / drafts->q[last * n + token];
+      reached[++last] = r < 1 ? r : 1;
+    } else if (drafts->uniforms[last] < of_target) {
+      reached[++last] = 1;
+    } else {
+      memcpy(left, own, n * sizeof *left);
+      left[token] = 0;
+      found = draw(left, n, uniform);
+      *accepted = last;
+      return found < 0 ? draw(own, n, uniform) : found;
     }
-    residual(own, only ? left : q, n, left);
-    return draw(left, n, uniform);
   }
+  *accepted = last;
+  if (last == 0 || drafts->uniforms[last - 1] < reached[last]) return draw(p + last * n, n, uniform);
+  while (last-- > 0) {
+    double r = reached[last], sum = residual(p + last * n, drafts->q + last * n, (float)r, n, left);
+    *accepted = last;
+    if (last == 0 && sum == 0) return draw(p, n, uniform);
+    if (last == 0 || drafts->uniforms[last - 1] * (sum + 1 - r) < sum) break;
+  }
+  return draw(left, n, uniform);
 }
 #endif

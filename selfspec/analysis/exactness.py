@@ -202,8 +202,8 @@ def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
                 for uniform in {min(bound * (1 - 1e-3), 1 - 1e-6), bound * (1 + 1e-3)}:
                     if uniform >= 1:
                         continue
-                    u = torch.tensor([uniform], device=model.device, dtype=p.dtype)
-                    accepted, weights = rounds.accept_sampled(both, q_row, drafts, u)
+                    reached = rounds.reach(both, q_row, drafts)
+                    accepted, weights = rounds.accept_sampled(both, q_row, reached, [uniform])
                     right = bool(accepted) == (uniform < bound)
                     if right and not accepted:
                         off = weights.double() / weights.double().sum() - left / left.sum()

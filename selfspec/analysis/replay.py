@@ -38,7 +38,7 @@ class AgreementTrace:
     """A text and where each layer would have said the same.
 
     tokens: the new ones, N of them. agrees: per recorded exit layer, N-1 entries: whether its argmax after new token i is
-    new token i+1; when sampling the probability of its argmax under the target; None where nothing was recorded.
+    new token i+1; when sampling the chance that its draft is accepted; None where nothing was recorded.
     """
 
     tokens: tuple[int, ...]

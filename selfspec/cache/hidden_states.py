@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.choices import Choices
+from layerskip_models.choices import Choices, choices_of
 from policies import Shadow, ShadowTokens
 from policies.records import read_matches
 
@@ -115,31 +115,44 @@ class HiddenStates:
         return self._context[self._slot[exit_layer], start:stop]
 
     def shadow_tokens(
-        self, num_rows: int, target_tokens: Tensor, p: Tensor | None = None, at_exit: AtExit | None = None
+        self,
+        num_rows: int,
+        target_tokens: Tensor,
+        overlap: Callable[[Tensor], Tensor] | None = None,
+        at_exit: AtExit | None = None,
     ) -> Shadow:
         """Norm + head over the round's rows 0 .. num_rows-1 at the candidate layers, in pieces that need little memory.
 
-        target_tokens: int64 [num_rows]. p: processed target distributions [num_rows, vocab] when sampling. Without them, on a
-        CPU, a layer is computed when somebody asks for it. at_exit: None for the model's own.
+        target_tokens: int64 [num_rows]. overlap: when sampling, the chance of a draft from each row of logits
+        [num_rows, vocab], which then exist for one layer at a time. Without it, on a CPU, a layer is computed when somebody
+        asks for it. at_exit: None for the model's own.
         """
         model, at_exit = self._model, at_exit or self._model.at_exit
         hidden = self.round[self._candidates, :num_rows]  # a copy, which the next round does not write to
-        if p is None and model.device.type == "cpu":
+        if overlap is not None:
+            found, chances = [], []
+            for rows, layer in zip(hidden, self.layers):
+                logits = model.draft_logits(at_exit(rows, layer))
+                found.append(choices_of(logits, "confidence"))
+                chances.append(overlap(logits))
+            return ShadowTokens(
+                layers=self.layers,
+                tokens=torch.stack([choices.tokens for choices in found]),
+                confidences=torch.stack([choices.confidences for choices in found]),
+                target_tokens=target_tokens,
+                acceptance_probabilities=torch.stack(chances),
+            )
+        if model.device.type == "cpu":
             return DeferredShadow(model, self.layers, hidden, target_tokens, at_exit)
         shape = len(self.layers), num_rows
         if model.adapters:
             hidden = torch.stack([at_exit(rows, layer) for rows, layer in zip(hidden, self.layers)])
         choices = model.draft_choices(hidden.view(-1, model.hidden_size), "confidence")
-        tokens = choices.tokens.view(shape)
-        probabilities = None
-        if p is not None:
-            probabilities = p.unsqueeze(0).expand(len(self.layers), -1, -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         return ShadowTokens(
             layers=self.layers,
-            tokens=tokens,
+            tokens=choices.tokens.view(shape),
             confidences=choices.confidences.view(shape),
             target_tokens=target_tokens,
-            target_probabilities=probabilities,
         )
 
 
@@ -149,7 +162,7 @@ class DeferredShadow:
     hidden: [layers, rows, hidden], which nobody else writes to.
     """
 
-    target_probabilities = None
+    acceptance_probabilities = None
 
     def __init__(
         self, model: LayerSkipModel, layers: tuple[int, ...], hidden: Tensor, target_tokens: Tensor, at_exit: AtExit

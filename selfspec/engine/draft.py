@@ -37,19 +37,20 @@ class Draft:
         rows: their tokens. first, end: a pass runs rows [first, end). outputs: what the head said of them. logits: float32
             [end - first, vocab], where tokens are sampled or processed; the next pass may overwrite them. verified_from: the
             layer at which verification takes up all rows. seen: the confidence of every row looked at that has one.
-            dropped_token: what a greedy draft would have taken from the row that a policy stopped before. error: why the
-            sequence cannot go on: its policy raised it, or a processor, or memory is short.
+            dropped_token: what a greedy draft would have taken from the row that a policy stopped before. num_q: when
+            sampling, the rows of the sequence's q that are this draft's: of its tokens, and of the row stopped before. error:
+            why the sequence cannot go on: its policy raised it, or a processor, or memory is short.
     By the verdict:
         num_accepted: m. block: the m + 1 tokens to commit. failure: why the last of them is not a token: the text ends with
             it if it gets that far. target_tokens: greedy, the full model's choice for rows 0..m at least. p: when sampling,
-            the distributions that tokens were judged by, float32 [m+1 or more, vocab]. rates: when sampling, min(1, p/q) of
-            each draft whose fate is known.
+            the distributions that tokens were judged by, float32 [m+1 or more, vocab]. rates: when sampling, the chance that
+            the token of each row had, dropped or drawn, as far as the rows before it were accepted; None if nobody learns.
     """
 
     __slots__ = (
         "acceptance", "bits", "block", "context", "dropped_token", "end", "error", "exit_layer", "failure", "first",
-        "learns", "logits", "max_speculations", "num_accepted", "num_copied", "outputs", "p", "rates", "rows", "seen",
-        "sequence", "states", "steering", "stop_cause", "target_tokens", "threshold", "verified_from",
+        "learns", "logits", "max_speculations", "num_accepted", "num_copied", "num_q", "outputs", "p", "rates", "rows",
+        "seen", "sequence", "states", "steering", "stop_cause", "target_tokens", "threshold", "verified_from",
     )  # fmt: skip
     context: RoundContext
     acceptance: abc.Mapping[Drafter, float] | None
@@ -77,6 +78,7 @@ class Draft:
         self.stop_cause: StopCause = "cap" if copied or exit_layer else "none"
         self.seen: list[float] = []
         self.dropped_token: int | None = None
+        self.num_q = 0
         self.error: Exception | None = None
         self.num_accepted = 0
         self.block: list[int] = []
@@ -104,6 +106,8 @@ class Draft:
     @property
     def dropped_acceptance(self) -> float | None:
         """As in `RoundRecord`: known where every draft before the dropped one was accepted."""
+        if self.rates is not None:
+            return self.rates[-1] if len(self.rates) == len(self.rows) else None
         if self.dropped_token is None or self.failure is not None or self.num_accepted < len(self.rows) - 1:
             return None
         return float(self.block[-1] == self.dropped_token)
@@ -153,7 +157,7 @@ class Draft:
         if no_number or (observes.features and any(map(math.isnan, output[2:]))):  # no policy is shown NaN
             return "before_draw"
         if stopping is not None and stopping.stop_before_draw(row):
-            self.dropped_token = None if sequence.samples else self._pick(output, logits)
+            self.dropped_token = self._pick(output, logits, draws=False)
             return "before_draw"
         token = self._pick(output, logits)
         if token is None:
@@ -175,9 +179,10 @@ class Draft:
         looked = look if sequence.sampler.native and takes(logits) and logits.is_contiguous() else choices_of
         return looked(logits, sequence.detail).outputs()[0]
 
-    def _pick(self, output: HeadOutput, logits: Tensor | None) -> int | None:
+    def _pick(self, output: HeadOutput, logits: Tensor | None, *, draws: bool = True) -> int | None:
         """Pick the next draft: the argmax after processors, or a draw from q, which is kept.
 
+        draws: whether to draw it; else q alone is computed, and there is no token.
         None where nothing can be drawn from the row, or a processor refuses the text, to which plain decoding may never come.
         The draft then ends, which depends on nothing that is drawn later, and verification looks at the same row if it is
         ever committed.
@@ -190,8 +195,13 @@ class Draft:
             if not sequence.samples:
                 # Of NaN, too: a greedy draft is a guess, which verification checks.
                 return int(sampler.process(logits, *before).argmax())
-            q = sequence.q[index : index + 1]
-            return sampler.sample(logits, *before, q, f"draft position {sequence.length + index}")
+            q, token = sequence.q[index : index + 1], None
+            if draws:
+                token = sampler.sample(logits, *before, q, f"draft position {sequence.length + index}")
+            else:
+                sampler.probabilities(logits, *before, q)
+            self.num_q = index + 1
+            return token
         except Exception:
             return None
 

@@ -19,11 +19,10 @@ from layerskip_models.kernels.native_sampling import (
     accept_drafts,
     distribute,
     draw,
-    remainder,
     sample,
     takes,
 )
-from selfspec.engine.accept import residual
+from selfspec.engine.accept import acceptance_probabilities
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, LogitsProcessorList
@@ -183,7 +182,7 @@ class Sampler:
         return self.draw(out[0], where)
 
     def accept(
-        self, logits: Tensor, tokens: Tensor, length: int, drafts: Sequence[int], q: Tensor, num_copied: int
+        self, logits: Tensor, tokens: Tensor, length: int, drafts: Sequence[int], q: Tensor, *, copied: bool
     ) -> Accepted | None:
         """Judge drafts and draw the token after them in one call (`accept_drafts`); None where our kernels do not.
 
@@ -194,12 +193,23 @@ class Sampler:
         scores = self.process(logits, tokens, length, self._before_warp)
         if not takes(scores):
             return None
-        uniforms = self.uniforms(len(drafts), scores.device).tolist() if drafts else []
-        return accept_drafts(scores, self._warp, drafts, q, uniforms, self._uniform(), num_copied=num_copied)
+        uniforms = self.uniforms(len(drafts), scores.device) if drafts else []
+        return accept_drafts(scores, self._warp, drafts, q, uniforms, self._uniform(), copied=copied)
 
-    def residual(self, p: Tensor, q: Tensor) -> Tensor:
-        """`selfspec.engine.accept.residual`, [vocab]."""
-        return remainder(p, q) if self.native and takes(p) and takes(q) else residual(p, q)
+    def overlap(self, logits: Tensor, tokens: Tensor, length: int, p: Tensor) -> Tensor:
+        """Chance that a draft from each row of these logits would be accepted, [rows]: `acceptance_probabilities`.
+
+        p: [rows, vocab]; other arguments as in `process`. 0 where a processor refuses the logits: a draft would end there.
+        """
+        try:
+            return acceptance_probabilities(p, self.probabilities(logits, tokens, length))
+        except Exception:
+            return torch.zeros_like(p[:, 0])
+
+    def without_text(self) -> Sampler:
+        """Return a sampler with those processors that do not look at the text: for rows that nobody else processes."""
+        kept = [processor for processor in self.processors if type(processor) in prefix_free()]
+        return self if self.prefix_free else Sampler(type(self.processors)(kept), self.generator, native=self.native)
 
     def draw(self, weights: Tensor, where: str) -> int:
         """One token from unnormalised probabilities [vocab]. A token of weight 0 is never drawn.
@@ -219,6 +229,6 @@ class Sampler:
         """Draw a number in [0, 1) for a draw by our kernels."""
         return float(torch.rand((), generator=self.generator, dtype=torch.float64, device="cpu"))
 
-    def uniforms(self, count: int, device: torch.device) -> Tensor:
-        """Float32 [count], uniform in [0, 1), fresh ones each time."""
-        return torch.rand(count, generator=self.generator, dtype=torch.float32, device=device)
+    def uniforms(self, count: int, device: torch.device) -> list[float]:
+        """Draw so many numbers of 24 bits, uniform in [0, 1)."""
+        return torch.rand(count, generator=self.generator, dtype=torch.float32, device=device).tolist()

@@ -175,10 +175,15 @@ class Sequence:
         hidden, self._to_learn = self._to_learn, None
         if hidden is None:
             return
-        target, steering = self.model.logits(hidden).argmax(dim=-1), self._steering
+        logits, steering, overlap = self.model.logits(hidden), self._steering, None
+        target = logits.argmax(dim=-1)
+        if self.samples:
+            sampler, first = self.sampler.without_text(), self._num_prompt - self._prompt_rows + 1
+            p = sampler.probabilities(logits, self.tokens, first)
+            overlap = partial(sampler.overlap, tokens=self.tokens, length=first, p=p)
         before = None if steering is None else steering.rows_before(self.states.round[:, : self._prompt_rows])
         at_exit = partial(self.model.at_exit, steering=before)
-        self.policy.observe_prompt(self.states.shadow_tokens(self._prompt_rows, target, at_exit=at_exit))
+        self.policy.observe_prompt(self.states.shadow_tokens(self._prompt_rows, target, overlap, at_exit))
 
     def _open(self) -> None:
         """Begin a round from the committed text, whatever an interrupted round has left.
@@ -306,15 +311,16 @@ class Sequence:
         """Find what the candidate layers would have said for the rows 0..m, if the policy learns in this round."""
         if not draft.learns or draft.failure is not None:
             return None
-        rows, p = draft.num_accepted + 1, draft.p
-        if p is None:
+        rows, overlap = draft.num_accepted + 1, None
+        if draft.p is None:
             chosen = torch.tensor(draft.target_tokens[:rows], dtype=torch.long, device="cpu")
             target = to_device(chosen, self.tokens.device)
         else:
-            p = p[:rows]
+            p = draft.p[:rows]
             target = p.argmax(dim=-1)
+            overlap = partial(self.sampler.overlap, tokens=self.tokens, length=draft.context.num_committed, p=p)
         at_exit = partial(self.model.at_exit, steering=draft.steering)
-        return self.states.shadow_tokens(rows, target, p, at_exit)
+        return self.states.shadow_tokens(rows, target, overlap, at_exit)
 
     def _commit(self, block: list[int], failed: bool = False) -> list[int] | None:
         """Write the block behind the text, find the first stop in it, and move the text's end there.

@@ -1,9 +1,9 @@
 """Steps 3 and 4 of a round: the full model looks at all rows at once, and its verdict is read row by row.
 
 Plain decoding never sees a row after a rejected draft or after a stop, so nothing that is wrong with such a row may break a
-call: logits that hold NaN, a sampled row in which every token is masked, or a logits processor that raises. So rows after
-the first rejection are not processed one by one at all, and what is wrong with the last row is handed on as a `failure`,
-which is raised only if no stop condition ends the text before it.
+call: logits that hold NaN, a sampled row in which every token is masked, or a logits processor that raises. So rows to which
+plain decoding cannot come are not processed one by one at all. A row without a distribution ends the draft. It is handed on
+as a `failure` if all before it is accepted. That is raised only if no stop condition ends the text before it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.transfer import read_rows
-from selfspec.engine.accept import accept_greedy, accept_sampled, acceptance_probabilities
+from selfspec.engine.accept import accept_copied, accept_greedy, accept_sampled, acceptance_probabilities, reach
 from selfspec.engine.draft import Draft
 from selfspec.engine.results import without_traceback
 from selfspec.engine.runners.runner import Runner
@@ -116,57 +116,54 @@ def _judge_greedy(draft: Draft, logits: Tensor) -> None:
 
 
 def _judge_sampled(draft: Draft, logits: Tensor) -> None:
-    """Do one round's speculative sampling, by one native call where our kernels can, else by `accept_sampled`.
-
-    A copied token counts as the only one that could have been drafted, and its row of q may be overwritten.
-    """
-    sequence, drafts, num_copied = draft.sequence, draft.tokens, draft.num_copied
+    """Judge a sampled round, by one native call where our kernels can, else by the functions of `accept.py`."""
+    sequence, drafts, copied = draft.sequence, draft.tokens, draft.num_copied > 0
     sampler, tokens, length = sequence.sampler, sequence.tokens, sequence.length
     num_drafts = len(drafts)
-    q = sequence.q[:num_drafts] if drafts else logits[:0]
-    found = sampler.accept(logits, tokens, length, drafts, q, num_copied)
+    q = sequence.q[: max(num_drafts, draft.num_q)]
+    found = sampler.accept(logits, tokens, length, drafts, q[:num_drafts], copied=copied)
     if found is not None:
-        failure: Exception | None = (
-            None if found.token is not None else non_finite(f"position {length + found.num_accepted}")
-        )
-        _set_sampled(draft, found.num_accepted, found.token, failure, found.p, found.rates)
+        draft.num_accepted, draft.p = found.num_accepted, found.p
+        draft.failure = None if found.token is not None else non_finite(f"position {length + found.num_accepted}")
+        _set_sampled(draft, found.token, q, found.reached)
         return
-    for row, copied in enumerate(drafts[:num_copied]):
-        q[row].zero_()
-        q[row, copied] = 1.0
     drafted = tokens[0, length : length + num_drafts]
     uniforms = sampler.uniforms(num_drafts, drafted.device)
-    failure = None
+    failure: Exception | None = None
     if sampler.prefix_free:
         p = sampler.probabilities(logits, tokens, length)
     else:
         rows: list[Tensor] = []
-        # A draft is accepted where its p is above this: the comparison that `accept_sampled` makes.
-        bounds = (uniforms * q[:num_drafts].gather(-1, drafted.unsqueeze(-1)).squeeze(-1)).tolist()
         for index in range(num_drafts + 1):
             try:
                 rows.append(sampler.probabilities(logits[index : index + 1], tokens, length + index))
             except Exception as error:
                 failure = without_traceback(error)
-                rows.append(torch.full_like(logits[:1], torch.nan))  # accepts nothing
-            if index < num_drafts and not bounds[index] < float(rows[index][0, drafts[index]]):
+                rows.append(torch.full_like(logits[:1], torch.nan))
+            # Plain decoding cannot come to the next row, or it is certain not to count.
+            if index < num_drafts and not (uniforms[index] if copied else 0) < float(rows[index][0, drafts[index]]):
                 break
         p = torch.cat(rows)
-    known = min(p.shape[0], num_drafts)
-    accepted, weights = accept_sampled(p, q[:known], drafted[:known], uniforms[:known], sampler.residual)
-    token = None
+    if copied:
+        reached = [1.0]
+        accepted, weights = accept_copied(p, drafted, uniforms)
+    else:
+        reached = reach(p, q, drafted)
+        accepted, weights = accept_sampled(p, q, reached, uniforms)
+    failure, token = failure if accepted == p.shape[0] - 1 else None, None
     if failure is None:
         try:
             token = sampler.draw(weights, f"position {length + accepted}")
         except NonFiniteLogitsError as error:
             failure = without_traceback(error)
-    rates = acceptance_probabilities(p, q[:known], drafted[:known]).tolist() if known else []
-    _set_sampled(draft, accepted, token, failure, p, rates)
-
-
-def _set_sampled(
-    draft: Draft, accepted: int, token: int | None, failure: Exception | None, p: Tensor, rates: Sequence[float]
-) -> None:
     draft.num_accepted, draft.failure, draft.p = accepted, failure, p
+    _set_sampled(draft, token, q, reached)
+
+
+def _set_sampled(draft: Draft, token: int | None, q: Tensor, reached: Sequence[float]) -> None:
+    """Write down what is committed, and the chance that each row's token had, if the policy learns from that."""
+    accepted, p = draft.num_accepted, draft.p
     draft.block = [*draft.rows[1 : 1 + accepted], NO_TOKEN if token is None else token]
-    draft.rates = None if draft.stop_cause == "none" else tuple(rates[: accepted + (failure is None)])
+    rows = min(accepted + (draft.failure is None), draft.num_q)
+    if draft.confidences is not None and p is not None:
+        draft.rates = tuple(acceptance_probabilities(p[:rows], q[:rows], reached[:rows]).tolist())

@@ -52,8 +52,8 @@ WARPERS: dict[type[LogitsProcessor], Callable[[], LogitsProcessor]] = {
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_processors_see_every_prefix_of_the_text_and_its_drafts(do_sample: bool) -> None:
-    """Draft row j and verified row j see x_0..x_{n-1}, d_1..d_j: no token more, none less. Rows behind the first rejected
-    draft are not processed again."""
+    """Draft row j and verified row j see x_0..x_{n-1}, d_1..d_j: no token more, none less. Greedily, rows behind the first
+    rejected draft are not processed again."""
     engine = SelfSpecGenerator(from_transformers(tiny_llama(seed=3, late_scale=0.6), layout="plain"))
     spy = Spy()
     policy = Policy(ScriptedExit([(1, 3), (None, 0), (2, 2)]))
@@ -66,7 +66,8 @@ def test_processors_see_every_prefix_of_the_text_and_its_drafts(do_sample: bool)
     for record in result.trace:
         before = tuple(text[: record.num_committed_before])
         prefixes = [before + record.draft_tokens[:j] for j in range(record.num_drafted + 1)]
-        expected += prefixes[:-1] + prefixes[: record.num_accepted + 1] if record.exit_layer is not None else [before]
+        judged = prefixes if do_sample else prefixes[: record.num_accepted + 1]
+        expected += prefixes[:-1] + judged if record.exit_layer is not None else [before]
     assert spy.seen == expected
     assert 0 < result.stats.num_accepted < result.stats.num_drafted
 
@@ -112,8 +113,22 @@ def test_draws_follow_the_weights_and_never_take_a_zero(native: bool) -> None:
         with pytest.raises(NonFiniteLogitsError, match="at position 7"):
             sampler.draw(torch.tensor(wrong), "position 7")
     numbers = sampler.uniforms(10_000, torch.device("cpu"))
-    assert numbers.dtype == torch.float32
-    assert 0 <= float(numbers.min()) < 0.01 < 0.99 < float(numbers.max()) < 1
+    assert 0 <= min(numbers) < 0.01 < 0.99 < max(numbers) < 1
+
+
+def test_nothing_is_expected_of_rows_that_a_processor_refuses() -> None:
+    """Shadow tokens show it scores that plain decoding does not, and break no call: a draft would have ended there."""
+
+    class Refuses(TopKLogitsWarper):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            raise ValueError("these scores")
+
+    p, tokens = torch.full((2, 4), 0.25), torch.zeros(1, 5, dtype=torch.long)
+    for kept, expected in (([TopKLogitsWarper(2)], [0.5, 0.0]), ([Refuses(2)], [0.0, 0.0])):
+        sampler = Sampler(LogitsProcessorList(kept), torch.Generator())
+        logits = torch.tensor([[1.0, 1.0, 0.0, 0.0], [float("nan")] * 4])
+        assert sampler.overlap(logits, tokens, 3, p).tolist() == expected
+    assert not sampler.without_text().processors
 
 
 def test_confidence_and_entropy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from batched_runs import needs_native
 from layerskip_models import LayerSkipModel, from_transformers
-from policies import DelExit, DraftRow, ObservationSpec, Policy, RoundContext, ShadowTokens
+from policies import DelExit, DraftRow, ObservationSpec, Policy, RoundContext, RoundRecord, ShadowTokens
 from policies.base import NeverStop
 from policies.spide import shadow_acceptance
 from records import finished
@@ -57,6 +58,31 @@ def check(llama: LlamaForCausalLM, shadow: ShadowTokens, text: list[int], rows: 
         torch.testing.assert_close(shadow.confidences[index], best, rtol=0, atol=1e-5)
 
 
+def sampled(logits: Tensor) -> Tensor:
+    """Probabilities at temperature 0.7 of the 5 likeliest tokens."""
+    scaled = logits / 0.7
+    return scaled.masked_fill(scaled < scaled.topk(5).values[:, -1:], -math.inf).softmax(dim=-1)
+
+
+def check_chances(llama: LlamaForCausalLM, record: RoundRecord, text: list[int], p: Tensor) -> None:
+    """Compare with the sum of min(p, q / r) for the rows up to the first rejected draft's, or the dropped one.
+
+    text: with the accepted drafts. p: [rows, vocab].
+    """
+    reached, known = 1.0, []
+    q = sampled(layer_logits(llama, text, record.exit_layer or 0)[-len(p) :])
+    for row in range(len(p)):
+        known.append(float(torch.minimum(p[row], q[row] / reached).sum()))
+        if row < record.num_accepted:
+            token = record.draft_tokens[row]
+            reached = min(1.0, reached * float(p[row, token] / q[row, token]))
+    dropped = record.stop_cause == "before_draw" and record.num_accepted == record.num_drafted
+    if not dropped:
+        known = known[: record.num_drafted]
+    assert record.acceptance_probabilities == pytest.approx(known, abs=1e-5)
+    assert record.dropped_acceptance == (pytest.approx(known[-1], abs=1e-5) if dropped else None)
+
+
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("stopping", [None, StopBelow(0.4)], ids=["cap", "before a draw"])
 def test_shadow_tokens_of_rounds_and_prompt(
@@ -65,12 +91,16 @@ def test_shadow_tokens_of_rounds_and_prompt(
     """Layers below, at and above the exit layer; rounds with drafts, without, and plain steps; the prompt's last rows."""
     exit_policy = ScriptedExit([(2, 4), (None, 0), (3, 1)], ObservationSpec(shadow_layers=(1, 2, 4), prompt_rows=5))
     prompt = [3, 9, 1, 4, 4, 20, 8]
-    options = {"max_new_tokens": 30, "do_sample": do_sample, "top_k": 0, "seed": 1}
+    options = {"max_new_tokens": 30, "do_sample": do_sample, "temperature": 0.7, "top_k": 5, "seed": 1}
     result = engine.generate(prompt, policy=Policy(exit_policy, stopping), **options)
     text = result.sequences[0].tolist()
     (shadow,) = exit_policy.prompts
     check(llama, shadow, prompt, slice(-5, None))
     assert shadow.target_tokens.tolist() == layer_logits(llama, prompt, 5)[-5:].argmax(dim=-1).tolist()
+    p = sampled(layer_logits(llama, prompt, 5)[-5:])
+    chances = [torch.minimum(p, sampled(layer_logits(llama, prompt, layer)[-5:])).sum(-1) for layer in (1, 2, 4)]
+    if do_sample:
+        torch.testing.assert_close(shadow.acceptance_probabilities, torch.stack(chances), rtol=0, atol=1e-5)
     accepted = 0
     for record in exit_policy.records:
         assert record.shadow is not None
@@ -81,11 +111,16 @@ def test_shadow_tokens_of_rounds_and_prompt(
         target = layer_logits(llama, before, 5)[rows]
         assert record.shadow.target_tokens.tolist() == target.argmax(dim=-1).tolist()
         if do_sample:
-            expected = target.softmax(dim=-1).expand(3, -1, -1).gather(-1, record.shadow.tokens[..., None])[..., 0]
-            assert record.shadow.target_probabilities is not None
-            torch.testing.assert_close(record.shadow.target_probabilities, expected, rtol=0, atol=1e-5)
+            p = sampled(target)
+            chances = [
+                torch.minimum(p, sampled(layer_logits(llama, before, layer)[rows])).sum(-1) for layer in (1, 2, 4)
+            ]
+            assert record.shadow.acceptance_probabilities is not None
+            torch.testing.assert_close(record.shadow.acceptance_probabilities, torch.stack(chances), rtol=0, atol=1e-5)
+            if stopping is not None and record.exit_layer is not None:
+                check_chances(llama, record, before, p)
         else:
-            assert record.shadow.target_probabilities is None
+            assert record.shadow.acceptance_probabilities is record.acceptance_probabilities is None
         accepted += record.num_accepted
     assert accepted > 0
 
@@ -141,12 +176,14 @@ def test_what_a_dropped_row_would_have_said(engine: SelfSpecGenerator) -> None:
         known = []
         for record in exit_policy.records:
             assert (record.dropped_acceptance is not None) == (
-                not do_sample and record.stop_cause == "before_draw" and record.num_accepted == record.num_drafted
+                record.stop_cause == "before_draw" and record.num_accepted == record.num_drafted
             )
             if record.dropped_acceptance is not None and record.shadow is not None:
                 known.append(record.dropped_acceptance)
-                assert record.dropped_acceptance == shadow_acceptance(record.shadow)[0][2]
-        assert do_sample or (len(known) > 3 and len(set(known)) > 1)
+                # The drafts that were accepted before it make up for some of it.
+                assert record.dropped_acceptance >= float(shadow_acceptance(record.shadow)[0][2]) - 1e-5
+                assert do_sample or record.dropped_acceptance == shadow_acceptance(record.shadow)[0][2]
+        assert len(known) > 3 and len(set(known)) > 1
 
 
 def test_a_policy_is_told_that_a_new_text_begins(engine: SelfSpecGenerator) -> None:

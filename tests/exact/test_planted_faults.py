@@ -35,11 +35,11 @@ def cells(weights: str, variant: str, **changes: Any) -> list[Cell]:
 def bonus_from_q(patch: pytest.MonkeyPatch, cell: Cell) -> None:
     """The token behind drafts that were all accepted is drawn from the last draft's distribution."""
 
-    def fault(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor, left: Any) -> tuple[int, Tensor]:
-        accepted, weights = accept_sampled(p, q, drafts, uniforms, left)
-        return accepted, q[accepted - 1] if 0 < accepted == drafts.shape[0] else weights
+    def fault(p: Tensor, q: Tensor, reached: Sequence[float], uniforms: Sequence[float]) -> tuple[int, Tensor]:
+        accepted, weights = accept_sampled(p, q, reached, uniforms)
+        return accepted, q[accepted - 1] if 0 < accepted == len(uniforms) else weights
 
-    patch.setattr(Sampler, "accept", lambda *arguments: None)  # the kernels would do all of it in one call
+    patch.setattr(Sampler, "accept", lambda *arguments, **options: None)  # the kernels would do all of it in one call
     patch.setattr(selfspec.engine.verification, "accept_sampled", fault)
 
 

@@ -162,7 +162,7 @@ def facts(record: RoundRecord) -> dict[str, Any]:
     found = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in left_out}
     shadow = record.shadow
     if shadow is not None:
-        p = shadow.target_probabilities
+        p = shadow.acceptance_probabilities
         found["shadow"] = (
             shadow.layers,
             shadow.tokens.tolist(),

@@ -73,14 +73,13 @@ def exact_law(llama: LlamaForCausalLM, num_tokens: int, top_k: int, prompt: tupl
 class Oracle(SamplerInParts):
     """A sampler that takes every possible course in turn, with its probability, instead of drawing one.
 
-    A course is a list of choices. A draw chooses among the tokens with weight; the uniform numbers of a round choose
-    which draft is the first rejected one, if any, whose probability `settle` works out when the round is known.
+    A course is a list of choices. A draw chooses among the tokens with weight; each comparison with a uniform number has two
+    ways to go.
     """
 
     def start(self, script: list[int]) -> None:
         self.script, self.chosen, self.options = script, [], []
         self.probability = 1.0
-        self.first_rejected: int | None = None
 
     def _choose(self, options: int) -> int:
         step = len(self.chosen)
@@ -95,19 +94,36 @@ class Oracle(SamplerInParts):
         self.probability *= float(weights[token].double() / weights.double().sum())
         return token
 
-    def uniforms(self, count: int, device: torch.device) -> Tensor:
-        self.first_rejected = self._choose(count + 1)
-        numbers = torch.zeros(count)
-        numbers[self.first_rejected : self.first_rejected + 1] = 1 - 2**-24
-        return numbers
+    def uniforms(self, count: int, device: torch.device) -> list[float]:
+        return [Undecided(self) for _ in range(count)]
 
-    def settle(self, acceptance: tuple[float, ...] | None) -> None:
-        if acceptance is not None and self.first_rejected is not None:
-            for rate in acceptance[: self.first_rejected]:
-                self.probability *= rate
-            for rate in acceptance[self.first_rejected : self.first_rejected + 1]:
-                self.probability *= 1 - rate
-        self.first_rejected = None
+    def is_below(self, chance: float) -> bool:
+        if not 0 < chance < 1:
+            return chance > 0
+        below = self._choose(2) == 0
+        self.probability *= chance if below else 1 - chance
+        return below
+
+
+class Undecided(float):
+    """A uniform number of which only one comparison is decided, u * factor < bound; it may be made again."""
+
+    def __new__(cls, oracle: Oracle) -> Undecided:
+        return super().__new__(cls, "nan")
+
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle, self.factor, self.known = oracle, 1.0, {}
+
+    def __mul__(self, factor: float) -> Undecided:
+        self.factor = factor
+        return self
+
+    def __lt__(self, bound: float) -> bool:
+        chance = bound / self.factor if self.factor else float(bound > 0)
+        if chance not in self.known:
+            assert not self.known, "one number decides two things"
+            self.known[chance] = self.oracle.is_below(chance)
+        return self.known[chance]
 
 
 def next_script(chosen: list[int], options: list[int]) -> list[int] | None:
@@ -143,9 +159,7 @@ def enumerated_law(
         oracle.start(script)
         text.sampler = oracle
         with torch.inference_mode():
-            for committed in decode(text, runner):
-                if committed.record is not None:
-                    oracle.settle(committed.record.acceptance_probabilities)
+            for _ in decode(text, runner):
                 if text.num_new >= num_tokens or oracle.probability == 0:
                     break
         if oracle.probability > 0:

@@ -23,7 +23,7 @@ def shadow(
         tokens=tokens,
         confidences=torch.tensor(confidences),
         target_tokens=torch.ones(tokens.shape[1], dtype=torch.long),
-        target_probabilities=None if probabilities is None else torch.tensor(probabilities),
+        acceptance_probabilities=None if probabilities is None else torch.tensor(probabilities),
     )
 
 

@@ -13,5 +13,5 @@ class SamplerInParts(Sampler):
     def sample(self, logits: Tensor, tokens: Tensor, length: int, out: Tensor, where: str) -> int:
         return self.draw(self.probabilities(logits, tokens, length, out)[0], where)
 
-    def accept(self, *arguments: object) -> None:
+    def accept(self, *arguments: object, **options: object) -> None:
         return None

@@ -27,7 +27,7 @@ from policies import Policy, parse_policy
 from random_adapters import adapted
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, fixed, named_policy, others_slow
 from selfspec.cache.copy_index import CopyIndex, CopyStore
-from selfspec.engine.accept import accept_sampled
+from selfspec.engine.accept import accept_sampled, reach, residual
 from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.runners.runner import Runner
@@ -125,7 +125,7 @@ def test_the_law_is_exact_with_other_texts_to_copy_from(name: str) -> None:
 def copied_as_drawn(draft: Draft) -> None:
     """Judge a copied token by p / q for the q of an exit, where its own probability p is to accept it."""
     draft.sequence.q[: draft.num_copied].fill_(1 / VOCAB_SIZE)
-    draft.num_copied = 0
+    draft.num_q, draft.num_copied = draft.num_copied, 0
     _judge(draft)
 
 
@@ -138,9 +138,30 @@ def dropping(runner: Runner, drafts: abc.Sequence[Draft]) -> None:
         draft.end -= 1
 
 
-def bonus_from_q(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor, left: object) -> tuple[int, Tensor]:
-    accepted, weights = accept_sampled(p, q, drafts, uniforms)
-    return accepted, q[accepted - 1] if accepted == drafts.shape[0] else weights
+Numbers = abc.Sequence[float]
+
+
+def bonus_from_q(p: Tensor, q: Tensor, reached: Numbers, uniforms: Numbers) -> tuple[int, Tensor]:
+    accepted, weights = accept_sampled(p, q, reached, uniforms)
+    return accepted, q[accepted - 1] if accepted == len(uniforms) else weights
+
+
+def credit_above_one(p: Tensor, q: Tensor, drafts: Tensor) -> list[float]:
+    """A draft that the target likes more than the drafter did stands for more than one: the minimum with 1 is forgotten."""
+    known = min(len(p), len(drafts))
+    ratios = (p[:known] / q[:known]).gather(-1, drafts[:known].unsqueeze(-1))[:, 0]
+    return [1.0, *ratios.cumprod(0).tolist()]
+
+
+def unscaled(p: Tensor, q: Tensor, reached: Numbers) -> Tensor:
+    """What a rejection leaves, as of a single draft."""
+    return residual(p, q, [1.0] * len(reached))
+
+
+def the_end_where_the_target_cannot_go(p: Tensor, q: Tensor, drafts: Tensor) -> list[float]:
+    """A draft that the target cannot say ends the block as if nothing had been drafted there."""
+    reached = reach(p, q, drafts)
+    return reached[:-1] if reached[-1] == 0 else reached
 
 
 @pytest.mark.parametrize(
@@ -149,6 +170,9 @@ def bonus_from_q(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor, left: o
         ("verification._judge", copied_as_drawn, "copy:4"),
         ("round.make_drafts", dropping, "ls:2-2"),
         *(("verification.accept_sampled", bonus_from_q, name) for name in ("ls:1-1", "ls:2-1")),
+        ("accept.residual", unscaled, "ls:1-3"),
+        ("verification.reach", credit_above_one, "ls:1-3"),
+        ("verification.reach", the_end_where_the_target_cannot_go, "ls:1-3"),
     ],
 )
 def test_that_enumeration_sees_a_planted_fault(
@@ -199,15 +223,15 @@ def test_goodness_of_fit(name: str, draws: int) -> None:
     assert p_value(counts, law) > FALSE_ALARMS
 
 
-def no_residual(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor, left: object) -> tuple[int, Tensor]:
-    accepted, _ = accept_sampled(p, q, drafts, uniforms)
+def no_residual(p: Tensor, q: Tensor, reached: Numbers, uniforms: Numbers) -> tuple[int, Tensor]:
+    accepted, _ = accept_sampled(p, q, reached, uniforms)
     return accepted, p[accepted]
 
 
 @pytest.mark.parametrize(("fault", "policy"), [(bonus_from_q, "ls:1-1"), (no_residual, "ls:1-3")])
 @pytest.mark.slow
 def test_goodness_of_fit_sees_a_planted_bias(
-    fault: Callable[[Tensor, Tensor, Tensor, Tensor, object], tuple[int, Tensor]],
+    fault: Callable[[Tensor, Tensor, Numbers, Numbers], tuple[int, Tensor]],
     policy: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -98,8 +98,8 @@ def row_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft is accepted with a probability that is a hundredth too large."""
 
-    def biased(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor, left: Any = None) -> Any:
-        return accept_sampled(p, q, drafts, uniforms / 1.01, left)
+    def biased(p: Tensor, q: Tensor, reached: Sequence[float], uniforms: Sequence[float]) -> Any:
+        return accept_sampled(p, q, reached, [uniform / 1.01 for uniform in uniforms])
 
     monkeypatch.setattr(selfspec.engine.verification, "accept_sampled", biased)
 
