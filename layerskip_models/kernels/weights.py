@@ -132,7 +132,7 @@ def rows_of(laid: Tensor, first: int, last: int, inputs: int) -> Tensor:
     """Return rows [first, last) of what `side_by_side` was given, in memory of their own. inputs: numbers in each."""
     blocks = laid[first // LANES : -(-last // LANES)]
     pairs = blocks.view(torch.int32).squeeze(3) if laid.dim() == 4 else blocks  # twice as fast as number by number
-    rows = pairs.mT.contiguous().view(laid.dtype).flatten(0, 1)
+    rows = pairs.mT.reshape(-1).view(laid.dtype).view(len(blocks) * LANES, -1)
     start = first // LANES * LANES
     return rows[first - start : last - start, :inputs].contiguous()
 
