@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 
@@ -166,15 +167,20 @@ class SingleThreadedOperators:
     """Run this thread's PyTorch operators on one thread while the context is active; our kernels keep their team.
 
     PyTorch does little between our calls, and its own team waits by spinning: on a busy machine it waits for threads that are
-    not running. Only the thread that enters is affected, until it leaves. A nested context does nothing.
+Only the thread that enters is affected, until it leaves. A nested context does nothing. If a
+    signal's exception comes just as it is left, it stays as it is until the next one is entered.
     """
 
-    __slots__ = ("_operators",)
+    __slots__ = ("__weakref__", "_operators")
 
     def __init__(self) -> None:
         self._operators = 0
 
     def __enter__(self) -> None:
+        held, operators = getattr(_here, "held", (None, 0))
+        if held is not None and held() is None:  # that of a context which is gone
+            _here.threads, _here.held = None, (None, 0)
+            _set_operator_threads(operators)
         if getattr(_here, "threads", None) is None:
             operators, wanted = torch.get_num_threads(), num_threads()
             try:
@@ -182,11 +188,12 @@ class SingleThreadedOperators:
             except BaseException:  # such as Ctrl-C: leave no setting changed
                 _set_operator_threads(operators)
                 raise
+            _here.held = ref(self), operators
             _here.threads, self._operators = wanted, operators
 
     def __exit__(self, *error: object) -> None:
         if self._operators:
-            _here.threads = None
+            _here.threads, _here.held = None, (None, 0)
             _set_operator_threads(self._operators)
 
 
