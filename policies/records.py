@@ -311,7 +311,7 @@ class RoundRecord:
         round's start; None where a policy has no such thing.
     preverifier_layers, preverify_seconds: layers that the stopping policy loaded itself (Pacer's, one per pass; not among
         loaded_layers), and their time (not in draft_seconds).
-    batch_size: how many texts shared the round's passes; draft_seconds and verify_seconds are this text's share of the time.
+    batch_size: how many texts shared the round's passes; draft_, verify_ and accept_seconds are this text's share of the time.
     """
 
     index: int
@@ -331,6 +331,7 @@ class RoundRecord:
     threshold: float | None = None
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    accept_seconds: float = 0.0
     preverifier_layers: int = 0
     preverify_seconds: float = 0.0
     batch_size: int = 1

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import ceil
+from time import perf_counter
 from typing import Any
 
 from policies.auto.best_round import BestRound, best_round
@@ -89,8 +90,6 @@ class AutoExit:
         self.chances = Chances((*self.drafters, COPIES))
         self.max_speculations = max_speculations
         self._cost, self._repair, self._copy = cost or LayerCost(num_layers), repair, copy
-        # Of looking at every exit for one of several rows, which share the head's weights.
-        self._look_cost = len(self.exit_layers) * at_rows(self._cost.head_seconds, PROMPT_ROWS) / PROMPT_ROWS
         # Time decides already, so texts may as well decide by each other's experience.
         self.learns_together = isinstance(cost, MeasuredCost) and not cost.fixed
         self.reset()
@@ -148,20 +147,20 @@ class AutoExit:
 
     @property
     def observes(self) -> ObservationSpec:
-        """Ask for shadow tokens of as many of the prompt's rows as the text to come pays for."""
-        share = self._share
+        """Ask for shadow tokens of as many of the prompt's rows as the text to come pays for, unless more was spent already."""
+        share = self._share if self._taught <= self._share * self._spent else 0.0
+        row_cost = self._look_cost(PROMPT_ROWS) / PROMPT_ROWS
         return ObservationSpec(
             confidence=True,
             copies="welcome" if self._copy else "none",
             shadow_layers=self.exit_layers,
             prompt_rows=PROMPT_ROWS if share else 0,
-            prompt_every=max(ceil(self._look_cost / (share * self.costs.plain)), PROMPT_ROWS) if share else 0,
+            prompt_every=max(ceil(row_cost / (share * self.costs.plain)), PROMPT_ROWS) if share else 0,
             bits=self.bits,
         )
 
-    @property
-    def _share(self) -> float:
-        """Share of the cost that looking at exits may take; none where no draft would pay if all were accepted."""
+    def _share_of_learning(self) -> float:
+        """Return the share of the cost that looking at exits may take; none where no draft would pay if all were accepted."""
         if self._texts > 1 and not self.costs.drafts_may_pay:
             return 0.0
         by_exit = self.best.pays and self.drafters[self.best.index].bits is None
@@ -172,21 +171,22 @@ class AutoExit:
         """Return whether a round may look at every exit; of texts that learn together, one at a time."""
         if self._rows_taught * LEARN_EVERY > self._rows_seen or self._taught >= self._share * self._spent:
             return False
-        self._pay_for(1)
+        self._rows_taught += 1
+        self._taught += self._look_cost(1)
         return True
 
-    def _pay_for(self, rows: int) -> None:
-        self._rows_taught += rows
-        self._taught += self._look_cost * rows
+    def _look_cost(self, rows: int, sampled: bool = False) -> float:
+        """Price a look at every exit for so many rows. Where tokens are sampled, distributions take as long as the heads."""
+        return (1 + sampled) * len(self.exit_layers) * at_rows(self._cost.head_seconds, rows)
 
     def observe_prompt(self, shadow: Shadow) -> None:
         self._learn_shadow(shadow)
-        self._taught += self._look_cost * shadow.num_rows
         if self._news > self._enough:
             self._solve()
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from what a round drafted or dropped, from what copies would have said, and from shadow tokens."""
+        started = perf_counter()
         drafter = self.index_of(record.drafter)
         cost = self.costs.of(drafter, record.num_drafted)
         self._spent += cost
@@ -204,10 +204,12 @@ class AutoExit:
             for confidence, accepted in zip(record.confidences, outcomes):
                 self.chances.learn(drafter, confidence, accepted)
             self._news += len(outcomes)
+        besides = perf_counter() - started  # which is a part of each round's price, unlike looks at exits
         if record.shadow is not None:
             self._learn_shadow(record.shadow, drafter if record.bits is None else None, record.num_drafted)
-            self._pay_for(record.shadow.num_rows - 1)
-        if self.costs.observe(record) or self._news > self._enough:
+            self._rows_taught += record.shadow.num_rows - 1
+            self._taught -= self._look_cost(1)  # paid in advance
+        if self.costs.observe(record, besides) or self._news > self._enough:
             self._solve()
 
     def _learn_shadow(self, shadow: Shadow, drafter: int | None = None, drafted: int = 0) -> None:
@@ -221,6 +223,7 @@ class AutoExit:
                 self.chances.look(index, confidence)
                 self.chances.learn(index, confidence, accepted)
         self._news += shadow.num_rows
+        self._taught += self._look_cost(shadow.num_rows, shadow.acceptance_probabilities is not None)
 
     def index_of(self, drafter: Drafter | None) -> int | None:
         """Return which of `drafters` has its experience: an exit's is the same in fewer bits, which change little of it."""
@@ -243,6 +246,7 @@ class AutoExit:
         self._rate = self.best.rate
         promise = best_round(self.costs, frequency, acceptance, usable, self._rate) if self.offered_bits else self.best
         self._promised = promise if promise.pays and promise.index >= there else None
+        self._share = self._share_of_learning()
 
     def plan(self, context: RoundContext) -> Plan:
         self.expect_batch_size(context.batch_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,12 +26,16 @@ TRY_EVERY, TRY_AGAIN = 4, 128
 """Rounds from one try of a kind to the next: at first, and later, since neither texts nor machines stay as they are."""
 TOLERANCE = 1.1
 """Corrections that differ by less change nothing."""
-_PLAIN = 1  # kinds are rows of verifications, and "drafts in" bits
+_PLAIN = 1  # kinds are rows of verifications, and of drafts their bits, below 0
 _ROWS = (_PLAIN, 2, 3, 4, 5, 6, 8, 11, 16, 24)
 """Rows of a verification, or more, that are a kind of their own."""
 _ROWS_KEPT = 16  # numbers of rows of which `learned` tells the seconds
 _USUAL = 4
 """Drafts for which an exit's price in full and in fewer bits is compared."""
+
+
+def _drafts_in(bits: int | None) -> int:
+    return -(bits or 16)
 
 
 class RoundCosts:
@@ -57,11 +61,12 @@ class RoundCosts:
         self._looks = np.array(looks)
         self._copying = [cost.copying(copied) for copied in range(MAX_COPY_LENGTH + 1)]
         self.plain = cost.autoregressive()
-        self._ratios: dict[Hashable, deque[float]] = {}
-        self._last: dict[Hashable, int] = {}
+        self._ratios: dict[int, deque[float]] = {}
+        self._last: dict[int, int] = {}
         self._round = self._rows = self._texts_done = 0
-        self._took = np.zeros(4)  # of the round at hand: seconds and costs, of drafting and of verifying
-        self._factors: dict[Hashable, float] = {}
+        self._took = [0.0] * 4  # of the round at hand: seconds and costs, of drafting and of verifying
+        self._expected: dict[tuple[Drafter | None, int, bool], tuple[float, float]] = {}
+        self._factors: dict[int, float] = {}
         self._is_news = False
         self._make_tables()
 
@@ -75,7 +80,7 @@ class RoundCosts:
 
     def _make_tables(self) -> None:
         rows = np.array([self._factor_of(count + 1) for count in range(len(self._copying))])
-        steps = np.array([self._factors.get(f"drafts in {bits}", 1.0) for bits in self.bits])[:, None]
+        steps = np.array([self._factors.get(_drafts_in(bits), 1.0) for bits in self.bits])[:, None]
         # Noise must not make more rows cheaper than fewer: drafts would seem to cost nothing.
         verifying = np.maximum.accumulate(rows[: self._drafting.shape[1]] * self._verifying, axis=1)
         self.rounds = steps * self._drafting + verifying
@@ -87,37 +92,44 @@ class RoundCosts:
 
     def _factor_of(self, rows: int) -> float:
         """Return the correction of a verification of so many rows a text, between those of which something is known."""
-        known = sorted(key for key in self._factors if isinstance(key, int)) or [_PLAIN]
+        known = sorted(key for key in self._factors if key > 0) or [_PLAIN]
         return float(np.interp(rows, known, [self._factors.get(key, 1.0) for key in known]))
 
-    def observe(self, record: RoundRecord) -> bool:
-        """Take a text's round into account; a batch's records come one by one. Returns whether costs have changed."""
+    def observe(self, record: RoundRecord, besides: float = 0.0) -> bool:
+        """Take a text's round into account; a batch's records come one by one. Returns whether costs have changed.
+
+        besides: seconds that the round took in addition to what the record tells.
+        """
         if not self._repair or record.batch_size != self._texts or record.verify_seconds <= 0:
             return False
-        early = record.stop_cause == "before_draw"
-        parts = parts_of(self.cost, record.drafter, record.num_drafted, early)
-        self._took += record.draft_seconds, record.verify_seconds, *parts
+        kind = record.drafter, record.num_drafted, record.stop_cause == "before_draw"
+        if kind not in self._expected:
+            self._expected[kind] = parts_of(self.cost, *kind)
+        drafting, verifying = self._expected[kind]
+        self._took[0] += record.draft_seconds
+        self._took[1] += record.verify_seconds + record.accept_seconds + besides
+        self._took[2] += drafting
+        self._took[3] += verifying
         self._rows += record.num_drafted + 1
         self._texts_done += 1
         if self._texts_done < self._texts:
             return False
         # The texts of a batch share a round's seconds evenly, whatever each did.
         self._round += 1
-        draft_seconds, verify_seconds, drafting, verifying = self._took.tolist()
-        rows = _ROWS[bisect_right(_ROWS, self._rows / self._texts) - 1]
-        self._add(rows, verify_seconds / verifying)
+        draft_seconds, verify_seconds, drafting, verifying = self._took
+        self._add(_ROWS[bisect_right(_ROWS, self._rows / self._texts) - 1], verify_seconds / verifying)
         if drafting > 0:
-            self._add(f"drafts in {record.bits}", draft_seconds / drafting)
+            self._add(_drafts_in(record.bits), draft_seconds / drafting)
         self.forget_unfinished()
         looks_now = self._round % 16 == 0 or self._round & (self._round - 1) == 0
         return looks_now and self._correct()
 
     def forget_unfinished(self) -> None:
         """Forget a round in which some text failed, so that its record never came."""
-        self._took[:] = 0
+        self._took = [0.0] * 4
         self._rows = self._texts_done = 0
 
-    def _add(self, kind: Hashable, ratio: float) -> None:
+    def _add(self, kind: int, ratio: float) -> None:
         seen = self._ratios.setdefault(kind, deque(maxlen=KEPT))
         seen.append(ratio)
         self._is_news |= kind == _PLAIN and len(seen) in (ENOUGH, KEPT)
@@ -142,7 +154,7 @@ class RoundCosts:
 
     def is_due(self, drafter: int | None = None) -> bool:
         """Return whether to try drafts by this drafter, or a plain step, to compare what they cost."""
-        kind = _PLAIN if drafter is None else f"drafts in {self.bits[drafter]}"
+        kind = _PLAIN if drafter is None else _drafts_in(self.bits[drafter])
         every = TRY_EVERY if len(self._ratios.get(kind, ())) < ENOUGH else TRY_AGAIN
         return self._repair and self._round - self._last.get(kind, -TRY_EVERY) >= every
 
@@ -162,9 +174,7 @@ class RoundCosts:
                 draft_seconds=factors[0] * cost.draft_seconds,
             )
 
-        drafting = {
-            bits: scale * self._factors.get(f"drafts in {bits}", 1.0) for bits in (None, *dict(self.cost.rounded))
-        }
+        drafting = {bits: scale * self._factors.get(_drafts_in(bits), 1.0) for bits in (None, *dict(self.cost.rounded))}
         rounded = ((bits, corrected(cost, [drafting[bits]] * _ROWS_KEPT)) for bits, cost in self.cost.rounded)
         found = corrected(self.cost, [scale * self._factor_of(n) for n in numbers])
         # What drafts at exits take more than expected goes to each draft's own seconds: right at a quarter of the depth.

@@ -43,18 +43,18 @@ def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Outputs 
         verified = perf_counter()
         for draft in drafts:
             accept(runner, draft)  # 4. Accept those that the model itself would have said.
-        shares = (drafted - started) / len(drafts), (verified - drafted) / len(drafts)
-        accept_seconds = (perf_counter() - verified) / len(drafts)
+        spent = drafted - started, verified - drafted, perf_counter() - verified
+        shares = tuple(seconds / len(drafts) for seconds in spent)
         for draft in drafts:
             sequence = draft.sequence
-            sequence.stats.accept_seconds += accept_seconds
+            sequence.stats.accept_seconds += shares[2]
             try:
                 # 5. Commit them and one token more. Only lengths change.
                 tokens = None if draft.error is not None else sequence.commit(draft)
                 if tokens is None:
                     emit(sequence, found, StepOutput(tokens=sequence.unsent, error=draft.error or draft.failure))
                     continue
-                record = sequence.learn(draft, tokens, *shares)  # 6. Learn: the policy sees what came of its plan.
+                record = sequence.learn(draft, tokens, shares)  # 6. Learn: the policy sees what came of its plan.
                 emit(sequence, found, StepOutput(tokens=sequence.unsent, record=record))
             except Exception as error:
                 emit(sequence, found, StepOutput(tokens=sequence.unsent, error=without_traceback(error)))

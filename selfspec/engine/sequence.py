@@ -265,10 +265,10 @@ class Sequence:
         self.stats.accept_seconds += perf_counter() - start
         return committed
 
-    def learn(self, draft: Draft, committed: list[int], draft_seconds: float, verify_seconds: float) -> RoundRecord:
+    def learn(self, draft: Draft, committed: list[int], shares: tuple[float, ...]) -> RoundRecord:
         """Step 6: make the round's record, count it, and let the policy learn from it.
 
-        *_seconds: this text's share of the steps that it shared.
+        shares: this text's of the seconds of drafting, verifying and accepting.
         """
         learning = perf_counter()
         speculative, drafts = draft.exit_layer > 0, tuple(draft.tokens)
@@ -290,8 +290,9 @@ class Sequence:
             shadow=self._shadow_tokens(draft),
             acceptance=draft.acceptance,
             threshold=draft.threshold,
-            draft_seconds=draft_seconds - spent.seconds if drafting else 0.0,
-            verify_seconds=verify_seconds,
+            draft_seconds=shares[0] - spent.seconds if drafting else 0.0,
+            verify_seconds=shares[1],
+            accept_seconds=shares[2],
             preverifier_layers=spent.layers,
             preverify_seconds=spent.seconds,
             batch_size=draft.context.batch_size,

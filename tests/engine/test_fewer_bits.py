@@ -225,7 +225,7 @@ def test_auto_drafts_with_what_is_there(late_scale: float) -> None:
     assert isinstance(exit_policy, AutoExit) and exit_policy.observes.bits == (8,)
     expected = texts(generator, "ar")
     drafted: Counter[int | None] = Counter()
-    for prompt, text in zip(PROMPTS, expected):
+    for prompt, text in 2 * [*zip(PROMPTS, expected)]:
         result = generator.generate(prompt, max_new_tokens=LENGTH, trace=True)
         assert result.new_tokens == text
         assert result.trace is not None

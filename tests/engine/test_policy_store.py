@@ -14,6 +14,7 @@ from batched_runs import generator_of, in_threads, shared_model
 from policies import MeasuredCost, PacerStopping, Plan, Policy, RoundContext, ShadowTokens, parse_policy
 from policies.auto.policy import IDLE_LEARNING, KNOWN
 from preverifiers import random_preverification
+from records import finished
 from scripted_policies import OneText, ScriptedExit, StopBelow, Together, made_up_cost
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
@@ -208,6 +209,9 @@ def test_texts_that_know_that_drafts_do_not_pay_learn_less() -> None:
     tokens = torch.zeros(len(layers), 2 * KNOWN, dtype=torch.long)
     wrong = ShadowTokens(layers=layers, tokens=tokens, confidences=tokens + 0.1, target_tokens=tokens[0] + 1)
     policy.observe_prompt(wrong)
-    assert policy.observes.prompt_every > before
+    assert policy.observes.prompt_rows == 0  # until the texts have paid for these
+    for _ in range(3000):
+        policy.observe(replace(finished(0, 0, cause="none"), exit_layer=None))
+    assert policy.observes.prompt_rows > 0 and policy.observes.prompt_every > before
     policy.expect_batch_size(2)
     assert 0 < policy.exit._share <= IDLE_LEARNING  # type: ignore[attr-defined]
