@@ -166,9 +166,9 @@ def _quota_of(folder: Path) -> float | None:
 class SingleThreadedOperators:
     """Run this thread's PyTorch operators on one thread while the context is active; our kernels keep their team.
 
-        PyTorch does little between our calls, and its own team waits by spinning: on a busy machine it waits for threads that are
-    Only the thread that enters is affected, until it leaves. A nested context does nothing. If a
-        signal's exception comes just as it is left, it stays as it is until the next one is entered.
+    PyTorch does little between our calls, and its own team waits by spinning: on a busy machine it waits for threads that are
+    not running. Only the thread that enters is affected, until it leaves. A nested context does nothing. If a signal's
+    exception comes just as it is left, it stays as it is until the next one is entered.
     """
 
     __slots__ = ("__weakref__", "_operators")

@@ -147,7 +147,7 @@ class AutoExit:
 
     @property
     def observes(self) -> ObservationSpec:
-        """Ask for shadow tokens of as many of the prompt's rows as the text to come pays for, unless more was spent already."""
+        """Ask for shadow tokens of as many of the prompt's rows as the text to come pays for, after what was spent before."""
         share = self._share if self._taught <= self._share * self._spent else 0.0
         row_cost = self._look_cost(PROMPT_ROWS) / PROMPT_ROWS
         return ObservationSpec(
