@@ -118,7 +118,8 @@ class AutoExit:
         self._costs: dict[int, RoundCosts] = {}  # by how many texts share a pass
         self._texts = 1
         self._text_tokens, self._text_cost = 0, 0.0
-        self._spent = self._taught = 0.0  # costs of all rounds, and of all looks at every exit
+        self._spent = self._taught = 0.0  # costs of all rounds, and of all looks at every exit, as expected
+        self._look_seconds = 0.0  # what these have taken
         self._rows_seen = self._rows_taught = 0  # of rounds
         self._rate = 0.0
         self._solve()
@@ -148,8 +149,8 @@ class AutoExit:
     @property
     def observes(self) -> ObservationSpec:
         """Ask for shadow tokens of as many of the prompt's rows as the text to come pays for, after what was spent before."""
-        share = self._share if self._taught <= self._share * self._spent else 0.0
-        row_cost = self._look_cost(PROMPT_ROWS) / PROMPT_ROWS
+        share = self._share if self._taught * self._look_factor <= self._share * self._spent else 0.0
+        row_cost = self._look_factor * self._look_cost(PROMPT_ROWS) / PROMPT_ROWS
         return ObservationSpec(
             confidence=True,
             copies="welcome" if self._copy else "none",
@@ -169,7 +170,8 @@ class AutoExit:
 
     def _learns_now(self) -> bool:
         """Return whether a round may look at every exit; of texts that learn together, one at a time."""
-        if self._rows_taught * LEARN_EVERY > self._rows_seen or self._taught >= self._share * self._spent:
+        taught = self._taught * self._look_factor
+        if self._rows_taught * LEARN_EVERY > self._rows_seen or taught >= self._share * self._spent:
             return False
         self._rows_taught += 1
         self._taught += self._look_cost(1)
@@ -178,6 +180,12 @@ class AutoExit:
     def _look_cost(self, rows: int, sampled: bool = False) -> float:
         """Price a look at every exit for so many rows. Where tokens are sampled, distributions take as long as the heads."""
         return (1 + sampled) * len(self.exit_layers) * at_rows(self._cost.head_seconds, rows)
+
+    @property
+    def _look_factor(self) -> float:
+        """How many times more than expected looks at exits have taken."""
+        scale = self.costs.seconds_per_cost
+        return 1.0 if scale is None or not self._taught else max(self._look_seconds / scale / self._taught, 1.0)
 
     def observe_prompt(self, shadow: Shadow) -> None:
         self._learn_shadow(shadow)
@@ -214,6 +222,7 @@ class AutoExit:
 
     def _learn_shadow(self, shadow: Shadow, drafter: int | None = None, drafted: int = 0) -> None:
         """Learn from shadow tokens. The first `drafted` rows of `drafter` are left out: known as drafts."""
+        started = perf_counter()
         for layer, confidences, outcomes in zip(shadow.layers, *read_shadow(shadow)):
             index = self._index.get(Drafter(layer))
             if index is None:  # asked for by a stopping policy
@@ -224,6 +233,7 @@ class AutoExit:
                 self.chances.learn(index, confidence, accepted)
         self._news += shadow.num_rows
         self._taught += self._look_cost(shadow.num_rows, shadow.acceptance_probabilities is not None)
+        self._look_seconds += perf_counter() - started
 
     def index_of(self, drafter: Drafter | None) -> int | None:
         """Return which of `drafters` has its experience: an exit's is the same in fewer bits, which change little of it."""

@@ -148,6 +148,12 @@ class RoundCosts:
         self._make_tables()
         return True
 
+    @property
+    def seconds_per_cost(self) -> float | None:
+        """How long a cost of 1 takes, by plain steps; None where that is not known, or not to matter."""
+        plain = self._ratios.get(_PLAIN, ())
+        return sorted(plain)[len(plain) // 4] if len(plain) >= ENOUGH else None
+
     def of(self, drafter: int | None, drafts: int) -> float:
         """Price a round of these drafts, of copies if no drafter made them."""
         return self.copying[drafts] if drafter is None else self._round_list[drafter][drafts]
@@ -160,11 +166,10 @@ class RoundCosts:
 
     def learned(self) -> MeasuredCost | None:
         """Return what rounds of a text alone have shown, in seconds; None if that is no news since the last time."""
-        plain = self._ratios.get(_PLAIN, ())
-        if not isinstance(self.cost, MeasuredCost) or not self._is_news or self._texts > 1 or len(plain) < ENOUGH:
+        scale, numbers = self.seconds_per_cost, range(1, _ROWS_KEPT + 1)
+        if not isinstance(self.cost, MeasuredCost) or not self._is_news or self._texts > 1 or scale is None:
             return None
         self._is_news = False
-        scale, numbers = sorted(plain)[len(plain) // 4], range(1, _ROWS_KEPT + 1)
 
         def corrected(cost: CostModel, factors: Sequence[float]) -> CostModel:
             return replace(
