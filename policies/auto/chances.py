@@ -30,7 +30,7 @@ SPREAD, SLOPE_SPREAD = 2.0, 0.5
 CHANGE = 0.01
 """Variance that each row adds to a height, and ten times what it adds to a slope: a line remembers some thirty rows."""
 LINE_COUNT = 8.0
-"""Observations that the line is worth in a bin: 2 is 1.5 % worse on the demo, 32 no better (docs/log.md, 24, Z4)."""
+"""Observations that the line is worth in a bin: 4 is 2 % worse on the demo, 16 is level (docs/log.md, 28, Z4)."""
 BIN_MEMORY, LOOKS_MEMORY = 64.0, 256.0
 """Observations at which the older ones of a bin, and of all confidences, are halved."""
 

@@ -124,7 +124,7 @@ def test_first_texts_of_fresh_processes(
         assert line["tokens"] == lines[0]["tokens"] and list(map(len, line["tokens"])) == [8, 8]
         assert len(line["seconds"]) == len(line["processor_seconds"]) == 2 and min(line["seconds"]) > 0
     page = invoke("report", record).output
-    row = next(line for line in page.splitlines() if line.startswith("| `auto`, kept costs found, processor |"))
+    row = next(line for line in page.splitlines() if line.startswith("| `auto`, kept costs found |"))
     assert row.count("×)") == 2
     mistaken = run("--cold", "--policy", "ls:99-1", "--task", "code")
     assert mistaken.exit_code == 2 and "exit_layer" in mistaken.stderr.splitlines()[-1]
