@@ -264,7 +264,7 @@ class AutoExit:
         if copied:
             return Plan(exit_layer=None, max_speculations=0, copied=copied, acceptance=self.acceptance)
         if self._promised is not None and self._makes_up(self._promised, context.remaining_tokens):
-            self.bits, self.offered_bits = self.offered_bits, ()
+            self.bits, self.offered_bits = (*self.bits, *self.offered_bits), ()
             self._costs.clear()
             self._solve()
         best, costs = self.best, self.costs

@@ -326,10 +326,9 @@ def test_the_control_groups_quota(files: dict[str, str], group: str, cores: floa
 
 def test_a_context_that_was_left_by_an_interrupt_is_over() -> None:
     """As when Ctrl-C comes at the first instruction of `__exit__`: the next context starts from what was before."""
-    before, context = threads.num_threads(), threads.SingleThreadedOperators()
-    context.__enter__()
+    before = threads.num_threads()
+    threads.SingleThreadedOperators().__enter__()
     assert threads._here.threads == before
-    del context
     with threads.SingleThreadedOperators(), threads.SingleThreadedOperators():
         assert threads._here.threads == before
     assert threads._here.threads is None

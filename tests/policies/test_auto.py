@@ -16,7 +16,7 @@ from policies.auto import policy as auto
 from policies.auto.best_round import DraftValues
 from policies.auto.chances import COPIES, Chances, copy_confidence
 from policies.auto.policy import AutoExit
-from policies.spide import MIDPOINTS, NUM_BINS
+from policies.spide import MIDPOINTS
 from records import finished, row, shadow
 
 CONTEXT = RoundContext(round_index=3, num_committed=40, remaining_tokens=50)
@@ -62,8 +62,7 @@ def fed(num_layers: int, hits: dict[int, float], confidence: float = 0.55, round
 
 
 def test_the_rate_settles_at_the_best_tokens_per_cost() -> None:
-    # Layer 1 of 8 always agrees: 10 drafts, 11 tokens, cost 10 * 1 + 8.
-    policy = fed(8, {1: 1.0, 4: 1.0}, rounds=400)
+    policy = fed(8, {1: 1.0, 4: 1.0}, rounds=400)  # layer 1 of 8 always agrees: 10 drafts, 11 tokens, cost 10 * 1 + 8
     assert policy.plan(CONTEXT).exit_layer == 1
     assert policy.best.rate == pytest.approx(11 / 18, rel=0.05)
 
@@ -260,4 +259,3 @@ def test_a_line_and_bins_find_the_truth(height: float, slope: float) -> None:
     for index in rng.integers(0, 10, size=400):
         chances.learn(0, MIDPOINTS[index], float(rng.random() < truth[index]))
     assert np.abs(chances.tables()[1][0, :10] - truth[:10]).mean() < 0.1
-    assert chances.tables()[1].shape == (2, NUM_BINS)
