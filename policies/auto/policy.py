@@ -98,7 +98,7 @@ class AutoExit:
     def from_args(
         cls, setup: Setup, *, cost: str = "measured", d_max: int = MAX_LENGTH, bits: bool = True, **options: Any
     ) -> AutoExit:
-        """Built from its name's ARGS (`policies.names`)."""
+        """Build it from its name's ARGS (`policies.names`)."""
         found = setup.cost(cost)
         # A pre-verifier's passes are part of the cost, but are no part of the seconds that rounds are compared by.
         repair = cost == "measured" and not found.block and not found.fixed
