@@ -1,9 +1,11 @@
-"""A package's public names, whose modules are imported when a name is first asked for."""
+"""What keeps a start short: names whose modules are imported when first asked for, and a pause of Python's collector."""
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -19,3 +21,15 @@ def lazy_imports(package: str, places: Mapping[str, str]) -> tuple[Callable[[str
         return value
 
     return get, lambda: sorted({*own, *own["__all__"]})
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Let Python's collector rest: it would look at all imported objects again and again, and starting leaves no cycles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

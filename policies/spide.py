@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -70,43 +70,20 @@ class AcceptanceTable:
         self.accepted[drafter][index] += acceptance
         self.seen[drafter][index] += 1.0
 
-    def scale(self, factor: float) -> None:
-        """Let everything seen so far count `factor` times as much."""
-        for counts in (self.accepted, self.seen):
-            for row in counts.values():
-                row[:] = [value * factor for value in row]
-
-    def observe(self, record: RoundRecord) -> list[list[float]] | None:
-        """Learn from a round: its drafts, the row it stopped before, and the shadow tokens of all layers if it has them.
-
-        Only drafts with a known fate count: the accepted ones and the first rejected one. Returns what `observe_shadow` does.
-        """
+    def observe(self, record: RoundRecord) -> None:
+        """Learn from a round: its drafts, the row it stopped before, and the shadow tokens of all layers if it has them."""
         own = record.drafter
-        if own is not None and own in self.seen and record.confidences is not None:
-            for confidence, acceptance in zip(record.confidences, draft_acceptance(record)):
+        if own is not None and own in self.seen:
+            for confidence, acceptance in draft_outcomes(record):
                 self.add(own, confidence, acceptance)
-            if record.dropped_acceptance is not None and record.shadow is None:  # else it is among the shadow tokens
-                self.add(own, record.confidences[-1], record.dropped_acceptance)
         if record.shadow is not None:
-            return self.observe_shadow(record.shadow, drafted=own, num_drafted=record.num_drafted)
-        return None
+            self.observe_shadow(record.shadow, own, record.num_drafted)
 
-    def observe_shadow(
-        self, shadow: Shadow, *, drafted: Drafter | None = None, num_drafted: int = 0
-    ) -> list[list[float]]:
-        """Learn from shadow tokens. The first `num_drafted` rows of `drafted` are left out: known as drafts.
-
-        Returns their confidences, [layers][rows], so that nobody has to read them once more.
-        """
-        confidences, acceptance = read_shadow(shadow)
-        for layer, layer_confidences, layer_acceptance in zip(shadow.layers, confidences, acceptance):
-            drafter = Drafter(layer)
-            if drafter not in self.seen:
-                continue
-            first = num_drafted if drafter == drafted else 0
-            for confidence, value in zip(layer_confidences[first:], layer_acceptance[first:]):
-                self.add(drafter, confidence, value)
-        return confidences
+    def observe_shadow(self, shadow: Shadow, drafted: Drafter | None = None, num_drafted: int = 0) -> None:
+        """Learn from shadow tokens, as of `shadow_outcomes`."""
+        for drafter, confidence, acceptance in shadow_outcomes(shadow, drafted, num_drafted):
+            if drafter in self.seen:
+                self.add(drafter, confidence, acceptance)
 
     def state(self) -> dict[str, Any]:
         """Return counts per drafter and bin, and the bins' edges, for JSON."""
@@ -138,12 +115,32 @@ class AcceptanceTable:
         self.accepted, self.seen = ({drafter: rows[drafter.saved_key] for drafter in self.drafters} for rows in tables)
 
 
-def draft_acceptance(record: RoundRecord) -> list[float]:
-    """Return the acceptance of each draft of known fate: 1, or 0 for a rejected one; its row's chance when sampling."""
+def draft_outcomes(record: RoundRecord) -> list[tuple[float, float]]:
+    """Return confidence and acceptance of each draft of known fate, and of the row that the round stopped before.
+
+    Only the accepted drafts and the first rejected one count: 1, or 0 for a rejected one; the row's chance when sampling.
+    """
     known = min(record.num_accepted + 1, record.num_drafted)
+    outcomes = [1.0 if index < record.num_accepted else 0.0 for index in range(known)]
     if record.acceptance_probabilities is not None:
-        return list(record.acceptance_probabilities[:known])
-    return [1.0 if index < record.num_accepted else 0.0 for index in range(known)]
+        outcomes = [*record.acceptance_probabilities[:known]]
+    if record.dropped_acceptance is not None and record.shadow is None:  # else it is among the shadow tokens
+        outcomes.append(record.dropped_acceptance)
+    return list(zip(record.confidences or (), outcomes))
+
+
+def shadow_outcomes(
+    shadow: Shadow, drafted: Drafter | None = None, num_drafted: int = 0
+) -> Iterator[tuple[Drafter, float, float]]:
+    """Yield drafter, confidence and acceptance of each shadow token.
+
+    The first `num_drafted` rows of `drafted` are left out: they are known as drafts.
+    """
+    for layer, confidences, acceptance in zip(shadow.layers, *read_shadow(shadow)):
+        drafter = Drafter(layer)
+        first = num_drafted if drafter == drafted else 0
+        for confidence, value in zip(confidences[first:], acceptance[first:]):
+            yield drafter, confidence, value
 
 
 def read_shadow(shadow: Shadow) -> tuple[list[list[float]], list[list[float]]]:

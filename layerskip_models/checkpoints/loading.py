@@ -6,12 +6,10 @@ transformers reads those files of weights in which names are older than ours.
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -33,6 +31,7 @@ from layerskip_models.checkpoints.weights import SafetensorsWeights, Weights
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import FAMILIES, family_of
 from layerskip_models.families.plain_config import plain_config
+from layerskip_models.lazy_imports import gc_paused
 from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
 
@@ -43,18 +42,6 @@ _MAX_LAYERS = 1 << 14
 log = logging.getLogger("selfspec")
 FEW_BITS: tuple[Layout, ...] = ("int8", "int4")
 """Names of dtypes that are layouts of the weights."""
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Let Python's collector rest: it would look at all imported objects again and again, and loading leaves no cycles."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +121,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device, checkpoint: to
     return chosen
 
 
-@_uncollected()
+@gc_paused()
 def load_model(
     name_or_path: str | Path,
     *,
@@ -319,7 +306,7 @@ def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -
     return check_config(config, name)
 
 
-@_uncollected()
+@gc_paused()
 def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTokenizerBase:
     """Load the tokenizer that lies beside a checkpoint. Without one, raise OSError that names the remedy."""
     name = resolve_checkpoint(name_or_path)

@@ -199,7 +199,7 @@ typedef struct {
   const int64_t *tokens;
   const float *q; /* [count, n]; not read if copied */
   const double *uniforms;
-  double *reached; /* [count + 1]: receives the chance that so many drafts are accepted, given what they are */
+  double *reached; /* [count + 1]: receives, for each i, the chance that at least the first i of these drafts are accepted */
 } Drafts;
 
 /* Block verification (Sun et al. 2025), in the words of selfspec/engine/accept.py: `reached` are its r, and `last` is where the draft

@@ -21,10 +21,10 @@ from policies.spide import EDGES, MIDPOINTS, NUM_BINS, bin_of
 Array = NDArray[np.float64]
 
 COPIES = Drafter(0)
-"""What stands for tokens that are copied from where the text ended like this before."""
+"""The drafter of copied tokens: they are taken from where the text ended like this before, and go through no layer."""
 PRIOR_HEIGHTS = {None: -1.0, 8: 4.5, 4: 2.0}
-"""Of exits (None): those of a model that was not trained to exit early do not pay. Of all layers in 8 and 4 bits: measured on
-16 free answers of SmolLM2 (docs/log.md, 24, Z5)."""
+"""By bits; None is an exit, which starts low: exits pay only in models that were trained to exit early. Those of drafts in 8
+and 4 bits were measured on 16 free answers of SmolLM2 (docs/log.md, 24, Z5)."""
 SPREAD, SLOPE_SPREAD = 2.0, 0.5
 """Prior standard deviations of a height and of a slope, whose mean is 1: what is usual is soon given up."""
 CHANGE = 0.01
@@ -50,7 +50,7 @@ def _no_counts() -> list[float]:
 
 @dataclass(slots=True)
 class _Drafter:
-    """What is known of one drafter.
+    """Holds what is known of one drafter.
 
     height, slope: of its line, with their variances and covariance. accepted, seen: by bin. looks: rows looked at, by bin.
     rows: of which it was seen what came of them.

@@ -28,12 +28,12 @@ from policies.bounds import MAX_DRAFTS, check_layers, check_number
 from policies.building import Setup
 from policies.cost import CostModel, LayerCost, MeasuredCost, at_rows
 from policies.records import Drafter, DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow
-from policies.spide import draft_acceptance, read_shadow
+from policies.spide import draft_outcomes, shadow_outcomes
 
 MAX_LENGTH = 10
 """Longest draft. A longer one of a layer that is this good gains a few percent at most."""
 PROMPT_ROWS, LEARN_EVERY = 8, 32
-"""Rows of a prompt that teach what every exit would have said, and one row in so many after that (docs/log.md, 22)."""
+"""The last rows of a prompt for which every exit is looked at, and then one row in so many (docs/log.md, 22)."""
 LEARNING, IDLE_LEARNING = 0.02, 0.005
 """Most of the cost of all texts that this may take, and where exits are known not to pay."""
 SEEN, KNOWN = 4, 24
@@ -137,7 +137,7 @@ class AutoExit:
 
     @property
     def costs(self) -> RoundCosts:
-        """What rounds cost at the present batch size."""
+        """Return what rounds cost at the present batch size."""
         if self._texts not in self._costs:
             self._costs[self._texts] = RoundCosts(
                 self._cost, self.drafters, self.bits, self.max_speculations, self._texts, repair=self._repair
@@ -170,20 +170,21 @@ class AutoExit:
 
     def _learns_now(self) -> bool:
         """Return whether a round may look at every exit; of texts that learn together, one at a time."""
-        taught = self._taught * self._look_factor
-        if self._rows_taught * LEARN_EVERY > self._rows_seen or taught >= self._share * self._spent:
+        if self._rows_taught * LEARN_EVERY > self._rows_seen:
+            return False
+        if self._taught * self._look_factor >= self._share * self._spent:
             return False
         self._rows_taught += 1
         self._taught += self._look_cost(1)
         return True
 
     def _look_cost(self, rows: int, sampled: bool = False) -> float:
-        """Price a look at every exit for so many rows. Where tokens are sampled, distributions take as long as the heads."""
+        """Price looking at every exit for so many rows. Sampling doubles it: distributions take as long as the heads."""
         return (1 + sampled) * len(self.exit_layers) * at_rows(self._cost.head_seconds, rows)
 
     @property
     def _look_factor(self) -> float:
-        """How many times more than expected looks at exits have taken."""
+        """Return by what factor looks at exits have taken longer than expected."""
         scale = self.costs.seconds_per_cost
         return 1.0 if scale is None or not self._taught else max(self._look_seconds / scale / self._taught, 1.0)
 
@@ -204,31 +205,26 @@ class AutoExit:
         for match_length, right in record.copies if self._copy else ():
             self.chances.learn(-1, copy_confidence(match_length), right)
         if drafter is not None and record.confidences is not None:
-            outcomes = draft_acceptance(record)
-            if record.dropped_acceptance is not None and record.shadow is None:  # else it is among the shadow tokens
-                outcomes.append(record.dropped_acceptance)
+            outcomes = draft_outcomes(record)
             for confidence in record.confidences:
                 self.chances.look(drafter, confidence)
-            for confidence, accepted in zip(record.confidences, outcomes):
+            for confidence, accepted in outcomes:
                 self.chances.learn(drafter, confidence, accepted)
             self._news += len(outcomes)
         besides = perf_counter() - started  # which is a part of each round's price, unlike looks at exits
         if record.shadow is not None:
-            self._learn_shadow(record.shadow, drafter if record.bits is None else None, record.num_drafted)
+            self._learn_shadow(record.shadow, record.drafter, record.num_drafted)
             self._rows_taught += record.shadow.num_rows - 1
             self._taught -= self._look_cost(1)  # paid in advance
         if self.costs.observe(record, besides) or self._news > self._enough:
             self._solve()
 
-    def _learn_shadow(self, shadow: Shadow, drafter: int | None = None, drafted: int = 0) -> None:
-        """Learn from shadow tokens. The first `drafted` rows of `drafter` are left out: known as drafts."""
+    def _learn_shadow(self, shadow: Shadow, drafted: Drafter | None = None, num_drafted: int = 0) -> None:
+        """Learn from shadow tokens, as of `shadow_outcomes`."""
         started = perf_counter()
-        for layer, confidences, outcomes in zip(shadow.layers, *read_shadow(shadow)):
-            index = self._index.get(Drafter(layer))
-            if index is None:  # asked for by a stopping policy
-                continue
-            first = drafted if index == drafter else 0
-            for confidence, accepted in zip(confidences[first:], outcomes[first:]):
+        for drafter, confidence, accepted in shadow_outcomes(shadow, drafted, num_drafted):
+            index = self._index.get(drafter)
+            if index is not None:  # else a stopping policy asked for it
                 self.chances.look(index, confidence)
                 self.chances.learn(index, confidence, accepted)
         self._news += shadow.num_rows
@@ -248,7 +244,7 @@ class AutoExit:
         self._news, self._enough = 0, min(max(sum(self.chances.rows[:-1]) // 2, 3), 128)
         frequency, acceptance = (table[:-1] for table in self.chances.tables())
         self.acceptance = dict(zip(self.drafters, (frequency * acceptance).sum(axis=1).tolist()))
-        # An exit of which little was seen is none: of most models none is right.
+        # Exits that were hardly looked at yet draft nothing: in most models they are rarely right.
         usable = [drafter.bits is not None or rows >= SEEN for drafter, rows in zip(self.drafters, self.chances.rows)]
         there = len(self.drafters) - len(self.offered_bits)
         at_hand = [use and index < there for index, use in enumerate(usable)]
@@ -285,7 +281,7 @@ class AutoExit:
         return promising and self.costs.is_due(best.index)
 
     def _makes_up(self, promise: BestRound, tokens: int) -> bool:
-        """Return whether so many tokens, and what may go to learning, make up for rounding the weights."""
+        """Return whether rounding the weights pays within so many tokens, together with the time set aside for learning."""
         gain = 1 - self.best.rate / promise.rate
         return gain * tokens + LEARNING * self._spent / self.costs.plain >= MAKING
 

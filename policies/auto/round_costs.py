@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +21,7 @@ from policies.records import Drafter, RoundRecord
 KEPT = 12
 """Rounds of a kind that are remembered."""
 ENOUGH = 3
-"""From so many on they correct the cost, and for so many a kind is tried when nothing is known of it."""
+"""Rounds of a kind that must be timed before they correct the cost; until then the kind is tried every few rounds."""
 TRY_EVERY, TRY_AGAIN = 4, 128
 """Rounds from one try of a kind to the next: at first, and later, since neither texts nor machines stay as they are."""
 TOLERANCE = 1.1
@@ -38,6 +38,10 @@ def _drafts_in(bits: int | None) -> int:
     return -(bits or 16)
 
 
+def _quartile(ratios: Collection[float]) -> float:
+    return sorted(ratios)[len(ratios) // 4]
+
+
 class RoundCosts:
     """The costs of each of `drafters` with up to `most` drafts, for one of `texts` texts that share the passes.
 
@@ -51,7 +55,7 @@ class RoundCosts:
         self, cost: CostModel, drafters: Sequence[Drafter], made: Sequence[int], most: int, texts: int, *, repair: bool
     ) -> None:
         self.cost = cost = cost.for_batch_size(texts)
-        self._texts, self._repair, self._drafters = texts, repair, tuple(drafters)
+        self._texts, self._repair = texts, repair
         self.bits = [self._bits_of(drafter, made, min(_USUAL, most)) for drafter in drafters]
         priced = [Drafter(drafter.exit_layer, bits) for drafter, bits in zip(drafters, self.bits)]
         counts = range(most + 1)
@@ -136,7 +140,7 @@ class RoundCosts:
         self._last[kind] = self._round
 
     def _correct(self) -> bool:
-        found = {kind: sorted(seen)[len(seen) // 4] for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
+        found = {kind: _quartile(seen) for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
         plain = found.get(_PLAIN)
         if plain is None:
             return False
@@ -150,9 +154,9 @@ class RoundCosts:
 
     @property
     def seconds_per_cost(self) -> float | None:
-        """How long a cost of 1 takes, by plain steps; None where that is not known, or not to matter."""
+        """Return how long a cost of 1 takes, by plain steps; None until there were enough of them."""
         plain = self._ratios.get(_PLAIN, ())
-        return sorted(plain)[len(plain) // 4] if len(plain) >= ENOUGH else None
+        return _quartile(plain) if len(plain) >= ENOUGH else None
 
     def of(self, drafter: int | None, drafts: int) -> float:
         """Price a round of these drafts, of copies if no drafter made them."""

@@ -14,10 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from layerskip_models import load_tokenizer
 from layerskip_models.checkpoints.conversion import telling
 from layerskip_models.checkpoints.loading import load_transformers
+from layerskip_models.lazy_imports import gc_paused
 from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.cache.copy_index import CopyStore, copies_drafts
-from selfspec.cli.console import gc_paused
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.engine.request import check_ids
 from selfspec.options import SamplingOptions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from typing import Any
 
 import typer
 from rich.console import Console
+
+from layerskip_models.lazy_imports import gc_paused
 
 _PICTURES = 0x2400  # Unicode's pictures of the first 32 control characters
 _VISIBLE: dict[int, int | str] = {
@@ -114,15 +115,3 @@ class Interrupt:
     def _on_signal(self, *number_and_frame: object) -> None:
         self.requested = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Within it Python does not search for cyclic garbage. A start, which makes many objects and none, takes a tenth less."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

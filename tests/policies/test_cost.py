@@ -182,7 +182,7 @@ def test_what_rounds_have_shown_is_told_once_and_makes_the_same_costs() -> None:
     learned = costs.learned()
     assert learned is not None and costs.learned() is None
     assert learned.autoregressive() == pytest.approx(7 * TRUE.autoregressive())
-    again = RoundCosts(learned, costs._drafters, (8,), 4, 1, repair=True)
+    again = RoundCosts(learned, (*DRAFTERS, Drafter(8, 8)), (8,), 4, 1, repair=True)
     assert again.rounds[0, :2] == pytest.approx(7 * costs.rounds[0, :2])
     assert dict(learned.rounded)[8].autoregressive() == pytest.approx(7 * rounded.autoregressive())
     assert costs_of(TRUE, 2).learned() is None

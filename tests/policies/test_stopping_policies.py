@@ -102,8 +102,8 @@ def test_spide_stops_where_the_product_falls_to_tau() -> None:
     # Rates .9, .8, .9 (by hand into the table): .9 * .8 = .72 > .7 goes on, times .9 = .648 stops.
     policy = SpideStopping([1], num_layers=4, tau=0.7)
     for confidence, rate in ((0.75, 0.9), (0.55, 0.8)):
-        policy.table.add(EXIT_1, confidence, rate)
-        policy.table.scale(1e12)  # so that the prior is worth nothing
+        policy.table.seen[EXIT_1][bin_of(confidence)] = 1e12  # so that the prior is worth nothing
+        policy.table.accepted[EXIT_1][bin_of(confidence)] = 1e12 * rate
     policy.start_round(PLAN)
     drawn = [policy.stop_after_draw(row(depth, confidence=value), 0) for depth, value in enumerate((0.75, 0.55, 0.75))]
     assert drawn == [False, False, True]
