@@ -103,7 +103,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def reference_greedy(llama: LlamaForCausalLM, prompt: list[int], **options: Any) -> list[int]:
     """What transformers' own `generate(do_sample=False)` continues the prompt with; options of a GenerationConfig."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=llama.device)
     config = GenerationConfig(do_sample=False, pad_token_id=0, **options)
     out = llama.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, tokenizer=tiny_tokenizer())
     assert isinstance(out, Tensor)

@@ -63,12 +63,15 @@ class GraphRunner(EagerRunner):
         self._lines = self._on_host.numpy()
         self._table = torch.zeros(MAX_ROWS, kernels.COLUMNS, dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
-        self._pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else (0, 0)
+        self._pool = self._new_pool()
         self._numbers_on_host = _pinned(torch.zeros(5 * MAX_ROWS, dtype=torch.float64), device)
         self._numbers = torch.zeros(5 * MAX_ROWS, dtype=torch.float64, device=device)
         # What captures run on: no text sees it.
         self._scratch = KVCache(model, 1)
         self._scratch_hidden = torch.zeros(model.hidden_size, dtype=model.dtype, device=device)
+
+    def _new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else (0, 0)
 
     def run(self, drafts: Sequence[Draft], start: int, stop: int, head: Head | None) -> None:
         rows = sum(draft.end - draft.first for draft in drafts)
@@ -85,6 +88,7 @@ class GraphRunner(EagerRunner):
             return
         if self.model.rotary is not self._rotary:  # captures know the old table's address
             self._graphs.clear()
+            self._pool = self._new_pool()  # PyTorch refuses a pool whose last graph is gone
             self._rotary = self.model.rotary
         detail = max_detail(drafts) if head == "draft" else "token"
         logits = head is not None and not all(draft.sequence.greedy for draft in drafts)
@@ -151,7 +155,7 @@ class GraphRunner(EagerRunner):
                     graph.capture_end()
             except BaseException as error:
                 _end_failed_capture(self._pool, self.model.device)
-                self._pool = torch.cuda.graph_pool_handle()
+                self._pool = self._new_pool()
                 if isinstance(error, Exception):
                     raise RuntimeError(f"a CUDA graph could not be captured: pass runner='eager' ({error})") from error
                 raise
