@@ -57,9 +57,10 @@ def gpu(options: GpuCommand) -> None:
     repeats, texts = (2, (1, 8)) if options.quick else (4, (1, 8, 32))
     asked = {"model": f"synthetic weights ({', '.join(shapes)})", "repeats": repeats}
     first = {"kind": "run", "command": "gpu", "configuration": asked, "provenance": where}
-    steps = {"exactness": _exactness, **{shape: partial(_speeds, shape, repeats, texts) for shape in shapes}}
+    steps: dict[str, Callable[[Callable[..., Line]], None]] = {"exactness": _exactness}
+    steps |= {shape: partial(_speeds, shape, repeats, texts) for shape in shapes}
     steps["transformers"] = partial(_speeds, shapes[0], repeats, ())
-    end = monotonic() + 60 * options.minutes
+    make, end = partial(Peer, engines=[_Measurer(device)]), monotonic() + 60 * options.minutes
     with recording(options.output, first) as record, ExitStack() as running:
         peer: PeerProcess | None = None
 
@@ -74,9 +75,7 @@ def gpu(options: GpuCommand) -> None:
 
         for name, step in {} if record.is_complete else steps.items():
             try:
-                peer = peer or running.enter_context(
-                    PeerProcess(name, partial(_child, device), timeout=_ANSWER_SECONDS)
-                )
+                peer = peer or running.enter_context(PeerProcess(name, make, timeout=_ANSWER_SECONDS))
                 step(ask)
             except EngineLostError as error:
                 record.write(**_lost(name, str(error)))
@@ -86,13 +85,11 @@ def gpu(options: GpuCommand) -> None:
 
 
 def _versions() -> dict[str, str]:
-    found = {"CUDA": str(torch.version.cuda)}
-    with suppress(PackageNotFoundError):
-        found["Triton"] = version("triton")
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found["driver"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-    return found
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(PackageNotFoundError, OSError, subprocess.SubprocessError):
+        driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+        return {"Triton": version("triton"), "driver": driver}
+    return {}
 
 
 def _lost(name: str, reason: str) -> Line:
@@ -112,7 +109,6 @@ def _speeds(shape: str, repeats: int, sizes: tuple[int, ...], ask: Callable[...,
     for repeat in range(-1, repeats):
         for engine in in_turn(engines, repeat + 1):
             ask("speed", **where, engine=engine, repeat=repeat)
-    for repeat in range(-1, repeats):
         for texts in sizes:
             for engine in in_turn(engines[:3], repeat + 1):
                 ask("texts", **where, engine=engine, repeat=repeat, texts=texts)
@@ -122,18 +118,13 @@ def _drawn(count: int, seed: int = 0) -> Tensor:
     return torch.randint(_SIZES["vocab_size"], (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def _child(device: torch.device) -> Peer:
-    return Peer(engines=[_Measurer(device)])
-
-
 class _Measurer(TimedEngine):
-    """What the process runs. captures: by engine, what counts its CUDA graphs, none of which another engine has made."""
+    """What the process runs. Each engine of ours has a generator of its own, and shares no CUDA graphs with the others."""
 
     name = label = "gpu"
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._engines = device, dict[str, TimedEngine]()
-        self._captures: dict[str, Callable[[], int]] = {}
+        self._device = device
         self._prompt_tokens, self._new_tokens = (128, 128) if device.type == "cuda" else (12, 8)
 
     def measure(self, kind: str, key: dict[str, Any]) -> Line:
@@ -160,7 +151,8 @@ class _Measurer(TimedEngine):
             options = {**GREEDY, "max_new_tokens": count, "policy": policy, **more}
             return [engine.generate(prompt, **options).new_tokens for prompt in prompts]
 
-        plain, drafting, sampled = texts("ar"), _POLICIES[0], {"do_sample": True, "seed": 7}
+        sampled: dict[str, Any] = {"do_sample": True, "seed": 7}
+        plain, drafting = texts("ar"), _POLICIES[0]
         batch = own.generate_batch(prompts, batch_size=3, max_new_tokens=count, policy=drafting, **GREEDY)
         pairs = {
             "plain decoding beside transformers": (plain, expected),
@@ -173,7 +165,8 @@ class _Measurer(TimedEngine):
         return {"runner": own.runner, "texts": len(prompts), "parted_at": parted, "other": other}
 
     def _model(self, shape: str, beside: str) -> Line:
-        self._engines, self._captures = {}, {}
+        self._engines: dict[str, TimedEngine] = {}
+        self._generators: dict[str, SelfSpecGenerator] = {}
         gc.collect()
         start = perf_counter()
         network = load_network(f"synthetic:{shape}", "auto", str(self._device))
@@ -181,13 +174,12 @@ class _Measurer(TimedEngine):
         synchronize(self._device)
         seconds, self._weights = perf_counter() - start, WeightBytes.of(model)
         exit_layer = model.num_layers // 4
-        own = [("ar", "auto"), (f"ls:{exit_layer}-4", "auto"), ("auto", "auto"), ("ar", "eager")]
-        for policy, runner in own if beside == "eager" else own[:1]:
-            generator = SelfSpecGenerator(model, runner=runner, prefix_cache=0)
+        for policy in ("ar", f"ls:{exit_layer}-4", "auto", "ar, eager") if beside == "eager" else ("ar",):
+            policy, comma, mark = policy.partition(", ")
+            generator = SelfSpecGenerator(model, runner="eager" if mark else "auto", prefix_cache=0)
             engine = SelfSpecEngine(generator, policy)
-            mark = ", eager" if runner == "eager" else ""
-            engine.name, engine.label = engine.name + mark, engine.label + mark
-            self._engines[engine.name], self._captures[engine.name] = engine, partial(_num_captures, generator)
+            engine.name, engine.label = engine.name + comma + mark, engine.label + comma + mark
+            self._engines[engine.name], self._generators[engine.name] = engine, generator
         if beside != "eager":
             others = [one for one in transformers_engines(network, (exit_layer, 4)) if "default" not in one.name]
             others.sort(key=lambda one: one.name == "transformers:static")  # it compiles: last
@@ -197,26 +189,14 @@ class _Measurer(TimedEngine):
     def _speed(self, engine: str, **_: Any) -> Line:
         made = self._engines[engine].generate(_drawn(self._prompt_tokens), self._new_tokens)
         first, stats = made.time_to_first_token or 0.0, made.stats or {}
-        kept = (
-            "runner",
-            "rounds",
-            "acceptance_rate",
-            "draft_seconds",
-            "verify_seconds",
-            "accept_seconds",
-            "learn_seconds",
-        )
+        runners = self._generators[engine].bound.idle_runners if engine in self._generators else ()
         return {
             "label": self._engines[engine].label, "tokens": len(made.tokens) - 1, "seconds": made.seconds - first,
             "first_token_seconds": first, "bytes": self._weights.moved(stats) if stats else None,
-            "captures": self._captures.get(engine, int)(), "output": output_digest(made.tokens),
-            **{name: stats.get(name) for name in kept},
+            "captures": sum(len(getattr(runner, "_graphs", ())) for runner in runners), "output": output_digest(made.tokens),
+            **{name: stats.get(name) for name in ("runner", "rounds", "acceptance_rate", "draft_seconds", "learn_seconds")},
         }  # fmt: skip
 
     def _texts(self, engine: str, texts: int, **_: Any) -> Line:
         prompts = [_drawn(self._prompt_tokens // 2, seed) for seed in range(texts)]
         return measured_texts(self._engines[engine], prompts, self._new_tokens // 2)
-
-
-def _num_captures(generator: SelfSpecGenerator) -> int:
-    return sum(len(getattr(runner, "_graphs", ())) for runner in generator.bound.idle_runners)

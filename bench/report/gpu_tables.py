@@ -1,4 +1,4 @@
-"""The tables of `selfspec-bench gpu`: texts that differ, one text's speeds, and several texts."""
+"""The tables of `selfspec-bench gpu`: texts that differ, and speeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.report.table import Table, counted, cross_table, names, number
 
 def gpu_tables(lines: Sequence[Line]) -> list[Table]:
     """Make a table of each kind of measurement that there is."""
-    made = {"exact": _exact, "speed": _speeds, "texts": _texts}
+    made = {"exact": _exact, "speed": _speeds}
     return [make(lines) for kind, make in made.items() if matching(lines, kind)]
 
 
@@ -33,34 +33,23 @@ def _speeds(lines: Sequence[Line]) -> Table:
         where = {"shape": first["shape"], "beside": first["beside"]}
         bandwidth = matching(lines, "model", **where)[-1]["bandwidth"]
         plain = {line["repeat"]: line for line in matching(lines, "speed", engine=PLAIN, **where)}
-        own = [line for line in matching(lines, "speed", engine=first["engine"], **where) if line["repeat"] >= 0]
+        where["engine"] = first["engine"]
+        own = [line for line in matching(lines, "speed", **where) if line["repeat"] >= 0]
         both = [(line, plain[line["repeat"]]) for line in own if line["repeat"] in plain]
         figures = {
-            "tokens/s": ("{:.0f}", [line["tokens"] / line["seconds"] for line in own]),
-            "× plain": ("{:.2f}", [base["seconds"] / line["seconds"] for line, base in both]),
-            "of bandwidth": ("{:.0%}", [line["bytes"] / line["seconds"] / bandwidth for line in own if line["bytes"]]),
+            "tokens/s": [line["tokens"] / line["seconds"] for line in own],
+            "× plain": [base["seconds"] / line["seconds"] for line, base in both],
+            "% of bandwidth": [100 * line["bytes"] / line["seconds"] / bandwidth for line in own if line["bytes"]],
         }
-        rows.append(
-            {"shape": first["shape"], "engine": first["label"]}
-            | {name: number(median(values) if values else None, form) for name, (form, values) in figures.items()}
-            | {
-                "first call, s": f"{first['seconds'] + first['first_token_seconds']:.1f}",
-                "captures": str(first["captures"]),
-            }
-            | {
-                "other texts than plain": f"{sum(line['output'] != base['output'] for line, base in both)} of {len(both)}"
-            }
-        )
-    return Table.of("speed", "One text, tokens after the first", rows)
-
-
-def _texts(lines: Sequence[Line]) -> Table:
-    found = [line for line in matching(lines, "texts") if line["repeat"] >= 0]
-
-    def cell(row: tuple[str, str], texts: int) -> str:
-        runs = matching(found, "texts", shape=row[0], engine=row[1], texts=texts)
-        return number(median(line["tokens"] / line["seconds"] for line in runs) if runs else None, "{:.0f}")
-
-    rows = {(line["shape"], line["engine"]): f"{line['shape']}, {line['engine']}" for line in found}
-    columns = {texts: counted(texts, "text") for texts in sorted(by_value(found, "texts"))}
-    return cross_table("texts", "Tokens/s of all texts together, prompts included", "", rows, columns, cell)
+        for texts in sorted(by_value(matching(lines, "texts"), "texts")):
+            runs = [line for line in matching(lines, "texts", texts=texts, **where) if line["repeat"] >= 0]
+            figures[counted(texts, "text")] = [line["tokens"] / line["seconds"] for line in runs]
+        shown = {name: number(median(found) if found else None, "{:.4g}") for name, found in figures.items()}
+        shown |= {
+            "first call, s": f"{first['seconds'] + first['first_token_seconds']:.1f}",
+            "captures": str(first["captures"]),
+        }
+        shown["other texts"] = f"{sum(line['output'] != base['output'] for line, base in both)} of {len(both)}"
+        rows.append({"shape": first["shape"], "engine": first["label"], **shown})
+    title = "Tokens/s after the first, of one text; of several, with prompts; texts other than plain decoding's"
+    return Table.of("speed", title, rows)
