@@ -293,10 +293,7 @@ class KernelsCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuCommand:
-    """Measure the engine on a GPU: whether texts are the same, and speed beside eager decoding and transformers.
-
-    Weights are random. What fails is a line of the record, and the rest goes on. On a CPU, it is a trial with a small model.
-    """
+    """Measure on a GPU, with random weights: which texts are the same, and speed beside transformers; on a CPU, a trial."""
 
     shapes: str | None = option(
         None, "Shapes; transformers is measured at the first. Default: llama3.2-1B,llama3-8B,llama2-7B; on a CPU small."

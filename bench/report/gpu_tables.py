@@ -11,8 +11,7 @@ from bench.report.table import Table, counted, cross_table, names, number
 
 def gpu_tables(lines: Sequence[Line]) -> list[Table]:
     """Make a table of each kind of measurement that there is."""
-    made = {"exact": _exact, "speed": _speeds}
-    return [make(lines) for kind, make in made.items() if matching(lines, kind)]
+    return [make(lines) for kind, make in (("exact", _exact), ("speed", _speeds)) if matching(lines, kind)]
 
 
 def _exact(lines: Sequence[Line]) -> Table:
