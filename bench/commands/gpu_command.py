@@ -51,11 +51,11 @@ def gpu(options: GpuCommand) -> None:
         on_gpu = device.type == "cuda"
         shapes = (options.shapes or ("llama3.2-1B,llama3-8B,llama2-7B" if on_gpu else "small")).split(",")
         for shape in shapes:
-            num_layers_of(f"synthetic:{shape}")
+            num_layers_of(f"synthetic:{shape}")  # raises for an unknown one
         where = provenance(device, torch.bfloat16 if on_gpu else torch.float32)
         where |= {"commit": where["commit"] or options.commit, "versions": _versions()}
     repeats, texts = (2, (1, 8)) if options.quick else (4, (1, 8, 32))
-    asked = {"model": f"synthetic weights ({', '.join(shapes)})", "repeats": repeats}
+    asked = {"model": f"synthetic weights ({', '.join(shapes)})", "repeats": repeats, "quick": options.quick}
     first = {"kind": "run", "command": "gpu", "configuration": asked, "provenance": where}
     steps: dict[str, Callable[[Callable[..., Line]], None]] = {"exactness": _exactness}
     steps |= {shape: partial(_speeds, shape, repeats, texts) for shape in shapes}
@@ -79,8 +79,9 @@ def gpu(options: GpuCommand) -> None:
                 step(ask)
             except EngineLostError as error:
                 record.write(**_lost(name, str(error)))
-                running.close()
-                peer = None
+                if monotonic() < end:  # else the others only have to be written down, too
+                    running.close()
+                    peer = None
     show(record.lines)
 
 

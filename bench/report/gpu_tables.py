@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench.record import PLAIN, Line, by_value, matching
-from bench.report.table import Table, counted, cross_table, names, number
+from bench.report.table import Table, counted, number
 
 
 def gpu_tables(lines: Sequence[Line]) -> list[Table]:
@@ -16,13 +16,11 @@ def gpu_tables(lines: Sequence[Line]) -> list[Table]:
 
 def _exact(lines: Sequence[Line]) -> Table:
     exact = matching(lines, "exact")
-
-    def cell(what: str, dtype: str) -> str:
-        found = matching(exact, "exact", dtype=dtype)
-        return f"{sum(line['other'][what] for line in found)} of {sum(line['texts'] for line in found)}"
-
-    title = f"Texts that differ, of {', '.join(by_value(exact, 'family'))}"
-    return cross_table("exact", title, "", names(exact[0]["other"]), names(by_value(exact, "dtype")), cell)
+    rows = [{"": what} for what in exact[0]["other"]]
+    for row in rows:
+        for dtype, found in by_value(exact, "dtype").items():
+            row[dtype] = f"{sum(line['other'][row['']] for line in found)} of {sum(line['texts'] for line in found)}"
+    return Table.of("exact", f"Texts that differ, of {', '.join(by_value(exact, 'family'))}", rows)
 
 
 def _speeds(lines: Sequence[Line]) -> Table:
