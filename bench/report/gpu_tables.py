@@ -11,7 +11,8 @@ from bench.report.table import Table, counted, number
 
 def gpu_tables(lines: Sequence[Line]) -> list[Table]:
     """Make a table of each kind of measurement that there is."""
-    return [make(lines) for kind, make in (("exact", _exact), ("speed", _speeds)) if matching(lines, kind)]
+    made = (matching(lines, "exact"), _exact), (matching(lines, "speed", repeat=-1), _speeds)
+    return [make(lines) for measured, make in made if measured]
 
 
 def _exact(lines: Sequence[Line]) -> Table:
