@@ -56,12 +56,13 @@ def batch(options: BatchCommand) -> None:
                             for one in in_turn(engines, repeat):
                                 advance(f"{one.label}, {size} texts")
                                 key = {"engine": one.name, "texts": size, "repeat": repeat}
-                                measured = partial(_measured, one, ids[:size], options.max_new_tokens)
+                                measured = partial(measured_texts, one, ids[:size], options.max_new_tokens)
                                 survivors.call(one, partial(record.once, "batch", measured, **key))
     show(record.lines)
 
 
-def _measured(engine: TimedEngine, prompts: Sequence[Tensor], max_new_tokens: int) -> dict[str, Any]:
+def measured_texts(engine: TimedEngine, prompts: Sequence[Tensor], max_new_tokens: int) -> dict[str, Any]:
+    """Measure several texts continued together."""
     run = engine.run(prompts, max_new_tokens)
     return {
         "tokens": sum(map(len, run.tokens)),

@@ -292,6 +292,20 @@ class KernelsCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuCommand:
+    """Measure on a GPU, with random weights: which texts are the same, and speed beside transformers; on a CPU, a trial."""
+
+    shapes: str | None = option(
+        None, "Shapes; transformers is measured at the first. Default: llama3.2-1B,llama3-8B,llama2-7B; on a CPU small."
+    )
+    minutes: float = option(6.0, "Minutes after which nothing more is measured.", min=0.0)
+    quick: bool = option(False, "Fewer repeats, and no 32 texts.", None, "--quick")
+    commit: str | None = option(None, "Commit of this code, for the record, where its folder is no repository.")
+    device: DeviceOption = "auto"
+    output: OutputOption = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineCommand(OnModel):
     """Measure the memory's bandwidth, the bytes that each step must read, and how close the engine comes to that limit.
 
@@ -340,6 +354,6 @@ class CompareCommand:
 COMMANDS: dict[str, type] = {
     "run": RunCommand, "peers": PeersCommand, "files": FilesCommand, "sweep": SweepCommand, "batch": BatchCommand,
     "context": ContextCommand, "accuracy": AccuracyCommand, "load": LoadCommand, "kernels": KernelsCommand,
-    "roofline": RooflineCommand, "report": ReportCommand, "compare": CompareCommand,
+    "gpu": GpuCommand, "roofline": RooflineCommand, "report": ReportCommand, "compare": CompareCommand,
 }  # fmt: skip
 """The commands by name, in the order of the list."""
