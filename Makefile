@@ -34,8 +34,8 @@ test-triton: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet triton
 	$(BIN)/python -m pytest -n 2 tests/kernels/test_triton_rows.py tests/engine/test_graphs.py
 
-# Engine, models and CUDA's kernels once more, on the oldest PyTorch that pyproject.toml promises and libraries of its time, beside
-# the usual environment. PyPI's build for CUDA takes 4.5 GB; pass OLD_TORCH=torch==2.11.0+cpu where pip finds that one.
+# Engine, models and CUDA's kernels once more, on the oldest PyTorch and transformers that pyproject.toml promises, in an environment
+# of its own. PyPI's PyTorch is the build for CUDA, 5 GB. Where pip finds a build for CPUs, pass OLD_TORCH=torch==2.11.0+cpu.
 OLD = build/versions
 OLD_PYTHON = $(or $(shell PYENV_VERSION=3.12.1 python3.12 -c "import sys; print(sys.executable)" 2>/dev/null),$(PYTHON))
 OLD_TORCH ?= torch==2.11.0
