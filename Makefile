@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 # PyTorch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo chat test test-operators test-triton lint docs records results sanitize sanitize-short wheel wheels clean
+.PHONY: demo chat test test-operators test-triton test-versions lint docs records results sanitize sanitize-short wheel wheels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/selfspec demo
@@ -33,6 +33,19 @@ test-operators: $(VENV)/.installed
 test-triton: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet triton
 	$(BIN)/python -m pytest -n 2 tests/kernels/test_triton_rows.py tests/engine/test_graphs.py
+
+# Engine, models and CUDA's kernels once more, on the oldest PyTorch and transformers that pyproject.toml promises, in an environment
+# of its own. PyPI's PyTorch is the build for CUDA, 5 GB. Where pip finds a build for CPUs, pass OLD_TORCH=torch==2.11.0+cpu.
+OLD = build/versions
+OLD_PYTHON = $(or $(shell PYENV_VERSION=3.12.1 python3.12 -c "import sys; print(sys.executable)" 2>/dev/null),$(PYTHON))
+OLD_TORCH ?= torch==2.11.0
+OLD_LIBRARIES = transformers==5.17.0 accelerate==1.15.0 tokenizers==0.23.2 huggingface_hub==1.33.0 triton==3.6.0 \
+  "numpy==2.5.2; python_version >= '3.12'"
+
+test-versions:
+	$(MAKE) --no-print-directory VENV=$(OLD) PYTHON=$(OLD_PYTHON) TORCH=$(OLD_TORCH) $(OLD)/.installed
+	$(OLD)/bin/python -m pip install --quiet --no-compile $(OLD_TORCH) $(OLD_LIBRARIES)
+	$(OLD)/bin/python -m pytest -n 2 --dist worksteal $(addprefix tests/,engine models exact law kernels integrations)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

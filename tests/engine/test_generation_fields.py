@@ -67,7 +67,8 @@ SAMPLED = "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutof
 WITHOUT_EFFECT = """early_stopping length_penalty decoder_start_token_id num_assistant_tokens num_assistant_tokens_schedule
     assistant_confidence_threshold max_matching_ngram_size assistant_lookbehind target_lookbehind assistant_ensemble_weight
     speculation_type cache_config max_cache_len compile_config disable_compile continuous_batching_config low_memory
-    prefill_chunk_size use_cache cache_implementation pad_token_id bos_token_id _from_model_config transformers_version"""
+    prefill_chunk_size use_cache cache_implementation pad_token_id bos_token_id _from_model_config _commit_hash
+    transformers_version"""
 followed = pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in FOLLOWED.items() for v in values])
 
 

@@ -275,7 +275,7 @@ def test_every_field_of_a_configuration_is_dealt_with() -> None:
     without_effect = """early_stopping length_penalty decoder_start_token_id num_assistant_tokens
         num_assistant_tokens_schedule assistant_confidence_threshold max_matching_ngram_size assistant_lookbehind
         target_lookbehind assistant_ensemble_weight speculation_type cache_config max_cache_len compile_config
-        disable_compile continuous_batching_config low_memory prefill_chunk_size _from_model_config
+        disable_compile continuous_batching_config low_memory prefill_chunk_size _from_model_config _commit_hash
         transformers_version"""
     known = {*prepared.split(), *refused.split(), *without_effect.split()}
     assert set(vars(GenerationConfig())) - known == set()

@@ -93,8 +93,7 @@ def test_a_pipeline(folder: Path) -> None:
     options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
     assert ours("a bed", **options) == plain("a bed", **options)
     assert ours("a bed", stop_sequence="b", **options) == plain("a bed", stop_sequence="b", **options)
-    ours.model.generation_config.return_dict_in_generate = True
-    ours("a bed", **options)
+    ours("a bed", return_dict_in_generate=True, **options)
     assert isinstance(calls[-1], SelfSpecOutput)
 
 
