@@ -104,10 +104,7 @@ def why_not_shared(model: PreTrainedModel, layout: Layout | None = None) -> str 
     weight = model.model.norm.weight
     kept = arithmetic_dtype(weight.dtype, weight.device) == weight.dtype
     if not kept or (layout != "plain" and weight.device.type == "cpu"):
-        return (
-            "weights can be shared where they are kept as they are: on CUDA, or on a CPU in float32 or float64 with "
-            "layout='plain'"
-        )
+        return "only weights kept as they are can be shared: on CUDA, or on a CPU in float32 or float64, layout='plain'"
     if any(parameter.is_inference() for parameter in model.parameters()):
         return "weights made in inference mode cannot be shared: load the model outside of it"
     return None
@@ -177,7 +174,7 @@ def _checked(inv_freq: Tensor, config: Any) -> Tensor:
         raise ValueError(f"the rotary frequencies are NaN or infinite: rope_parameters is {config.rope_parameters}")
     if rotated > size or (rotated < size and not family_of(config).rotates_part):
         raise ValueError(
-            f"rope_parameters rotate {rotated} of {size} numbers of a head, which a {config.model_type} model does not do"
+            f"rope_parameters rotate {rotated} of {size} numbers of a head, unlike any {config.model_type}"
         )
     return inv_freq
 

@@ -21,12 +21,7 @@ from torch import Tensor
 
 from layerskip_models.checkpoints.finite import not_finite
 from layerskip_models.checkpoints.gguf_blocks import float_rows, keeps_form, kept_rows
-from layerskip_models.checkpoints.gguf_metadata import (
-    ROPE_FACTORS,
-    UnsupportedModelError,
-    architecture_of,
-    read_config,
-)
+from layerskip_models.checkpoints.gguf_metadata import ROPE_FACTORS, UnsupportedModelError, architecture_of, read_config
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.gguf_tokenizer import build_tokenizer
 from layerskip_models.checkpoints.parameters import HEAD, parameter_shapes, rotary_frequencies
@@ -52,9 +47,7 @@ def gguf_file(name: str) -> Path | None:
         if not files:
             return None
         if len(files) > 1:
-            raise ValueError(
-                f"{name} holds {len(files)} GGUF files: name one of them ({', '.join(file.name for file in files)})"
-            )
+            raise ValueError(f"{name} holds {len(files)} GGUF files: name one ({', '.join(one.name for one in files)})")
         path = files[0]
     if not path.is_file():
         return None
@@ -95,9 +88,7 @@ def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
         raise
     except Exception as error:  # of many kinds: the vocabulary is somebody else's
         what = error if isinstance(error, ValueError) else f"has a tokenizer that cannot be built ({error})"
-        raise FileNotFoundError(
-            f"{path} {what}: put the tokenizer.json of the original checkpoint beside it"
-        ) from error
+        raise FileNotFoundError(f"{path} {what}: put the tokenizer.json of the original model beside it") from error
 
 
 def _reader(path: Path) -> GgufReader:

@@ -103,14 +103,11 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     options: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet, "show_progress": False}
     tokenizer.train_from_iterator(documents, trainers.BpeTrainer(vocab_size=vocab_size, **options))
-    learned = tokenizer.get_vocab_size()
-    if learned < vocab_size:
-        raise ValueError(
-            f"vocab_size {vocab_size} is more than this text gives ({learned} tokens): lower it or add text"
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
-    )
+    found = tokenizer.get_vocab_size()
+    if found < vocab_size:
+        raise ValueError(f"vocab_size {vocab_size} is more than this text gives ({found} tokens): lower it or add text")
+    options = {"eos_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
 def split_sources(

@@ -38,9 +38,7 @@ def read_examples(path: Path, exclude: Sequence[str]) -> list[Example]:
     else:
         examples = [Example(key=text, text=text) for text in read_documents(path, exclude)]
     if not examples:
-        raise ValueError(
-            f"data path holds no text: {str(path)!r} (in folders, only .txt, .txt.gz and .py files are read)"
-        )
+        raise ValueError(f"data path holds no text: {str(path)!r} (in folders .txt, .txt.gz and .py files are read)")
     return examples
 
 
@@ -69,13 +67,10 @@ def _parse(line: str, where: str) -> Example:
 
 
 def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(
-            isinstance(item, dict) and all(isinstance(item.get(name), str) for name in ("role", "content"))
-            for item in value
-        )
+    items = value if isinstance(value, list) else []
+    return bool(items) and all(
+        isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+        for item in items
     )
 
 
