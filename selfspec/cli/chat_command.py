@@ -21,7 +21,7 @@ from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.cache.copy_index import CopyStore, copies_drafts
 from selfspec.cli.arguments import check_sampling, load_generator, store_of_files
 from selfspec.cli.commands import ChatOptions
-from selfspec.cli.console import Interrupt, LogConsole
+from selfspec.cli.console import USER_ERRORS, Interrupt, LogConsole
 from selfspec.cli.display import TextWriter, legend, summary_lines
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.detokenize import DraftStreamer, StopTrimmer, TextStreamer, TokenSource, before_stop
@@ -52,8 +52,7 @@ def run_chat(
     generator = load_generator(model, load, log, prefix_cache=1)
     if not has_template(generator.tokenizer, template):
         raise ValueError(
-            f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain "
-            "for a base model"
+            f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain"
         )
     check_sampling(generator.model.generation_config, sampling)
     options: dict[str, Any] = {**sampling}
@@ -62,10 +61,8 @@ def run_chat(
     with log.status("Preparing to draft ..."):
         chosen = generator.resolve_policy(chat.policy)
     writer = TextWriter(Console(highlight=False))
-    store, most = store_of_files(generator, copy_texts, chosen), chat.max_new_tokens
-    conversation = Conversation(
-        generator, template, options, max_new_tokens=most, write=writer.write_token, copy_from=store
-    )
+    store, most, write = store_of_files(generator, copy_texts, chosen), chat.max_new_tokens, writer.write_token
+    conversation = Conversation(generator, template, options, max_new_tokens=most, write=write, copy_from=store)
     if chat.load is not None:
         conversation.load(chat.load)
     if chat.system is not None:
@@ -76,10 +73,8 @@ def run_chat(
     log.print(f"{model}, {context} tokens of context; /help lists the commands, Ctrl-C stops an answer")
     log.print(f"decoding: {conversation.decoding}")
     if model == DEMO:
-        log.print(
-            "It is a toy of 7 M parameters, trained on 5.7 million tokens, among them school arithmetic in this form: "
-            "Tom has 3 boxes with 4 apples each. How many apples does he have? It makes things up."
-        )
+        log.print("It is a toy that makes things up, and learned school arithmetic in this form:")
+        log.print("Tom has 3 boxes with 4 apples each. How many apples does he have?")
     if chat.show_drafts:
         session.command("/drafts")
     if sys.stdin.isatty():
@@ -114,7 +109,7 @@ class Chat:
                 return
             except KeyboardInterrupt:
                 self._log.print("\n(/exit or Ctrl-D leaves)")
-            except (ValueError, TypeError, OSError, RuntimeError) as error:
+            except USER_ERRORS as error:
                 self._log.print(f"error: {' '.join(str(error).split())}")
 
     def command(self, line: str) -> None:
@@ -255,9 +250,7 @@ class Conversation:
         context = self._generator.model.max_positions
         room = context - len(prompt)
         if room < 1:
-            raise ValueError(
-                f"the conversation has {len(prompt)} tokens, the model has room for {context}: begin a new one with /clear"
-            )
+            raise ValueError(f"{len(prompt)} tokens, and the model has room for {context}: begin a new one with /clear")
         written: list[str] = []
 
         def write(text: str, source: TokenSource) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from layerskip_models.lazy_imports import gc_paused
 
+USER_ERRORS = (ValueError, TypeError, OSError, RuntimeError)
 _PICTURES = 0x2400  # Unicode's pictures of the first 32 control characters
 _VISIBLE: dict[int, int | str] = {
     **{code: _PICTURES + code for code in range(32) if chr(code) not in "\t\n"},
@@ -76,7 +77,7 @@ def one_line_errors(interrupted: str = "interrupted") -> Iterator[None]:
     except KeyboardInterrupt:
         LogConsole().print(interrupted)
         raise typer.Exit(130) from None
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
+    except USER_ERRORS as error:
         if isinstance(error, RuntimeError) and not _is_of_the_model(error):
             raise
         LogConsole().print(f"error: {' '.join(str(error).split())}")

@@ -41,7 +41,7 @@ class ServeOptions:
     port: int = option(8000, "Port; 0 takes a free one.", _NETWORK, min=0, max=65535)
     api_key: str | None = option(
         None,
-        "Key that clients must send. The environment variable keeps it out of the process list.",
+        "Key that clients must send. The variable hides it from process lists.",
         _NETWORK,
         envvar="SELFSPEC_API_KEY",
     )
@@ -51,12 +51,8 @@ class ServeOptions:
         "Default: only localhost for a server without a key on this machine's own address, else any.",
         _NETWORK,
     )
-    allow_origin: list[str] | None = option(
-        None, "Origin of pages that may call, such as http://localhost:3000; '*' for any; repeatable.", _NETWORK
-    )
-    served_name: str | None = option(
-        None, "Name of the model for clients (default: the last part of its name).", _NETWORK
-    )
+    allow_origin: list[str] | None = option(None, "Origin of pages that may call; '*' for any; repeatable.", _NETWORK)
+    served_name: str | None = option(None, "Model's name for clients (default: the last part of its name).", _NETWORK)
     chat_template: ChatTemplateOption = None
     batch_size: int = option(8, "Number of texts decoded together.", _LOAD, min=1)
     max_waiting: int = option(64, "Number of texts that may wait; further ones get status 429.", _LOAD, min=1)
@@ -75,15 +71,10 @@ class ServeOptions:
     )
     max_tokens: int | None = option(None, "Maximum number of new tokens of a text.", _LOAD, min=1)
     max_context: int | None = option(
-        None,
-        "Maximum number of tokens of a prompt and its answer, for which memory is reserved (default: the model's context).",
-        _LOAD,
-        min=1,
+        None, "Maximum tokens of prompt and answer: memory is reserved (default: the model's context).", _LOAD, min=1
     )
     max_body_mb: float = option(4, "Largest request body, in MB.", _LOAD, min=0.001)
-    default_chat_tokens: int = option(
-        1024, "Maximum number of new tokens of a chat answer whose request sets none.", _LOAD, min=1
-    )
+    default_chat_tokens: int = option(1024, "Maximum new tokens of an answer whose request sets none.", _LOAD, min=1)
     access_log: bool = option(True, "Write a line for each request.", _LOAD, "--access-log/--no-access-log")
     grace_seconds: int = option(30, "Seconds that running requests may continue after SIGTERM or Ctrl-C.", _LOAD, min=0)
 
