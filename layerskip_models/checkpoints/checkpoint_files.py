@@ -109,9 +109,7 @@ def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]
     if (single := find(FILE)) is not None:
         return [single], set()
     if (index := find(INDEX)) is None:
-        raise FileNotFoundError(
-            f"{name} has no {FILE}, and no other files are loaded: use save_pretrained(), or copy it"
-        )
+        raise FileNotFoundError(f"{name} has no {FILE}: only safetensors files are loaded; use save_pretrained()")
     listed = listed_files(index)
     paths = {file: find(file) for file in sorted({*listed.values()})}
     for file, path in paths.items():

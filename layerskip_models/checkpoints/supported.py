@@ -114,7 +114,7 @@ def _check_quantisation(config: PreTrainedConfig, name: str) -> None:
     if method != GGUF_METHOD:
         raise ValueError(
             f"{name} cannot be loaded: its weights are quantised by {method}. Of quantised weights only GGUF files are read. "
-            'Convert it to GGUF, or load the checkpoint that it was made from, with dtype="int8" for 8 bits here'
+            'What to do: convert it to GGUF, or load the checkpoint that it was made from, with dtype="int8" for 8 bits here'
         )
 
 

@@ -133,7 +133,7 @@ class SafetensorsWeights:
                 raise OSError(f"{path} is incomplete or damaged ({error}): copy or download it again") from error
             self._add(path, shapes)
         if lost:
-            raise OSError(f"{checkpoint} lacks {min(lost)} and {len(lost) - 1} more of its index: download it again")
+            raise OSError(f"{checkpoint} lacks {min(lost)}, which its index lists ({len(lost)} in all): copy it again")
         both = config.tie_word_embeddings and {HEAD, EMBEDDING} <= self._places.keys()
         if both and torch.equal(self.load(HEAD), self.load(EMBEDDING)):  # as in transformers it is tied only then
             del self._places[HEAD]
