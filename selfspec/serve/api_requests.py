@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 
@@ -64,15 +64,14 @@ def _prompts(value: Any) -> Any:
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], FailFast(), BeforeValidator(_stops, json_schema_input_type=str | list[str])]
+StopTokens = Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=_MAX_STOP_IDS), FailFast()]
 Prompts = str | list[str] | list[int] | list[list[int]]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 Variables = dict[Name, bool | int | float | Annotated[str, Field(max_length=1000)]]
 
 
-class StreamOptions(Strict):
+class StreamOptions(Strict, harmless="include_obfuscation continuous_usage_stats"):
     """include_usage: send a last chunk with the usage of the whole request."""
-
-    _harmless: ClassVar[frozenset[str]] = frozenset({"include_obfuscation", "continuous_usage_stats"})
 
     include_usage: bool = False
 
@@ -147,30 +146,29 @@ _NEUTRAL_BY_VALUE: tuple[tuple[tuple[object, ...], str], ...] = (
 _NEUTRAL = {name: values for values, names in _NEUTRAL_BY_VALUE for name in names.split()}
 
 
-class GenerationRequest(Strict):
-    """The fields that both kinds of request have; docs/serving.md says what each means."""
+_REASONS = {
+    **refusals(_CONTINUED, "add_generation_prompt", "continue_final_message"),
+    **refusals("tools go with messages, to /v1/chat/completions: leave out {}", "tool_choice", "tools"),
+    **refusals("{} is not supported: give tools", "function_call", "functions"),
+    "chat_template": OWN_TEMPLATE,
+    "chat_template_kwargs": "chat_template_kwargs goes with messages, to /v1/chat/completions",
+    **refusals(_TEXT_ONLY, "audio", "modalities"),
+    **refusals("{} is called max_tokens here", "max_new_tokens", "max_output_tokens", "n_predict"),
+    **refusals("{} is not supported: chat_template_kwargs takes what the template knows, such as enable_thinking",
+               "disable_reasoning", "reasoning_budget", "thinking", "thinking_token_budget"),
+    "best_of": "best_of is not supported: ask for n texts and choose among them",
+    "extra_body": "extra_body is an argument of OpenAI's client: put its fields into the body itself",
+    "grammar": "grammar is not supported here: put it into structured_outputs",
+    "messages": "messages are not supported here: send them to /v1/chat/completions",
+    "prompt": "a chat has no prompt: give messages, or send the prompt to /v1/completions",
+    "prompt_logprobs": "prompt_logprobs is not supported: /v1/completions takes echo with logprobs",
+    "random_seed": "random_seed is called seed here",
+    "suffix": "suffix is not supported: the model writes what comes after the prompt, and knows nothing of what follows",
+}  # fmt: skip
 
-    _harmless: ClassVar[frozenset[str]] = frozenset(_HARMLESS.split())
-    _neutral: ClassVar[dict[str, tuple[object, ...]]] = _NEUTRAL
-    _reasons: ClassVar[dict[str, str]] = {
-        **refusals(_CONTINUED, "add_generation_prompt", "continue_final_message"),
-        **refusals("tools go with messages, to /v1/chat/completions: leave out {}", "tool_choice", "tools"),
-        **refusals("{} is not supported: give tools", "function_call", "functions"),
-        "chat_template": OWN_TEMPLATE,
-        "chat_template_kwargs": "chat_template_kwargs goes with messages, to /v1/chat/completions",
-        **refusals(_TEXT_ONLY, "audio", "modalities"),
-        **refusals("{} is called max_tokens here", "max_new_tokens", "max_output_tokens", "n_predict"),
-        **refusals("{} is not supported: chat_template_kwargs takes what the template knows, such as enable_thinking",
-                   "disable_reasoning", "reasoning_budget", "thinking", "thinking_token_budget"),
-        "best_of": "best_of is not supported: ask for n texts and choose among them",
-        "extra_body": "extra_body is an argument of OpenAI's client: put its fields into the body itself",
-        "grammar": "grammar is not supported here: put it into structured_outputs",
-        "messages": "messages are not supported here: send them to /v1/chat/completions",
-        "prompt": "a chat has no prompt: give messages, or send the prompt to /v1/completions",
-        "prompt_logprobs": "prompt_logprobs is not supported: /v1/completions takes echo with logprobs",
-        "random_seed": "random_seed is called seed here",
-        "suffix": "suffix is not supported: the model writes what comes after the prompt, and knows nothing of what follows",
-    }  # fmt: skip
+
+class GenerationRequest(Strict, harmless=_HARMLESS, neutral=_NEUTRAL, reasons=_REASONS):
+    """The fields that both kinds of request have; docs/serving.md says what each means."""
 
     model: str | None = None
     max_tokens: Annotated[Integer, Field(ge=-1)] | None = None
@@ -181,9 +179,7 @@ class GenerationRequest(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[Integer, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stops = Field(default_factory=list)
-    stop_token_ids: Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=_MAX_STOP_IDS), FailFast()] = (
-        Field(default_factory=list)
-    )
+    stop_token_ids: StopTokens = Field(default_factory=list)
     ignore_eos: bool = False
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -253,10 +249,8 @@ class GenerationRequest(Strict):
         return "max_tokens", self.max_tokens
 
 
-class FunctionTool(Strict):
+class FunctionTool(Strict, harmless="strict"):
     """parameters: a JSON schema of the arguments; None for a function without any. strict: see docs/serving.md."""
-
-    _harmless: ClassVar[frozenset[str]] = frozenset({"strict"})
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -322,11 +316,11 @@ def _choice(value: Any) -> Any:
     )
 
 
-class CalledFunction(Strict):
-    """arguments: JSON, as text."""
+Choice = Annotated[Any, BeforeValidator(_choice, json_schema_input_type=str | dict[str, Any])]
 
-    _harmless: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
-    _kept_empty: ClassVar[frozenset[str]] = frozenset({"arguments"})
+
+class CalledFunction(Strict, harmless="parsed_arguments", kept_empty="arguments"):
+    """arguments: JSON, as text."""
 
     name: str
     arguments: str
@@ -343,10 +337,8 @@ class CalledFunction(Strict):
         return value
 
 
-class PastCall(Strict):
+class PastCall(Strict, harmless="index"):
     """A call in an earlier message of the assistant."""
-
-    _harmless: ClassVar[frozenset[str]] = frozenset({"index"})
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -360,9 +352,7 @@ class PastCall(Strict):
         return call if self.id is None else {"id": self.id, **call}
 
 
-class TextPart(Strict):
-    _harmless: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control", "citations", "logprobs"})
-
+class TextPart(Strict, harmless="annotations cache_control citations logprobs"):
     type: Literal["text", "input_text", "output_text"]
     text: str
 
@@ -377,25 +367,25 @@ def _content(value: Any) -> Any:
     return [part if text is None else {"type": "text", "text": text} for part, text in zip(value, said)]
 
 
-class Message(Strict):
-    """One message of a conversation. tool_calls are an assistant's, and tool_call_id says which of them a tool answers."""
+Content = Annotated[list[TextPart], FailFast(), BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
 
-    _harmless: ClassVar[frozenset[str]] = frozenset({
-        "annotations", "cache_control", "id", "metadata", "parsed", "phase", "prefix", "provider_specific_fields",
-        "reasoning", "reasoning_details", "status", "thinking_blocks", "timestamp",
-    })  # fmt: skip
-    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {"type": ("message",)}
-    _reasons: ClassVar[dict[str, str]] = {
-        **refusals("{} is not supported: give tool_calls", "function_call"),
+
+class Message(
+    Strict,
+    harmless="annotations cache_control id metadata parsed phase prefix provider_specific_fields reasoning"
+    " reasoning_details status thinking_blocks timestamp",
+    neutral={"type": ("message",)},
+    reasons={
+        "function_call": "function_call is not supported: give tool_calls",
         **refusals(_TEXT_ONLY, "audio"),
         "refusal": "a refusal is not read by the model: give it as content, or leave the message out",
-    }
-    _kept_empty: ClassVar[frozenset[str]] = frozenset({"content"})
+    },
+    kept_empty="content",
+):
+    """One message of a conversation. tool_calls are an assistant's, and tool_call_id says which of them a tool answers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        list[TextPart], FailFast(), BeforeValidator(_content, json_schema_input_type=str | list[TextPart])
-    ] = Field(default_factory=list)
+    content: Content = Field(default_factory=list)
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[PastCall] | None, Field(max_length=MAX_TOOLS)] = None
@@ -424,19 +414,15 @@ class Message(Strict):
         return {**self.model_dump(exclude_none=True, exclude={"tool_calls"}), "content": self.text, **calls}
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, neutral={"add_special_tokens": (True, False)}):
     """Body of /v1/chat/completions."""
-
-    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {**_NEUTRAL, "add_special_tokens": (True, False)}
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     max_completion_tokens: Annotated[Integer, Field(ge=-1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
-    tool_choice: Annotated[Any, BeforeValidator(_choice, json_schema_input_type=str | dict[str, Any])] = Field(
-        default_factory=ToolChoice
-    )
+    tool_choice: Choice = Field(default_factory=ToolChoice)
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -516,11 +502,8 @@ class CompletionRequest(GenerationRequest):
 Body = ChatRequest | CompletionRequest
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Strict, kept_empty="prompt", reasons={"chat_template": OWN_TEMPLATE}):
     """Body of /tokenize: a prompt, or messages. Without the fields that say so, those end as a chat's prompt does."""
-
-    _kept_empty: ClassVar[frozenset[str]] = frozenset({"prompt"})
-    _reasons: ClassVar[dict[str, str]] = {"chat_template": OWN_TEMPLATE}
 
     model: str | None = None
     prompt: str | None = None

@@ -61,16 +61,23 @@ class Strict(BaseModel):
 
     A field that is null or asks for nothing counts as left out. A field that does not change the answer is ignored, and a
     header of the answer names it. Any other unknown field is refused by name. All this holds at every depth of the body.
-    _harmless: fields that do not change the answer. _neutral: unsupported fields, with the values that ask for the default
-    behaviour. _reasons: messages for fields that are refused. _kept_empty: fields for which "" is a value.
+
+    Arguments of a class: harmless: fields that do not change the answer. neutral: unsupported fields, with the values that
+    ask for the default behaviour. reasons: messages for fields that are refused. kept_empty: fields for which "" is a value.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     _harmless: ClassVar[frozenset[str]] = frozenset()
-    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {}
-    _reasons: ClassVar[dict[str, str]] = {}
+    _neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    _reasons: ClassVar[Mapping[str, str]] = {}
     _kept_empty: ClassVar[frozenset[str]] = frozenset()
     _ignored: set[str] = PrivateAttr(default_factory=set)
+
+    def __init_subclass__(cls, harmless: str = "", kept_empty: str = "", **others: Any) -> None:
+        cls._harmless, cls._kept_empty = cls._harmless | {*harmless.split()}, cls._kept_empty | {*kept_empty.split()}
+        cls._neutral = {**cls._neutral, **others.pop("neutral", {})}
+        cls._reasons = {**cls._reasons, **others.pop("reasons", {})}
+        super().__init_subclass__(**others)
 
     @model_validator(mode="wrap")
     @classmethod
