@@ -124,10 +124,8 @@ def chat_prompts(
     fitting = [prompt for prompt, ids in found.items() if len(ids) <= max_tokens]
     if not fitting:
         raise ValueError(f"no prompt has at most {max_tokens} tokens with the chat template")
-    return [
-        EncodedPrompt(id=prompt.id, task=prompt.task, ids=torch.tensor(found[prompt], dtype=torch.long))
-        for prompt in select_prompts(fitting, num_samples)
-    ]
+    chosen = select_prompts(fitting, num_samples)
+    return [EncodedPrompt(id=one.id, task=one.task, ids=torch.tensor(found[one], dtype=torch.long)) for one in chosen]
 
 
 def digest(prompts: Sequence[EncodedPrompt]) -> str:

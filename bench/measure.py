@@ -136,11 +136,7 @@ class Measurement:
         }
 
     def _compare(
-        self,
-        engine: TimedEngine,
-        prompt: EncodedPrompt,
-        outputs: Mapping[str, list[list[int]]],
-        survivors: Survivors,
+        self, engine: TimedEngine, prompt: EncodedPrompt, outputs: Mapping[str, list[list[int]]], survivors: Survivors
     ) -> Line:
         own = outputs[engine.name]
         found: dict[str, Any] = {

@@ -99,10 +99,7 @@ def _processor() -> dict[str, Any]:
     family, model = (int(fields[name]) if fields.get(name, "").isdecimal() else -1 for name in ("cpu family", "model"))
     own = (fields.get("vendor_id"), family)
     known = (name for *which, first, last, name in _GENERATIONS if own == tuple(which) and first <= model <= last)
-    return {
-        "cpu": fields.get("model name") or platform.processor() or None,
-        "microarchitecture": next(known, None),
-    }
+    return {"cpu": fields.get("model name") or platform.processor() or None, "microarchitecture": next(known, None)}
 
 
 def git_commit(folder: Path) -> str | None:

@@ -62,9 +62,7 @@ class Record:
             changed += [name for name, _, _ in differences(before, now, _SAME)]
             if changed:
                 another = ", ".join(changed)
-                raise ValueError(
-                    f"{path} holds a run with another {another}: remove it, or name another file as --output"
-                )
+                raise ValueError(f"{path} holds a run with another {another}: remove it, or name another --output")
         self.num_earlier = len(self.lines)
         if not self.lines:
             self.lines = [dict(header)]
@@ -133,9 +131,7 @@ def _whole_lines(path: Path) -> list[Line]:
         except json.JSONDecodeError as error:
             if number == len(rows) > 1:
                 break
-            raise ValueError(
-                f"{path} is not a record of selfspec-bench, or a damaged one: line {number} is not JSON ({error})"
-            ) from None
+            raise ValueError(f"{path} is not a record of selfspec-bench: line {number} is not JSON ({error})") from None
         if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
             raise ValueError(f'{path} is not a record of selfspec-bench: line {number} is no object with a "kind"')
         lines.append(line)

@@ -104,20 +104,14 @@ def keeps_eight_bits(layer: int | None) -> bool:
     return layer is None or layer < EIGHT_BIT_LAYERS
 
 
-LAYOUTS: dict[Layout, Callable[..., Linear]] = {
-    "plain": PlainLinear,
-    "int8": int8_linear,
-    "int4": int4_linear,
-    "native": NativeLinear,
-}
+LAYOUTS: dict[Layout, Callable[..., Linear]] = {"plain": PlainLinear, "int8": int8_linear, "int4": int4_linear}
+LAYOUTS["native"] = NativeLinear
 
 
 def check_layout(layout: Layout, weight: Tensor) -> Layout:
     """Return a layout asked for by name. Raises ValueError for another name, and where it does not run in this dtype."""
     if layout not in LAYOUTS:
-        raise ValueError(
-            f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}: leave it out for the fastest lossless one here"
-        )
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}: leave it out for the best here")
     runs = native_works(weight.device, weight.dtype) or layout == "plain"
     if layout in ("int8", "int4"):
         runs = weight.device.type == "cpu" and weight.dtype == torch.float32

@@ -21,10 +21,8 @@ class BatchError(RuntimeError):
 
     def __init__(self, results: Sequence[GenerationResult | None], errors: Mapping[int, Exception]) -> None:
         first = min(errors)
-        super().__init__(
-            f"{len(errors)} of {len(results)} texts could not be completed; text {first}: {errors[first]}. "
-            "This error's `results` holds the others"
-        )
+        failed = f"{len(errors)} of {len(results)} texts could not be completed; text {first}: {errors[first]}"
+        super().__init__(f"{failed}. This error's `results` holds the others")
         self.results, self.errors = list(results), dict(errors)
 
 
@@ -41,7 +39,7 @@ def check_all(
     for name, values in separate.items():
         if len(values) != len(prompts):
             raise ValueError(
-                f"{name} has {len(values)} values for {len(prompts)} prompts: give one for each, or one for all"
+                f"{name} has {len(values)} values for {len(prompts)} prompts: give one for each, or for all"
             )
     checked = []
     for index, prompt in enumerate(prompts):

@@ -118,9 +118,8 @@ def encode_messages(
     except TemplateError as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error
     except Exception as error:  # a template is a program: it may divide by zero, recurse, or use all memory
-        raise ValueError(
-            f"the chat template fails on these messages ({type(error).__name__}: {error}): change them, or the template"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the chat template fails on these messages ({why}): change them, or the template") from error
     # Templates silently skip roles that they do not know. Of the usual ones some leave out earlier answers on purpose.
     for place in unusual:
         content = messages[place].get("content")

@@ -31,13 +31,8 @@ def _checkpoint(name: str) -> str:
 
 
 DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        help='Checkpoint: folder, GGUF file, short name, hub name, or "synthetic:SHAPE" (random weights of that shape).',
-        callback=_checkpoint,
-    ),
-]
+_MODEL = 'Checkpoint: folder, GGUF file, short name, hub name, or "synthetic:SHAPE" (random weights of that shape).'
+ModelOption = Annotated[str, typer.Option(help=_MODEL, callback=_checkpoint)]
 PromptsOption = Annotated[
     Path | None,
     typer.Option(
@@ -57,9 +52,8 @@ WarmedUpOption = Annotated[
         "'all' means every policy of the run that learns."
     ),
 ]
-DtypeOption = Annotated[
-    str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16, float64, int8 or int4 (weights).")
-]
+_DTYPES = "auto (float32 on a CPU), float32, bfloat16, float16, float64, int8 or int4 (weights)."
+DtypeOption = Annotated[str, typer.Option(help=_DTYPES)]
 EngineOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -69,9 +63,8 @@ EngineOption = Annotated[
         "Default: transformers, or of a GGUF file those that are installed; 'none' for none."
     ),
 ]
-PeerTimeoutOption = Annotated[
-    float, typer.Option(min=1, help="Seconds that a peer may take to load, or for one text, before it is left out.")
-]
+_TIMEOUT = "Seconds that a peer may take to load, or for one text, before it is left out."
+PeerTimeoutOption = Annotated[float, typer.Option(min=1, help=_TIMEOUT)]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 OutputOption = Annotated[
     Path | None,
@@ -112,9 +105,7 @@ class RunCommand(OnModel):
     prompt_tokens: PromptTokensOption = 320
     max_new_tokens: NewTokensOption = 128
     repeats: RepeatsOption = 2
-    do_sample: bool = option(
-        False, "Sample instead of decoding greedily; every repeat of a prompt has another seed.", None, "--do-sample"
-    )
+    do_sample: bool = option(False, "Sample; every repeat of a prompt has another seed.", None, "--do-sample")
     temperature: float | None = option(None, "Sampling temperature, with --do-sample (default 1).")
     top_p: float | None = option(None, "Top-p, with --do-sample (default 1: all tokens).")
     top_k: int | None = option(None, "Top-k, with --do-sample (default 0: all tokens).", min=0)
@@ -141,12 +132,8 @@ class PeersCommand(OnModel):
     their outputs are compared, but a difference is no fault.
     """
 
-    policy: list[str] | None = option(
-        None, "Policy beside plain decoding; repeatable. Default: the best known fixed setting, and auto."
-    )
-    warmed_up: list[str] | None = option(
-        None, "Policy to run without forgetting between prompts, as in ordinary use; repeatable."
-    )
+    policy: list[str] | None = option(None, "Policy, repeatable. Default: the best known fixed setting, and auto.")
+    warmed_up: list[str] | None = option(None, "Policy to run without forgetting between prompts; repeatable.")
     engine: EngineOption = None
     prompts: PromptsOption = None
     chat: bool = option(
@@ -174,12 +161,9 @@ class FilesCommand:
     """
 
     files: list[str] = option(MISSING, "GGUF files, or short names, of one tokenizer.", argument=True)
-    kind: list[str] | None = option(
-        None, "Type that the first file is measured in, too, as Q4_0, Q8_0 or BF16: its weights rounded; repeatable."
-    )
+    kind: list[str] | None = option(None, "Type to round the first file to as well: Q4_0, Q8_0, BF16, ...; repeatable.")
     engine: list[str] | None = option(
-        None,
-        "Engine beside selfspec, repeatable: llama.cpp, ik_llama.cpp, openvino. Default: those that are installed.",
+        None, "Engine beside selfspec, repeatable: llama.cpp, ik_llama.cpp, openvino. Default: those installed."
     )
     prompt_tokens: str = option("128,512", "Lengths of prompts, as in 128,512.")
     texts: int = option(8, "Texts decoded together.", min=2)
@@ -282,9 +266,7 @@ class KernelsCommand:
     """
 
     variant: list[str] | None = option(None, "Variant; repeatable. Default: all that this processor runs, best first.")
-    weights: list[str] | None = option(
-        None, "float32, bfloat16, int8, int4, Q4_K, Q5_K, Q6_K or IQ4_NL; repeatable. Default: all."
-    )
+    weights: list[str] | None = option(None, "float32, bfloat16, int8, int4, Q4_K, Q5_K, Q6_K, IQ4_NL. Default: all.")
     rows: str = option("1,2,4,8,16,32,64,128", "Numbers of rows, as in 1,2,4.")
     seconds: float = option(0.2, "Seconds of each measurement.", min=0.001)
     repeats: int = option(3, "Processes of each variant, in turn.", min=1)
@@ -309,9 +291,7 @@ class RooflineCommand(OnModel):
 class ReportCommand:
     """Turn records into a page: what came out, tables, and where the numbers come from."""
 
-    records: list[Path] | None = option(
-        None, "Records that the other commands wrote; with --update documents.", argument=True
-    )
+    records: list[Path] | None = option(None, "Records of the other commands; with --update documents.", argument=True)
     output: Path | None = option(
         None,
         "Write this file: HTML with plots (needs matplotlib) if it ends in .html, else Markdown. Default: print it.",
@@ -321,11 +301,7 @@ class ReportCommand:
         callback=checked_output_file,
     )
     in_documents: bool = option(
-        False,
-        'Fill the tables of documents between "<!-- table: RECORD NAME -->" and "<!-- /table -->" anew. Default: '
-        "README.md and docs/.",
-        None,
-        "--update",
+        False, "Fill the tables between marks in documents anew. Default: README.md and docs/.", None, "--update"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from bench.commands.bench_options import CompareCommand
-from bench.record import Line, differences, read_record, showing
+from bench.record import Line, differences, matching, read_record, showing
 from bench.report.summary import Samples
 from bench.report.table import Table
 from selfspec.cli.console import one_line_errors
@@ -51,10 +51,8 @@ def compare_records(before: Sequence[Line], after: Sequence[Line]) -> tuple[list
 
 def _outputs(left: Samples, right: Samples, engine: str) -> str:
     """Say whether an engine wrote the same tokens for the prompts that both have."""
-    old, new = (
-        {line["prompt"]: line["output"] for line in samples.outputs if line["engine"] == engine}
-        for samples in (left, right)
-    )
+    own = (matching(samples.outputs, "output", engine=engine) for samples in (left, right))
+    old, new = ({line["prompt"]: line["output"] for line in lines} for lines in own)
     shared = old.keys() & new.keys()
     changed = sum(old[prompt] != new[prompt] for prompt in shared)
     if not shared:

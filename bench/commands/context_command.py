@@ -38,10 +38,8 @@ def context(options: ContextCommand) -> None:
         most = weights.max_positions
         lengths = [length for length in wanted if length + options.max_new_tokens <= most]
         if not lengths:
-            raise ValueError(
-                f"the model has {most} positions: no context of {options.contexts} leaves room for "
-                f"{options.max_new_tokens} new tokens"
-            )
+            new = f"{options.max_new_tokens} new tokens"
+            raise ValueError(f"the model has {most} positions: no context of {options.contexts} leaves room for {new}")
         for left_out in wanted[len(lengths) :]:
             typer.echo(f"{left_out} tokens of context: beyond the model's {most} positions", err=True)
         prompts = [long_prompt(tokenizer, length) for length in lengths]

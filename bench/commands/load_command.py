@@ -56,9 +56,8 @@ def load(options: LoadCommand) -> None:
         servers = [] if record.is_complete else [held.enter_context(selfspec_server(folder, arguments))]
         for continuous in (False, True) if options.peers and servers else ():
             try:
-                servers.append(
-                    held.enter_context(transformers_server(folder, "float32", continuous_batching=continuous))
-                )
+                started = transformers_server(folder, "float32", continuous_batching=continuous)
+                servers.append(held.enter_context(started))
             except RuntimeError as error:
                 record.write("lost", engine="transformers:serve", label="transformers serve", reason=str(error))
         for server in servers:

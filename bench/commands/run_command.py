@@ -22,10 +22,8 @@ from selfspec.cli.console import one_line_errors
 
 def run(options: RunCommand) -> None:
     with one_line_errors():
-        sampling = sampling_of(
-            options.do_sample,
-            {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k, "seed": options.seed},
-        )
+        sampled = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "seed")}
+        sampling = sampling_of(options.do_sample, sampled)
         names = ["ar", *(options.policy or (("auto",) if options.cold else DEFAULT_POLICIES))]
         chosen = choose_prompts(options.prompts or [], options.task or [], options.num_samples)
         samples = encode_prompts(chosen, open_tokenizer(options.model), options.prompt_tokens)
@@ -37,12 +35,8 @@ def run(options: RunCommand) -> None:
         weights = loaded(options)
         generator = SelfSpecGenerator(weights, runner=cast(Any, options.runner), prefix_cache=0)
         num_layers = weights.num_layers
-        parse = partial(
-            parse_policy,
-            num_layers=num_layers,
-            measure=lambda: LayerCost(num_layers),
-            preverifier=generator.load_preverifier,
-        )
+        known: dict[str, Any] = {"num_layers": num_layers, "measure": lambda: LayerCost(num_layers)}
+        parse = partial(parse_policy, **known, preverifier=generator.load_preverifier)
         for name in names:  # mistakes end the command before anything is measured
             parse(name)
         lasting = warmed_up_policies(options.warmed_up or [], names, parse)

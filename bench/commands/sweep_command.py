@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,8 @@ def sweep(options: SweepCommand) -> None:
         samples = encoded(options.prompts, options.num_samples, open_tokenizer(options.model), options.prompt_tokens)
         generator = SelfSpecGenerator(loaded(options), prefix_cache=0)
         where = provenance(generator.model.device, generator.model.dtype)
-        asked = {
-            "warmups": options.warmups,
-            "axes": [layers, lengths],
-            "num_layers": num_layers,
-            "num_timed": options.num_timed,
-        }
+        asked: dict[str, Any] = {"warmups": options.warmups, "num_layers": num_layers, "num_timed": options.num_timed}
+        asked["axes"] = [layers, lengths]
         first = header("sweep", where, options.model, samples, options.max_new_tokens, options.repeats, **asked)
     with recording(options.output, first) as record:
         cells = _cells(record, generator, product(layers, lengths), samples, options.max_new_tokens)
@@ -56,9 +53,8 @@ def sweep(options: SweepCommand) -> None:
         timed = Samples(record.lines)
         speedups = {name: timed.speedup(f"selfspec:{name}", PLAIN) for name in names[1:]}
         name, found = max(speedups.items(), key=lambda item: item[1].value)
-        best = record.once(
-            "best", lambda: {"policy": name, "speedup": found.value, "low": found.low, "high": found.high}
-        )
+        chosen = partial(dict, policy=name, speedup=found.value, low=found.low, high=found.high)
+        best = record.once("best", chosen)
     if options.write:
         path = _write_setting(Path(options.model), best, record.lines[0])
         kept = f"{best['policy']} is now the best known fixed setting of this checkpoint"

@@ -83,9 +83,7 @@ def _maker(name: str, work: Work) -> Maker:
         if resolve_device(work.device).type != "cpu":
             raise ValueError(f"{program} is measured on a CPU: add --device cpu, or leave it out")
         if not kind and work.file is None:
-            raise ValueError(
-                f"--engine {name} needs a GGUF file as --model, or a kind of weights or folder after a colon"
-            )
+            raise ValueError(f"--engine {name} needs a GGUF file as --model, or a kind or folder after a colon")
     if program == TRANSFORMERS and not kind:
         return partial(transformers_peer, work)
     if program == SELFSPEC and kind in OWN_KINDS:
@@ -153,9 +151,8 @@ def openvino_peer(place: Path) -> Peer:
     """Make OpenVINO GenAI on a GGUF file or an exported folder."""
     from bench.engines.openvino_genai import OpenVinoEngine, openvino_version
 
-    return Peer(
-        engines=[OpenVinoEngine(place, openvino_name(place))], about={"versions": {OPENVINO: openvino_version()}}
-    )
+    engine = OpenVinoEngine(place, openvino_name(place))
+    return Peer(engines=[engine], about={"versions": {OPENVINO: openvino_version()}})
 
 
 _PROGRAMS = {

@@ -51,9 +51,7 @@ def interval_tables(samples: Samples, runs: Mapping[str, Sequence[Line]]) -> lis
                 cells[name] = interval(layers[engine], layers[fixed], tasks)
             cells["tokens/s over plain's"] = interval(speeds[engine], speeds[PLAIN], tasks)
             rows.append(cells)
-    title = (
-        f"95 % intervals over {count} prompts, paired: each policy divided by plain decoding, and by one fixed setting"
-    )
+    title = f"95 % intervals over {count} prompts, paired: each policy over plain decoding, and over one fixed setting"
     return [Table.of("intervals", title, rows)]
 
 

@@ -196,9 +196,8 @@ def _etpl_table(lines: Sequence[Line], samples: Samples, runs: Mapping[str, Sequ
     best_first = sorted(runs, key=lambda engine: -etpl(engine, ALL))
     rows = {engine: f"`{engine.removeprefix('selfspec:')}`" for engine in best_first}
     title = "eTPL relative to plain decoding (1/L), a task's prompts pooled"
-    return cross_table(
-        "etpl", title, "policy", rows, names([*samples.tasks, ALL]), lambda row, task: f"{etpl(row, task):.3f}"
-    )
+    columns = names([*samples.tasks, ALL])
+    return cross_table("etpl", title, "policy", rows, columns, lambda row, task: f"{etpl(row, task):.3f}")
 
 
 def sweep_headline(lines: Sequence[Line]) -> str:

@@ -44,7 +44,7 @@ def resolve_checkpoint(name_or_path: str | Path) -> str:
         return str(folder)
     if not folder.is_dir():
         if folder.is_file():
-            raise FileNotFoundError(f"{name} is a file: give a folder with {_MEANT}, or a .gguf file")
+            raise FileNotFoundError(f"{name} is a file: give the folder with {_MEANT}, or a .gguf file")
         if name.startswith((".", "/", "~")) or "\\" in name:  # written as a path, so it cannot be a hub name
             raise FileNotFoundError(f"no checkpoint folder at {name}: give a folder with {_MEANT}")
         return name
@@ -52,7 +52,7 @@ def resolve_checkpoint(name_or_path: str | Path) -> str:
         if (folder / "model" / "config.json").is_file():
             return str(folder / "model")
         if (folder / "checkpoints").is_dir():
-            raise FileNotFoundError(f"{name} holds an unfinished training run: repeat its command to finish it")
+            raise FileNotFoundError(f"{name} holds a training run that is not finished: repeat its command")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{name} holds no checkpoint: it has no config.json; give a folder with {_MEANT}")
     return str(folder)

@@ -70,11 +70,7 @@ def arithmetic_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def from_transformers(
-    model: PreTrainedModel,
-    *,
-    layout: Layout | None = None,
-    release: bool = False,
-    share: bool = False,
+    model: PreTrainedModel, *, layout: Layout | None = None, release: bool = False, share: bool = False
 ) -> LayerSkipModel:
     """Convert a model that transformers holds in memory.
 
@@ -173,9 +169,7 @@ def _checked(inv_freq: Tensor, config: Any) -> Tensor:
     if not bool(inv_freq.isfinite().all()):
         raise ValueError(f"the rotary frequencies are NaN or infinite: rope_parameters is {config.rope_parameters}")
     if rotated > size or (rotated < size and not family_of(config).rotates_part):
-        raise ValueError(
-            f"rope_parameters rotate {rotated} of {size} numbers of a head, unlike any {config.model_type}"
-        )
+        raise ValueError(f"rope_parameters rotate {rotated} of {size} numbers of a head, unlike {config.model_type}")
     return inv_freq
 
 

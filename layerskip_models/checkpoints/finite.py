@@ -15,10 +15,8 @@ _PIECE = 1 << 18  # numbers that are copied and then looked at
 
 def not_finite(checkpoint: str, name: str) -> ValueError:
     """Make the error for a tensor with a number that is NaN or infinite."""
-    return ValueError(
-        f"{checkpoint} holds NaN or infinite weights, first in {name}: the checkpoint is damaged or its training "
-        "diverged; load another one"
-    )
+    why = "the checkpoint is damaged or its training diverged; load another one"
+    return ValueError(f"{checkpoint} holds NaN or infinite weights, first in {name}: {why}")
 
 
 def is_finite(value: Tensor) -> bool:
@@ -49,9 +47,8 @@ def copy_finite(source: Tensor, target: Tensor, places: Tensor, *, checks: bool 
         finite = True
         for begin in rows[::step]:
             end = min(begin + step, rows.stop)
-            room[slice(first + begin, first + end) if are_neighbours else places[begin:end].numpy()] = numbers[
-                begin:end
-            ]
+            here = slice(first + begin, first + end) if are_neighbours else places[begin:end].numpy()
+            room[here] = numbers[begin:end]
             if checks:
                 piece = source[begin:end]
                 finite &= bool(look(KINDS[source.dtype], piece.data_ptr(), piece.numel()))

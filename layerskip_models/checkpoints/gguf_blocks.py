@@ -27,10 +27,8 @@ from layerskip_models.kernels.library import KINDS
 from layerskip_models.kernels.pages import expect_large_pages
 from layerskip_models.kernels.weights import LANES, in_shares
 
-_STORED = {
-    name: kind
-    for kind, name in enumerate(("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"), start=3)
-}
+_NAMES = "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K IQ4_NL"
+_STORED = {name: kind for kind, name in enumerate(_NAMES.split(), start=3)}
 """`enum Stored` of stored.h: types that the native library reads."""
 _PIECE = 1 << 18  # numbers that gguf converts at a time
 IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

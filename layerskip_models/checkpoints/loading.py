@@ -239,9 +239,7 @@ def _load_transformers(source: Source, dtype: str | torch.dtype, device: str | t
             **files,
         )
     if wrong := sorted(found["missing_keys"]) or sorted(str(key[0]) for key in found["mismatched_keys"]):
-        raise ValueError(
-            f"{source.name} lacks weights, or they have another shape, first {wrong[0]}: download it again"
-        )
+        raise ValueError(f"{source.name} lacks weights, or they have another shape, first {wrong[0]}: copy it again")
     if quantised:
         model.config.name_or_path = model.name_or_path = source.name
         model.generation_config = source.generation_config()

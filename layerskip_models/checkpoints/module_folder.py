@@ -53,9 +53,8 @@ def read_module(
         raise ValueError(f"{config.parent} holds no {what} that can be read: {remedy}; {in_a_line(error)}") from error
     for name, value in module.state_dict().items():
         if not bool(value.isfinite().all()):
-            raise ValueError(
-                f"{weights} holds NaN or infinite weights, first in {name}: its training diverged; {remedy}"
-            )
+            why = f"its training diverged; {remedy}"
+            raise ValueError(f"{weights} holds NaN or infinite weights, first in {name}: {why}")
     return module
 
 

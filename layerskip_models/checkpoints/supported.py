@@ -135,9 +135,7 @@ def _check_fields(config: Any, family: Family, name: str) -> None:
         raise ValueError(f"{name} has is_causal=False and attends to both sides of a token; it writes no text")
     if getattr(config, "transformers_weights", None) is not None:
         own = config.transformers_weights
-        raise ValueError(
-            f"{name} names its own weights (transformers_weights={own!r}): rename them to model.safetensors"
-        )
+        raise ValueError(f"{name} names its own weights (transformers_weights={own!r}): call them model.safetensors")
     padding, vocab_size = getattr(config, "pad_token_id", None), config.vocab_size
     fits = padding is None or (is_int(padding) and -vocab_size <= padding < vocab_size)
     _check(fits, name, config, "pad_token_id", f"a token of the vocabulary of {vocab_size}")

@@ -153,7 +153,7 @@ class SafetensorsWeights:
             if shape != shapes[name]:
                 differs = f"{name} is {[*shape]}, not {[*shapes[name]]}"
                 raise ValueError(
-                    f"{self.checkpoint} has another shape than its config.json says, {differs}: copy it again"
+                    f"{self.checkpoint} has another shape than in its config.json, {differs}: copy it again"
                 )
             self._places[name] = file, 8 + size + said["data_offsets"][0], FLOATS[kind], shape
 

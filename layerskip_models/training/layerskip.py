@@ -153,10 +153,8 @@ def optimizers_for(model: LlamaForCausalLM, config: TrainingConfig) -> list[torc
     plain = {"params": others, "weight_decay": 0.0}
     betas = (0.9, 0.95)
     if config.optimizer == "muon":
-        return [
-            Muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay),
-            torch.optim.AdamW([plain], lr=config.learning_rate, betas=betas),
-        ]
+        muon = Muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay)
+        return [muon, torch.optim.AdamW([plain], lr=config.learning_rate, betas=betas)]
     decayed = {"params": matrices, "weight_decay": config.weight_decay}
     return [torch.optim.AdamW([decayed, plain], lr=config.learning_rate, betas=betas)]
 
@@ -234,10 +232,8 @@ class LayerSkipTraining:
         loss, agreement = (total.double().cpu() / (num_rows * length)).tolist()
         curve = " ".join(f"{value:.2f}" for value in agreement[:-1])
         rounded = {name: [round(x, 4) for x in values] for name, values in (("loss", loss), ("agreement", agreement))}
-        return Report(
-            figures={"held_out": rounded},
-            summary=f"held out: loss {loss[-1]:.3f}; agreement of exits with the last layer: {curve}",
-        )
+        said = f"held out: loss {loss[-1]:.3f}; agreement of exits with the last layer: {curve}"
+        return Report(figures={"held_out": rounded}, summary=said)
 
     def write_model(self, path: Path) -> None:
         """Write the model as it is now, whole or not at all. All processes call it together."""

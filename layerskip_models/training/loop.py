@@ -110,9 +110,8 @@ def fit(
             learning_rate = settings.learning_rate_at(step, steps)
             loss, *figures = _gradient(accelerator, wrapped, batches(step)).tolist()
             if not math.isfinite(loss):
-                raise ValueError(
-                    f"the loss of step {step + 1} is {loss}: start again with a lower learning_rate or fp32"
-                )
+                remedy = "start again with a lower learning_rate or precision fp32"
+                raise ValueError(f"the loss of step {step + 1} is {loss}: {remedy}")
             accelerator.clip_grad_norm_(wrapped.parameters(), settings.max_grad_norm)
             for optimizer in prepared:
                 for group in optimizer.param_groups:
@@ -181,9 +180,7 @@ def _resume(settings: RunSettings, accelerator: Accelerator, folder: Path) -> tu
     recorded = path / "run.json"
     state = json.loads(recorded.read_text(encoding="utf-8")) if recorded.exists() else {}
     if state.get("settings") != settings.fingerprint():
-        raise ValueError(
-            f"{path} was written by an earlier version or with other options: choose another output_dir, or delete"
-            f" {folder} to start over"
-        )
+        remedy = f"choose another output_dir, or delete {folder} to start over"
+        raise ValueError(f"{path} was written by an earlier version or with other options: {remedy}")
     accelerator.load_state(str(path))
     return step, float(state["seconds"])

@@ -63,7 +63,7 @@ class RunSettings:
     output_dir: str = option(MISSING, "Folder for log, checkpoints and the finished model.")
     exclude: tuple[str, ...] = option(DEFAULT_EXCLUDES, "Names of folders and files to leave out of folders.")
     holdout_fraction: float = option(
-        0.02, "Share of documents kept for evaluation, out of training.", Range(0, 1, "()")
+        0.02, "Share of documents kept out of training, for evaluation.", Range(0, 1, "()")
     )
     learning_rate: float = option(1e-3, "Peak learning rate; from there it falls to 0 in a half cosine.", ABOVE_0)
     warmup_steps: int = option(20, "Steps in which the learning rate rises.", AT_LEAST_0)

@@ -96,8 +96,6 @@ def token_streams(
     train, held_out = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out"))
     for length in config.sequence_lengths():
         if num_blocks(train, length) < 1:
-            raise ValueError(
-                f"the training text has {len(train)} tokens, too few for one sequence of {length}:"
-                " add data or shorten the sequences"
-            )
+            few = f"{len(train)} tokens, too few for one sequence of {length}"
+            raise ValueError(f"the training text has {few}: add data or shorten the sequences")
     return train, held_out

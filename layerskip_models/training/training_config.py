@@ -13,6 +13,7 @@ from layerskip_models.training.settings import RunSettings, require, with_defaul
 
 OPTIMIZERS = ("muon", "adamw")
 LR_SCHEDULES = ("cosine", "wsd")
+_EXPORTED = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class TrainingConfig(RunSettings):
     init: str | None = option(None, "Llama checkpoint to continue: a folder, file or name (default: from scratch).")
     tokenizer: str | None = option(None, "Tokenizer folder (default: init's, or one trained on the data).")
     holdout_fraction: float = option(
-        0.01, "Share of documents kept for evaluation, out of training.", Range(0, 1, "[)")
+        0.01, "Share of documents kept out of training, for evaluation.", Range(0, 1, "[)")
     )
 
     vocab_size: int = option(4096, "Size of a tokenizer trained here (from scratch only, like the shape).", AT_LEAST_1)
@@ -68,9 +69,7 @@ class TrainingConfig(RunSettings):
     keep_at: tuple[int, ...] = option(
         (), "Also keep the model of this step, in steps/STEP; repeatable.", metavar="STEP"
     )
-    export_dtype: str = option(
-        "bfloat16", "Type of the finished model: bfloat16, float16 or float32.", ("bfloat16", "float16", "float32")
-    )
+    export_dtype: str = option("bfloat16", f"Type of the finished model: {', '.join(_EXPORTED)}.", _EXPORTED)
 
     operational: ClassVar[tuple[str, ...]] = (
         *RunSettings.operational, "eval_every", "eval_tokens", "keep_at", "export_dtype",

@@ -108,9 +108,8 @@ def explanation_lines(explanation: Explanation, cost: CostModel, shown: int = 5)
     ]
     if not explanation.settings:
         return [*lines, "no layer was watched: no fixed setting can be replayed"]
-    how = (
-        "replayed from this run" if explanation.exact else f"estimated from {explanation.coverage:.0%} of the positions"
-    )
+    how = f"estimated from {explanation.coverage:.0%} of the positions"
+    how = "replayed from this run" if explanation.exact else how
     lines.append(f"fixed settings, {how}; an adaptive policy's other choices cannot be replayed, only run")
     if explanation.sources is not None:
         lines.append("  these settings copy nothing")

@@ -68,9 +68,8 @@ def trace_lines(records: Sequence[RoundRecord]) -> list[str]:
     width = max([19, *(record.num_drafted for record in records)])
     lines = [f"round  drafter  {'drafts':{width}}  threshold  estimated acceptance"]
     for record in records:
-        fate = "".join(
-            _FATES[place < record.num_copied, place < record.num_accepted] for place in range(record.num_drafted)
-        )
+        places = range(record.num_drafted)
+        fate = "".join(_FATES[place < record.num_copied, place < record.num_accepted] for place in places)
         drafter = str(record.drafter or ("copy" if record.num_copied else "plain"))
         threshold = "" if record.threshold is None else f"{record.threshold:.3f}"
         estimate = ""

@@ -236,10 +236,7 @@ def copies_drafts(observes: ObservationSpec) -> bool:
 
 
 def store_for(
-    copy_from: CopyFrom | None,
-    policy: Policy,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
+    copy_from: CopyFrom | None, policy: Policy, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> CopyStore | None:
     """Give the store of one call, None for none.
 
@@ -252,7 +249,6 @@ def store_for(
     if not isinstance(copy_from, CopyStore):
         return make_store(copy_from, tokenizer, vocab_size)
     if copy_from.largest_token >= vocab_size:
-        raise ValueError(
-            f"the store holds the token id {copy_from.largest_token}; this model's are 0 to {vocab_size - 1}"
-        )
+        largest = copy_from.largest_token
+        raise ValueError(f"the store holds the token id {largest}; this model's are 0 to {vocab_size - 1}")
     return copy_from

@@ -148,12 +148,8 @@ class HiddenStates:
         if model.adapters:
             hidden = torch.stack([at_exit(rows, layer) for rows, layer in zip(hidden, self.layers)])
         choices = model.draft_choices(hidden.view(-1, model.hidden_size), "confidence")
-        return ShadowTokens(
-            layers=self.layers,
-            tokens=choices.tokens.view(shape),
-            confidences=choices.confidences.view(shape),
-            target_tokens=target_tokens,
-        )
+        tokens, confidences = choices.tokens.view(shape), choices.confidences.view(shape)
+        return ShadowTokens(layers=self.layers, tokens=tokens, confidences=confidences, target_tokens=target_tokens)
 
 
 class DeferredShadow:

@@ -229,9 +229,8 @@ class KVCachePool:
             self._idle = [max([slot, *self._idle], key=lambda one: one.cache.max_length)]
             return
         # Texts that are prefixes of this one are not needed any more.
-        self._idle = [
-            one for one in self._idle if one.text and not (one.owner == slot.owner and slot.text.startswith(one.text))
-        ]
+        texts = [one for one in self._idle if one.text]
+        self._idle = [one for one in texts if one.owner != slot.owner or not slot.text.startswith(one.text)]
         self._idle.append(slot)
         for place, one in enumerate(self._idle):
             if self._idle_bytes <= limit:

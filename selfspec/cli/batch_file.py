@@ -60,11 +60,8 @@ def read_prompts(
         lines = read_lines(path)
     except FileNotFoundError:
         raise FileNotFoundError(f'no file {path}: give JSON lines such as {{"prompt": "Once upon a time"}}') from None
-    found = [
-        _read_line(line, number, f"{path}, line {number}", options, copy_texts, raw)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    written = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    found = [_read_line(line, number, f"{path}, line {number}", options, copy_texts, raw) for number, line in written]
     if not found:
         raise ValueError(f"{path} holds no prompts")
     if len({line.id for line in found}) < len(found):

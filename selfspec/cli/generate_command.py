@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from transformers import StoppingCriteriaList
 
-from policies import autoregressive
+from policies import autoregressive, runs_own_code
 from selfspec import GenerationResult
 from selfspec.analysis.comparison import Generate, compare, warm_up
 from selfspec.analysis.explain import explain, explanation_lines
@@ -75,7 +75,8 @@ def generate_one(
             room = model.max_positions - len(ids)
             with log.status("Warming up ..."):
                 warm_up(generate, max(1, min(_WARM_UP_TOKENS, room, options["max_new_tokens"] or _WARM_UP_TOKENS)))
-        result = _shown_run(generate, tokenizer, text if prompt is text else f"{text}\n\n", run, log)
+        shown, own_code = text if prompt is text else f"{text}\n\n", runs_own_code(options["policy"] or "")
+        result = _shown_run(generate, tokenizer, shown, run, log, own_code)
         if run.explain and not interrupt.requested:
             with log.status("Watching every layer ..."):
                 cost, num_layers = expected_cost(model, generator.runner), model.num_layers
@@ -119,8 +120,13 @@ def generate_one(
         raise typer.Exit(130)
 
 
-def _shown_run(generate: Generate, tokenizer: Any, prompt: str, run: RunOptions, log: Console) -> GenerationResult:
-    """Make the run that the user sees, on standard output unless JSON is asked for, and in files."""
+def _shown_run(
+    generate: Generate, tokenizer: Any, prompt: str, run: RunOptions, log: Console, own_code: bool
+) -> GenerationResult:
+    """Make the run that the user sees, on standard output unless JSON is asked for, and in files.
+
+    own_code: the policy is the user's, and errors may be its.
+    """
     writer = display.TextWriter(Console(highlight=False))
     drafts: list[tuple[str, TokenSource]] = []
 
@@ -144,7 +150,7 @@ def _shown_run(generate: Generate, tokenizer: Any, prompt: str, run: RunOptions,
     try:
         result = generate(streamer=streamer, trace=run.trace is not None)
     except (ValueError, TypeError) as error:
-        if streamer.started:  # the arguments were valid, so this is a bug of ours
+        if streamer.started and not own_code:  # the arguments were valid, so this is a bug of ours
             raise RuntimeError("generation failed") from error
         raise
     if not run.as_json:

@@ -67,7 +67,7 @@ def option(default: Any, help: str, panel: str | None = None, *flags: str, **oth
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
     dtype: str = option(
-        "auto", "auto, float32, bfloat16, float16, float64, int8 or int4. Few bits on a CPU: weights only.", "Model"
+        "auto", "auto, float32, bfloat16, float16, float64, int8 or int4 (on a CPU, of weights).", "Model"
     )
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...", "Model")
 
@@ -77,9 +77,7 @@ class LoadOptions(DeviceOptions):
     exits: str = option(
         "auto", "Exit adapters: auto (those beside the checkpoint, if any), none, or a folder of train-exit.", "Model"
     )
-    kv_dtype: str = option(
-        "auto", "Type of the KV cache: auto (the arithmetic's), or bfloat16 (less memory, not exact).", "Model"
-    )
+    kv_dtype: str = option("auto", "Type of the KV cache: auto, or bfloat16 (half the memory, not exact).", "Model")
     rows: int | None = option(None, "Bits of rows beside weights of 4 to 6 bits: 8 (default) or 16 (slower).", "Model")
     draft_weights: str = option(
         "auto",

@@ -19,9 +19,8 @@ EXAMPLE_QUESTION = "Why is the sky blue?"
 """In place of `EXAMPLE_PROMPT` for a model that answers messages."""
 CODE_PROMPT = 'def fibonacci(n):\n    """Return the first n Fibonacci numbers."""\n'
 
-PromptArgument = Annotated[
-    str | None, typer.Argument(help='Text to answer or continue; "-" reads standard input (default: an example).')
-]
+_HELP = 'Text to answer or continue; "-" reads standard input (default: an example).'
+PromptArgument = Annotated[str | None, typer.Argument(help=_HELP)]
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:

@@ -225,26 +225,19 @@ class CompletionAnswer(ChoicesAnswer):
     def _scores(self, part: Piece, found: Sequence[TokenLogprob]) -> dict[str, Any]:
         decoder = self._decoders.setdefault(part.index, codecs.getincrementaldecoder("utf-8")("replace"))
         offset = self._offsets.get(part.index, 0)
-        offsets, names, top = [], [], []
+        offsets, names, top, bytes_of = [], [], [], self._vocabulary.bytes_of
         for one in found:
-            raw = self._vocabulary.bytes_of(one.token)
+            raw = bytes_of(one.token)
             names.append(_shown_in_completions(raw))
             offsets.append(offset)
             # The text shows no special tokens, but for those that a client has written into the prompt.
             if one.token not in self._vocabulary.special or part.echo.startswith(names[-1], offset):
                 offset += len(decoder.decode(raw))
-            likely = {
-                _shown_in_completions(self._vocabulary.bytes_of(token)): _finite(value) for token, value in one.top
-            }
+            likely = {_shown_in_completions(bytes_of(token)): _finite(value) for token, value in one.top}
             top.append(None if one.logprob is None else likely | {names[-1]: _finite(one.logprob)})
         self._offsets[part.index] = offset
-        # The first token of a prompt has null.
-        return {
-            "text_offset": offsets,
-            "token_logprobs": [_finite(one.logprob) for one in found],
-            "tokens": names,
-            "top_logprobs": top,
-        }
+        logprobs = [_finite(one.logprob) for one in found]  # the first token of a prompt has null
+        return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": names, "top_logprobs": top}
 
 
 class PartsAnswer(_Answer, ABC):

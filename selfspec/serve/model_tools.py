@@ -25,11 +25,8 @@ from selfspec.serve.structured_output import Vocabulary
 from selfspec.serve.tool_calls import BEGIN, END, BareReader, CallReader, TagReader
 
 _NAME, _KEY, _VALUE, _RESULT = "probe_of_tools", "probe_of_arguments", "value_of_the_probe", "result_of_the_probe"
-_PARAMETERS = {
-    "type": "object",
-    "properties": {_KEY: {"type": "string", "description": "An argument."}},
-    "required": [_KEY],
-}
+_PROPERTIES = {_KEY: {"type": "string", "description": "An argument."}}
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": [_KEY]}
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "A tool.", "parameters": _PARAMETERS}}
 _CALL = {"id": "probe0000", "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
 _ASKED = {"role": "user", "content": "A question."}

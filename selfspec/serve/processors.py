@@ -64,10 +64,8 @@ def _token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[TokenL
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
     values, ids = logprobs.topk(num_top)
-    return [
-        TokenLogprob(token, logprob, tuple(zip(*top)))
-        for token, logprob, *top in zip(tokens.tolist(), chosen.tolist(), ids.tolist(), values.tolist())
-    ]
+    rows = zip(*(column.tolist() for column in (tokens, chosen, ids, values)))
+    return [TokenLogprob(token, logprob, tuple(zip(*top))) for token, logprob, *top in rows]
 
 
 class LogprobRecorder(LogitsProcessor):

@@ -42,9 +42,8 @@ def read_arguments(given: dict[str, Any]) -> tuple[LoadOptions, ServeOptions, Ra
     8 texts wait in a replica unless told otherwise. Any host name may be used unless some are given, since the address is
     Ray's. Raises ValueError for an unknown name or a wrong value.
     """
-    given = {"max_waiting": 8} | {
-        name: [value] if name in _LISTS and isinstance(value, str) else value for name, value in given.items()
-    }
+    lists = {name: [given[name]] for name in _LISTS if isinstance(given.get(name), str)}
+    given = {"max_waiting": 8, **given, **lists}
     groups: list[Any] = []
     for group in (LoadOptions, ServeOptions, RayOptions):
         names = {field.name for field in fields(group)} - {*_OF_RAY}

@@ -47,14 +47,8 @@ def make_server(app: FastAPI, *, grace_seconds: int, on_start: Callable[[], obje
 
     on_start: called once when the server accepts requests.
     """
-    config = uvicorn.Config(
-        app,
-        http=TimeoutProtocol,
-        ws="none",
-        log_level="warning",
-        timeout_graceful_shutdown=grace_seconds,
-        server_header=False,
-    )
+    more: dict[str, Any] = {"ws": "none", "log_level": "warning", "server_header": False}
+    config = uvicorn.Config(app, http=TimeoutProtocol, timeout_graceful_shutdown=grace_seconds, **more)
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:

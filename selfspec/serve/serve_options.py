@@ -40,10 +40,7 @@ class ServeOptions:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", _NETWORK)
     port: int = option(8000, "Port; 0 takes a free one.", _NETWORK, min=0, max=65535)
     api_key: str | None = option(
-        None,
-        "Key that clients must send. The variable hides it from process lists.",
-        _NETWORK,
-        envvar="SELFSPEC_API_KEY",
+        None, "Key that clients must send. The variable hides it.", _NETWORK, envvar="SELFSPEC_API_KEY"
     )
     allow_host: list[str] | None = option(
         None,
