@@ -162,10 +162,8 @@ def token_sources(record: RoundRecord) -> list[tuple[int, TokenSource]]:
     If the text ended inside the accepted drafts, nothing after the end is included.
     """
     drafts, accepted = record.draft_tokens, record.num_accepted
-    shown: list[tuple[int, TokenSource]] = [
-        (token, "copied" if index < record.num_copied else "accepted")
-        for index, token in enumerate(record.tokens[:accepted])
-    ]
+    fates: list[TokenSource] = ["copied" if index < record.num_copied else "accepted" for index in range(accepted)]
+    shown = [*zip(record.tokens, fates)]
     if len(record.tokens) > accepted:
         shown += [(token, "rejected") for token in drafts[accepted:]]
         own: TokenSource = "target" if not drafts else "corrected" if accepted < len(drafts) else "bonus"

@@ -19,7 +19,7 @@ from layerskip_models.checkpoints.finite import copy_finite, not_finite
 from layerskip_models.checkpoints.parameters import EMBEDDING, HEAD, NORM, parameter_shapes
 from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.checkpoints.weights import ModuleWeights, Weights
-from layerskip_models.decoder_layer import DecoderLayer, interleave_heads
+from layerskip_models.decoder_layer import DecoderLayer, Linear, interleave_heads
 from layerskip_models.families import family_of, head_dim_of
 from layerskip_models.grouped_weight import GroupedLinear, GroupedWeight
 from layerskip_models.kernels.check import native_works
@@ -30,7 +30,6 @@ from layerskip_models.linear import (
     COMPACT,
     LAYOUTS,
     Layout,
-    Linear,
     PlainLinear,
     check_layout,
     grouped_linear,

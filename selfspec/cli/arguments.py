@@ -40,10 +40,7 @@ def load_generator(
     several_processes: the command may be launched as several, which each hold the whole model; others raise ValueError then.
     """
     if not several_processes and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            "this command runs in one process: start it without torchrun (more than one GPU: device_map='auto' from Python; "
-            "more than one machine: the server's replicas, docs/serving.md)"
-        )
+        raise ValueError("this command runs in one process: start it without torchrun (device_map='auto', or replicas)")
     with _loading(model, log):
         return load.generator(model, prefix_cache=prefix_cache, device_map=device_map)
 

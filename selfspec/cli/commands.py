@@ -19,24 +19,9 @@ import typer
 from layerskip_models.checkpoints.named_models import DEMO, NAMED_MODELS
 from layerskip_models.option_fields import parameters_of
 from layerskip_models.training.training_config import TrainingConfig
+from selfspec.cli import option_groups as shared
 from selfspec.cli.console import LogConsole, one_line_errors
-from selfspec.cli.option_groups import (
-    MODEL_HELP,
-    ChatTemplateOption,
-    CopyFromOption,
-    DeviceOptions,
-    LoadOptions,
-    ModelArgument,
-    ModelOption,
-    PolicyOption,
-    RawOption,
-    checked_model,
-    checked_output_file,
-    downloaded,
-    option,
-    with_groups,
-    with_parameters,
-)
+from selfspec.cli.option_groups import LoadOptions, checked_output_file, option, with_groups, with_parameters
 from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument, read_copy_files, read_prompt
 from selfspec.defaults import DEFAULT_BATCH_SIZE, DEFAULT_POLICY
 from selfspec.exits.settings import ExitTraining
@@ -51,8 +36,8 @@ _RESULTS_HELP = "With --prompts: write the results here as JSON lines. The comma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    model: ModelOption = DEMO
-    copy_from: CopyFromOption = None
+    model: shared.ModelOption = DEMO
+    copy_from: shared.CopyFromOption = None
     compare: bool = option(False, "Also decode without speculation and show the speed-up.", _OUTPUT, "--compare")
     show_drafts: bool = option(False, "Colour each token by how it was produced.", _OUTPUT, "--show-drafts")
     svg: Path | None = option(None, "Draw the coloured text into this file.", _OUTPUT, callback=checked_output_file)
@@ -63,7 +48,7 @@ class RunOptions:
     output: Path | None = option(None, _RESULTS_HELP, _MANY, "--output", "-o", callback=checked_output_file)
     batch_size: int = option(DEFAULT_BATCH_SIZE, "With --prompts: number of texts decoded together.", _MANY, min=1)
     file: Path | None = option(None, "Read the prompt from this UTF-8 file.", _TEXT)
-    raw: RawOption = False
+    raw: shared.RawOption = False
     ignore_eos: bool = option(False, "Do not stop at an end-of-sequence token.", _TEXT, "--ignore-eos")
     repeats: int = option(3, "Number of pairs of runs for --compare.", _OUTPUT, min=1)
     quiet: bool = option(False, "Text or JSON only: no progress, no summary.", _OUTPUT, "--quiet", "-q")
@@ -100,10 +85,10 @@ def generate_command(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    model: ModelArgument = DEMO
-    policy: PolicyOption = None
-    copy_from: CopyFromOption = None
-    chat_template: ChatTemplateOption = None
+    model: shared.ModelArgument = DEMO
+    policy: shared.PolicyOption = None
+    copy_from: shared.CopyFromOption = None
+    chat_template: shared.ChatTemplateOption = None
     system: str | None = option(None, "System message.", _CONVERSATION)
     load: Path | None = option(None, "Continue a conversation written by /save.", _CONVERSATION)
     max_new_tokens: int = option(1024, "Maximum number of tokens of an answer.", _CONVERSATION, min=1)
@@ -120,13 +105,13 @@ def chat_command(sampling: SamplingOptions, load: LoadOptions, chat: ChatOptions
     run_chat(sampling, copy_texts, load, chat, log)
 
 
-_DEMO_HELP = f"{MODEL_HELP} Default: smollm2 if `selfspec get` has downloaded it."
+_DEMO_HELP = f"{shared.MODEL_HELP} Default: smollm2 if `selfspec get` has downloaded it."
 
 
 @with_groups
 def demo_command(
     load: LoadOptions,
-    model: Annotated[str | None, typer.Argument(help=_DEMO_HELP, callback=checked_model)] = None,
+    model: Annotated[str | None, typer.Argument(help=_DEMO_HELP, callback=shared.checked_model)] = None,
     repeats: Annotated[int, typer.Option(help="Number of pairs of runs to measure.", min=1)] = 5,
 ) -> None:
     """See what it does: three tasks with drafts coloured, and their speed with speculation and without."""
@@ -145,7 +130,7 @@ def get_command(name: Annotated[str, typer.Argument(help=f"{_NAMES}.")]) -> None
     with one_line_errors():
         if name not in NAMED_MODELS:
             raise ValueError(f"no model is called {name!r}: the names are {', '.join(NAMED_MODELS)}")
-        typer.echo(downloaded(name))
+        typer.echo(shared.downloaded(name))
 
 
 _ENDINGS = (".png", ".svg", ".pdf")
@@ -153,13 +138,13 @@ _ENDINGS = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    policy: PolicyOption = None
-    model: ModelOption = DEMO
+    policy: shared.PolicyOption = None
+    model: shared.ModelOption = DEMO
     output: Path | None = option(
         None, "Picture to draw (.png, .svg, .pdf).", None, "--output", "-o", callback=checked_output_file
     )
     file: Path | None = option(None, "Read the prompt from this UTF-8 file.")
-    raw: RawOption = False
+    raw: shared.RawOption = False
     max_new_tokens: int = option(128, "Maximum number of new tokens. EOS ends only answers to messages.", min=2)
 
 
@@ -179,7 +164,7 @@ def trace_command(load: LoadOptions, trace: TraceOptions, prompt: PromptArgument
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectOptions:
-    model: ModelArgument = DEMO
+    model: shared.ModelArgument = DEMO
     text: list[Path] | None = option(None, "UTF-8 file with a message or prompt; repeatable (default: two questions).")
     max_new_tokens: int = option(64, "New tokens per text.", min=2)
     repeats: int = option(2, "Number of pairs of runs on each text.", min=1)
@@ -197,7 +182,7 @@ def inspect_command(load: LoadOptions, inspect: InspectOptions) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    model: ModelArgument = DEMO
+    model: shared.ModelArgument = DEMO
     file: list[Path] | None = option(None, "UTF-8 file with a plain prompt; repeatable (default: two examples).")
     policy: list[str] | None = option(None, "Policy to verify; repeatable (default: one of each).")
     max_new_tokens: int = option(48, "New tokens per greedy text.", min=4)
@@ -205,7 +190,7 @@ class VerifyOptions:
 
 
 @with_groups
-def verify_command(load: DeviceOptions, verify: VerifyOptions) -> None:
+def verify_command(load: shared.DeviceOptions, verify: VerifyOptions) -> None:
     """Check on this machine that the engine's output equals that of the model as transformers runs it.
 
     Ends with status 1 if anything fails.

@@ -80,10 +80,7 @@ class LoadOptions(DeviceOptions):
     kv_dtype: str = option("auto", "Type of the KV cache: auto, or bfloat16 (half the memory, not exact).", "Model")
     rows: int | None = option(None, "Bits of rows beside weights of 4 to 6 bits: 8 (default) or 16 (slower).", "Model")
     draft_weights: str = option(
-        "auto",
-        "A copy of the weights in fewer bits to draft with: auto (8 bits, where exits promise less and there is room; for "
-        "serve none), none, int8 or int4.",
-        "Model",
+        "auto", "Draft with a copy in fewer bits: auto (8, where it pays; for serve none), none, int8 or int4.", "Model"
     )
 
     def generator(self, name: str, **others: Any) -> SelfSpecGenerator:

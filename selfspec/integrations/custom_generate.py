@@ -19,19 +19,11 @@ from weakref import WeakKeyDictionary, proxy
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
-from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from layerskip_models.fork_safe import fork_safe
 from layerskip_models.transformers_names import CACHE_NAMES

@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from time import time
 from typing import Any, Literal
 from uuid import uuid4
@@ -126,15 +127,10 @@ class _Answer:
         self._vocabulary, self._request, self._prompt_tokens = vocabulary, request, prompt_tokens
 
     def _logprobs(self, found: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        name = self._vocabulary.name_of
-        return [
-            {
-                **name(one.token),
-                "logprob": _finite(one.logprob),
-                "top_logprobs": [{**name(token), "logprob": _finite(value)} for token, value in one.top],
-            }
-            for one in found
-        ]
+        def named(token: int, value: float | None) -> dict[str, Any]:
+            return {**self._vocabulary.name_of(token), "logprob": _finite(value)}
+
+        return [{**named(one.token, one.logprob), "top_logprobs": [*starmap(named, one.top)]} for one in found]
 
 
 class ChoicesAnswer(_Answer, ABC):

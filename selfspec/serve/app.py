@@ -184,12 +184,8 @@ def _add_token_routes(app: FastAPI, translator: Translator) -> None:
 def _add_page(app: FastAPI) -> None:
     """Serve the page at `/`. It calls only the API of the same server."""
     page = files("selfspec.serve").joinpath("page.html").read_text(encoding="utf-8")
-    headers = {
-        "Cache-Control": "no-cache",
-        "Content-Security-Policy": content_policy(page),
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-    }
+    headers = {"Cache-Control": "no-cache", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+    headers["Content-Security-Policy"] = content_policy(page)
 
     @app.get("/", include_in_schema=False)
     async def show_page() -> HTMLResponse:

@@ -13,17 +13,9 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import pydantic
 from fastapi import Request
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect
 
@@ -81,7 +73,9 @@ class Strict(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _known(cls, fields: Any, handler: ModelWrapValidatorHandler[Strict], info: ValidationInfo) -> Strict:
+    def _known(
+        cls, fields: Any, handler: pydantic.ModelWrapValidatorHandler[Strict], info: pydantic.ValidationInfo
+    ) -> Strict:
         if not isinstance(fields, dict):
             return handler(fields)
         kept: dict[str, Any] = {}

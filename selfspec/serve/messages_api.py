@@ -114,13 +114,9 @@ class MessagesAnswer(PartsAnswer):
     def _end(self, used: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         counts = dict(used["usage"])
         cached = counts.pop("prompt_tokens_details")["cached_tokens"]
-        usage = {
-            "input_tokens": counts.pop("prompt_tokens") - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": counts.pop("completion_tokens"),
-            **counts,
-        }
+        caching = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
+        read, written = counts.pop("prompt_tokens") - cached, counts.pop("completion_tokens")
+        usage = {"input_tokens": read, **caching, "output_tokens": written, **counts}
         stop = self._stop if self._stop in self._request.stop_sequences else None  # else it is the template's
         why = {"stop_reason": _STOP_REASONS[self._finish] if stop is None else "stop_sequence", "stop_sequence": stop}
         events = self._event("message_delta", delta=why, usage=usage) + self._event("message_stop")

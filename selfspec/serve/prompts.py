@@ -58,11 +58,8 @@ class Prompts:
             told = map(json.dumps, filter(None, [described, *calls]))
             check_length(self.tokenizer, [*(message.text for message in messages), *told], self.max_context)
             if not self.has_template:
-                raise ApiError(
-                    "this model has no chat template: use /v1/completions, or start the server with --chat-template",
-                    param="messages",
-                    code="no_chat_template",
-                )
+                why = "this model has no chat template: use /v1/completions, or start the server with --chat-template"
+                raise ApiError(why, param="messages", code="no_chat_template")
             template = self._template
             if described or any(calls) or any(message.role == "tool" for message in messages):
                 template = tool_template(self.tokenizer, template)

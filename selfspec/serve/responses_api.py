@@ -26,11 +26,9 @@ class ResponsesRequest(
     """Body of /v1/responses. Fields of input items and of tools are checked as those of a chat's messages and tools."""
 
     _own_names: ClassVar[dict[str, str]] = {
-        "messages": "input",
-        "max_tokens": "max_output_tokens",
-        "max_completion_tokens": "max_output_tokens",
-        "response_format": "text.format",
-    }
+        "messages": "input", "response_format": "text.format",
+        "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
+    }  # fmt: skip
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None

@@ -38,12 +38,9 @@ MAX_NESTING = 120
 """Most levels of nested values. The compiler reads JSON of up to 124."""
 TRIAL_SECONDS = 1.0  # limit on the processor time of a trial
 LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 200_000,
-    "step_lexer_fuel": 30_000,
-    "step_max_items": 20_000,
-    "max_lexer_states": 50_000,
+    "initial_lexer_fuel": 200_000, "step_lexer_fuel": 30_000, "step_max_items": 20_000, "max_lexer_states": 50_000,
     "verbose_errors": False,
-}
+}  # fmt: skip
 """Limits on a grammar, in llguidance's units. A core does about 20 of them in a microsecond."""
 COMPACT: Any = {"whitespace_flexible": False}
 """No white space between JSON tokens: a weak model might write spaces forever."""

@@ -60,11 +60,7 @@ class ServeOptions:
         _LOAD,
     )
     share_prefixes: bool = option(
-        False,
-        "All requests come from one user, so their prompts may reuse each other's texts. Default: only requests with the "
-        "same cache_salt may.",
-        _LOAD,
-        "--share-prefixes",
+        False, "Let all prompts reuse each other's texts, not only those of one cache_salt.", _LOAD, "--share-prefixes"
     )
     max_tokens: int | None = option(None, "Maximum number of new tokens of a text.", _LOAD, min=1)
     max_context: int | None = option(

@@ -283,7 +283,5 @@ class ServedPolicies:
 
 
 def _refuse_measuring() -> CostModel:
-    raise ValueError(
-        "it decides by measured time, so a seed would not give the same text again: "
-        f"leave out seed or policy, or choose one that counts layers, such as {REPEATING}"
-    )
+    remedy = f"leave out seed or policy, or choose one that counts layers, such as {REPEATING}"
+    raise ValueError(f"it decides by measured time, so a seed would not give the same text again: {remedy}")
