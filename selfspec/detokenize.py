@@ -157,10 +157,7 @@ def _cleans(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def token_sources(record: RoundRecord) -> list[tuple[int, TokenSource]]:
-    """List a round's tokens in reading order: accepted drafts (copied ones first), rejected drafts, the full model's token.
-
-    If the text ended inside the accepted drafts, nothing after the end is included.
-    """
+    """List a round's tokens in reading order: accepted, then rejected drafts, the model's own. Nothing follows a stop."""
     drafts, accepted = record.draft_tokens, record.num_accepted
     fates: list[TokenSource] = ["copied" if index < record.num_copied else "accepted" for index in range(accepted)]
     shown = [*zip(record.tokens, fates)]
@@ -202,10 +199,7 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 class StopCutter:
-    """Passes text on up to the first stop string. Text that may be the beginning of one is held back until that is clear.
-
-    ended: a stop string has come. found: which one. held: the text that is held back.
-    """
+    """Passes text on up to the first stop string, `found`. What may be the beginning of one is `held` until that is clear."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
@@ -252,10 +246,7 @@ class StopTrimmer:
 
 
 class TextStreamer:
-    """A streamer for `generate` that writes the new text, one chunk per round.
-
-    write: called with each chunk. on_start: called once when the arguments have been checked and the prompt arrives.
-    """
+    """Writes the new text for `generate`, one chunk per round. on_start: called once, when the prompt arrives."""
 
     def __init__(
         self,

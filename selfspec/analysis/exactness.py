@@ -120,10 +120,7 @@ def verify_engine(
 def ask_reference(
     llama: PreTrainedModel, prompts: abc.Sequence[Tensor], max_new_tokens: int, on_progress: Callable[[str], None]
 ) -> Reference:
-    """Get greedy texts, their logits and the distribution of samples from transformers.
-
-    on_progress: called prompts + 1 times.
-    """
+    """Get greedy texts, their logits and the distribution of samples from transformers, in prompts + 1 steps."""
     logits = []
     for prompt in prompts:
         cache, fed, rows = DynamicCache(config=llama.config), prompt.tolist(), []

@@ -143,10 +143,7 @@ class Replay:
 
 
 def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Replay:
-    """Work out the rounds that `ls:E-G` would have on the traced text. num_speculations >= 1.
-
-    Raises ValueError when the trace is not complete.
-    """
+    """Work out the rounds that `ls:E-G` would have on the traced text. Raises ValueError when the trace is not complete."""
     if not trace.is_complete:
         raise ValueError("the trace does not cover every position: use fixed_settings, which estimates then")
     runs = trace.runs.get(exit_layer, ())  # empty if there was no round

@@ -61,10 +61,7 @@ def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, pat
 
 
 def trace_lines(records: Sequence[RoundRecord]) -> list[str]:
-    """Write a line per round: drafter, drafts, threshold, estimated acceptance of the drafter.
-
-    + is a draft that was accepted, - one that was not; = an accepted copy, x one that was not.
-    """
+    """Write a line per round. A draft is + if accepted, - if not; a copied one = if accepted, x if not."""
     width = max([19, *(record.num_drafted for record in records)])
     lines = [f"round  drafter  {'drafts':{width}}  threshold  estimated acceptance"]
     for record in records:

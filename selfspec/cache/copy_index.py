@@ -81,10 +81,7 @@ class _Places:
 
 
 class CopyStore:
-    """Texts to copy from in addition to the text itself: templates, the file being edited. Never changed once it is made.
-
-    texts: token ids of each. largest_token: of all of them, BETWEEN if there are none.
-    """
+    """Texts to copy from besides the text itself, never changed. largest_token: of all, BETWEEN if there are none."""
 
     def __init__(self, texts: Iterable[Sequence[int]]) -> None:
         self.places = _Places()
@@ -238,10 +235,7 @@ def copies_drafts(observes: ObservationSpec) -> bool:
 def store_for(
     copy_from: CopyFrom | None, policy: Policy, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> CopyStore | None:
-    """Give the store of one call, None for none.
-
-    Raises ValueError for a policy that copies nothing, and for a store of another model's tokens; as `make_store` otherwise.
-    """
+    """Give the store of one call, None for none. Raises ValueError for a policy that copies nothing, or another model's."""
     if copy_from is None:
         return None
     if not copies_drafts(policy.observes):

@@ -153,10 +153,7 @@ class HiddenStates:
 
 
 class DeferredShadow:
-    """Hidden states that become shadow tokens layer by layer, when they are asked for. See `policies.Shadow`.
-
-    hidden: [layers, rows, hidden], which nobody else writes to.
-    """
+    """Hidden states, [layers, rows, hidden], that become shadow tokens when these are asked for. See `policies.Shadow`."""
 
     acceptance_probabilities = None
 

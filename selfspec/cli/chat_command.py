@@ -239,10 +239,7 @@ class Conversation:
         self.messages = [dict(message) for message in messages]
 
     def ask(self, question: str) -> None:
-        """Get an answer, and write it while it is generated. Ctrl-C ends it; what was generated is then the answer.
-
-        Raises ValueError if the question cannot be asked, for example without room for an answer, and forgets it.
-        """
+        """Get an answer, written as it comes; Ctrl-C ends it. Raises ValueError for one without room, and forgets it."""
         asked = [*self.messages, {"role": "user", "content": question}]
         tokenizer = self._generator.tokenizer
         assert tokenizer is not None

@@ -228,10 +228,7 @@ def export_hub_command(
 
 
 def _training(about: str, settings: type[Any], place: str, next_step: str) -> Callable[..., None]:
-    """Make a command with an option for every setting of a training.
-
-    place: the module and the function that trains. next_step: how the result is used; {} is its folder.
-    """
+    """Make a command with an option for every setting. place: of the function that trains. next_step: {} is its folder."""
     module, _, function = place.partition(":")
 
     def command(**values: Any) -> None:

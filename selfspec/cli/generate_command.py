@@ -119,10 +119,7 @@ def generate_one(
 def _shown_run(
     generate: Generate, tokenizer: Any, prompt: str, run: RunOptions, log: Console, own_code: bool
 ) -> GenerationResult:
-    """Make the run that the user sees, on standard output unless JSON is asked for, and in files.
-
-    own_code: the policy is the user's, and errors may be its.
-    """
+    """Make the run that the user sees, on standard output and in files. own_code: errors may be of the user's own policy."""
     writer = display.TextWriter(Console(highlight=False))
     drafts: list[tuple[str, TokenSource]] = []
 

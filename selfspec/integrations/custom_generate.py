@@ -159,10 +159,7 @@ def _requests(
     criteria: StoppingCriteriaList,
     do_sample: bool,
 ) -> tuple[list[Request], StopTogether | None]:
-    """Make the request of each row, and what makes the rows end together, if they must.
-
-    length: of the padded prompts, from which transformers counts.
-    """
+    """Make the request of each row, and what makes them end together if they must. length: of the padded prompts."""
     # We decide these on the host. A criterion of these types from the user has replaced the prepared one.
     lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     max_new_tokens = max(1, min(lengths) - length)

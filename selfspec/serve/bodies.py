@@ -36,6 +36,11 @@ UNSUPPORTED, WRONG = "unsupported_field", "wrong_field"
 """Types of validation errors that name the field themselves: it is not supported, or it does not fit the other fields."""
 
 
+def refusals(message: str, *fields: str) -> dict[str, str]:
+    """Write the message of each field. message: has {} in place of the field."""
+    return {field: message.format(field) for field in fields}
+
+
 def refuse(*cases: tuple[str, object, str]) -> None:
     """Raise the error of the first case that holds, in a model's validator. Each is a field, whether it is wrong, and why."""
     for name, is_wrong, message in cases:
@@ -117,10 +122,7 @@ def _is_empty(value: object) -> bool:
 
 
 class WorkerQueue:
-    """Two threads, first come first served, so that long work neither blocks the event loop nor takes all the time.
-
-    Requests of one kind take turns, so that none holds both threads.
-    """
+    """Two threads for long work, first come first served. Requests of one kind take turns, so that none holds both."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="selfspec-worker")
@@ -220,10 +222,7 @@ def _bounded(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _from_validation(errors: Sequence[Mapping[str, Any]], names: Sequence[str]) -> ApiError:
-    """Make the error for a body, naming the field. If several types were tried, the one that got furthest counts.
-
-    names: of the body's fields, for a suggestion.
-    """
+    """Make the error for a body. Of several types that were tried the one that got furthest counts. names: of its fields."""
     error = max(errors, key=lambda one: len(one["loc"]))
     path = [str(part) for part in error["loc"]]
     # After the name, pydantic says which of several types it tried.

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.messages import ChatTemplate, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
-from selfspec.serve.api_requests import ChatRequest, GenerationRequest, Message, Tool
+from selfspec.serve.api_messages import Message, Tool
+from selfspec.serve.api_requests import ChatRequest, GenerationRequest
 from selfspec.serve.schema_check import COMPACT, Grammar, as_compiled
 from selfspec.serve.structured_output import Vocabulary
 from selfspec.serve.tool_calls import BEGIN, END, BareReader, CallReader, TagReader
@@ -42,10 +43,7 @@ class NoToolsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """several: whether the template takes several calls of one answer; Llama's does not, and two would end the conversation.
-
-    shows_calls: whether the template shows the model its earlier calls and their results.
-    """
+    """several: whether one answer may have several calls; Llama's may not. shows_calls: whether earlier ones are shown."""
 
     kind: Literal["tags", "bare"]
     several: bool = True

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.engine.request import ContextLengthError
 from selfspec.messages import ChatTemplate, check_characters, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
-from selfspec.serve.api_requests import ChatRequest, TokenizeRequest, Tool
+from selfspec.serve.api_messages import Tool
+from selfspec.serve.api_requests import ChatRequest, TokenizeRequest
 from selfspec.serve.model_tools import ModelTools, tool_template
 
 _OWN_VARIABLES = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})

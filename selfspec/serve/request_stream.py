@@ -28,10 +28,7 @@ engine down. Rounds of larger models take longer than this and are sent at once.
 
 
 class RequestStream:
-    """Made and used in an event loop.
-
-    streamed: `pieces` will be read; otherwise `whole`, for which the loop is woken only when a text ends.
-    """
+    """Made and used in an event loop. streamed: `pieces` will be read, else `whole`, which waits until a text ends."""
 
     def __init__(
         self,
@@ -168,10 +165,7 @@ def _deliver(stream: weakref.ref[RequestStream], index: int, step: StepOutput) -
 
 
 class DraftLog:
-    """Keeps the tokens of one text with their fates until their text is sent, which may be later, and may be less.
-
-    Makes the field `selfspec` of chunks (show_drafts), see docs/serving.md. prompt: the ids that the text follows.
-    """
+    """Keeps tokens with their fates until their text is sent, for the field `selfspec` of chunks (docs/serving.md)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor) -> None:
         self._pieces = SourcedText()

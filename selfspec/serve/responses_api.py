@@ -10,9 +10,8 @@ from uuid import uuid4
 from pydantic import Field
 
 from selfspec.serve.api_errors import ApiError
-from selfspec.serve.api_requests import refusals
 from selfspec.serve.api_responses import PartsAnswer
-from selfspec.serve.bodies import Integer
+from selfspec.serve.bodies import Integer, refusals
 from selfspec.serve.other_apis import OtherRequest, Placed, response_format
 
 _STATELESS = "nothing is stored here: set store to false, send the earlier items in input, and leave out {}"

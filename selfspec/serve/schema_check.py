@@ -81,7 +81,7 @@ def _enforced(value: Any, is_schema: bool, depth: int) -> Any:
             found[key] = _enforced(item, True, depth + 1)
             continue
         if key == "$ref" and isinstance(item, str) and item[:2] not in ("#", "#/"):
-            raise ValueError(f"the schema refers to {item[:100]!r}: references must be in it, such as '#/$defs/name'")
+            raise ValueError(f"the schema refers to {item[:100]!r}: references must be within it, as '#/$defs/name'")
         if key == "$id" and isinstance(item, str) and depth > 1:
             raise ValueError("the schema has an $id inside: name parts in $defs, and refer to them by '#/$defs/...'")
         if key in _UNSUPPORTED:

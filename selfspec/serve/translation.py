@@ -73,10 +73,7 @@ class Translator:
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
     def has_slow_schema(self, body: Body, size: int) -> bool:
-        """Say whether it has a schema that takes long to compile, or that was not compiled yet.
-
-        size: of the body in bytes; the schema of a large one takes long to look up.
-        """
+        """Say whether it has a schema that compiles slowly, or may; in a large body, of `size` bytes, all may."""
         with bad_request("tools"):
             schemas = [schema for _, schema in body.schemas]
         return bool(schemas) and (size > LARGE_BODY or not all(map(self.schemas.is_quick, schemas)))
