@@ -36,7 +36,7 @@ def check_all(
     for name, values in separate.items():
         if len(values) != len(prompts):
             raise ValueError(
-                f"{name} has {len(values)} values for {len(prompts)} prompts: give one for each, or for all"
+                f"{name} has {len(values)} values for {len(prompts)} prompts: give one for each, or one for all"
             )
     checked = []
     for index, prompt in enumerate(prompts):

@@ -93,9 +93,8 @@ def encode_messages(
     continued = ask is None and messages[-1]["role"] == "assistant"
     ends = {"add_generation_prompt": ask is not False and not continued, "continue_final_message": continued}
     told = None if tools is None else [dict(tool) for tool in tools]
-    render = partial(
-        tokenizer.apply_chat_template, chat_template=template.source, tools=told, **(variables or {}), **ends
-    )
+    more = {**(variables or {}), **ends}
+    render = partial(tokenizer.apply_chat_template, chat_template=template.source, tools=told, **more)
     for message in messages:
         check_characters(str(message.get("content")), "a message")
     conversation = [dict(message) for message in messages]

@@ -66,12 +66,9 @@ def explain(
     rounds_cost = sum(cost_of_round(record, cost) for record in result.trace)
     speedups = None
     if tokens and stats.etpl is not None:
-        speedups = Speedups(
-            layers=stats.etpl * num_layers,
-            cost=tokens * step / rounds_cost,
-            real=(times.num_new_tokens - 1) * step / (times.seconds - times.time_to_first_token),
-            full_acceptance=full * step / rounds_cost,
-        )
+        real = (times.num_new_tokens - 1) * step / (times.seconds - times.time_to_first_token)
+        layers, here, most = stats.etpl * num_layers, tokens * step / rounds_cost, full * step / rounds_cost
+        speedups = Speedups(layers=layers, cost=here, real=real, full_acceptance=most)
     trace = agreement_trace(result if plain is None else plain, num_layers)
     return Explanation(
         phases=phases,

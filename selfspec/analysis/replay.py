@@ -174,11 +174,7 @@ class Setting:
 
 
 def fixed_settings(trace: AgreementTrace, cost: CostModel, lengths: Sequence[int] = GRID_LENGTHS) -> list[Setting]:
-    """List every recorded exit layer with every length, best tokens per cost first.
-
-    Estimated where the trace is not complete: as if each draft were accepted with its layer's mean acceptance, independently
-    (DEL eq. 1).
-    """
+    """List every recorded exit layer with every length, best first; estimated (DEL eq. 1) where the trace is incomplete."""
     settings = []
     for exit_layer in trace.agrees:
         acceptance = trace.agreement(exit_layer)

@@ -12,11 +12,7 @@ _FATES = {(False, True): "+", (False, False): "-", (True, True): "=", (True, Fal
 
 
 def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, path: Path) -> None:
-    """Draw the rounds into a picture; the format follows the path's ending (png, svg, pdf).
-
-    Source: DEL (Entezari Zarch et al. 2025), Figure 4; length and the drafts' fate are added.
-    Raises ValueError for a run without rounds, or an ending that matplotlib does not know.
-    """
+    """Draw the rounds into a picture (png, svg, pdf by the path's ending). Raises ValueError for a run without rounds."""
     from matplotlib.figure import Figure  # a good part of a command's start, and few draw
     from matplotlib.ticker import MaxNLocator
 

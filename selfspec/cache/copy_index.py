@@ -175,10 +175,7 @@ class CopyIndex:
         return Match(self._length, self._next)
 
     def continuation(self, count: int) -> list[int]:
-        """Return what followed the match, `count` tokens, fewer at the end of a text of the store.
-
-        Where it runs into the end of this text it goes on with what it has copied: a loop is copied round and round.
-        """
+        """Return what followed the match: fewer than `count` tokens at a stored text's end, a loop round and round."""
         if self.match is None:
             return []
         tokens, first = self._from, self._place + 1
@@ -197,11 +194,7 @@ CopyFrom = CopyStore | Sequence[str | list[int] | Tensor]
 def make_store(
     texts: Iterable[str | list[int] | Tensor], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> CopyStore:
-    """Make a store of these texts, given as text (which needs a tokenizer) or as token ids.
-
-    Raises TypeError for a single text instead of a list and for anything else; ValueError where a tokenizer is missing, for
-    an id that the model does not have, and where there is nothing to copy.
-    """
+    """Make a store of texts or token ids. Raises TypeError for others, ValueError for unknown ids or nothing to copy."""
     if isinstance(texts, (str, Tensor)):
         raise TypeError("copy_from takes a list of texts: put this one into a list")
     encoded = [_ids(text, tokenizer) for text in texts]

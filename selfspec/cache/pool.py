@@ -106,11 +106,9 @@ class KVCachePool:
 
     @property
     def reuses(self) -> bool:
-        """True if a prompt may go on from a kept text.
-
-        On our own kernels a row's bits depend only on its text, so it makes no difference which pass computed it.
-        """
-        return self._prefixes.reuses(exact=self._model.kernels is not None)
+        """True if a prompt may go on from a kept text. On our own kernels a row's bits depend only on its text."""
+        use = self._prefixes.use
+        return use == "always" or (use == "exact" and self._model.kernels is not None)
 
     @property
     def kept_texts(self) -> KeptTexts:
@@ -123,11 +121,7 @@ class KVCachePool:
 
     @contextmanager
     def lend(self, num_tokens: int, prompt: Tensor | None = None, owner: Owner = ANYONE) -> Iterator[CacheSlot]:
-        """Lend a slot for one sequence of at most `num_tokens` tokens.
-
-        prompt: int64 [n] on the CPU. The slot's cache holds the rows of the longest prefix that a kept text of this owner
-        has in common with the prompt; it may be empty.
-        """
+        """Lend a slot for `num_tokens` tokens. It holds the rows that a kept text of this owner shares with the prompt."""
         with self._changing():
             before = self._times_forgotten
             slot = self._find(num_tokens, prompt, owner)

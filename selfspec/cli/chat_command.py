@@ -51,9 +51,8 @@ def run_chat(
     # Keep the last text on every device, so that only the new message has to be read.
     generator = load_generator(model, load, log, prefix_cache=1)
     if not has_template(generator.tokenizer, template):
-        raise ValueError(
-            f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain"
-        )
+        remedy = "give a Jinja file with --chat-template FILE, or --chat-template plain"
+        raise ValueError(f"{model} has no chat template: {remedy}")
     check_sampling(generator.model.generation_config, sampling)
     options: dict[str, Any] = {**sampling}
     if (seed := options.pop("seed")) is not None:  # one random generator for all answers

@@ -66,9 +66,7 @@ def option(default: Any, help: str, panel: str | None = None, *flags: str, **oth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    dtype: str = option(
-        "auto", "auto, float32, bfloat16, float16, float64, int8 or int4 (on a CPU, of weights).", "Model"
-    )
+    dtype: str = option("auto", "auto, float32, bfloat16, float16, float64, int8 or int4 (weights on a CPU).", "Model")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...", "Model")
 
 

@@ -209,11 +209,7 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def _arguments_of_generate(caller: FrameType | None) -> dict[str, Any]:
-    """Find the streamer and the assistant model of `model.generate`, if it is the caller or the caller's caller.
-
-    transformers passes neither on. They are looked up in its frame, because otherwise the streamer would stay silent and the
-    assistant model be ignored.
-    """
+    """Find the streamer and assistant model of `model.generate` in its frame: transformers passes neither on."""
     for frame in (caller, caller and caller.f_back):
         if frame is not None and frame.f_code is _GENERATE:
             return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}

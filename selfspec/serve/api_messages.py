@@ -36,10 +36,7 @@ class Tool(Strict):
 
     @property
     def schema_(self) -> dict[str, Any]:
-        """The schema of its arguments. Raises ValueError if they are not an object.
-
-        Where it says nothing of further properties there are none: a function would not know what to do with them.
-        """
+        """The schema of its arguments, without further properties unless it says so. Raises ValueError for no object."""
         given = self.function.parameters
         if given is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}

@@ -226,7 +226,7 @@ class CompletionAnswer(ChoicesAnswer):
             raw = bytes_of(one.token)
             names.append(_shown_in_completions(raw))
             offsets.append(offset)
-            # The text shows no special tokens, but for those that a client has written into the prompt.
+            # The text shows special tokens only where a client has written them into the prompt.
             if one.token not in self._vocabulary.special or part.echo.startswith(names[-1], offset):
                 offset += len(decoder.decode(raw))
             likely = {_shown_in_completions(bytes_of(token)): _finite(value) for token, value in one.top}

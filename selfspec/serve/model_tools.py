@@ -108,11 +108,7 @@ class ModelTools:
                 self._format = format_of(tokenizer, template)
             except NoToolsError as error:
                 self._why = str(error)
-
-    @property
-    def known(self) -> bool:
-        """Return whether the model can be told of tools, and its calls can be read."""
-        return self._format is not None
+        self.known = self._format is not None  # whether it can be told of tools, and its calls can be read
 
     def check(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         """Raise ApiError that names the first field about tools, if the template does not know them."""

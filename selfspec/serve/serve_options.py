@@ -20,6 +20,8 @@ ANY_POLICY = "any"
 MAX_CHOICES = 32  # largest `n`, and the most prompts of one completion request
 
 _SPECULATION, _NETWORK, _LOAD = "Speculation", "Network", "Load"
+_POLICIES = f"Policy that requests may name, '{ANY_POLICY}' for all. Default: the server's, {', '.join(SAFE_POLICIES)}."
+_HOSTS = "Host name that clients may use, '*' for any. Default: any; without a key on this machine's address its own."
 _COUNTS = ("batch_size", "max_waiting", "default_chat_tokens", "max_tokens", "max_context")
 _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -30,35 +32,18 @@ class ServeOptions:
 
     model: ModelArgument = DEMO
     policy: str | None = option(None, f"{POLICY_HELP} Requests may name another.", _SPECULATION)
-    allow_policy: list[str] | None = option(
-        None,
-        f"A policy that requests may name, '{ANY_POLICY}' for all; repeatable. Default: "
-        f"{', '.join(SAFE_POLICIES)} and the server's own.",
-        _SPECULATION,
-    )
+    allow_policy: list[str] | None = option(None, _POLICIES, _SPECULATION)
     copy_from: CopyFromOption = None
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", _NETWORK)
     port: int = option(8000, "Port; 0 takes a free one.", _NETWORK, min=0, max=65535)
-    api_key: str | None = option(
-        None, "Key that clients must send. The variable hides it.", _NETWORK, envvar="SELFSPEC_API_KEY"
-    )
-    allow_host: list[str] | None = option(
-        None,
-        "Host name under which clients may call the server, as a proxy sends it; '*' for any; repeatable. "
-        "Default: only localhost for a server without a key on this machine's own address, else any.",
-        _NETWORK,
-    )
+    api_key: str | None = option(None, "Key that clients must send.", _NETWORK, envvar="SELFSPEC_API_KEY")
+    allow_host: list[str] | None = option(None, _HOSTS, _NETWORK)
     allow_origin: list[str] | None = option(None, "Origin of pages that may call; '*' for any; repeatable.", _NETWORK)
     served_name: str | None = option(None, "Model's name for clients (default: the last part of its name).", _NETWORK)
     chat_template: ChatTemplateOption = None
     batch_size: int = option(8, "Number of texts decoded together.", _LOAD, min=1)
     max_waiting: int = option(64, "Number of texts that may wait; further ones get status 429.", _LOAD, min=1)
-    prefix_cache: str | None = option(
-        None,
-        'Memory for complete texts, such as "2GB". A prompt that begins like one of them is read only from where it differs. '
-        "Default: the last text.",
-        _LOAD,
-    )
+    prefix_cache: str | None = option(None, 'Memory for texts to go on from, as "2GB" (default: the last text).', _LOAD)
     share_prefixes: bool = option(
         False, "Let all prompts reuse each other's texts, not only those of one cache_salt.", _LOAD, "--share-prefixes"
     )
