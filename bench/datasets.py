@@ -114,10 +114,7 @@ def encode_prompts(
 def chat_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int, num_samples: int
 ) -> list[EncodedPrompt]:
-    """Messages of a user in the tokenizer's chat template, the tasks taking turns; longer ones are left out.
-
-    Raises ValueError where the tokenizer has no template, or no message has at most `max_tokens` tokens with it.
-    """
+    """Encode users' messages by the chat template, tasks in turn, none too long. Raises ValueError if there is none."""
     import torch
 
     found = {prompt: encode_messages([{"role": "user", "content": prompt.prompt}], tokenizer) for prompt in prompts}

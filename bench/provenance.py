@@ -88,10 +88,7 @@ def _shortened(argument: str) -> str:
 
 
 def _processor() -> dict[str, Any]:
-    """Return the processor's name as Linux gives it, and its generation.
-
-    Virtual machines say no more in the name than "AMD EPYC".
-    """
+    """Return the processor's name as Linux gives it, and its generation, which virtual machines leave out of the name."""
     fields: dict[str, str] = {}
     with suppress(OSError):
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]

@@ -141,10 +141,7 @@ def _whole_lines(path: Path) -> list[Line]:
 
 
 def read_record(path: Path) -> list[Line]:
-    """Read the lines of a complete record, without the last, which says that it is.
-
-    Raises ValueError, with the remedy, for a file that is not a record, cannot be read, or is not complete.
-    """
+    """Read the lines of a complete record, without the last. Raises ValueError, with the remedy, for anything else."""
     if not path.exists():
         raise ValueError(f"there is no record at {path}: measure one with selfspec-bench run --output {path}")
     try:

@@ -93,10 +93,7 @@ class Recipe:
 
 
 def parse_synthetic(name: str) -> tuple[str, Recipe]:
-    """("medium", recipe) of "synthetic:medium" or "synthetic:medium,eps=0.2,decay=0.7,wide=2,seed=1".
-
-    Raises ValueError that lists what is possible.
-    """
+    """Read "synthetic:medium" or "synthetic:medium,eps=0.2,decay=0.7,wide=2,seed=1". Raises ValueError that lists options."""
     shape, *options = name.removeprefix(PREFIX).split(",")
     _fields_of(shape)
     kinds: dict[str, type] = {"eps": float, "decay": float, "wide": int, "seed": int}
@@ -174,10 +171,7 @@ def _fill(model: LlamaForCausalLM, generator: torch.Generator) -> None:
 
 
 def _scale(model: LlamaForCausalLM, recipe: Recipe, generator: torch.Generator) -> None:
-    """Scale every layer's output matrices, in order, on random tokens.
-
-    Attention's and the MLP's updates are uncorrelated with the stream, so each gets the size of the recipe.
-    """
+    """Scale every layer's output matrices, in order, on random tokens: attention's and the MLP's alike."""
     count = min(_CALIBRATION_TOKENS, model.config.max_position_embeddings)
     device = model.lm_head.weight.device
     tokens = torch.randint(model.config.vocab_size, (1, count), generator=generator, device=device)

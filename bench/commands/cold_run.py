@@ -32,10 +32,7 @@ Sampling = dict[str, Any] | None
 
 
 def run_cold(options: RunCommand, policies: list[str], samples: Sequence[EncodedPrompt], sampling: Sampling) -> None:
-    """Run each policy, plain decoding first, on the same texts in a process of its own. Processes take turns.
-
-    First with an empty folder for costs, and then with what the process before it has kept there.
-    """
+    """Run each policy on the same texts in processes that take turns, first without kept costs, then with another's."""
     prompts = samples[:_TEXTS]
     with ExitStack() as held:
         held.enter_context(ended_by_loss())

@@ -26,10 +26,7 @@ def compare(options: CompareCommand) -> None:
 
 
 def compare_records(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[str], Table]:
-    """Return what differs in how the two were made, and a row per engine that both measured.
-
-    Raises ValueError if they have no engine in common.
-    """
+    """Return what differs in how the two were made, and a row per engine in both. Raises ValueError if there is none."""
     notes = [f"{name}: {old} -> {new}" for name, old, new in differences(before[0], after[0], _WHERE)]
     left, right = Samples(before), Samples(after)
     rows = []

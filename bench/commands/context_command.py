@@ -89,10 +89,7 @@ def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedP
 
 
 class _Place:
-    """One context, which its generator keeps, and what decodes after it.
-
-    policies: by their role. seconds: to the first token, when the whole prompt was read.
-    """
+    """One context, kept by its generator, and what decodes after it: policies by role. seconds: to the first token."""
 
     def __init__(self, weights: LayerSkipModel, prompt: EncodedPrompt, max_new_tokens: int) -> None:
         self.generator, self.size = SelfSpecGenerator(weights, prefix_cache=1), prompt.ids.numel()  # it keeps one text

@@ -91,10 +91,7 @@ def _measured(variant: str, job: dict[str, Any]) -> dict[str, list[Line]]:
 
 
 def products(kinds: Sequence[str], rows: Sequence[int], seconds: float, matrices: int) -> Iterator[Line]:
-    """Time products: the median of at least three turns through all matrices, and the bytes of one's weights.
-
-    seconds: of each measurement, at least.
-    """
+    """Time products, for `seconds` each at least: the median of three turns or more through all matrices, and one's bytes."""
     for kind in kinds:
         draw = torch.Generator().manual_seed(0)
         made = [KINDS[kind](torch.randn(OUT, IN, generator=draw)) for _ in range(matrices)]

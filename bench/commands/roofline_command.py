@@ -1,7 +1,4 @@
-"""`selfspec-bench roofline`: how close each part of a round comes to the speed of the memory.
-
-Phases come from whole runs, whose traces say what each round had to read.
-"""
+"""`selfspec-bench roofline`: how close each part of a round comes to the speed of the memory, by traces of whole runs."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def sweep(options: SweepCommand) -> None:
         timed = Samples(record.lines)
         speedups = {name: timed.speedup(f"selfspec:{name}", PLAIN) for name in names[1:]}
         name, found = max(speedups.items(), key=lambda item: item[1].value)
-        chosen = partial(dict, policy=name, speedup=found.value, low=found.low, high=found.high)
+        chosen = partial(dict[str, Any], policy=name, speedup=found.value, low=found.low, high=found.high)
         best = record.once("best", chosen)
     if options.write:
         path = _write_setting(Path(options.model), best, record.lines[0])
@@ -87,10 +87,7 @@ def _cells(
     samples: Sequence[EncodedPrompt],
     max_new_tokens: int,
 ) -> list[Line]:
-    """Write a line for each setting: its rounds, and the speed-up over plain decoding that measured costs predict.
-
-    Returns the lines, the best prediction first. Rates are means over prompts; tokens are those committed in rounds.
-    """
+    """Write a line for each setting, its rounds (means over prompts) and predicted speed-up; return them, the best first."""
     cost = calibrated(generator, record)
     if record.find("traced") is None:
         traces = []

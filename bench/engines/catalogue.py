@@ -69,10 +69,7 @@ def engines_beside(asked: Sequence[str] | None, file: Path | None) -> list[str]:
 
 
 def makers(asked: Sequence[str], work: Work) -> dict[str, Maker]:
-    """Return how to make selfspec and each engine that is asked for, by name, without those whose packages are missing.
-
-    Raises ValueError for an unknown engine, or one that cannot run this work.
-    """
+    """Return how to make selfspec and each engine asked for whose package is there. Raises ValueError for an unknown one."""
     found = {name: _maker(name, work) for name in asked}
     return {SELFSPEC: partial(own_peer, work)} | {name: make for name, make in found.items() if _installed(name)}
 

@@ -24,10 +24,7 @@ from layerskip_models.kernels.threads import num_threads
 
 
 class OpenVinoEngine(TimedEngine):
-    """Greedy decoding by `openvino_genai.LLMPipeline`. path: a GGUF file or an exported folder.
-
-    Raises FileNotFoundError for a folder without a model, RuntimeError, as OpenVINO does, for one that it cannot load.
-    """
+    """Greedy decoding by `openvino_genai.LLMPipeline`. path: a GGUF file or exported folder, or FileNotFoundError."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.name, self.label = name, f"OpenVINO GenAI, {name.partition(':')[2]}"

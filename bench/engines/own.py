@@ -51,7 +51,7 @@ class Generation:
     @classmethod
     def with_first(cls, tokens: Iterable[int], seconds: float, first: float, **more: Any) -> Generation:
         """Describe a run whose first token was there after `first` of `seconds`."""
-        times = {"seconds": seconds, "time_to_first_token": first, "decode_seconds": seconds - first}
+        times: dict[str, Any] = {"seconds": seconds, "time_to_first_token": first, "decode_seconds": seconds - first}
         return cls(tokens=tuple(tokens), **times, **more)
 
 
@@ -75,10 +75,7 @@ class BatchRun:
 
 
 class EngineLostError(RuntimeError):
-    """An engine in a process of its own crashed, raised or did not answer. The others can go on.
-
-    mistake: what it said of a value that the user gave, if that was why.
-    """
+    """An engine in a process of its own crashed, raised or did not answer. mistake: what it said of the user's value."""
 
     def __init__(self, message: str, mistake: str | None = None) -> None:
         super().__init__(message)

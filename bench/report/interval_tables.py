@@ -26,10 +26,7 @@ Rate = tuple[Floats, Floats]
 
 
 def interval_tables(samples: Samples, runs: Mapping[str, Sequence[Line]]) -> list[Table]:
-    """Divide each policy by plain decoding, and by the best fixed setting of the run. runs: by engine, one of each prompt.
-
-    No table for a record of fewer than `FEWEST` prompts, or without plain decoding.
-    """
+    """Divide each policy by plain decoding and the best fixed setting. No table for fewer than `FEWEST` prompts."""
     count = len(samples.prompts)
     if len(runs) < 2 or PLAIN not in runs or count < FEWEST or any(len(own) < count for own in runs.values()):
         return []

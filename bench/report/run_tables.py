@@ -144,11 +144,7 @@ def _phase_table(samples: Samples) -> Table:
 
 
 def _source_tables(samples: Samples) -> list[Table]:
-    """Show every engine that tells its rounds, task by task; no table where nothing was copied.
-
-    Shares are of all new tokens, over all runs on the task's prompts. Records that were made before drafts could be copied
-    have no counts of copies, which stands for 0.
-    """
+    """Show the sources of all new tokens, task by task, for engines that tell them; no table where nothing was copied."""
     if not any(line["stats"].get("num_copied") for line in samples.samples if line["stats"]):
         return []
     rows: list[dict[str, str]] = []

@@ -37,10 +37,7 @@ class Table:
         return replace(self, columns=columns, rows=tuple(rest))
 
     def markdown(self, *, aligned: bool = False) -> str:
-        """Write the table in Markdown, the first column left, the others right.
-
-        aligned: columns look so in a terminal, too.
-        """
+        """Write the table in Markdown, the first column left, the others right. aligned: in a terminal, too."""
         left = [True, *[self.prose] * (len(self.columns) - 1)]
         rule = tuple(":--" if first else "--:" for first in left)
         rows = [self.columns, rule, *self.rows]
@@ -95,10 +92,7 @@ def cross_table(
     columns: Mapping[Column, str],
     cell: Callable[[Row, Column], str],
 ) -> Table:
-    """Make a table with a cell for each pair of a row and a column, given with their headings.
-
-    corner: what the rows are.
-    """
+    """Make a table with a cell for each pair of a row and a column, given with their headings. corner: what rows are."""
     cells = tuple((heading, *(cell(row, column) for column in columns)) for row, heading in rows.items())
     return Table(name=name, title=title, columns=(corner, *columns.values()), rows=cells)
 

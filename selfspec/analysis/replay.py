@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from policies import CostModel, ObservationSpec, Policy, autoregressive, tokens_
 from policies.spide import shadow_acceptance
 from selfspec.engine.results import mean, ratio
 from selfspec.generator import GenerationResult, SelfSpecGenerator
-from selfspec.options import GenerationOptions
 
 GRID_LENGTHS = tuple(range(1, 9))
 """Drafts a round of the fixed settings that others are compared with."""
@@ -97,7 +97,7 @@ def trace_agreement(generator: SelfSpecGenerator, prompt: Tensor | str, max_new_
     """Decode autoregressively and greedily, EOS off, and record every layer's argmax. prompt: int64 [n], or text."""
     num_layers = generator.model.num_layers
     watched = watching_all_layers(autoregressive(num_layers), num_layers)
-    greedy = GenerationOptions(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], trace=True)
+    greedy: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": [], "trace": True}
     return agreement_trace(generator.generate(prompt, policy=watched, **greedy), num_layers)
 
 

@@ -18,7 +18,6 @@ from selfspec.cli.console import LogConsole
 from selfspec.cli.option_groups import DeviceOptions, LoadOptions
 from selfspec.engine.results import sources_text
 from selfspec.messages import encode_question
-from selfspec.options import GenerationOptions
 from selfspec.pacer.inference import has_preverifier
 
 
@@ -28,8 +27,8 @@ def show_trace(text: str, load: LoadOptions, trace: TraceOptions, log: LogConsol
     prompt, output = encode_question(text, generator.tokenizer, raw=trace.raw), trace.output
     stops: list[int] | None = [] if isinstance(prompt, str) else None  # a model's answer has an end
     with log.status("Decoding ..."):
-        greedy = GenerationOptions(max_new_tokens=trace.max_new_tokens, do_sample=False, eos_token_id=stops, trace=True)
-        result = generator.generate(prompt, policy=trace.policy, **greedy)
+        greedy: dict[str, Any] = {"do_sample": False, "eos_token_id": stops, "trace": True}
+        result = generator.generate(prompt, policy=trace.policy, max_new_tokens=trace.max_new_tokens, **greedy)
     records = result.trace or ()
     if output is not None:
         plot_trace(records, generator.model.num_layers, result.policy, output)

@@ -75,7 +75,7 @@ def generate_one(
             room = model.max_positions - len(ids)
             with log.status("Warming up ..."):
                 warm_up(generate, max(1, min(_WARM_UP_TOKENS, room, options["max_new_tokens"] or _WARM_UP_TOKENS)))
-        shown, own_code = text if prompt is text else f"{text}\n\n", runs_own_code(options["policy"] or "")
+        shown, own_code = text if prompt is text else f"{text}\n\n", runs_own_code(str(options["policy"] or ""))
         result = _shown_run(generate, tokenizer, shown, run, log, own_code)
         if run.explain and not interrupt.requested:
             with log.status("Watching every layer ..."):

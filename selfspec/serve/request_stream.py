@@ -185,8 +185,8 @@ class DraftLog:
             self._streamer.put(torch.tensor(step.tokens, dtype=torch.int64))
             if step.result is not None:
                 self._streamer.end()
-        copied = {"fate": "accepted", "copied": True}
         taken = self._pieces.take(len(piece.text))
-        pieces = [{"text": text, **(copied if fate == "copied" else {"fate": fate})} for text, fate in taken]
+        fates: dict[str, dict[str, Any]] = {"copied": {"fate": "accepted", "copied": True}}
+        pieces = [{"text": text, **fates.get(fate, {"fate": fate})} for text, fate in taken]
         tokens = sum(len(step.tokens) for step in piece.steps)
         return {"pieces": pieces, "rounds": rounds, "tokens": tokens, "seconds": piece.seconds}
