@@ -1,7 +1,5 @@
 """Where the end of a text occurred before, so that what followed it there can be a draft that costs no layer.
 
-A caller may name further texts to copy from: texts, token ids, or a store made of them once.
-
 A token adds one entry for each length of a suffix: where this suffix was seen last. So keeping the index costs the same for
 every token, however long the text is.
 """
@@ -175,7 +173,7 @@ class CopyIndex:
         return Match(self._length, self._next)
 
     def continuation(self, count: int) -> list[int]:
-        """Return what followed the match: fewer than `count` tokens at a stored text's end, a loop round and round."""
+        """Return `count` tokens after the match, fewer at a stored text's end; a loop is copied round and round."""
         if self.match is None:
             return []
         tokens, first = self._from, self._place + 1

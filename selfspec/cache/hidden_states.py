@@ -1,7 +1,4 @@
-"""What was seen of a text's hidden states between the layers: for policies that learn from them or look back at them.
-
-Step 6 of a round: hidden states of candidate layers become shadow tokens, in one pass through norm and head.
-"""
+"""What was seen of a text's hidden states between the layers, and how those of candidate layers become shadow tokens."""
 
 from __future__ import annotations
 

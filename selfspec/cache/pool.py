@@ -1,7 +1,4 @@
-"""The pool of KV caches. Each sequence borrows a slot and gives it back when it ends.
-
-A slot that comes back still holds its text, and a later prompt with the same prefix goes on from there (docs/chat.md).
-"""
+"""The pool of KV caches. A slot that comes back keeps its text, and a later prompt with its prefix goes on from there."""
 
 from __future__ import annotations
 

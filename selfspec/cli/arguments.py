@@ -85,7 +85,7 @@ def progress_bar(total: int, log: Console, done: int = 0) -> Iterator[Callable[[
 
 
 def check_sampling(defaults: transformers.GenerationConfig, options: SamplingOptions) -> bool:
-    """Return whether decoding is greedy, which takes out a temperature of 0. Raises ValueError for options without effect."""
+    """Return whether decoding is greedy; a temperature of 0 is taken out. Raises ValueError for options without effect."""
     if options["temperature"] == 0:
         options["do_sample"], options["temperature"] = False, None
     do_sample = defaults.do_sample if options["do_sample"] is None else options["do_sample"]

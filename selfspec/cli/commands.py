@@ -1,8 +1,4 @@
-"""The commands of `selfspec` as functions: their options, and what can be checked without PyTorch.
-
-This module imports nothing heavy, so that help and mistakes show at once. Each function then imports the module that does its
-work, beneath a status line.
-"""
+"""The commands of `selfspec`: their options, and checks without PyTorch. What is heavy is imported when one runs."""
 
 from __future__ import annotations
 

@@ -98,11 +98,7 @@ class CustomGenerate:
         num_speculations: int | None = None,
         **prepared: Any,
     ) -> Tensor | SelfSpecOutput:
-        """Decode for transformers, which calls this once it has prepared everything except streamers and stop strings.
-
-        Returns int64 [rows, length] on the device of `input_ids`, padded on the right, or a `SelfSpecOutput`. Raises
-        ValueError that names what the engine does not support.
-        """
+        """Decode what transformers has prepared: int64 [rows, length], padded on the right, or a `SelfSpecOutput`."""
         given = _arguments_of_generate(sys._getframe(1))
         streamer = given.get("streamer")
         own = SpeculationOptions(policy=policy, exit_layer=exit_layer, num_speculations=num_speculations)

@@ -25,10 +25,7 @@ _OF_RAY = ("host", "port", "grace_seconds", "access_log")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
-    """max_queued: requests that may wait in Ray's proxy, where they survive the loss of a replica; more get status 503.
-
-    num_cpus, num_gpus: what Ray reserves for each replica, which decodes with num_cpus threads.
-    """
+    """max_queued: requests that may wait in Ray's proxy; more get status 503. num_cpus, num_gpus: of each replica."""
 
     num_replicas: int = 2
     num_cpus: float = 1
