@@ -72,10 +72,7 @@ def clear_errors(name: str) -> Iterator[None]:
 
 
 def ask_hub(name: str, revision: str | None) -> None:
-    """Raise OSError for a checkpoint that is not in the cache, if the hub cannot be reached.
-
-    transformers would ask again and again for half a minute.
-    """
+    """Raise OSError at once for a checkpoint not in the cache if no hub is reached; transformers asks for half a minute."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if try_to_load_from_cache(name, "config.json", revision=revision) is not None:
@@ -96,10 +93,7 @@ def _unreachable(name: str) -> OSError:
 
 
 def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]]:
-    """Find the files, and the tensors that an index lists (none without one); later files go before earlier ones.
-
-    Raises FileNotFoundError for one that is missing, OSError for a damaged index.
-    """
+    """Find the files and an index's tensors; later files go before earlier. Raises FileNotFoundError or OSError."""
     from transformers.utils import cached_file
 
     def find(file: str) -> Path | None:

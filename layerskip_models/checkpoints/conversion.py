@@ -160,10 +160,7 @@ def build_model(
 
 
 def _checked(inv_freq: Tensor, config: Any) -> Tensor:
-    """Return rotary frequencies, [numbers that rotate / 2].
-
-    ValueError for frequencies that are not numbers, and for part of a head where transformers rotates all of it.
-    """
+    """Return rotary frequencies, [numbers that rotate / 2]. Raises ValueError for NaN, and where part of a head rotates."""
     size, rotated = head_dim_of(config), 2 * inv_freq.numel()
     if not bool(inv_freq.isfinite().all()):
         raise ValueError(f"the rotary frequencies are NaN or infinite: rope_parameters is {config.rope_parameters}")
@@ -229,10 +226,7 @@ class LayerBuilder:
         )
 
     def ends(self, home: torch.device, last: torch.device) -> tuple[Embedding, Linear, Linear | None]:
-        """Build the embedding, the head, and the head that drafts are chosen with if it is another one.
-
-        The head is the embedding, too, where they are tied and it has the checkpoint's own numbers.
-        """
+        """Build the embedding, the head (the same if tied and in its own numbers), and another head for drafts, or None."""
         tied = HEAD not in self.weights.names()
         name, layout = EMBEDDING if tied else HEAD, self._layout(last, None)
         kept = self._kept([name], last, self.keep_bits if self.keep_bits == 8 else 0)
@@ -377,10 +371,7 @@ def _fits_bfloat16(weight: Tensor) -> bool:
 
 
 def together(parameters: Sequence[Tensor]) -> Tensor:
-    """Parameters as consecutive rows of one tensor, of which they become views; the tensor that they are views of already.
-
-    parameters: [rows, ...] each, contiguous or not.
-    """
+    """Make parameters, [rows, ...], views of one tensor's consecutive rows; the tensor that they are views of already."""
     values = [parameter.detach() for parameter in parameters]
     first = values[0]
     offset = first.storage_offset()

@@ -26,10 +26,7 @@ def is_finite(value: Tensor) -> bool:
 
 
 def copy_finite(source: Tensor, target: Tensor, places: Tensor, *, checks: bool = True) -> bool:
-    """Copy rows to these rows of a tensor, on several threads. Whether all numbers are finite, if that is checked.
-
-    places: int64 [rows], neighbours or not.
-    """
+    """Copy rows to these rows, int64 [rows], on several threads; return whether all numbers are finite, if checked."""
     first, last = int(places[0]), int(places[-1])
     are_neighbours = last - first == len(places) - 1 and bool((places[1:] > places[:-1]).all())
     kernels = library.kernels()

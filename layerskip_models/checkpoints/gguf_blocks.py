@@ -93,10 +93,7 @@ def kept_rows(
 
 
 def float_rows(rows: Tensor, form: str, order: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
-    """Convert a tensor's bytes to floats [out, in] as gguf does; None if a number is not finite. order: as above.
-
-    dtype: float32, or bfloat16 for its numbers rounded.
-    """
+    """Convert a tensor's bytes to floats [out, in], or bfloat16 for these rounded; None if one is not finite."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     block, width = GGML_QUANT_SIZES[GGMLQuantizationType[form]]
@@ -144,10 +141,7 @@ def _room(count: int, row_bytes: int, form: str) -> GroupedWeight:
 
 
 def numbers_of_blocks(data: Tensor, form: str) -> GroupedWeight:
-    """Convert a tensor's bytes, uint8 [out, bytes of a row], to our layout, by PyTorch's operators.
-
-    form: one of `GROUPED`.
-    """
+    """Convert a tensor's bytes, uint8 [out, bytes of a row], of a form of `GROUPED`, by PyTorch's operators."""
     kept = GROUPED[form]
     return kept.read(data.unflatten(1, (-1, kept.block_bytes)), kept)
 

@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 
 
 def gguf_file(name: str) -> Path | None:
-    """Find the GGUF file that a name stands for: itself, or the only one of a folder without a safetensors checkpoint.
-
-    Raises ValueError for a folder with several, and for a file that is one part of several.
-    """
+    """Find the GGUF file that a name stands for, itself or a folder's only one. Raises ValueError for several, and for a part."""
     path = Path(name)
     if path.suffix != ".gguf":
         if not path.is_dir() or any(path.glob("*.safetensors")):
@@ -110,10 +107,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str]:
-    """Find the file's tensor for each parameter of the model.
-
-    Raises ValueError unless the file has these tensors, of these shapes, and no others.
-    """
+    """Find the file's tensor for each parameter. Raises ValueError unless it has these, of these shapes, and no others."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     kind = next(key for key, value in MODEL_ARCH_NAMES.items() if value == architecture_of(reader))
@@ -217,10 +211,7 @@ class GgufWeights:
 
 
 def _order(name: str, rows: int, config: Any) -> Tensor:
-    """Return which row of the file's tensor is which row of the parameter.
-
-    llama.cpp rotates neighbours of a head's query or key, transformers numbers that are half a head apart.
-    """
+    """Return which row of the file's tensor is which row of the parameter: rotary pairs are neighbours in llama.cpp."""
     order = torch.arange(rows, device="cpu")
     turned = name.split(".")[-2] in ("q_proj", "k_proj")
     return order.view(-1, head_dim_of(config) // 2, 2).transpose(1, 2).flatten() if turned else order

@@ -87,10 +87,7 @@ def read_keys(reader: GgufReader) -> dict[str, Any]:
 
 
 def read_config(reader: GgufReader) -> Any:
-    """Read transformers' configuration of the model.
-
-    Raises ValueError for what is not read, or what the family does not do.
-    """
+    """Read transformers' configuration. Raises ValueError for what is not read, or what the family does not do."""
     kind = architecture_of(reader)
     if kind not in ARCHITECTURES:
         read = f"GGUF files of {', '.join(ARCHITECTURES)} are read"
@@ -151,10 +148,7 @@ def _complete(config: Any, keys: dict[str, Any], reader: GgufReader) -> None:
 
 
 def _set_window(config: Any, keys: dict[str, Any]) -> None:
-    """Set the sliding window, which the file has without saying of which layers.
-
-    transformers' Phi-3 has it in all of them.
-    """
+    """Set the sliding window, which the file has without saying of which layers; transformers' Phi-3 has it in all."""
     window = keys.get(_WINDOW) or 0
     if not is_int(window) or window < 0:
         raise ValueError(f"says {_WINDOW} = {window!r}, and a number is meant")
@@ -183,10 +177,7 @@ def _token(reader: GgufReader, kind: str) -> int | None:
 
 
 def _rope(keys: dict[str, Any], theta: float, head_dim: int, reader: GgufReader) -> dict[str, Any]:
-    """Rotary scaling for `rope_parameters`.
-
-    A GGUF file has it as a kind and a factor (linear), or as what each frequency is divided by (Llama 3).
-    """
+    """Read rotary scaling: a kind and a factor (linear), or what each frequency is divided by (Llama 3)."""
     kind, factor, attention = (keys.get(name) for name in _ROPE)
     scaling = kind or "none"
     factors = np.ones(1)

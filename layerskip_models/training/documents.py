@@ -67,10 +67,7 @@ def _is_text(path: Path) -> bool:
 
 
 def split_document(text: str, max_chars: int) -> Iterator[str]:
-    """Cut a text into pieces of at most max_chars, at the last paragraph, line or word break in a piece's second half.
-
-    The pieces put together again are the text.
-    """
+    """Cut a text into pieces of at most max_chars, at a paragraph, line or word break in a piece's second half."""
     start = 0
     while len(text) - start > max_chars:
         half, limit = start + max_chars // 2 + 1, start + max_chars
@@ -113,10 +110,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
 def split_sources(
     sources: Sequence[DataSource], exclude: Sequence[str], holdout_fraction: float
 ) -> tuple[list[tuple[float, list[str]]], list[str]]:
-    """Read every source; return (weight, training documents) of each, and the held-out documents of all of them.
-
-    Raises ValueError when a source has no document.
-    """
+    """Return (weight, training documents) of each source, and all held-out ones. Raises ValueError for an empty source."""
     train: list[tuple[float, list[str]]] = []
     held_out: list[str] = []
     for source in sources:
@@ -131,10 +125,7 @@ def split_sources(
 def pack_streams(
     train: Sequence[tuple[float, Sequence[str]]], held_out: Sequence[str], tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenise, repeat or thin out by weight, shuffle and join the documents, with EOS after each.
-
-    Returns the training and the held-out documents, uint32 [tokens].
-    """
+    """Tokenise, repeat or thin out by weight, shuffle and join, EOS after each: training and held-out, uint32 [tokens]."""
     rng = np.random.default_rng(seed)
     documents: list[np.ndarray] = []
     for weight, texts in train:

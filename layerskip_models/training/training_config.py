@@ -122,10 +122,7 @@ class TrainingConfig(RunSettings):
         return {self.sequence_length_at(0), self.sequence_length_at(self.max_steps - 1)}
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """Return the learning rate of a step.
-
-        A linear rise, then a half cosine to a tenth of the peak, or a constant rate with a linear fall to zero.
-        """
+        """Return a step's learning rate: a linear rise, then a half cosine to a tenth, or constant with a linear fall."""
         if self.lr_schedule == "wsd":
             fall = min(1.0, (steps - step) / max(self.decay_fraction * steps, 1))
         else:
