@@ -104,8 +104,12 @@ def keeps_eight_bits(layer: int | None) -> bool:
     return layer is None or layer < EIGHT_BIT_LAYERS
 
 
-LAYOUTS: dict[Layout, Callable[..., Linear]] = {"plain": PlainLinear, "int8": int8_linear, "int4": int4_linear}
-LAYOUTS["native"] = NativeLinear
+LAYOUTS: dict[Layout, Callable[..., Linear]] = {
+    "plain": PlainLinear,
+    "int8": int8_linear,
+    "int4": int4_linear,
+    "native": NativeLinear,
+}
 
 
 def check_layout(layout: Layout, weight: Tensor) -> Layout:

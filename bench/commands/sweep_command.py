@@ -20,12 +20,12 @@ from bench.models import num_layers_of, open_tokenizer
 from bench.provenance import provenance
 from bench.record import PLAIN, Line, Record, matching
 from bench.report.summary import Samples
-from bench.report.table import mean
 from layerskip_models.text_files import write_text
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import replay, trace_agreement
 from selfspec.cli.console import one_line_errors
 from selfspec.defaults import SETTINGS_FILE
+from selfspec.engine.results import mean
 
 
 def sweep(options: SweepCommand) -> None:

@@ -80,7 +80,7 @@ def _maker(name: str, work: Work) -> Maker:
         if resolve_device(work.device).type != "cpu":
             raise ValueError(f"{program} is measured on a CPU: add --device cpu, or leave it out")
         if not kind and work.file is None:
-            raise ValueError(f"--engine {name} needs a GGUF file as --model, or a kind or folder after a colon")
+            raise ValueError(f"--engine {name} needs a GGUF file as --model, or a kind of weights or folder after ':'")
     if program == TRANSFORMERS and not kind:
         return partial(transformers_peer, work)
     if program == SELFSPEC and kind in OWN_KINDS:

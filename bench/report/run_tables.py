@@ -9,7 +9,8 @@ from bench.machine import WeightBytes
 from bench.record import PLAIN, Line, by_value, matching
 from bench.report.interval_tables import interval_tables, layers_of
 from bench.report.summary import ALL, Figure, Samples, decode_speed
-from bench.report.table import UNKNOWN, Spread, Table, cross_table, names, number, ratio
+from bench.report.table import UNKNOWN, Spread, Table, cross_table, names, number
+from selfspec.engine.results import ratio
 
 TRANSFORMERS = "transformers:generate"
 PHASES = ("prefill", "draft", "preverify", "verify", "accept", "learn", "other")

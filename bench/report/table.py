@@ -59,17 +59,6 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of those that are known; None if none is."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def ratio(part: float, whole: float) -> float | None:
-    """Return part / whole, None where the whole is 0."""
-    return part / whole if whole else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
     """A figure, and the lowest and highest that a single repeat gave for it."""

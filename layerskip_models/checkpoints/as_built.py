@@ -31,7 +31,7 @@ def check_as_built(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """ValueError that names the first module that computes something else than the family's class would."""
     own = dict(model.named_modules(remove_duplicate=False))
     everywhere = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
-    _check_hooks("every module", *everywhere, harmless="torch.")  # its own only look
+    _check_hooks("every module", *everywhere, harmless=("torch.",))  # its own only look
     for name, expected in built_on_meta(config, "the model").named_modules(remove_duplicate=False):
         if name not in own:
             raise ValueError(f"the model has no {name}, which its configuration builds: give the one it was built from")
@@ -46,7 +46,7 @@ def check_as_built(model: PreTrainedModel, config: PreTrainedConfig) -> None:
         )
 
 
-def _check_hooks(name: str, *kinds: dict[int, Any], harmless: str = "\0") -> None:
+def _check_hooks(name: str, *kinds: dict[int, Any], harmless: tuple[str, ...] = ()) -> None:
     """harmless: how the names of hooks begin that are left alone."""
     for called in (_called(hook) for hooks in kinds for hook in hooks.values()):
         known = called.startswith("transformers.") and called.endswith(_HARMLESS_HOOKS)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def gguf_file(name: str) -> Path | None:
-    """Find the GGUF file that a name stands for, itself or a folder's only one. Raises ValueError for several, and for a part."""
+    """Find the GGUF file that a name stands for, or the only one of a folder. Raises ValueError for several or a part."""
     path = Path(name)
     if path.suffix != ".gguf":
         if not path.is_dir() or any(path.glob("*.safetensors")):

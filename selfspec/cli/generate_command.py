@@ -89,11 +89,14 @@ def generate_one(
                 explanation = explanation_lines(explain(watched, num_layers, cost, plain, result), cost)
                 explanation += [] if policy.reason is None else [f"at the end {policy.reason}"]
         if run.compare and not interrupt.requested:
-            doing, count = "Comparing with plain decoding", run.repeats
-            with log.status(f"{doing} ...") as status:
-                told: dict[str, Any] = {"interrupted": lambda: interrupt.requested}
-                told["before_run"] = lambda index: status.update(f"{doing}, run {index + 1} of {2 * count} ...")
-                comparison = compare(generate, repeats=count, greedy=greedy, **told)
+
+            def show(index: int) -> None:
+                status.update(f"Comparing with plain decoding, run {index + 1} of {2 * run.repeats} ...")
+
+            with log.status("Comparing with plain decoding ...") as status:
+                comparison = compare(
+                    generate, repeats=run.repeats, greedy=greedy, before_run=show, interrupted=interrupt
+                )
     stop_reason = "interrupted" if interrupt.requested else result.stop_reason
     if run.as_json:
         described = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.synthetic import SHAPES, Recipe, parse_synthetic, synthetic_llama
 from layerskip_models import from_transformers
 from layerskip_models.checkpoints.supported import LAYERSKIP_CHECKPOINTS, check_config
-from bench.synthetic import SHAPES, Recipe, parse_synthetic, synthetic_llama
 from layerskip_models.training.exit_losses import exit_sums
 from selfspec import SelfSpecGenerator
 from tiny_llama import full_logits
