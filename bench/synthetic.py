@@ -89,7 +89,7 @@ class Recipe:
         """Relative size of what layer 0, 1, .. adds. tied: the head is the embedding."""
         if layer >= self.wide:
             return self.eps * self.decay ** (layer - self.wide)
-        return 3.0 if tied else 0.7  # else the current token would be its own most likely successor
+        return 3.0 if tied else 0.7  # tied: else a token would be its own likeliest successor
 
 
 def parse_synthetic(name: str) -> tuple[str, Recipe]:

@@ -47,7 +47,7 @@ def downloaded(name: str) -> Path:
 
 
 _PANELS: dict[Any, str] = {SamplingOptions: "Sampling", SpeculationOptions: "Speculation"}
-MODEL_HELP = f"Hub name, folder, GGUF file, or short name: {', '.join((DEMO, *NAMED_MODELS))} (demo: a toy of 7 M)."
+MODEL_HELP = f"Hub name, folder, GGUF file, or short name: {', '.join((DEMO, *NAMED_MODELS))} (demo: a toy model)."
 ModelOption = Annotated[str, typer.Option(help=MODEL_HELP, callback=checked_model, rich_help_panel="Model")]
 ModelArgument = Annotated[str, typer.Argument(help=MODEL_HELP, callback=checked_model)]
 _RAW_HELP = "Continue the prompt as it is. Default: a model with a chat template answers it as a user's message."

@@ -79,8 +79,8 @@ def export_hub(
     Raises ValueError for a model or a policy that cannot be used, FileNotFoundError or OSError for a checkpoint that cannot
     be read, FileExistsError for a folder with something in it.
     """
-    found_source = find_source(name_or_path, None, False)
-    name, config = found_source.name, found_source.config
+    checkpoint = find_source(name_or_path, None, False)
+    name, config = checkpoint.name, checkpoint.config
     if quantisation_of(config) is not None:
         raise ValueError(f"{name} is quantised: transformers would load it in a form that selfspec cannot decode with")
     if "pacer" not in policy:  # which needs files of its own

@@ -21,7 +21,7 @@ MAX_CHOICES = 32  # largest `n`, and the most prompts of one completion request
 
 _SPECULATION, _NETWORK, _LOAD = "Speculation", "Network", "Load"
 _POLICIES = f"Policy that requests may name, '{ANY_POLICY}' for all. Default: the server's, {', '.join(SAFE_POLICIES)}."
-_HOSTS = "Host name that clients may use, '*' for any. Default: any; without a key on this machine's address its own."
+_HOSTS = "Host name that clients may call, '*' for any. Default: any; without a key on a local --host, localhost."
 _COUNTS = ("batch_size", "max_waiting", "default_chat_tokens", "max_tokens", "max_context")
 _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 
