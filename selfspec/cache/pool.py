@@ -84,11 +84,9 @@ class KeptTexts:
 class KVCachePool:
     """Lends slots for sequences of one model.
 
-    It keeps one idle slot, and as many more as fit into the memory of `prefixes`; the oldest are given up first.
-
-    Threads may share a pool. If nothing is idle, something new is made. What was lent only ever returns to the pool that lent
-    it, so a sequence that began before the weights were copied again cannot hand its old keys and values to a later one.
-    row_bytes: memory of a token.
+    It keeps one idle slot, and as many more as fit into the memory of `prefixes`; the oldest are given up first. Threads may
+    share a pool. What was lent only ever returns to the pool that lent it, so a sequence that began before the weights were
+    copied again cannot hand its old keys and values to a later one. row_bytes: memory of a token.
     """
 
     def __init__(self, model: LayerSkipModel, prefixes: PrefixCache) -> None:

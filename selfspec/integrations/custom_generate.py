@@ -65,8 +65,7 @@ class SelfSpecOutput(GenerateDecoderOnlyOutput):
 class CustomGenerate:
     """A decoding loop for `model.generate(..., custom_generate=...)`; `selfspec.custom_generate`. Serves several models.
 
-    policy, exit_layer, num_speculations: how to speculate, as in `SelfSpecGenerator.generate`. A call of `model.generate`
-        may name its own.
+    policy, exit_layer, num_speculations: how to speculate where a call of `model.generate` does not say.
     tokenizer: for stop strings, since transformers does not pass its own `tokenizer` argument on. Its end token ends a row as
         well as the checkpoint's, unless the call names another eos_token_id.
     """

@@ -74,8 +74,7 @@ def export_hub(
 ) -> Path:
     """Write a folder that transformers decodes from with selfspec, exit adapters and a pre-verifier included.
 
-    name_or_path: a hub name or a checkpoint's folder. folder: created; it must be empty if it exists.
-    policy: the name of the policy for calls that name none. link: link to the weights instead of copying them.
+    policy: for calls that name none. link: link to the weights instead of copying them.
     Raises ValueError for a model or a policy that cannot be used, FileNotFoundError or OSError for a checkpoint that cannot
     be read, FileExistsError for a folder with something in it.
     """
