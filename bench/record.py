@@ -162,6 +162,5 @@ def showing(path: Path) -> Iterator[None]:
         yield
     except (LookupError, StopIteration, TypeError, ZeroDivisionError) as error:
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise ValueError(
-            f"{path} lacks lines or fields that its tables need ({what}); it is damaged or of another version: measure again"
-        ) from error
+        why = f"it is damaged or of another version ({what}): measure again"
+        raise ValueError(f"{path} lacks lines or fields that its tables need; {why}") from error

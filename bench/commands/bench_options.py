@@ -33,25 +33,16 @@ def _checkpoint(name: str) -> str:
 DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
 _MODEL = 'Checkpoint: folder, GGUF file, short name, hub name, or "synthetic:SHAPE" (random weights of that shape).'
 ModelOption = Annotated[str, typer.Option(help=_MODEL, callback=_checkpoint)]
-PromptsOption = Annotated[
-    Path | None,
-    typer.Option(
-        help='Prompts, .jsonl[.gz] with "id", "task", "prompt"; or shipped ones by name: '
-        f"{', '.join(shipped_names())}. Default: the shipped ones but {COPYING}."
-    ),
-]
+_SHIPPED = f"{', '.join(shipped_names())}. Default: all but {COPYING}."
+_PROMPTS = f'Prompts, .jsonl[.gz] with "id", "task", "prompt"; or shipped ones by name: {_SHIPPED}'
+PromptsOption = Annotated[Path | None, typer.Option(help=_PROMPTS)]
 NumSamplesOption = Annotated[int, typer.Option(min=1, help="Number of prompts, taken from each task in turn.")]
 PromptTokensOption = Annotated[int, typer.Option(min=1, help="Maximum prompt length; longer prompts keep their end.")]
 NewTokensOption = Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Timed runs of each engine on each prompt.")]
 WarmupsOption = Annotated[int, typer.Option(min=0, help="Untimed runs of each engine before the timed ones.")]
-WarmedUpOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Policy to run a second time without forgetting between prompts, as in ordinary use; repeatable. "
-        "'all' means every policy of the run that learns."
-    ),
-]
+_WARMED_UP = "Policy to run again without forgetting between prompts; repeatable. 'all': every policy that learns."
+WarmedUpOption = Annotated[list[str] | None, typer.Option(help=_WARMED_UP)]
 _DTYPES = "auto (float32 on a CPU), float32, bfloat16, float16, float64, int8 or int4 (weights)."
 DtypeOption = Annotated[str, typer.Option(help=_DTYPES)]
 EngineOption = Annotated[
@@ -66,15 +57,8 @@ EngineOption = Annotated[
 _TIMEOUT = "Seconds that a peer may take to load, or for one text, before it is left out."
 PeerTimeoutOption = Annotated[float, typer.Option(min=1, help=_TIMEOUT)]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-OutputOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        help="Write the record, JSON lines, to this file. If a run of the same command broke off there, it goes on.",
-        callback=_record_path,
-    ),
-]
+_OUTPUT = "Write the record, JSON lines, to this file. If a run of the same command broke off there, it goes on."
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help=_OUTPUT, callback=_record_path)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +79,7 @@ class RunCommand(OnModel):
 
     policy: list[str] | None = option(None, f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}.")
     warmed_up: WarmedUpOption = None
-    prompts: list[Path] | None = option(
-        None,
-        f"File of prompts, .jsonl[.gz], or shipped ones by name: {', '.join(shipped_names())}; repeatable. "
-        f"Default: the shipped ones but {COPYING}.",
-    )
+    prompts: list[Path] | None = option(None, f"{_PROMPTS} Repeatable.")
     task: list[str] | None = option(None, "Task of the prompts; repeatable. Default: all tasks.")
     num_samples: int = option(2, "Number of prompts of each task.", min=1)
     prompt_tokens: PromptTokensOption = 320
@@ -113,11 +93,7 @@ class RunCommand(OnModel):
     warmups: WarmupsOption = 1
     runner: str = option("auto", "eager, graphs (on CUDA), or auto: graphs on CUDA where they can be, else eager.")
     cold: bool = option(
-        False,
-        "Instead, measure the first three prompts in fresh processes, which take turns: each policy without kept costs, and "
-        "with those that another process kept. Default policy: auto.",
-        None,
-        "--cold",
+        False, "Measure three prompts in fresh processes instead, without kept costs, and with them.", None, "--cold"
     )
 
 
@@ -137,11 +113,7 @@ class PeersCommand(OnModel):
     engine: EngineOption = None
     prompts: PromptsOption = None
     chat: bool = option(
-        False,
-        "Prompts are messages of a user, in the model's chat template; those that are too long are left out. "
-        "Answers end where the model ends them.",
-        None,
-        "--chat",
+        False, "Prompts are messages to the model, without those too long; it ends its answers.", None, "--chat"
     )
     num_samples: NumSamplesOption = 4
     prompt_tokens: PromptTokensOption = 320
@@ -294,10 +266,10 @@ class ReportCommand:
     records: list[Path] | None = option(None, "Records of the other commands; with --update documents.", argument=True)
     output: Path | None = option(
         None,
-        "Write this file: HTML with plots (needs matplotlib) if it ends in .html, else Markdown. Default: print it.",
+        "Write HTML with plots (.html), or Markdown (default: print).",
         None,
-        "--output",
         "-o",
+        "--output",
         callback=checked_output_file,
     )
     in_documents: bool = option(

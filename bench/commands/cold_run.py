@@ -86,9 +86,5 @@ class ColdEngine(SelfSpecEngine):
         decoding = {**GREEDY, **(self._sampling or {}), "policy": self._policy}
         result = self._generator.generate(prompt, max_new_tokens=max_new_tokens, **decoding)
         synchronize(self._generator.model.device)
-        return Generation(
-            tokens=tuple(result.new_tokens),
-            seconds=perf_counter() - start,
-            processor_seconds=process_time() - processor,
-            stats=result.stats.as_dict(),
-        )
+        tokens, seconds, own = tuple(result.new_tokens), perf_counter() - start, process_time() - processor
+        return Generation(tokens=tokens, seconds=seconds, processor_seconds=own, stats=result.stats.as_dict())

@@ -107,10 +107,6 @@ class _Place:
     def decode(self, role: str) -> Line:
         """Decode with one of the policies."""
         result = self._run(policy=self.policies[role])
-        stats = result.stats
-        return {
-            "policy": self.policies[role],
-            "tokens": stats.num_new_tokens - 1,
-            "seconds": stats.seconds - stats.time_to_first_token,
-            "outputs_equal": result.new_tokens == self._tokens,
-        }
+        equal, seconds = result.new_tokens == self._tokens, result.stats.seconds - result.stats.time_to_first_token
+        counted = {"tokens": result.stats.num_new_tokens - 1, "seconds": seconds}
+        return {"policy": self.policies[role], **counted, "outputs_equal": equal}

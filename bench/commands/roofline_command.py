@@ -93,13 +93,9 @@ def measure_phases(
     read, predicted = phase_bytes(result.trace, weights, generator.model.num_layers, cost)
     seconds = {phase: getattr(stats, f"{phase}_seconds") for phase in ("draft", "verify", "accept", "learn")}
     decoding = stats.seconds - stats.prefill_seconds
-    return {
-        "tokens": stats.num_new_tokens - 1,
-        "decode_seconds": decoding,
-        "seconds": {**seconds, "other": max(0.0, decoding - sum(seconds.values()))},
-        "bytes": read,
-        "predicted_seconds": predicted,
-    }
+    seconds["other"] = max(0.0, decoding - sum(seconds.values()))
+    found = {"tokens": stats.num_new_tokens - 1, "decode_seconds": decoding, "predicted_seconds": predicted}
+    return {**found, "seconds": seconds, "bytes": read}
 
 
 def best_fixed(generator: SelfSpecGenerator, prompt: EncodedPrompt, max_new_tokens: int, cost: CostModel) -> str:

@@ -171,9 +171,8 @@ def show(lines: Sequence[Line]) -> None:
         _errors.print(f"left out: {reason}")
     faults = matching(lines, "output", near_tie=False)
     for line in faults:
-        _errors.print(
-            f"{line['engine']} differs from {line['reference']} on {line['prompt']} at new token "
-            f"{line['first_difference']}, where the reference's top two logits are {line['reference_logit_gap']:.3g} apart"
-        )
+        where = f"on {line['prompt']} at new token {line['first_difference']}"
+        apart = f"the reference's top two logits are {line['reference_logit_gap']:.3g} apart"
+        _errors.print(f"{line['engine']} differs from {line['reference']} {where}, where {apart}")
     if faults:
         raise typer.Exit(1)

@@ -47,9 +47,8 @@ class OpenVinoEngine(TimedEngine):
     def _call(self, ids: NDArray[np.int64], max_new_tokens: int) -> tuple[Any, float]:
         """Return what it gives for ids [texts, n], and the seconds that it took."""
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
-        settings = openvino_genai.GenerationConfig(
-            max_new_tokens=max_new_tokens, ignore_eos=True, do_sample=False, apply_chat_template=False
-        )
+        plain = {"ignore_eos": True, "do_sample": False, "apply_chat_template": False}
+        settings = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, **plain)
         pipeline = self._pipeline()
         start = perf_counter()
         result = pipeline.generate(inputs, settings)

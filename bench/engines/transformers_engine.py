@@ -94,8 +94,7 @@ def transformers_engines(model: PreTrainedModel, setting: tuple[int, int] | None
         name, label = f"transformers:early-exit:{exit_layer}", f"transformers early exit {exit_layer}"
         always = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
         fixed = {"num_assistant_tokens": num_speculations, **always}
-        engines += [
-            TransformersEngine(model, f"{name}-{num_speculations}", f"{label}-{num_speculations}", early, fixed),
-            TransformersEngine(model, f"{name}-default", f"{label}, defaults", early),
-        ]
+        once = f"-{num_speculations}"
+        engines.append(TransformersEngine(model, f"{name}{once}", f"{label}{once}", early, fixed))
+        engines.append(TransformersEngine(model, f"{name}-default", f"{label}, defaults", early))
     return engines

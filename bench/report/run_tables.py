@@ -224,7 +224,6 @@ def sweep_tables(lines: Sequence[Line]) -> list[Table]:
 
     by_replay = f"eTPL by replay (plain decoding: {1 / configuration['num_layers']:.4f})"
     both = (
-        "Speed-up over plain decoding; bold is measured (prefill included), the rest predicted (decoding only) from rounds "
-        "and timed layers"
+        "Speed-up over plain decoding; bold is measured (with prefill), the rest predicted from rounds and timed layers"
     )
     return [grid("etpl", by_replay, etpl), grid("speedup", both, speedup)]
