@@ -1,4 +1,4 @@
-"""What the machine allows: bandwidth of its memory, bytes that decoding must read.
+"""What the machine allows: bandwidth of its memory, bytes that decoding must read, memory that a process has, timed layers.
 
 One text at a time, every pass through a layer reads that layer's weights from memory once, however many rows it has; so does
 every pass through the head. Tokens per second cannot exceed bandwidth / bytes per token. (Models that fit into a processor's
@@ -7,10 +7,13 @@ cache can seem to: their weights do not come from memory at all.)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -77,3 +80,11 @@ class WeightBytes:
         layers = loaded * (self.layer + self.kv * context)
         drafted = stats["num_drafted"] - stats["num_copied"]
         return float(layers + stats["rounds"] * self.head + drafted * self.draft_head)
+
+
+def memory_bytes(name: Literal["VmRSS", "VmHWM"]) -> int | None:
+    """Return this process's memory, files that it maps included: now, or the most since it began. None beside Linux."""
+    with suppress(OSError):
+        text = Path(f"/proc/{os.getpid()}/status").read_text(encoding="ascii", errors="replace")
+        return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:")), None)
+    return None

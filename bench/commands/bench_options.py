@@ -31,8 +31,13 @@ def _checkpoint(name: str) -> str:
 
 
 DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
-_MODEL = 'Checkpoint: folder, GGUF file, short name, hub name, or "synthetic:SHAPE" (random weights of that shape).'
-ModelOption = Annotated[str, typer.Option(help=_MODEL, callback=_checkpoint)]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        help='Checkpoint: folder, GGUF file, short name, hub name, or "synthetic:SHAPE" (random weights of that shape).',
+        callback=_checkpoint,
+    ),
+]
 _SHIPPED = f"{', '.join(shipped_names())}. Default: all but {COPYING}."
 _PROMPTS = f'Prompts, .jsonl[.gz] with "id", "task", "prompt"; or shipped ones by name: {_SHIPPED}'
 PromptsOption = Annotated[Path | None, typer.Option(help=_PROMPTS)]

@@ -22,6 +22,7 @@ from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import Body, ChatRequest, CompletionRequest
 from selfspec.serve.bodies import LARGE_BODY
 from selfspec.serve.model_tools import ModelTools
+from selfspec.serve.processors import bias_processor
 from selfspec.serve.prompts import Prompts, bad_request, check_length
 from selfspec.serve.scheduler import ServedSequence
 from selfspec.serve.schema_check import SchemaCheck
@@ -96,7 +97,7 @@ class Translator:
         with bad_request("policy"):
             policy = self._policies.choose(body.policy, repeats="seed" in sampling)
         with bad_request("logit_bias"):
-            biases = [processors.bias_processor(body.logit_bias, self._vocab_size)] if body.logit_bias else []
+            biases = [bias_processor(body.logit_bias, self._vocab_size)] if body.logit_bias else []
         with bad_request("tool_choice" if body.form[1] is None else body.form[0]):
             grammar = self._tools.grammar(body)
             matcher = None if grammar is None else self.vocabulary.matcher(grammar)

@@ -100,6 +100,7 @@ def main(checkpoint: str) -> None:
     import torch
     from transformers import GenerationConfig, LlamaConfig  # noqa: F401
 
+    from bench.machine import memory_bytes
     from layerskip_models import load_model
     from layerskip_models.checkpoints.conversion import telling
     from layerskip_models.kernels.check import native_works
@@ -108,10 +109,7 @@ def main(checkpoint: str) -> None:
     shown: list[int] = []
     with telling(lambda done, total: shown.append(done)):
         load_model(checkpoint, device="cpu", exits=None)
-    status = Path("/proc/self/status")  # only Linux has it
-    lines = status.read_text(errors="replace").splitlines() if status.exists() else []
-    peak = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
-    print(json.dumps({"peak": peak, "layers_shown": shown}))
+    print(json.dumps({"peak": memory_bytes("VmHWM"), "layers_shown": shown}))
 
 
 if __name__ == "__main__":

@@ -121,8 +121,7 @@ def test_what_a_request_asks_for_is_made_once_and_not_for_every_text(
         return counted
 
     monkeypatch.setattr(translator._policies, "choose", counting("policy", translator._policies.choose))
-    biased = translation.processors.bias_processor
-    monkeypatch.setattr(translation.processors, "bias_processor", counting("bias", biased))
+    monkeypatch.setattr(translation, "bias_processor", counting("bias", translation.bias_processor))
     monkeypatch.setattr(translator.vocabulary, "matcher", counting("grammar", translator.vocabulary.matcher))
     monkeypatch.setattr(translator, "texts", counting("all", translator.texts))
     for name, fields in MANY.items():
