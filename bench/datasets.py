@@ -114,20 +114,15 @@ def encode_prompts(
 def chat_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int, num_samples: int
 ) -> list[EncodedPrompt]:
-    """Messages of a user in the tokenizer's chat template, the tasks taking turns; longer ones are left out.
-
-    Raises ValueError where the tokenizer has no template, or no message has at most `max_tokens` tokens with it.
-    """
+    """Encode users' messages by the chat template, tasks in turn, none too long. Raises ValueError if there is none."""
     import torch
 
     found = {prompt: encode_messages([{"role": "user", "content": prompt.prompt}], tokenizer) for prompt in prompts}
     fitting = [prompt for prompt, ids in found.items() if len(ids) <= max_tokens]
     if not fitting:
         raise ValueError(f"no prompt has at most {max_tokens} tokens with the chat template")
-    return [
-        EncodedPrompt(id=prompt.id, task=prompt.task, ids=torch.tensor(found[prompt], dtype=torch.long))
-        for prompt in select_prompts(fitting, num_samples)
-    ]
+    chosen = select_prompts(fitting, num_samples)
+    return [EncodedPrompt(id=one.id, task=one.task, ids=torch.tensor(found[one], dtype=torch.long)) for one in chosen]
 
 
 def digest(prompts: Sequence[EncodedPrompt]) -> str:

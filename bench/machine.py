@@ -31,10 +31,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second at which one large tensor is read, by a sum or by a matrix-vector product.
-
-    The fastest turn of a second counts. Which of the two reads faster depends on the machine.
-    """
+    """Return the bytes per second at which one large tensor is summed or multiplied by a vector: the fastest turn counts."""
     size = _CPU_BYTES if device.type == "cpu" else _GPU_BYTES
     matrix = torch.zeros(size // 4 // _COLUMNS, _COLUMNS, dtype=torch.float32, device=device)
     vector = torch.zeros(_COLUMNS, dtype=torch.float32, device=device)

@@ -40,10 +40,7 @@ class Survivors:
         self.lost: set[str] = set()
 
     def call(self, engine: TimedEngine, call: Callable[[], Result]) -> Result | None:
-        """Return what a call of an engine gives; None if the engine was lost before or is lost now, which the record says.
-
-        Raises EngineLostError for the first engine.
-        """
+        """Return what a call of an engine gives, None if it is lost, which the record says. Losing the first raises."""
         if engine.name in self.lost:
             return None
         try:
@@ -79,11 +76,7 @@ class Measurement:
         self.num_runs = len(self.engines) * (self.warmups + len(self.prompts) * self.repeats)
 
     def run(self) -> None:
-        """Warm every engine up on the first prompt, then time and compare all of them on each.
-
-        Engines that are lost on the way are left out; the others are measured to the end. Raises EngineLostError if the first
-        one is lost.
-        """
+        """Warm every engine up on the first prompt, then time and compare all on each, without those that are lost."""
         names = [engine.name for engine in self.engines]
         if all(self.record.find("output", engine=name, prompt=one.id) for name in names for one in self.prompts):
             return
@@ -136,11 +129,7 @@ class Measurement:
         }
 
     def _compare(
-        self,
-        engine: TimedEngine,
-        prompt: EncodedPrompt,
-        outputs: Mapping[str, list[list[int]]],
-        survivors: Survivors,
+        self, engine: TimedEngine, prompt: EncodedPrompt, outputs: Mapping[str, list[list[int]]], survivors: Survivors
     ) -> Line:
         own = outputs[engine.name]
         found: dict[str, Any] = {

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from bench.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model, load_tokenizer
 from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
 from layerskip_models.checkpoints.loading import FEW_BITS, load_config, load_transformers, resolve_device, resolve_dtype
-from layerskip_models.checkpoints.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
 
 
 def is_synthetic(checkpoint: str) -> bool:

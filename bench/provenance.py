@@ -88,10 +88,7 @@ def _shortened(argument: str) -> str:
 
 
 def _processor() -> dict[str, Any]:
-    """Return the processor's name as Linux gives it, and its generation.
-
-    Virtual machines say no more in the name than "AMD EPYC".
-    """
+    """Return the processor's name as Linux gives it, and its generation, which virtual machines leave out of the name."""
     fields: dict[str, str] = {}
     with suppress(OSError):
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
@@ -99,10 +96,7 @@ def _processor() -> dict[str, Any]:
     family, model = (int(fields[name]) if fields.get(name, "").isdecimal() else -1 for name in ("cpu family", "model"))
     own = (fields.get("vendor_id"), family)
     known = (name for *which, first, last, name in _GENERATIONS if own == tuple(which) and first <= model <= last)
-    return {
-        "cpu": fields.get("model name") or platform.processor() or None,
-        "microarchitecture": next(known, None),
-    }
+    return {"cpu": fields.get("model name") or platform.processor() or None, "microarchitecture": next(known, None)}
 
 
 def git_commit(folder: Path) -> str | None:

@@ -62,9 +62,7 @@ class Record:
             changed += [name for name, _, _ in differences(before, now, _SAME)]
             if changed:
                 another = ", ".join(changed)
-                raise ValueError(
-                    f"{path} holds a run with another {another}: remove it, or name another file as --output"
-                )
+                raise ValueError(f"{path} holds a run with another {another}: remove it, or name another --output")
         self.num_earlier = len(self.lines)
         if not self.lines:
             self.lines = [dict(header)]
@@ -133,9 +131,7 @@ def _whole_lines(path: Path) -> list[Line]:
         except json.JSONDecodeError as error:
             if number == len(rows) > 1:
                 break
-            raise ValueError(
-                f"{path} is not a record of selfspec-bench, or a damaged one: line {number} is not JSON ({error})"
-            ) from None
+            raise ValueError(f"{path} is not a record of selfspec-bench: line {number} is not JSON ({error})") from None
         if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
             raise ValueError(f'{path} is not a record of selfspec-bench: line {number} is no object with a "kind"')
         lines.append(line)
@@ -145,10 +141,7 @@ def _whole_lines(path: Path) -> list[Line]:
 
 
 def read_record(path: Path) -> list[Line]:
-    """Read the lines of a complete record, without the last, which says that it is.
-
-    Raises ValueError, with the remedy, for a file that is not a record, cannot be read, or is not complete.
-    """
+    """Read the lines of a complete record, without the last. Raises ValueError, with the remedy, for anything else."""
     if not path.exists():
         raise ValueError(f"there is no record at {path}: measure one with selfspec-bench run --output {path}")
     try:
@@ -169,6 +162,5 @@ def showing(path: Path) -> Iterator[None]:
         yield
     except (LookupError, StopIteration, TypeError, ZeroDivisionError) as error:
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise ValueError(
-            f"{path} lacks lines or fields that its tables need ({what}); it is damaged or of another version: measure again"
-        ) from error
+        why = f"it is damaged or of another version ({what}): measure again"
+        raise ValueError(f"{path} lacks lines or fields that its tables need; {why}") from error

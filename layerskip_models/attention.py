@@ -20,10 +20,7 @@ _FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
 
 
 class Attention(Protocol):
-    """What a pass's rows attend to. Called once for each layer, in order.
-
-    rotary: rows of the model's rotary table, of these rows' positions.
-    """
+    """What a pass's rows attend to, called for each layer in order. rotary: the rotary table's rows at their positions."""
 
     rotary: Tensor
 
@@ -138,10 +135,7 @@ class _TextAttention:
             self._scale = torch.tensor(dim**-0.5, dtype=dtype, device=device)
 
     def _sight(self, position: int, rows: int, window: int | None, values: Tensor, dtype: torch.dtype) -> _Sight:
-        """Return what rows from `position` on see in layers of this window.
-
-        values: of one layer, up to and with these rows.
-        """
+        """Return what rows from `position` on see in layers of this window. values: of one layer, up to these rows."""
         (_, end, _), device = values.shape, values.device
         first = 0 if window is None else max(0, position - window + 1)
         mask: Tensor | None = None

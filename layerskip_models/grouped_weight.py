@@ -190,12 +190,9 @@ class GroupedWeight:
 
     def in_groups_of(self, size: int) -> GroupedWeight:
         """Repeat scales and offsets so that there is one for every `size` inputs. size: must divide `group`."""
-        groups, offsets = (
-            None if tensor is None else tensor.repeat_interleave(self.group // size, dim=1)
-            for tensor in (self.groups, self.offsets)
-        )
-        assert groups is not None
-        return replace(self, groups=groups, offsets=offsets)
+        times = self.group // size
+        offsets = None if self.offsets is None else self.offsets.repeat_interleave(times, dim=1)
+        return replace(self, groups=self.groups.repeat_interleave(times, dim=1), offsets=offsets)
 
     def as_signed_bytes(self) -> GroupedWeight:
         """Convert a weight without offsets and blocks to bytes of which 128 stands for 0, as Q8_0 has them."""
@@ -225,10 +222,8 @@ class GroupedWeight:
     def _is_like(self, other: GroupedWeight) -> bool:
         """Return whether scales are of the same form, and numbers stand for the same."""
         mine, theirs = ((one.bits, one.zero, one.groups.dtype, one.blocks is None) for one in (self, other))
-        blocks_fit = self.blocks is None or (
-            self.group == other.group and (self.offsets is None) == (other.offsets is None)
-        )
-        return mine == theirs and blocks_fit
+        own, others = ((one.group, one.offsets is None) for one in (self, other))
+        return mine == theirs and (self.blocks is None or own == others)
 
     @classmethod
     def cat(cls, weights: Sequence[GroupedWeight]) -> GroupedWeight:

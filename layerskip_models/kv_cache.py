@@ -92,9 +92,7 @@ class KVCache:
         """Return the same, after a check that `rows` more fit. Raises ValueError if they do not."""
         position = self.position(start, stop)
         if position + rows > self.max_length:
-            raise ValueError(
-                f"{rows} rows from position {position} on do not fit into a cache of {self.max_length} positions"
-            )
+            raise ValueError(f"{rows} rows from position {position} on do not fit into a cache of {self.max_length}")
         return position
 
     def extend(self, start: int, stop: int, rows: int) -> None:

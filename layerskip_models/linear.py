@@ -115,9 +115,7 @@ LAYOUTS: dict[Layout, Callable[..., Linear]] = {
 def check_layout(layout: Layout, weight: Tensor) -> Layout:
     """Return a layout asked for by name. Raises ValueError for another name, and where it does not run in this dtype."""
     if layout not in LAYOUTS:
-        raise ValueError(
-            f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}: leave it out for the fastest lossless one here"
-        )
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}: leave it out for the best here")
     runs = native_works(weight.device, weight.dtype) or layout == "plain"
     if layout in ("int8", "int4"):
         runs = weight.device.type == "cpu" and weight.dtype == torch.float32

@@ -34,10 +34,7 @@ class LayerBackend(Protocol):
     def run(
         self, hidden: Tensor, start: int, stop: int, rows: CacheRows, rotary: Tensor, capture: Capture | None
     ) -> Tensor:
-        """Run layers [start, stop), extend the caches, and return [rows, hidden]; see `LayerSkipModel.run_layers`.
-
-        rotary: the model's rotary table, for all positions from 0 on.
-        """
+        """Run layers [start, stop), extend the caches, return [rows, hidden]. rotary: the model's table, from 0 on."""
         ...
 
 

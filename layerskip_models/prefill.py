@@ -34,10 +34,7 @@ def piece_end(first: int, length: int, *, most: int = MAX_ROWS, together: int = 
 
 @dataclass(slots=True, eq=False)
 class PromptPiece:
-    """What a pass reads of a text: the tokens after those that its cache holds, up to position `end`.
-
-    tokens: int64 [n], the whole text. capture: sees what the layers put out for these rows.
-    """
+    """What a pass reads of a text, int64 [n], after its cache's rows, up to `end`. capture: sees what the layers put out."""
 
     tokens: Tensor
     cache: KVCache

@@ -55,14 +55,9 @@ def split_lines(data: bytes) -> list[str]:
 def cut_last_line(path: Path) -> None:
     """Remove what follows the last line feed, a line that was cut short. What is before it is not written again."""
     with path.open("rb+") as stream:
-        end = stream.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - (1 << 16))
-            stream.seek(start)
-            found = stream.read(end - start).rfind(b"\n")
-            if found >= 0:
-                start += found + 1
-            if found >= 0 or start == 0:
-                stream.truncate(start)
-                return
-            end = start
+        stream.truncate(stream.read().rfind(b"\n") + 1)
+
+
+def in_a_line(error: BaseException) -> str:
+    """Write an error's type and message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

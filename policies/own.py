@@ -5,6 +5,7 @@ A class with a method `plan` is an exit policy, one with `stop_before_draw` a st
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from pathlib import Path
 from runpy import run_path
@@ -72,7 +73,10 @@ def named_by_packages() -> dict[str, Any]:
 def _run(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
+    sys.path.insert(0, str(path.parent))  # for what it imports from beside it
     try:
         return run_path(str(path), run_name=f"policies of {path}")
     except (Exception, SystemExit) as error:
         raise ValueError(f"{path.name} fails: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent))

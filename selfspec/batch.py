@@ -14,17 +14,12 @@ _LISTS = ("eos_token_id", "stop_strings", "logits_processor", "stopping_criteria
 
 
 class BatchError(RuntimeError):
-    """Some texts of a batch failed; the others are complete.
-
-    results: in the order of the prompts, None for those that failed. errors: by index.
-    """
+    """Some texts of a batch failed. results: in order, None for those. errors: by index."""
 
     def __init__(self, results: Sequence[GenerationResult | None], errors: Mapping[int, Exception]) -> None:
         first = min(errors)
-        super().__init__(
-            f"{len(errors)} of {len(results)} texts could not be completed; text {first}: {errors[first]}. "
-            "This error's `results` holds the others"
-        )
+        failed = f"{len(errors)} of {len(results)} texts could not be completed; text {first}: {errors[first]}"
+        super().__init__(f"{failed}. This error's `results` holds the others")
         self.results, self.errors = list(results), dict(errors)
 
 

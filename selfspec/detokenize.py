@@ -54,7 +54,7 @@ class IncrementalDecoder:
         self._cleans = _cleans(tokenizer)
         for token in prompt[-_MANY:]:
             self._context = [] if token in self._special else [*self._context, token]
-        if self._held_from(text := self._decode(self._context)) < len(text) or text.endswith(_REPLACEMENT):
+        if not self._is_settled(self._context) or self._decode(self._context).endswith(_REPLACEMENT):
             self._context = []  # ends within a character
 
     @property
@@ -75,8 +75,9 @@ class IncrementalDecoder:
         if held < len(text):
             self._given += held
             return text[:held]
-        # Tokens without text are no context for the next piece, so the earlier context stays.
-        self._context = self._pending if text or self._given else self._context + self._pending
+        # Tokens without text are no context for the next piece, nor those whose end another context would change.
+        alone = bool(text or self._given) and self._is_settled(self._pending)
+        self._context = self._pending if alone else self._context + self._pending
         self._pending, self._given, self._many = [], 0, _MANY
         return text
 
@@ -93,8 +94,18 @@ class IncrementalDecoder:
 
     def _held_from(self, text: str) -> int:
         """Return where the end of a text begins that a tokenizer may yet change: it takes the space out of " ," or " n't"."""
-        space = text.rfind(" ") if self._cleans else -1
-        return len(text) if space < 0 or len(text) - space > _CLEANED else space
+        end = len(text) - (
+            self._cleans and text.endswith("'")
+        )  # "a ' " is "a'" before a word, and "a '" before a comma
+        while self._cleans and (space := text.rfind(" ", 0, end)) >= 0 and end - space <= _CLEANED:
+            end = space
+            if not text.startswith(" '", space) and not text.endswith(" ", 0, space):  # else what precedes may change
+                break
+        return end
+
+    def _is_settled(self, tokens: list[int]) -> bool:
+        """Return whether no later token changes the text of these by themselves."""
+        return not self._cleans or self._held_from(text := self._decode(tokens)) == len(text)
 
     def _first_part(self, text: str) -> str:
         """Return the text of the first of many pending tokens. The last ones may be an incomplete character.
@@ -141,22 +152,15 @@ def _cleans(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether decoding takes spaces out before punctuation."""
     from tokenizers.decoders import WordPiece
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) or isinstance(
-        getattr(backend, "decoder", None), WordPiece
-    )
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) or isinstance(decoder, WordPiece)
 
 
 def token_sources(record: RoundRecord) -> list[tuple[int, TokenSource]]:
-    """List a round's tokens in reading order: accepted drafts (copied ones first), rejected drafts, the full model's token.
-
-    If the text ended inside the accepted drafts, nothing after the end is included.
-    """
+    """List a round's tokens in reading order: accepted, then rejected drafts, the model's own. Nothing follows a stop."""
     drafts, accepted = record.draft_tokens, record.num_accepted
-    shown: list[tuple[int, TokenSource]] = [
-        (token, "copied" if index < record.num_copied else "accepted")
-        for index, token in enumerate(record.tokens[:accepted])
-    ]
+    fates: list[TokenSource] = ["copied" if index < record.num_copied else "accepted" for index in range(accepted)]
+    shown = [*zip(record.tokens, fates)]
     if len(record.tokens) > accepted:
         shown += [(token, "rejected") for token in drafts[accepted:]]
         own: TokenSource = "target" if not drafts else "corrected" if accepted < len(drafts) else "bonus"
@@ -195,10 +199,7 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 class StopCutter:
-    """Passes text on up to the first stop string. Text that may be the beginning of one is held back until that is clear.
-
-    ended: a stop string has come. found: which one. held: the text that is held back.
-    """
+    """Passes text on up to the first stop string, `found`. What may be the beginning of one is `held` until that is clear."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
@@ -245,10 +246,7 @@ class StopTrimmer:
 
 
 class TextStreamer:
-    """A streamer for `generate` that writes the new text, one chunk per round.
-
-    write: called with each chunk. on_start: called once when the arguments have been checked and the prompt arrives.
-    """
+    """Writes the new text for `generate`, one chunk per round. on_start: called once, when the prompt arrives."""
 
     def __init__(
         self,

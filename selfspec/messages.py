@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -87,24 +88,13 @@ def encode_messages(
     if tokenizer is None:
         raise ValueError("messages need a tokenizer: pass one to SelfSpecGenerator, or give token ids as the prompt")
     if not has_template(tokenizer, template):
-        raise ValueError(
-            "this model's tokenizer has no chat template: give a text prompt, or set tokenizer.chat_template; some commands "
-            "take --chat-template (docs/chat.md)"
-        )
+        remedy = "give a text prompt, or set tokenizer.chat_template; some commands take --chat-template (docs/chat.md)"
+        raise ValueError(f"this model's tokenizer has no chat template: {remedy}")
     continued = ask is None and messages[-1]["role"] == "assistant"
     ends = {"add_generation_prompt": ask is not False and not continued, "continue_final_message": continued}
-
-    def render(tokenize: bool) -> Any:
-        return tokenizer.apply_chat_template(
-            conversation,
-            chat_template=template.source,
-            tools=None if tools is None else [dict(tool) for tool in tools],
-            tokenize=tokenize,
-            return_dict=tokenize,
-            **(variables or {}),
-            **ends,
-        )
-
+    told = None if tools is None else [dict(tool) for tool in tools]
+    more = {**(variables or {}), **ends}
+    render = partial(tokenizer.apply_chat_template, chat_template=template.source, tools=told, **more)
     for message in messages:
         check_characters(str(message.get("content")), "a message")
     conversation = [dict(message) for message in messages]
@@ -113,22 +103,19 @@ def encode_messages(
         for message in conversation:
             message["role"] = "system" if message["role"] == "developer" else message["role"]
     try:
-        text = render(tokenize=False) if unusual else ""
-        ids: list[int] = list(render(tokenize=True)["input_ids"])
+        text = render(conversation, tokenize=False) if unusual else ""
+        ids: list[int] = list(render(conversation, tokenize=True, return_dict=True)["input_ids"])
     except TemplateError as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error
     except Exception as error:  # a template is a program: it may divide by zero, recurse, or use all memory
-        raise ValueError(
-            f"the chat template fails on these messages ({type(error).__name__}: {error}): change them, or the template"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the chat template fails on these messages ({why}): change them, or the template") from error
     # Templates silently skip roles that they do not know. Of the usual ones some leave out earlier answers on purpose.
     for place in unusual:
         content = messages[place].get("content")
         if isinstance(content, str) and content.strip() not in text:
-            raise ValueError(
-                f"the chat template leaves out messages[{place}], whose role is {messages[place]['role']!r}: "
-                "use a role that the template knows, or another template"
-            )
+            which = f"messages[{place}], whose role is {messages[place]['role']!r}"
+            raise ValueError(f"the chat template leaves out {which}: use a role that it knows, or another template")
     return ids
 
 

@@ -19,8 +19,8 @@ class GenerationStream(Iterator[str | list[int]]):
     Pieces are text, or lists of token ids if the generator has no tokenizer; joined they are `result.new_tokens`, or what
     these add to the prompt's text: `result.text`, and perhaps a space before it, which SentencePiece tokenizers strip from a
     text that is decoded by itself. `close`, the end of a `with` statement, or garbage collection of the stream ends the
-    generation. Leaving a loop early (`break`, an exception) ends it only if nothing else holds the stream. Until the end its
-    policy is in use: another call gets a copy. Where you keep the stream, write `with generator.stream(...) as stream:`.
+    generation. Leaving a loop early ends it only if nothing else holds the stream: where you keep it, use `with`. Until the
+    end its policy is in use, and another call gets a copy.
     result: what `generate` would have returned; None until the last piece was read, and for a text that broke off.
     """
 

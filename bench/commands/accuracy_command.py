@@ -50,10 +50,7 @@ def accuracy(options: AccuracyCommand) -> None:
 
 @torch.inference_mode()
 def _compare(models: list[LayerSkipModel], ids: Tensor) -> Tensor:
-    """Sum over a text: loss, KL(first || model), and how often the likeliest token is the first's; [models, 3].
-
-    ids: int64 [n]. The first model's linears run on PyTorch's operators.
-    """
+    """Sum over a text, int64 [n]: loss, KL(first || model), and how often the likeliest token is the first's; [models, 3]."""
     hidden, sums = [], torch.zeros(len(models), 3, dtype=torch.float64)
     for index, model in enumerate(models):
         model.prepare(len(ids))

@@ -64,10 +64,6 @@ def batch(options: BatchCommand) -> None:
 def measured_texts(engine: TimedEngine, prompts: Sequence[Tensor], max_new_tokens: int) -> dict[str, Any]:
     """Measure several texts continued together."""
     run = engine.run(prompts, max_new_tokens)
-    return {
-        "tokens": sum(map(len, run.tokens)),
-        "seconds": run.seconds,
-        "decode_tokens": run.decode_tokens,
-        "decode_seconds": run.decode_seconds,
-        "output": output_digest(run.tokens),
-    }
+    decoding = {"decode_tokens": run.decode_tokens, "decode_seconds": run.decode_seconds}
+    whole = {"tokens": sum(map(len, run.tokens)), "seconds": run.seconds, "output": output_digest(run.tokens)}
+    return {**whole, **decoding}

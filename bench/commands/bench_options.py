@@ -38,28 +38,18 @@ ModelOption = Annotated[
         callback=_checkpoint,
     ),
 ]
-PromptsOption = Annotated[
-    Path | None,
-    typer.Option(
-        help='Prompts, .jsonl[.gz] with "id", "task", "prompt"; or shipped ones by name: '
-        f"{', '.join(shipped_names())}. Default: the shipped ones but {COPYING}."
-    ),
-]
+_SHIPPED = f"{', '.join(shipped_names())}. Default: all but {COPYING}."
+_PROMPTS = f'Prompts, .jsonl[.gz] with "id", "task", "prompt"; or shipped ones by name: {_SHIPPED}'
+PromptsOption = Annotated[Path | None, typer.Option(help=_PROMPTS)]
 NumSamplesOption = Annotated[int, typer.Option(min=1, help="Number of prompts, taken from each task in turn.")]
 PromptTokensOption = Annotated[int, typer.Option(min=1, help="Maximum prompt length; longer prompts keep their end.")]
 NewTokensOption = Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Timed runs of each engine on each prompt.")]
 WarmupsOption = Annotated[int, typer.Option(min=0, help="Untimed runs of each engine before the timed ones.")]
-WarmedUpOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Policy to run a second time without forgetting between prompts, as in ordinary use; repeatable. "
-        "'all' means every policy of the run that learns."
-    ),
-]
-DtypeOption = Annotated[
-    str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16, float64, int8 or int4 (weights).")
-]
+_WARMED_UP = "Policy to run again without forgetting between prompts; repeatable. 'all': every policy that learns."
+WarmedUpOption = Annotated[list[str] | None, typer.Option(help=_WARMED_UP)]
+_DTYPES = "auto (float32 on a CPU), float32, bfloat16, float16, float64, int8 or int4 (weights)."
+DtypeOption = Annotated[str, typer.Option(help=_DTYPES)]
 EngineOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -69,19 +59,11 @@ EngineOption = Annotated[
         "Default: transformers, or of a GGUF file those that are installed; 'none' for none."
     ),
 ]
-PeerTimeoutOption = Annotated[
-    float, typer.Option(min=1, help="Seconds that a peer may take to load, or for one text, before it is left out.")
-]
+_TIMEOUT = "Seconds that a peer may take to load, or for one text, before it is left out."
+PeerTimeoutOption = Annotated[float, typer.Option(min=1, help=_TIMEOUT)]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-OutputOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        help="Write the record, JSON lines, to this file. If a run of the same command broke off there, it goes on.",
-        callback=_record_path,
-    ),
-]
+_OUTPUT = "Write the record, JSON lines, to this file. If a run of the same command broke off there, it goes on."
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help=_OUTPUT, callback=_record_path)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,19 +84,13 @@ class RunCommand(OnModel):
 
     policy: list[str] | None = option(None, f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}.")
     warmed_up: WarmedUpOption = None
-    prompts: list[Path] | None = option(
-        None,
-        f"File of prompts, .jsonl[.gz], or shipped ones by name: {', '.join(shipped_names())}; repeatable. "
-        f"Default: the shipped ones but {COPYING}.",
-    )
+    prompts: list[Path] | None = option(None, f"{_PROMPTS} Repeatable.")
     task: list[str] | None = option(None, "Task of the prompts; repeatable. Default: all tasks.")
     num_samples: int = option(2, "Number of prompts of each task.", min=1)
     prompt_tokens: PromptTokensOption = 320
     max_new_tokens: NewTokensOption = 128
     repeats: RepeatsOption = 2
-    do_sample: bool = option(
-        False, "Sample instead of decoding greedily; every repeat of a prompt has another seed.", None, "--do-sample"
-    )
+    do_sample: bool = option(False, "Sample; every repeat of a prompt has another seed.", None, "--do-sample")
     temperature: float | None = option(None, "Sampling temperature, with --do-sample (default 1).")
     top_p: float | None = option(None, "Top-p, with --do-sample (default 1: all tokens).")
     top_k: int | None = option(None, "Top-k, with --do-sample (default 0: all tokens).", min=0)
@@ -122,11 +98,7 @@ class RunCommand(OnModel):
     warmups: WarmupsOption = 1
     runner: str = option("auto", "eager, graphs (on CUDA), or auto: graphs on CUDA where they can be, else eager.")
     cold: bool = option(
-        False,
-        "Instead, measure the first three prompts in fresh processes, which take turns: each policy without kept costs, and "
-        "with those that another process kept. Default policy: auto.",
-        None,
-        "--cold",
+        False, "Measure three prompts in fresh processes instead, without kept costs, and with them.", None, "--cold"
     )
 
 
@@ -141,20 +113,12 @@ class PeersCommand(OnModel):
     their outputs are compared, but a difference is no fault.
     """
 
-    policy: list[str] | None = option(
-        None, "Policy beside plain decoding; repeatable. Default: the best known fixed setting, and auto."
-    )
-    warmed_up: list[str] | None = option(
-        None, "Policy to run without forgetting between prompts, as in ordinary use; repeatable."
-    )
+    policy: list[str] | None = option(None, "Policy, repeatable. Default: the best known fixed setting, and auto.")
+    warmed_up: list[str] | None = option(None, "Policy to run without forgetting between prompts; repeatable.")
     engine: EngineOption = None
     prompts: PromptsOption = None
     chat: bool = option(
-        False,
-        "Prompts are messages of a user, in the model's chat template; those that are too long are left out. "
-        "Answers end where the model ends them.",
-        None,
-        "--chat",
+        False, "Prompts are messages to the model, without those too long; it ends its answers.", None, "--chat"
     )
     num_samples: NumSamplesOption = 4
     prompt_tokens: PromptTokensOption = 320
@@ -174,12 +138,9 @@ class FilesCommand:
     """
 
     files: list[str] = option(MISSING, "GGUF files, or short names, of one tokenizer.", argument=True)
-    kind: list[str] | None = option(
-        None, "Type that the first file is measured in, too, as Q4_0, Q8_0 or BF16: its weights rounded; repeatable."
-    )
+    kind: list[str] | None = option(None, "Type to round the first file to as well: Q4_0, Q8_0, BF16, ...; repeatable.")
     engine: list[str] | None = option(
-        None,
-        "Engine beside selfspec, repeatable: llama.cpp, ik_llama.cpp, openvino. Default: those that are installed.",
+        None, "Engine beside selfspec, repeatable: llama.cpp, ik_llama.cpp, openvino. Default: those installed."
     )
     prompt_tokens: str = option("128,512", "Lengths of prompts, as in 128,512.")
     texts: int = option(8, "Texts decoded together.", min=2)
@@ -282,9 +243,7 @@ class KernelsCommand:
     """
 
     variant: list[str] | None = option(None, "Variant; repeatable. Default: all that this processor runs, best first.")
-    weights: list[str] | None = option(
-        None, "float32, bfloat16, int8, int4, Q4_K, Q5_K, Q6_K or IQ4_NL; repeatable. Default: all."
-    )
+    weights: list[str] | None = option(None, "float32, bfloat16, int8, int4, Q4_K, Q5_K, Q6_K, IQ4_NL. Default: all.")
     rows: str = option("1,2,4,8,16,32,64,128", "Numbers of rows, as in 1,2,4.")
     seconds: float = option(0.2, "Seconds of each measurement.", min=0.001)
     repeats: int = option(3, "Processes of each variant, in turn.", min=1)
@@ -323,23 +282,17 @@ class RooflineCommand(OnModel):
 class ReportCommand:
     """Turn records into a page: what came out, tables, and where the numbers come from."""
 
-    records: list[Path] | None = option(
-        None, "Records that the other commands wrote; with --update documents.", argument=True
-    )
+    records: list[Path] | None = option(None, "Records of the other commands; with --update documents.", argument=True)
     output: Path | None = option(
         None,
-        "Write this file: HTML with plots (needs matplotlib) if it ends in .html, else Markdown. Default: print it.",
+        "Write HTML with plots (.html), or Markdown (default: print).",
         None,
-        "--output",
         "-o",
+        "--output",
         callback=checked_output_file,
     )
     in_documents: bool = option(
-        False,
-        'Fill the tables of documents between "<!-- table: RECORD NAME -->" and "<!-- /table -->" anew. Default: '
-        "README.md and docs/.",
-        None,
-        "--update",
+        False, "Fill the tables between marks in documents anew. Default: README.md and docs/.", None, "--update"
     )
 
 

@@ -32,10 +32,7 @@ Sampling = dict[str, Any] | None
 
 
 def run_cold(options: RunCommand, policies: list[str], samples: Sequence[EncodedPrompt], sampling: Sampling) -> None:
-    """Run each policy, plain decoding first, on the same texts in a process of its own. Processes take turns.
-
-    First with an empty folder for costs, and then with what the process before it has kept there.
-    """
+    """Run each policy on the same texts in processes that take turns, first without kept costs, then with another's."""
     prompts = samples[:_TEXTS]
     with ExitStack() as held:
         held.enter_context(ended_by_loss())
@@ -89,9 +86,5 @@ class ColdEngine(SelfSpecEngine):
         decoding = {**GREEDY, **(self._sampling or {}), "policy": self._policy}
         result = self._generator.generate(prompt, max_new_tokens=max_new_tokens, **decoding)
         synchronize(self._generator.model.device)
-        return Generation(
-            tokens=tuple(result.new_tokens),
-            seconds=perf_counter() - start,
-            processor_seconds=process_time() - processor,
-            stats=result.stats.as_dict(),
-        )
+        tokens, seconds, own = tuple(result.new_tokens), perf_counter() - start, process_time() - processor
+        return Generation(tokens=tokens, seconds=seconds, processor_seconds=own, stats=result.stats.as_dict())

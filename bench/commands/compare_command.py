@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from bench.commands.bench_options import CompareCommand
-from bench.record import Line, differences, read_record, showing
+from bench.record import Line, differences, matching, read_record, showing
 from bench.report.summary import Samples
 from bench.report.table import Table
 from selfspec.cli.console import one_line_errors
@@ -26,10 +26,7 @@ def compare(options: CompareCommand) -> None:
 
 
 def compare_records(before: Sequence[Line], after: Sequence[Line]) -> tuple[list[str], Table]:
-    """Return what differs in how the two were made, and a row per engine that both measured.
-
-    Raises ValueError if they have no engine in common.
-    """
+    """Return what differs in how the two were made, and a row per engine in both. Raises ValueError if there is none."""
     notes = [f"{name}: {old} -> {new}" for name, old, new in differences(before[0], after[0], _WHERE)]
     left, right = Samples(before), Samples(after)
     rows = []
@@ -51,10 +48,8 @@ def compare_records(before: Sequence[Line], after: Sequence[Line]) -> tuple[list
 
 def _outputs(left: Samples, right: Samples, engine: str) -> str:
     """Say whether an engine wrote the same tokens for the prompts that both have."""
-    old, new = (
-        {line["prompt"]: line["output"] for line in samples.outputs if line["engine"] == engine}
-        for samples in (left, right)
-    )
+    own = (matching(samples.outputs, "output", engine=engine) for samples in (left, right))
+    old, new = ({line["prompt"]: line["output"] for line in lines} for lines in own)
     shared = old.keys() & new.keys()
     changed = sum(old[prompt] != new[prompt] for prompt in shared)
     if not shared:

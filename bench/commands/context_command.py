@@ -38,10 +38,8 @@ def context(options: ContextCommand) -> None:
         most = weights.max_positions
         lengths = [length for length in wanted if length + options.max_new_tokens <= most]
         if not lengths:
-            raise ValueError(
-                f"the model has {most} positions: no context of {options.contexts} leaves room for "
-                f"{options.max_new_tokens} new tokens"
-            )
+            new = f"{options.max_new_tokens} new tokens"
+            raise ValueError(f"the model has {most} positions: no context of {options.contexts} leaves room for {new}")
         for left_out in wanted[len(lengths) :]:
             typer.echo(f"{left_out} tokens of context: beyond the model's {most} positions", err=True)
         prompts = [long_prompt(tokenizer, length) for length in lengths]
@@ -91,10 +89,7 @@ def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedP
 
 
 class _Place:
-    """One context, which its generator keeps, and what decodes after it.
-
-    policies: by their role. seconds: to the first token, when the whole prompt was read.
-    """
+    """One context, kept by its generator, and what decodes after it: policies by role. seconds: to the first token."""
 
     def __init__(self, weights: LayerSkipModel, prompt: EncodedPrompt, max_new_tokens: int) -> None:
         self.generator, self.size = SelfSpecGenerator(weights, prefix_cache=1), prompt.ids.numel()  # it keeps one text
@@ -112,10 +107,6 @@ class _Place:
     def decode(self, role: str) -> Line:
         """Decode with one of the policies."""
         result = self._run(policy=self.policies[role])
-        stats = result.stats
-        return {
-            "policy": self.policies[role],
-            "tokens": stats.num_new_tokens - 1,
-            "seconds": stats.seconds - stats.time_to_first_token,
-            "outputs_equal": result.new_tokens == self._tokens,
-        }
+        equal, seconds = result.new_tokens == self._tokens, result.stats.seconds - result.stats.time_to_first_token
+        counted = {"tokens": result.stats.num_new_tokens - 1, "seconds": seconds}
+        return {"policy": self.policies[role], **counted, "outputs_equal": equal}

@@ -51,12 +51,8 @@ def files(options: FilesCommand) -> None:
             for stem, own in works.items()
             for name, make in makers(asked, own).items()
         }
-        said = {
-            "files": {path.stem: weights_digest(str(path)) for path in paths},
-            "engines": asked,
-            "threads": threads,
-            "measured": [name for name, _, _ in work],
-        }
+        digests, measured = {path.stem: weights_digest(str(path)) for path in paths}, [name for name, _, _ in work]
+        said = {"files": digests, "engines": asked, "threads": threads, "measured": measured}
         with started(made, options.peer_timeout) as (engines, where, missing):
             first = header("files", where, str(paths[0]), prompts, options.max_new_tokens, options.repeats, **said)
             with recording(options.output, first) as record:

@@ -37,10 +37,9 @@ MATRICES = 40
 """Multiplied in turn, so that none is found in a cache."""
 
 
-def _in_blocks(kind: str) -> Callable[[Tensor], Linear]:
-    return lambda weight: grouped_linear(
-        numbers_of_blocks(torch.from_numpy(in_blocks(weight.numpy(), kind)), kind), own=True
-    )
+def _in_blocks(weight: Tensor, kind: str) -> Linear:
+    blocks = torch.from_numpy(in_blocks(weight.numpy(), kind))
+    return grouped_linear(numbers_of_blocks(blocks, kind), own=True)
 
 
 KINDS: dict[str, Callable[[Tensor], Linear]] = {
@@ -48,7 +47,7 @@ KINDS: dict[str, Callable[[Tensor], Linear]] = {
     "bfloat16": lambda weight: LAYOUTS["native"](weight.bfloat16(), None),
     "int8": lambda weight: LAYOUTS["int8"](weight, None),
     "int4": lambda weight: LAYOUTS["int4"](weight, None),
-    **{kind: _in_blocks(kind) for kind in QUANTISERS},
+    **{kind: partial(_in_blocks, kind=kind) for kind in QUANTISERS},
 }
 """Ways to keep a float32 matrix, [out, in]: our own layouts, and the types of GGUF files."""
 
@@ -65,12 +64,8 @@ def kernels(options: KernelsCommand) -> None:
         kinds = list(dict.fromkeys(options.weights or KINDS))
         if unknown := set(kinds) - set(KINDS):
             raise ValueError(f"--weights must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
-        job = {
-            "kinds": kinds,
-            "rows": parse_range(options.rows, "--rows"),
-            "seconds": options.seconds,
-            "matrices": MATRICES,
-        }
+        rows = parse_range(options.rows, "--rows")
+        job = {"kinds": kinds, "rows": rows, "seconds": options.seconds, "matrices": MATRICES}
     first = {
         "kind": "run",
         "command": "kernels",
@@ -96,10 +91,7 @@ def _measured(variant: str, job: dict[str, Any]) -> dict[str, list[Line]]:
 
 
 def products(kinds: Sequence[str], rows: Sequence[int], seconds: float, matrices: int) -> Iterator[Line]:
-    """Time products: the median of at least three turns through all matrices, and the bytes of one's weights.
-
-    seconds: of each measurement, at least.
-    """
+    """Time products, for `seconds` each at least: the median of three turns or more through all matrices, and one's bytes."""
     for kind in kinds:
         draw = torch.Generator().manual_seed(0)
         made = [KINDS[kind](torch.randn(OUT, IN, generator=draw)) for _ in range(matrices)]

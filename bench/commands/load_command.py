@@ -56,9 +56,8 @@ def load(options: LoadCommand) -> None:
         servers = [] if record.is_complete else [held.enter_context(selfspec_server(folder, arguments))]
         for continuous in (False, True) if options.peers and servers else ():
             try:
-                servers.append(
-                    held.enter_context(transformers_server(folder, "float32", continuous_batching=continuous))
-                )
+                started = transformers_server(folder, "float32", continuous_batching=continuous)
+                servers.append(held.enter_context(started))
             except RuntimeError as error:
                 record.write("lost", engine="transformers:serve", label="transformers serve", reason=str(error))
         for server in servers:
@@ -144,21 +143,14 @@ def measure_clients(server: Server, prompts: Sequence[str], clients: int, max_to
     except Exception as error:
         raise RuntimeError(f"a client of {server.label} failed") from error
     found = [replies[index] for index in range(len(prompts))]
-    return {
-        "tokens": max_tokens * len(prompts),
-        "seconds": seconds,
-        "first_seconds": [reply["first_seconds"] for reply in found],
-        "output": output_digest([reply["text"] for reply in found]),
-    }
+    output, first = output_digest([reply["text"] for reply in found]), [reply["first_seconds"] for reply in found]
+    return {"tokens": max_tokens * len(prompts), "seconds": seconds, "first_seconds": first, "output": output}
 
 
 def measure_batch_call(generator: SelfSpecGenerator, prompts: Sequence[str], clients: int, max_tokens: int) -> Line:
     """Generate the same texts by `generate_batch`, `clients` at a time: what a server could give at best."""
     start = perf_counter()
     results = generator.generate_batch(list(prompts), batch_size=clients, max_new_tokens=max_tokens, do_sample=False)
-    return {
-        "tokens": sum(result.stats.num_new_tokens for result in results),
-        "seconds": perf_counter() - start,
-        "first_seconds": None,
-        "output": output_digest([result.text or "" for result in results]),
-    }
+    seconds, output = perf_counter() - start, output_digest([result.text or "" for result in results])
+    tokens = sum(result.stats.num_new_tokens for result in results)
+    return {"tokens": tokens, "seconds": seconds, "first_seconds": None, "output": output}

@@ -1,7 +1,4 @@
-"""`selfspec-bench roofline`: how close each part of a round comes to the speed of the memory.
-
-Phases come from whole runs, whose traces say what each round had to read.
-"""
+"""`selfspec-bench roofline`: how close each part of a round comes to the speed of the memory, by traces of whole runs."""
 
 from __future__ import annotations
 
@@ -30,11 +27,13 @@ def roofline(options: RooflineCommand) -> None:
         generator = SelfSpecGenerator(loaded(options), prefix_cache=0)
         network = generator.model
         where = provenance(network.device, network.dtype)
-        num_layers = network.num_layers
-        first = header(
-            "roofline", where, options.model, samples, options.max_new_tokens, options.repeats, num_layers=num_layers
-        )
+        layers, most = network.num_layers, options.max_new_tokens
+        first = header("roofline", where, options.model, samples, most, options.repeats, num_layers=layers)
     weights = WeightBytes.of(network)
+
+    def bandwidth() -> Line:
+        return {"bytes_per_second": measure_bandwidth(network.device)}
+
     with recording(options.output, first) as record:
         cost = calibrated(generator, record)
         best = partial(best_fixed, generator, samples[0], options.max_new_tokens, cost)
@@ -48,16 +47,9 @@ def roofline(options: RooflineCommand) -> None:
             for sample in samples:
                 for repeat in range(options.repeats):
                     # In turn with the runs: a shared host's memory is not as fast in one minute as in the next.
-                    record.once(
-                        "bandwidth",
-                        lambda: {"bytes_per_second": measure_bandwidth(network.device)},
-                        prompt=sample.id,
-                        repeat=repeat,
-                    )
+                    record.once("bandwidth", bandwidth, prompt=sample.id, repeat=repeat)
                     for policy in in_turn(policies, repeat):
-                        measure = partial(
-                            measure_phases, generator, policy, sample, options.max_new_tokens, weights, cost
-                        )
+                        measure = partial(measure_phases, generator, policy, sample, most, weights, cost)
                         record.once("phases", measure, policy=policy, prompt=sample.id, repeat=repeat)
                         advance(policy)
     show(record.lines)
@@ -99,20 +91,11 @@ def measure_phases(
     assert result.trace is not None
     stats = result.stats
     read, predicted = phase_bytes(result.trace, weights, generator.model.num_layers, cost)
-    seconds = {
-        "draft": stats.draft_seconds,
-        "verify": stats.verify_seconds,
-        "accept": stats.accept_seconds,
-        "learn": stats.learn_seconds,
-    }
+    seconds = {phase: getattr(stats, f"{phase}_seconds") for phase in ("draft", "verify", "accept", "learn")}
     decoding = stats.seconds - stats.prefill_seconds
-    return {
-        "tokens": stats.num_new_tokens - 1,
-        "decode_seconds": decoding,
-        "seconds": {**seconds, "other": max(0.0, decoding - sum(seconds.values()))},
-        "bytes": read,
-        "predicted_seconds": predicted,
-    }
+    seconds["other"] = max(0.0, decoding - sum(seconds.values()))
+    found = {"tokens": stats.num_new_tokens - 1, "decode_seconds": decoding, "predicted_seconds": predicted}
+    return {**found, "seconds": seconds, "bytes": read}
 
 
 def best_fixed(generator: SelfSpecGenerator, prompt: EncodedPrompt, max_new_tokens: int, cost: CostModel) -> str:

@@ -22,10 +22,8 @@ from selfspec.cli.console import one_line_errors
 
 def run(options: RunCommand) -> None:
     with one_line_errors():
-        sampling = sampling_of(
-            options.do_sample,
-            {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k, "seed": options.seed},
-        )
+        sampled = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "seed")}
+        sampling = sampling_of(options.do_sample, sampled)
         names = ["ar", *(options.policy or (("auto",) if options.cold else DEFAULT_POLICIES))]
         chosen = choose_prompts(options.prompts or [], options.task or [], options.num_samples)
         samples = encode_prompts(chosen, open_tokenizer(options.model), options.prompt_tokens)
@@ -37,12 +35,8 @@ def run(options: RunCommand) -> None:
         weights = loaded(options)
         generator = SelfSpecGenerator(weights, runner=cast(Any, options.runner), prefix_cache=0)
         num_layers = weights.num_layers
-        parse = partial(
-            parse_policy,
-            num_layers=num_layers,
-            measure=lambda: LayerCost(num_layers),
-            preverifier=generator.load_preverifier,
-        )
+        load = generator.load_preverifier
+        parse = partial(parse_policy, num_layers=num_layers, measure=lambda: LayerCost(num_layers), preverifier=load)
         for name in names:  # mistakes end the command before anything is measured
             parse(name)
         lasting = warmed_up_policies(options.warmed_up or [], names, parse)
@@ -69,10 +63,7 @@ def run(options: RunCommand) -> None:
 
 
 def sampling_of(do_sample: bool, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments that make `generate` sample, None for greedy decoding.
-
-    Raises ValueError for an option that would do nothing, or that is out of its range.
-    """
+    """Return the arguments that make `generate` sample, None for greedy. Raises ValueError for a wrong one."""
     given = {name: value for name, value in asked.items() if value is not None}
     if given and not do_sample:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
@@ -88,10 +79,7 @@ def sampling_of(do_sample: bool, asked: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int) -> list[Prompt]:
-    """Choose the first `num_samples` prompts of every task, from the files or the shipped ones.
-
-    Raises ValueError for an unknown task, or when two files share an id.
-    """
+    """Choose the first prompts of every task. Raises ValueError for an unknown task, or when two files share an id."""
     more = [Path(COPYING)] if COPYING in tasks else []
     chosen: Sequence[Path | None] = files or [None, *more]
     found = [prompt for path in chosen for prompt in load_prompts(path)]
@@ -105,10 +93,7 @@ def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int
 
 
 def warmed_up_policies(asked: Sequence[str], names: Sequence[str], parse: Callable[[str], Policy]) -> list[str]:
-    """Return the policies to run a second time with what they have learned: the named ones; "all": all that learn.
-
-    Raises ValueError for one that learns nothing, or keeps nothing of it from prompt to prompt.
-    """
+    """Return the policies to run a second time with what they have learned. Raises ValueError for one that keeps nothing."""
     chosen: list[str] = []
     for name in asked:
         if name == "all":

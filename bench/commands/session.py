@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import typer
-from rich.progress import MofNCompleteColumn, Progress
 from transformers import PreTrainedTokenizerBase
 
 from bench.commands.bench_options import OnModel
@@ -25,6 +25,7 @@ from bench.record import Line, Record, matching
 from bench.report.page import terminal_text
 from layerskip_models import LayerSkipModel
 from selfspec.analysis.comparison import load_warning
+from selfspec.cli.arguments import progress_bar
 from selfspec.cli.console import LogConsole, one_line_errors
 
 _errors = LogConsole()
@@ -69,17 +70,7 @@ def loaded(options: OnModel) -> LayerSkipModel:
         return open_model(options.model, options.dtype, options.device, options.rows)
 
 
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on stderr, if that is a terminal; yield a function that advances the bar by one."""
-    columns = *Progress.get_default_columns(), MofNCompleteColumn()
-    with Progress(*columns, console=_errors, disable=not _errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("measuring", total=total)
-
-        def advance(label: str) -> None:
-            bar.update(task, advance=1, description=label)
-
-        yield advance
+progress = partial(progress_bar, log=_errors)
 
 
 @contextmanager
@@ -141,10 +132,7 @@ def write_engines(record: Record, engines: Sequence[TimedEngine], missing: Mappi
 def started(
     makers: Mapping[str, Maker], timeout: float
 ) -> Iterator[tuple[list[TimedEngine], dict[str, Any], dict[str, str]]]:
-    """Run engines, each peer in a process of its own, within it. The command ends in one line if the first one is lost.
-
-    Yields the engines, their provenance with the versions of all, and why others did not start, by name.
-    """
+    """Run each peer's engines in a process. Yields engines, provenance, and why others did not start; ends with the first."""
     engines: list[TimedEngine] = []
     where: dict[str, Any] = {}
     missing: dict[str, str] = {}
@@ -183,9 +171,8 @@ def show(lines: Sequence[Line]) -> None:
         _errors.print(f"left out: {reason}")
     faults = matching(lines, "output", near_tie=False)
     for line in faults:
-        _errors.print(
-            f"{line['engine']} differs from {line['reference']} on {line['prompt']} at new token "
-            f"{line['first_difference']}, where the reference's top two logits are {line['reference_logit_gap']:.3g} apart"
-        )
+        where = f"on {line['prompt']} at new token {line['first_difference']}"
+        apart = f"the reference's top two logits are {line['reference_logit_gap']:.3g} apart"
+        _errors.print(f"{line['engine']} differs from {line['reference']} {where}, where {apart}")
     if faults:
         raise typer.Exit(1)

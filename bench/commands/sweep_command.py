@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ from bench.models import num_layers_of, open_tokenizer
 from bench.provenance import provenance
 from bench.record import PLAIN, Line, Record, matching
 from bench.report.summary import Samples
-from bench.report.table import mean
 from layerskip_models.text_files import write_text
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import replay, trace_agreement
 from selfspec.cli.console import one_line_errors
 from selfspec.defaults import SETTINGS_FILE
+from selfspec.engine.results import mean
 
 
 def sweep(options: SweepCommand) -> None:
@@ -40,12 +41,8 @@ def sweep(options: SweepCommand) -> None:
         samples = encoded(options.prompts, options.num_samples, open_tokenizer(options.model), options.prompt_tokens)
         generator = SelfSpecGenerator(loaded(options), prefix_cache=0)
         where = provenance(generator.model.device, generator.model.dtype)
-        asked = {
-            "warmups": options.warmups,
-            "axes": [layers, lengths],
-            "num_layers": num_layers,
-            "num_timed": options.num_timed,
-        }
+        asked: dict[str, Any] = {"warmups": options.warmups, "num_layers": num_layers, "num_timed": options.num_timed}
+        asked["axes"] = [layers, lengths]
         first = header("sweep", where, options.model, samples, options.max_new_tokens, options.repeats, **asked)
     with recording(options.output, first) as record:
         cells = _cells(record, generator, product(layers, lengths), samples, options.max_new_tokens)
@@ -56,9 +53,8 @@ def sweep(options: SweepCommand) -> None:
         timed = Samples(record.lines)
         speedups = {name: timed.speedup(f"selfspec:{name}", PLAIN) for name in names[1:]}
         name, found = max(speedups.items(), key=lambda item: item[1].value)
-        best = record.once(
-            "best", lambda: {"policy": name, "speedup": found.value, "low": found.low, "high": found.high}
-        )
+        chosen = partial(dict[str, Any], policy=name, speedup=found.value, low=found.low, high=found.high)
+        best = record.once("best", chosen)
     if options.write:
         path = _write_setting(Path(options.model), best, record.lines[0])
         kept = f"{best['policy']} is now the best known fixed setting of this checkpoint"
@@ -91,10 +87,7 @@ def _cells(
     samples: Sequence[EncodedPrompt],
     max_new_tokens: int,
 ) -> list[Line]:
-    """Write a line for each setting: its rounds, and the speed-up over plain decoding that measured costs predict.
-
-    Returns the lines, the best prediction first. Rates are means over prompts; tokens are those committed in rounds.
-    """
+    """Write a line for each setting, its rounds (means over prompts) and predicted speed-up; return them, the best first."""
     cost = calibrated(generator, record)
     if record.find("traced") is None:
         traces = []

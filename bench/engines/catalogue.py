@@ -69,10 +69,7 @@ def engines_beside(asked: Sequence[str] | None, file: Path | None) -> list[str]:
 
 
 def makers(asked: Sequence[str], work: Work) -> dict[str, Maker]:
-    """Return how to make selfspec and each engine that is asked for, by name, without those whose packages are missing.
-
-    Raises ValueError for an unknown engine, or one that cannot run this work.
-    """
+    """Return how to make selfspec and each engine asked for whose package is there. Raises ValueError for an unknown one."""
     found = {name: _maker(name, work) for name in asked}
     return {SELFSPEC: partial(own_peer, work)} | {name: make for name, make in found.items() if _installed(name)}
 
@@ -83,9 +80,7 @@ def _maker(name: str, work: Work) -> Maker:
         if resolve_device(work.device).type != "cpu":
             raise ValueError(f"{program} is measured on a CPU: add --device cpu, or leave it out")
         if not kind and work.file is None:
-            raise ValueError(
-                f"--engine {name} needs a GGUF file as --model, or a kind of weights or folder after a colon"
-            )
+            raise ValueError(f"--engine {name} needs a GGUF file as --model, or a kind of weights or folder after ':'")
     if program == TRANSFORMERS and not kind:
         return partial(transformers_peer, work)
     if program == SELFSPEC and kind in OWN_KINDS:
@@ -153,9 +148,8 @@ def openvino_peer(place: Path) -> Peer:
     """Make OpenVINO GenAI on a GGUF file or an exported folder."""
     from bench.engines.openvino_genai import OpenVinoEngine, openvino_version
 
-    return Peer(
-        engines=[OpenVinoEngine(place, openvino_name(place))], about={"versions": {OPENVINO: openvino_version()}}
-    )
+    engine = OpenVinoEngine(place, openvino_name(place))
+    return Peer(engines=[engine], about={"versions": {OPENVINO: openvino_version()}})
 
 
 _PROGRAMS = {

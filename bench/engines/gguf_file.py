@@ -13,16 +13,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from gguf import (
-    MODEL_ARCH,
-    GGMLQuantizationType,
-    GGUFReader,
-    GGUFWriter,
-    LlamaFileType,
-    get_tensor_name_map,
-    quant_shape_to_byte_shape,
-)
-from gguf.quants import dequantize, quantize
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, get_tensor_name_map
+from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,10 +44,8 @@ def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
     writer = GGUFWriter(path, "llama")
     _describe(writer, config, model.model.rotary_emb.attention_scaling)
     tensors = _tensors(model)
-    kinds = {
-        name: GGMLQuantizationType[_kind_of(name, tensor.dim(), kind, config.num_hidden_layers)]
-        for name, tensor in tensors.items()
-    }
+    own = {name: _kind_of(name, tensor.dim(), kind, config.num_hidden_layers) for name, tensor in tensors.items()}
+    kinds = {name: GGMLQuantizationType[chosen] for name, chosen in own.items()}
     for name, tensor in tensors.items():
         shape = quant_shape_to_byte_shape(tensor.shape, kinds[name])
         writer.add_tensor_info(name, shape, np.dtype(np.uint8), prod(shape), kinds[name])
@@ -64,8 +54,8 @@ def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
     writer.write_ti_data_to_file()
     for name, tensor in tensors.items():
         floats = _reordered(name, tensor, config).float().cpu().numpy()
-        own = kinds[name].name in QUANTISERS
-        writer.write_tensor_data(in_blocks(floats, kinds[name].name) if own else quantize(floats, kinds[name]))
+        ours = own[name] in QUANTISERS
+        writer.write_tensor_data(in_blocks(floats, own[name]) if ours else quantize(floats, kinds[name]))
     writer.close()
 
 

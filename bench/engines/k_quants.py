@@ -83,8 +83,5 @@ QUANTISERS: dict[str, Callable[[Floats], Bytes]] = {"Q4_K": _q4_k, "Q5_K": _q5_k
 
 
 def in_blocks(weight: Floats, kind: str) -> Bytes:
-    """Pack a matrix [out, in] as uint8 [out, bytes of a row].
-
-    kind: of `QUANTISERS`. in: a multiple of 256, for IQ4_NL of 32.
-    """
+    """Pack a matrix [out, in], in: a multiple of 256 (IQ4_NL: 32), as uint8 [out, bytes of a row]. kind: of `QUANTISERS`."""
     return QUANTISERS[kind](weight).reshape(len(weight), -1)

@@ -92,9 +92,7 @@ class LlamaCppEngine(TimedEngine):
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
         (tokens,), seconds, first = self._continued([prompt], max_new_tokens)
-        return Generation(
-            tokens=tuple(tokens), seconds=seconds, time_to_first_token=first, decode_seconds=seconds - first
-        )
+        return Generation.with_first(tokens, seconds, first)
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
         return BatchRun.after_prompts(*self._continued(prompts, max_new_tokens))

@@ -24,18 +24,13 @@ from layerskip_models.kernels.threads import num_threads
 
 
 class OpenVinoEngine(TimedEngine):
-    """Greedy decoding by `openvino_genai.LLMPipeline`. path: a GGUF file or an exported folder.
-
-    Raises FileNotFoundError for a folder without a model, RuntimeError, as OpenVINO does, for one that it cannot load.
-    """
+    """Greedy decoding by `openvino_genai.LLMPipeline`. path: a GGUF file or exported folder, or FileNotFoundError."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.name, self.label = name, f"OpenVINO GenAI, {name.partition(':')[2]}"
         self.weights = self.label
         if path.suffix != ".gguf" and not (path / "openvino_model.xml").is_file():
-            raise FileNotFoundError(
-                f"{path.name} has no openvino_model.xml: export a model into it (docs/benchmarks.md)"
-            )
+            raise FileNotFoundError(f"{path.name} has no openvino_model.xml: export a model (docs/benchmarks.md)")
         self._path, self._pipelines = path, dict[int, Any]()
         self._pipeline()
 
@@ -45,17 +40,15 @@ class OpenVinoEngine(TimedEngine):
         if threads not in self._pipelines:
             scheduling = openvino_genai.SchedulerConfig()
             scheduling.enable_prefix_caching = False  # or a repeat would not read its prompt
-            self._pipelines[threads] = openvino_genai.LLMPipeline(
-                str(self._path), "CPU", scheduler_config=scheduling, INFERENCE_NUM_THREADS=threads
-            )
+            settings = {"scheduler_config": scheduling, "INFERENCE_NUM_THREADS": threads}
+            self._pipelines[threads] = openvino_genai.LLMPipeline(str(self._path), "CPU", **settings)
         return self._pipelines[threads]
 
     def _call(self, ids: NDArray[np.int64], max_new_tokens: int) -> tuple[Any, float]:
         """Return what it gives for ids [texts, n], and the seconds that it took."""
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
-        settings = openvino_genai.GenerationConfig(
-            max_new_tokens=max_new_tokens, ignore_eos=True, do_sample=False, apply_chat_template=False
-        )
+        plain = {"ignore_eos": True, "do_sample": False, "apply_chat_template": False}
+        settings = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, **plain)
         pipeline = self._pipeline()
         start = perf_counter()
         result = pipeline.generate(inputs, settings)
@@ -63,10 +56,7 @@ class OpenVinoEngine(TimedEngine):
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
         result, seconds = self._call(prompt.numpy().reshape(1, -1), max_new_tokens)
-        first = result.perf_metrics.get_ttft().mean / 1000
-        return Generation(
-            tokens=tuple(result.tokens[0]), seconds=seconds, time_to_first_token=first, decode_seconds=seconds - first
-        )
+        return Generation.with_first(result.tokens[0], seconds, result.perf_metrics.get_ttft().mean / 1000)
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
         """See `TimedEngine`. prompts: of one length. Its clock tells of single texts only, so the time until all texts have

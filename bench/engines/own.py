@@ -6,7 +6,7 @@ and are timed by the same clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -48,6 +48,12 @@ class Generation:
     processor_seconds: float | None = None
     stats: Mapping[str, Any] | None = None
 
+    @classmethod
+    def with_first(cls, tokens: Iterable[int], seconds: float, first: float, **more: Any) -> Generation:
+        """Describe a run whose first token was there after `first` of `seconds`."""
+        times: dict[str, Any] = {"seconds": seconds, "time_to_first_token": first, "decode_seconds": seconds - first}
+        return cls(tokens=tuple(tokens), **times, **more)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRun:
@@ -64,19 +70,12 @@ class BatchRun:
     @classmethod
     def after_prompts(cls, tokens: list[list[int]], seconds: float, prompt_seconds: float) -> BatchRun:
         """Describe texts that all have their first token after `prompt_seconds` of `seconds`, and end together."""
-        return cls(
-            tokens=tokens,
-            seconds=seconds,
-            decode_tokens=sum(len(text) - 1 for text in tokens),
-            decode_seconds=seconds - prompt_seconds,
-        )
+        count = sum(len(text) - 1 for text in tokens)
+        return cls(tokens=tokens, seconds=seconds, decode_tokens=count, decode_seconds=seconds - prompt_seconds)
 
 
 class EngineLostError(RuntimeError):
-    """An engine in a process of its own crashed, raised or did not answer. The others can go on.
-
-    mistake: what it said of a value that the user gave, if that was why.
-    """
+    """An engine in a process of its own crashed, raised or did not answer. mistake: what it said of the user's value."""
 
     def __init__(self, message: str, mistake: str | None = None) -> None:
         super().__init__(message)
@@ -169,14 +168,8 @@ class SelfSpecEngine(TimedEngine):
         seconds = perf_counter() - start
         if self.warmed_up:
             self._learned = policy.state()
-        first = result.stats.time_to_first_token
-        return Generation(
-            tokens=tuple(result.new_tokens),
-            seconds=seconds,
-            time_to_first_token=first,
-            decode_seconds=seconds - first,
-            stats={**result.stats.as_dict(), "policy": public_argument(self._policy)},
-        )
+        stats = {**result.stats.as_dict(), "policy": public_argument(self._policy)}
+        return Generation.with_first(result.new_tokens, seconds, result.stats.time_to_first_token, stats=stats)
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
         """See `TimedEngine`. The policy keeps what it learns."""

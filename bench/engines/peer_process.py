@@ -161,9 +161,8 @@ def _serve(pipe: Connection, parents: Connection, path: str, make: Callable[[], 
         pipe.send((True, (described, dict(peer.about))))
         while True:
             number, method, sent = pipe.recv()
-            value = getattr(peer.engines[number], method)(
-                *(_ids(one) if isinstance(one, list) else one for one in sent)
-            )
+            called = getattr(peer.engines[number], method)
+            value = called(*(_ids(one) if isinstance(one, list) else one for one in sent))
             pipe.send((True, value.tolist() if isinstance(value, Tensor) else value))
     except (EOFError, BrokenPipeError):
         return

@@ -103,10 +103,7 @@ def _answers(server: Server) -> bool:
 
 @contextmanager
 def served_folder(folder: Path | None, network: PreTrainedModel | None) -> Iterator[Path]:
-    """Make a temporary folder that servers can load: links to a checkpoint's files, or a network's weights.
-
-    Where there is no tokenizer it gets one with a word for every id: texts are then as long as their tokens.
-    """
+    """Make a temporary folder with a checkpoint or a network; without a tokenizer it gets one with a word for every id."""
     with tempfile.TemporaryDirectory() as made:
         path = Path(made)
         if folder is not None:

@@ -92,13 +92,9 @@ def transformers_engines(model: PreTrainedModel, setting: tuple[int, int] | None
         exit_layer, num_speculations = setting
         early = {"assistant_early_exit": exit_layer}
         name, label = f"transformers:early-exit:{exit_layer}", f"transformers early exit {exit_layer}"
-        fixed = {
-            "num_assistant_tokens": num_speculations,
-            "num_assistant_tokens_schedule": "constant",
-            "assistant_confidence_threshold": 0.0,
-        }
-        engines += [
-            TransformersEngine(model, f"{name}-{num_speculations}", f"{label}-{num_speculations}", early, fixed),
-            TransformersEngine(model, f"{name}-default", f"{label}, defaults", early),
-        ]
+        always = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+        fixed = {"num_assistant_tokens": num_speculations, **always}
+        once = f"-{num_speculations}"
+        engines.append(TransformersEngine(model, f"{name}{once}", f"{label}{once}", early, fixed))
+        engines.append(TransformersEngine(model, f"{name}-default", f"{label}, defaults", early))
     return engines

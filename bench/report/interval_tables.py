@@ -26,10 +26,7 @@ Rate = tuple[Floats, Floats]
 
 
 def interval_tables(samples: Samples, runs: Mapping[str, Sequence[Line]]) -> list[Table]:
-    """Divide each policy by plain decoding, and by the best fixed setting of the run. runs: by engine, one of each prompt.
-
-    No table for a record of fewer than `FEWEST` prompts, or without plain decoding.
-    """
+    """Divide each policy by plain decoding and the best fixed setting. No table for fewer than `FEWEST` prompts."""
     count = len(samples.prompts)
     if len(runs) < 2 or PLAIN not in runs or count < FEWEST or any(len(own) < count for own in runs.values()):
         return []
@@ -51,9 +48,7 @@ def interval_tables(samples: Samples, runs: Mapping[str, Sequence[Line]]) -> lis
                 cells[name] = interval(layers[engine], layers[fixed], tasks)
             cells["tokens/s over plain's"] = interval(speeds[engine], speeds[PLAIN], tasks)
             rows.append(cells)
-    title = (
-        f"95 % intervals over {count} prompts, paired: each policy divided by plain decoding, and by one fixed setting"
-    )
+    title = f"95 % intervals over {count} prompts, paired: each policy over plain decoding, and over one fixed setting"
     return [Table.of("intervals", title, rows)]
 
 

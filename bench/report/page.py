@@ -68,10 +68,7 @@ def html_page(name: str, lines: Sequence[Line]) -> str:
 
 
 def _plot(table: Table) -> str:
-    """Draw one column as bars, or a line for each row where the columns are numbers of something, as SVG.
-
-    Returns nothing for other tables, and without matplotlib.
-    """
+    """Draw one column as bars, or a line per row where columns are numbers, as SVG; nothing else, or without matplotlib."""
     columns = [_number(heading) for heading in table.columns[1:]]
     drawn = table.plotted in table.columns or (len(columns) > 1 and None not in columns)
     if not drawn or find_spec("matplotlib") is None:
@@ -111,10 +108,7 @@ def _inline(text: str) -> str:
 
 
 def update(text: str, folder: Path) -> str:
-    """Fill a document's tables between "<!-- table: RECORD NAME -->" and "<!-- /table -->". folder: of the records' paths.
-
-    Raises ValueError for a record that is missing or broken, and for one without such a table.
-    """
+    """Fill a document's tables between their marks. folder: of the records' paths. Raises ValueError for one without it."""
 
     def filled(match: re.Match[str]) -> str:
         path, name = folder / match[1], match[2]

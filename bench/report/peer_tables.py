@@ -67,9 +67,8 @@ def _bits_table(lines: Sequence[Line], samples: Samples) -> list[Table]:
     columns = [f"{bits} bits" for bits in (16, 8, 4)]
     if not {column for _, column in speeds} >= {*columns}:
         return []
-    title = (
-        f"{lines[0]['configuration']['model']}: tokens/s of whole answers, prompt included, by the bits of the weights"
-    )
+    model = lines[0]["configuration"]["model"]
+    title = f"{model}: tokens/s of whole answers, prompt included, by the bits of the weights"
     programs = names(dict.fromkeys(program for program, _ in speeds))
     table = cross_table("bits", title, "engine", programs, names(columns), lambda *key: speeds.get(key, UNKNOWN))
     return [table]

@@ -9,7 +9,8 @@ from bench.machine import WeightBytes
 from bench.record import PLAIN, Line, by_value, matching
 from bench.report.interval_tables import interval_tables, layers_of
 from bench.report.summary import ALL, Figure, Samples, decode_speed
-from bench.report.table import UNKNOWN, Spread, Table, cross_table, names, number, ratio
+from bench.report.table import UNKNOWN, Spread, Table, cross_table, names, number
+from selfspec.engine.results import ratio
 
 TRANSFORMERS = "transformers:generate"
 PHASES = ("prefill", "draft", "preverify", "verify", "accept", "learn", "other")
@@ -144,11 +145,7 @@ def _phase_table(samples: Samples) -> Table:
 
 
 def _source_tables(samples: Samples) -> list[Table]:
-    """Show every engine that tells its rounds, task by task; no table where nothing was copied.
-
-    Shares are of all new tokens, over all runs on the task's prompts. Records that were made before drafts could be copied
-    have no counts of copies, which stands for 0.
-    """
+    """Show the sources of all new tokens, task by task, for engines that tell them; no table where nothing was copied."""
     if not any(line["stats"].get("num_copied") for line in samples.samples if line["stats"]):
         return []
     rows: list[dict[str, str]] = []
@@ -196,9 +193,8 @@ def _etpl_table(lines: Sequence[Line], samples: Samples, runs: Mapping[str, Sequ
     best_first = sorted(runs, key=lambda engine: -etpl(engine, ALL))
     rows = {engine: f"`{engine.removeprefix('selfspec:')}`" for engine in best_first}
     title = "eTPL relative to plain decoding (1/L), a task's prompts pooled"
-    return cross_table(
-        "etpl", title, "policy", rows, names([*samples.tasks, ALL]), lambda row, task: f"{etpl(row, task):.3f}"
-    )
+    columns = names([*samples.tasks, ALL])
+    return cross_table("etpl", title, "policy", rows, columns, lambda row, task: f"{etpl(row, task):.3f}")
 
 
 def sweep_headline(lines: Sequence[Line]) -> str:
@@ -228,7 +224,6 @@ def sweep_tables(lines: Sequence[Line]) -> list[Table]:
 
     by_replay = f"eTPL by replay (plain decoding: {1 / configuration['num_layers']:.4f})"
     both = (
-        "Speed-up over plain decoding; bold is measured (prefill included), the rest predicted (decoding only) from rounds "
-        "and timed layers"
+        "Speed-up over plain decoding; bold is measured (with prefill), the rest predicted from rounds and timed layers"
     )
     return [grid("etpl", by_replay, etpl), grid("speedup", both, speedup)]

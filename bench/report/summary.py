@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 from bench.record import Line, by_value, engine_labels, matching
-from bench.report.table import Spread, mean
+from bench.report.table import Spread
+from selfspec.engine.results import mean
 
 ALL = "all"
 """The column for the prompts of all tasks."""

@@ -37,10 +37,7 @@ class Table:
         return replace(self, columns=columns, rows=tuple(rest))
 
     def markdown(self, *, aligned: bool = False) -> str:
-        """Write the table in Markdown, the first column left, the others right.
-
-        aligned: columns look so in a terminal, too.
-        """
+        """Write the table in Markdown, the first column left, the others right. aligned: in a terminal, too."""
         left = [True, *[self.prose] * (len(self.columns) - 1)]
         rule = tuple(":--" if first else "--:" for first in left)
         rows = [self.columns, rule, *self.rows]
@@ -60,17 +57,6 @@ def number(value: float | None, pattern: str, factor: float = 1) -> str:
 def counted(count: int, what: str) -> str:
     """Write a number with its noun: "1 prompt", "2 prompts"."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of those that are known; None if none is."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def ratio(part: float, whole: float) -> float | None:
-    """Return part / whole, None where the whole is 0."""
-    return part / whole if whole else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +81,7 @@ def cross_table(
     columns: Mapping[Column, str],
     cell: Callable[[Row, Column], str],
 ) -> Table:
-    """Make a table with a cell for each pair of a row and a column, given with their headings.
-
-    corner: what the rows are.
-    """
+    """Make a table with a cell for each pair of a row and a column, given with their headings. corner: what rows are."""
     cells = tuple((heading, *(cell(row, column) for column in columns)) for row, heading in rows.items())
     return Table(name=name, title=title, columns=(corner, *columns.values()), rows=cells)
 

@@ -113,8 +113,6 @@ def load_tables(lines: Sequence[Line]) -> list[Table]:
         p95 = quantiles(times, n=20, method="inclusive")[18] if len(times) > 1 else times[0]
         return f"{median(times):.2f} / {p95:.2f}"
 
-    title = "Seconds to the first token, p50 / p95"
-    return [
-        cross_table("load", "Tokens/s of all clients together", "engine", engines, columns, speed).known(),
-        cross_table("waiting", title, "engine", engines, columns, wait).known(),
-    ]
+    load, waiting = "Tokens/s of all clients together", "Seconds to the first token, p50 / p95"
+    made = (("load", load, speed), ("waiting", waiting, wait))
+    return [cross_table(name, title, "engine", engines, columns, cell).known() for name, title, cell in made]

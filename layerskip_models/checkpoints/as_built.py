@@ -30,19 +30,13 @@ _OF_AN_EMPTY_CLASS = frozenset({"__module__", "__doc__", "__firstlineno__", "__s
 def check_as_built(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """ValueError that names the first module that computes something else than the family's class would."""
     own = dict(model.named_modules(remove_duplicate=False))
-    for hooks in (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks):
-        others = {
-            key: hook for key, hook in hooks.items() if not _called(hook).startswith("torch.")
-        }  # its own only look
-        _check_hooks("every module", others)
+    everywhere = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
+    _check_hooks("every module", *everywhere, harmless=("torch.",))  # its own only look
     for name, expected in built_on_meta(config, "the model").named_modules(remove_duplicate=False):
         if name not in own:
-            raise ValueError(
-                f"the model has no {name}, which its configuration builds: give it the configuration that it was built from"
-            )
+            raise ValueError(f"the model has no {name}, which its configuration builds: give the one it was built from")
         module, called = own[name], name or "the model"
-        _check_hooks(called, module._forward_hooks)
-        _check_hooks(called, module._forward_pre_hooks)
+        _check_hooks(called, module._forward_hooks, module._forward_pre_hooks)
         _check_class(called, module, expected.__class__)
         _check_parameters(called, module, expected)
     if len(own["model.layers"]) != config.num_hidden_layers:
@@ -52,12 +46,12 @@ def check_as_built(model: PreTrainedModel, config: PreTrainedConfig) -> None:
         )
 
 
-def _check_hooks(name: str, hooks: dict[int, Any]) -> None:
-    for hook in hooks.values():
-        if not _called(hook).startswith("transformers.") or not _called(hook).endswith(_HARMLESS_HOOKS):
-            raise ValueError(
-                f"{name} has a forward hook ({_called(hook)}), and what it changes would be left out: remove it, {_INSTEAD}"
-            )
+def _check_hooks(name: str, *kinds: dict[int, Any], harmless: tuple[str, ...] = ()) -> None:
+    """harmless: how the names of hooks begin that are left alone."""
+    for called in (_called(hook) for hooks in kinds for hook in hooks.values()):
+        known = called.startswith("transformers.") and called.endswith(_HARMLESS_HOOKS)
+        if not known and not called.startswith(harmless):
+            raise ValueError(f"{name} has a forward hook ({called}), which would be left out: remove it, {_INSTEAD}")
 
 
 def _check_class(name: str, module: nn.Module, expected: type[nn.Module]) -> None:
@@ -91,13 +85,9 @@ def _check_parameters(name: str, module: nn.Module, expected: nn.Module) -> None
             raise ValueError(f"the model has a {where}, which would be left out: set it to None, {_INSTEAD}")
         if value is not None and (found is None or found.shape != value.shape):
             has = "missing" if found is None else f"of shape {list(found.shape)}"
-            raise ValueError(
-                f"{where} is {has} where the configuration says {list(value.shape)}: give the one that fits"
-            )
+            raise ValueError(f"{where} is {has} where the configuration says {list(value.shape)}: give one that fits")
         if found is not None and type(found) not in (nn.Parameter, Tensor, nn.Buffer):
-            raise ValueError(
-                f"{where} is a {_called(type(found))}, not an ordinary tensor: load the model unquantised and whole"
-            )
+            raise ValueError(f"{where} is a {_called(type(found))}, no ordinary tensor: load the model unquantised")
 
 
 def _called(thing: Any) -> str:

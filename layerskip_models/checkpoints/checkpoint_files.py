@@ -18,7 +18,7 @@ from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
 from layerskip_models.checkpoints.named_models import named_file
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_AGAIN = "copy or download it again"
+_AGAIN, _MEANT = "copy or download it again", "config.json and *.safetensors"
 
 
 def resolve_checkpoint(name_or_path: str | Path) -> str:
@@ -44,23 +44,17 @@ def resolve_checkpoint(name_or_path: str | Path) -> str:
         return str(folder)
     if not folder.is_dir():
         if folder.is_file():
-            raise FileNotFoundError(
-                f"{name} is a file: give the folder with config.json and *.safetensors, or a .gguf file"
-            )
+            raise FileNotFoundError(f"{name} is a file: give the folder with {_MEANT}, or a .gguf file")
         if name.startswith((".", "/", "~")) or "\\" in name:  # written as a path, so it cannot be a hub name
-            raise FileNotFoundError(f"no checkpoint folder at {name}: give a folder with config.json and *.safetensors")
+            raise FileNotFoundError(f"no checkpoint folder at {name}: give a folder with {_MEANT}")
         return name
     if not any((folder / weights).exists() for weights in (FILE, INDEX)):
         if (folder / "model" / "config.json").is_file():
             return str(folder / "model")
         if (folder / "checkpoints").is_dir():
-            raise FileNotFoundError(
-                f"{name} holds a training run that is not finished: repeat its `selfspec train` command to finish it"
-            )
+            raise FileNotFoundError(f"{name} holds a training run that is not finished: repeat its command")
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{name} holds no checkpoint: it has no config.json; give a folder with config.json and *.safetensors"
-        )
+        raise FileNotFoundError(f"{name} holds no checkpoint: it has no config.json; give a folder with {_MEANT}")
     return str(folder)
 
 
@@ -70,9 +64,7 @@ def clear_errors(name: str) -> Iterator[None]:
     try:
         yield
     except GatedRepoError as error:
-        raise OSError(
-            f"{name} is a gated checkpoint: ask for access on its hub page, then log in with `hf auth login`"
-        ) from error
+        raise OSError(f"{name} is gated: ask for access on its hub page, then log in (`hf auth login`)") from error
     except OSError as error:
         if not Path(name).is_dir() and ("connect" in str(error) or "offline" in str(error)):
             raise _unreachable(name) from error
@@ -80,10 +72,7 @@ def clear_errors(name: str) -> Iterator[None]:
 
 
 def ask_hub(name: str, revision: str | None) -> None:
-    """Raise OSError for a checkpoint that is not in the cache, if the hub cannot be reached.
-
-    transformers would ask again and again for half a minute.
-    """
+    """Raise OSError at once for a checkpoint not in the cache if no hub is reached; transformers asks for half a minute."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if try_to_load_from_cache(name, "config.json", revision=revision) is not None:
@@ -104,10 +93,7 @@ def _unreachable(name: str) -> OSError:
 
 
 def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]]:
-    """Find the files, and the tensors that an index lists (none without one); later files go before earlier ones.
-
-    Raises FileNotFoundError for one that is missing, OSError for a damaged index.
-    """
+    """Find the files and an index's tensors; later files go before earlier. Raises FileNotFoundError or OSError."""
     from transformers.utils import cached_file
 
     def find(file: str) -> Path | None:
@@ -117,17 +103,13 @@ def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]
     if (single := find(FILE)) is not None:
         return [single], set()
     if (index := find(INDEX)) is None:
-        raise FileNotFoundError(
-            f"{name} has no {FILE}: only safetensors files are loaded; save the model with save_pretrained(), or copy the "
-            "file there"
-        )
+        raise FileNotFoundError(f"{name} has no {FILE}: only safetensors files are loaded; use save_pretrained()")
     listed = listed_files(index)
-    paths = []
-    for file in sorted({*listed.values()}):
-        if (path := find(file)) is None:
+    paths = {file: find(file) for file in sorted({*listed.values()})}
+    for file, path in paths.items():
+        if path is None:
             raise FileNotFoundError(f"{name} has no {file}, which its {INDEX} names: copy the file there")
-        paths.append(path)
-    return paths, {*listed}
+    return [path for path in paths.values() if path is not None], {*listed}
 
 
 def listed_files(index: Path) -> dict[str, str]:
@@ -140,8 +122,7 @@ def listed_files(index: Path) -> dict[str, str]:
         raise OSError(f"{index} is damaged ({type(error).__name__}: {error}): {_AGAIN}") from error
     if not whole:
         raise OSError(f"{index} is damaged (it lists nothing): {_AGAIN}")
-    if foreign := sorted(
-        file for file in listed.values() if Path(file).name != file or not file.endswith(".safetensors")
-    ):
-        raise OSError(f"{index} names {foreign[0]}, which is not a safetensors file beside it: {_AGAIN}")
+    for file in sorted(listed.values()):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise OSError(f"{index} names {file}, which is not a safetensors file beside it: {_AGAIN}")
     return listed

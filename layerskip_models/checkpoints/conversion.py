@@ -19,7 +19,7 @@ from layerskip_models.checkpoints.finite import copy_finite, not_finite
 from layerskip_models.checkpoints.parameters import EMBEDDING, HEAD, NORM, parameter_shapes
 from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.checkpoints.weights import ModuleWeights, Weights
-from layerskip_models.decoder_layer import DecoderLayer, interleave_heads
+from layerskip_models.decoder_layer import DecoderLayer, Linear, interleave_heads
 from layerskip_models.families import family_of, head_dim_of
 from layerskip_models.grouped_weight import GroupedLinear, GroupedWeight
 from layerskip_models.kernels.check import native_works
@@ -30,7 +30,6 @@ from layerskip_models.linear import (
     COMPACT,
     LAYOUTS,
     Layout,
-    Linear,
     PlainLinear,
     check_layout,
     grouped_linear,
@@ -70,11 +69,7 @@ def arithmetic_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def from_transformers(
-    model: PreTrainedModel,
-    *,
-    layout: Layout | None = None,
-    release: bool = False,
-    share: bool = False,
+    model: PreTrainedModel, *, layout: Layout | None = None, release: bool = False, share: bool = False
 ) -> LayerSkipModel:
     """Convert a model that transformers holds in memory.
 
@@ -104,10 +99,7 @@ def why_not_shared(model: PreTrainedModel, layout: Layout | None = None) -> str 
     weight = model.model.norm.weight
     kept = arithmetic_dtype(weight.dtype, weight.device) == weight.dtype
     if not kept or (layout != "plain" and weight.device.type == "cpu"):
-        return (
-            "weights can be shared where they are kept as they are: on CUDA, or on a CPU in float32 or float64 with "
-            "layout='plain'"
-        )
+        return "only weights kept as they are can be shared: on CUDA, or on a CPU in float32 or float64, layout='plain'"
     if any(parameter.is_inference() for parameter in model.parameters()):
         return "weights made in inference mode cannot be shared: load the model outside of it"
     return None
@@ -168,17 +160,12 @@ def build_model(
 
 
 def _checked(inv_freq: Tensor, config: Any) -> Tensor:
-    """Return rotary frequencies, [numbers that rotate / 2].
-
-    ValueError for frequencies that are not numbers, and for part of a head where transformers rotates all of it.
-    """
+    """Return rotary frequencies, [numbers that rotate / 2]. Raises ValueError for NaN, and where part of a head rotates."""
     size, rotated = head_dim_of(config), 2 * inv_freq.numel()
     if not bool(inv_freq.isfinite().all()):
         raise ValueError(f"the rotary frequencies are NaN or infinite: rope_parameters is {config.rope_parameters}")
     if rotated > size or (rotated < size and not family_of(config).rotates_part):
-        raise ValueError(
-            f"rope_parameters rotate {rotated} of {size} numbers of a head, which a {config.model_type} model does not do"
-        )
+        raise ValueError(f"rope_parameters rotate {rotated} of {size} numbers of a head, unlike {config.model_type}")
     return inv_freq
 
 
@@ -239,10 +226,7 @@ class LayerBuilder:
         )
 
     def ends(self, home: torch.device, last: torch.device) -> tuple[Embedding, Linear, Linear | None]:
-        """Build the embedding, the head, and the head that drafts are chosen with if it is another one.
-
-        The head is the embedding, too, where they are tied and it has the checkpoint's own numbers.
-        """
+        """Build the embedding, the head (the same if tied and in its own numbers), and another head for drafts, or None."""
         tied = HEAD not in self.weights.names()
         name, layout = EMBEDDING if tied else HEAD, self._layout(last, None)
         kept = self._kept([name], last, self.keep_bits if self.keep_bits == 8 else 0)
@@ -387,10 +371,7 @@ def _fits_bfloat16(weight: Tensor) -> bool:
 
 
 def together(parameters: Sequence[Tensor]) -> Tensor:
-    """Parameters as consecutive rows of one tensor, of which they become views; the tensor that they are views of already.
-
-    parameters: [rows, ...] each, contiguous or not.
-    """
+    """Make parameters, [rows, ...], views of one tensor's consecutive rows; the tensor that they are views of already."""
     values = [parameter.detach() for parameter in parameters]
     first = values[0]
     offset = first.storage_offset()

@@ -15,10 +15,8 @@ _PIECE = 1 << 18  # numbers that are copied and then looked at
 
 def not_finite(checkpoint: str, name: str) -> ValueError:
     """Make the error for a tensor with a number that is NaN or infinite."""
-    return ValueError(
-        f"{checkpoint} holds NaN or infinite weights, first in {name}: the checkpoint is damaged or its training "
-        "diverged; load another one"
-    )
+    why = "the checkpoint is damaged or its training diverged; load another one"
+    return ValueError(f"{checkpoint} holds NaN or infinite weights, first in {name}: {why}")
 
 
 def is_finite(value: Tensor) -> bool:
@@ -28,10 +26,7 @@ def is_finite(value: Tensor) -> bool:
 
 
 def copy_finite(source: Tensor, target: Tensor, places: Tensor, *, checks: bool = True) -> bool:
-    """Copy rows to these rows of a tensor, on several threads. Whether all numbers are finite, if that is checked.
-
-    places: int64 [rows], neighbours or not.
-    """
+    """Copy rows to these rows, int64 [rows], on several threads; return whether all numbers are finite, if checked."""
     first, last = int(places[0]), int(places[-1])
     are_neighbours = last - first == len(places) - 1 and bool((places[1:] > places[:-1]).all())
     kernels = library.kernels()
@@ -49,9 +44,8 @@ def copy_finite(source: Tensor, target: Tensor, places: Tensor, *, checks: bool 
         finite = True
         for begin in rows[::step]:
             end = min(begin + step, rows.stop)
-            room[slice(first + begin, first + end) if are_neighbours else places[begin:end].numpy()] = numbers[
-                begin:end
-            ]
+            here = slice(first + begin, first + end) if are_neighbours else places[begin:end].numpy()
+            room[here] = numbers[begin:end]
             if checks:
                 piece = source[begin:end]
                 finite &= bool(look(KINDS[source.dtype], piece.data_ptr(), piece.numel()))

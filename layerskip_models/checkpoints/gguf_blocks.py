@@ -27,10 +27,8 @@ from layerskip_models.kernels.library import KINDS
 from layerskip_models.kernels.pages import expect_large_pages
 from layerskip_models.kernels.weights import LANES, in_shares
 
-_STORED = {
-    name: kind
-    for kind, name in enumerate(("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"), start=3)
-}
+_NAMES = "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K IQ4_NL"
+_STORED = {name: kind for kind, name in enumerate(_NAMES.split(), start=3)}
 """`enum Stored` of stored.h: types that the native library reads."""
 _PIECE = 1 << 18  # numbers that gguf converts at a time
 IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -40,10 +38,12 @@ IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 
 class Form:
     """How a type is kept.
 
-    block_bytes: of a block in the file. bits: 4, 6 or 8 here. group: inputs that share a scale. scales, offsets: dtypes.
+    read: makes our layout of blocks in the file, uint8 [out, blocks, block_bytes], by PyTorch's operators. bits: 4, 6 or 8
+    here. group: inputs that share a scale. scales, offsets: dtypes.
     zero: the number that stands for 0 if there are no offsets. in_blocks: whether scales are multiplied by a block's.
     """
 
+    read: Callable[[Tensor, Form], GroupedWeight]
     block_bytes: int
     bits: int
     scales: torch.dtype = torch.float16
@@ -51,19 +51,6 @@ class Form:
     group: int = 32
     zero: int = 8
     in_blocks: bool = False
-
-
-GROUPED = {
-    "Q4_0": Form(18, 4),
-    "Q4_1": Form(20, 4, offsets=torch.float32),
-    "Q4_K": Form(144, 4, torch.uint8, torch.uint8, in_blocks=True),
-    "Q5_0": Form(22, 6, zero=16),
-    "Q5_1": Form(24, 6, offsets=torch.float32),
-    "Q5_K": Form(176, 6, torch.uint8, torch.uint8, in_blocks=True),
-    "Q6_K": Form(210, 6, torch.int8, group=16, zero=32, in_blocks=True),
-    "Q8_0": Form(34, 8, zero=128),
-    "IQ4_NL": Form(18, 8, zero=128),
-}
 
 
 def keeps_form(form: str, columns: int, bits: int) -> bool:
@@ -106,10 +93,7 @@ def kept_rows(
 
 
 def float_rows(rows: Tensor, form: str, order: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
-    """Convert a tensor's bytes to floats [out, in] as gguf does; None if a number is not finite. order: as above.
-
-    dtype: float32, or bfloat16 for its numbers rounded.
-    """
+    """Convert a tensor's bytes to floats [out, in], or bfloat16 for these rounded; None if one is not finite."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     block, width = GGML_QUANT_SIZES[GGMLQuantizationType[form]]
@@ -157,12 +141,9 @@ def _room(count: int, row_bytes: int, form: str) -> GroupedWeight:
 
 
 def numbers_of_blocks(data: Tensor, form: str) -> GroupedWeight:
-    """Convert a tensor's bytes, uint8 [out, bytes of a row], to our layout, by PyTorch's operators.
-
-    form: one of `GROUPED`.
-    """
+    """Convert a tensor's bytes, uint8 [out, bytes of a row], of a form of `GROUPED`, by PyTorch's operators."""
     kept = GROUPED[form]
-    return _READERS[form](data.unflatten(1, (-1, kept.block_bytes)), kept)
+    return kept.read(data.unflatten(1, (-1, kept.block_bytes)), kept)
 
 
 def _halves(blocks: Tensor) -> Tensor:
@@ -230,14 +211,15 @@ def _of_six_bits(blocks: Tensor, form: Form) -> GroupedWeight:
     )
 
 
-_READERS: dict[str, Callable[[Tensor, Form], GroupedWeight]] = {
-    "Q4_0": _of_four_bits,
-    "Q4_1": _of_four_bits,
-    "Q4_K": _of_k_blocks,
-    "Q5_0": _of_five_bits,
-    "Q5_1": _of_five_bits,
-    "Q5_K": _of_k_blocks,
-    "Q6_K": _of_six_bits,
-    "Q8_0": _of_bytes,
-    "IQ4_NL": _of_chosen_bytes,
+GROUPED = {
+    "Q4_0": Form(_of_four_bits, 18, 4),
+    "Q4_1": Form(_of_four_bits, 20, 4, offsets=torch.float32),
+    "Q4_K": Form(_of_k_blocks, 144, 4, torch.uint8, torch.uint8, in_blocks=True),
+    "Q5_0": Form(_of_five_bits, 22, 6, zero=16),
+    "Q5_1": Form(_of_five_bits, 24, 6, offsets=torch.float32),
+    "Q5_K": Form(_of_k_blocks, 176, 6, torch.uint8, torch.uint8, in_blocks=True),
+    "Q6_K": Form(_of_six_bits, 210, 6, torch.int8, group=16, zero=32, in_blocks=True),
+    "Q8_0": Form(_of_bytes, 34, 8, zero=128),
+    "IQ4_NL": Form(_of_chosen_bytes, 18, 8, zero=128),
 }
+"""Types whose numbers are kept."""

@@ -21,12 +21,7 @@ from torch import Tensor
 
 from layerskip_models.checkpoints.finite import not_finite
 from layerskip_models.checkpoints.gguf_blocks import float_rows, keeps_form, kept_rows
-from layerskip_models.checkpoints.gguf_metadata import (
-    ROPE_FACTORS,
-    UnsupportedModelError,
-    architecture_of,
-    read_config,
-)
+from layerskip_models.checkpoints.gguf_metadata import ROPE_FACTORS, UnsupportedModelError, architecture_of, read_config
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.gguf_tokenizer import build_tokenizer
 from layerskip_models.checkpoints.parameters import HEAD, parameter_shapes, rotary_frequencies
@@ -40,10 +35,7 @@ if TYPE_CHECKING:
 
 
 def gguf_file(name: str) -> Path | None:
-    """Find the GGUF file that a name stands for: itself, or the only one of a folder without a safetensors checkpoint.
-
-    Raises ValueError for a folder with several, and for a file that is one part of several.
-    """
+    """Find the GGUF file that a name stands for, or the only one of a folder. Raises ValueError for several or a part."""
     path = Path(name)
     if path.suffix != ".gguf":
         if not path.is_dir() or any(path.glob("*.safetensors")):
@@ -52,9 +44,7 @@ def gguf_file(name: str) -> Path | None:
         if not files:
             return None
         if len(files) > 1:
-            raise ValueError(
-                f"{name} holds {len(files)} GGUF files: name one of them ({', '.join(file.name for file in files)})"
-            )
+            raise ValueError(f"{name} holds {len(files)} GGUF files: name one ({', '.join(one.name for one in files)})")
         path = files[0]
     if not path.is_file():
         return None
@@ -95,9 +85,7 @@ def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
         raise
     except Exception as error:  # of many kinds: the vocabulary is somebody else's
         what = error if isinstance(error, ValueError) else f"has a tokenizer that cannot be built ({error})"
-        raise FileNotFoundError(
-            f"{path} {what}: put the tokenizer.json of the original checkpoint beside it"
-        ) from error
+        raise FileNotFoundError(f"{path} {what}: put the tokenizer.json of the original model beside it") from error
 
 
 def _reader(path: Path) -> GgufReader:
@@ -119,10 +107,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str]:
-    """Find the file's tensor for each parameter of the model.
-
-    Raises ValueError unless the file has these tensors, of these shapes, and no others.
-    """
+    """Find the file's tensor for each parameter. Raises ValueError unless it has these, of these shapes, and no others."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     kind = next(key for key, value in MODEL_ARCH_NAMES.items() if value == architecture_of(reader))
@@ -226,10 +211,7 @@ class GgufWeights:
 
 
 def _order(name: str, rows: int, config: Any) -> Tensor:
-    """Return which row of the file's tensor is which row of the parameter.
-
-    llama.cpp rotates neighbours of a head's query or key, transformers numbers that are half a head apart.
-    """
+    """Return which row of the file's tensor is which row of the parameter: rotary pairs are neighbours in llama.cpp."""
     order = torch.arange(rows, device="cpu")
     turned = name.split(".")[-2] in ("q_proj", "k_proj")
     return order.view(-1, head_dim_of(config) // 2, 2).transpose(1, 2).flatten() if turned else order

@@ -21,6 +21,7 @@ from layerskip_models.checkpoints.typed_fields import is_int, is_number
 from layerskip_models.families import FAMILIES
 from layerskip_models.families.plain_config import plain_config
 from layerskip_models.families.unsupported import need_of
+from layerskip_models.text_files import in_a_line
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
 """By llama.cpp's names, which are also transformers' names of the families. A Mistral's file is one of a Llama."""
@@ -28,12 +29,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 _SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
 _EPS, _BASE, _WINDOW = "attention.layer_norm_rms_epsilon", "rope.freq_base", "attention.sliding_window"
 _MORE_SIZES = (
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "rope.dimension_count",
-    "vocab_size",
-)
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count", "vocab_size",
+)  # fmt: skip
 _TEXT_KINDS = {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "llama4": "llama4_text"}
 """transformers' names of the language models that llama.cpp calls so."""
 _ROPE = ("rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor")
@@ -90,18 +87,14 @@ def read_keys(reader: GgufReader) -> dict[str, Any]:
 
 
 def read_config(reader: GgufReader) -> Any:
-    """Read transformers' configuration of the model.
-
-    Raises ValueError for what is not read, or what the family does not do.
-    """
+    """Read transformers' configuration. Raises ValueError for what is not read, or what the family does not do."""
     kind = architecture_of(reader)
     if kind not in ARCHITECTURES:
         read = f"GGUF files of {', '.join(ARCHITECTURES)} are read"
-        if kind not in FAMILIES:
-            raise UnsupportedModelError(
-                f"is a {kind!r} model, which would need {need_of(_TEXT_KINDS.get(kind, kind))}; {read}"
-            )
-        raise ValueError(f"is a {kind!r} model; {read}")
+        if kind in FAMILIES:
+            raise ValueError(f"is a {kind!r} model; {read}")
+        need = need_of(_TEXT_KINDS.get(kind, kind))
+        raise UnsupportedModelError(f"is a {kind!r} model, which would need {need}; {read}")
     keys = read_keys(reader)
     if keys["block_count"] > len(reader.tensors):  # before anything is built of each
         raise ValueError(f"says {kind}.block_count = {keys['block_count']}, and it has {len(reader.tensors)} tensors")
@@ -121,7 +114,7 @@ def read_config(reader: GgufReader) -> Any:
     try:
         config: Any = plain_config(family, said) or family.config(**said)
     except Exception as error:  # of many kinds, from transformers' own checks
-        raise ValueError(f"describes a model that cannot be ({' '.join(str(error).split())})") from error
+        raise ValueError(f"describes a model that cannot be ({in_a_line(error)})") from error
     _complete(config, keys, reader)
     return config
 
@@ -155,19 +148,14 @@ def _complete(config: Any, keys: dict[str, Any], reader: GgufReader) -> None:
 
 
 def _set_window(config: Any, keys: dict[str, Any]) -> None:
-    """Set the sliding window, which the file has without saying of which layers.
-
-    transformers' Phi-3 has it in all of them.
-    """
+    """Set the sliding window, which the file has without saying of which layers; transformers' Phi-3 has it in all."""
     window = keys.get(_WINDOW) or 0
     if not is_int(window) or window < 0:
         raise ValueError(f"says {_WINDOW} = {window!r}, and a number is meant")
     if config.model_type == "phi3":
         config.sliding_window = window or None
     elif 0 < window < keys["context_length"]:
-        raise ValueError(
-            f"has a sliding window of {window} positions and does not say in which layers, which is read for Phi-3 only"
-        )
+        raise ValueError(f"has a sliding window of {window} positions without its layers, which is read for Phi-3 only")
 
 
 def _is_off(name: str, value: Any) -> bool:
@@ -189,10 +177,7 @@ def _token(reader: GgufReader, kind: str) -> int | None:
 
 
 def _rope(keys: dict[str, Any], theta: float, head_dim: int, reader: GgufReader) -> dict[str, Any]:
-    """Rotary scaling for `rope_parameters`.
-
-    A GGUF file has it as a kind and a factor (linear), or as what each frequency is divided by (Llama 3).
-    """
+    """Read rotary scaling: a kind and a factor (linear), or what each frequency is divided by (Llama 3)."""
     kind, factor, attention = (keys.get(name) for name in _ROPE)
     scaling = kind or "none"
     factors = np.ones(1)

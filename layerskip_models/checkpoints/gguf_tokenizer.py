@@ -134,17 +134,11 @@ def _byte_level(reader: GgufReader, tokens: Sequence[str], pre: object) -> Any:
 
     if not isinstance(pre, str) or pre not in SPLITS:
         raise ValueError(f"has a vocabulary that is split by the name {pre!r} (tokenizer.ggml.pre), which is not known")
-    backend = Tokenizer(
-        models.BPE(
-            {token: place for place, token in enumerate(tokens)},
-            _merges(reader),
-            ignore_merges=pre in _WHOLE_WORDS_FIRST,
-        )
-    )
+    vocab = {token: place for place, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab, _merges(reader), ignore_merges=pre in _WHOLE_WORDS_FIRST))
     splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in SPLITS[pre]]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -161,9 +155,8 @@ def _sentencepiece(reader: GgufReader, tokens: Sequence[str], named: dict[str, s
     first = [normalizers.Prepend(_SPACE)] if leads else []
     backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", _SPACE)])
     last = [decoders.Strip(" ", 1, 0)] if leads else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
-    )
+    steps = decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last
+    backend.decoder = decoders.Sequence([*steps])
     return backend
 
 

@@ -34,6 +34,7 @@ from layerskip_models.families.plain_config import plain_config
 from layerskip_models.lazy_imports import gc_paused
 from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
+from layerskip_models.text_files import in_a_line
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -107,9 +108,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device, checkpoint: to
     if isinstance(dtype, torch.dtype):
         chosen = dtype
     elif dtype in FEW_BITS:
-        raise ValueError(
-            f"{dtype} weights are this engine's own, beside which transformers needs full ones: use float32"
-        )
+        raise ValueError(f"{dtype} weights are this engine's own, and transformers needs full ones: use float32")
     elif dtype == "auto":
         chosen = torch.float32 if device.type == "cpu" or checkpoint is None else checkpoint
     elif dtype in DTYPES:
@@ -175,7 +174,7 @@ def find_source(name_or_path: str | Path, revision: str | None, local_files_only
     origin: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     file = gguf_file(name)
     if file is None:
-        return Source(name, _folder_config(name, **origin), origin)
+        return Source(name, _folder_config(name, origin), origin)
     weights = open_gguf(file)
     return Source(name, check_config(weights.config, name), origin, weights)
 
@@ -240,10 +239,7 @@ def _load_transformers(source: Source, dtype: str | torch.dtype, device: str | t
             **files,
         )
     if wrong := sorted(found["missing_keys"]) or sorted(str(key[0]) for key in found["mismatched_keys"]):
-        raise ValueError(
-            f"{source.name} lacks weights of the model, or they have another shape, first {wrong[0]}: copy or download it "
-            "again"
-        )
+        raise ValueError(f"{source.name} lacks weights, or they have another shape, first {wrong[0]}: copy it again")
     if quantised:
         model.config.name_or_path = model.name_or_path = source.name
         model.generation_config = source.generation_config()
@@ -271,37 +267,33 @@ def load_config(
     return find_source(name_or_path, revision, local_files_only).config
 
 
-def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -> PreTrainedConfig:
+def _folder_config(name: str, origin: dict[str, Any]) -> PreTrainedConfig:
     from transformers import PreTrainedConfig
 
-    if not (local_files_only or Path(name).is_dir()):
-        ask_hub(name, revision)
+    if not (origin["local_files_only"] or Path(name).is_dir()):
+        ask_hub(name, origin["revision"])
     with clear_errors(name):
         try:
             # transformers makes lists as long as a configuration says.
-            said, _ = PreTrainedConfig.get_config_dict(name, revision=revision, local_files_only=local_files_only)
+            said, _ = PreTrainedConfig.get_config_dict(name, **origin)
             if is_int(layers := said.get("num_hidden_layers")) and layers > _MAX_LAYERS:
-                raise OSError(
-                    f"{name} has num_hidden_layers={layers}, and at most {_MAX_LAYERS} are meant: copy it again"
-                )
+                raise OSError(f"{name} has num_hidden_layers={layers}, and at most {_MAX_LAYERS} are meant: mend it")
             family = FAMILIES.get(str(said.get("model_type")))
             config = None if family is None else plain_config(family, said, name)
             if config is None:
                 from transformers import AutoConfig
 
-                config = AutoConfig.from_pretrained(
-                    name, revision=revision, local_files_only=local_files_only, trust_remote_code=False
-                )
+                config = AutoConfig.from_pretrained(name, trust_remote_code=False, **origin)
         except OSError:
             raise
         except Exception as error:  # of any kind, from inside transformers
             if not isinstance(error, ValueError):
                 raise ValueError(
-                    f"transformers cannot read the config.json of {name} ({' '.join(str(error).split())}): copy it again"
+                    f"transformers cannot read the config.json of {name}: mend it ({in_a_line(error)})"
                 ) from error
             raise ValueError(
                 f"{name} holds no model that transformers knows: give a checkpoint of a supported family, "
-                f"a folder with config.json and *.safetensors ({' '.join(str(error).split())})"
+                f"a folder with config.json and *.safetensors ({in_a_line(error)})"
             ) from error
     return check_config(config, name)
 

@@ -17,6 +17,7 @@ from torch import nn
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.prefill import prefill
+from layerskip_models.text_files import in_a_line
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -49,15 +50,11 @@ def read_module(
             module = make(fields)
         module.load_state_dict({name: value.float() for name, value in load_file(weights).items()})
     except _UNREADABLE as error:
-        raise ValueError(
-            f"{config.parent} holds no {what} that can be read: {remedy}; "
-            f"{type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
-    wrong = [name for name, value in module.state_dict().items() if not bool(value.isfinite().all())]
-    if wrong:
-        raise ValueError(
-            f"{weights} holds NaN or infinite weights, first in {wrong[0]}: its training diverged; {remedy}"
-        )
+        raise ValueError(f"{config.parent} holds no {what} that can be read: {remedy}; {in_a_line(error)}") from error
+    for name, value in module.state_dict().items():
+        if not bool(value.isfinite().all()):
+            why = f"its training diverged; {remedy}"
+            raise ValueError(f"{weights} holds NaN or infinite weights, first in {name}: {why}")
     return module
 
 

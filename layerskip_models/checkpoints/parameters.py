@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.families import family_of, head_dim_of
+from layerskip_models.text_files import in_a_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,7 +74,4 @@ def built_on_meta(config: Any, name: str) -> PreTrainedModel:
         with torch.device("meta"):
             return family_of(config).model(copy.deepcopy(config))
     except Exception as error:  # of any kind: numbers that don't go together fail anywhere in transformers
-        raise ValueError(
-            f"transformers builds no model from the configuration of {name} "
-            f"({type(error).__name__}: {' '.join(str(error).split())})"
-        ) from error
+        raise ValueError(f"transformers builds no model of the configuration of {name} ({in_a_line(error)})") from error

@@ -85,10 +85,8 @@ def load_spread(
     if quantisation_of(config) is not None:
         raise ValueError(f"{source.name} is quantised, and loads on one device only: leave out device_map")
     if max_memory is None and torch.cuda.device_count() < 2:
-        raise ValueError(
-            f"device_map='auto' spreads a model over several GPUs, and this machine has {torch.cuda.device_count()}: "
-            "leave it out"
-        )
+        has = f"this machine has {torch.cuda.device_count()}"
+        raise ValueError(f"device_map='auto' spreads a model over several GPUs, and {has}: leave it out")
     chosen = resolve_dtype(dtype, torch.device("cuda"), getattr(config, "dtype", None))
     where = places(config, chosen, max_memory)
     weights = source.weights()
@@ -108,9 +106,7 @@ def places(config: Any, dtype: torch.dtype, max_memory: Mapping[int, int] | None
     whole = [type(shell.model.layers[0]).__name__]
     limits: Any = None if max_memory is None else {**max_memory, "cpu": 0}
     balanced = get_balanced_memory(shell, max_memory=limits, dtype=dtype, no_split_module_classes=whole)
-    found: dict[str, Any] = infer_auto_device_map(
-        shell, max_memory=balanced, dtype=dtype, no_split_module_classes=whole
-    )
+    found: Any = infer_auto_device_map(shell, max_memory=balanced, dtype=dtype, no_split_module_classes=whole)
     names = [_FIRST, *(_LAYER.format(index) for index in range(config.num_hidden_layers)), *_LAST]
     placed = {name: _of(name, found) for name in names}
     if missing := [name for name, place in placed.items() if not isinstance(place, int)]:

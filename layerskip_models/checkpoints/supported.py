@@ -19,6 +19,7 @@ from layerskip_models.checkpoints.typed_fields import is_int
 from layerskip_models.families import FAMILIES, Family, find_family
 from layerskip_models.families.plain_config import COUNTS
 from layerskip_models.families.unsupported import need_of
+from layerskip_models.text_files import in_a_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -34,14 +35,7 @@ LAYERSKIP_CHECKPOINTS = (
 )
 """Meta's LayerSkip checkpoints, all of the Llama family."""
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 GGUF_METHOD = "gguf"
 """What `quantization_config` says of a configuration that was read from a GGUF file."""
 _LARGEST_HEAD = 1 << 14  # beyond it rotary tables alone may fill the memory
@@ -66,9 +60,7 @@ def check_config(config: Any, name: str) -> PreTrainedConfig:
     try:
         rotary_frequencies(config)
     except Exception as error:  # of any kind: numbers that don't go together fail anywhere in transformers
-        raise ValueError(
-            f"the configuration of {name} builds no model ({type(error).__name__}: {' '.join(str(error).split())})"
-        ) from error
+        raise ValueError(f"the configuration of {name} builds no model ({in_a_line(error)})") from error
     return config
 
 
@@ -83,15 +75,11 @@ def check_transformers(model: Any) -> PreTrainedConfig:
         if hasattr(model, "merge_and_unload"):
             raise ValueError(f"a {type(model).__name__} holds adapters beside the weights: {MERGE}")
         kind = getattr(getattr(model, "config", None), "model_type", None)
-        observes = "" if kind is None or kind in FAMILIES else f", which would need {need_of(kind)}"
-        raise ValueError(
-            f"expected a model for text generation, got a {type(model).__name__}{observes}; {_supported()}"
-        )
+        need = "" if kind is None or kind in FAMILIES else f", which would need {need_of(kind)}"
+        raise ValueError(f"expected a model for text generation, got a {type(model).__name__}{need}; {_supported()}")
     config = check_config(model.config, model.config.name_or_path or type(model).__name__)
     if quantisation_of(config) is not None:
-        raise ValueError(
-            "a model that transformers holds quantised cannot be converted: give load_model() the checkpoint's name or folder"
-        )
+        raise ValueError("a model that transformers holds quantised cannot be converted: give load_model() its name")
     _check_weights(model)
     check_as_built(model, config)
     return config
@@ -126,8 +114,7 @@ def _check_quantisation(config: PreTrainedConfig, name: str) -> None:
     if method != GGUF_METHOD:
         raise ValueError(
             f"{name} cannot be loaded: its weights are quantised by {method}. Of quantised weights only GGUF files are read. "
-            'What to do: convert it to GGUF, or load the checkpoint that it was made from; dtype="int8" rounds that one to 8 '
-            "bits here"
+            'What to do: convert it to GGUF, or load the checkpoint that it was made from, with dtype="int8" for 8 bits here'
         )
 
 
@@ -147,10 +134,8 @@ def _check_fields(config: Any, family: Family, name: str) -> None:
     if not getattr(config, "is_causal", True):
         raise ValueError(f"{name} has is_causal=False and attends to both sides of a token; it writes no text")
     if getattr(config, "transformers_weights", None) is not None:
-        raise ValueError(
-            f"{name} names its own file of weights (transformers_weights={config.transformers_weights!r}); read are "
-            "model.safetensors and its index: rename the file"
-        )
+        own = config.transformers_weights
+        raise ValueError(f"{name} names its own weights (transformers_weights={own!r}): call them model.safetensors")
     padding, vocab_size = getattr(config, "pad_token_id", None), config.vocab_size
     fits = padding is None or (is_int(padding) and -vocab_size <= padding < vocab_size)
     _check(fits, name, config, "pad_token_id", f"a token of the vocabulary of {vocab_size}")

@@ -133,9 +133,7 @@ class SafetensorsWeights:
                 raise OSError(f"{path} is incomplete or damaged ({error}): copy or download it again") from error
             self._add(path, shapes)
         if lost:
-            raise OSError(
-                f"{checkpoint} lacks {min(lost)}, which its index lists, and {len(lost)} in all: copy or download it again"
-            )
+            raise OSError(f"{checkpoint} lacks {min(lost)}, which its index lists ({len(lost)} in all): copy it again")
         both = config.tie_word_embeddings and {HEAD, EMBEDDING} <= self._places.keys()
         if both and torch.equal(self.load(HEAD), self.load(EMBEDDING)):  # as in transformers it is tied only then
             del self._places[HEAD]
@@ -148,16 +146,14 @@ class SafetensorsWeights:
                 continue
             kind, shape = said["dtype"], tuple(said["shape"])
             if kind not in FLOATS and name.endswith((".weight", ".bias")):
-                raise ValueError(
-                    f"{name} in {path} is of type {kind}, and weights of {', '.join(FLOATS)} are read: load the "
-                    "checkpoint that it was made from"
-                )
+                known = ", ".join(FLOATS)
+                raise ValueError(f"{name} in {path} is of type {kind}, not {known}: load the one that it was made from")
             if name not in shapes:
                 continue
             if shape != shapes[name]:
+                differs = f"{name} is {[*shape]}, not {[*shapes[name]]}"
                 raise ValueError(
-                    f"{self.checkpoint} holds weights of another shape than its config.json says: {name} is "
-                    f"{[*shape]}, not {[*shapes[name]]}. Copy or download it again"
+                    f"{self.checkpoint} has another shape than in its config.json, {differs}: copy it again"
                 )
             self._places[name] = file, 8 + size + said["data_offsets"][0], FLOATS[kind], shape
 
@@ -166,9 +162,7 @@ class SafetensorsWeights:
 
     def load(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         if name not in self._places:
-            raise ValueError(
-                f"{self.checkpoint} lacks weights of the model, first {name}: it is not complete, or another model"
-            )
+            raise ValueError(f"{self.checkpoint} lacks weights, first {name}: it is incomplete, or another model")
         file, begin, dtype, shape = self._places[name]
         return file.tensor(begin, dtype, shape)
 
@@ -192,15 +186,9 @@ class ModuleWeights:
 
     def __init__(self, module: nn.Module, config: Any, *, release: bool = False, prefix: str = "") -> None:
         self.config, self._release, self._module = config, release, module
-        self._parameters = {
-            prefix + name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)
-        }
-        places = [
-            (one.device, one.data_ptr())
-            for name in (EMBEDDING, HEAD)
-            if (one := self._parameters.get(name)) is not None
-        ]
-        if len(places) == 2 and places[0] == places[1]:
+        self._parameters = {prefix + name: one for name, one in module.named_parameters(remove_duplicate=False)}
+        ends = [self._parameters[name] for name in (EMBEDDING, HEAD) if name in self._parameters]
+        if len(ends) == 2 and len({(end.device, end.data_ptr()) for end in ends}) == 1:
             del self._parameters[HEAD]
 
     @property

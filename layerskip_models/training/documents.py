@@ -67,10 +67,7 @@ def _is_text(path: Path) -> bool:
 
 
 def split_document(text: str, max_chars: int) -> Iterator[str]:
-    """Cut a text into pieces of at most max_chars, at the last paragraph, line or word break in a piece's second half.
-
-    The pieces put together again are the text.
-    """
+    """Cut a text into pieces of at most max_chars, at a paragraph, line or word break in a piece's second half."""
     start = 0
     while len(text) - start > max_chars:
         half, limit = start + max_chars // 2 + 1, start + max_chars
@@ -103,23 +100,17 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     options: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet, "show_progress": False}
     tokenizer.train_from_iterator(documents, trainers.BpeTrainer(vocab_size=vocab_size, **options))
-    learned = tokenizer.get_vocab_size()
-    if learned < vocab_size:
-        raise ValueError(
-            f"vocab_size {vocab_size} is more than this text gives ({learned} tokens): lower it or add text"
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
-    )
+    found = tokenizer.get_vocab_size()
+    if found < vocab_size:
+        raise ValueError(f"vocab_size {vocab_size} is more than this text gives ({found} tokens): lower it or add text")
+    options = {"eos_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
 def split_sources(
     sources: Sequence[DataSource], exclude: Sequence[str], holdout_fraction: float
 ) -> tuple[list[tuple[float, list[str]]], list[str]]:
-    """Read every source; return (weight, training documents) of each, and the held-out documents of all of them.
-
-    Raises ValueError when a source has no document.
-    """
+    """Return (weight, training documents) of each source, and all held-out ones. Raises ValueError for an empty source."""
     train: list[tuple[float, list[str]]] = []
     held_out: list[str] = []
     for source in sources:
@@ -134,10 +125,7 @@ def split_sources(
 def pack_streams(
     train: Sequence[tuple[float, Sequence[str]]], held_out: Sequence[str], tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenise, repeat or thin out by weight, shuffle and join the documents, with EOS after each.
-
-    Returns the training and the held-out documents, uint32 [tokens].
-    """
+    """Tokenise, repeat or thin out by weight, shuffle and join, EOS after each: training and held-out, uint32 [tokens]."""
     rng = np.random.default_rng(seed)
     documents: list[np.ndarray] = []
     for weight, texts in train:

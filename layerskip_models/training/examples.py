@@ -28,19 +28,14 @@ class Example:
 
 
 def read_examples(path: Path, exclude: Sequence[str]) -> list[Example]:
-    """Read the items of a .jsonl[.gz], .txt[.gz] or .py file, or a folder of texts.
-
-    Raises ValueError for any other file, for a line that has another form, and if there is nothing to read.
-    """
+    """Read the items of a .jsonl[.gz], .txt[.gz] or .py file, or a folder. Raises ValueError for others, and for none."""
     if not path.is_dir() and path.name.endswith((".jsonl", ".jsonl.gz")):
         with open_text(path) as stream:
             examples = [_parse(line, f"{path}, line {number}") for number, line in enumerate(stream, 1) if line.strip()]
     else:
         examples = [Example(key=text, text=text) for text in read_documents(path, exclude)]
     if not examples:
-        raise ValueError(
-            f"data path holds no text: {str(path)!r} (in folders, only .txt, .txt.gz and .py files are read)"
-        )
+        raise ValueError(f"data path holds no text: {str(path)!r} (in folders .txt, .txt.gz and .py files are read)")
     return examples
 
 
@@ -69,21 +64,15 @@ def _parse(line: str, where: str) -> Example:
 
 
 def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(
-            isinstance(item, dict) and all(isinstance(item.get(name), str) for name in ("role", "content"))
-            for item in value
-        )
+    items = value if isinstance(value, list) else []
+    return bool(items) and all(
+        isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+        for item in items
     )
 
 
 def examples_of(config: FrozenModelSettings, *, held_out: bool) -> tuple[list[float], list[list[Example]]]:
-    """Return the shares of a run's sources, and each one's held-out examples, or the others, in a random order.
-
-    Raises ValueError if no source has any.
-    """
+    """Return the shares of a run's sources, and each one's held-out or other examples, shuffled. ValueError for none."""
     sources, fraction = config.sources(), config.holdout_fraction
     if other := config.evaluation_sources():
         sources, fraction = (other, ALL) if held_out else (sources, 0.0)

@@ -27,11 +27,7 @@ def run_layer(
     """One of transformers' decoder layers, causal and without a cache: hidden, [batch, length, hidden], in and out."""
     # No mask: with the sdpa attention that training asks for, transformers then takes the causal kernel.
     output = layer(
-        hidden,
-        attention_mask=None,
-        position_ids=position_ids,
-        use_cache=False,
-        position_embeddings=position_embeddings,
+        hidden, attention_mask=None, position_ids=position_ids, use_cache=False, position_embeddings=position_embeddings
     )
     return output[0] if isinstance(output, tuple) else output
 

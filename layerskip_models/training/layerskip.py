@@ -19,14 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from layerskip_models.training import exit_losses
 from layerskip_models.training.documents import block, block_order, num_blocks
-from layerskip_models.training.exit_losses import (
-    accepted_length_weights,
-    draw_keep_mask,
-    exit_hidden_states,
-    exit_sums,
-    run_layer,
-)
 from layerskip_models.training.loop import Batch, Report, fit, make_accelerator, my_share, quiet_console
 from layerskip_models.training.recipe import enabled_exits, layer_dropout_rates, normalised_exit_weights
 from layerskip_models.training.run_folder import claim_output_dir, write_folder
@@ -79,7 +73,7 @@ class EarlyExitLoss(nn.Module):
     def __init__(self, model: LlamaForCausalLM, config: TrainingConfig, eos: int) -> None:
         super().__init__()
         self.model, self.config, self.eos = model, config, eos
-        self._run_layer = torch.compile(run_layer) if config.compile else run_layer
+        self._run_layer = torch.compile(exit_losses.run_layer) if config.compile else exit_losses.run_layer
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, weights: Mapping[int, float], keep: Tensor | None = None
@@ -89,7 +83,7 @@ class EarlyExitLoss(nn.Module):
         input_ids, labels: int64 [batch, length]. weights: of the enabled exits, by layer. keep: see `exit_hidden_states`.
         Logits exist for one exit and loss_chunk_rows rows at a time: backward computes them again.
         """
-        states = exit_hidden_states(self.model, input_ids, weights, keep, run=self._run_layer)
+        states = exit_losses.exit_hidden_states(self.model, input_ids, weights, keep, run=self._run_layer)
         last, total, means = len(self.model.model.layers) - 1, [], []
         for layer, weight in weights.items():
             chunks = (part.flatten(0, 1).split(self.config.loss_chunk_rows) for part in (states[layer], labels))
@@ -98,7 +92,8 @@ class EarlyExitLoss(nn.Module):
             if layer < last and self.config.exit_loss != "uniform":
                 # Another document follows an end of text: no draft goes on there. Rows that no draft contains count as 1.
                 drafted = input_ids != self.eos
-                rows = accepted_length_weights(losses.detach().view_as(labels), drafted, arm=self.config.exit_loss)
+                apart = losses.detach().view_as(labels)
+                rows = exit_losses.accepted_length_weights(apart, drafted, arm=self.config.exit_loss)
                 losses = losses * torch.where(drafted, rows, 1.0).flatten()
             total.append(weight * losses.mean())
         return torch.stack(total).sum(), torch.stack(means)
@@ -158,10 +153,8 @@ def optimizers_for(model: LlamaForCausalLM, config: TrainingConfig) -> list[torc
     plain = {"params": others, "weight_decay": 0.0}
     betas = (0.9, 0.95)
     if config.optimizer == "muon":
-        return [
-            Muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay),
-            torch.optim.AdamW([plain], lr=config.learning_rate, betas=betas),
-        ]
+        muon = Muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay)
+        return [muon, torch.optim.AdamW([plain], lr=config.learning_rate, betas=betas)]
     decayed = {"params": matrices, "weight_decay": config.weight_decay}
     return [torch.optim.AdamW([decayed, plain], lr=config.learning_rate, betas=betas)]
 
@@ -210,10 +203,9 @@ class LayerSkipTraining:
         config = self.config
         if config.layer_dropout == 0:
             return None
-        rates = layer_dropout_rates(
-            len(self.weights), config.layer_dropout, config.dropout_time, step, config.max_steps
-        )
-        return draw_keep_mask(rates, batch_size, torch.Generator().manual_seed(config.seed * 1_000_003 + step))
+        count, generator = len(self.weights), torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        rates = layer_dropout_rates(count, config.layer_dropout, config.dropout_time, step, config.max_steps)
+        return exit_losses.draw_keep_mask(rates, batch_size, generator)
 
     def report(self, step: int, losses: list[float]) -> Report:
         """Report the mean loss of each enabled exit over the whole batch."""
@@ -233,17 +225,15 @@ class LayerSkipTraining:
         sums = torch.zeros(2, len(self.weights), dtype=torch.float64)
         for row in range(self.accelerator.process_index, num_rows, self.accelerator.num_processes):
             ids = block(self.held_out_tokens, [row], length).to(self.accelerator.device)
-            sums += exit_sums(self.model, ids[:, :-1], ids[:, 1:])
+            sums += exit_losses.exit_sums(self.model, ids[:, :-1], ids[:, 1:])
         self.model.train()
         # float32, which every backend can reduce
         total = self.accelerator.reduce(sums.float().to(self.accelerator.device), reduction="sum")
         loss, agreement = (total.double().cpu() / (num_rows * length)).tolist()
         curve = " ".join(f"{value:.2f}" for value in agreement[:-1])
         rounded = {name: [round(x, 4) for x in values] for name, values in (("loss", loss), ("agreement", agreement))}
-        return Report(
-            figures={"held_out": rounded},
-            summary=f"held out: loss {loss[-1]:.3f}; agreement of exits with the last layer: {curve}",
-        )
+        said = f"held out: loss {loss[-1]:.3f}; agreement of exits with the last layer: {curve}"
+        return Report(figures={"held_out": rounded}, summary=said)
 
     def write_model(self, path: Path) -> None:
         """Write the model as it is now, whole or not at all. All processes call it together."""
@@ -259,11 +249,9 @@ class LayerSkipTraining:
             exported = LlamaForCausalLM(deepcopy(self.model.config))  # which stays as it is for the steps to come
         exported.load_state_dict({name: tensor.to("cpu", dtype) for name, tensor in tensors.items()}, assign=True)
         exported.tie_weights()
-        exported.generation_config = (
-            GenerationConfig(do_sample=False, eos_token_id=self.tokenizer.eos_token_id)
-            if self.config.init is None
-            else self.model.generation_config
-        )
+        exported.generation_config = self.model.generation_config
+        if self.config.init is None:
+            exported.generation_config = GenerationConfig(do_sample=False, eos_token_id=self.tokenizer.eos_token_id)
         exported.config.dtype = dtype
         exported.save_pretrained(path)
         self.tokenizer.save_pretrained(path)

@@ -60,15 +60,12 @@ def make_accelerator(settings: RunSettings) -> Accelerator:
 @contextmanager
 def progress_bar(console: Console, total: int, *, shown: bool = True) -> Iterator[Callable[[str, int], None]]:
     """Show the time left in a bar, on terminals only; yield show(what is being done, how much of the total is done)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f}"))
-    with Progress(
-        *columns,
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not (shown and console.is_terminal),
-        transient=True,
-    ) as bar:
+    count, times = TextColumn("{task.completed:,.0f}"), (TimeElapsedColumn(), TimeRemainingColumn())
+    columns, hidden = (
+        (TextColumn("{task.description}"), BarColumn(), count, *times),
+        not (shown and console.is_terminal),
+    )
+    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
         task = bar.add_task("starting", total=total or None)
         yield lambda label, done: bar.update(task, completed=done, description=label)
 
@@ -76,9 +73,7 @@ def progress_bar(console: Console, total: int, *, shown: bool = True) -> Iterato
 def my_share(accelerator: Accelerator, items: Sequence[Any]) -> Sequence[Any]:
     """Return this process's part of a batch. ValueError if there are fewer items than processes."""
     if len(items) < accelerator.num_processes:
-        raise ValueError(
-            f"a step has {len(items)} parts, too few for {accelerator.num_processes} processes: make the batches larger"
-        )
+        raise ValueError(f"{len(items)} parts of a step for {accelerator.num_processes} processes: make batches larger")
     return items[accelerator.process_index :: accelerator.num_processes]
 
 
@@ -115,9 +110,8 @@ def fit(
             learning_rate = settings.learning_rate_at(step, steps)
             loss, *figures = _gradient(accelerator, wrapped, batches(step)).tolist()
             if not math.isfinite(loss):
-                raise ValueError(
-                    f"the loss of step {step + 1} is {loss}: start again with a lower learning_rate or precision fp32"
-                )
+                remedy = "start again with a lower learning_rate or precision fp32"
+                raise ValueError(f"the loss of step {step + 1} is {loss}: {remedy}")
             accelerator.clip_grad_norm_(wrapped.parameters(), settings.max_grad_norm)
             for optimizer in prepared:
                 for group in optimizer.param_groups:
@@ -180,16 +174,13 @@ def _save(settings: RunSettings, accelerator: Accelerator, folder: Path, done: i
 
 def _resume(settings: RunSettings, accelerator: Accelerator, folder: Path) -> tuple[int, float]:
     """Load the newest checkpoint, if there is one; its number of steps, and the seconds that they took."""
-    latest = latest_checkpoint(folder)
-    if latest is None:
+    if (latest := latest_checkpoint(folder)) is None:
         return 0, 0.0
     path, step = latest
     recorded = path / "run.json"
     state = json.loads(recorded.read_text(encoding="utf-8")) if recorded.exists() else {}
     if state.get("settings") != settings.fingerprint():
-        raise ValueError(
-            f"{path} was written by an earlier version or with other options: choose another output_dir, or delete"
-            f" {folder} to start over"
-        )
+        remedy = f"choose another output_dir, or delete {folder} to start over"
+        raise ValueError(f"{path} was written by an earlier version or with other options: {remedy}")
     accelerator.load_state(str(path))
     return step, float(state["seconds"])

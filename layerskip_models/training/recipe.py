@@ -68,13 +68,9 @@ def exit_loss_weights(
     if weights == "uniform":
         return [1.0] * (num_layers - 1) + [float(last_exit_weight)]
     if isinstance(weights, str):
-        raise ValueError(
-            f"exit_weights must be one of {', '.join(EXIT_WEIGHTS)} or {num_layers} numbers, got {weights!r}"
-        )
+        raise ValueError(f"exit_weights must be {', '.join(EXIT_WEIGHTS)} or {num_layers} numbers, got {weights!r}")
     if len(weights) != num_layers:
-        raise ValueError(
-            f"exit_weights must have one number per layer ({num_layers}), the last layer last; got {len(weights)}"
-        )
+        raise ValueError(f"exit_weights must have one number per layer ({num_layers}), got {len(weights)}")
     if not all(weight >= 0 and math.isfinite(weight) for weight in weights) or weights[-1] == 0:
         raise ValueError("exit_weights must be finite, at least 0, and above 0 for the last layer")
     return [float(weight) for weight in weights]

@@ -63,11 +63,9 @@ class RunSettings:
     output_dir: str = option(MISSING, "Folder for log, checkpoints and the finished model.")
     exclude: tuple[str, ...] = option(DEFAULT_EXCLUDES, "Names of folders and files to leave out of folders.")
     holdout_fraction: float = option(
-        0.02, "Share of the documents kept out of training, for evaluation.", Range(0, 1, "()")
+        0.02, "Share of documents kept out of training, for evaluation.", Range(0, 1, "()")
     )
-    learning_rate: float = option(
-        1e-3, "Peak learning rate; it rises over warmup_steps and falls to 0 in a half cosine.", ABOVE_0
-    )
+    learning_rate: float = option(1e-3, "Peak learning rate; from there it falls to 0 in a half cosine.", ABOVE_0)
     warmup_steps: int = option(20, "Steps in which the learning rate rises.", AT_LEAST_0)
     weight_decay: float = option(0.0, "Decoupled weight decay of matrices.", AT_LEAST_0)
     max_grad_norm: float = option(1.0, "Maximum norm of the gradient.", ABOVE_0)
@@ -121,12 +119,8 @@ class FrozenModelSettings(RunSettings):
     dtype: str = option("auto", "The model's: auto, float32, bfloat16, float16.")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
     exit_layers: tuple[int, ...] = option((), "Exit layer to train for; repeatable.")
-    evaluate_on: tuple[str, ...] = option(
-        (), "Data for the held-out figures, as for data (default: held-out documents of data)."
-    )
-    prompt_tokens: int = option(
-        256, "Maximum prompt length in tokens; pieces of text have at least an eighth of it.", AT_LEAST_1
-    )
+    evaluate_on: tuple[str, ...] = option((), "Data for the held-out figures (default: held-out documents of data).")
+    prompt_tokens: int = option(256, "Maximum prompt length; pieces of text have at least an eighth of it.", AT_LEAST_1)
     epochs: float = option(4.0, "Passes over the data.", ABOVE_0)
 
     operational: ClassVar[tuple[str, ...]] = (*RunSettings.operational, "device")

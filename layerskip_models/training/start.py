@@ -79,10 +79,7 @@ def initial_model(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) ->
 def token_streams(
     config: TrainingConfig, output_dir: Path, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Packed training and held-out tokens, made once and kept in output_dir/tokens: a resumed run reads the same.
-
-    Raises ValueError when the text does not fill one sequence.
-    """
+    """Return packed training and held-out tokens, kept in output_dir/tokens. Raises ValueError for less than a sequence."""
     folder = output_dir / "tokens"
     if not folder.exists():
         documents = split_sources(config.sources(), config.exclude, config.holdout_fraction)
@@ -96,8 +93,6 @@ def token_streams(
     train, held_out = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out"))
     for length in config.sequence_lengths():
         if num_blocks(train, length) < 1:
-            raise ValueError(
-                f"the training text has {len(train)} tokens, too few for one sequence of {length}:"
-                " add data or shorten the sequences"
-            )
+            few = f"{len(train)} tokens, too few for one sequence of {length}"
+            raise ValueError(f"the training text has {few}: add data or shorten the sequences")
     return train, held_out

@@ -7,37 +7,26 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from layerskip_models.option_fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Range, option
 from layerskip_models.training.recipe import ARMS, CURRICULA, DROPOUT_TIMES, EXIT_WEIGHTS, exit_loss_weights
-from layerskip_models.training.settings import (
-    ABOVE_0,
-    AT_LEAST_0,
-    AT_LEAST_1,
-    Range,
-    RunSettings,
-    option,
-    require,
-    with_default,
-)
+from layerskip_models.training.settings import RunSettings, require, with_default
 
 OPTIMIZERS = ("muon", "adamw")
 LR_SCHEDULES = ("cosine", "wsd")
+_EXPORTED = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(RunSettings):
     """One training run. Values are checked on construction: ValueError says which field, its range, what to do."""
 
-    init: str | None = option(
-        None, "Llama checkpoint to continue: folder, GGUF file, short or hub name (default: train from scratch)."
-    )
+    init: str | None = option(None, "Llama checkpoint to continue: a folder, file or name (default: from scratch).")
     tokenizer: str | None = option(None, "Tokenizer folder (default: init's, or one trained on the data).")
     holdout_fraction: float = option(
-        0.01, "Share of the documents kept out of training, for evaluation.", Range(0, 1, "[)")
+        0.01, "Share of documents kept out of training, for evaluation.", Range(0, 1, "[)")
     )
 
-    vocab_size: int = option(
-        4096, "Size of a tokenizer trained here (from scratch only, like the shape below).", AT_LEAST_1
-    )
+    vocab_size: int = option(4096, "Size of a tokenizer trained here (from scratch only, like the shape).", AT_LEAST_1)
     hidden_size: int = option(192, "Width of the hidden states.", AT_LEAST_1)
     num_layers: int = option(12, "Number of layers L.", Range(2))
     num_heads: int = option(3, "Attention heads.", AT_LEAST_1)
@@ -56,16 +45,12 @@ class TrainingConfig(RunSettings):
     loss_chunk_rows: int = option(1024, "Rows whose logits exist at once.", AT_LEAST_1)
     optimizer: str = option("muon", "muon (layers' matrices; AdamW for the rest) or adamw.", OPTIMIZERS)
     learning_rate: float = option(3e-3, "Peak learning rate.", ABOVE_0)
-    lr_schedule: str = option(
-        "wsd", "cosine, or wsd: constant, then down to zero over the last decay_fraction.", LR_SCHEDULES
-    )
+    lr_schedule: str = option("wsd", "cosine, or wsd: constant, then to zero in decay_fraction.", LR_SCHEDULES)
     decay_fraction: float = option(0.4, "Share of the steps in which wsd goes down.", Range(0, 1, "(]"))
     warmup_steps: int = with_default(RunSettings, "warmup_steps", 30)
     weight_decay: float = option(0.1, "Decoupled weight decay of matrices (not embeddings, not norms).", AT_LEAST_0)
 
-    compile: bool = option(
-        False, "Compile the layers with torch.compile: faster steps, slightly different rounding; needs a C++ compiler."
-    )
+    compile: bool = option(False, "Compile the layers: faster, slightly different rounding; needs a C++ compiler.")
 
     layer_dropout: float = option(0.0, "p_max: the last layer's dropout probability at its highest.", Range(0, 1, "[)"))
     dropout_time: str = option("scratch", "S(t): scratch (rises from 0) or continual (constant 1).", DROPOUT_TIMES)
@@ -73,9 +58,7 @@ class TrainingConfig(RunSettings):
     e_scale: float = option(0.2, "Scale of the lower exits in the published weights.", AT_LEAST_0)
     last_exit_weight: float = option(3.0, "The last layer's weight when uniform (each other exit has 1).", ABOVE_0)
     exit_loss: str = option(
-        "uniform",
-        "Weights of the tokens in the exits' losses: uniform, or cumulative or full, by accepted length.",
-        ARMS,
+        "uniform", "Weights of tokens in the exits' losses: uniform; cumulative or full, by accepted length.", ARMS
     )
     curriculum: str = option("rotational", "rotational, gradual, all, or none (plain training).", CURRICULA)
     rotation: int = option(4, "R of the rotational curriculum: every R-th layer, rotating.", AT_LEAST_1)
@@ -84,19 +67,13 @@ class TrainingConfig(RunSettings):
     eval_tokens: int = option(8192, "Held-out tokens per evaluation.", AT_LEAST_1)
     log_every: int = with_default(RunSettings, "log_every", 10)
     keep_at: tuple[int, ...] = option(
-        (), "Step after which the model is also kept, in OUTPUT_DIR/steps/STEP; repeatable.", metavar="STEP"
+        (), "Also keep the model of this step, in steps/STEP; repeatable.", metavar="STEP"
     )
-    export_dtype: str = option(
-        "bfloat16", "Type of the finished model: bfloat16, float16 or float32.", ("bfloat16", "float16", "float32")
-    )
+    export_dtype: str = option("bfloat16", f"Type of the finished model: {', '.join(_EXPORTED)}.", _EXPORTED)
 
     operational: ClassVar[tuple[str, ...]] = (
-        *RunSettings.operational,
-        "eval_every",
-        "eval_tokens",
-        "keep_at",
-        "export_dtype",
-    )
+        *RunSettings.operational, "eval_every", "eval_tokens", "keep_at", "export_dtype",
+    )  # fmt: skip
     preparation: ClassVar[tuple[str, ...]] = ("tokenizer", "tokens", "log.jsonl")
     results: ClassVar[tuple[str, ...]] = ("checkpoints", "model", "steps")
 
@@ -145,10 +122,7 @@ class TrainingConfig(RunSettings):
         return {self.sequence_length_at(0), self.sequence_length_at(self.max_steps - 1)}
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """Return the learning rate of a step.
-
-        A linear rise, then a half cosine to a tenth of the peak, or a constant rate with a linear fall to zero.
-        """
+        """Return a step's learning rate: a linear rise, then a half cosine to a tenth, or constant with a linear fall."""
         if self.lr_schedule == "wsd":
             fall = min(1.0, (steps - step) / max(self.decay_fraction * steps, 1))
         else:

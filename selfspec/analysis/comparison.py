@@ -75,11 +75,7 @@ def warm_up(generate: Generate, max_new_tokens: int) -> None:
 def pairs_of_runs(
     generate: Generate, repeats: int, before_run: Callable[[int], object] = lambda run: None
 ) -> Iterator[tuple[GenerationResult, GenerationResult]]:
-    """Run speculation and plain decoding in turn, and yield the results of each pair; warm up first (`warm_up`).
-
-    A generator with `prefix_cache=0` reads the prompt in every run; others may not.
-    before_run: called with the number of the run, 0 to 2 * repeats - 1.
-    """
+    """Run speculation and plain decoding in turn, and yield each pair's results. before_run: called with the run's number."""
     for repeat in range(repeats):
         before_run(2 * repeat)
         result = generate()

@@ -120,10 +120,7 @@ def verify_engine(
 def ask_reference(
     llama: PreTrainedModel, prompts: abc.Sequence[Tensor], max_new_tokens: int, on_progress: Callable[[str], None]
 ) -> Reference:
-    """Get greedy texts, their logits and the distribution of samples from transformers.
-
-    on_progress: called prompts + 1 times.
-    """
+    """Get greedy texts, their logits and the distribution of samples from transformers, in prompts + 1 steps."""
     logits = []
     for prompt in prompts:
         cache, fed, rows = DynamicCache(config=llama.config), prompt.tolist(), []
@@ -180,10 +177,7 @@ def check_single_row(model: LayerSkipModel, reference: Reference) -> Check:
 
 
 def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
-    """Try the acceptance rule of rounds on the model's own p and q.
-
-    A draft is accepted below min(1, p/q) and rejected above it, and what a rejection leaves is p - q where that is positive.
-    """
+    """Try rounds' acceptance on the model's p and q: accept below min(1, p/q), leave p - q where that is positive."""
     text = [*reference.prompts[0].tolist(), *reference.texts[0]][-_RULE_ROWS:]
     ids = torch.tensor(text, dtype=torch.long, device=model.device)
     exit_layer = max(model.num_layers // 4, 1)

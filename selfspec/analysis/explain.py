@@ -66,12 +66,9 @@ def explain(
     rounds_cost = sum(cost_of_round(record, cost) for record in result.trace)
     speedups = None
     if tokens and stats.etpl is not None:
-        speedups = Speedups(
-            layers=stats.etpl * num_layers,
-            cost=tokens * step / rounds_cost,
-            real=(times.num_new_tokens - 1) * step / (times.seconds - times.time_to_first_token),
-            full_acceptance=full * step / rounds_cost,
-        )
+        real = (times.num_new_tokens - 1) * step / (times.seconds - times.time_to_first_token)
+        layers, here, most = stats.etpl * num_layers, tokens * step / rounds_cost, full * step / rounds_cost
+        speedups = Speedups(layers=layers, cost=here, real=real, full_acceptance=most)
     trace = agreement_trace(result if plain is None else plain, num_layers)
     return Explanation(
         phases=phases,
@@ -108,9 +105,8 @@ def explanation_lines(explanation: Explanation, cost: CostModel, shown: int = 5)
     ]
     if not explanation.settings:
         return [*lines, "no layer was watched: no fixed setting can be replayed"]
-    how = (
-        "replayed from this run" if explanation.exact else f"estimated from {explanation.coverage:.0%} of the positions"
-    )
+    how = f"estimated from {explanation.coverage:.0%} of the positions"
+    how = "replayed from this run" if explanation.exact else how
     lines.append(f"fixed settings, {how}; an adaptive policy's other choices cannot be replayed, only run")
     if explanation.sources is not None:
         lines.append("  these settings copy nothing")

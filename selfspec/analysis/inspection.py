@@ -74,9 +74,7 @@ class Inspection:
                 return f"use plain decoding (--policy ar), the default policy runs {measured}"
             return f"nothing to gain: plain decoding is what the default policy will do ({measured})"
         if free < WORTH:
-            measured = (
-                f"{repeating:.2f} times plain where answers repeat the prompt, nothing gained on free ones ({free:.2f})"
-            )
+            measured = f"{repeating:.2f} times plain where answers repeat the prompt, nothing gained on free ones"
         return f"use the default policy: {measured}; no training needed"
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from policies import CostModel, ObservationSpec, Policy, autoregressive, tokens_
 from policies.spide import shadow_acceptance
 from selfspec.engine.results import mean, ratio
 from selfspec.generator import GenerationResult, SelfSpecGenerator
-from selfspec.options import GenerationOptions
 
 GRID_LENGTHS = tuple(range(1, 9))
 """Drafts a round of the fixed settings that others are compared with."""
@@ -58,9 +58,8 @@ class AgreementTrace:
     @cached_property  # a grid asks for every cell
     def is_complete(self) -> bool:
         """True if `replay` is exact: every position of a greedy run was recorded."""
-        return (bool(self.agrees) or len(self.tokens) <= 1) and all(
-            value in (0.0, 1.0) for row in self.agrees.values() for value in row
-        )
+        known = all(value in (0.0, 1.0) for row in self.agrees.values() for value in row)
+        return known and (bool(self.agrees) or len(self.tokens) <= 1)
 
     @cached_property  # every length is replayed from them
     def runs(self) -> Mapping[int, tuple[int, ...]]:
@@ -98,10 +97,8 @@ def trace_agreement(generator: SelfSpecGenerator, prompt: Tensor | str, max_new_
     """Decode autoregressively and greedily, EOS off, and record every layer's argmax. prompt: int64 [n], or text."""
     num_layers = generator.model.num_layers
     watched = watching_all_layers(autoregressive(num_layers), num_layers)
-    options = GenerationOptions(
-        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy=watched, trace=True
-    )
-    return agreement_trace(generator.generate(prompt, **options), num_layers)
+    greedy: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": [], "trace": True}
+    return agreement_trace(generator.generate(prompt, policy=watched, **greedy), num_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,17 +138,12 @@ class Replay:
 
     def cost(self, cost: CostModel) -> float:
         """Add up what all rounds cost, in the cost model's unit. Rounds of one length cost the same."""
-        of_length = {
-            count: cost.round(self.exit_layer, count) if count else cost.autoregressive() for count in {*self.drafted}
-        }
-        return sum(of_length[count] for count in self.drafted)
+        of_length = {count: cost.round(self.exit_layer, count) for count in {*self.drafted} - {0}}
+        return sum(of_length[count] if count else cost.autoregressive() for count in self.drafted)
 
 
 def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Replay:
-    """Work out the rounds that `ls:E-G` would have on the traced text. num_speculations >= 1.
-
-    Raises ValueError when the trace is not complete.
-    """
+    """Work out the rounds that `ls:E-G` would have on the traced text. Raises ValueError when the trace is not complete."""
     if not trace.is_complete:
         raise ValueError("the trace does not cover every position: use fixed_settings, which estimates then")
     runs = trace.runs.get(exit_layer, ())  # empty if there was no round
@@ -182,11 +174,7 @@ class Setting:
 
 
 def fixed_settings(trace: AgreementTrace, cost: CostModel, lengths: Sequence[int] = GRID_LENGTHS) -> list[Setting]:
-    """List every recorded exit layer with every length, best tokens per cost first.
-
-    Estimated where the trace is not complete: as if each draft were accepted with its layer's mean acceptance, independently
-    (DEL eq. 1).
-    """
+    """List every recorded exit layer with every length, best first; estimated (DEL eq. 1) where the trace is incomplete."""
     settings = []
     for exit_layer in trace.agrees:
         acceptance = trace.agreement(exit_layer)
@@ -198,7 +186,6 @@ def fixed_settings(trace: AgreementTrace, cost: CostModel, lengths: Sequence[int
                 value = rounds.num_tokens / rounds.cost(cost)
             else:
                 value = tokens_per_cost(acceptance, exit_layer, length, cost)
-            settings.append(
-                Setting(exit_layer=exit_layer, num_speculations=length, tokens_per_cost=value, acceptance=acceptance)
-            )
+            one = Setting(exit_layer=exit_layer, num_speculations=length, tokens_per_cost=value, acceptance=acceptance)
+            settings.append(one)
     return sorted(settings, key=lambda setting: -setting.tokens_per_cost)

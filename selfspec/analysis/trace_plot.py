@@ -12,11 +12,7 @@ _FATES = {(False, True): "+", (False, False): "-", (True, True): "=", (True, Fal
 
 
 def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, path: Path) -> None:
-    """Draw the rounds into a picture; the format follows the path's ending (png, svg, pdf).
-
-    Source: DEL (Entezari Zarch et al. 2025), Figure 4; length and the drafts' fate are added.
-    Raises ValueError for a run without rounds, or an ending that matplotlib does not know.
-    """
+    """Draw the rounds into a picture (png, svg, pdf by the path's ending). Raises ValueError for a run without rounds."""
     from matplotlib.figure import Figure  # a good part of a command's start, and few draw
     from matplotlib.ticker import MaxNLocator
 
@@ -61,16 +57,12 @@ def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, pat
 
 
 def trace_lines(records: Sequence[RoundRecord]) -> list[str]:
-    """Write a line per round: drafter, drafts, threshold, estimated acceptance of the drafter.
-
-    + is a draft that was accepted, - one that was not; = an accepted copy, x one that was not.
-    """
+    """Write a line per round. A draft is + if accepted, - if not; a copied one = if accepted, x if not."""
     width = max([19, *(record.num_drafted for record in records)])
     lines = [f"round  drafter  {'drafts':{width}}  threshold  estimated acceptance"]
     for record in records:
-        fate = "".join(
-            _FATES[place < record.num_copied, place < record.num_accepted] for place in range(record.num_drafted)
-        )
+        places = range(record.num_drafted)
+        fate = "".join(_FATES[place < record.num_copied, place < record.num_accepted] for place in places)
         drafter = str(record.drafter or ("copy" if record.num_copied else "plain"))
         threshold = "" if record.threshold is None else f"{record.threshold:.3f}"
         estimate = ""

@@ -1,7 +1,5 @@
 """Where the end of a text occurred before, so that what followed it there can be a draft that costs no layer.
 
-A caller may name further texts to copy from: texts, token ids, or a store made of them once.
-
 A token adds one entry for each length of a suffix: where this suffix was seen last. So keeping the index costs the same for
 every token, however long the text is.
 """
@@ -81,10 +79,7 @@ class _Places:
 
 
 class CopyStore:
-    """Texts to copy from in addition to the text itself: templates, the file being edited. Never changed once it is made.
-
-    texts: token ids of each. largest_token: of all of them, BETWEEN if there are none.
-    """
+    """Texts to copy from besides the text itself, never changed. largest_token: of all, BETWEEN if there are none."""
 
     def __init__(self, texts: Iterable[Sequence[int]]) -> None:
         self.places = _Places()
@@ -178,10 +173,7 @@ class CopyIndex:
         return Match(self._length, self._next)
 
     def continuation(self, count: int) -> list[int]:
-        """Return what followed the match, `count` tokens, fewer at the end of a text of the store.
-
-        Where it runs into the end of this text it goes on with what it has copied: a loop is copied round and round.
-        """
+        """Return `count` tokens after the match, fewer at a stored text's end; a loop is copied round and round."""
         if self.match is None:
             return []
         tokens, first = self._from, self._place + 1
@@ -200,11 +192,7 @@ CopyFrom = CopyStore | Sequence[str | list[int] | Tensor]
 def make_store(
     texts: Iterable[str | list[int] | Tensor], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> CopyStore:
-    """Make a store of these texts, given as text (which needs a tokenizer) or as token ids.
-
-    Raises TypeError for a single text instead of a list and for anything else; ValueError where a tokenizer is missing, for
-    an id that the model does not have, and where there is nothing to copy.
-    """
+    """Make a store of texts or token ids. Raises TypeError for others, ValueError for unknown ids or nothing to copy."""
     if isinstance(texts, (str, Tensor)):
         raise TypeError("copy_from takes a list of texts: put this one into a list")
     encoded = [_ids(text, tokenizer) for text in texts]
@@ -236,15 +224,9 @@ def copies_drafts(observes: ObservationSpec) -> bool:
 
 
 def store_for(
-    copy_from: CopyFrom | None,
-    policy: Policy,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
+    copy_from: CopyFrom | None, policy: Policy, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> CopyStore | None:
-    """Give the store of one call, None for none.
-
-    Raises ValueError for a policy that copies nothing, and for a store of another model's tokens; as `make_store` otherwise.
-    """
+    """Give the store of one call, None for none. Raises ValueError for a policy that copies nothing, or another model's."""
     if copy_from is None:
         return None
     if not copies_drafts(policy.observes):
@@ -252,7 +234,6 @@ def store_for(
     if not isinstance(copy_from, CopyStore):
         return make_store(copy_from, tokenizer, vocab_size)
     if copy_from.largest_token >= vocab_size:
-        raise ValueError(
-            f"the store holds the token id {copy_from.largest_token}; this model's are 0 to {vocab_size - 1}"
-        )
+        largest = copy_from.largest_token
+        raise ValueError(f"the store holds the token id {largest}; this model's are 0 to {vocab_size - 1}")
     return copy_from

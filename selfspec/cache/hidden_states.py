@@ -1,7 +1,4 @@
-"""What was seen of a text's hidden states between the layers: for policies that learn from them or look back at them.
-
-Step 6 of a round: hidden states of candidate layers become shadow tokens, in one pass through norm and head.
-"""
+"""What was seen of a text's hidden states between the layers, and how those of candidate layers become shadow tokens."""
 
 from __future__ import annotations
 
@@ -148,19 +145,12 @@ class HiddenStates:
         if model.adapters:
             hidden = torch.stack([at_exit(rows, layer) for rows, layer in zip(hidden, self.layers)])
         choices = model.draft_choices(hidden.view(-1, model.hidden_size), "confidence")
-        return ShadowTokens(
-            layers=self.layers,
-            tokens=choices.tokens.view(shape),
-            confidences=choices.confidences.view(shape),
-            target_tokens=target_tokens,
-        )
+        tokens, confidences = choices.tokens.view(shape), choices.confidences.view(shape)
+        return ShadowTokens(layers=self.layers, tokens=tokens, confidences=confidences, target_tokens=target_tokens)
 
 
 class DeferredShadow:
-    """Hidden states that become shadow tokens layer by layer, when they are asked for. See `policies.Shadow`.
-
-    hidden: [layers, rows, hidden], which nobody else writes to.
-    """
+    """Hidden states, [layers, rows, hidden], that become shadow tokens when these are asked for. See `policies.Shadow`."""
 
     acceptance_probabilities = None
 

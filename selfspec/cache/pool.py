@@ -1,7 +1,4 @@
-"""The pool of KV caches. Each sequence borrows a slot and gives it back when it ends.
-
-A slot that comes back still holds its text, and a later prompt with the same prefix goes on from there (docs/chat.md).
-"""
+"""The pool of KV caches. A slot that comes back keeps its text, and a later prompt with its prefix goes on from there."""
 
 from __future__ import annotations
 
@@ -87,11 +84,9 @@ class KeptTexts:
 class KVCachePool:
     """Lends slots for sequences of one model.
 
-    It keeps one idle slot, and as many more as fit into the memory of `prefixes`; the oldest are given up first.
-
-    Threads may share a pool. If nothing is idle, something new is made. What was lent only ever returns to the pool that lent
-    it, so a sequence that began before the weights were copied again cannot hand its old keys and values to a later one.
-    row_bytes: memory of a token.
+    It keeps one idle slot, and as many more as fit into the memory of `prefixes`; the oldest are given up first. Threads may
+    share a pool. What was lent only ever returns to the pool that lent it, so a sequence that began before the weights were
+    copied again cannot hand its old keys and values to a later one. row_bytes: memory of a token.
     """
 
     def __init__(self, model: LayerSkipModel, prefixes: PrefixCache) -> None:
@@ -106,11 +101,9 @@ class KVCachePool:
 
     @property
     def reuses(self) -> bool:
-        """True if a prompt may go on from a kept text.
-
-        On our own kernels a row's bits depend only on its text, so it makes no difference which pass computed it.
-        """
-        return self._prefixes.reuses(exact=self._model.kernels is not None)
+        """True if a prompt may go on from a kept text. On our own kernels a row's bits depend only on its text."""
+        use = self._prefixes.use
+        return use == "always" or (use == "exact" and self._model.kernels is not None)
 
     @property
     def kept_texts(self) -> KeptTexts:
@@ -123,11 +116,7 @@ class KVCachePool:
 
     @contextmanager
     def lend(self, num_tokens: int, prompt: Tensor | None = None, owner: Owner = ANYONE) -> Iterator[CacheSlot]:
-        """Lend a slot for one sequence of at most `num_tokens` tokens.
-
-        prompt: int64 [n] on the CPU. The slot's cache holds the rows of the longest prefix that a kept text of this owner
-        has in common with the prompt; it may be empty.
-        """
+        """Lend a slot for `num_tokens` tokens. It holds the rows that a kept text of this owner shares with the prompt."""
         with self._changing():
             before = self._times_forgotten
             slot = self._find(num_tokens, prompt, owner)
@@ -229,9 +218,8 @@ class KVCachePool:
             self._idle = [max([slot, *self._idle], key=lambda one: one.cache.max_length)]
             return
         # Texts that are prefixes of this one are not needed any more.
-        self._idle = [
-            one for one in self._idle if one.text and not (one.owner == slot.owner and slot.text.startswith(one.text))
-        ]
+        texts = [one for one in self._idle if one.text]
+        self._idle = [one for one in texts if one.owner != slot.owner or not slot.text.startswith(one.text)]
         self._idle.append(slot)
         for place, one in enumerate(self._idle):
             if self._idle_bytes <= limit:

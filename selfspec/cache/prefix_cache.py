@@ -48,10 +48,6 @@ class PrefixCache:
         num_bytes = parse_bytes(size)
         return cls(num_bytes=num_bytes, use="always" if num_bytes else "never")
 
-    def reuses(self, exact: bool) -> bool:
-        """Return whether a prompt may go on from a kept text. exact: that changes no bit."""
-        return self.use == "always" or (self.use == "exact" and exact)
-
 
 def parse_bytes(size: int | str, name: str = "prefix_cache") -> int:
     """Read 2000, "2000", "2kB", "1.5 GB" or "1GiB" as bytes. Raises ValueError for anything else. name: of the option."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psutil
 import typer
 
@@ -25,14 +27,8 @@ def show_trace(text: str, load: LoadOptions, trace: TraceOptions, log: LogConsol
     prompt, output = encode_question(text, generator.tokenizer, raw=trace.raw), trace.output
     stops: list[int] | None = [] if isinstance(prompt, str) else None  # a model's answer has an end
     with log.status("Decoding ..."):
-        result = generator.generate(
-            prompt,
-            policy=trace.policy,
-            max_new_tokens=trace.max_new_tokens,
-            do_sample=False,
-            eos_token_id=stops,
-            trace=True,
-        )
+        greedy: dict[str, Any] = {"do_sample": False, "eos_token_id": stops, "trace": True}
+        result = generator.generate(prompt, policy=trace.policy, max_new_tokens=trace.max_new_tokens, **greedy)
     records = result.trace or ()
     if output is not None:
         plot_trace(records, generator.model.num_layers, result.policy, output)
@@ -45,14 +41,9 @@ def show_trace(text: str, load: LoadOptions, trace: TraceOptions, log: LogConsol
 def show_inspection(texts: list[str], load: LoadOptions, inspect: InspectOptions, log: LogConsole) -> None:
     """Measure a checkpoint on the texts, and print what was found."""
     generator = load_generator(inspect.model, load, log, prefix_cache=0)
-    with progress_bar(len(texts or SAMPLES) * (2 * inspect.repeats + 1) + 1, log) as on_progress:
-        inspection = inspect_model(
-            generator,
-            texts or SAMPLES,
-            max_new_tokens=inspect.max_new_tokens,
-            repeats=inspect.repeats,
-            on_progress=on_progress,
-        )
+    most, repeats = inspect.max_new_tokens, inspect.repeats
+    with progress_bar(len(texts or SAMPLES) * (2 * repeats + 1) + 1, log) as show:
+        inspection = inspect_model(generator, texts or SAMPLES, max_new_tokens=most, repeats=repeats, on_progress=show)
     LogConsole(stderr=False).print("\n".join(inspection_lines(inspection)))
     if warning := load_warning(psutil.getloadavg()[0], cores=psutil.cpu_count() or 1):
         log.print(warning)
@@ -70,16 +61,8 @@ def show_checks(texts: list[str], load: DeviceOptions, verify: VerifyOptions, lo
     total = num_steps(num_layers, len(prompts), draws, len(policies or [*every_policy(num_layers), *own]))
     failed, report = 0, LogConsole(stderr=False)
     with progress_bar(total, log) as on_progress:
-        checks = verify_engine(
-            llama,
-            prompts,
-            max_new_tokens=verify.max_new_tokens,
-            draws=draws,
-            policies=policies or None,
-            besides=own,
-            on_progress=on_progress,
-        )
-        for check in checks:
+        asked: dict[str, Any] = {"max_new_tokens": verify.max_new_tokens, "draws": draws, "policies": policies or None}
+        for check in verify_engine(llama, prompts, **asked, besides=own, on_progress=on_progress):
             failed += not check.passed
             report.print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")
     if failed:

@@ -35,15 +35,9 @@ def load_generator(
     several_processes: bool = False,
     device_map: Literal["auto"] | None = None,
 ) -> SelfSpecGenerator:
-    """Load the checkpoint with its tokenizer. prefix_cache, device_map: as of `SelfSpecGenerator`.
-
-    several_processes: the command may be launched as several, which each hold the whole model; others raise ValueError then.
-    """
+    """Load the checkpoint and its tokenizer. several_processes: the command may be one of several with the model."""
     if not several_processes and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            "this command runs in one process: start it without torchrun (more than one GPU: device_map='auto' from Python; "
-            "more than one machine: the server's replicas, docs/serving.md)"
-        )
+        raise ValueError("this command runs in one process: start it without torchrun (device_map='auto', or replicas)")
     with _loading(model, log):
         return load.generator(model, prefix_cache=prefix_cache, device_map=device_map)
 
@@ -51,10 +45,7 @@ def load_generator(
 def load_reference(
     model: str, texts: Sequence[str], dtype: str, device: str, log: Console
 ) -> tuple[transformers.PreTrainedModel, list[torch.Tensor]]:
-    """Load the checkpoint as transformers does, and encode the prompts as token ids, int64 [n] each.
-
-    Errors as for `load_generator`; ValueError for a prompt without tokens and for ids outside the vocabulary.
-    """
+    """Load the checkpoint as transformers does, and encode the prompts, int64 [n] each. Raises ValueError for empty ones."""
     with _loading(model, log):
         llama = load_transformers(model, dtype=dtype, device=device)
         tokenizer = load_tokenizer(model)
@@ -86,10 +77,7 @@ def _loading(model: str, log: Console) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(total: int, log: Console, done: int = 0) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar with the time left, and remove it at the end.
-
-    Yields the function that advances it and shows a label.
-    """
+    """Show a progress bar with the time left; yield the function that advances it and shows a label."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=log, transient=True, disable=log.quiet) as bar:
         task = bar.add_task("starting", total=total, completed=done)
@@ -97,10 +85,7 @@ def progress_bar(total: int, log: Console, done: int = 0) -> Iterator[Callable[[
 
 
 def check_sampling(defaults: transformers.GenerationConfig, options: SamplingOptions) -> bool:
-    """Return whether decoding is greedy. Raises ValueError if it is and a sampling option is given.
-
-    defaults: the checkpoint's. A temperature of 0, which means greedy, is taken out of the options.
-    """
+    """Return whether decoding is greedy; a temperature of 0 is taken out. Raises ValueError for options without effect."""
     if options["temperature"] == 0:
         options["do_sample"], options["temperature"] = False, None
     do_sample = defaults.do_sample if options["do_sample"] is None else options["do_sample"]
@@ -114,10 +99,7 @@ def check_sampling(defaults: transformers.GenerationConfig, options: SamplingOpt
 def store_of_files(
     generator: SelfSpecGenerator, texts: Sequence[str], policy: Policy | None = None
 ) -> CopyStore | None:
-    """Make a copy store of the texts for this model; None without texts.
-
-    Raises ValueError if `policy` copies nothing, or if the texts have too few tokens.
-    """
+    """Make a copy store of the texts, None without any. Raises ValueError if `policy` copies nothing."""
     if not texts:
         return None
     if policy is not None and not copies_drafts(policy.observes):

@@ -60,11 +60,8 @@ def read_prompts(
         lines = read_lines(path)
     except FileNotFoundError:
         raise FileNotFoundError(f'no file {path}: give JSON lines such as {{"prompt": "Once upon a time"}}') from None
-    found = [
-        _read_line(line, number, f"{path}, line {number}", options, copy_texts, raw)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    written = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    found = [_read_line(line, number, f"{path}, line {number}", options, copy_texts, raw) for number, line in written]
     if not found:
         raise ValueError(f"{path} holds no prompts")
     if len({line.id for line in found}) < len(found):
@@ -81,16 +78,10 @@ def _read_line(
         raise ValueError(f"{where} cannot be read as JSON: {error}") from None
     values = values if isinstance(values, dict) else {}
     prompt, messages = values.get("prompt"), values.get("messages")
-    given: str | Messages | None = None
-    if messages is None and isinstance(prompt, str) and prompt:
-        given = prompt
-    elif prompt is None and are_messages(messages):
-        given = messages
-    if given is None:
-        raise ValueError(
-            f'{where} must be an object with "prompt", a text that is not empty, or with "messages", '
-            'a list of {"role": "user", "content": "..."}'
-        )
+    given: Any = messages if prompt is None else prompt
+    if not (are_messages(messages) if prompt is None else messages is None and isinstance(prompt, str) and prompt):
+        wanted = '"prompt", a text that is not empty, or with "messages", a list of {"role": "user", "content": "..."}'
+        raise ValueError(f"{where} must be an object with {wanted}")
     own = {name: value for name, value in values.items() if name not in ("prompt", "messages", "id", "task")}
     if unknown := sorted(own.keys() - set(OWN_OPTIONS)):
         raise ValueError(f"{where}: {unknown[0]!r} is no option; there are {', '.join(OWN_OPTIONS)}")
@@ -111,11 +102,7 @@ def _read_line(
 
 
 def _results_so_far(path: Path, prompts: list[PromptLine]) -> set[str | int]:
-    """Find complete results of an earlier run, and remove all other lines from the file, atomically. Returns their ids.
-
-    Lines that were cut short and prompts that failed are removed. Raises ValueError if the file holds results of other
-    prompts or options.
-    """
+    """Remove all but an earlier run's results, atomically, and return their ids. Raises ValueError for other prompts."""
     wanted = {line.id: line.key for line in prompts}
     found: dict[str | int, str] = {}
     lines = read_lines(path) if path.exists() else []
@@ -143,12 +130,7 @@ def generate_file(
     copy_texts: Sequence[str],
     log: Console,
 ) -> int:
-    """Decode the prompts without a result, `batch_size` at a time, and write each result at once. Returns how many failed.
-
-    copy_texts: texts to copy from, for lines without their own whose policy copies. A prompt that fails, such as one that is
-    too long, gets a line with its error. Raises ValueError if the command's policy is used and copies nothing although there
-    are texts.
-    """
+    """Decode the prompts without a result, and write each result, or error, at once. Returns how many failed."""
     own = next((line.policy(generator) for line in prompts if not line.chooses), None) if copy_texts else None
     store = store_of_files(generator, copy_texts, own)
     done = _results_so_far(output, prompts)

@@ -21,7 +21,7 @@ from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.cache.copy_index import CopyStore, copies_drafts
 from selfspec.cli.arguments import check_sampling, load_generator, store_of_files
 from selfspec.cli.commands import ChatOptions
-from selfspec.cli.console import Interrupt, LogConsole
+from selfspec.cli.console import USER_ERRORS, Interrupt, LogConsole
 from selfspec.cli.display import TextWriter, legend, summary_lines
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.detokenize import DraftStreamer, StopTrimmer, TextStreamer, TokenSource, before_stop
@@ -51,10 +51,8 @@ def run_chat(
     # Keep the last text on every device, so that only the new message has to be read.
     generator = load_generator(model, load, log, prefix_cache=1)
     if not has_template(generator.tokenizer, template):
-        raise ValueError(
-            f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain "
-            "for a base model"
-        )
+        remedy = "give a Jinja file with --chat-template FILE, or --chat-template plain"
+        raise ValueError(f"{model} has no chat template: {remedy}")
     check_sampling(generator.model.generation_config, sampling)
     options: dict[str, Any] = {**sampling}
     if (seed := options.pop("seed")) is not None:  # one random generator for all answers
@@ -62,10 +60,8 @@ def run_chat(
     with log.status("Preparing to draft ..."):
         chosen = generator.resolve_policy(chat.policy)
     writer = TextWriter(Console(highlight=False))
-    store, most = store_of_files(generator, copy_texts, chosen), chat.max_new_tokens
-    conversation = Conversation(
-        generator, template, options, max_new_tokens=most, write=writer.write_token, copy_from=store
-    )
+    store, most, write = store_of_files(generator, copy_texts, chosen), chat.max_new_tokens, writer.write_token
+    conversation = Conversation(generator, template, options, max_new_tokens=most, write=write, copy_from=store)
     if chat.load is not None:
         conversation.load(chat.load)
     if chat.system is not None:
@@ -76,10 +72,8 @@ def run_chat(
     log.print(f"{model}, {context} tokens of context; /help lists the commands, Ctrl-C stops an answer")
     log.print(f"decoding: {conversation.decoding}")
     if model == DEMO:
-        log.print(
-            "It is a toy of 7 M parameters, trained on 5.7 million tokens, among them school arithmetic in this form: "
-            "Tom has 3 boxes with 4 apples each. How many apples does he have? It makes things up."
-        )
+        log.print("It is a toy that makes things up, and learned school arithmetic in this form:")
+        log.print("Tom has 3 boxes with 4 apples each. How many apples does he have?")
     if chat.show_drafts:
         session.command("/drafts")
     if sys.stdin.isatty():
@@ -114,7 +108,7 @@ class Chat:
                 return
             except KeyboardInterrupt:
                 self._log.print("\n(/exit or Ctrl-D leaves)")
-            except (ValueError, TypeError, OSError, RuntimeError) as error:
+            except USER_ERRORS as error:
                 self._log.print(f"error: {' '.join(str(error).split())}")
 
     def command(self, line: str) -> None:
@@ -244,10 +238,7 @@ class Conversation:
         self.messages = [dict(message) for message in messages]
 
     def ask(self, question: str) -> None:
-        """Get an answer, and write it while it is generated. Ctrl-C ends it; what was generated is then the answer.
-
-        Raises ValueError if the question cannot be asked, for example without room for an answer, and forgets it.
-        """
+        """Get an answer, written as it comes; Ctrl-C ends it. Raises ValueError for one without room, and forgets it."""
         asked = [*self.messages, {"role": "user", "content": question}]
         tokenizer = self._generator.tokenizer
         assert tokenizer is not None
@@ -255,9 +246,7 @@ class Conversation:
         context = self._generator.model.max_positions
         room = context - len(prompt)
         if room < 1:
-            raise ValueError(
-                f"the conversation has {len(prompt)} tokens, the model has room for {context}: begin a new one with /clear"
-            )
+            raise ValueError(f"{len(prompt)} tokens, and the model has room for {context}: begin a new one with /clear")
         written: list[str] = []
 
         def write(text: str, source: TokenSource) -> None:

@@ -1,8 +1,4 @@
-"""The commands of `selfspec` as functions: their options, and what can be checked without PyTorch.
-
-This module imports nothing heavy, so that help and mistakes show at once. Each function then imports the module that does its
-work, beneath a status line.
-"""
+"""The commands of `selfspec`: their options, and checks without PyTorch. What is heavy is imported when one runs."""
 
 from __future__ import annotations
 
@@ -19,24 +15,9 @@ import typer
 from layerskip_models.checkpoints.named_models import DEMO, NAMED_MODELS
 from layerskip_models.option_fields import parameters_of
 from layerskip_models.training.training_config import TrainingConfig
+from selfspec.cli import option_groups as shared
 from selfspec.cli.console import LogConsole, one_line_errors
-from selfspec.cli.option_groups import (
-    MODEL_HELP,
-    ChatTemplateOption,
-    CopyFromOption,
-    DeviceOptions,
-    LoadOptions,
-    ModelArgument,
-    ModelOption,
-    PolicyOption,
-    RawOption,
-    checked_model,
-    checked_output_file,
-    downloaded,
-    option,
-    with_groups,
-    with_parameters,
-)
+from selfspec.cli.option_groups import LoadOptions, checked_output_file, option, with_groups, with_parameters
 from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument, read_copy_files, read_prompt
 from selfspec.defaults import DEFAULT_BATCH_SIZE, DEFAULT_POLICY
 from selfspec.exits.settings import ExitTraining
@@ -45,34 +26,25 @@ from selfspec.pacer.settings import PreVerifierTraining
 from selfspec.serve.serve_options import ServeOptions
 
 _MANY, _OUTPUT, _TEXT, _CONVERSATION = "Many prompts", "Output", "Text", "Conversation"
-_PROMPTS_HELP = (
-    'JSON lines with "prompt" or "messages", and optionally options of their own ("seed", ...). A "prompt" becomes a message '
-    "as the prompt of the command does."
-)
+_PROMPTS_HELP = 'JSON lines with "prompt" or "messages", and perhaps options of their own ("seed", ...).'
 _RESULTS_HELP = "With --prompts: write the results here as JSON lines. The command resumes an earlier run."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    model: ModelOption = DEMO
-    copy_from: CopyFromOption = None
+    model: shared.ModelOption = DEMO
+    copy_from: shared.CopyFromOption = None
     compare: bool = option(False, "Also decode without speculation and show the speed-up.", _OUTPUT, "--compare")
     show_drafts: bool = option(False, "Colour each token by how it was produced.", _OUTPUT, "--show-drafts")
-    svg: Path | None = option(
-        None, "With --show-drafts: also draw the text into this SVG file.", _OUTPUT, callback=checked_output_file
-    )
+    svg: Path | None = option(None, "Draw the coloured text into this file.", _OUTPUT, callback=checked_output_file)
     as_json: bool = option(False, "Print one JSON object instead of the text.", _OUTPUT, "--json")
-    trace: Path | None = option(
-        None, "Write a JSON line per round to this file.", _OUTPUT, callback=checked_output_file
-    )
-    explain: bool = option(
-        False, "Explain where the time went, and what fixed settings would have given.", _OUTPUT, "--explain"
-    )
+    trace: Path | None = option(None, "Write a JSON line per round here.", _OUTPUT, callback=checked_output_file)
+    explain: bool = option(False, "Explain where time went, and what fixed settings would give.", _OUTPUT, "--explain")
     prompts: Path | None = option(None, _PROMPTS_HELP, _MANY)
     output: Path | None = option(None, _RESULTS_HELP, _MANY, "--output", "-o", callback=checked_output_file)
     batch_size: int = option(DEFAULT_BATCH_SIZE, "With --prompts: number of texts decoded together.", _MANY, min=1)
     file: Path | None = option(None, "Read the prompt from this UTF-8 file.", _TEXT)
-    raw: RawOption = False
+    raw: shared.RawOption = False
     ignore_eos: bool = option(False, "Do not stop at an end-of-sequence token.", _TEXT, "--ignore-eos")
     repeats: int = option(3, "Number of pairs of runs for --compare.", _OUTPUT, min=1)
     quiet: bool = option(False, "Text or JSON only: no progress, no summary.", _OUTPUT, "--quiet", "-q")
@@ -109,10 +81,10 @@ def generate_command(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    model: ModelArgument = DEMO
-    policy: PolicyOption = None
-    copy_from: CopyFromOption = None
-    chat_template: ChatTemplateOption = None
+    model: shared.ModelArgument = DEMO
+    policy: shared.PolicyOption = None
+    copy_from: shared.CopyFromOption = None
+    chat_template: shared.ChatTemplateOption = None
     system: str | None = option(None, "System message.", _CONVERSATION)
     load: Path | None = option(None, "Continue a conversation written by /save.", _CONVERSATION)
     max_new_tokens: int = option(1024, "Maximum number of tokens of an answer.", _CONVERSATION, min=1)
@@ -129,15 +101,13 @@ def chat_command(sampling: SamplingOptions, load: LoadOptions, chat: ChatOptions
     run_chat(sampling, copy_texts, load, chat, log)
 
 
+_DEMO_HELP = f"{shared.MODEL_HELP} Default: smollm2 if `selfspec get` has downloaded it."
+
+
 @with_groups
 def demo_command(
     load: LoadOptions,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help=f"{MODEL_HELP} Default: smollm2 if `selfspec get` has downloaded it.", callback=checked_model
-        ),
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help=_DEMO_HELP, callback=shared.checked_model)] = None,
     repeats: Annotated[int, typer.Option(help="Number of pairs of runs to measure.", min=1)] = 5,
 ) -> None:
     """See what it does: three tasks with drafts coloured, and their speed with speculation and without."""
@@ -156,7 +126,7 @@ def get_command(name: Annotated[str, typer.Argument(help=f"{_NAMES}.")]) -> None
     with one_line_errors():
         if name not in NAMED_MODELS:
             raise ValueError(f"no model is called {name!r}: the names are {', '.join(NAMED_MODELS)}")
-        typer.echo(downloaded(name))
+        typer.echo(shared.downloaded(name))
 
 
 _ENDINGS = (".png", ".svg", ".pdf")
@@ -164,21 +134,14 @@ _ENDINGS = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    policy: PolicyOption = None
-    model: ModelOption = DEMO
+    policy: shared.PolicyOption = None
+    model: shared.ModelOption = DEMO
     output: Path | None = option(
-        None,
-        "Picture to draw (.png, .svg, .pdf).",
-        None,
-        "--output",
-        "-o",
-        callback=checked_output_file,
+        None, "Picture to draw (.png, .svg, .pdf).", None, "--output", "-o", callback=checked_output_file
     )
     file: Path | None = option(None, "Read the prompt from this UTF-8 file.")
-    raw: RawOption = False
-    max_new_tokens: int = option(
-        128, "Maximum number of new tokens. EOS ends an answer to a message, and no other text.", min=2
-    )
+    raw: shared.RawOption = False
+    max_new_tokens: int = option(128, "Maximum number of new tokens. EOS ends only answers to messages.", min=2)
 
 
 @with_groups
@@ -197,10 +160,8 @@ def trace_command(load: LoadOptions, trace: TraceOptions, prompt: PromptArgument
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectOptions:
-    model: ModelArgument = DEMO
-    text: list[Path] | None = option(
-        None, "UTF-8 file with a message to the model, or a prompt; repeatable (default: two questions)."
-    )
+    model: shared.ModelArgument = DEMO
+    text: list[Path] | None = option(None, "UTF-8 file with a message or prompt; repeatable (default: two questions).")
     max_new_tokens: int = option(64, "New tokens per text.", min=2)
     repeats: int = option(2, "Number of pairs of runs on each text.", min=1)
 
@@ -217,17 +178,15 @@ def inspect_command(load: LoadOptions, inspect: InspectOptions) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    model: ModelArgument = DEMO
-    file: list[Path] | None = option(
-        None, "UTF-8 file with a prompt, which no chat template changes; repeatable (default: two examples)."
-    )
+    model: shared.ModelArgument = DEMO
+    file: list[Path] | None = option(None, "UTF-8 file with a plain prompt; repeatable (default: two examples).")
     policy: list[str] | None = option(None, "Policy to verify; repeatable (default: one of each).")
     max_new_tokens: int = option(48, "New tokens per greedy text.", min=4)
     draws: int = option(400, "Number of samples to compare with exact probabilities; 0 for none.", min=0)
 
 
 @with_groups
-def verify_command(load: DeviceOptions, verify: VerifyOptions) -> None:
+def verify_command(load: shared.DeviceOptions, verify: VerifyOptions) -> None:
     """Check on this machine that the engine's output equals that of the model as transformers runs it.
 
     Ends with status 1 if anything fails.
@@ -253,9 +212,7 @@ def export_hub_command(
     model: Annotated[str, typer.Argument(help="Hub name or folder of a checkpoint.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write: a new one, or an empty one.")],
     policy: Annotated[str, typer.Option(help=f"Policy for calls that name none. {POLICY_HELP}")] = DEFAULT_POLICY,
-    link: Annotated[
-        bool, typer.Option("--link", help="Link to the files with the weights instead of copying them.")
-    ] = False,
+    link: Annotated[bool, typer.Option("--link", help="Link to the weights instead of copying them.")] = False,
 ) -> None:
     """Write a folder that transformers decodes from with selfspec: from_pretrained, pipeline, serve."""
     log = LogConsole()
@@ -263,16 +220,11 @@ def export_hub_command(
         with log.starting():
             from selfspec.integrations.hub_folder import export_hub
         written = export_hub(model, folder, policy=policy, link=link)
-    log.print(
-        f"wrote {written}; load it with AutoModelForCausalLM.from_pretrained({str(written)!r}, trust_remote_code=True)"
-    )
+    log.print(f"wrote {written}, for AutoModelForCausalLM.from_pretrained({str(written)!r}, trust_remote_code=True)")
 
 
 def _training(about: str, settings: type[Any], place: str, next_step: str) -> Callable[..., None]:
-    """Make a command with an option for every setting of a training.
-
-    place: the module and the function that trains. next_step: how the result is used; {} is its folder.
-    """
+    """Make a command with an option for every setting. place: of the function that trains. next_step: {} is its folder."""
     module, _, function = place.partition(":")
 
     def command(**values: Any) -> None:

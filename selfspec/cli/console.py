@@ -15,6 +15,7 @@ from rich.console import Console
 
 from layerskip_models.lazy_imports import gc_paused
 
+USER_ERRORS = (ValueError, TypeError, OSError, RuntimeError)
 _PICTURES = 0x2400  # Unicode's pictures of the first 32 control characters
 _VISIBLE: dict[int, int | str] = {
     **{code: _PICTURES + code for code in range(32) if chr(code) not in "\t\n"},
@@ -65,10 +66,7 @@ class LogConsole(Console):
 
 @contextmanager
 def one_line_errors(interrupted: str = "interrupted") -> Iterator[None]:
-    """Print an error in one line. Exit status 2 for errors that the user can fix, 1 for a model that fails.
-
-    interrupted: what Ctrl-C prints; the exit status is then 130.
-    """
+    """Print an error in one line. Exit status 2 for the user's, 1 for a model that fails, and 130 for Ctrl-C."""
     try:
         yield
     except BrokenPipeError:  # `| head`: typer ends quietly
@@ -76,7 +74,7 @@ def one_line_errors(interrupted: str = "interrupted") -> Iterator[None]:
     except KeyboardInterrupt:
         LogConsole().print(interrupted)
         raise typer.Exit(130) from None
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
+    except USER_ERRORS as error:
         if isinstance(error, RuntimeError) and not _is_of_the_model(error):
             raise
         LogConsole().print(f"error: {' '.join(str(error).split())}")
@@ -94,10 +92,7 @@ def _is_of_the_model(error: RuntimeError) -> bool:
 
 
 class Interrupt:
-    """A stopping criterion: ends the text at the next token after Ctrl-C. A second Ctrl-C raises KeyboardInterrupt.
-
-    A context manager, to be entered in the main thread: the signal is caught only inside.
-    """
+    """A stopping criterion, in the main thread: Ctrl-C ends the text at the next token, twice raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -82,10 +82,8 @@ def run_demo(model: str, load: LoadOptions, repeats: int, log: LogConsole) -> No
         assert found is not None  # nothing interrupts it
         table.add_row(task, *_row(found))
     screen.print(table)
-    screen.print(
-        f"Numbers of the middle one of {repeats} pairs of runs, which took turns; in brackets the lowest and the highest "
-        f"speed-up of a pair.\nNext: selfspec chat {model} --show-drafts"
-    )
+    screen.print(f"Numbers of the middle one of {repeats} pairs of runs; in brackets the lowest and highest speed-up.")
+    screen.print(f"Next: selfspec chat {model} --show-drafts")
 
 
 def _row(found: Comparison) -> list[str]:

@@ -31,13 +31,9 @@ SOURCE_STYLES: dict[TokenSource, Style] = {
 }
 PROMPT_STYLE = Style(dim=True)
 _LEGEND: dict[TokenSource, str] = {
-    "accepted": "accepted draft",
-    "copied": "accepted copy",
-    "rejected": "dropped draft",
-    "corrected": "correction of one",
-    "bonus": "bonus after a whole draft",
-    "target": "no draft",
-}
+    "accepted": "accepted draft", "copied": "accepted copy", "rejected": "dropped draft",
+    "corrected": "correction of one", "bonus": "bonus after a whole draft", "target": "no draft",
+}  # fmt: skip
 
 
 class TextWriter:
@@ -118,10 +114,8 @@ def comparison_lines(comparison: Comparison, policy: str) -> list[str]:
     lines = [f"comparison, {which}, which took turns after a warm-up"]
     for name, runs in rows:
         run = runs[comparison.middle]
-        lines.append(
-            f"  {name:{width}}  {run.tokens_per_second:8.1f} tokens/s  {_in_seconds(run.seconds):>8}"
-            f"  first token {_in_seconds(run.time_to_first_token)}"
-        )
+        speed, first = f"{run.tokens_per_second:8.1f} tokens/s", _in_seconds(run.time_to_first_token)
+        lines.append(f"  {name:{width}}  {speed}  {_in_seconds(run.seconds):>8}  first token {first}")
     verdict = {
         True: "outputs equal",
         None: "outputs not compared: sampled texts differ, their distribution is the same",

@@ -10,25 +10,17 @@ import typer
 from rich.console import Console
 from transformers import StoppingCriteriaList
 
-from policies import autoregressive
+from policies import autoregressive, runs_own_code
 from selfspec import GenerationResult
 from selfspec.analysis.comparison import Generate, compare, warm_up
 from selfspec.analysis.explain import explain, explanation_lines
 from selfspec.analysis.inspection import arithmetic_in_words
 from selfspec.analysis.replay import watching_all_layers
+from selfspec.cli import display
 from selfspec.cli.arguments import check_sampling, load_generator, store_of_files
 from selfspec.cli.batch_file import generate_file, read_prompts
 from selfspec.cli.commands import RunOptions
 from selfspec.cli.console import Interrupt
-from selfspec.cli.display import (
-    PROMPT_STYLE,
-    TextWriter,
-    comparison_lines,
-    legend,
-    save_drafts,
-    summary_lines,
-    write_trace,
-)
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.cli.text_input import EXAMPLE_PROMPT, EXAMPLE_QUESTION
 from selfspec.detokenize import DraftStreamer, TextStreamer, TokenSource
@@ -83,7 +75,8 @@ def generate_one(
             room = model.max_positions - len(ids)
             with log.status("Warming up ..."):
                 warm_up(generate, max(1, min(_WARM_UP_TOKENS, room, options["max_new_tokens"] or _WARM_UP_TOKENS)))
-        result = _shown_run(generate, tokenizer, text if prompt is text else f"{text}\n\n", run, log)
+        shown, own_code = text if prompt is text else f"{text}\n\n", runs_own_code(str(options["policy"] or ""))
+        result = _shown_run(generate, tokenizer, shown, run, log, own_code)
         if run.explain and not interrupt.requested:
             with log.status("Watching every layer ..."):
                 cost, num_layers = expected_cost(model, generator.runner), model.num_layers
@@ -96,14 +89,13 @@ def generate_one(
                 explanation = explanation_lines(explain(watched, num_layers, cost, plain, result), cost)
                 explanation += [] if policy.reason is None else [f"at the end {policy.reason}"]
         if run.compare and not interrupt.requested:
-            doing = "Comparing with plain decoding"
-            with log.status(f"{doing} ...") as status:
+
+            def show(index: int) -> None:
+                status.update(f"Comparing with plain decoding, run {index + 1} of {2 * run.repeats} ...")
+
+            with log.status("Comparing with plain decoding ...") as status:
                 comparison = compare(
-                    generate,
-                    repeats=run.repeats,
-                    greedy=greedy,
-                    before_run=lambda index: status.update(f"{doing}, run {index + 1} of {2 * run.repeats} ..."),
-                    interrupted=lambda: interrupt.requested,
+                    generate, repeats=run.repeats, greedy=greedy, before_run=show, interrupted=interrupt
                 )
     stop_reason = "interrupted" if interrupt.requested else result.stop_reason
     if run.as_json:
@@ -120,25 +112,27 @@ def generate_one(
         }
         typer.echo(json.dumps(described, allow_nan=False))
     else:
-        compared = [] if comparison is None else comparison_lines(comparison, result.policy)
-        ran_on = f"on {arithmetic_in_words(model)}"
-        log.print("\n" + "\n".join([*summary_lines(result, stop_reason), ran_on, *compared, *(explanation or [])]))
+        lines = [*display.summary_lines(result, stop_reason), f"on {arithmetic_in_words(model)}"]
+        lines += [] if comparison is None else display.comparison_lines(comparison, result.policy)
+        log.print("\n" + "\n".join([*lines, *(explanation or [])]))
     if interrupt.requested:
         raise typer.Exit(130)
 
 
-def _shown_run(generate: Generate, tokenizer: Any, prompt: str, run: RunOptions, log: Console) -> GenerationResult:
-    """Make the run that the user sees, on standard output unless JSON is asked for, and in files."""
-    writer = TextWriter(Console(highlight=False))
+def _shown_run(
+    generate: Generate, tokenizer: Any, prompt: str, run: RunOptions, log: Console, own_code: bool
+) -> GenerationResult:
+    """Make the run that the user sees, on standard output and in files. own_code: errors may be of the user's own policy."""
+    writer = display.TextWriter(Console(highlight=False))
     drafts: list[tuple[str, TokenSource]] = []
 
     def on_start() -> None:
         if run.as_json or log.quiet:
             return
         if writer.is_terminal:
-            writer.write(prompt, PROMPT_STYLE)
+            writer.write(prompt, display.PROMPT_STYLE)
         elif run.compare:  # standard output gets the continuation alone
-            log.print(f"prompt:\n{prompt}\n", style=PROMPT_STYLE)
+            log.print(f"prompt:\n{prompt}\n", style=display.PROMPT_STYLE)
 
     def on_token(text: str, source: TokenSource) -> None:
         drafts.append((text, source))
@@ -146,19 +140,19 @@ def _shown_run(generate: Generate, tokenizer: Any, prompt: str, run: RunOptions,
 
     if run.show_drafts:
         streamer: TextStreamer = DraftStreamer(tokenizer, on_token, on_start)
-        log.print(legend(writer.shows_styles))
+        log.print(display.legend(writer.shows_styles))
     else:
         streamer = TextStreamer(tokenizer, (lambda text: None) if run.as_json else writer.write, on_start)
     try:
         result = generate(streamer=streamer, trace=run.trace is not None)
     except (ValueError, TypeError) as error:
-        if streamer.started:  # the arguments were valid, so this is a bug of ours
+        if streamer.started and not own_code:  # the arguments were valid, so this is a bug of ours
             raise RuntimeError("generation failed") from error
         raise
     if not run.as_json:
         writer.write("\n")
     if run.trace is not None:
-        write_trace(run.trace, result.trace or ())
+        display.write_trace(run.trace, result.trace or ())
     if run.svg is not None:
-        save_drafts(run.svg, f"selfspec generate --policy {result.policy} --show-drafts", prompt, drafts)
+        display.save_drafts(run.svg, f"selfspec generate --policy {result.policy} --show-drafts", prompt, drafts)
     return result

@@ -1,8 +1,4 @@
-"""The command `selfspec`: its commands (`selfspec.cli.commands`) are put together here.
-
-Generated text goes to standard output and everything about it to standard error, so that a pipe gets the text alone. A wrong
-call ends with status 2 and one line that says what to do; Ctrl-C ends with 130 and keeps what was generated.
-"""
+"""The command `selfspec`. Generated text goes to standard output and all else to standard error, so a pipe gets text."""
 
 from __future__ import annotations
 

@@ -47,24 +47,15 @@ def downloaded(name: str) -> Path:
 
 
 _PANELS: dict[Any, str] = {SamplingOptions: "Sampling", SpeculationOptions: "Speculation"}
-MODEL_HELP = (
-    f"Hub name, folder, GGUF file, or short name: {', '.join((DEMO, *NAMED_MODELS))}. demo is a toy of 7 M parameters."
-)
+MODEL_HELP = f"Hub name, folder, GGUF file, or short name: {', '.join((DEMO, *NAMED_MODELS))} (demo: a toy model)."
 ModelOption = Annotated[str, typer.Option(help=MODEL_HELP, callback=checked_model, rich_help_panel="Model")]
 ModelArgument = Annotated[str, typer.Argument(help=MODEL_HELP, callback=checked_model)]
-_RAW_HELP = (
-    "Continue the prompt as it is. Default: a model with a chat template answers the prompt as a user's message."
-)
+_RAW_HELP = "Continue the prompt as it is. Default: a model with a chat template answers it as a user's message."
 RawOption = Annotated[bool, typer.Option("--raw", help=_RAW_HELP, rich_help_panel="Text")]
-
-
 PolicyOption = Annotated[str | None, typer.Option(help=POLICY_HELP, rich_help_panel="Speculation")]
 _COPY_HELP = "UTF-8 text file to copy drafts from, in addition to the prompt and the generated text; repeatable."
 CopyFromOption = Annotated[list[Path] | None, typer.Option(help=_COPY_HELP, rich_help_panel="Speculation")]
-_TEMPLATE_HELP = (
-    'Jinja file, or "plain" (questions and answers, for base models). '
-    "Default: the tokenizer's own; plain for the demo model."
-)
+_TEMPLATE_HELP = 'Jinja file, or "plain" (for base models). Default: the tokenizer\'s own; plain for the demo model.'
 ChatTemplateOption = Annotated[str | None, typer.Option(help=_TEMPLATE_HELP)]
 
 
@@ -75,32 +66,19 @@ def option(default: Any, help: str, panel: str | None = None, *flags: str, **oth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    dtype: str = option(
-        "auto",
-        "auto, float32, bfloat16, float16, float64, int8 or int4. On a CPU, 4 to 16 bits apply to the weights only.",
-        "Model",
-    )
+    dtype: str = option("auto", "auto, float32, bfloat16, float16, float64, int8 or int4 (weights on a CPU).", "Model")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...", "Model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions(DeviceOptions):
     exits: str = option(
-        "auto",
-        "Exit adapters to draft with: auto (those stored with the checkpoint, if any), none, or a folder from train-exit.",
-        "Model",
+        "auto", "Exit adapters: auto (those beside the checkpoint, if any), none, or a folder of train-exit.", "Model"
     )
-    kv_dtype: str = option(
-        "auto",
-        "Data type of the KV cache: auto (the arithmetic's) or bfloat16 (half of float32's memory, slightly different).",
-        "Model",
-    )
+    kv_dtype: str = option("auto", "Type of the KV cache: auto, or bfloat16 (half the memory, not exact).", "Model")
     rows: int | None = option(None, "Bits of rows beside weights of 4 to 6 bits: 8 (default) or 16 (slower).", "Model")
     draft_weights: str = option(
-        "auto",
-        "A copy of the weights in fewer bits to draft with: auto (8 bits, where exits promise less and there is room; for "
-        "serve none), none, int8 or int4.",
-        "Model",
+        "auto", "Draft with a copy in fewer bits: auto (8, where it pays; for serve none), none, int8 or int4.", "Model"
     )
 
     def generator(self, name: str, **others: Any) -> SelfSpecGenerator:
@@ -158,9 +136,6 @@ def _written_options(group: Any) -> list[inspect.Parameter]:
     for name, (kind, about) in described(group).items():
         if about.help:
             made = typer.Option(*about.flags, help=about.help, rich_help_panel=panels.get(name, "Text"))
-            annotation: Any = (about.kind | None) if about.kind else kind
-            annotation = Annotated[annotation, made]
-            parameters.append(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            )
+            hint: Any = Annotated[(about.kind | None) if about.kind else kind, made]
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
     return parameters

@@ -19,16 +19,14 @@ EXAMPLE_QUESTION = "Why is the sky blue?"
 """In place of `EXAMPLE_PROMPT` for a model that answers messages."""
 CODE_PROMPT = 'def fibonacci(n):\n    """Return the first n Fibonacci numbers."""\n'
 
-PromptArgument = Annotated[
-    str | None, typer.Argument(help='Text to answer or continue; "-" reads standard input (default: an example).')
-]
+_HELP = 'Text to answer or continue; "-" reads standard input (default: an example).'
+PromptArgument = Annotated[str | None, typer.Argument(help=_HELP)]
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
     """Read the prompt. "-" means standard input; so does no prompt when something is piped in.
 
-    One newline at the end of a file or of standard input does not count. Raises ValueError if two sources are given, or if
-    one is empty or not UTF-8; OSError if the file cannot be read.
+    One newline at the end does not count. Raises ValueError for two sources, and one that is empty or not UTF-8; OSError.
     """
     if argument is not None and file is not None:
         raise ValueError("give a prompt or --file, not both")

@@ -18,20 +18,13 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStrin
 from selfspec.engine.sampling import prefix_free
 
 _ROW_BY_ROW = (
-    logits_process.ExponentialDecayLengthPenalty,
-    logits_process.ForcedBOSTokenLogitsProcessor,
-    logits_process.ForcedEOSTokenLogitsProcessor,
-    logits_process.MinLengthLogitsProcessor,
-    logits_process.MinNewTokensLengthLogitsProcessor,
-    logits_process.NoBadWordsLogitsProcessor,
-    logits_process.NoRepeatNGramLogitsProcessor,
-    logits_process.SequenceBiasLogitsProcessor,
-    logits_process.SuppressTokensAtBeginLogitsProcessor,
-    logits_process.TopHLogitsWarper,
-    logits_process.WatermarkLogitsProcessor,
-    MaxTimeCriteria,
-    StopStringCriteria,
-)
+    logits_process.ExponentialDecayLengthPenalty, logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor, logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor, logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor, logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor, logits_process.TopHLogitsWarper,
+    logits_process.WatermarkLogitsProcessor, MaxTimeCriteria, StopStringCriteria,
+)  # fmt: skip
 """Processors and criteria that treat all rows of a batch alike, so that they can be given one row alone."""
 
 
@@ -74,10 +67,8 @@ def split_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: T
         if num_padded == length:
             raise ValueError(f"row {index} of the batch holds nothing but padding: give every row at least one token")
         if bool(mask[index, :num_padded].any()):
-            raise ValueError(
-                f"row {index} of the batch is not padded on the left (its attention_mask has zeros after ones): "
-                "set padding_side='left' in the tokenizer, and pass its attention_mask"
-            )
+            remedy = "set padding_side='left' in the tokenizer, and pass its attention_mask"
+            raise ValueError(f"row {index} of the batch is not padded on the left (zeros after ones): {remedy}")
         padding, prompt = ids[index : index + 1, :num_padded], ids[index, num_padded:]
         if positions is not None and positions[index, num_padded:].tolist() != [*range(prompt.numel())]:
             raise ValueError("position_ids other than 0, 1, 2, .. after the padding are not supported: leave them out")

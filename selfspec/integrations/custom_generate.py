@@ -19,19 +19,11 @@ from weakref import WeakKeyDictionary, proxy
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
-from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from layerskip_models.fork_safe import fork_safe
 from layerskip_models.transformers_names import CACHE_NAMES
@@ -73,8 +65,7 @@ class SelfSpecOutput(GenerateDecoderOnlyOutput):
 class CustomGenerate:
     """A decoding loop for `model.generate(..., custom_generate=...)`; `selfspec.custom_generate`. Serves several models.
 
-    policy, exit_layer, num_speculations: how to speculate, as in `SelfSpecGenerator.generate`. A call of `model.generate`
-        may name its own.
+    policy, exit_layer, num_speculations: how to speculate where a call of `model.generate` does not say.
     tokenizer: for stop strings, since transformers does not pass its own `tokenizer` argument on. Its end token ends a row as
         well as the checkpoint's, unless the call names another eos_token_id.
     """
@@ -106,11 +97,7 @@ class CustomGenerate:
         num_speculations: int | None = None,
         **prepared: Any,
     ) -> Tensor | SelfSpecOutput:
-        """Decode for transformers, which calls this once it has prepared everything except streamers and stop strings.
-
-        Returns int64 [rows, length] on the device of `input_ids`, padded on the right, or a `SelfSpecOutput`. Raises
-        ValueError that names what the engine does not support.
-        """
+        """Decode what transformers has prepared: int64 [rows, length], padded on the right, or a `SelfSpecOutput`."""
         given = _arguments_of_generate(sys._getframe(1))
         streamer = given.get("streamer")
         own = SpeculationOptions(policy=policy, exit_layer=exit_layer, num_speculations=num_speculations)
@@ -167,10 +154,7 @@ def _requests(
     criteria: StoppingCriteriaList,
     do_sample: bool,
 ) -> tuple[list[Request], StopTogether | None]:
-    """Make the request of each row, and what makes the rows end together, if they must.
-
-    length: of the padded prompts, from which transformers counts.
-    """
+    """Make the request of each row, and what makes them end together if they must. length: of the padded prompts."""
     # We decide these on the host. A criterion of these types from the user has replaced the prepared one.
     lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     max_new_tokens = max(1, min(lengths) - length)
@@ -220,11 +204,7 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def _arguments_of_generate(caller: FrameType | None) -> dict[str, Any]:
-    """Find the streamer and the assistant model of `model.generate`, if it is the caller or the caller's caller.
-
-    transformers passes neither on. They are looked up in its frame, because otherwise the streamer would stay silent and the
-    assistant model be ignored.
-    """
+    """Find the streamer and assistant model of `model.generate` in its frame: transformers passes neither on."""
     for frame in (caller, caller and caller.f_back):
         if frame is not None and frame.f_code is _GENERATE:
             return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}

@@ -11,15 +11,8 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 
-from layerskip_models.checkpoints.checkpoint_files import (
-    FILE,
-    INDEX,
-    clear_errors,
-    files_of,
-    listed_files,
-    resolve_checkpoint,
-)
-from layerskip_models.checkpoints.loading import load_config
+from layerskip_models.checkpoints.checkpoint_files import FILE, INDEX, clear_errors, files_of, listed_files
+from layerskip_models.checkpoints.loading import find_source
 from layerskip_models.checkpoints.supported import quantisation_of
 from layerskip_models.exits import FOLDER
 from layerskip_models.exits import folder as exits
@@ -81,13 +74,12 @@ def export_hub(
 ) -> Path:
     """Write a folder that transformers decodes from with selfspec, exit adapters and a pre-verifier included.
 
-    name_or_path: a hub name or a checkpoint's folder. folder: created; it must be empty if it exists.
-    policy: the name of the policy for calls that name none. link: link to the weights instead of copying them.
+    policy: for calls that name none. link: link to the weights instead of copying them.
     Raises ValueError for a model or a policy that cannot be used, FileNotFoundError or OSError for a checkpoint that cannot
     be read, FileExistsError for a folder with something in it.
     """
-    name = resolve_checkpoint(name_or_path)
-    config = load_config(name)
+    checkpoint = find_source(name_or_path, None, False)
+    name, config = checkpoint.name, checkpoint.config
     if quantisation_of(config) is not None:
         raise ValueError(f"{name} is quantised: transformers would load it in a form that selfspec cannot decode with")
     if "pacer" not in policy:  # which needs files of its own

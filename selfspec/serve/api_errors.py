@@ -75,10 +75,9 @@ _ANTHROPIC_TYPES = {**_TYPES, 403: "permission_error", 413: "request_too_large",
 
 def install(app: FastAPI) -> None:
     """Make the app report every error in this form. Call it when all routes are there."""
-    shown = sorted(
-        (route.path, "/".join(sorted(route.methods or ()))) for route in app.routes if isinstance(route, APIRoute)
-    )
-    routes = ", ".join(f"{methods} {path.replace(':path', '')}" for path, methods in shown)
+    known = [route for route in app.routes if isinstance(route, APIRoute)]
+    shown = sorted((route.path.replace(":path", ""), "/".join(sorted(route.methods or ()))) for route in known)
+    routes = ", ".join(f"{methods} {path}" for path, methods in shown)
 
     @app.exception_handler(ApiError)
     async def own(request: Request, error: ApiError) -> JSONResponse:

@@ -1,34 +1,24 @@
-"""The bodies of requests: OpenAI's names and meanings, some of vLLM's, and our own `policy` and `show_drafts`.
-
-`selfspec.serve.bodies.Strict` says what happens to fields that are not here.
-"""
+"""The bodies of requests: OpenAI's names and meanings, some of vLLM's, and our own `policy` and `show_drafts`."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
+from pydantic import BeforeValidator, FailFast, Field, model_validator
 
-from selfspec.serve.bodies import Integer, Strict, refuse
+from selfspec.serve.api_messages import MAX_TOOLS, TEXT_ONLY, Choice, Message, Tool, ToolChoice
+from selfspec.serve.bodies import Integer, Strict, refusals, refuse
 from selfspec.serve.schema_check import Grammar
 from selfspec.serve.serve_options import MAX_CHOICES
 
-MAX_TOOLS = 128  # most tools of a request, as in OpenAI's API
 MAX_MESSAGES = 8192  # each takes some .05 ms to check and to render
 _MAX_STOPS, _MAX_STOP_IDS, _LONGEST_NAME = 16, 64, 256
 _GUIDED = frozenset({"guided_choice", "guided_grammar", "guided_json", "guided_regex"})
 _IN_SLASHES = {"/": r"\/", "\n": r"\n"}
-_TEXT_ONLY = "only text is supported: leave out {}"
 OWN_TEMPLATE = "the operator chooses the chat template: leave out chat_template"
 _CONTINUED = "the last message is continued if it is the assistant's, else answered: leave out {}"
-
-
-def refusals(message: str, *fields: str) -> dict[str, str]:
-    """Write the message of each field. message: has {} in place of the field."""
-    return {field: message.format(field) for field in fields}
 
 
 def _stops(value: Any) -> Any:
@@ -64,15 +54,14 @@ def _prompts(value: Any) -> Any:
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], FailFast(), BeforeValidator(_stops, json_schema_input_type=str | list[str])]
+StopTokens = Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=_MAX_STOP_IDS), FailFast()]
 Prompts = str | list[str] | list[int] | list[list[int]]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 Variables = dict[Name, bool | int | float | Annotated[str, Field(max_length=1000)]]
 
 
-class StreamOptions(Strict):
+class StreamOptions(Strict, harmless="include_obfuscation continuous_usage_stats"):
     """include_usage: send a last chunk with the usage of the whole request."""
-
-    _harmless: ClassVar[frozenset[str]] = frozenset({"include_obfuscation", "continuous_usage_stats"})
 
     include_usage: bool = False
 
@@ -147,30 +136,29 @@ _NEUTRAL_BY_VALUE: tuple[tuple[tuple[object, ...], str], ...] = (
 _NEUTRAL = {name: values for values, names in _NEUTRAL_BY_VALUE for name in names.split()}
 
 
-class GenerationRequest(Strict):
-    """The fields that both kinds of request have; docs/serving.md says what each means."""
+_REASONS = {
+    **refusals(_CONTINUED, "add_generation_prompt", "continue_final_message"),
+    **refusals("tools go with messages, to /v1/chat/completions: leave out {}", "tool_choice", "tools"),
+    **refusals("{} is not supported: give tools", "function_call", "functions"),
+    "chat_template": OWN_TEMPLATE,
+    "chat_template_kwargs": "chat_template_kwargs goes with messages, to /v1/chat/completions",
+    **refusals(TEXT_ONLY, "audio", "modalities"),
+    **refusals("{} is called max_tokens here", "max_new_tokens", "max_output_tokens", "n_predict"),
+    **refusals("{} is not supported: chat_template_kwargs takes what the template knows, such as enable_thinking",
+               "disable_reasoning", "reasoning_budget", "thinking", "thinking_token_budget"),
+    "best_of": "best_of is not supported: ask for n texts and choose among them",
+    "extra_body": "extra_body is an argument of OpenAI's client: put its fields into the body itself",
+    "grammar": "grammar is not supported here: put it into structured_outputs",
+    "messages": "messages are not supported here: send them to /v1/chat/completions",
+    "prompt": "a chat has no prompt: give messages, or send the prompt to /v1/completions",
+    "prompt_logprobs": "prompt_logprobs is not supported: /v1/completions takes echo with logprobs",
+    "random_seed": "random_seed is called seed here",
+    "suffix": "suffix is not supported: the model writes what comes after the prompt, and knows nothing of what follows",
+}  # fmt: skip
 
-    _harmless: ClassVar[frozenset[str]] = frozenset(_HARMLESS.split())
-    _neutral: ClassVar[dict[str, tuple[object, ...]]] = _NEUTRAL
-    _reasons: ClassVar[dict[str, str]] = {
-        **refusals(_CONTINUED, "add_generation_prompt", "continue_final_message"),
-        **refusals("tools go with messages, to /v1/chat/completions: leave out {}", "tool_choice", "tools"),
-        **refusals("{} is not supported: give tools", "function_call", "functions"),
-        "chat_template": OWN_TEMPLATE,
-        "chat_template_kwargs": "chat_template_kwargs goes with messages, to /v1/chat/completions",
-        **refusals(_TEXT_ONLY, "audio", "modalities"),
-        **refusals("{} is called max_tokens here", "max_new_tokens", "max_output_tokens", "n_predict"),
-        **refusals("{} is not supported: chat_template_kwargs takes what the template knows, such as enable_thinking",
-                   "disable_reasoning", "reasoning_budget", "thinking", "thinking_token_budget"),
-        "best_of": "best_of is not supported: ask for n texts and choose among them",
-        "extra_body": "extra_body is an argument of OpenAI's client: put its fields into the body itself",
-        "grammar": "grammar is not supported here: put it into structured_outputs",
-        "messages": "messages are not supported here: send them to /v1/chat/completions",
-        "prompt": "a chat has no prompt: give messages, or send the prompt to /v1/completions",
-        "prompt_logprobs": "prompt_logprobs is not supported: /v1/completions takes echo with logprobs",
-        "random_seed": "random_seed is called seed here",
-        "suffix": "suffix is not supported: the model writes what comes after the prompt, and knows nothing of what follows",
-    }  # fmt: skip
+
+class GenerationRequest(Strict, harmless=_HARMLESS, neutral=_NEUTRAL, reasons=_REASONS):
+    """The fields that both kinds of request have; docs/serving.md says what each means."""
 
     model: str | None = None
     max_tokens: Annotated[Integer, Field(ge=-1)] | None = None
@@ -181,9 +169,7 @@ class GenerationRequest(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[Integer, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stops = Field(default_factory=list)
-    stop_token_ids: Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=_MAX_STOP_IDS), FailFast()] = (
-        Field(default_factory=list)
-    )
+    stop_token_ids: StopTokens = Field(default_factory=list)
     ignore_eos: bool = False
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -253,190 +239,15 @@ class GenerationRequest(Strict):
         return "max_tokens", self.max_tokens
 
 
-class FunctionTool(Strict):
-    """parameters: a JSON schema of the arguments; None for a function without any. strict: see docs/serving.md."""
-
-    _harmless: ClassVar[frozenset[str]] = frozenset({"strict"})
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Strict):
-    type: Literal["function"]
-    function: FunctionTool
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """As chat templates take it: OpenAI's form, always with a description and parameters, which some ask for."""
-        given = self.function.model_dump(exclude_none=True)
-        name, description = given.pop("name"), given.pop("description", "")
-        function = {"name": name, "description": description, "parameters": self.schema_, **given}
-        return {"type": "function", "function": function}
-
-    @property
-    def schema_(self) -> dict[str, Any]:
-        """The schema of its arguments. Raises ValueError if they are not an object.
-
-        Where it says nothing of further properties there are none: a function would not know what to do with them.
-        """
-        given = self.function.parameters
-        if given is None:
-            return {"type": "object", "properties": {}, "additionalProperties": False}
-        if given.get("type", "object") != "object":
-            raise ValueError(f"the parameters of {self.function.name!r} must be an object")
-        closed = {"additionalProperties": False} if "properties" in given else {}
-        return {"type": "object", **closed, **given}
-
-
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """mode: "none", "auto" or "required". name: of the one function that must be called. allowed: those that may be."""
-
-    mode: str = "auto"
-    name: str | None = None
-    allowed: tuple[str, ...] | None = None
-
-    @property
-    def forces(self) -> bool:
-        return self.mode == "required"
-
-
-def _choice(value: Any) -> Any:
-    if isinstance(value, str) and value in ("none", "auto", "required"):
-        return ToolChoice(value)
-    try:
-        if value["type"] == "allowed_tools":
-            given = value["allowed_tools"]
-            names = tuple(tool["function"]["name"] for tool in given["tools"])
-            if given["mode"] in ("auto", "required") and {type(name) for name in names} == {str}:
-                return ToolChoice(given["mode"], None, names)
-        elif value["type"] == "function" and isinstance(value["function"]["name"], str):
-            return ToolChoice("required", value["function"]["name"])
-    except (TypeError, KeyError):
-        pass
-    raise ValueError(
-        'give "none", "auto", "required", {"type": "function", "function": {"name": ...}}, or '
-        '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}'
-    )
-
-
-class CalledFunction(Strict):
-    """arguments: JSON, as text."""
-
-    _harmless: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
-    _kept_empty: ClassVar[frozenset[str]] = frozenset({"arguments"})
-
-    name: str
-    arguments: str
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_object(cls, value: str) -> str:
-        try:
-            found = json.loads(value or "{}")
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise ValueError("the arguments of a call must be a JSON object, as text")
-        return value
-
-
-class PastCall(Strict):
-    """A call in an earlier message of the assistant."""
-
-    _harmless: ClassVar[frozenset[str]] = frozenset({"index"})
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """As chat templates take it: with the arguments as an object."""
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
-        call: dict[str, Any] = {"type": "function", "function": function}
-        return call if self.id is None else {"id": self.id, **call}
-
-
-class TextPart(Strict):
-    _harmless: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control", "citations", "logprobs"})
-
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-def _content(value: Any) -> Any:
-    """Make a list of parts. A part that is a refusal is what the assistant said."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if not isinstance(value, list):
-        raise ValueError("give a text, or a list of parts of type 'text'")
-    said = [part.get("refusal") if isinstance(part, dict) and part.get("type") == "refusal" else None for part in value]
-    return [part if text is None else {"type": "text", "text": text} for part, text in zip(value, said)]
-
-
-class Message(Strict):
-    """One message of a conversation. tool_calls are an assistant's, and tool_call_id says which of them a tool answers."""
-
-    _harmless: ClassVar[frozenset[str]] = frozenset({
-        "annotations", "cache_control", "id", "metadata", "parsed", "phase", "prefix", "provider_specific_fields",
-        "reasoning", "reasoning_details", "status", "thinking_blocks", "timestamp",
-    })  # fmt: skip
-    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {"type": ("message",)}
-    _reasons: ClassVar[dict[str, str]] = {
-        **refusals("{} is not supported: give tool_calls", "function_call"),
-        **refusals(_TEXT_ONLY, "audio"),
-        "refusal": "a refusal is not read by the model: give it as content, or leave the message out",
-    }
-    _kept_empty: ClassVar[frozenset[str]] = frozenset({"content"})
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        list[TextPart], FailFast(), BeforeValidator(_content, json_schema_input_type=str | list[TextPart])
-    ] = Field(default_factory=list)
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Annotated[list[PastCall] | None, Field(max_length=MAX_TOOLS)] = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def _fits_the_role(self) -> Message:
-        """Clients send back an assistant's message without content, and a tool may have nothing to say."""
-        has_calls, is_result = self.tool_calls is not None, self.tool_call_id is not None
-        is_silent = "content" not in self.model_fields_set and self.role not in ("assistant", "tool")
-        refuse(
-            ("content", is_silent, "content: Field required"),
-            ("tool_calls", has_calls and self.role != "assistant", "tool_calls go with the role 'assistant'"),
-            ("tool_call_id", is_result and self.role != "tool", "tool_call_id goes with the role 'tool'"),
-        )
-        return self
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content)
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        calls = {} if self.tool_calls is None else {"tool_calls": [call.described for call in self.tool_calls]}
-        return {**self.model_dump(exclude_none=True, exclude={"tool_calls"}), "content": self.text, **calls}
-
-
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, neutral={"add_special_tokens": (True, False)}):
     """Body of /v1/chat/completions."""
-
-    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {**_NEUTRAL, "add_special_tokens": (True, False)}
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     max_completion_tokens: Annotated[Integer, Field(ge=-1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
-    tool_choice: Annotated[Any, BeforeValidator(_choice, json_schema_input_type=str | dict[str, Any])] = Field(
-        default_factory=ToolChoice
-    )
+    tool_choice: Choice = Field(default_factory=ToolChoice)
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -516,11 +327,8 @@ class CompletionRequest(GenerationRequest):
 Body = ChatRequest | CompletionRequest
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Strict, kept_empty="prompt", reasons={"chat_template": OWN_TEMPLATE}):
     """Body of /tokenize: a prompt, or messages. Without the fields that say so, those end as a chat's prompt does."""
-
-    _kept_empty: ClassVar[frozenset[str]] = frozenset({"prompt"})
-    _reasons: ClassVar[dict[str, str]] = {"chat_template": OWN_TEMPLATE}
 
     model: str | None = None
     prompt: str | None = None

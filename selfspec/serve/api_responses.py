@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from time import time
 from typing import Any, Literal
 from uuid import uuid4
@@ -126,15 +127,10 @@ class _Answer:
         self._vocabulary, self._request, self._prompt_tokens = vocabulary, request, prompt_tokens
 
     def _logprobs(self, found: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        name = self._vocabulary.name_of
-        return [
-            {
-                **name(one.token),
-                "logprob": _finite(one.logprob),
-                "top_logprobs": [{**name(token), "logprob": _finite(value)} for token, value in one.top],
-            }
-            for one in found
-        ]
+        def named(token: int, value: float | None) -> dict[str, Any]:
+            return {**self._vocabulary.name_of(token), "logprob": _finite(value)}
+
+        return [{**named(one.token, one.logprob), "top_logprobs": [*starmap(named, one.top)]} for one in found]
 
 
 class ChoicesAnswer(_Answer, ABC):
@@ -225,26 +221,19 @@ class CompletionAnswer(ChoicesAnswer):
     def _scores(self, part: Piece, found: Sequence[TokenLogprob]) -> dict[str, Any]:
         decoder = self._decoders.setdefault(part.index, codecs.getincrementaldecoder("utf-8")("replace"))
         offset = self._offsets.get(part.index, 0)
-        offsets, names, top = [], [], []
+        offsets, names, top, bytes_of = [], [], [], self._vocabulary.bytes_of
         for one in found:
-            raw = self._vocabulary.bytes_of(one.token)
+            raw = bytes_of(one.token)
             names.append(_shown_in_completions(raw))
             offsets.append(offset)
-            # The text shows no special tokens, but for those that a client has written into the prompt.
+            # The text shows special tokens only where a client has written them into the prompt.
             if one.token not in self._vocabulary.special or part.echo.startswith(names[-1], offset):
                 offset += len(decoder.decode(raw))
-            likely = {
-                _shown_in_completions(self._vocabulary.bytes_of(token)): _finite(value) for token, value in one.top
-            }
+            likely = {_shown_in_completions(bytes_of(token)): _finite(value) for token, value in one.top}
             top.append(None if one.logprob is None else likely | {names[-1]: _finite(one.logprob)})
         self._offsets[part.index] = offset
-        # The first token of a prompt has null.
-        return {
-            "text_offset": offsets,
-            "token_logprobs": [_finite(one.logprob) for one in found],
-            "tokens": names,
-            "top_logprobs": top,
-        }
+        logprobs = [_finite(one.logprob) for one in found]  # the first token of a prompt has null
+        return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": names, "top_logprobs": top}
 
 
 class PartsAnswer(_Answer, ABC):

@@ -45,10 +45,7 @@ _FEW_LOGPROBS = 256
 
 
 def make_app(generator: SelfSpecGenerator, options: ServeOptions) -> FastAPI:
-    """Make the app of one model. Its scheduler runs from the app's start to its shutdown.
-
-    generator: has a tokenizer. Raises ValueError for a policy that does not fit the model, and as `ServeOptions.check`.
-    """
+    """Make the app of one model, whose scheduler runs as long as it. Raises ValueError for a policy that does not fit."""
     options.check()
     metrics = ServerMetrics()
     translator = Translator(generator, options)
@@ -184,12 +181,8 @@ def _add_token_routes(app: FastAPI, translator: Translator) -> None:
 def _add_page(app: FastAPI) -> None:
     """Serve the page at `/`. It calls only the API of the same server."""
     page = files("selfspec.serve").joinpath("page.html").read_text(encoding="utf-8")
-    headers = {
-        "Cache-Control": "no-cache",
-        "Content-Security-Policy": content_policy(page),
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-    }
+    headers = {"Cache-Control": "no-cache", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+    headers["Content-Security-Policy"] = content_policy(page)
 
     @app.get("/", include_in_schema=False)
     async def show_page() -> HTMLResponse:
@@ -197,10 +190,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 def content_policy(page: str) -> str:
-    """Write the Content-Security-Policy: the page may run its own script and style, and call its own server.
-
-    Text of a model that became HTML by mistake could neither run nor load anything.
-    """
+    """Write the Content-Security-Policy: only the page's own script and style run, and only its own server is called."""
 
     def hashes(tag: str) -> str:
         sources = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -213,10 +203,7 @@ def content_policy(page: str) -> str:
 
 
 async def _translated(request: Request, body: Body, size: int) -> list[ServedSequence]:
-    """Translate in a thread if that may take long: for a long prompt, many texts, biases, a grammar, or a policy.
-
-    The scheduler is asked for room first, and again when a thread is free: others may have taken the room meanwhile.
-    """
+    """Translate, in a thread if that may take long. There must be room before, and still when a thread is free."""
     queue, scheduler, translator = (getattr(request.app.state, name) for name in ("queue", "scheduler", "translator"))
 
     def work() -> list[ServedSequence]:
@@ -311,9 +298,8 @@ class _EventStream(StreamingResponse):
     """
 
     def __init__(self, stream: RequestStream, events: AsyncIterator[str]) -> None:
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,17 +13,9 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import pydantic
 from fastapi import Request
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect
 
@@ -44,6 +36,11 @@ UNSUPPORTED, WRONG = "unsupported_field", "wrong_field"
 """Types of validation errors that name the field themselves: it is not supported, or it does not fit the other fields."""
 
 
+def refusals(message: str, *fields: str) -> dict[str, str]:
+    """Write the message of each field. message: has {} in place of the field."""
+    return {field: message.format(field) for field in fields}
+
+
 def refuse(*cases: tuple[str, object, str]) -> None:
     """Raise the error of the first case that holds, in a model's validator. Each is a field, whether it is wrong, and why."""
     for name, is_wrong, message in cases:
@@ -61,20 +58,29 @@ class Strict(BaseModel):
 
     A field that is null or asks for nothing counts as left out. A field that does not change the answer is ignored, and a
     header of the answer names it. Any other unknown field is refused by name. All this holds at every depth of the body.
-    _harmless: fields that do not change the answer. _neutral: unsupported fields, with the values that ask for the default
-    behaviour. _reasons: messages for fields that are refused. _kept_empty: fields for which "" is a value.
+
+    Arguments of a class: harmless: fields that do not change the answer. neutral: unsupported fields, with the values that
+    ask for the default behaviour. reasons: messages for fields that are refused. kept_empty: fields for which "" is a value.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     _harmless: ClassVar[frozenset[str]] = frozenset()
-    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {}
-    _reasons: ClassVar[dict[str, str]] = {}
+    _neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    _reasons: ClassVar[Mapping[str, str]] = {}
     _kept_empty: ClassVar[frozenset[str]] = frozenset()
     _ignored: set[str] = PrivateAttr(default_factory=set)
 
+    def __init_subclass__(cls, harmless: str = "", kept_empty: str = "", **others: Any) -> None:
+        cls._harmless, cls._kept_empty = cls._harmless | {*harmless.split()}, cls._kept_empty | {*kept_empty.split()}
+        cls._neutral = {**cls._neutral, **others.pop("neutral", {})}
+        cls._reasons = {**cls._reasons, **others.pop("reasons", {})}
+        super().__init_subclass__(**others)
+
     @model_validator(mode="wrap")
     @classmethod
-    def _known(cls, fields: Any, handler: ModelWrapValidatorHandler[Strict], info: ValidationInfo) -> Strict:
+    def _known(
+        cls, fields: Any, handler: pydantic.ModelWrapValidatorHandler[Strict], info: pydantic.ValidationInfo
+    ) -> Strict:
         if not isinstance(fields, dict):
             return handler(fields)
         kept: dict[str, Any] = {}
@@ -116,10 +122,7 @@ def _is_empty(value: object) -> bool:
 
 
 class WorkerQueue:
-    """Two threads, first come first served, so that long work neither blocks the event loop nor takes all the time.
-
-    Requests of one kind take turns, so that none holds both threads.
-    """
+    """Two threads for long work, first come first served. Requests of one kind take turns, so that none holds both."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="selfspec-worker")
@@ -219,10 +222,7 @@ def _bounded(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _from_validation(errors: Sequence[Mapping[str, Any]], names: Sequence[str]) -> ApiError:
-    """Make the error for a body, naming the field. If several types were tried, the one that got furthest counts.
-
-    names: of the body's fields, for a suggestion.
-    """
+    """Make the error for a body. Of several types that were tried the one that got furthest counts. names: of its fields."""
     error = max(errors, key=lambda one: len(one["loc"]))
     path = [str(part) for part in error["loc"]]
     # After the name, pydantic says which of several types it tried.

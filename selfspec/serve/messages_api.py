@@ -16,13 +16,13 @@ from selfspec.serve.other_apis import OtherRequest, Placed, response_format
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class CountTokensRequest(OtherRequest):
+class CountTokensRequest(
+    OtherRequest,
+    harmless="cache_control context_management diagnostics inference_geo speed user_profile_id workspace_id",
+    neutral={"thinking": ({"type": "disabled"}, {"type": "adaptive"})},
+):
     """Body of /v1/messages/count_tokens. Messages and tools are checked as a chat's."""
 
-    _harmless: ClassVar[frozenset[str]] = frozenset({
-        "cache_control", "context_management", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id",
-    })  # fmt: skip
-    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {"thinking": ({"type": "disabled"}, {"type": "adaptive"})}
     _own_names: ClassVar[dict[str, str]] = {"stop": "stop_sequences", "response_format": "output_config.format"}
     _functions: ClassVar[tuple[str | None, ...]] = (None, "custom")
 
@@ -50,10 +50,8 @@ class CountTokensRequest(OtherRequest):
                     call, result = block.get("tool_use_id"), block.get("content")
                     yield place, {"role": "tool", "tool_call_id": call, "content": result}
                 elif kind not in ("thinking", "redacted_thinking"):
-                    wrong = f"{place}.content.{index}.type"
-                    raise ApiError(
-                        f"{wrong}: only texts, calls and results are read, not {str(kind)[:64]!r}", param=wrong
-                    )
+                    at = f"{place}.content.{index}.type"
+                    raise ApiError(f"{at}: only texts, calls and results are read, not {str(kind)[:64]!r}", param=at)
             if not isinstance(content, list):
                 yield place, message
 
@@ -116,13 +114,9 @@ class MessagesAnswer(PartsAnswer):
     def _end(self, used: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         counts = dict(used["usage"])
         cached = counts.pop("prompt_tokens_details")["cached_tokens"]
-        usage = {
-            "input_tokens": counts.pop("prompt_tokens") - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": counts.pop("completion_tokens"),
-            **counts,
-        }
+        caching = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
+        read, written = counts.pop("prompt_tokens") - cached, counts.pop("completion_tokens")
+        usage = {"input_tokens": read, **caching, "output_tokens": written, **counts}
         stop = self._stop if self._stop in self._request.stop_sequences else None  # else it is the template's
         why = {"stop_reason": _STOP_REASONS[self._finish] if stop is None else "stop_sequence", "stop_sequence": stop}
         events = self._event("message_delta", delta=why, usage=usage) + self._event("message_stop")

@@ -19,17 +19,15 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.messages import ChatTemplate, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
-from selfspec.serve.api_requests import ChatRequest, GenerationRequest, Message, Tool
+from selfspec.serve.api_messages import Message, Tool
+from selfspec.serve.api_requests import ChatRequest, GenerationRequest
 from selfspec.serve.schema_check import COMPACT, Grammar, as_compiled
 from selfspec.serve.structured_output import Vocabulary
 from selfspec.serve.tool_calls import BEGIN, END, BareReader, CallReader, TagReader
 
 _NAME, _KEY, _VALUE, _RESULT = "probe_of_tools", "probe_of_arguments", "value_of_the_probe", "result_of_the_probe"
-_PARAMETERS = {
-    "type": "object",
-    "properties": {_KEY: {"type": "string", "description": "An argument."}},
-    "required": [_KEY],
-}
+_PROPERTIES = {_KEY: {"type": "string", "description": "An argument."}}
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": [_KEY]}
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "A tool.", "parameters": _PARAMETERS}}
 _CALL = {"id": "probe0000", "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
 _ASKED = {"role": "user", "content": "A question."}
@@ -45,10 +43,7 @@ class NoToolsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """several: whether the template takes several calls of one answer; Llama's does not, and two would end the conversation.
-
-    shows_calls: whether the template shows the model its earlier calls and their results.
-    """
+    """several: whether one answer may have several calls; Llama's may not. shows_calls: whether earlier ones are shown."""
 
     kind: Literal["tags", "bare"]
     several: bool = True
@@ -113,11 +108,7 @@ class ModelTools:
                 self._format = format_of(tokenizer, template)
             except NoToolsError as error:
                 self._why = str(error)
-
-    @property
-    def known(self) -> bool:
-        """Return whether the model can be told of tools, and its calls can be read."""
-        return self._format is not None
+        self.known = self._format is not None  # whether it can be told of tools, and its calls can be read
 
     def check(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         """Raise ApiError that names the first field about tools, if the template does not know them."""

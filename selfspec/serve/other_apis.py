@@ -12,7 +12,8 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationInfo, model_valid
 from typing_extensions import Self
 
 from selfspec.serve.api_errors import ApiError
-from selfspec.serve.api_requests import MAX_TOOLS, ChatRequest
+from selfspec.serve.api_messages import MAX_TOOLS
+from selfspec.serve.api_requests import ChatRequest
 from selfspec.serve.bodies import Strict, checked
 
 Placed = tuple[str, dict[str, Any]]

@@ -37,10 +37,7 @@ class PenaltyProcessor(LogitsProcessor):
 
 
 def bias_processor(bias: Mapping[str, float], vocab_size: int) -> SequenceBiasLogitsProcessor:
-    """logit_bias: adds to the logits of given tokens. -100 practically forbids a token, 100 forces it.
-
-    Raises ValueError for an id outside the vocabulary.
-    """
+    """logit_bias: adds to the logits of given tokens. Raises ValueError for an id outside the vocabulary."""
     for key in bias:
         if not key.isascii() or not key.isdecimal() or int(key) >= vocab_size:
             raise ValueError(f"logit_bias: {key!r} is no token id in [0, {vocab_size - 1}], the model's vocabulary")
@@ -49,10 +46,7 @@ def bias_processor(bias: Mapping[str, float], vocab_size: int) -> SequenceBiasLo
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its natural log-probability, and the most likely tokens at its position with theirs, best first.
-
-    logprob: None for the first token of a prompt.
-    """
+    """A token, its natural log-probability (None for a prompt's first), and the likeliest tokens there, best first."""
 
     token: int
     logprob: float | None
@@ -64,10 +58,8 @@ def _token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[TokenL
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
     values, ids = logprobs.topk(num_top)
-    return [
-        TokenLogprob(token, logprob, tuple(zip(*top)))
-        for token, logprob, *top in zip(tokens.tolist(), chosen.tolist(), ids.tolist(), values.tolist())
-    ]
+    rows = zip(*(column.tolist() for column in (tokens, chosen, ids, values)))
+    return [TokenLogprob(token, logprob, tuple(zip(*top))) for token, logprob, *top in rows]
 
 
 class LogprobRecorder(LogitsProcessor):
@@ -95,10 +87,7 @@ class LogprobRecorder(LogitsProcessor):
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens, computed while the prompt is read (as `Request.watch_prompt`).
-
-    tokens: one for each token of the prompt.
-    """
+    """Log-probabilities of all of a prompt's tokens, computed while it is read (as `Request.watch_prompt`)."""
 
     def __init__(self, model: LayerSkipModel, prompt: Tensor, num_top: int) -> None:
         self._model, self._prompt, self._num_top = model, prompt, num_top

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.engine.request import ContextLengthError
 from selfspec.messages import ChatTemplate, check_characters, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
-from selfspec.serve.api_requests import ChatRequest, TokenizeRequest, Tool
+from selfspec.serve.api_messages import Tool
+from selfspec.serve.api_requests import ChatRequest, TokenizeRequest
 from selfspec.serve.model_tools import ModelTools, tool_template
 
 _OWN_VARIABLES = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
@@ -58,11 +59,8 @@ class Prompts:
             told = map(json.dumps, filter(None, [described, *calls]))
             check_length(self.tokenizer, [*(message.text for message in messages), *told], self.max_context)
             if not self.has_template:
-                raise ApiError(
-                    "this model has no chat template: use /v1/completions, or start the server with --chat-template",
-                    param="messages",
-                    code="no_chat_template",
-                )
+                why = "this model has no chat template: use /v1/completions, or start the server with --chat-template"
+                raise ApiError(why, param="messages", code="no_chat_template")
             template = self._template
             if described or any(calls) or any(message.role == "tool" for message in messages):
                 template = tool_template(self.tokenizer, template)

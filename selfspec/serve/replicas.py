@@ -25,10 +25,7 @@ _OF_RAY = ("host", "port", "grace_seconds", "access_log")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
-    """max_queued: requests that may wait in Ray's proxy, where they survive the loss of a replica; more get status 503.
-
-    num_cpus, num_gpus: what Ray reserves for each replica, which decodes with num_cpus threads.
-    """
+    """max_queued: requests that may wait in Ray's proxy; more get status 503. num_cpus, num_gpus: of each replica."""
 
     num_replicas: int = 2
     num_cpus: float = 1
@@ -42,9 +39,8 @@ def read_arguments(given: dict[str, Any]) -> tuple[LoadOptions, ServeOptions, Ra
     8 texts wait in a replica unless told otherwise. Any host name may be used unless some are given, since the address is
     Ray's. Raises ValueError for an unknown name or a wrong value.
     """
-    given = {"max_waiting": 8} | {
-        name: [value] if name in _LISTS and isinstance(value, str) else value for name, value in given.items()
-    }
+    lists = {name: [given[name]] for name in _LISTS if isinstance(given.get(name), str)}
+    given = {"max_waiting": 8, **given, **lists}
     groups: list[Any] = []
     for group in (LoadOptions, ServeOptions, RayOptions):
         names = {field.name for field in fields(group)} - {*_OF_RAY}

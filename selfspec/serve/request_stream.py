@@ -28,10 +28,7 @@ engine down. Rounds of larger models take longer than this and are sent at once.
 
 
 class RequestStream:
-    """Made and used in an event loop.
-
-    streamed: `pieces` will be read; otherwise `whole`, for which the loop is woken only when a text ends.
-    """
+    """Made and used in an event loop. streamed: `pieces` will be read, else `whole`, which waits until a text ends."""
 
     def __init__(
         self,
@@ -168,10 +165,7 @@ def _deliver(stream: weakref.ref[RequestStream], index: int, step: StepOutput) -
 
 
 class DraftLog:
-    """Keeps the tokens of one text with their fates until their text is sent, which may be later, and may be less.
-
-    Makes the field `selfspec` of chunks (show_drafts), see docs/serving.md. prompt: the ids that the text follows.
-    """
+    """Keeps tokens with their fates until their text is sent, for the field `selfspec` of chunks (docs/serving.md)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor) -> None:
         self._pieces = SourcedText()
@@ -191,9 +185,8 @@ class DraftLog:
             self._streamer.put(torch.tensor(step.tokens, dtype=torch.int64))
             if step.result is not None:
                 self._streamer.end()
-        pieces = [
-            {"text": text, "fate": "accepted", "copied": True} if fate == "copied" else {"text": text, "fate": fate}
-            for text, fate in self._pieces.take(len(piece.text))
-        ]
+        taken = self._pieces.take(len(piece.text))
+        fates: dict[str, dict[str, Any]] = {"copied": {"fate": "accepted", "copied": True}}
+        pieces = [{"text": text, **fates.get(fate, {"fate": fate})} for text, fate in taken]
         tokens = sum(len(step.tokens) for step in piece.steps)
         return {"pieces": pieces, "rounds": rounds, "tokens": tokens, "seconds": piece.seconds}

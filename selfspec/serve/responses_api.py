@@ -10,28 +10,24 @@ from uuid import uuid4
 from pydantic import Field
 
 from selfspec.serve.api_errors import ApiError
-from selfspec.serve.api_requests import refusals
 from selfspec.serve.api_responses import PartsAnswer
-from selfspec.serve.bodies import Integer
+from selfspec.serve.bodies import Integer, refusals
 from selfspec.serve.other_apis import OtherRequest, Placed, response_format
 
 _STATELESS = "nothing is stored here: set store to false, send the earlier items in input, and leave out {}"
-_STORED = ("conversation", "previous_response_id", "prompt")
 
 
-class ResponsesRequest(OtherRequest):
+class ResponsesRequest(
+    OtherRequest,
+    harmless="client_metadata max_tool_calls prompt_cache_options truncation",
+    reasons=refusals(_STATELESS, "conversation", "previous_response_id", "prompt"),
+):
     """Body of /v1/responses. Fields of input items and of tools are checked as those of a chat's messages and tools."""
 
-    _harmless: ClassVar[frozenset[str]] = frozenset(
-        {"client_metadata", "max_tool_calls", "prompt_cache_options", "truncation"}
-    )
-    _reasons: ClassVar[dict[str, str]] = refusals(_STATELESS, *_STORED)
     _own_names: ClassVar[dict[str, str]] = {
-        "messages": "input",
-        "max_tokens": "max_output_tokens",
-        "max_completion_tokens": "max_output_tokens",
-        "response_format": "text.format",
-    }
+        "messages": "input", "response_format": "text.format",
+        "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
+    }  # fmt: skip
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None

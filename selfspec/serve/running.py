@@ -43,18 +43,9 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def make_server(app: FastAPI, *, grace_seconds: int, on_start: Callable[[], object] = lambda: None) -> uvicorn.Server:
-    """Make a server that runs until SIGTERM or Ctrl-C. Then running requests have the grace time to finish.
-
-    on_start: called once when the server accepts requests.
-    """
-    config = uvicorn.Config(
-        app,
-        http=TimeoutProtocol,
-        ws="none",
-        log_level="warning",
-        timeout_graceful_shutdown=grace_seconds,
-        server_header=False,
-    )
+    """Make a server that runs until SIGTERM or Ctrl-C and then finishes its requests. on_start: called when it serves."""
+    more: dict[str, Any] = {"ws": "none", "log_level": "warning", "server_header": False}
+    config = uvicorn.Config(app, http=TimeoutProtocol, timeout_graceful_shutdown=grace_seconds, **more)
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:

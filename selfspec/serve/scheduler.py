@@ -50,10 +50,7 @@ class ServedSequence:
 
 
 class Scheduler:
-    """Runs texts, `batch_size` at a time, first come first served. All methods may be called from any thread.
-
-    When there was no text for `IDLE_SECONDS`, the generator frees memory.
-    """
+    """Runs texts, `batch_size` at a time, first come first served; frees memory when idle. Threads may share it."""
 
     def __init__(self, generator: SelfSpecGenerator, options: ServeOptions, metrics: ServerMetrics) -> None:
         self._generator, self._metrics = generator, metrics

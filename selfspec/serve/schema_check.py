@@ -38,12 +38,9 @@ MAX_NESTING = 120
 """Most levels of nested values. The compiler reads JSON of up to 124."""
 TRIAL_SECONDS = 1.0  # limit on the processor time of a trial
 LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 200_000,
-    "step_lexer_fuel": 30_000,
-    "step_max_items": 20_000,
-    "max_lexer_states": 50_000,
+    "initial_lexer_fuel": 200_000, "step_lexer_fuel": 30_000, "step_max_items": 20_000, "max_lexer_states": 50_000,
     "verbose_errors": False,
-}
+}  # fmt: skip
 """Limits on a grammar, in llguidance's units. A core does about 20 of them in a microsecond."""
 COMPACT: Any = {"whitespace_flexible": False}
 """No white space between JSON tokens: a weak model might write spaces forever."""
@@ -84,13 +81,9 @@ def _enforced(value: Any, is_schema: bool, depth: int) -> Any:
             found[key] = _enforced(item, True, depth + 1)
             continue
         if key == "$ref" and isinstance(item, str) and item[:2] not in ("#", "#/"):
-            raise ValueError(
-                f"the schema refers to {item[:100]!r}: references must be within it, such as '#/$defs/name'"
-            )
+            raise ValueError(f"the schema refers to {item[:100]!r}: references must be within it, as '#/$defs/name'")
         if key == "$id" and isinstance(item, str) and depth > 1:
-            raise ValueError(
-                "the schema has an $id inside: name its parts in $defs, and refer to them by '#/$defs/...'"
-            )
+            raise ValueError("the schema has an $id inside: name parts in $defs, and refer to them by '#/$defs/...'")
         if key in _UNSUPPORTED:
             raise ValueError(f"the schema has {key}, which is not supported")
         if key != "uniqueItems" and (key != "format" or item in _FORMATS):

@@ -20,6 +20,8 @@ ANY_POLICY = "any"
 MAX_CHOICES = 32  # largest `n`, and the most prompts of one completion request
 
 _SPECULATION, _NETWORK, _LOAD = "Speculation", "Network", "Load"
+_POLICIES = f"Policy that requests may name, '{ANY_POLICY}' for all. Default: the server's, {', '.join(SAFE_POLICIES)}."
+_HOSTS = "Host name that clients may call, '*' for any. Default: any; without a key on a local --host, localhost."
 _COUNTS = ("batch_size", "max_waiting", "default_chat_tokens", "max_tokens", "max_context")
 _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -30,60 +32,27 @@ class ServeOptions:
 
     model: ModelArgument = DEMO
     policy: str | None = option(None, f"{POLICY_HELP} Requests may name another.", _SPECULATION)
-    allow_policy: list[str] | None = option(
-        None,
-        f"A policy that requests may name, '{ANY_POLICY}' for all; repeatable. Default: "
-        f"{', '.join(SAFE_POLICIES)} and the server's own.",
-        _SPECULATION,
-    )
+    allow_policy: list[str] | None = option(None, _POLICIES, _SPECULATION)
     copy_from: CopyFromOption = None
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", _NETWORK)
     port: int = option(8000, "Port; 0 takes a free one.", _NETWORK, min=0, max=65535)
-    api_key: str | None = option(
-        None,
-        "Key that clients must send. The environment variable keeps it out of the process list.",
-        _NETWORK,
-        envvar="SELFSPEC_API_KEY",
-    )
-    allow_host: list[str] | None = option(
-        None,
-        "Host name under which clients may call the server, as a proxy sends it; '*' for any; repeatable. "
-        "Default: only localhost for a server without a key on this machine's own address, else any.",
-        _NETWORK,
-    )
-    allow_origin: list[str] | None = option(
-        None, "Origin of pages that may call, such as http://localhost:3000; '*' for any; repeatable.", _NETWORK
-    )
-    served_name: str | None = option(
-        None, "Name of the model for clients (default: the last part of its name).", _NETWORK
-    )
+    api_key: str | None = option(None, "Key that clients must send.", _NETWORK, envvar="SELFSPEC_API_KEY")
+    allow_host: list[str] | None = option(None, _HOSTS, _NETWORK)
+    allow_origin: list[str] | None = option(None, "Origin of pages that may call; '*' for any; repeatable.", _NETWORK)
+    served_name: str | None = option(None, "Model's name for clients (default: the last part of its name).", _NETWORK)
     chat_template: ChatTemplateOption = None
     batch_size: int = option(8, "Number of texts decoded together.", _LOAD, min=1)
     max_waiting: int = option(64, "Number of texts that may wait; further ones get status 429.", _LOAD, min=1)
-    prefix_cache: str | None = option(
-        None,
-        'Memory for complete texts, such as "2GB". A prompt that begins like one of them is read only from where it differs. '
-        "Default: the last text.",
-        _LOAD,
-    )
+    prefix_cache: str | None = option(None, 'Memory for texts to go on from, as "2GB" (default: the last text).', _LOAD)
     share_prefixes: bool = option(
-        False,
-        "All requests come from one user, so their prompts may reuse each other's texts. Default: only requests with the "
-        "same cache_salt may.",
-        _LOAD,
-        "--share-prefixes",
+        False, "Let all prompts reuse each other's texts, not only those of one cache_salt.", _LOAD, "--share-prefixes"
     )
     max_tokens: int | None = option(None, "Maximum number of new tokens of a text.", _LOAD, min=1)
     max_context: int | None = option(
-        None,
-        "Maximum number of tokens of a prompt and its answer, for which memory is reserved (default: the model's context).",
-        _LOAD,
-        min=1,
+        None, "Maximum tokens of prompt and answer: memory is reserved (default: the model's context).", _LOAD, min=1
     )
     max_body_mb: float = option(4, "Largest request body, in MB.", _LOAD, min=0.001)
-    default_chat_tokens: int = option(
-        1024, "Maximum number of new tokens of a chat answer whose request sets none.", _LOAD, min=1
-    )
+    default_chat_tokens: int = option(1024, "Maximum new tokens of an answer whose request sets none.", _LOAD, min=1)
     access_log: bool = option(True, "Write a line for each request.", _LOAD, "--access-log/--no-access-log")
     grace_seconds: int = option(30, "Seconds that running requests may continue after SIGTERM or Ctrl-C.", _LOAD, min=0)
 

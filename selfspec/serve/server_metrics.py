@@ -54,10 +54,7 @@ class ServerMetrics:
         self.between = histogram("time_between_tokens_seconds", "Mean time per token of a round.", _SECONDS)
 
     def progressed(self, output: StepOutput, seconds: float, *, first: bool) -> None:
-        """Count what a step brought a text.
-
-        seconds: since the text's last tokens, or since it was submitted if these are its first.
-        """
+        """Count what a step brought a text. seconds: since its last tokens, or since it was submitted."""
         if output.error is not None:
             self.failed.inc()
             return

@@ -52,11 +52,7 @@ class Vocabulary:
         return self._get().decode_bytes([token])
 
     def special_id(self, text: str) -> int | None:
-        """Find the id of a text that is one token and special for llguidance; None if it is not.
-
-        llguidance counts every added token of the form <...> as special, whatever the tokenizer says, and a grammar must then
-        name it by its id.
-        """
+        """Find the id of a text that llguidance takes for special, as any added <...>, and knows by its id; else None."""
         token = self._tokenizer.convert_tokens_to_ids(text)
         known = isinstance(token, int) and token != self._tokenizer.unk_token_id
         return token if known and self._get().is_special_token(token) else None

@@ -17,19 +17,12 @@ from selfspec.cache.copy_index import copies_drafts
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.policy_store import PolicyStore, make_policy
 from selfspec.engine.request import COLDEST, check_context, encode_prompt, end_tokens
+from selfspec.serve import processors
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import Body, ChatRequest, CompletionRequest
 from selfspec.serve.bodies import LARGE_BODY
 from selfspec.serve.model_tools import ModelTools
-from selfspec.serve.processors import (
-    LogprobRecorder,
-    PenaltyProcessor,
-    PromptLogprobs,
-    Stops,
-    StopTexts,
-    TrimmedText,
-    bias_processor,
-)
+from selfspec.serve.processors import bias_processor
 from selfspec.serve.prompts import Prompts, bad_request, check_length
 from selfspec.serve.scheduler import ServedSequence
 from selfspec.serve.schema_check import SchemaCheck
@@ -81,10 +74,7 @@ class Translator:
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
     def has_slow_schema(self, body: Body, size: int) -> bool:
-        """Say whether it has a schema that takes long to compile, or that was not compiled yet.
-
-        size: of the body in bytes; the schema of a large one takes long to look up.
-        """
+        """Say whether it has a schema that compiles slowly, or may; in a large body, of `size` bytes, all may."""
         with bad_request("tools"):
             schemas = [schema for _, schema in body.schemas]
         return bool(schemas) and (size > LARGE_BODY or not all(map(self.schemas.is_quick, schemas)))
@@ -102,7 +92,7 @@ class Translator:
             stops = [*stops, *(() if body.ignore_eos else self._options.template.stops)]
         else:
             prompts, num_top = self._completion_prompts(body), body.logprobs
-        cut = Stops(stops, body.min_tokens, self.vocabulary.special)
+        cut = processors.Stops(stops, body.min_tokens, self.vocabulary.special)
         sampling, ends = self._sampling_options(body), self._end_tokens(body)
         with bad_request("policy"):
             policy = self._policies.choose(body.policy, repeats="seed" in sampling)
@@ -116,7 +106,7 @@ class Translator:
         for ids, echo, most in [prompt for prompt in prompts for _ in range(body.n)]:
             own = LogitsProcessorList()
             if body.presence_penalty or body.frequency_penalty:
-                own.append(PenaltyProcessor(body.presence_penalty, body.frequency_penalty, len(ids)))
+                own.append(processors.PenaltyProcessor(body.presence_penalty, body.frequency_penalty, len(ids)))
             own += biases
             if body.min_tokens and ends:
                 own.append(MinNewTokensLengthLogitsProcessor(len(ids), body.min_tokens, ends, device))
@@ -124,7 +114,7 @@ class Translator:
                 own.append(GrammarProcessor(self.vocabulary, grammar, matcher, len(ids)))
             if "seed" in sampling and served:  # the texts of a request have the seeds seed, seed + 1, ...
                 sampling, policy = {**sampling, "seed": sampling["seed"] + 1}, deepcopy(policy)
-            criteria = [StopTexts(self.prompts.tokenizer, cut, len(ids))] if cut.texts else []
+            criteria = [processors.StopTexts(self.prompts.tokenizer, cut, len(ids))] if cut.texts else []
             with bad_request("messages" if isinstance(body, ChatRequest) else "prompt", body.limit):
                 checked = self._generator.check(
                     ids,
@@ -139,16 +129,16 @@ class Translator:
                 )
             request, recorder, scored = replace(checked.request, owner=owner), None, None
             if num_top is not None:
-                recorder = LogprobRecorder(len(ids), num_top)
+                recorder = processors.LogprobRecorder(len(ids), num_top)
                 request = replace(request, processors=LogitsProcessorList([recorder, *request.processors]))
                 if isinstance(body, CompletionRequest) and body.scores_prompts:
-                    scored = PromptLogprobs(checked.bound.model, request.prompt, num_top)
+                    scored = processors.PromptLogprobs(checked.bound.model, request.prompt, num_top)
                     request = replace(request, watch_prompt=scored)
             served.append(
                 ServedSequence(
                     # The server decodes the text piece by piece, so the engine need not do it again.
                     call=replace(checked, request=request, tokenizer=None),
-                    text=TrimmedText(self.prompts.tokenizer, cut, ids),
+                    text=processors.TrimmedText(self.prompts.tokenizer, cut, ids),
                     echo=echo,
                     recorder=recorder,
                     scored=scored,
@@ -291,7 +281,5 @@ class ServedPolicies:
 
 
 def _refuse_measuring() -> CostModel:
-    raise ValueError(
-        "it decides by measured time, so a seed would not give the same text again: "
-        f"leave out seed or policy, or choose one that counts layers, such as {REPEATING}"
-    )
+    remedy = f"leave out seed or policy, or choose one that counts layers, such as {REPEATING}"
+    raise ValueError(f"it decides by measured time, so a seed would not give the same text again: {remedy}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import layerskip_models.checkpoints.synthetic
+import bench.synthetic
 from bench.commands.run_command import warmed_up_policies
 from bench.record import Line, Record, matching, read_record
 from policies import LayerCost, MeasuredCost, Policy, parse_policy
@@ -136,7 +136,7 @@ def test_synthetic_weights_are_called_so(
 ) -> None:
     tiny = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
     tiny |= {"intermediate_size": 48, "vocab_size": 4096, "max_position_embeddings": 64}
-    monkeypatch.setattr(layerskip_models.checkpoints.synthetic, "SHAPES", {"tiny": tiny})
+    monkeypatch.setattr(bench.synthetic, "SHAPES", {"tiny": tiny})
     record = tmp_path / "run.jsonl"
     options = ["--policy", "ls:1-2", "--runner", "eager", "--task", "code", "-o", record]
     result = run("--model", "synthetic:tiny,eps=0.05", *options)

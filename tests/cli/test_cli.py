@@ -407,3 +407,15 @@ def test_inspect_has_a_verdict(folder, tmp_path):
         and "answers that repeat the prompt: " in result.stdout
     )
     assert invoke("inspect", folder, "--text", tmp_path / "none.txt").exit_code == 2
+
+
+def test_a_policy_of_ones_own_imports_what_lies_beside_it_and_its_mistake_is_one_line(folder, tmp_path):
+    (tmp_path / "beside_my_policy.py").write_text("WHY = 'my own mistake'\n", encoding="utf-8")
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from beside_my_policy import WHY\nfrom policies import NeverStop\n\nclass Stop(NeverStop):\n"
+        "    def stop_before_draw(self, *seen):\n        raise ValueError(WHY)\n",
+        encoding="utf-8",
+    )
+    result = invoke("generate", "--model", folder, "--policy", f"ls:1-3+{mine}:Stop", PROMPT)
+    assert result.exit_code == 2 and result.stderr.endswith("error: my own mistake\n")

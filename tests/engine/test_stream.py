@@ -183,6 +183,14 @@ def test_pieces_of_any_tokens_add_up(kind, data):
     assert "".join(out) + decoder.finish() == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("pieces", ["▁a ▁' ▁' ▁▁", "n ▁' ▁ ,", "! ▁ ▁' ▁s", "n ▁▁ ' ▁ve ,", "s ##? a n ' t he"])
+def test_spaces_that_a_later_token_takes_out(pieces):
+    tokenizer = CLEANING["wordpiece" if "##" in pieces else "unigram"]
+    tokens = tokenizer.convert_tokens_to_ids(pieces.split(" "))
+    decoder = IncrementalDecoder(tokenizer)
+    assert "".join(decoder.push([token]) for token in tokens) + decoder.finish() == tokenizer.decode(tokens)
+
+
 @pytest.mark.parametrize(
     ("drafts", "copied", "accepted", "tokens", "fates"),
     [

@@ -21,7 +21,8 @@ from layerskip_models.checkpoints.loading import load_transformers
 from running_server import RunningServer, ask, post, refusal
 from selfspec import SelfSpecGenerator
 from selfspec.detokenize import before_stop
-from selfspec.serve.api_requests import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
+from selfspec.serve.api_messages import Message, TextPart
+from selfspec.serve.api_requests import ChatRequest, CompletionRequest, StreamOptions
 from selfspec.serve.bodies import Strict
 
 CONTEXTS = ["Tom has 3 apples", "def f(x):\n", "The sky is", "Tom has 3 apples and buys 4.\n" * 30, "a"]

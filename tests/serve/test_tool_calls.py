@@ -18,7 +18,7 @@ from running_server import RunningServer, ask, refusal, running_server
 from scripted_model import END, scripted_generator, scripted_tokenizer
 from selfspec.messages import OWN_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate, encode_messages
 from selfspec.serve import tool_calls
-from selfspec.serve.api_requests import Tool
+from selfspec.serve.api_messages import Tool
 from selfspec.serve.model_tools import NoToolsError, ToolFormat, call_grammar, format_of
 from selfspec.serve.structured_output import Vocabulary
 from selfspec.serve.tool_calls import BEGIN, BareReader, CallReader, TagReader

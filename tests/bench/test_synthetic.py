@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.synthetic import SHAPES, Recipe, parse_synthetic, synthetic_llama
 from layerskip_models import from_transformers
 from layerskip_models.checkpoints.supported import LAYERSKIP_CHECKPOINTS, check_config
-from layerskip_models.checkpoints.synthetic import SHAPES, Recipe, parse_synthetic, synthetic_llama
 from layerskip_models.training.exit_losses import exit_sums
 from selfspec import SelfSpecGenerator
 from tiny_llama import full_logits
@@ -95,8 +95,8 @@ def test_the_engine_runs_it_losslessly_and_its_text_does_not_loop() -> None:
 
 def test_names() -> None:
     assert parse_synthetic("synthetic:medium") == ("medium", Recipe())
-    named = parse_synthetic("synthetic:llama2-7B,eps=0.2,decay=0.7,wide=1,seed=9,sharpness=4,first=0.5")
-    assert named == ("llama2-7B", Recipe(eps=0.2, decay=0.7, wide=1, seed=9, sharpness=4.0, first=0.5))
+    named = parse_synthetic("synthetic:llama2-7B,eps=0.2,decay=0.7,wide=1,seed=9")
+    assert named == ("llama2-7B", Recipe(eps=0.2, decay=0.7, wide=1, seed=9))
     for wrong, message in (
         ("synthetic:tiny", "unknown shape 'tiny': there are small, medium"),
         ("synthetic:small,epsilon=1", "there are eps, decay"),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,12 +29,11 @@ PREFIX = "synthetic:"
 """In front of a shape's name where a checkpoint's is expected."""
 _CALIBRATION_TOKENS = 256
 _QUERY_KEY_GAIN = 3**0.5  # attention logits of standard deviation 3
+_SHARPNESS = 6.0  # what the head is multiplied by
 _LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-
-
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
     "max_position_embeddings",
@@ -44,27 +42,26 @@ _SIZES = (
 
 def _shape(*sizes: int, **more: Any) -> Mapping[str, Any]:
     """Fields of a LlamaConfig. sizes: in the order of `_SIZES`."""
-    return MappingProxyType({**dict(zip(_SIZES, sizes, strict=True)), **more})
+    return {**dict(zip(_SIZES, sizes, strict=True)), **more}
 
 
-_CODE_ROPE = {"rope_type": "default", "rope_theta": 1e6}
-SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "small": _shape(384, 12, 6, 6, 1024, 4096, 32768),
-        "medium": _shape(1024, 24, 16, 8, 2816, 32000, 32768),
-        "llama3.2-1B": _shape(
-            2048, 16, 32, 8, 8192, 128256, 131072, head_dim=64, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE
-        ),
-        "llama2-7B": _shape(4096, 32, 32, 32, 11008, 32000, 4096),
-        "codellama-7B": _shape(4096, 32, 32, 32, 11008, 32016, 16384, rope_parameters=_CODE_ROPE),
-        "llama3-8B": _shape(
-            4096, 32, 32, 8, 14336, 128256, 8192, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
-        ),
-        "llama2-13B": _shape(5120, 40, 40, 40, 13824, 32000, 4096),
-        "codellama-34B": _shape(8192, 48, 64, 8, 22016, 32000, 16384, rope_parameters=_CODE_ROPE),
-        "llama2-70B": _shape(8192, 80, 64, 8, 28672, 32000, 4096),
-    }
-)
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "small": _shape(384, 12, 6, 6, 1024, 4096, 32768),
+    "medium": _shape(1024, 24, 16, 8, 2816, 32000, 32768),
+    "llama3.2-1B": _shape(
+        2048, 16, 32, 8, 8192, 128256, 131072, head_dim=64, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE
+    ),
+    "llama2-7B": _shape(4096, 32, 32, 32, 11008, 32000, 4096),
+    "codellama-7B": _shape(4096, 32, 32, 32, 11008, 32016, 16384, rope_parameters=_rope(1e6)),
+    "llama3-8B": _shape(4096, 32, 32, 8, 14336, 128256, 8192, rope_parameters=_rope(5e5)),
+    "llama2-13B": _shape(5120, 40, 40, 40, 13824, 32000, 4096),
+    "codellama-34B": _shape(8192, 48, 64, 8, 22016, 32000, 16384, rope_parameters=_rope(1e6)),
+    "llama2-70B": _shape(8192, 80, 64, 8, 28672, 32000, 4096),
+}
 """Shapes of Meta's seven LayerSkip checkpoints, and of two that a laptop runs."""
 
 
@@ -72,45 +69,34 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 class Recipe:
     """How large what each layer adds is, relative to the stream that it adds to (root mean squares).
 
-    The first `wide` layers add `first` (None: 0.7, and 3 where the head is the embedding, since the current token would else
-    be its own most likely successor); layer l behind them eps * decay^(l - wide). sharpness: what the head is multiplied by.
-    seed: of all weights. stored: the dtype that weights are rounded to, as published checkpoints were, whatever dtype the
-    model then has; "float32" rounds none. A smaller eps or decay makes early exits agree more often.
-    Raises ValueError for numbers that are not positive, and for wide < 0.
+    The first `wide` layers make the text; layer l behind them adds eps * decay^(l - wide). A smaller eps or decay makes early
+    exits agree more often. seed: of all weights. Raises ValueError for eps or decay not above 0, and for wide < 0.
     """
 
     eps: float = 0.1
     decay: float = 0.8
     wide: int = 2
-    first: float | None = None
-    sharpness: float = 6.0
     seed: int = 0
-    stored: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("eps", "decay", "first", "sharpness"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
-        if self.stored not in ("bfloat16", "float32"):
-            raise ValueError(f"stored must be bfloat16 or float32, got {self.stored!r}")
+        for name in ("eps", "decay"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.wide < 0:
             raise ValueError(f"wide must be at least 0, got {self.wide}")
 
     def update(self, layer: int, tied: bool = False) -> float:
         """Relative size of what layer 0, 1, .. adds. tied: the head is the embedding."""
-        first = (3.0 if tied else 0.7) if self.first is None else self.first
-        return first if layer < self.wide else self.eps * self.decay ** (layer - self.wide)
+        if layer >= self.wide:
+            return self.eps * self.decay ** (layer - self.wide)
+        return 3.0 if tied else 0.7  # tied: else a token would be its own likeliest successor
 
 
 def parse_synthetic(name: str) -> tuple[str, Recipe]:
-    """("medium", recipe) of "synthetic:medium" or "synthetic:medium,eps=0.2,decay=0.7,wide=2,seed=1".
-
-    Raises ValueError that lists what is possible.
-    """
+    """Read "synthetic:medium" or "synthetic:medium,eps=0.2,decay=0.7,wide=2,seed=1". Raises ValueError that lists options."""
     shape, *options = name.removeprefix(PREFIX).split(",")
     _fields_of(shape)
-    kinds = {"eps": float, "decay": float, "wide": int, "first": float, "sharpness": float, "seed": int, "stored": str}
+    kinds: dict[str, type] = {"eps": float, "decay": float, "wide": int, "seed": int}
     values: dict[str, Any] = {}
     for option in options:
         key, _, value = option.partition("=")
@@ -159,18 +145,16 @@ def synthetic_llama(
     model.generation_config = GenerationConfig(eos_token_id=None)
     generator = torch.Generator(target).manual_seed(recipe.seed)
     with torch.no_grad():
-        _fill(model, recipe, generator)
+        _fill(model, generator)
         _scale(model, recipe, generator)
-        if recipe.stored == "bfloat16" and dtype in (torch.float32, torch.float64):
-            for parameter in model.parameters():
-                parameter.copy_(parameter.bfloat16())
+        for parameter in model.parameters():  # as published checkpoints are, whatever dtype the model has
+            parameter.copy_(parameter.bfloat16())
     return model
 
 
-def _fill(model: LlamaForCausalLM, recipe: Recipe, generator: torch.Generator) -> None:
+def _fill(model: LlamaForCausalLM, generator: torch.Generator) -> None:
     """Fill with normal weights; norms with 1; biases, where there are any, with 0."""
-    hidden = model.config.hidden_size
-    tied = model.config.tie_word_embeddings
+    width, tied = model.config.hidden_size**-0.5, model.config.tie_word_embeddings
     # A tied head is the embedding: it keeps the head's scale, which the first norm takes out of the stream.
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -178,19 +162,16 @@ def _fill(model: LlamaForCausalLM, recipe: Recipe, generator: torch.Generator) -
         elif name.endswith("bias"):
             parameter.zero_()
         elif "embed_tokens" in name:
-            parameter.normal_(0.0, recipe.sharpness * hidden**-0.5 if tied else 1.0, generator=generator)
+            parameter.normal_(0.0, _SHARPNESS * width if tied else 1.0, generator=generator)
         elif "q_proj" in name or "k_proj" in name:
-            parameter.normal_(0.0, _QUERY_KEY_GAIN * hidden**-0.5, generator=generator)
+            parameter.normal_(0.0, _QUERY_KEY_GAIN * width, generator=generator)
         else:
-            gain = recipe.sharpness if "lm_head" in name else 1.0
+            gain = _SHARPNESS if "lm_head" in name else 1.0
             parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5, generator=generator)
 
 
 def _scale(model: LlamaForCausalLM, recipe: Recipe, generator: torch.Generator) -> None:
-    """Scale every layer's output matrices, in order, on random tokens.
-
-    Attention's and the MLP's updates are uncorrelated with the stream, so each gets the size of the recipe.
-    """
+    """Scale every layer's output matrices, in order, on random tokens: attention's and the MLP's alike."""
     count = min(_CALIBRATION_TOKENS, model.config.max_position_embeddings)
     device = model.lm_head.weight.device
     tokens = torch.randint(model.config.vocab_size, (1, count), generator=generator, device=device)
