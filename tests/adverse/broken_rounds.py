@@ -33,8 +33,7 @@ from fuzz_models import CONTEXT
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.sequence import Sequence
-from tests.adverse.drawn_models import FuzzModel, make_model
-from tests.adverse.fuzz_cases import Case, make_case, quiet
+from tests.adverse.fuzz_cases import Case, FuzzModel, make_case, make_model, quiet
 
 CASES_PER_MODEL = 12
 _ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, KeyboardInterrupt, MemoryError, RuntimeError)

@@ -28,8 +28,7 @@ from transformers import PreTrainedModel
 
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 from selfspec.engine.sampling import NonFiniteLogitsError
-from tests.adverse.drawn_models import FuzzModel, make_model
-from tests.adverse.fuzz_cases import Case, make_case, quiet
+from tests.adverse.fuzz_cases import Case, FuzzModel, make_case, make_model, quiet
 
 CASES_PER_MODEL = 20
 

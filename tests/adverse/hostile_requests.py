@@ -98,67 +98,43 @@ _PATTERNS = ("^(a{1,1000}){1,1000}$", "((a|b|ab)*c){500}", "(", "(?=a)", ".*a.{3
 
 def _random_schema(random: Random, depth: int) -> Any:
     """Some schema: valid or not, small or large, with references in circles."""
-    kind = random.randrange(12) if depth else random.randrange(6)
     count = random.choice([0, 1, 7, 300, 10**6, 10**12])
-    simple: list[Any] = [
+    schemas: list[dict[str, Any]] = [
         {"type": random.choice(["integer", "number", "string", "boolean", "null", "?", 7])},
         {"type": "string", "minLength": count, "maxLength": count + random.randint(-1, 9)},
         {"type": "string", "pattern": random.choice(_PATTERNS)},
-        {
-            "type": "integer",
-            "minimum": -count,
-            "maximum": count,
-            "multipleOf": random.choice([1, 97, 9973, 99_991, 0.001]),
-        },
-        {"enum": [random.choice(["x", 1, None, [1], {"a": 1}]) for _ in range(random.choice([0, 2, 2000]))]},
+        {"type": "integer", "maximum": count, "multipleOf": random.choice([1, 97, 9973, 99_991, 0.001])},
+        {"enum": random.choices(["x", 1, None, [1], {"a": 1}], k=random.choice([0, 2, 2000]))},
         {"$ref": f"#/$defs/a{random.randrange(6)}"},
     ]
-    if kind < 6:
-        return simple[kind]
-
-    def below(n: int) -> list[Any]:
-        return [_random_schema(random, depth - 1) for _ in range(n)]
-
-    return [
-        lambda: {
-            "type": "object",
-            "properties": dict(zip("abcdef", below(6))),
-            "required": random.sample("abcdefg", 2),
-        },
-        lambda: {"type": "array", "items": below(1)[0], "minItems": random.randrange(3), "maxItems": count},
-        lambda: {random.choice(["anyOf", "oneOf", "allOf"]): below(random.randint(0, 4))},
-        lambda: {"type": "array", "prefixItems": below(3)},
-        lambda: {"type": "object", "additionalProperties": below(1)[0], "patternProperties": {"^a.{9}b": below(1)[0]}},
-        lambda: {"not": below(1)[0]},
-    ][kind - 6]()
+    if depth:
+        one, other, *more = (_random_schema(random, depth - 1) for _ in range(4))
+        schemas += [
+            {"type": "object", "properties": {"a": one, "b": other}, "required": random.sample("abcdefg", 2)},
+            {"type": "object", "additionalProperties": one, "patternProperties": {"^a.{9}b": other}},
+            {"type": "array", "items": one, "minItems": random.randrange(3), "maxItems": count},
+            {"type": "array", "prefixItems": more},
+            {random.choice(["anyOf", "oneOf", "allOf"]): more[: random.randint(0, 2)]},
+            {"not": one},
+        ]
+    return random.choice(schemas)
 
 
 def schema_bomb(server: Server, random: Random) -> None:
     """Schemas that overflow a stack, take minutes to compile, or make each token dear."""
     length = random.choice([50, 100, 1000, 5000])
-    bombs: list[Callable[[], Any]] = [
-        lambda: {
-            "$ref": "#/$defs/0",
-            "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(length)} | {str(length): {}},
-        },
-        lambda: {
-            "$ref": "#/$defs/0",
-            "$defs": {
-                str(i): {"type": "object", "properties": {"x": {"$ref": f"#/$defs/{i + 1}"}}} for i in range(length)
-            }
-            | {str(length): {"type": "null"}},
-        },
-        lambda: {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(1, random.randint(3, 30))]},
-        lambda: {"enum": ["x" * random.choice([4000, 100_000, 1_000_000])]},
-        lambda: {
-            "type": "object",
-            "properties": {f"k{i}": {"type": "integer"} for i in range(random.choice([400, 2000]))},
-        },
-        lambda: {"type": "object", "x-guidance": {"whitespace_pattern": "(a{1,1000}){1,1000}"}},
-        lambda: {"$ref": random.choice(["file:///etc/passwd", "http://127.0.0.1:1/x", "#/a/b", "#"])},
-        *[lambda: {**_random_schema(random, 3), "$defs": {f"a{i}": _random_schema(random, 2) for i in range(6)}}] * 6,
-    ]
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": random.choice(bombs)()}}
+    chain = {str(i): {"properties": {"x": {"$ref": f"#/$defs/{i + 1}"}}, "required": ["x"]} for i in range(length)}
+    drawn = {**_random_schema(random, 3), "$defs": {f"a{i}": _random_schema(random, 2) for i in range(6)}}
+    schema = random.choice([
+        {"$ref": "#/$defs/0", "$defs": chain | {str(length): {"type": "null"}}},
+        {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(1, random.randint(3, 30))]},
+        {"enum": ["x" * random.choice([4000, 100_000, 1_000_000])]},
+        {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(random.choice([400, 2000]))}},
+        {"type": "object", "x-guidance": {"whitespace_pattern": "(a{1,1000}){1,1000}"}},
+        {"$ref": random.choice(["file:///etc/passwd", "http://127.0.0.1:1/x", "#/a/b", "#"])},
+        *[drawn] * 6,
+    ])  # fmt: skip
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     _sent(server, _body(server, response_format=asked, max_tokens=20, n=random.choice([1, 1, 4])))
 
 

@@ -2,18 +2,308 @@
 
     python -m tests.adverse.soak --minutes 30 --seed 0
 
-The trials are those of `hostile_clients`, on `selfspec serve` in a process of its own: a third of the clients attack; then
-four ask for what costs most, beside one that asks for little.
+starts `selfspec serve` in a process of its own. A third of its clients attack; then four ask for what costs most, beside one
+that asks for little. A failure is a text of the others that is not the one that the same request gives alone, a first token
+that takes longer than allowed, a hostile request that is answered with an error of the server's own or with another's secret,
+memory that grows, a server that ends, and one that is not idle when all clients have left.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from statistics import median
+from typing import Any
 
-from bench.engines.servers import selfspec_server
+from bench.engines.servers import Server, selfspec_server
 from layerskip_models import DEMO_PATH
-from tests.adverse.hostile_clients import COSTLY_OPTIONS, OPTIONS, HostileTrial, costly_trial, expected_answers
+from selfspec import SelfSpecGenerator
+from selfspec.detokenize import before_stop
+from tests.adverse.hostile_requests import (
+    guesser,
+    half_a_request,
+    hang_up,
+    malformed_body,
+    many_salts,
+    other_page,
+    policy_bomb,
+    schema_bomb,
+    slow_reader,
+    too_many,
+    wrong_types,
+)
+
+PROMPTS = ("def fibonacci(n):\n", "Question: Tom has 3 apples and buys 4.\nAnswer:", "Once upon a time " * 40)
+LENGTHS = (1, 12, 60, 150)
+SEEDED = "auto:cost=layers"
+ATTACKS: tuple[Callable[[Server, Random], None], ...] = (
+    malformed_body, wrong_types, schema_bomb, policy_bomb, half_a_request, hang_up, slow_reader, too_many, other_page,
+    many_salts, guesser(PROMPTS),
+)  # fmt: skip
+OPTIONS = (
+    "--allow-policy", "any", "--prefix-cache", "64MB", "--batch-size", "16", "--max-waiting", "64", "--max-tokens", "400",
+)  # fmt: skip
+_BRANCHES = [{"properties": {f"k{i}": {"type": "integer"}}, "required": [f"k{i}"]} for i in range(300)]
+COSTLY: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("completions", {"prompt": "x", "n": 32, "seed": 1, "temperature": 1, "max_tokens": 1}),
+    ("completions", {"prompt": "x", "n": 32, "max_tokens": 1, "logit_bias": {str(i): 1 for i in range(1900)}}),
+    ("completions", {"prompt": "x", "n": 32, "max_tokens": 1, "response_format": {
+        "type": "json_schema", "json_schema": {"name": "branches", "schema": {"anyOf": _BRANCHES}}}}),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 4, "max_tokens": 1900, "logprobs": True,
+                          "top_logprobs": 20, "ignore_eos": True}),
+)  # fmt: skip
+"""Small valid requests that are much work: many texts, biases, a large grammar, and long answers with log-probabilities."""
+COSTLY_OPTIONS = ("--chat-template", "plain")
+MAX_HEALTH_SECONDS = 0.5
+_MAX_FAILURES = 20
+_PAUSE_SECONDS = 0.3  # between requests of a client, at most: the machine is not to be full of honest work alone
+_REQUEST_SECONDS = 120.0
+_IDLE_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and the text that must come of it."""
+
+    body: dict[str, Any]
+    text: str
+
+
+def expected_answers() -> list[Asked]:
+    """Requests, each run alone: greedy by several policies, sampled with seeds, with stop strings."""
+    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH, local_files_only=True)
+
+    def text_of(generator: SelfSpecGenerator, prompt: str, length: int, **options: Any) -> str:
+        text = generator.generate(prompt, max_new_tokens=length, **options).text
+        assert text is not None
+        return text
+
+    asked = []
+    for prompt in PROMPTS:
+        for length in LENGTHS:
+            body = {"prompt": prompt, "max_tokens": length}
+            greedy = text_of(generator, prompt, length, do_sample=False, policy="ar")
+            for policy in (None, "ls:3-4", "del", "ar"):
+                asked.append(Asked({**body, "temperature": 0, "policy": policy}, greedy))
+            if length > 12:
+                stops = ["e", "\n\n"]
+                stopped = text_of(generator, prompt, length, do_sample=False, policy="ar", stop_strings=stops)
+                asked.append(Asked({**body, "temperature": 0, "stop": stops}, before_stop(stopped, stops)))
+            for seed in (1, 2):
+                sampling: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": seed}
+                fresh = SelfSpecGenerator(generator.model, generator.tokenizer)  # whose policy has learned nothing
+                drawn = text_of(fresh, prompt, length, do_sample=True, policy=SEEDED, **sampling)
+                asked.append(Asked({**body, **sampling}, drawn))
+    return asked
+
+
+@dataclass(slots=True)
+class Report:
+    """exact: texts of the others. waits: their seconds to the first token. attacks: by kind. statuses: of all requests.
+
+    health: seconds to answers of /health. cores: that the server had, on average: where other programs took them, waits are
+    theirs as well. *_rss: resident memory of the server, in bytes: the median of the second fifth of the time, and of the
+    last one. (Single looks differ by some 5 %, by what is being served.)
+    """
+
+    exact: int = 0
+    waits: list[float] = field(default_factory=list)
+    health: list[float] = field(default_factory=list)
+    attacks: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    warm_rss: int = 0
+    end_rss: int = 0
+    cores: float = 0.0
+
+    def lines(self) -> list[str]:
+        """Say what is printed at the end."""
+        waits = sorted(self.waits) or [0.0]
+        return [
+            f"exact texts {self.exact}, attacks {dict(self.attacks)}, statuses {dict(sorted(self.statuses.items()))}",
+            f"seconds to a first token: median {median(waits):.3f}, p99 {waits[len(waits) * 99 // 100]:.3f}, slowest "
+            f"{waits[-1]:.3f} ({self.cores:.2f} cores); to /health: slowest {max(self.health, default=0):.3f}",
+            f"resident memory: {self.warm_rss >> 20} MiB in the second fifth, {self.end_rss >> 20} MiB in the last",
+            *(f"FAILED: {failure}" for failure in self.failures),
+        ]
+
+    def work(self, works: Sequence[Callable[[], None]], look: Callable[[], None] = lambda: None) -> None:
+        """Run each function in a thread of its own, and note what they raise. look: called until all have ended."""
+
+        def noting(work: Callable[[], None]) -> None:
+            try:
+                work()
+            except Exception:
+                self.failures.append(traceback.format_exc())
+
+        threads = [threading.Thread(target=noting, args=(work,)) for work in works]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.1)
+                look()
+
+
+class HostileTrial:
+    """clients: how many at the same time, a third of them hostile. seed: random seed of all choices."""
+
+    def __init__(self, *, clients: int, seed: int, asked: Sequence[Asked]) -> None:
+        self.report, self._asked, self._lock = Report(), asked, threading.Lock()
+        hostile = max(1, clients // 3)
+        clients_of = [self._honest_client] * max(1, clients - hostile) + [self._hostile_client] * hostile
+        self._clients = [partial(client, random=Random(f"{seed} {i}")) for i, client in enumerate(clients_of)]
+
+    def run(self, server: Server, seconds: float, *, max_wait: float, max_growth: float) -> Report:
+        """Run all clients at once, for so long. max_wait: seconds to a first token. max_growth: of memory, as a share."""
+        report, started = self.report, time.monotonic()
+        looks: list[int] = []
+        report.work(
+            [partial(client, server, end=started + seconds) for client in self._clients],
+            lambda: looks.append(server.process.memory_info().rss if server.process.is_running() else 0),
+        )
+        if not server.process.is_running() or server.get("/health")[0] != 200:
+            report.failures.append("the server has ended")
+            return report
+        fifth = len(looks) // 5
+        report.warm_rss, report.end_rss = int(median(looks[fifth : 2 * fifth + 1])), int(median(looks[4 * fifth :]))
+        report.cores = sum(server.process.cpu_times()[:2]) / (time.monotonic() - started)
+        metrics = server.get("/metrics")[1]
+        for status, count in re.findall(r'^selfspec_requests_total\{.*status="(\d+)"\} (\S+)$', metrics, re.MULTILINE):
+            report.statuses[status] += int(float(count))
+        report.failures += _busy(server)
+        growth, slowest = report.end_rss / report.warm_rss - 1, max(report.waits, default=0.0)
+        for failed, message in (
+            (any(status >= "500" for status in report.statuses), "requests got an error of the server's own"),
+            (len(server.process.children(recursive=True)) > 2, "more processes than one for schemas and its tracker"),
+            (growth > max_growth, f"memory grew by {growth:.1%}, at most {max_growth:.1%} are allowed"),
+            (slowest > max_wait, f"a first token took {slowest:.2f} s, at most {max_wait:g} are allowed"),
+        ):
+            report.failures += [message] if failed else []
+        return report
+
+    def _goes_on(self, end: float) -> bool:
+        return time.monotonic() < end and len(self.report.failures) < _MAX_FAILURES
+
+    def _hostile_client(self, server: Server, random: Random, end: float) -> None:
+        while self._goes_on(end):
+            attack = random.choice(ATTACKS)
+            try:
+                attack(server, random)
+            except Exception:
+                self.report.failures.append(f"{attack.__name__}: {traceback.format_exc()}")
+            with self._lock:
+                self.report.attacks[attack.__name__] += 1
+            time.sleep(random.random() * _PAUSE_SECONDS)
+
+    def _honest_client(self, server: Server, random: Random, end: float) -> None:
+        salt = f"salt {random.random()}"
+        while self._goes_on(end):
+            asked = random.choice(self._asked)
+            try:
+                status, wait, text = _streamed(server, {**asked.body, "cache_salt": salt})
+                assert (status, text) == (200, asked.text)
+            except Exception:
+                self.report.failures.append(f"an honest request: {asked.body}: {traceback.format_exc()}")
+                continue
+            with self._lock:
+                self.report.exact += 1
+                self.report.waits.append(wait)
+            time.sleep(random.random() * _PAUSE_SECONDS)
+
+
+def costly_trial(server: Server, seconds: float, *, max_wait: float) -> Report:
+    """Four clients send a costly request each, over and over, beside one good client and one that looks at /health.
+
+    max_wait: seconds to the good client's first token, which may have to ask again when the queue is full.
+    """
+    report, end = Report(), time.monotonic() + seconds
+
+    def costly(path: str, body: dict[str, Any]) -> None:
+        while time.monotonic() < end:
+            with closing(server.connect(_REQUEST_SECONDS)) as connection:
+                sent = json.dumps({"model": server.model, **body})
+                connection.request("POST", f"/v1/{path}", sent, {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                answer = response.read()
+            assert response.status in (200, 429), answer
+            report.statuses[str(response.status)] += 1
+            time.sleep(0 if response.status == 200 else 0.01)
+
+    def good() -> None:
+        while time.monotonic() < end:
+            started, status = time.monotonic(), 429
+            while status == 429:
+                asked = time.monotonic()
+                status, wait, _ = _streamed(server, {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0})
+                time.sleep(0.05)
+            assert status == 200
+            report.waits.append(asked - started + wait)
+            report.statuses["good 200"] += 1
+
+    def health() -> None:
+        while time.monotonic() < end:
+            started = time.monotonic()
+            assert server.get("/health")[0] == 200
+            report.health.append(time.monotonic() - started)
+            time.sleep(0.05)
+
+    report.work([*(partial(costly, path, body) for path, body in COSTLY), good, health])
+    for times, allowed, what in (
+        (report.waits, max_wait, "a first token"),
+        (report.health, MAX_HEALTH_SECONDS, "/health"),
+    ):
+        if not times or max(times) > allowed:
+            report.failures.append(f"{what} took more than {allowed:g} s beside costly requests")
+    return report
+
+
+def _streamed(server: Server, fields: dict[str, Any]) -> tuple[int, float, str]:
+    """Status, seconds to the first token, and text of a stream."""
+    body, started = {"model": server.model, "stream": True, **fields}, time.monotonic()
+    with closing(server.connect(_REQUEST_SECONDS)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text, first = "", 0.0
+        while response.status == 200 and not (line := response.readline()).startswith(b"data: [DONE]"):
+            assert line, "the stream ended too early"
+            if line.startswith(b"data: "):
+                first = first or time.monotonic() - started
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                text += event["choices"][0]["text"] if event["choices"] else ""
+    return response.status, first, text
+
+
+def _busy(server: Server) -> list[str]:
+    """What keeps a server that nobody asks from being idle."""
+    deadline = time.monotonic() + _IDLE_SECONDS
+    while True:
+        metrics = dict(re.findall(r"^(selfspec_\w+) (\S+)$", server.get("/metrics")[1], re.MULTILINE))
+        names = ("selfspec_decoding_texts", "selfspec_waiting_texts", "selfspec_kv_cache_bytes")
+        busy = [f"{name} is {metrics[name]} at the end" for name in names if float(metrics[name])]
+        if not busy or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    if float(metrics["selfspec_failed_texts_total"]):
+        busy.append("texts failed in the server")
+    before = sum(server.process.cpu_times()[:2])
+    time.sleep(1.0)
+    used = sum(server.process.cpu_times()[:2]) - before
+    if used > 0.2:
+        busy.append(f"the idle server used {used:.2f} s of processor time in a second")
+    return busy
 
 
 def main(arguments: list[str] | None = None) -> int:

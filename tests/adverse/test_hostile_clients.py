@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import socket
 import time
 from collections.abc import Iterator
@@ -16,12 +14,12 @@ import pytest
 
 from bench.engines.servers import Server
 from layerskip_models import DEMO_PATH
-from running_server import RunningServer, connected, post, running_server, wait_until
+from running_server import RunningServer, asking, connected, post, running_server, wait_until
 from selfspec import SelfSpecGenerator
 from selfspec.serve import request_limits, running
-from tests.adverse import hostile_clients
-from tests.adverse.hostile_clients import PROMPTS, Asked, HostileTrial, costly_trial
+from tests.adverse import soak
 from tests.adverse.hostile_requests import guesser
+from tests.adverse.soak import PROMPTS, Asked, HostileTrial, costly_trial
 
 ASK: dict[str, Any] = {"model": "demo", "prompt": "Once upon", "max_tokens": 3, "temperature": 0}
 
@@ -44,20 +42,11 @@ def as_a_process(server: RunningServer) -> Server:
     return Server(name="served", label="served", port=port, model="demo", process=psutil.Process())
 
 
-@pytest.mark.slow
-def test_a_server_stands_some_seconds_of_it(generator: SelfSpecGenerator) -> None:
-    trial = HostileTrial(clients=6, seed=1, asked=[asked(generator, prompt) for prompt in PROMPTS])
-    with running_server(generator, allow_host=None, max_tokens=400) as server:
-        report = trial.run(as_a_process(server), 6, max_wait=60, max_growth=10)
-    assert not report.failures, report.lines()
-    assert report.exact and report.attacks.total() > 5 and report.statuses["200"]
-
-
 def test_each_limit_can_be_broken(generator: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another text than alone, a prompt that can be guessed, a wait, memory, and a server's own error."""
     right = asked(generator, PROMPTS[0])
     wrong = Asked(right.body, right.text + "?")
-    monkeypatch.setattr(hostile_clients, "ATTACKS", (guesser(PROMPTS[:1]),))
+    monkeypatch.setattr(soak, "ATTACKS", (guesser(PROMPTS[:1]),))
     trial = HostileTrial(clients=3, seed=1, asked=[right, wrong])
     with running_server(generator, share_prefixes=True) as server:
         server.app.state.metrics.requests.labels("/v1/completions", "500").inc()
@@ -77,8 +66,8 @@ def test_each_limit_can_be_broken(generator: SelfSpecGenerator, monkeypatch: pyt
 def test_each_limit_beside_costly_requests_can_be_broken(
     generator: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hostile_clients, "COSTLY", hostile_clients.COSTLY[:1])
-    monkeypatch.setattr(hostile_clients, "MAX_HEALTH_SECONDS", 0.0)
+    monkeypatch.setattr(soak, "COSTLY", soak.COSTLY[:1])
+    monkeypatch.setattr(soak, "MAX_HEALTH_SECONDS", 0.0)
     with running_server(generator) as server:
         report = costly_trial(as_a_process(server), 0.5, max_wait=0)
     assert [failure.partition(" took")[0] for failure in report.failures] == ["a first token", "/health"]
@@ -140,9 +129,8 @@ def test_of_too_many_connections_that_send_nothing_the_oldest_is_closed(
     monkeypatch.setattr(running, "MAX_WAITED_FOR", 5)
     halves = [b"", b"POST /v1/comp", POST_HEAD % 9 + b"{"]
     with contextlib.ExitStack() as stack:
-        streaming = stack.enter_context(contextlib.closing(http.client.HTTPConnection(server.base[7:], timeout=30)))
         body = {**ASK, "max_tokens": 300, "stream": True, "logit_bias": {"0": -100}}
-        streaming.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        streaming = stack.enter_context(contextlib.closing(asking(server, body)))
         opened = []
         for number in range(20):
             opened.append(stack.enter_context(connected(server)))

@@ -56,12 +56,6 @@ def test_models(name: str) -> None:
         assert found.new_tokens == GREEDY[name]
 
 
-def test_a_checkpoint_in_4_bits_is_refused() -> None:
-    """`export-draft` wrote it."""
-    with pytest.raises(ValueError, match=r"quantised by compressed-tensors.*convert it to GGUF"):
-        generator("draft-int4")
-
-
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_adapters_and_a_pre_verifier(name: str) -> None:
     policy = "pacer:pacer" if name == "pacer" else "ls:2-3"

@@ -1,25 +1,45 @@
-"""What `--explain`, `trace` and `inspect` say, on runs small enough to check."""
+"""What `--explain`, `--compare`, `trace` and `inspect` say, on runs small enough to check; and fixed settings, replayed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import spearmanr
 
 from layerskip_models import from_transformers
-from policies import LayerCost, MeasuredCost, RoundRecord, cost_of_round
+from policies import (
+    LayerCost,
+    MeasuredCost,
+    ObservationSpec,
+    Policy,
+    RoundRecord,
+    autoregressive,
+    cost_of_round,
+    parse_policy,
+)
+from random_adapters import adapted
 from records import finished
 from selfspec import SelfSpecGenerator
+from selfspec.analysis.comparison import compare, first_difference, summarise
 from selfspec.analysis.explain import explain, explanation_lines
 from selfspec.analysis.inspection import inspect_model, inspection_lines
-from selfspec.analysis.replay import replay, trace_agreement, watching_all_layers
+from selfspec.analysis.replay import (
+    AgreementTrace,
+    agreement_trace,
+    fixed_settings,
+    replay,
+    trace_agreement,
+    watching_all_layers,
+)
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.engine.results import GenerationResult
 from selfspec.messages import Messages, encode_messages
-from tiny_llama import tiny_llama, tiny_tokenizer
+from tiny_llama import pool_model, tiny_llama, tiny_tokenizer
 
 PROMPT = [5, 3, 7, 1]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": []}
@@ -56,12 +76,6 @@ def test_a_run_explains_itself(generator: SelfSpecGenerator, tmp_path: Path) -> 
     assert "accepted, copied" not in (tmp_path / "trace.svg").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="no round to draw"):
         plot_trace((), 4, "ar", tmp_path / "trace.png")
-
-
-def test_watching_does_not_change_the_output(generator: SelfSpecGenerator) -> None:
-    plain = generator.generate(PROMPT, num_speculations=0, **OPTIONS)
-    for policy in ("auto:cost=layers", "del", "spide:1"):
-        assert watched(generator, policy).new_tokens == plain.new_tokens
 
 
 def test_an_estimate_says_so_and_one_token_leaves_nothing_to_explain(generator: SelfSpecGenerator) -> None:
@@ -150,3 +164,143 @@ def test_an_inspection_asks_a_chat_model_and_then_for_the_answer_again(monkeypat
     inspect_model(generator, ["a bed, a fig. a head"], max_new_tokens=12, repeats=1)
     answer = generator.generate(asked[0], policy="ar", max_new_tokens=12, do_sample=False).text
     assert [one["content"] for one in asked[1][:2]] == ["a bed, a fig. a head", answer]
+
+
+@pytest.fixture(scope="module")
+def result() -> GenerationResult:
+    generator = SelfSpecGenerator(tiny_llama(seed=3))
+    return generator.generate([1, 2, 3], max_new_tokens=8, policy="ls:2-2")
+
+
+def with_rate(result: GenerationResult, tokens_per_second: float) -> GenerationResult:
+    return replace(result, stats=replace(result.stats, tokens_per_second=tokens_per_second))
+
+
+def test_speedup_and_the_rates_beside_it_are_of_the_middle_pair(result: GenerationResult) -> None:
+    """Medians of all rates, 80 and 30 tokens/s, would be of no pair."""
+    fast = [with_rate(result, rate) for rate in (90.0, 20.0, 80.0)]
+    slow = [with_rate(result, rate) for rate in (30.0, 5.0, 40.0)]
+    found = summarise([*zip(fast, slow)], greedy=True)
+    # 90/30, 20/5, 80/40
+    assert (found.speedup, found.speedup_min, found.speedup_max) == (3.0, 2.0, 4.0)
+    assert found.outputs_equal is True
+    assert found.as_dict()["tokens_per_second"] == 90.0
+    assert found.as_dict()["baseline_tokens_per_second"] == 30.0
+    assert summarise([*zip(fast[:2], slow[:2])], greedy=True).speedup == 3.0  # the lower one of two
+
+
+def test_a_difference_in_any_run_is_found(result: GenerationResult) -> None:
+    sequences = result.sequences.clone()
+    sequences[0, 3 + 5] += 1
+    other = replace(result, sequences=sequences)
+    assert summarise([(result, result), (other, result)], greedy=True).outputs_equal is False
+    assert summarise([(result, result), (other, result)], greedy=True).first_difference == 5
+    assert summarise([(result, result), (other, result)], greedy=False).outputs_equal is None
+
+
+def test_first_difference() -> None:
+    for left, right, index in (
+        ([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1, 2, 3], 2), ([1, 2], [1], 1), ([], [], None),
+    ):  # fmt: skip
+        assert first_difference(left, right) == index
+
+
+def test_runs_alternate_and_stop_when_interrupted(result: GenerationResult) -> None:
+    calls: list[int | None] = []
+
+    def generate(**changes: Any) -> GenerationResult:
+        calls.append(changes.get("num_speculations"))
+        return result
+
+    numbers: list[int] = []
+    assert compare(generate, repeats=2, greedy=True, before_run=numbers.append).repeats == 2
+    assert (calls, numbers) == ([None, 0, None, 0], [0, 1, 2, 3])
+    assert compare(generate, repeats=3, greedy=True, interrupted=lambda: len(calls) > 6).repeats == 1
+    assert compare(generate, repeats=3, greedy=True, interrupted=lambda: True) is None
+
+
+T, F = True, False
+
+
+def test_rounds_by_hand():
+    # 9 tokens, the first from prefill; layer 1 of 2 agrees after tokens 0, 1, 3, 4, 5, 6.
+    trace = AgreementTrace(tokens=tuple(range(9)), agrees={1: (T, T, F, T, T, T, T, F)}, num_layers=2)
+    # G = 3. Committed 1: drafts see T T F -> 2 accepted, 4 committed. Then T T T -> all 3, 8 committed. One is left: no
+    # room to draft, a plain step. Layers: 3*1+2, 3*1+2, 2 = 12 for 8 tokens.
+    result = replay(trace, 1, 3)
+    assert (result.drafted, result.accepted) == ((3, 3, 0), (2, 3, 0))
+    assert (result.rounds, result.num_tokens, result.loaded_layers) == (3, 8, 12)
+    assert trace.agreement(1) == 6 / 8
+    assert AgreementTrace(tokens=(1,), agrees={1: ()}, num_layers=2).agreement(1) is None
+
+
+def unsteered(index: int) -> SelfSpecGenerator:
+    """A model whose exits do not change while a text is decoded, and say the same wherever a round begins."""
+    model = pool_model(index, torch.float64)[1].model
+    return SelfSpecGenerator(adapted(model, [*model.adapters], seed=index), tiny_tokenizer())
+
+
+@pytest.mark.parametrize("index", [3, 11])  # 5 and 7 layers
+@pytest.mark.parametrize("num_new", [1, 2, 18])
+def test_replay_is_what_really_runs(index, num_new):
+    generator = unsteered(index)
+    prompt = torch.tensor([index, 3, 7, 1])
+    trace = trace_agreement(generator, prompt, num_new)
+    rejected = 0
+    for exit_layer in range(1, generator.model.num_layers):
+        for length in (1, 3, 8):
+            fixed = {"exit_layer": exit_layer, "num_speculations": length}
+            real = generator.generate(prompt, max_new_tokens=num_new, eos_token_id=[], trace=True, **fixed)
+            assert tuple(real.new_tokens) == trace.tokens
+            expected = replay(trace, exit_layer, length)
+            assert real.trace is not None
+            rounds = [(r.num_drafted, r.num_accepted) for r in real.trace]
+            assert rounds == list(zip(expected.drafted, expected.accepted))
+            for name in ("loaded_layers", "etpl", "acceptance_rate", "tokens_per_round"):
+                assert getattr(real.stats, name) == getattr(expected, name)
+            rejected += real.stats.num_drafted - real.stats.num_accepted
+    assert rejected or num_new < 18  # the models were made to disagree at times
+
+
+@pytest.mark.parametrize("name", ["fs:2-3", "del", "ar"])
+def test_any_greedy_run_that_learns_everywhere_is_a_full_trace(name):
+    generator = unsteered(11)
+    layers = tuple(range(1, generator.model.num_layers))
+    policy = parse_policy(name, num_layers=generator.model.num_layers)
+    watched = Policy(policy.exit, policy.stopping, name, also=ObservationSpec(shadow_layers=layers))
+    options = {"max_new_tokens": 24, "eos_token_id": []}
+    result = generator.generate([5, 3, 7, 1], policy=watched, trace=True, **options)
+    trace = agreement_trace(result, generator.model.num_layers)
+    assert trace.is_complete
+    assert trace.coverage == 1
+    assert trace == trace_agreement(generator, torch.tensor([5, 3, 7, 1]), 24)
+    assert list(trace.tokens) == generator.generate([5, 3, 7, 1], policy="ar", **options).new_tokens
+    assert [len(row) for row in trace.agrees.values()] == [23] * len(layers)
+    best = fixed_settings(trace, LayerCost(generator.model.num_layers), range(1, 5))[0]
+    real = generator.generate([5, 3, 7, 1], policy=best.policy, **options)
+    assert real.stats.etpl == pytest.approx(best.tokens_per_cost)
+
+
+def test_a_trace_with_gaps_ranks_the_settings():
+    generator, prompts = unsteered(11), [[seed, 3, 7, 1] for seed in range(6)]
+    num_layers = generator.model.num_layers
+    layers = tuple(range(1, num_layers))
+    full, thin = [], []
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": [], "trace": True}
+    for prompt in prompts:
+        policy = watching_all_layers(autoregressive(num_layers), num_layers)
+        gaps = replace(policy, also=replace(policy.also, learn_every=3))
+        for into, watched in ((full, policy), (thin, gaps)):
+            into.append(agreement_trace(generator.generate(prompt, policy=watched, **options), num_layers))
+    assert all(trace.coverage < 0.4 and not trace.is_complete for trace in thin)
+    with pytest.raises(ValueError, match="does not cover"):
+        replay(thin[0], 1, 2)
+    cost = LayerCost(num_layers)
+    values = []
+    for traces in (full, thin):
+        total = Counter()
+        for trace in traces:
+            for setting in fixed_settings(trace, cost, range(1, 9)):
+                total[setting.policy] += setting.tokens_per_cost
+        values.append([total[f"ls:{layer}-{length}"] for layer in layers for length in range(1, 9)])
+    assert spearmanr(*values).statistic >= 0.9

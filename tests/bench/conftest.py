@@ -24,5 +24,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def invoke() -> Callable[..., Result]:
-    """Run `selfspec-bench` with these arguments, in this process."""
-    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+    """Run `selfspec-bench` with these arguments, in this process. It must end with this status."""
+
+    def run(*arguments: object, status: int = 0) -> Result:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert result.exit_code == status, result.output
+        return result
+
+    return run

@@ -118,8 +118,8 @@ def test_compare_says_what_changed(invoke: Any, tmp_path: Path) -> None:
     assert (rows[LABELS[PLAIN]][3], rows[LABELS[PLAIN]][-1]) == ("2.00×", "equal")
     assert (rows["llama.cpp"][3], rows["llama.cpp"][-1]) == ("1.00×", "2 of 2 differ")
     paths = [write(tmp_path / f"{name}.jsonl", lines) for name, lines in (("a", before), ("b", after))]
-    result = invoke("compare", *paths)
-    assert result.exit_code == 0 and "threads:" in result.output and "2.00×" in result.output
+    said = invoke("compare", *paths).output
+    assert "threads:" in said and "2.00×" in said
     with pytest.raises(ValueError, match="no engine in common"):
         compare_records(before, before[:1])
 
@@ -146,9 +146,8 @@ def test_a_missing_or_damaged_record_is_one_line(text: str | None, message: str,
     if text is not None:
         path.write_text(text, encoding="utf-8")
     for options in ([], ["-o", tmp_path / "page.md"]):
-        result = invoke("report", path, *options)
-        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-        assert message in result.stderr
+        (line,) = invoke("report", path, *options, status=2).stderr.splitlines()
+        assert message in line
 
 
 def test_tables_of_documents(tmp_path: Path) -> None:

@@ -1,19 +1,23 @@
-"""Records, and `selfspec-bench run`: whole, sampled, broken off anywhere and gone on with."""
+"""Prompts, records, and `selfspec-bench run`: whole, sampled, broken off anywhere and gone on with."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import bench.synthetic
-from bench.commands.run_command import warmed_up_policies
+from bench.commands.run_command import choose_prompts, warmed_up_policies
+from bench.datasets import Prompt, chat_prompts, digest, encode_prompts, load_prompts, select_prompts
 from bench.record import Line, Record, matching, read_record
 from policies import LayerCost, MeasuredCost, Policy, parse_policy
 from selfspec import SelfSpecGenerator
+from tiny_llama import tiny_tokenizer
 
 SMALL = ["--prompt-tokens", "10", "--max-new-tokens", "8", "--repeats", "2", "--warmups", "0"]
 Invoke = Callable[..., Any]
@@ -29,15 +33,14 @@ def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def run(invoke: Invoke, checkpoint: Path) -> Invoke:
     """Run `selfspec-bench run`, on a tiny checkpoint unless the arguments name another model."""
-    return lambda *arguments: invoke("run", "--model", checkpoint, *SMALL, *arguments)
+    return partial(invoke, "run", "--model", checkpoint, *SMALL)
 
 
 def test_the_record_and_its_page(run: Invoke, invoke: Invoke, tmp_path: Path) -> None:
     record = tmp_path / "run.jsonl"
     policies = ["--policy", "auto:cost=layers", "--warmed-up", "auto:cost=layers", "--policy", "spide:1"]
     tasks = ["--task", "code", "--task", "english"]
-    result = run(*policies, *tasks, "--num-samples", 3, "--output", record)
-    assert result.exit_code == 0, result.output
+    run(*policies, *tasks, "--num-samples", 3, "--output", record)
     lines = read_record(record)
     engines = [line["engine"] for line in matching(lines, "engine")]
     warmed_up = "selfspec:auto:cost=layers:warmed-up"
@@ -64,14 +67,13 @@ def test_ones_own_policy_on_a_busy_machine(
     file.write_text("from policies import NeverStop\nclass Mine(NeverStop): pass", encoding="utf-8")
     arguments = ["--policy", f"ls:2-3+{file}:Mine", "--task", "code", "--num-samples", 1, "--output", record]
     result = run(*arguments)
-    assert result.exit_code == 0, result.output
     assert result.stderr.count("Busy machine (load average 999.0 on ") == 2
     lines, page = read_record(record), invoke("report", record).output
     assert [line["engine"] for line in matching(lines, "engine")] == ["selfspec:ar", "selfspec:ls:2-3+mine.py:Mine"]
     assert str(tmp_path) not in json.dumps(lines)
     assert "load average 999.0 and 999.0 on " in page and "load average before 999.0, after 999.0 |" in page
     file.write_text("from policies import NeverStop\nclass Mine(NeverStop): ...", encoding="utf-8")
-    assert "holds a run with another policy_files: remove it" in run(*arguments).stderr
+    assert "holds a run with another policy_files: remove it" in run(*arguments, status=2).stderr
 
 
 def test_a_sampled_run(run: Invoke, invoke: Invoke, tmp_path: Path) -> None:
@@ -79,8 +81,7 @@ def test_a_sampled_run(run: Invoke, invoke: Invoke, tmp_path: Path) -> None:
     arguments = ["--task", "code", "--policy", "ls:2-3", "--do-sample", "--temperature", 0.8, "--top-p", 0.9]
     records = [tmp_path / f"{name}.jsonl" for name in ("a", "b")]
     for record, seed in zip(records, (5, 6)):
-        result = run(*arguments, "--seed", seed, "--output", record)
-        assert result.exit_code == 0, result.output
+        run(*arguments, "--seed", seed, "--output", record)
     lines, other = map(read_record, records)
     sampling = [lines[0]["configuration"][name] for name in ("do_sample", "temperature", "top_p", "top_k", "seed")]
     assert sampling == [True, 0.8, 0.9, 0, 5]
@@ -113,9 +114,8 @@ def test_first_texts_of_fresh_processes(
     arguments = ["--cold", "--repeats", 1, "--num-samples", 1, "--task", "code", "--task", "english", "-o", record]
     with monkeypatch.context() as patch:
         patch.setattr(Record, "write", write)
-        assert run(*arguments).exit_code == 130
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
+        run(*arguments, status=130)
+    run(*arguments)
     lines = matching(read_record(record), "cold")
     assert [(line["policy"], line["cache"]) for line in lines] == [
         ("ar", "empty"), ("auto", "empty"), ("ar", "filled"), ("auto", "filled"),
@@ -126,9 +126,9 @@ def test_first_texts_of_fresh_processes(
     page = invoke("report", record).output
     row = next(line for line in page.splitlines() if line.startswith("| `auto`, kept costs found |"))
     assert row.count("×)") == 2
-    mistaken = run("--cold", "--policy", "ls:99-1", "--task", "code")
-    assert mistaken.exit_code == 2 and "exit_layer" in mistaken.stderr.splitlines()[-1]
-    assert run("--cold", "--warmed-up", "auto").exit_code == 2
+    mistaken = run("--cold", "--policy", "ls:99-1", "--task", "code", status=2)
+    assert "exit_layer" in mistaken.stderr.splitlines()[-1]
+    run("--cold", "--warmed-up", "auto", status=2)
 
 
 def test_synthetic_weights_are_called_so(
@@ -139,8 +139,7 @@ def test_synthetic_weights_are_called_so(
     monkeypatch.setattr(bench.synthetic, "SHAPES", {"tiny": tiny})
     record = tmp_path / "run.jsonl"
     options = ["--policy", "ls:1-2", "--runner", "eager", "--task", "code", "-o", record]
-    result = run("--model", "synthetic:tiny,eps=0.05", *options)
-    assert result.exit_code == 0, result.output
+    run("--model", "synthetic:tiny,eps=0.05", *options)
     assert read_record(record)[0]["configuration"]["model"] == "synthetic weights (tiny,eps=0.05)"
     assert "Synthetic weights (tiny,eps=0.05) in" in invoke("report", record).output
 
@@ -177,7 +176,7 @@ TWO_PROMPTS = ["--task", "code", "--task", "english", "--num-samples", 1]
 def whole(run: Invoke, tmp_path_factory: pytest.TempPathFactory) -> list[Line]:
     """The run that was not killed."""
     record = tmp_path_factory.mktemp("whole") / "run.jsonl"
-    assert run(*POLICIES, *TWO_PROMPTS, "--output", record).exit_code == 0
+    run(*POLICIES, *TWO_PROMPTS, "--output", record)
     return read_record(record)
 
 
@@ -197,15 +196,14 @@ def test_killed_anywhere_and_given_again_it_is_the_same(
 
     with monkeypatch.context() as patch:
         patch.setattr(Record, "write", write)
-        interrupted = run(*arguments)
-    assert interrupted.exit_code == 130
+        interrupted = run(*arguments, status=130)
     assert interrupted.stderr.endswith(f"what was measured is in {record}; the same command goes on with it\n")
     kept = [json.loads(line) for line in record.read_text().splitlines()]
     before = json.dumps(kept[0] | {"provenance": kept[0]["provenance"] | {"commit": "another"}})
     other = tmp_path / "other.jsonl"
     other.write_text(before + "\n")
-    refused = run(*POLICIES, *TWO_PROMPTS, "--output", other, "--repeats", 3)
-    assert (refused.exit_code, "holds a run with another repeats, commit: remove" in refused.stderr) == (2, True)
+    refused = run(*POLICIES, *TWO_PROMPTS, "--output", other, "--repeats", 3, status=2)
+    assert "holds a run with another repeats, commit: remove" in refused.stderr
     with record.open("a") as stream:
         stream.write('{"kind": "sam')  # what was being written when the power failed
     runs: list[object] = []
@@ -216,13 +214,13 @@ def test_killed_anywhere_and_given_again_it_is_the_same(
         return generate(self, *args, **options)
 
     monkeypatch.setattr(SelfSpecGenerator, "generate", counted)
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
+    run(*arguments)
     assert counts(read_record(record)) == counts(whole)
     done = matching(kept, "sample", engine="selfspec:del")
     assert runs.count("del") == 2 * 2 - len(done)  # the repeats that were left
     runs.clear()
-    assert run(*arguments).exit_code == 0 and not runs  # it was complete
+    run(*arguments)
+    assert not runs  # it was complete
 
 
 def test_without_a_record_nothing_is_kept(run: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +228,68 @@ def test_without_a_record_nothing_is_kept(run: Invoke, monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr("bench.measure.Measurement.run", interrupt)
-    result = run("--policy", "ls:1-2", "--num-samples", 1)
-    assert result.exit_code == 130
+    result = run("--policy", "ls:1-2", "--num-samples", 1, status=130)
     assert "nothing was kept, since there was no --output" in result.stderr.splitlines()[-1]
+
+
+def write_lines(path, *rows):
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+def test_shipped_prompts_that_copy_are_used_where_they_are_named():
+    copying = load_prompts(Path("copying"))
+    assert len(copying) >= 16
+    assert {prompt.task for prompt in copying} == {"copying"}
+    assert not {prompt.id for prompt in copying} & {prompt.id for prompt in load_prompts()}
+    assert choose_prompts([], ["copying", "math"], 2)[:2] == copying[:2] == choose_prompts([Path("copying")], [], 2)
+    assert load_prompts(Path("math")) == [prompt for prompt in load_prompts() if prompt.task == "math"]
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.jsonl.gz", "math"])
+def test_a_file_is_read_in_order_and_goes_before_a_shipped_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": "b", "task": "x", "prompt": "für\n"}, {"id": "a", "task": "x", "prompt": "two"}]
+    write_lines(tmp_path / name, rows[0] | {"source": "s"}, rows[1] | {"reference": "ignored"})
+    assert load_prompts(Path(name)) == [Prompt(**row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"id": "b", "task": "x", "prompt": ""}, 'line 2: "prompt" must be'),
+        ({"id": 3, "task": "x", "prompt": "p"}, 'line 2: "id" must be'),
+        (["b", "x", "p"], "line 2: expected an object"),
+        ({"id": "a", "task": "x", "prompt": "p"}, "ids must differ"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, row, message):
+    path = write_lines(tmp_path / "p.jsonl", {"id": "a", "task": "x", "prompt": "p"}, row)
+    with pytest.raises(ValueError, match=message):
+        load_prompts(path)
+
+
+def test_a_few_prompts_cover_all_tasks():
+    prompts = [Prompt(id=name, task=name[0], prompt=name) for name in ("a1", "a2", "a3", "b1", "c1", "c2")]
+    assert [prompt.id for prompt in select_prompts(prompts, 5)] == ["a1", "b1", "c1", "a2", "c2"]
+    assert len(select_prompts(prompts, 99)) == 6
+
+
+def test_long_prompts_keep_their_end_and_the_digest_sees_every_token():
+    tokenizer = tiny_tokenizer()
+    prompts = [Prompt(id="1", task="t", prompt="abcdefgh"), Prompt(id="2", task="t", prompt="cd")]
+    encoded = encode_prompts(prompts, tokenizer, 4)
+    assert [tokenizer.decode(prompt.ids) for prompt in encoded] == ["efgh", "cd"]
+    assert digest(encoded) == digest(encode_prompts(prompts, tokenizer, 4))
+    assert digest(encoded) != digest(encode_prompts(prompts, tokenizer, 3))
+
+
+def test_messages_in_a_chat_template() -> None:
+    tokenizer = tiny_tokenizer()
+    prompts = [Prompt(id=text, task="t", prompt=text) for text in ("ab", "abcdefgh", "cd")]
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}h"
+    found = chat_prompts(prompts, tokenizer, 4, 9)
+    assert [(prompt.id, tokenizer.decode(prompt.ids)) for prompt in found] == [("ab", "abh"), ("cd", "cdh")]
+    with pytest.raises(ValueError, match="no prompt has at most 2 tokens"):
+        chat_prompts(prompts, tokenizer, 2, 9)

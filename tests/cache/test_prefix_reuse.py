@@ -30,7 +30,6 @@ from batched_runs import (
     run_together,
 )
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from selfspec import SelfSpecGenerator
 from selfspec.cache.pool import SMALL_LOSS, CacheSlot, KeptTexts, KVCachePool
@@ -275,22 +274,6 @@ def test_a_cancelled_text_leaves_what_was_read_and_a_failed_one_nothing(monkeypa
     assert failing.reused(A) == 0
 
 
-def test_other_weights_know_no_text() -> None:
-    llama = tiny_llama(dtype=torch.float64, seed=3)
-    generator = SelfSpecGenerator(llama, prefix_cache="1MB", policy="ar")
-    prompt = A[:30]
-
-    def reused() -> int:
-        return generator.generate(prompt, max_new_tokens=5).stats.num_reused_tokens
-
-    assert [reused(), reused()] == [0, 29]
-    llama.load_state_dict(tiny_llama(dtype=torch.float64, seed=4).state_dict())
-    expected = SelfSpecGenerator(llama, policy="ls:2-3").generate(prompt, max_new_tokens=5).new_tokens
-    result = generator.generate(prompt, max_new_tokens=5)
-    assert (result.stats.num_reused_tokens, result.new_tokens) == (0, expected)
-    assert reused() == 29
-
-
 def test_refresh_forgets_the_texts_of_a_model_that_is_not_copied(pool: Pool) -> None:
     """Those that are complete, and those that end later."""
     pool.reused(A)
@@ -310,21 +293,6 @@ def test_sizes() -> None:
     for size in wrong:
         with pytest.raises(ValueError, match="prefix_cache must be"):
             SelfSpecGenerator(model_of("plain"), prefix_cache=size)
-
-
-def test_a_cache_takes_rows_of_another() -> None:
-    model = model_of("plain")
-    short, long = KVCache(model, 10), KVCache(model, 30)
-    with torch.inference_mode():
-        expected = model.run_layers(model.embed(torch.arange(12)), 0, 4, long)[-4:]
-        short.take(long, 8)
-        assert short.length == 8
-        with pytest.raises(ValueError, match="length must be"):
-            short.take(long, 11)
-    other = KVCache(model, 12)
-    other.take(short, 8)  # outside of inference mode, too
-    with torch.inference_mode():
-        torch.testing.assert_close(model.run_layers(model.embed(torch.arange(8, 12)), 0, 4, other), expected)
 
 
 def test_a_place_that_returns_while_the_pool_changes_waits(pool: Pool) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from collections.abc import Iterator
 from itertools import count, repeat
 from random import Random
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from layerskip_models import DEMO_PATH, from_transformers
-from running_server import RunningServer, post, running_server, wait_until
+from running_server import RunningServer, asking, post, running_server, wait_until
 from selfspec import SelfSpecGenerator
 from selfspec.cache import pool as kv_cache_pool
 from selfspec.cache.pool import SMALL_LOSS, KVCachePool
@@ -75,10 +73,8 @@ def test_a_prompt_cannot_be_guessed_token_by_token(rows_used: list[tuple[Owner, 
     with running_server(generator) as server:
         for victim in VICTIMS:
             asked = {"prompt": [*SECRET, *UNKNOWN], "max_tokens": 1900, "logit_bias": {"0": -100}}
-            body = json.dumps({"model": "demo", **asked, **victim})
-            connection = http.client.HTTPConnection(server.base[7:], timeout=60)
             before = server.metric("generated_tokens_total")
-            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            connection = asking(server, {"model": "demo", **asked, **victim})
             # Far enough that a guess, which shares the prompt alone, does not write over the text: see `SMALL_LOSS`.
             wait_until(lambda: server.metric("generated_tokens_total") > before + 2 * SMALL_LOSS)  # noqa: B023
             for living in (True, False):

@@ -99,7 +99,9 @@ def test_compare_reports_speed_and_equality(folder, expected):
     assert result.stdout == expected.text + "\n"
     assert "the middle one of 2 pairs of runs" in result.stderr
     assert re.search(r"speed-up \d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\); outputs equal\n", result.stderr)
-    found = json.loads(generate(folder, PROMPT, "--compare", "--repeats", "2", "--json").stdout)["comparison"]
+    both = json.loads(generate(folder, PROMPT, "--compare", "--repeats", "2", "--explain", "--json").stdout)
+    found, explained = both["comparison"], "\n".join(both["explanation"])
+    assert "the largest loss is" in explained and "against plain: ls:" in explained
     assert found["outputs_equal"] is True
     assert found["repeats"] == len(found["runs"]) == len(found["baseline_runs"]) == 2
     assert all(run["num_drafted"] == expected.stats.num_drafted for run in found["runs"])
@@ -260,7 +262,6 @@ LINES = ["--output", "o.jsonl", "--prompts"]
 MESSAGE = {"role": "user", "content": "a"}
 ERRORS = {
     "exit layer": ([PROMPT, "--exit-layer", "9"], "exit_layer must be in [1, 3] for this 4-layer model, got 9"),
-    "policy": ([PROMPT, "--policy", "deep"], "policy 'deep': unknown policy"),
     "no folder": ([PROMPT, "--model", "./not/there"], "no checkpoint folder at ./not/there"),
     "a file for a folder": ([PROMPT, "--model", "LATIN"], "LATIN is a file: give the folder"),
     "empty folder": ([PROMPT, "--model", "EMPTY"], "EMPTY holds no checkpoint: it has no config.json"),
@@ -270,18 +271,15 @@ ERRORS = {
     "not text": (["a\udcff"], "the prompt is not UTF-8 text"),
     "empty stdin": (["-"], "standard input is empty"),
     "empty pipe": ([], "standard input is empty"),
-    "no file": (["--file", "not-there.txt"], "no file not-there.txt: give the path of a UTF-8 text file"),
     "two prompts": ([PROMPT, "--file", "not-there.txt"], "give a prompt or --file, not both"),
     "not UTF-8": (["--file", "LATIN"], "is not UTF-8 text (byte 1)"),
     "greedy temperature": ([PROMPT, "--temperature", "0.5", "--top-k", "3"], "--temperature, --top-k has no effect"),
-    "device": ([PROMPT, "--device", "cuda:99"], "'cuda:99' is not available"),
     "eos": ([PROMPT, "--ignore-eos", "--eos-token-id", "1"], "give --ignore-eos or --eos-token-id, not both"),
     "json drafts": ([PROMPT, "--json", "--show-drafts"], "leave out --show-drafts"),
     "picture of nothing": ([PROMPT, "--svg", "x.svg"], "--svg draws coloured drafts: add --show-drafts"),
     "trace of no kind": (["trace", PROMPT, "-o", "trace.gif"], ".png, .svg, .pdf"),
     "no copies": ([PROMPT, *COPY, "NOWHERE"], "NOWHERE: --copy-from takes the path"),
     "empty copies": ([PROMPT, *COPY, "NOTHING"], "NOTHING is empty: --copy-from takes a file"),
-    "a folder of copies": ([PROMPT, *COPY, "EMPTY"], "EMPTY"),
     "short copies": ([PROMPT, *COPY, "SHORT"], "no text of two tokens"),
     "copies for nobody": ([PROMPT, "--policy", "ls:1-3", "--copy-from", "SHORT"], "--copy-from has no effect with policy"),
     "lines that copy nothing": (
@@ -372,12 +370,6 @@ def test_ctrl_c_keeps_the_text_and_sums_up_and_a_second_one_ends_at_once(folder,
     assert "speed-up" not in result.stderr
 
 
-def test_explain_says_what_fixed_settings_would_have_given(folder):
-    explained = json.loads(generate(folder, PROMPT, "--explain", "--ignore-eos", "--json").stdout)["explanation"]
-    for part in ("time: prefill", "the largest loss is", "replayed from this run", "against plain: ls:"):
-        assert part in "\n".join(explained)
-
-
 def test_trace_draws_and_prints(folder, tmp_path):
     picture = tmp_path / "trace.png"
     arguments = ["trace", PROMPT, "--model", folder, "--policy", "del", "--max-new-tokens", "20"]
@@ -402,10 +394,8 @@ def test_inspect_has_a_verdict(folder, tmp_path):
     result = invoke("inspect", folder, "--text", sample, "--max-new-tokens", "10", "--repeats", "1")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("The default policy beside plain decoding:\n  free answers: ")
-    assert (
-        "By exits alone, the best fixed setting, ls:" in result.stdout
-        and "answers that repeat the prompt: " in result.stdout
-    )
+    for part in ("By exits alone, the best fixed setting, ls:", "answers that repeat the prompt: "):
+        assert part in result.stdout
     assert invoke("inspect", folder, "--text", tmp_path / "none.txt").exit_code == 2
 
 

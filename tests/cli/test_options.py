@@ -60,6 +60,7 @@ def test_folders_are_made_and_what_is_no_file_is_refused(tmp_path: Path) -> None
     ("arguments", "told"),
     [
         (["trace", "-o", "x.png"], ["pictures need matplotlib: pip install matplotlib"]),
+        (["verify", "no/such/folder"], ["no/such/folder"]),
         (["chat", "smolm2"], ["no model or folder is called 'smolm2': did you mean smollm2?"]),
         (["serve", "--host", ""], ["the address to listen on is empty"]),
         (["serve", "--max-body-mb", "inf"], ["--max-body-mb must be a number of megabytes"]),

@@ -102,11 +102,11 @@ class Course:
     context: Tensor | None = None  # hidden states that were kept for the policy, [layers, length - 1, hidden]
     steps: list[int] = field(default_factory=list)  # those that brought something
 
-    def take(self, step: int, progress: StepOutput, text: Sequence, rows: bool = True) -> None:
+    def take(self, step: int, progress: StepOutput, text: Sequence) -> None:
         self.steps.append(step)
         self.tokens += progress.tokens
         self.result, self.error = progress.result, progress.error
-        if progress.result is None or not rows:
+        if progress.result is None:
             return
         end = text.length - 1
         assert text.cache.length == end
@@ -120,13 +120,8 @@ def run_together(
     generator: SelfSpecGenerator,
     wishes: abc.Sequence[Wish],
     watch: Callable[[Engine, list[StepOutput]], None] | None = None,
-    *,
-    rows: bool = True,
 ) -> list[Course]:
-    """Every text to its end, or until it is cancelled.
-
-    rows: whether a text's cache is read at its end. Not where another engine of the same generator may have it by then.
-    """
+    """Every text to its end, or until it is cancelled."""
     courses = [Course() for _ in wishes]
     texts: dict[int, tuple[int, Sequence]] = {}  # by ticket: its number, itself
     step, to_come = 0, dict(enumerate(wishes))
@@ -143,7 +138,7 @@ def run_together(
             found = engine.step()
             for progress in found:
                 index, text = texts[progress.ticket]
-                courses[index].take(step, progress, text, rows)
+                courses[index].take(step, progress, text)
             if watch is not None:
                 watch(engine, found)
             step += 1

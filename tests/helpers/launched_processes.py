@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -19,15 +19,15 @@ class ProcessFailed(Exception):
     """A process raised; the message is its traceback."""
 
 
-def in_processes(count: int, function: Callable[..., Any], *arguments: Any) -> list:
-    """What the function returned in each process, or the traceback of what it raised; None of one that ended otherwise.
+def results_of(count: int, function: Callable[..., Any], *arguments: Any) -> list:
+    """What the function returned in each process. Raises ProcessFailed with the traceback of the first that fails.
 
     Processes are forked: importing everything anew would take longer than the tests.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    processes, ends = [], []
+    processes, ends, found = [], list[Any](), dict[Any, Any]()
     for number in range(count):
         mine, theirs = context.Pipe(duplex=False)
         variables = {
@@ -40,39 +40,19 @@ def in_processes(count: int, function: Callable[..., Any], *arguments: Any) -> l
         processes.append(process)
         ends.append(mine)
     try:
-        return _collect(ends)
+        while len(found) < count:
+            ready = wait([end for end in ends if end not in found], timeout=_SECONDS)
+            assert ready, "a process did not end"
+            for end in ready:
+                found[end] = end.recv()  # raises EOFError if the process has ended otherwise
+                if isinstance(found[end], ProcessFailed):
+                    raise found[end]
     finally:  # also where one did not end: the others would wait for it, busily, until the tests are over
         for process in processes:
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
-
-
-def results_of(count: int, function: Callable[..., Any], *arguments: Any) -> list:
-    """The same; raises ProcessFailed with the first traceback, if any process failed."""
-    found = in_processes(count, function, *arguments)
-    for one in found:
-        if isinstance(one, ProcessFailed):
-            raise one
-    assert None not in found
-    return found
-
-
-def _collect(ends: Sequence[Connection]) -> list:
-    found: dict[int, Any] = {}
-    waiting = {end: number for number, end in enumerate(ends)}
-    while waiting:
-        ready = wait([*waiting], timeout=_SECONDS)
-        if not ready:
-            raise ProcessFailed(f"processes {[*waiting.values()]} did not end")
-        for end in ready:
-            assert isinstance(end, Connection)
-            number = waiting.pop(end)
-            try:
-                found[number] = end.recv()
-            except EOFError:
-                found[number] = None
-    return [found[number] for number in range(len(ends))]
+    return [found[end] for end in ends]
 
 
 def _run(end: Connection, variables: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
+import pytest
 import uvicorn
 from fastapi import FastAPI
 from openai import OpenAI
@@ -94,14 +95,33 @@ def post(server: RunningServer, path: str, body: object, **headers: str) -> tupl
     return status, json.loads(answer)
 
 
+def asking(server: RunningServer, body: object) -> http.client.HTTPConnection:
+    """A connection that has sent a request for completions, whose answer was not read yet."""
+    connection = http.client.HTTPConnection(server.base[7:], timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    return connection
+
+
+def threads_of(patch: pytest.MonkeyPatch, owner: object, name: str) -> list[threading.Thread]:
+    """The thread of each call of this function from now on."""
+    plain, found = getattr(owner, name), list[threading.Thread]()
+
+    def noting(*given: Any, **options: Any) -> Any:
+        found.append(threading.current_thread())
+        return plain(*given, **options)
+
+    patch.setattr(owner, name, noting)
+    return found
+
+
 def connected(server: RunningServer) -> socket.socket:
     """A connection that has sent nothing."""
     address = urlsplit(server.base)
     return socket.create_connection((address.hostname or "", address.port or 0), timeout=10)
 
 
-def wait_until(holds: Callable[[], object], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
+def wait_until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.005)

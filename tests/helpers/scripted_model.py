@@ -24,7 +24,6 @@ def scripted_generator(
     scripts: Mapping[str, str],
     template: str,
     words: Sequence[str] = (),
-    context: int = 2048,
 ) -> SelfSpecGenerator:
     """scripts: what the model says, by the key at the prompt's end. template: a chat template that ends with a key.
 
@@ -39,7 +38,7 @@ def scripted_generator(
     size = -(-len(tokenizer) // 64) * 64
     llama = tiny_llama(
         num_layers=4, heads=size // 64, kv_heads=size // 64, head_dim=64, hidden_size=size, vocab_size=size,
-        tie_word_embeddings=False, max_position_embeddings=context, eos_token_id=ids[END],
+        tie_word_embeddings=False, max_position_embeddings=2048, eos_token_id=ids[END],
     )  # fmt: skip
     with torch.no_grad():
         for layer in llama.model.layers:

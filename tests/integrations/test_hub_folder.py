@@ -149,7 +149,6 @@ def test_nothing_is_copied_that_is_not_part_of_the_checkpoint(checkpoint: Path, 
     [
         (["MODEL", "FULL"], "is not empty"),
         (["MODEL", "NEW", "--policy", "ls:9-2"], "exit_layer"),
-        (["MODEL", "NEW", "--policy", "lss"], "did you mean"),
         (["./nothing-here", "NEW"], "no checkpoint folder"),
     ],
 )

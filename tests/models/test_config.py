@@ -82,41 +82,11 @@ def test_bad_prompts(engine: SelfSpecGenerator, prompt: Any, error: type[Excepti
         engine.generate(prompt)
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"generation_config": GenerationConfig(temperature=0.0)}])
-def test_temperature_zero_is_greedy(engine: SelfSpecGenerator, options: dict[str, Any]) -> None:
-    greedy = engine.generate(PROMPT, max_new_tokens=12, do_sample=False)
-    cold = engine.generate(PROMPT, max_new_tokens=12, do_sample=True, **options)
-    assert cold.new_tokens == greedy.new_tokens
-
-
 def test_min_new_tokens_takes_precedence_over_min_length(engine: SelfSpecGenerator, llama: LlamaForCausalLM) -> None:
-    options = {"max_new_tokens": 12, "min_length": 11, "min_new_tokens": 1, "do_sample": False}
-    text = engine.generate(PROMPT, max_new_tokens=12, do_sample=False, eos_token_id=[]).new_tokens
-    eos = text[3]
-    expected = llama.generate(torch.tensor([PROMPT]), eos_token_id=eos, pad_token_id=0, **options)
-    ours = engine.generate(PROMPT, generation_config=GenerationConfig(eos_token_id=eos, **options))
-    assert ours.sequences.tolist() == expected.tolist()
-    assert len(ours.new_tokens) == text.index(eos) + 1  # and not forbidden until min_length
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        [1, 2, 3],
-        (1, 2, 3),
-        range(1, 4),
-        torch.tensor([1, 2, 3]),
-        torch.tensor([[1, 2, 3]]),
-        torch.tensor([1, 2, 3], dtype=torch.int32),
-        "bcd",
-    ],
-)
-def test_every_form_of_a_prompt(prompt: Any) -> None:
-    with pytest.raises(ValueError, match="empty"):
-        encode_prompt("", tiny_tokenizer(), VOCAB_SIZE)
-    ids = encode_prompt(prompt, tiny_tokenizer(), VOCAB_SIZE)
-    assert ids.dtype == torch.int64
-    assert ids.tolist() == [1, 2, 3]
+    free = engine.generate(PROMPT, max_new_tokens=12, eos_token_id=[]).new_tokens
+    options: dict[str, Any] = {"max_new_tokens": 12, "min_length": 11, "min_new_tokens": 1, "eos_token_id": free[3]}
+    found = engine.generate(PROMPT, generation_config=GenerationConfig(do_sample=False, **options)).new_tokens
+    assert found == reference_greedy(llama, PROMPT, **options) == free[: free.index(free[3]) + 1]
 
 
 def test_too_long_says_by_how_much(engine: SelfSpecGenerator) -> None:
@@ -137,18 +107,6 @@ def test_the_default_length_fits_the_context(engine: SelfSpecGenerator) -> None:
     assert len(longer.generate(PROMPT).new_tokens) == DEFAULT_MAX_NEW_TOKENS
 
 
-def test_never_stopping(llama: LlamaForCausalLM) -> None:
-    """eos_token_id=[] means never stop, also where the checkpoint has an EOS token; None means the checkpoint's."""
-    free = reference_greedy(llama, PROMPT, max_new_tokens=20)
-    with_eos = tiny_llama(dtype=torch.float64, seed=3)
-    with_eos.generation_config.eos_token_id = free[6]
-    engine = SelfSpecGenerator(from_transformers(with_eos, layout="plain"))
-    assert engine.generate(PROMPT, max_new_tokens=20, eos_token_id=[]).new_tokens == free
-    stopped = engine.generate(PROMPT, max_new_tokens=20)
-    assert stopped.new_tokens == free[: free.index(free[6]) + 1]
-    assert stopped.stop_reason == "eos"
-
-
 def test_the_call_goes_before_the_config_before_the_checkpoint(llama: LlamaForCausalLM) -> None:
     changed = tiny_llama(dtype=torch.float64, seed=3)
     changed.generation_config.update(repetition_penalty=2.0, max_new_tokens=9)
@@ -166,14 +124,28 @@ def test_the_call_goes_before_the_config_before_the_checkpoint(llama: LlamaForCa
     assert len({tuple(tokens) for tokens in expected}) == 3
 
 
+def test_every_form_of_a_prompt() -> None:
+    prompts: list[Any] = [
+        [1, 2, 3],
+        (1, 2, 3),
+        range(1, 4),
+        torch.tensor([[1, 2, 3]]),
+        torch.tensor([1, 2, 3]).int(),
+        "bcd",
+    ]
+    for prompt in prompts:
+        ids = encode_prompt(prompt, tiny_tokenizer(), VOCAB_SIZE)
+        assert ids.dtype == torch.int64 and ids.tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="empty"):
+        encode_prompt("", tiny_tokenizer(), VOCAB_SIZE)
+
+
 def test_random_sources() -> None:
-    cpu = torch.device("cpu")
+    cpu, given = torch.device("cpu"), torch.Generator()
     assert make_generator(1, None, cpu, do_sample=False) is None
-    given = torch.Generator()
     assert make_generator(None, given, cpu, do_sample=True) is given
     seeded = [make_generator(seed, None, cpu, do_sample=True) for seed in (5, 5, None, None)]
     numbers = [torch.rand(1, generator=source).item() for source in seeded]
-    assert numbers[0] == numbers[1]
-    assert len(set(numbers)) == 3
+    assert numbers[0] == numbers[1] and len({*numbers}) == 3
     with pytest.raises(ValueError, match="make it there"):
-        make_generator(None, torch.Generator(), torch.device("meta"), do_sample=True)
+        make_generator(None, given, torch.device("meta"), do_sample=True)

@@ -105,6 +105,8 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
         {"hidden_size": 2**40, "num_attention_heads": 1, "num_key_value_heads": 1},
         "hidden_size=1099511627776, where at most 16384 for each of 1 heads is meant",
     ),
+    (("llama",), {"vocab_size": 10**12}, "vocab_size=|another shape"),  # memory is taken after shapes are compared
+    (("llama",), {"intermediate_size": 10**12}, "intermediate_size=|another shape"),
     (("llama",), {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
     (("llama",), {"dtype": "nothing"}, "cannot read the config.json.*nothing"),
     (("llama",), {"transformers_weights": "x.safetensors"}, "transformers_weights='x.safetensors'"),

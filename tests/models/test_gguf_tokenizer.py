@@ -1,11 +1,9 @@
-"""Tokenizers of GGUF files: ids of tokenizers made by hand of the same vocabulary, and of llama.cpp if it is installed."""
+"""Tokenizers of GGUF files: ids of tokenizers made by hand of the same vocabulary."""
 
 from __future__ import annotations
 
 import gc
 import json
-import shutil
-import subprocess
 from functools import cache
 from pathlib import Path
 from threading import current_thread
@@ -18,7 +16,6 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 import gguf_models
 from layerskip_models import load_tokenizer
 from layerskip_models.checkpoints import gguf_checkpoint
-from layerskip_models.checkpoints.gguf_tokenizer import SPLITS
 from layerskip_models.checkpoints.loading import begin_tokenizer
 
 TEXTS = (
@@ -226,27 +223,3 @@ def test_special_tokens_of_phi_3_take_the_spaces_behind_them(tmp_path: Path) -> 
         tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "m.gguf", name)[0])
         left, right = (tokenizer(text)["input_ids"] for text in ("<|end|>\nhi", "<|end|>hi"))
         assert (left == right) == same
-
-
-OTHERWISE = {
-    **dict.fromkeys(("tekken", "gpt-4o", "kanana2", "talkie"), (5,)),
-    **dict.fromkeys(("deepseek-llm", "deepseek-coder"), (8,)),
-}
-"""Texts that llama.cpp splits otherwise than the model's own expression: its matcher knows no cases of letters, takes U+3000
-for another space and "~" for no symbol, and splits spaces before grouped digits."""
-
-
-@pytest.mark.skipif(shutil.which("llama-tokenize") is None, reason="llama.cpp is not installed")
-@pytest.mark.parametrize("pre", [*SPLITS, None, "sentencepiece"])
-def test_ids_are_those_of_llama_cpp(pre: str | None, tmp_path: Path) -> None:
-    """Of names that the installed llama.cpp knows."""
-    path = tmp_path / "m.gguf"
-    path = write_sentencepiece(path)[0] if pre == "sentencepiece" else write_byte_level(path, pre)
-    tokenizer, other = load_tokenizer(path), tmp_path / "text"
-    for text in (text for place, text in enumerate(TEXTS) if place not in OTHERWISE.get(str(pre), ())):
-        other.write_bytes(text.encode())
-        command = ["llama-tokenize", "-m", str(path), "-f", str(other), "--ids", "--log-disable"]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ran.returncode:
-            pytest.skip(f"not known there: {ran.stderr[-200:]}")
-        assert tokenizer(text)["input_ids"] == json.loads(ran.stdout), text

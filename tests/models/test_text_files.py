@@ -91,16 +91,13 @@ def test_prompts_keep_what_other_programs_call_line_ends(tmp_path: Path) -> None
     assert output.read_text(encoding="utf-8") == result + "\n"
 
 
-def test_so_do_examples_and_prompts_of_the_benchmark(tmp_path: Path) -> None:
+def test_so_do_examples_prompts_of_the_benchmark_and_records(tmp_path: Path) -> None:
     (example,) = read_examples(_prompts_file(tmp_path / "texts.jsonl", {"text": ODD}), ())
     assert example.text == ODD
     (tmp_path / "plain.txt").write_text(BOM + "plain\n", encoding="utf-8")
     assert read_examples(tmp_path / "plain.txt", ())[0].text == "plain\n"
     (prompt,) = load_prompts(_prompts_file(tmp_path / "p.jsonl", {"id": "1", "task": "a", "prompt": ODD}))
     assert prompt.prompt == ODD
-
-
-def test_so_do_records(tmp_path: Path) -> None:
     header = {"kind": "run", "command": "run", "configuration": {"text": ODD}, "provenance": {}}
     path = tmp_path / "record.jsonl"
     with Record(path, header) as record:

@@ -192,6 +192,7 @@ def test_a_file_is_the_module_that_it_was_saved_from(kind: str, layout: Layout |
         found = load_model(folder, dtype="float32", layout=layout, device="cpu")
         expected = from_transformers(load_transformers(folder, dtype="float32", device="cpu"), layout=layout)
         in_own = load_model(folder, dtype=dtype, layout=layout, device="cpu")
+        assert in_own.weights_dtype == (in_own.dtype if layout in ("int8", "int4") else dtype)
         overwrite(folder)
         same_models(found, expected)
         same_models(in_own, from_transformers(module, layout=layout))

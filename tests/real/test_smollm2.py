@@ -6,29 +6,22 @@ The texts are short, so that all of this takes a minute; `-m real` runs it alone
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from openai import OpenAI
+from pydantic import BaseModel, Field
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedModel
-from typer.testing import CliRunner
 
 from layerskip_models import from_transformers, load_tokenizer
 from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.checkpoints.named_models import NAMED_MODELS
-from layerskip_models.training import loop
-from layerskip_models.training.layerskip import train
 from running_server import RunningServer, running_server
-from scripted_policies import EVERY_POLICY, named_policy, others_slow, parts_of
 from selfspec import SelfSpecGenerator
-from selfspec.cli.main import app
-from tiny_training import tiny
 
 _MODEL = NAMED_MODELS["smollm2"]
 pytestmark = [
@@ -40,31 +33,20 @@ NEAR_TIE = 1e-3
 EXIT = 8
 QUESTIONS = (
     "What is the capital of France?", "Who wrote Romeo and Juliet?", "Name three primary colours.", "What is 12 times 7?",
-    "Explain gravity in one sentence.", "How do plants make food?", "Translate 'good morning' to Spanish.",
-    "Write a haiku about autumn.", "What causes rain?", "Give me a recipe for pancakes.",
+    "Explain gravity in one sentence.",
 )  # fmt: skip
 TEXTS = (
     "The capital of France is", "Once upon a time there was", "Water boils at", "The three laws of motion are",
-    "In 1969, the first man", "To bake bread you need", "The mitochondria is", "Photosynthesis is the process",
-    "The stock market fell because", "A good night's sleep",
+    "In 1969, the first man",
 )  # fmt: skip
 CODE = (
-    "def fibonacci(n):\n", "import json\n\ndef load(path):\n", "class Stack:\n    def __init__(self):\n",
-    "for i in range(10):\n",
-    "SELECT name FROM", "#include <stdio.h>\nint main() {\n", "function add(a, b) {\n", "def is_prime(n):\n    if n < 2:\n",
-    "<html>\n<head>\n", "x = [1, 2, 3]\nprint(",
+    "def fibonacci(n):\n", "def is_prime(n):\n    if n < 2:\n", "import json\n\ndef load(path):\n", "SELECT name FROM",
+    "<html>\n<head>\n",
 )  # fmt: skip
 REPEATING = tuple(
     f"Copy this line: {line}\n{line}\nCopy it again: " for line in
-    ("the cat sat on the mat", "3, 1, 4, 1, 5, 9", "alpha beta gamma delta", "https://example.org/a/b", "key = value",
-     "Öl, Käse, Brot", "日本語の文章", "def f(x): return x", "A-1, A-2, A-3", "to be or not to be")
+    ("the cat sat on the mat", "3, 1, 4, 1, 5, 9", "https://example.org/a/b", "Öl, Käse, Brot", "日本語の文章")
 )  # fmt: skip
-
-
-def beginning_of(name: str) -> tuple[str, int]:
-    """A policy's first part and how many there are. Of those alike in this only one is tried: tiny models run them all."""
-    parts = parts_of(name)
-    return parts[0], len(parts)
 
 
 def chat(question: str) -> list[dict[str, str]]:
@@ -101,11 +83,11 @@ def client(server: RunningServer) -> Iterator[OpenAI]:
         yield opened
 
 
-@pytest.mark.parametrize("each", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_greedy_texts_are_transformers_own(each: int, exact: SelfSpecGenerator, reference: PreTrainedModel) -> None:
     """Every token is the one of the largest logit, for prompts of four kinds, up to ties that float32 cannot tell apart."""
     prompts = [*map(chat, QUESTIONS[:each]), *TEXTS[:each], *CODE[:each], *REPEATING[:each]]
-    found = exact.generate_batch(prompts, max_new_tokens=8, policy=f"ls:{EXIT}-1", batch_size=40)
+    found = exact.generate_batch(prompts, max_new_tokens=8, policy=f"ls:{EXIT}-1", batch_size=20)
     assert len(found) == 4 * each
     for result in found:
         text, start = result.sequences, result.stats.num_prompt_tokens
@@ -128,7 +110,7 @@ def test_its_digits_are_split_first() -> None:
 
 
 def test_a_text_is_the_same_alone_and_with_others(smollm2: SelfSpecGenerator) -> None:
-    prompts: list[Any] = [chat(QUESTIONS[0]), TEXTS[1], CODE[0], REPEATING[6], chat(QUESTIONS[4])]
+    prompts: list[Any] = [chat(QUESTIONS[0]), TEXTS[1], CODE[0], REPEATING[4], chat(QUESTIONS[4])]
     together = smollm2.generate_batch(prompts, max_new_tokens=14, policy="copy")
     alone = [smollm2.generate(prompt, max_new_tokens=14, policy="ar") for prompt in prompts]
     assert [result.new_tokens for result in together] == [result.new_tokens for result in alone]
@@ -163,36 +145,14 @@ def test_a_second_turn_reads_only_what_is_new(smollm2: SelfSpecGenerator) -> Non
     assert second.stats.num_reused_tokens >= first.stats.num_prompt_tokens + first.stats.num_new_tokens - 1
 
 
-@pytest.fixture(scope="module")
-def plain(smollm2: SelfSpecGenerator) -> list[int]:
-    """What plain decoding says to the prompt of every policy. Longer texts are compared on tiny models."""
-    return smollm2.generate(CODE[7], max_new_tokens=9, policy="ar").new_tokens
-
-
-@pytest.mark.parametrize("name", others_slow(EVERY_POLICY, beginning_of))
-def test_every_policy_gives_the_same_text(name: str, smollm2: SelfSpecGenerator, plain: list[int]) -> None:
-    policy = named_policy(name, EXIT, smollm2.model)
-    assert smollm2.generate(CODE[7], max_new_tokens=9, policy=policy).new_tokens == plain
-
-
 def test_answers_follow_a_json_schema(client: OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 20}, "capital": {"type": "boolean"}},
-        "required": ["city", "capital"],
-        "additionalProperties": False,
-    }
-    asked: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
-    answer = client.chat.completions.create(
-        model="smollm2",
-        messages=chat("Name a large city as JSON."),
-        response_format=asked,
-        max_tokens=80,
-        temperature=0,
-    )
-    assert answer.choices[0].finish_reason == "stop"
-    found = json.loads(answer.choices[0].message.content or "")
-    assert found.keys() == {"city", "capital"} and isinstance(found["capital"], bool)
+    class City(BaseModel):
+        city: str = Field(max_length=20)
+        capital: bool
+
+    asked: Any = {"messages": chat("Name a large city as JSON."), "response_format": City, "max_tokens": 80}
+    answer = client.chat.completions.parse(model="smollm2", temperature=0, **asked).choices[0]
+    assert answer.finish_reason == "stop" and isinstance(answer.message.parsed, City)
 
 
 def test_a_client_gets_what_python_gets(client: OpenAI, smollm2: SelfSpecGenerator) -> None:
@@ -205,11 +165,11 @@ def test_a_client_gets_what_python_gets(client: OpenAI, smollm2: SelfSpecGenerat
 
 def test_a_stop_string_of_several_tokens_ends_a_text(client: OpenAI, smollm2: SelfSpecGenerator) -> None:
     """Also one that begins in the middle of a token, of which no part is sent."""
-    text = smollm2.generate(CODE[7], max_new_tokens=40).text
+    text = smollm2.generate(CODE[1], max_new_tokens=40).text
     assert text is not None
     stop = text[12:22]
     assert len(smollm2.tokenizer(stop)["input_ids"]) > 1
-    asked: Any = {"model": "smollm2", "prompt": CODE[7], "max_tokens": 40, "temperature": 0, "stop": [stop]}
+    asked: Any = {"model": "smollm2", "prompt": CODE[1], "max_tokens": 40, "temperature": 0, "stop": [stop]}
     parts = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]
     assert "".join(parts) == text[: text.index(stop)]
 
@@ -222,27 +182,6 @@ def test_characters_of_several_tokens_are_streamed_whole(line: str, smollm2: Sel
     assert sum(ord(character) > 0x2E80 for character in text or "") >= 3
     assert "".join(parts) == text
     assert not any("\ufffd" in part for part in parts[:-1])  # the last character may be cut by the limit
-
-
-@pytest.mark.slow
-def test_the_whole_context_can_be_used(smollm2: SelfSpecGenerator) -> None:
-    prompt = smollm2.tokenizer("the quick brown fox jumps over the lazy dog " * 1000)["input_ids"][:8184]
-    drafted = smollm2.generate(prompt, max_new_tokens=8, policy=f"ls:{EXIT}-4")
-    assert drafted.sequences.shape[1] == smollm2.model.max_positions == 8192
-    assert smollm2.generate(prompt, max_new_tokens=8, policy="ar").new_tokens == drafted.new_tokens
-
-
-def test_one_token_more_than_the_context_is_refused(smollm2: SelfSpecGenerator) -> None:
-    with pytest.raises(ValueError, match=r"8193.*8192"):
-        smollm2.generate([5] * 8184, max_new_tokens=9)
-
-
-@pytest.mark.slow
-def test_verify() -> None:
-    asked = ["--policy", f"ls:{EXIT}-2", "--max-new-tokens", "6", "--draws", "0"]
-    verified = CliRunner().invoke(app, ["verify", "smollm2", *asked])
-    assert verified.exit_code == 0, verified.output
-    assert verified.output.splitlines()[-1].startswith("verified: ")
 
 
 def test_copied_text_is_drafted_and_kept(smollm2: SelfSpecGenerator) -> None:
@@ -260,25 +199,3 @@ def test_it_drafts_for_itself_in_eight_bits() -> None:
     plain, drafted = (generator.generate(policy=policy, **asked) for policy in ("ar", "bits:8-4"))
     assert drafted.new_tokens == plain.new_tokens
     assert drafted.stats.num_accepted > 0.8 * drafted.stats.num_drafted
-
-
-@pytest.mark.slow
-def test_training_goes_on_from_it(
-    tmp_path: Path, smollm2: SelfSpecGenerator, reference: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step that moves nothing: the same weights, in a checkpoint with its tokenizer and chat template."""
-    # What a run is resumed from is the same for tiny models, and a gigabyte for this one.
-    monkeypatch.setattr(loop, "_save", lambda *arguments: None)
-    (tmp_path / "text.txt").write_text("Water boils at one hundred degrees. " * 40, encoding="utf-8")
-    unmoved: Any = {"max_steps": 1, "warmup_steps": 0, "learning_rate": 1e-12, "weight_decay": 0.0, "long_steps": 0}
-    options = {**unmoved, "init": "smollm2", "optimizer": "adamw", "batch_tokens": 32, "holdout_fraction": 0.0}
-    train(tiny(tmp_path / "text.txt", tmp_path / "run", **options))
-    trained = SelfSpecGenerator.from_pretrained(tmp_path / "run", dtype="float32")
-    assert trained.tokenizer.chat_template == smollm2.tokenizer.chat_template
-    assert trained.model.generation_config.eos_token_id == smollm2.model.generation_config.eos_token_id
-    trained_model = load_transformers(tmp_path / "run", dtype="float32", device="cpu")
-    before, after = (dict(model.named_parameters()) for model in (reference, trained_model))
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6, msg=name)
-    assert trained.generate(chat(QUESTIONS[0]), max_new_tokens=8).text

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import logging
 import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from running_server import RunningServer, post, refusal, running_server, wait_until
+from running_server import RunningServer, asking, post, refusal, running_server, threads_of, wait_until
 from running_server import ask as raw_ask
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.serve import app as app_module
-from selfspec.serve import prompts, scheduler, translation
+from selfspec.serve import bodies, prompts, scheduler, translation
 from selfspec.serve.api_errors import ApiError, queue_full
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest
 from selfspec.serve.api_responses import CompletionAnswer
 from selfspec.serve.bodies import parse
-from selfspec.serve.prompts import check_length
 from selfspec.serve.serve_options import ServeOptions
 from test_serve import CODE, REPEATING, SCHEMA
 
@@ -73,28 +70,27 @@ def test_a_large_body_that_is_wrong_has_few_errors(named: str, body: bytes) -> N
 
 def test_large_bodies_are_read_in_another_thread(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither JSON nor a prompt of some size is looked at on the event loop, nor is a policy's name."""
-    loops: list[str] = []
-    translator = server.app.state.translator
-    plain_loads, plain_choose, plain_check = json.loads, translator._policies.choose, check_length
+    policies = server.app.state.translator._policies
+    calls = {what: threads_of(monkeypatch, owner, name) for what, owner, name in (
+        ("json", bodies.json, "loads"), ("prompt", translation, "check_length"), ("chat", prompts, "check_length"),
+        ("policy", policies, "choose"),
+    )}  # fmt: skip
 
-    def here(what: str) -> None:
-        if threading.current_thread() is not threading.main_thread():  # which is the client
-            loops.append(f"{what} in {'the loop' if threading.current_thread() is server.thread else 'a pool'}")
+    def in_the_loop() -> dict[str, bool]:
+        """Whether the calls since the last look ran there. The client, in the main thread, reads JSON as well."""
+        seen = {what: {*threads} - {threading.main_thread()} for what, threads in calls.items()}
+        for threads in calls.values():
+            threads.clear()
+        return {what: server.thread in threads for what, threads in seen.items() if threads}
 
-    monkeypatch.setattr("selfspec.serve.bodies.json.loads", lambda *a, **k: (here("json"), plain_loads(*a, **k))[1])
-    monkeypatch.setattr(translator._policies, "choose", lambda *a, **k: (here("policy"), plain_choose(*a, **k))[1])
-    for module in (translation, prompts):
-        monkeypatch.setattr(module, "check_length", lambda *a: (here("prompt"), plain_check(*a))[1])
     assert ask(server)[0] == 200
-    assert set(loops) == {"json in the loop", "prompt in the loop", "policy in the loop"}  # no name that is parsed
+    assert in_the_loop() == {"json": True, "prompt": True, "policy": True}  # no name that is parsed
     for size in (40_000, 3_000_000):
-        loops.clear()
         status, answer = ask(server, prompt="word " * (size // 5), policy="auto")
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-        assert set(loops) == {"json in a pool", "prompt in a pool"}
-    loops.clear()
+        assert in_the_loop() == {"json": False, "prompt": False}
     assert ask(server, policy="del")[0] == 200
-    assert "policy in a pool" in loops and "policy in the loop" not in loops
+    assert in_the_loop()["policy"] is False
 
 
 MANY: dict[str, dict[str, Any]] = {
@@ -108,32 +104,23 @@ def test_what_a_request_asks_for_is_made_once_and_not_for_every_text(
     many: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not on the event loop, nor before there is room for the texts."""
-    made: Counter[str] = Counter()
-    threads = set[threading.Thread]()
     translator, scheduler = many.app.state.translator, many.app.state.scheduler
-
-    def counting(name: str, work: Any) -> Any:
-        def counted(*given: Any, **options: Any) -> Any:
-            made[name] += 1
-            threads.add(threading.current_thread())
-            return work(*given, **options)
-
-        return counted
-
-    monkeypatch.setattr(translator._policies, "choose", counting("policy", translator._policies.choose))
-    monkeypatch.setattr(translation, "bias_processor", counting("bias", translation.bias_processor))
-    monkeypatch.setattr(translator.vocabulary, "matcher", counting("grammar", translator.vocabulary.matcher))
-    monkeypatch.setattr(translator, "texts", counting("all", translator.texts))
+    all_texts = threads_of(monkeypatch, translator, "texts")
+    made = {
+        "policy": threads_of(monkeypatch, translator._policies, "choose"),
+        "bias": threads_of(monkeypatch, translation, "bias_processor"),
+        "grammar": threads_of(monkeypatch, translator.vocabulary, "matcher"),
+    }
     for name, fields in MANY.items():
-        made.clear()
+        made[name].clear()
+        all_texts.clear()
         status, answer = ask(many, n=8, **fields)
         assert (status, len(answer["choices"])) == (200, 8)
-        assert made[name] == made["all"] == 1
-    assert many.thread not in threads
-    made.clear()
+        assert len(made[name]) == len(all_texts) == 1 and many.thread not in made[name] + all_texts
+    all_texts.clear()
     monkeypatch.setattr(scheduler, "check_room", lambda texts: (_ for _ in ()).throw(queue_full(f"{texts} texts")))
     assert ask(many, n=8)[1]["error"]["message"].startswith("8 texts")
-    assert not made
+    assert not all_texts
 
 
 @pytest.fixture(scope="module")
@@ -152,22 +139,12 @@ def test_texts_of_one_grammar_are_those_of_single_requests(many: RunningServer) 
 
 def test_long_answers_are_not_written_on_the_event_loop(many: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of some hundred tokens with log-probabilities, or a prompt with them; short ones are written at once."""
-    threads: list[bool] = []
-    for name in ("whole", "chunk"):
-        plain = getattr(CompletionAnswer, name)
-
-        def noting(*given: Any, plain: Any = plain) -> Any:
-            threads.append(threading.current_thread() is many.thread)
-            return plain(*given)
-
-        monkeypatch.setattr(CompletionAnswer, name, noting)
-    long = {"max_tokens": 300, "ignore_eos": True, "logprobs": 5}
-    assert ask(many, logprobs=5)[0] == 200 and threads == [True]
-    assert ask(many, **long)[0] == 200 and threads == [True, False]
-    threads.clear()
+    whole, chunks = (threads_of(monkeypatch, CompletionAnswer, name) for name in ("whole", "chunk"))
+    assert ask(many, logprobs=5)[0] == 200 and whole == [many.thread]
+    assert ask(many, max_tokens=300, ignore_eos=True, logprobs=5)[0] == 200 and many.thread not in whole[1:]
     body = {**ASK, "prompt": [5] * 300, "echo": True, "logprobs": 5, "stream": True}
     assert raw_ask(many, "POST", "/v1/completions", body)[0] == 200
-    assert threads[0] is False and all(threads[1:])
+    assert chunks[0] is not many.thread and {*chunks[1:]} == {many.thread}
 
 
 def test_a_prompt_is_refused_before_all_of_it_is_made_into_tokens(
@@ -304,15 +281,13 @@ def test_a_stream_that_waits_says_so_and_the_end_is_503(
     monkeypatch.setattr(app_module, "PING_SECONDS", 0.05)
     endless = {**ASK, "max_tokens": 1900, "logit_bias": {"0": -100}, "stream": True}
     with running_server(offline, batch_size=1, max_waiting=2, grace_seconds=1) as server:
-        first, second, third = (http.client.HTTPConnection(server.base[7:], timeout=30) for _ in range(3))
-        headers = {"Content-Type": "application/json"}
-        first.request("POST", "/v1/completions", json.dumps(endless), headers)
+        first = asking(server, endless)
         running = first.getresponse()
         assert running.read(6) == b"data: "
-        second.request("POST", "/v1/completions", json.dumps({**ASK, "stream": True}), headers)
+        second = asking(server, {**ASK, "stream": True})
         waiting = second.getresponse()
         assert waiting.read(10) == b": waiting\n"
-        third.request("POST", "/v1/completions", json.dumps(ASK), headers)
+        third = asking(server, ASK)
         wait_until(lambda: server.metric("waiting_texts") == 2)
         monkeypatch.setattr(Engine, "step", lambda engine: time.sleep(0.05) or [])  # nothing ends any more
         server.server.should_exit = True

@@ -31,5 +31,5 @@ def test_every_answer_is_described(offline: SelfSpecGenerator, mode: GenerationM
         for operation in (found.ok() for found in described.get_all_operations()):
             if follows or operation.body:
                 every = given(case=operation.as_strategy(generation_mode=mode))(answers_as_described)
-                settings(max_examples=25)(every)()
+                settings(max_examples=12)(every)()
     assert statuses >= ({200, 400, 404} if follows else {400})

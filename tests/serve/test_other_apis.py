@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from running_server import RunningServer, ask, post, refusal, running_server
+from running_server import RunningServer, ask, post, refusal, running_server, threads_of
 from scripted_model import scripted_generator
 from selfspec.serve import app as app_module
 from selfspec.serve.api_responses import PartsAnswer
@@ -53,6 +52,8 @@ def by_responses(server: RunningServer, given: Any, **options: Any) -> tuple[Fou
     called: list[Any] = [[one for one in items if one.type == "function_call"] for items in (whole.output, done)]
     calls = [[(one.name, json.loads(one.arguments)) for one in each] for each in called]
     assert calls[0] == calls[1] and events[-1].type == f"response.{whole.status}"
+    told = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
+    assert told == [one.arguments for one in called[1]]
     return (whole.output_text, calls[0], whole.status), whole.output
 
 
@@ -95,9 +96,9 @@ def test_all_apis_have_one_text(server: RunningServer, client: openai.OpenAI) ->
     assert (message["usage"]["input_tokens"], answer.usage.input_tokens) == 2 * (used.prompt_tokens,)
 
 
-@pytest.mark.parametrize("key", GOLDEN)
+@pytest.mark.parametrize("key", ["key: two", "key: text behind", "key: half", "key: broken"])
 def test_calls_and_their_results(scripted: RunningServer, key: str) -> None:
-    """A second turn has what the first one answered, as the client holds it."""
+    """A second turn has what the first one answered, as the client holds it. `test_tool_calls` reads the other answers."""
     content, calls = GOLDEN[key]
     found, items = by_responses(scripted, key, tools=FUNCTIONS)
     assert found == (content or "", calls, "completed")
@@ -150,22 +151,16 @@ def test_errors_are_those_of_the_clients(scripted: RunningServer) -> None:
 
 def test_a_long_answer_is_not_written_on_the_event_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last events repeat all log-probabilities, and the first ones the request's fields."""
-    written, plain = list[bool](), PartsAnswer._event
-
-    def noting(*given: Any, **fields: Any) -> str:
-        written.append(threading.current_thread() is server.thread)
-        return plain(*given, **fields)
-
-    monkeypatch.setattr(PartsAnswer, "_event", noting)
+    written = threads_of(monkeypatch, PartsAnswer, "_event")
     body = {"input": "x", "max_output_tokens": 1, "stream": True}
     for extra, in_loop in (
         ({}, (True, True)),
         ({"top_logprobs": 1}, (True, False)),
-        ({"metadata": {"a": "x" * 140_000}}, 2 * (False,)),
+        ({"metadata": {"a": "x" * 140_000}}, (False, False)),
     ):
         written.clear()
         assert ask(server, "POST", "/v1/responses", {**body, **extra})[0] == 200
-        assert (written[0], written[-1]) == in_loop
+        assert (written[0] is server.thread, written[-1] is server.thread) == in_loop
 
 
 def test_a_stream_that_waits_or_fails_says_so(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -26,7 +24,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from layerskip_models import DEMO_PATH
-from running_server import RunningServer, ask, post, refusal, running_server, wait_until
+from running_server import RunningServer, ask, asking, post, refusal, running_server, wait_until
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
@@ -311,11 +309,8 @@ def test_a_body_that_is_too_large(server: RunningServer) -> None:
 def test_a_disconnect_frees_the_place(server: RunningServer, streamed: bool) -> None:
     cancelled = server.metric("cancelled_texts_total")
     tokens = server.metric("generated_tokens_total")
-    address = urlsplit(server.base)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
     body = {"model": "demo", "prompt": CODE, "max_tokens": 1900, "temperature": 1, "stream": streamed, "n": 3}
-    body["logit_bias"] = {"0": -100}  # no end
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection = asking(server, {**body, "logit_bias": {"0": -100}})  # no end
     if streamed:
         assert connection.getresponse().read(10) == b'data: {"id'
     wait_until(lambda: server.metric("decoding_texts") == 3)

@@ -1,4 +1,7 @@
-"""Schemas, penalties and biases of a request: masks are pure functions of the text, and schemas that hurt are refused."""
+"""What requests ask of each text: schemas, penalties, biases, and stop strings, before which it is cut in whatever pieces.
+
+Masks are pure functions of the text, and schemas that hurt are refused.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken
+from transformers import StoppingCriteria
 
+from byte_tokenizers import TOKENIZERS
 from layerskip_models import DEMO_PATH, load_tokenizer
-from running_server import post, refusal, running_server, wait_until
+from running_server import ask, post, refusal, running_server, wait_until
 from selfspec import SelfSpecGenerator
+from selfspec.detokenize import skipped_tokens
 from selfspec.serve import schema_check
-from selfspec.serve.processors import PenaltyProcessor, bias_processor
+from selfspec.serve.processors import PenaltyProcessor, Stops, StopTexts, TrimmedText, bias_processor
 from selfspec.serve.schema_check import LIMITS, MAX_NESTING, SchemaCheck, as_compiled
 from selfspec.serve.structured_output import GrammarError, GrammarProcessor, Vocabulary
+from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -131,13 +140,13 @@ def check() -> Iterator[SchemaCheck]:
         made.close()
 
 
-def chain(length: int, last: str = "integer") -> dict[str, Any]:
+def chain(length: int) -> dict[str, Any]:
     """So many objects that refer to each other."""
     definitions: dict[str, Any] = {
         f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}, "required": ["x"]}
         for i in range(length)
     }
-    return {"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{length}": {"type": last}}}
+    return {"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{length}": {"type": "integer"}}}
 
 
 def nested(levels: int) -> Any:
@@ -226,20 +235,6 @@ def test_what_people_write_is_taken(check: SchemaCheck, vocabulary: Vocabulary, 
         assert as_compiled(schema) == schema
 
 
-def test_a_grammar_that_explodes_while_a_text_is_written_ends_that_text(vocabulary: Vocabulary) -> None:
-    """What a step may cost is bounded in the compiler's own units, not by the clock: the error comes at the same token."""
-    schema = {"enum": ["x" * 1_000_000]}
-    lengths = []
-    for _ in range(2):
-        processor, text = GrammarProcessor(vocabulary, schema, vocabulary.matcher(schema), 0), list[int]()
-        with pytest.raises(GrammarError, match="too complex"):
-            while len(text) < 5:
-                masked = processor(torch.tensor([text], dtype=torch.long), torch.zeros(1, 4096))
-                text.append(int(masked[0].isfinite().nonzero()[-1]))
-        lengths.append(len(text))
-    assert lengths[0] == lengths[1]
-
-
 def test_a_server_survives_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(schema: Any) -> dict[str, Any]:
         asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -253,3 +248,106 @@ def test_a_server_survives_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(SchemaCheck, "__call__", lambda check, schema: None)
         error = refusal(server, "/v1/completions", body({"enum": ["x" * 1_000_000]}))
         assert error["param"] == "response_format"
+
+
+TOKENIZER = tiny_tokenizer()
+STOPS = st.lists(st.text("ab c.\n", min_size=1, max_size=4), max_size=3)
+BLOCKS = st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4), max_size=8)
+
+
+@given(stops=STOPS, blocks=BLOCKS)
+def test_pieces_are_the_text_before_the_first_stop(stops: list[str], blocks: list[list[int]]) -> None:
+    """The tokens end, as the engine's do, with the one that completes a stop string."""
+    tokens = [token for block in blocks for token in block]
+    ends = (n for n in range(len(tokens)) if any(stop in TOKENIZER.decode(tokens[:n]) for stop in stops))
+    tokens = tokens[: next(ends, len(tokens))]
+    text = TrimmedText(TOKENIZER, Stops(stops))
+    pieces, left = [], tokens
+    for block in blocks:
+        pieces.append(text.push(left[: len(block)]))
+        left = left[len(block) :]
+    pieces.append(text.finish())
+    whole = TOKENIZER.decode(tokens)
+    places = [place for stop in stops if (place := whole.find(stop)) >= 0]
+    assert "".join(pieces) == whole[: min(places, default=len(whole))]
+    assert text.ended == bool(places) and (text.found is None or whole.startswith(text.found, min(places)))
+    at_once = TrimmedText(TOKENIZER, Stops(stops))
+    assert at_once.push(tokens) + at_once.finish() == "".join(pieces)
+
+
+def test_what_may_become_a_stop_is_held_back() -> None:
+    text = TrimmedText(TOKENIZER, Stops(["be.", "."]))
+    a, be, dot = TOKENIZER.convert_tokens_to_ids(["a", " be", "."])
+    assert [text.push([token]) for token in (a, be, a, be)] == ["a", " ", "bea", " "] and not text.ended
+    assert (text.push([dot, a]), text.ended, text.finish()) == ("", True, "")
+
+
+def test_a_stop_may_have_special_tokens_which_an_answer_does_not_show() -> None:
+    tokenizer = tiny_tokenizer()
+    a, be = tokenizer.convert_tokens_to_ids(["a", " be"])
+    names = ("<|im_end|>", "<|im_start|>", "<|other|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names]})
+    end, begin, other = map(int, tokenizer.convert_tokens_to_ids([*names]))
+    special = skipped_tokens(tokenizer)
+    tokens = [a, begin, be, other, a, end, begin, a]
+    for stop, shown, length in (
+        ("<|im_end|>", "a bea", 6), ("<|im_end|><|im_start|>", "a bea", 7), ("<|im_start|>a", "a bea", 8),
+        ("ea", "a b", 5), ("<|im_end|>a", "a bea", 8), ("<|im_end|> ", "a beaa", None), ("<|other|>", "a be", 4),
+    ):  # fmt: skip
+        stops = Stops([stop], special=special)
+        assert stopped(StopTexts(tokenizer, stops, 0), tokens, 0) == length
+        text = TrimmedText(tokenizer, stops)
+        assert "".join(text.push([token]) for token in tokens[:length]) + text.finish() == shown
+        assert (text.ended, text.found) == (length is not None, stop if length else None)
+
+
+def stopped(criterion: StoppingCriteria, tokens: list[int], prompt: int) -> int | None:
+    """How many tokens the text has when the criterion ends it."""
+    lengths = range(prompt + 1, len(tokens) + 1)
+    return next((n for n in lengths if bool(criterion(torch.tensor([tokens[:n]]), torch.empty(0)))), None)
+
+
+@pytest.mark.parametrize("stop", ["A", "\n", "a\n", "é"])
+def test_a_stop_of_byte_tokens_ends_the_text_at_its_last_byte(stop: str) -> None:
+    """And no token later, though more bytes might have made another text of them."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    spelled = ["a" if one == "a" else f"<0x{byte:02X}>" for one in stop for byte in one.encode()]
+    names = ["a", "<0x42>", *spelled, "b", "b"]
+    tokens = tokenizer.convert_tokens_to_ids(names)
+    assert stopped(StopTexts(tokenizer, Stops([stop]), 1), tokens, 1) == len(tokens) - 2
+    text = TrimmedText(tokenizer, Stops([stop]))
+    assert text.push(tokens[:-2]) + text.finish() == "aB"
+
+
+def test_a_stop_may_begin_with_the_space_behind_the_prompt() -> None:
+    """Which is there only if the text is decoded after its prompt: SentencePiece tokenizers strip a text's first space."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    a, be, b = tokenizer.convert_tokens_to_ids(["▁a", "▁be", "b"])
+    assert stopped(StopTexts(tokenizer, Stops([" be"]), 1), [a, be, b], 1) == 2
+    text = TrimmedText(tokenizer, Stops(["b"]), prompt=[a])
+    assert text.push([be]) + text.finish() == " "
+
+
+def test_a_completion_has_the_space_behind_its_prompt() -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    a, be = tokenizer.convert_tokens_to_ids(["▁a", "▁be"])
+    generator = SelfSpecGenerator(tiny_llama(vocab_size=len(tokenizer), seed=3), tokenizer, "ls:1-3")
+    asked = {"prompt": [a], "max_tokens": 2, "temperature": 0, "logit_bias": {str(be): 100}}
+    with running_server(generator, served_name="m") as server:
+
+        def choice(**more: Any) -> Any:
+            return json.loads(ask(server, "POST", "/v1/completions", {**asked, **more})[1])["choices"][0]
+
+        assert choice()["text"] == " be be"
+        assert choice(echo=True)["text"] == "a be be"
+        assert (choice(stop=[" be"])["text"], choice(stop=[" be"])["finish_reason"]) == ("", "stop")
+        assert choice(logprobs=1)["logprobs"]["text_offset"] == [0, 3]
+
+
+def test_a_stop_is_found_where_tokens_are_shown_again() -> None:
+    """A round that breaks off has shown tokens that are then not committed, or are shown once more."""
+    a, be, dot, space = TOKENIZER.convert_tokens_to_ids(["a", " be", ".", " "])
+    criterion = StopTexts(TOKENIZER, Stops(["be."]), 1)
+    for tokens in ([a], [a, be], [a, a], [a, a, dot], [a, a], [a, a, be], [a, a, be, dot]):
+        ends = bool(criterion(torch.tensor([[space, *tokens]]), torch.empty(0)))
+        assert ends == (tokens[-2:] == [be, dot])

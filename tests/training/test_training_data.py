@@ -172,33 +172,31 @@ def talk(messages: list[dict[str, str]]) -> Example:
     return Example(key="", messages=messages)
 
 
+def scored(reader: TextReader, example: Example) -> list[tuple[str, list[str]]]:
+    """Each text that is made of an example, and the parts of it that count."""
+    made = reader.texts(example)
+    return [(words(reader, one.tokens), [words(reader, one.tokens[a:b]) for a, b in one.scored]) for one in made]
+
+
 def test_of_a_conversation_the_answers_count_with_their_end() -> None:
-    made = reader()
-    (text,) = made.texts(talk(TALK))
-    assert words(made, text.tokens) == " acab\n befig.\n abed\n beheadfig.\n"
-    assert [words(made, text.tokens[a:b]) for a, b in text.scored] == ["fig.", "headfig."]
+    assert scored(reader(), talk(TALK)) == [(" acab\n befig.\n abed\n beheadfig.\n", ["fig.", "headfig."])]
+    (text,) = reader().texts(talk(TALK))
     assert text.num_scored == len("fig.headfig.") and not text.own
-    assert made.texts(talk(TALK[:1])) == []  # without an answer
+    assert scored(reader(), talk(TALK[:1])) == []  # without an answer
 
 
 def test_a_template_that_rewrites_earlier_turns_gives_a_text_for_each_answer() -> None:
     """As those do that drop the thoughts of earlier answers."""
     made = reader(TEMPLATE.replace("{{ m.content }}", "{{ m.content if m.role == 'user' or loop.last else '' }}"))
-    one, other = made.texts(talk(TALK))
-    assert [words(made, one.tokens), words(made, other.tokens)] == [
-        " acab\n befig.\n",
-        " acab\n be.\n abed\n beheadfig.\n",
-    ]
-    assert [words(made, text.tokens[a:b]) for text in (one, other) for a, b in text.scored] == ["fig.", "headfig."]
+    one, other = " acab\n befig.\n", " acab\n be.\n abed\n beheadfig.\n"
+    assert scored(made, talk(TALK)) == [(one, ["fig."]), (other, ["headfig."])]
 
 
 def test_of_a_prompt_with_its_completion_the_completion_counts() -> None:
-    made = reader(bos=True)
-    (text,) = made.texts(Example(key="", prompt="cab fig", completion=" a head"))
-    assert words(made, text.tokens) == "\ncab fig a head."
-    assert [words(made, text.tokens[a:b]) for a, b in text.scored] == [" a head."]
+    example = Example(key="", prompt="cab fig", completion=" a head")
+    assert scored(reader(bos=True), example) == [("\ncab fig a head.", [" a head."])]
     with pytest.raises(ValueError, match="--own-answers"):
-        made.texts(Example(key="", prompt="cab"))
+        reader().texts(Example(key="", prompt="cab"))
 
 
 def test_a_long_text_is_cut_and_every_piece_begins_as_prompts_do() -> None:
