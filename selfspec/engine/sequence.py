@@ -288,6 +288,7 @@ class Sequence:
             acceptance_probabilities=draft.rates,
             dropped_acceptance=draft.dropped_acceptance,
             shadow=self._shadow_tokens(draft),
+            rejected=self._rejected_tokens(draft),
             acceptance=draft.acceptance,
             threshold=draft.threshold,
             draft_seconds=shares[0] - spent.seconds if drafting else 0.0,
@@ -322,6 +323,16 @@ class Sequence:
             overlap = partial(self.sampler.overlap, tokens=self.tokens, length=draft.context.num_committed, p=p)
         at_exit = partial(self.model.at_exit, steering=draft.steering)
         return self.states.shadow_tokens(rows, target, overlap, at_exit)
+
+    def _rejected_tokens(self, draft: Draft) -> Shadow | None:
+        """Find the same for the rows behind the first rejected draft, as far as they were judged, if the policy asks."""
+        first = draft.num_accepted + 1
+        chosen = draft.target_tokens[first:] if self.observes.rejected_rows else []
+        if not (chosen and draft.learns) or draft.failure is not None:
+            return None
+        target = to_device(torch.tensor(chosen, dtype=torch.long, device="cpu"), self.tokens.device)
+        at_exit = partial(self.model.at_exit, steering=draft.steering)
+        return self.states.shadow_tokens(len(chosen), target, None, at_exit, first=first)
 
     def _commit(self, block: list[int], failed: bool = False) -> list[int] | None:
         """Write the block behind the text, find the first stop in it, and move the text's end there.

@@ -1,7 +1,11 @@
-"""Algorithm 1 of DEL and of Pacer, as plain as they are printed, decide what our policies decided on recorded rounds."""
+"""Algorithm 1 of DEL and of Pacer, as plain as they are printed, decide what our policies decided on recorded rounds.
+
+DEL's release has a file of its own.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,52 +78,46 @@ class DelUpdate:
         return sum(alpha**i for i in range(d + 1)) / (d * layer + L)
 
     def best(self, layer: int) -> float:
-        """Over d from 1 on: what d = 0 would mean the paper does not say."""
-        return max(self.TPL(layer, d) for d in range(1, D_MAX + 1))  # 24
+        return max(self.TPL(layer, d) for d in range(D_MAX + 1))  # 24
 
     def tau(self, layer: int) -> float:
-        """Line 28; mismatched rows by their number, and where there is only one kind, its mean."""
+        """Line 28; mismatched rows by their number, and 0 / 0 is not a number."""
         wrong = [n - c for n, c in zip(self.n, self.c[layer])]
-        means = [S(a) / S(b) for a, b in ((self.tcs[layer], self.c[layer]), (self.fcs[layer], wrong)) if S(b) > 0]
-        return sum(means) / len(means)
+        if not (S(self.c[layer]) and S(wrong)):
+            return math.nan
+        return (S(self.tcs[layer]) / S(self.c[layer]) + S(self.fcs[layer]) / S(wrong)) / 2
 
 
-@pytest.mark.parametrize("prompt", ["first", "counted"])
-@pytest.mark.parametrize("on_stop", ["drop", "keep"])
-def test_del_decides_what_its_algorithm_does(
-    generator: SelfSpecGenerator, on_stop: str, prompt: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_del_decides_what_its_algorithm_does(generator: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     exits, stops, shown = set(), set(), shown_to_del(monkeypatch)
     for ids in PROMPTS:
         shown.clear()
-        result = generator.generate(
-            ids, max_new_tokens=50, policy=f"del:on_stop={on_stop},prompt={prompt}", eos_token_id=[], trace=True
-        )
+        result = generator.generate(ids, max_new_tokens=50, policy="del:as=printed", eos_token_id=[], trace=True)
         assert result.trace is not None
         counted, decided_by = DelUpdate(), DelUpdate()
         shadow, *rounds = shown
         decided_by.update(shadow)  # line 1
-        if prompt == "counted":
-            counted.update(shadow)
         for record, seen in zip(result.trace, rounds, strict=True):
             left = 50 - 1 - sum(len(done.tokens) for done in result.trace[: record.index])
             layer, tau = record.exit_layer, record.threshold
             if left == 1:
                 assert layer is None  # nothing can be drafted before the text's last token
                 continue
-            assert layer is not None and record.confidences is not None and tau is not None
+            assert layer is not None and record.confidences is not None
             best = max(range(1, L), key=decided_by.best)
             assert layer == best or decided_by.best(layer) == pytest.approx(decided_by.best(best), rel=1e-12)
-            assert tau == pytest.approx(decided_by.tau(layer), abs=1e-6)  # confidences are float32
-            below = [s < tau for s in record.confidences]  # line 9
+            expected = decided_by.tau(layer)
+            assert tau == (
+                None if math.isnan(expected) else pytest.approx(expected, abs=1e-6)
+            )  # of float32 confidences
+            below = [s < expected for s in record.confidences]  # line 9
             cap = min(D_MAX, left - 1)
-            expected = below.index(True) + (on_stop == "keep") if True in below else cap
-            assert record.num_drafted == min(expected, cap)
+            assert record.num_drafted == (below.index(True) if True in below else cap)
             counted.update(seen)
             decided_by = counted
             exits.add(layer)
             stops.add(record.stop_cause)
-    assert len(exits) > 1 and stops & {"before_draw", "after_draw"}
+    assert len(exits) > 1 and "before_draw" in stops
 
 
 def pacer_round(estimates: Sequence[Sequence[float]], b: int, t: float, rho: float) -> tuple[int, list[int]]:
