@@ -3,7 +3,8 @@
 The network is trained as a transformers module (`PreVerifierModule`, around the family's own `LlamaDecoderLayer`) and decodes
 as a `LeanPreVerifier`, a `LayerSkipModel` of one layer; tests compare the two. A row is the exit hidden state of a
 committed token (context), or of the row that produced a draft; only the latter get a draft-position embedding and features
-of the distribution that the draft was taken from. docs/training.md says what that adds to the paper.
+of the distribution that the draft was taken from. The paper's design has no features, and no norm before the layer
+(docs/training.md).
 Source: Pacer (Zhang et al. 2025), section 3.2.
 """
 
@@ -29,6 +30,7 @@ from layerskip_models.linear import Layout, PlainLinear
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
 from policies.bounds import MAX_DRAFTS
+from selfspec.pacer import OURS, PAPER
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedConfig
@@ -51,7 +53,8 @@ class PreVerifierConfig:
     base_model: name of the model whose drafts it estimates. fingerprint: of that model's weights, see `fingerprint`.
     exit_layers: those it was trained on. layer: of its own layer, the fields of a LlamaConfig of the base model's shape.
     max_drafts: draft positions that have an embedding of their own; later ones share the last.
-    policy: the stopping rule's best known settings: exit_layer, b, t, rho.
+    policy: the stopping rule's best known settings: exit_layer, b, t, rho. design: "paper" estimates for each token that it
+        and all before it are accepted, "ours" the chance of each given those before it.
     Raises ValueError for impossible values.
     """
 
@@ -61,9 +64,12 @@ class PreVerifierConfig:
     layer: dict[str, Any]
     max_drafts: int = 50
     policy: dict[str, float] = field(default_factory=dict)
+    design: str = OURS
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.design not in (OURS, PAPER):
+            raise ValueError(f"a pre-verifier's design is {OURS} or {PAPER}, not {self.design!r}")
         if not self.exit_layers or self.max_drafts < 1:
             raise ValueError("a pre-verifier needs at least one exit layer and max_drafts >= 1")
 
@@ -102,11 +108,11 @@ class PreVerifierModule(nn.Module):
         super().__init__()
         llama = config.llama_config()
         self.config = config
-        size = llama.hidden_size
-        self.input_norm = LlamaRMSNorm(size, llama.rms_norm_eps)
+        size, ours = llama.hidden_size, config.design == OURS
+        self.input_norm = LlamaRMSNorm(size, llama.rms_norm_eps) if ours else None
         self.position = nn.Embedding(config.max_drafts + 1, size)
         self.exit = nn.Embedding(len(config.exit_layers), size) if len(config.exit_layers) > 1 else None
-        self.features = nn.Linear(len(FEATURES), size)
+        self.features = nn.Linear(len(FEATURES), size) if ours else None
         self.layer = LlamaDecoderLayer(llama, 0)
         self.rotary = LlamaRotaryEmbedding(llama)
         self.norm = LlamaRMSNorm(size, llama.rms_norm_eps)
@@ -139,10 +145,11 @@ class PreVerifierModule(nn.Module):
         draft_index: int64 [rows], CONTEXT or the draft's number, 1 ... position: int64 [rows], in the text.
         mask: bool [rows, rows], True where a row (first) may attend to another (second).
         """
-        x = self.input_norm(hidden)
+        x = hidden if self.input_norm is None else self.input_norm(hidden)
         exit_index = self.config.exit_layers.index(exit_layer)
-        is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
-        x = x + is_draft * self.features(features.to(x.dtype))
+        if self.features is not None:
+            is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
+            x = x + is_draft * self.features(features.to(x.dtype))
         offsets = self.offsets()[exit_index]
         x = (x + offsets[draft_index.clamp(max=len(offsets) - 1)]).unsqueeze(0)
         rotary = self.rotary(x, position.unsqueeze(0))
@@ -188,19 +195,23 @@ class LeanPreVerifier:
                 generation_config=GenerationConfig(),
             )
             self.calibration = dict(zip(self.config.exit_layers, module.calibration.tolist()))
-            self.input_norm = RMSNorm(tensor(module.input_norm.weight), llama.rms_norm_eps)
+            norm, features = module.input_norm, module.features
+            self.input_norm = None if norm is None else RMSNorm(tensor(norm.weight), llama.rms_norm_eps)
             self.offsets = dict(zip(self.config.exit_layers, tensor(module.offsets())))
-            self.features = linear(module.features)
+            self.features = None if features is None else linear(features)
         self.pass_seconds: dict[int, float] = {}
 
     def context_inputs(self, hidden: Tensor, exit_layer: int) -> Tensor:
         """Input rows of committed tokens: [rows, hidden] -> [rows, hidden]."""
-        return self.input_norm(hidden).add_(self.offsets[exit_layer][CONTEXT])
+        return self._normed(hidden) + self.offsets[exit_layer][CONTEXT]
 
     def draft_inputs(self, hidden: Tensor, features: Tensor, first_index: int, exit_layer: int) -> Tensor:
         """Input rows of the drafts first_index (1 for a draft's first), ...: hidden [rows, hidden], features [rows, F]."""
-        x = self.input_norm(hidden).add_(self.offsets[exit_layer][first_index : first_index + hidden.shape[0]])
-        return self.features.add_to(x, features.to(x.dtype))
+        x = self._normed(hidden) + self.offsets[exit_layer][first_index : first_index + hidden.shape[0]]
+        return x if self.features is None else self.features.add_to(x, features.to(x.dtype))
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return hidden if self.input_norm is None else self.input_norm(hidden)
 
     def estimates(self, hidden: Tensor, exit_layer: int) -> list[float]:
         """Estimates in (0, 1) from the decoder layer's output rows, [rows, hidden]."""
