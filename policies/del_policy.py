@@ -138,6 +138,8 @@ class DelEstimates(StatelessPolicy):
     Source: DEL (Entezari Zarch et al. 2025), Algorithm 1, lines 1, 4 and 20; Appendix B.2 for the 32 rows; its release.
     """
 
+    _open: Shadow | None
+
     def __init__(
         self, layers: Iterable[int], *, omega: float = OMEGA, printed: bool = False, first_layer: int | None = None
     ) -> None:
@@ -197,7 +199,7 @@ class DelEstimates(StatelessPolicy):
         self._prompt.reset()
         self.current = self.rounds
         self.cuts = True
-        self._open: Shadow | None = None
+        self._open = None
 
 
 class DelExit(DelegatingPolicy):

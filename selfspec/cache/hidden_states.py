@@ -131,9 +131,7 @@ class HiddenStates:
         that is so on any device.
         """
         model, at_exit = self._model, at_exit or self._model.at_exit
-        hidden = self.round[
-            self._candidates, first : first + num_rows
-        ]  # a copy, which the next round does not write to
+        hidden = self.round[self._candidates, first : first + num_rows]  # a copy: the next round writes there
         if overlap is not None:
             found, chances = [], []
             for rows, layer in zip(hidden, self.layers):

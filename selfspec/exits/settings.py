@@ -59,7 +59,7 @@ class ExitTraining(FrozenModelSettings):
     answer_tokens: int = option(192, "Maximum length of such an answer in tokens.", AT_LEAST_1)
     prompt_tokens: int = option(256, "Maximum length of their prompts; longer ones are cut to their end.", AT_LEAST_1)
     temperature: float = option(
-        0.0, "Temperature of such answers: the one that the drafts are for; 0 is greedy.", AT_LEAST_0
+        0.0, "Temperature of such answers, that of the texts to draft; 0 is greedy.", AT_LEAST_0
     )
     answer_batch: int = option(8, "Answers that are written at a time.", AT_LEAST_1)
 

@@ -3,8 +3,7 @@
 The network is trained as a transformers module (`PreVerifierModule`, around the family's own `LlamaDecoderLayer`) and decodes
 as a `LeanPreVerifier`, a `LayerSkipModel` of one layer; tests compare the two. A row is the exit hidden state of a
 committed token (context), or of the row that produced a draft; only the latter get a draft-position embedding and features
-of the distribution that the draft was taken from. The paper's design has no features, and no norm before the layer
-(docs/training.md).
+of the distribution that the draft was taken from. The paper's design has no such features (docs/training.md).
 Source: Pacer (Zhang et al. 2025), section 3.2.
 """
 
@@ -14,7 +13,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +39,6 @@ FOLDER = "pacer"
 CONFIG_FILE, WEIGHTS_FILE = "preverifier.json", "preverifier.safetensors"
 FEATURES = ("log_confidence", "log_margin", "entropy")
 """Features of a draft row's distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
-_EARLIER = {"position_embedding": True, "features": True, "estimates": "conditional", "scope": "full", "block": 4}
-"""Fields that earlier versions wrote, and what they say of the one network that is left."""
 CONTEXT = 0
 """The draft index of a committed row; drafts are counted from 1."""
 
@@ -68,10 +65,8 @@ class PreVerifierConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.design not in (OURS, PAPER):
-            raise ValueError(f"a pre-verifier's design is {OURS} or {PAPER}, not {self.design!r}")
-        if not self.exit_layers or self.max_drafts < 1:
-            raise ValueError("a pre-verifier needs at least one exit layer and max_drafts >= 1")
+        if not self.exit_layers or self.max_drafts < 1 or self.design not in (OURS, PAPER):
+            raise ValueError("a pre-verifier needs at least one exit layer, max_drafts >= 1, and a design that is known")
 
     def llama_config(self) -> LlamaConfig:
         from transformers import LlamaConfig
@@ -109,7 +104,7 @@ class PreVerifierModule(nn.Module):
         llama = config.llama_config()
         self.config = config
         size, ours = llama.hidden_size, config.design == OURS
-        self.input_norm = LlamaRMSNorm(size, llama.rms_norm_eps) if ours else None
+        self.input_norm = LlamaRMSNorm(size, llama.rms_norm_eps) if ours else nn.Identity()
         self.position = nn.Embedding(config.max_drafts + 1, size)
         self.exit = nn.Embedding(len(config.exit_layers), size) if len(config.exit_layers) > 1 else None
         self.features = nn.Linear(len(FEATURES), size) if ours else None
@@ -145,7 +140,7 @@ class PreVerifierModule(nn.Module):
         draft_index: int64 [rows], CONTEXT or the draft's number, 1 ... position: int64 [rows], in the text.
         mask: bool [rows, rows], True where a row (first) may attend to another (second).
         """
-        x = hidden if self.input_norm is None else self.input_norm(hidden)
+        x = self.input_norm(hidden)
         exit_index = self.config.exit_layers.index(exit_layer)
         if self.features is not None:
             is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
@@ -195,23 +190,20 @@ class LeanPreVerifier:
                 generation_config=GenerationConfig(),
             )
             self.calibration = dict(zip(self.config.exit_layers, module.calibration.tolist()))
-            norm, features = module.input_norm, module.features
-            self.input_norm = None if norm is None else RMSNorm(tensor(norm.weight), llama.rms_norm_eps)
+            norm, features = cast(Any, module.input_norm), module.features
+            self.input_norm = norm if features is None else RMSNorm(tensor(norm.weight), llama.rms_norm_eps)
             self.offsets = dict(zip(self.config.exit_layers, tensor(module.offsets())))
             self.features = None if features is None else linear(features)
         self.pass_seconds: dict[int, float] = {}
 
     def context_inputs(self, hidden: Tensor, exit_layer: int) -> Tensor:
         """Input rows of committed tokens: [rows, hidden] -> [rows, hidden]."""
-        return self._normed(hidden) + self.offsets[exit_layer][CONTEXT]
+        return self.input_norm(hidden) + self.offsets[exit_layer][CONTEXT]
 
     def draft_inputs(self, hidden: Tensor, features: Tensor, first_index: int, exit_layer: int) -> Tensor:
         """Input rows of the drafts first_index (1 for a draft's first), ...: hidden [rows, hidden], features [rows, F]."""
-        x = self._normed(hidden) + self.offsets[exit_layer][first_index : first_index + hidden.shape[0]]
+        x = self.input_norm(hidden) + self.offsets[exit_layer][first_index : first_index + hidden.shape[0]]
         return x if self.features is None else self.features.add_to(x, features.to(x.dtype))
-
-    def _normed(self, hidden: Tensor) -> Tensor:
-        return hidden if self.input_norm is None else self.input_norm(hidden)
 
     def estimates(self, hidden: Tensor, exit_layer: int) -> list[float]:
         """Estimates in (0, 1) from the decoder layer's output rows, [rows, hidden]."""
@@ -243,18 +235,9 @@ def load_preverifier(folder: str | Path) -> PreVerifierModule:
     module = read_module(
         folder / CONFIG_FILE,
         folder / WEIGHTS_FILE,
-        lambda fields: PreVerifierModule(_config(fields)),
+        lambda fields: PreVerifierModule(PreVerifierConfig(**with_tuples(fields, "fingerprint", "exit_layers"))),
         what="pre-verifier",
         missing="train one with selfspec train-pacer",
         remedy="train it again with selfspec train-pacer",
     )
     return module.eval()
-
-
-def _config(fields: dict[str, Any]) -> PreVerifierConfig:
-    """Take the fields without the switches of earlier versions. ValueError for a network that used one of them."""
-    known = {**fields}
-    for name, value in _EARLIER.items():
-        if known.pop(name, value) != value and name != "block":
-            raise ValueError(f"{name} {fields[name]!r} was a variant of earlier versions")
-    return PreVerifierConfig(**with_tuples(known, "fingerprint", "exit_layers"))

@@ -133,17 +133,15 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         console=console,
     )
     if accelerator.is_main_process:
-        settings = []
         if config.design == OURS:
             calibrate_estimates(module, kept_back)
-            settings = best_settings(
-                played_drafts(module, kept_back, config.window), model.num_layers, max_length=MAX_LENGTH
-            )
-        for rate, setting in settings:
-            chosen = ", ".join(f"{name} {value}" for name, value in setting.items())
-            console.print(f"{chosen}: {rate * model.num_layers:.3f} times plain decoding's tokens per layer")
-        if settings:
-            module.config = replace(module.config, policy=settings[0][1])
+            played = played_drafts(module, kept_back, config.window)
+            settings = best_settings(played, model.num_layers, max_length=MAX_LENGTH)
+            for rate, setting in settings:
+                chosen = ", ".join(f"{name} {value}" for name, value in setting.items())
+                console.print(f"{chosen}: {rate * model.num_layers:.3f} times plain decoding's tokens per layer")
+            if settings:
+                module.config = replace(module.config, policy=settings[0][1])
         write_folder(output_dir / MODEL_FOLDER, partial(save_preverifier, module))
         measured = evaluate(module, list(read_traces(data / "held-out")))
         write_text(output_dir / "quality.json", json.dumps(measured, indent=1) + "\n")

@@ -241,7 +241,7 @@ BROKEN: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "nothing in it": ("preverifier.json", lambda data: b"{}", ""),
     "bytes that are no text": ("preverifier.json", lambda data: b"\xff" + data, "UnicodeDecodeError"),
     "a number of text": ("preverifier.json", lambda data: data.replace(b'"max_drafts": ', b'"max_drafts": 0.5'), "drafts"),
-    "a variant that is gone": ("preverifier.json", lambda data: data.replace(b"{", b'{"scope": "draft",', 1), "earlier"),
+    "a variant that is gone": ("preverifier.json", lambda data: data.replace(b"{", b'{"scope": "draft",', 1), "scope"),
 }  # fmt: skip
 
 
