@@ -1,8 +1,9 @@
-"""DEL's release, written down step by step and sharing nothing with the policy, decides what `del` decides."""
+"""DEL's release and Algorithm 1, written down step by step and sharing nothing with the policy, decide as `del` does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -13,31 +14,32 @@ from hypothesis import strategies as st
 
 from bench.datasets import load_prompts
 from layerskip_models import from_transformers, load_demo
-from policies import Drafter, DraftRow, RoundContext, RoundRecord, parse_policy
+from policies import Drafter, DraftRow, RoundContext, parse_policy
 from policies.del_policy import DelExit, DelThreshold
-from records import shadow
+from records import finished, shadow
 from selfspec import SelfSpecGenerator
 from tiny_llama import tiny_llama
 
 Row = dict[int, tuple[bool, float]]
 """By layer: whether its argmax is the last layer's, and the probability of its argmax."""
+NAMES = {False: "del", True: "del:as=printed"}
 
 
-class Release:
-    """One text. `layer` and `d` are the last choice."""
+class Del:
+    """One text. `layer` and `d` are the last choice. printed: Algorithm 1 in place of the release."""
 
-    def __init__(self, num_layers: int) -> None:
-        self.L, self.layer, self.d = num_layers, 1, 1
-        exits = range(1, num_layers)
-        self.matched = dict.fromkeys(exits, 0.0)
-        self.mismatched = dict.fromkeys(exits, 0.0)
-        self.matched_sum = dict.fromkeys(exits, 0.0)
-        self.mismatched_sum = dict.fromkeys(exits, 0.0)
+    def __init__(self, num_layers: int, printed: bool) -> None:
+        self.L, self.printed, self.layer, self.d, self.rounds = num_layers, printed, 1, 1, 0
+        self.forget()
+
+    def forget(self) -> None:
+        exits = range(1, self.L)
+        self.matched, self.mismatched = dict.fromkeys(exits, 0.0), dict.fromkeys(exits, 0.0)
+        self.matched_sum, self.mismatched_sum = dict.fromkeys(exits, 0.0), dict.fromkeys(exits, 0.0)
 
     def update(self, rows: Iterable[Row]) -> None:
-        """Step 1, and then the choice of step 4."""
-        sums = (self.matched, self.mismatched, self.matched_sum, self.mismatched_sum)
-        for kept in sums:
+        """Step 1, and then the choice."""
+        for kept in (self.matched, self.mismatched, self.matched_sum, self.mismatched_sum):
             for layer in kept:
                 kept[layer] *= 0.95
         for row in rows:
@@ -49,15 +51,20 @@ class Release:
 
     def prompt(self, rows: Sequence[Row], first_token: Row) -> bool:
         """Step 2. rows: of the whole prompt. Returns whether the row of the first new token was needed."""
-        right = rows[-1][1][0]
-        before = rows[:-1]
+        if self.printed:  # "considers the last 32 tokens of the context"
+            self.update(rows[-32:])
+            return False
+        right, before = rows[-1][1][0], rows[:-1]
         self.update([*before[-32:], rows[-1], *([first_token] if right else [])])
         return right
 
     def round(self, rows: Sequence[Row]) -> None:
-        """Step 3. rows: all of a round."""
+        """Step 3; line 20. rows: all of a round."""
+        if self.printed and self.rounds == 0:
+            self.forget()  # line 4
+        self.rounds += 1
         kept = list(rows)
-        if self.d > 0:
+        if self.d > 0 or self.printed:
             for index, row in enumerate(rows):
                 if not row[self.layer][0]:
                     kept = kept[: index + 1]
@@ -65,12 +72,12 @@ class Release:
         self.update(kept)
 
     def choose(self) -> None:
-        """Step 4."""
+        """Step 4; line 24."""
         best = -1.0
         for layer in range(1, self.L):
             a = self.matched[layer] / (self.matched[layer] + self.mismatched[layer])
             tokens, power = 1.0, 1.0
-            for d in range(18):
+            for d in range(19 if self.printed else 18):
                 if d > 0:
                     power *= a
                     tokens += power
@@ -79,7 +86,7 @@ class Release:
                     best, self.layer, self.d = rate, layer, d
 
     def tau(self) -> float:
-        """Step 5."""
+        """Step 5; line 28."""
         if not (self.matched[self.layer] and self.mismatched[self.layer]):
             return float("nan")
         right = self.matched_sum[self.layer] / self.matched[self.layer]
@@ -87,12 +94,13 @@ class Release:
         return (right + wrong) / 2
 
     def drafts(self, confidences: Sequence[float], ends: Sequence[bool], budget: int) -> int:
-        """Step 6. ends: where the drafted token is EOS. Returns the number of drafts."""
-        most = min(18, budget)
-        for number in range(1, most):
-            if ends[number - 1] or confidences[number - 1] < self.tau():
-                return number
-        return most
+        """Step 6; lines 7 to 13. ends: where the drafted token is EOS. Returns the number of drafts."""
+        for index in range(min(18, budget)):
+            if self.printed and confidences[index] < self.tau():
+                return index
+            if ends[index] or (not self.printed and confidences[index] < self.tau()):
+                return index + 1
+        return min(18, budget)
 
 
 def tensors_of(rows: Sequence[Row], chances: Sequence[float] | None) -> Any:
@@ -102,21 +110,17 @@ def tensors_of(rows: Sequence[Row], chances: Sequence[float] | None) -> Any:
     return shadow(layers, matches, confidences, None if chances is None else [chances] * len(layers))
 
 
-@settings(max_examples=100, deadline=None)
+QUALITIES = {"bad": (0.0, 0.3), "any": (0.0, 1.0), "good": (0.8, 1.0), "sure": (0.98, 1.0)}
+
+
+@settings(max_examples=150, deadline=None)
 @given(
-    st.integers(2, 7),
-    st.integers(1, 40),
-    st.integers(0, 10**6),
-    st.booleans(),
-    st.sampled_from(["bad", "any", "good", "sure"]),
-)
-def test_the_policy_does_what_the_release_does(
-    num_layers: int, num_prompt: int, seed: int, sampled: bool, quality: str
-) -> None:
-    """Made-up rows: every exit, length and stop. When sampling, acceptance has nothing to do with argmaxes here."""
+    st.integers(2, 7), st.integers(1, 40), st.integers(0, 10**6), st.booleans(), st.booleans(), st.sampled_from([*QUALITIES])
+)  # fmt: skip
+def test_made_up_rounds(layers: int, num_prompt: int, seed: int, sampled: bool, printed: bool, quality: str) -> None:
+    """Every exit, length and stop. When sampling, acceptance has nothing to do with argmaxes here."""
     random = Random(seed)
-    low, high = {"bad": (0.0, 0.3), "any": (0.0, 1.0), "good": (0.8, 1.0), "sure": (0.98, 1.0)}[quality]
-    skill = {layer: random.uniform(low, high) for layer in range(1, num_layers)}
+    skill = {layer: random.uniform(*QUALITIES[quality]) for layer in range(1, layers)}
 
     def number() -> float:
         return float(torch.tensor(random.random()))  # as float32 keeps it
@@ -124,81 +128,56 @@ def test_the_policy_does_what_the_release_does(
     def rows(count: int) -> list[Row]:
         return [{layer: (random.random() < skill[layer], number()) for layer in skill} for _ in range(count)]
 
-    release, policy = Release(num_layers), parse_policy("del", num_layers=num_layers)
-    exit_policy, stopping = policy.exit, policy.stopping
+    oracle, policy = Del(layers, printed), parse_policy(NAMES[printed], num_layers=layers)
+    stopping = policy.stopping
     assert stopping is not None
     policy.begin_text()
     prompt, (first_token,) = rows(num_prompt), rows(1)
     asked = policy.observes.prompt_rows_for(num_prompt, 500)
     policy.observe_prompt(tensors_of(prompt[-asked:], [0.5] * asked if sampled else None))
-    length, left, index, plain = num_prompt + 1, random.randint(2, 80), 0, release.prompt(prompt, first_token)
+    left, plain = random.randint(2, 80), oracle.prompt(prompt, first_token)
     while left > 0:
-        context = RoundContext(round_index=index, num_committed=length, remaining_tokens=left)
-        plan, budget, index = exit_policy.plan(context), left - 1, index + 1
-        run, k, m = [first_token], 0, 0
-        if plain:
-            assert (plan.exit_layer, plan.max_speculations) == (None, 0)
-        else:
-            assert (plan.exit_layer, plan.max_speculations) == (release.layer, 18)
-            run = rows(19)
+        plan, budget = policy.exit.plan(RoundContext(round_index=0, num_committed=9, remaining_tokens=left)), left - 1
+        assert (plan.exit_layer, plan.max_speculations) == ((None, 0) if plain else (oracle.layer, 18))
+        run, k, m = [first_token] if plain else rows(19), 0, 0
         if plan.exit_layer is not None and budget > 0:
             stopping.start_round(plan)
-            tau = stopping.threshold(Drafter(release.layer))
-            assert (tau is None and release.tau() != release.tau()) or tau == pytest.approx(release.tau(), rel=1e-12)
-            ends, drawn = [random.random() < 0.02 for _ in run], [number() for _ in run]
-            cap = min(18, budget)
-            while k < cap:
-                confidence = run[k][release.layer][1]
-                row = DraftRow(num_drafted=k, exit_layer=release.layer, position=0, confidence=confidence)
-                assert not stopping.stop_before_draw(row)
-                if sampled:
-                    row = DraftRow(
-                        num_drafted=k, exit_layer=release.layer, position=0, confidence=confidence, probability=drawn[k]
-                    )
-                k += 1
-                if ends[k - 1] or stopping.stop_after_draw(row, 7):
-                    break
-            own = drawn if sampled else [row[release.layer][1] for row in run]
-            assert k == release.drafts(own, ends, budget)
-            right = [row[release.layer][0] for row in run[:k]]
-            m = random.randint(0, k) if sampled else right.index(False) if False in right else k
-            run = run[: k + 1]
-        else:
-            run, k = run[:1], 0
-        chances = [0.5] * (m + 1) if sampled else None
-        policy.observe(
-            RoundRecord(
-                index=index,
-                num_committed_before=length,
-                exit_layer=plan.exit_layer if k else None,
-                max_speculations=18,
-                draft_tokens=(7,) * k,
-                num_accepted=m,
-                tokens=(7,) * (m + 1),
-                loaded_layers=0,
-                stop_cause="after_draw",
-                shadow=tensors_of(run[: m + 1], chances),
-                rejected=tensors_of(run[m + 1 :], None) if m < k else None,
+            tau = stopping.threshold(Drafter(oracle.layer))
+            assert (tau is None and oracle.tau() != oracle.tau()) or tau == pytest.approx(oracle.tau(), rel=1e-12)
+            ends, drawn, sure = (
+                [random.random() < 0.02 for _ in run],
+                [number() for _ in run],
+                [r[oracle.layer][1] for r in run],
             )
-        )
+            while k < min(18, budget):
+                row = {"num_drafted": k, "exit_layer": oracle.layer, "position": 0, "confidence": sure[k]}
+                if stopping.stop_before_draw(DraftRow(**row)):
+                    break
+                k += 1
+                after = DraftRow(**row, probability=drawn[k - 1] if sampled else None)
+                if ends[k - 1] or stopping.stop_after_draw(after, 7):
+                    break
+            assert k == oracle.drafts(drawn if sampled and not printed else sure, ends, budget)
+            right = [row[oracle.layer][0] for row in run[:k]]
+            m = random.randint(0, k) if sampled else right.index(False) if False in right else k
+        run = run[: k + 1]
+        seen = tensors_of(run[: m + 1], [0.5] * (m + 1) if sampled else None)
+        record = finished(k, m, exit_layer=plan.exit_layer or 0, seen=seen)
+        policy.observe(replace(record, rejected=tensors_of(run[m + 1 :], None) if m < k else None))
         if not plain:
-            release.round(run)
-        plain = False
-        left -= m + 1
-        length += m + 1
+            oracle.round(run)
+        plain, left = False, left - m - 1
 
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 5}
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_recorded_texts_are_the_releases(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("printed", "sampling"), [(False, {}), (False, SAMPLED), (True, {})])
+def test_recorded_rounds(printed: bool, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's texts, ended by EOS: every exit, length, stop, threshold, and the layers that a round loads."""
     model, tokenizer = load_demo()
     generator, num_layers = SelfSpecGenerator(model, tokenizer, prefix_cache=0), model.num_layers
-    end = tokenizer(";")["input_ids"][-1]
-    seen: list[list[Row]] = []
-    asked: list[float] = []
+    end, seen, drawn = tokenizer(";")["input_ids"][-1], [], []
 
     def rows_of(*parts: Any) -> list[Row]:
         found: list[Row] = []
@@ -210,48 +189,44 @@ def test_recorded_texts_are_the_releases(sampling: dict[str, Any], monkeypatch: 
 
     def watch(owner: type, name: str, note: Any) -> None:
         original = getattr(owner, name)
-
-        def watched(policy: Any, *given: Any) -> Any:
-            note(*given)
-            return original(policy, *given)
-
-        monkeypatch.setattr(owner, name, watched)
+        monkeypatch.setattr(owner, name, lambda policy, *given: (note(*given), original(policy, *given))[1])
 
     watch(DelExit, "observe_prompt", lambda prompt: seen.append(rows_of(prompt)))
     watch(DelExit, "observe", lambda record: seen.append(rows_of(record.shadow, record.rejected)))
-    watch(DelThreshold, "stop_after_draw", lambda row, token: asked.append(row.probability or row.confidence))
+    watch(DelThreshold, "stop_after_draw", lambda row, token: drawn.append(row.probability))
     exits, causes, plain_steps = set(), set(), set()
-    for prompt in [*load_prompts()][:6]:
+    for prompt in load_prompts()[:6]:
         seen.clear()
-        asked.clear()
+        drawn.clear()
         result = generator.generate(
-            prompt.prompt[:200], max_new_tokens=60, policy="del", eos_token_id=[end], trace=True, **sampling
+            prompt.prompt[:200], max_new_tokens=60, policy=NAMES[printed], eos_token_id=[end], trace=True, **sampling
         )
-        release, (first, *rounds), confidences = Release(num_layers), list(seen), list(asked)
+        oracle, (first, *rounds), chances = Del(num_layers, printed), list(seen), list(drawn)
         assert result.trace is not None and len(rounds) == len(result.trace)
         trace, left = list(result.trace), 59
-        plain_steps.add(first[-1][1][0])
-        if release.prompt(first, rounds[0][0]):
-            assert trace[0].exit_layer is None
+        plain_steps.add(oracle.prompt(first, rounds[0][0]))
+        if trace[0].exit_layer is None:
+            assert True in plain_steps
             trace, rounds, left = trace[1:], rounds[1:], left - 1
         for record, rows in zip(trace, rounds, strict=True):
             assert record.loaded_layers == record.num_drafted * (record.exit_layer or 0) + num_layers
             assert len(rows) == record.num_drafted + 1
             if left > 1:
-                assert record.exit_layer == release.layer
-                tau = release.tau()
+                tau = oracle.tau()
+                assert record.exit_layer == oracle.layer
                 assert record.threshold == (None if tau != tau else pytest.approx(tau, rel=1e-9))
                 ends = [token == end for token in record.draft_tokens]
-                looked = record.num_drafted - ends[-1]
-                own, confidences = confidences[:looked], confidences[looked:]
-                padded = [*own, *[1.0] * 18]
-                assert release.drafts(padded, [*ends, *[False] * 18], left - 1) == record.num_drafted
+                own = list(record.confidences or ())
+                if sampling:
+                    looked = record.num_drafted - ends[-1]  # nobody is asked about an EOS
+                    own, chances = chances[:looked], chances[looked:]
+                assert oracle.drafts([*own, *[1.0] * 18], [*ends, *[False] * 18], left - 1) == record.num_drafted
                 exits.add(record.exit_layer)
                 causes.add(record.stop_cause)
-            release.round(rows)
+            oracle.round(rows)
             left -= len(record.tokens)
-        assert not confidences
-    assert len(exits) > 1 and "after_draw" in causes and plain_steps == {True, False}
+    assert len(exits) > 1 and ("before_draw" if printed else "after_draw") in causes
+    assert plain_steps == ({False} if printed else {True, False})
 
 
 @pytest.mark.parametrize("native", [False, True])
