@@ -200,6 +200,9 @@ def test_the_layer_of_the_best_tpl() -> None:
     by_length = DelExit(num_layers=4, length="tpl")
     by_length.observe(finished(0, 0, seen=seen))
     assert by_length.plan(FIRST).max_speculations == 2
+    by_length.reset()
+    by_length.observe_prompt(shadow([1, 2, 3], [[0, 0]] * 3, [[0.5, 0.5]] * 3))
+    assert by_length.plan(FIRST).exit_layer is None  # d = 0 is best
     limited = DelExit(num_layers=4, layers=[1, 3])
     limited.observe_prompt(seen)
     assert limited.plan(FIRST).exit_layer == 1
@@ -217,27 +220,13 @@ def test_lengths_end_before_d_max_in_the_release() -> None:
         assert policy.exit.plan(FIRST).exit_layer == exit_layer
 
 
-def test_where_nothing_pays_the_first_layer_drafts_and_length_tpl_does_not() -> None:
-    seen = shadow([1, 2, 3], [[0, 0]] * 3, [[0.5, 0.5]] * 3)
-    for length, expected in (
-        ("max", Plan(exit_layer=1, max_speculations=18)),
-        ("tpl", Plan(exit_layer=None, max_speculations=0)),
-    ):
-        policy = DelExit(num_layers=4, length=length)
-        policy.observe_prompt(seen)
-        assert replace(policy.plan(FIRST), acceptance=None) == expected
-
-
 def test_what_is_long_ago_no_longer_stops() -> None:
     # .5 ** 1100 is 0 in float64: the mismatched row is as good as never seen.
     matches = DecayedMatches([1], omega=0.5)
     matches.observe(shadow([1], [[1, 0]], [[0.8, 0.12]]))
-    assert matches.threshold(1) == pytest.approx(0.46)
     for _ in range(1100):
         matches.observe(shadow([1], [[1]], [[0.8]]))
     assert (matches.acceptance(1), matches.threshold(1)) == (1.0, None)
-    matches.observe(shadow([1], [[0]], [[0.3]]))
-    assert matches.threshold(1) == pytest.approx(0.55)
 
 
 @pytest.mark.parametrize("name", ["del", "ls:1-9+del", "del:as=printed"])
