@@ -251,10 +251,11 @@ class DelExit(DelegatingPolicy):
     def plan(self, context: RoundContext) -> Plan:
         """Choose the layer of the highest TPL; before anything was seen, the lowest candidate with one draft."""
         cost = self._cost = self._cost.for_batch_size(context.batch_size)
-        known = {} if self.estimates.waits else self._contenders(cost)
+        if self.estimates.waits:
+            return Plan(exit_layer=None, max_speculations=0)
+        known = self._contenders(cost)
         if not known:
-            first = None if self.estimates.waits else self.exit_layers[0]
-            return Plan(exit_layer=first, max_speculations=0 if first is None else 1)
+            return Plan(exit_layer=self.exit_layers[0], max_speculations=1)
         exit_layer, length, _ = best_setting(known, self._longest, cost)
         self.estimates.cuts = length > 0 or self.estimates.printed
         acceptance = {Drafter(layer): rate for layer, rate in known.items()}
