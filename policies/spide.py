@@ -112,7 +112,7 @@ class AcceptanceTable:
         if missing := sorted({"edges", "accepted", "seen"} - state.keys()):
             raise ValueError(f"the saved table lacks {', '.join(missing)}: it was saved by another version")
         if list(state["edges"]) != list(self.edges):
-            raise ValueError("the saved table is for other bins of confidence")
+            raise ValueError("the saved table is for other bins of confidence: start without it")
         tables = [
             {int(key): [float(value) for value in row] for key, row in state[name].items()}
             for name in ("accepted", "seen")

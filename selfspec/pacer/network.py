@@ -39,6 +39,8 @@ FOLDER = "pacer"
 CONFIG_FILE, WEIGHTS_FILE = "preverifier.json", "preverifier.safetensors"
 FEATURES = ("log_confidence", "log_margin", "entropy")
 """Features of a draft row's distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
+_EARLIER = {"position_embedding": True, "features": True, "estimates": "conditional", "scope": "full"}
+"""Fields that earlier versions wrote, and what they say of our design; with another value the file is refused."""
 CONTEXT = 0
 """The draft index of a committed row; drafts are counted from 1."""
 
@@ -66,7 +68,9 @@ class PreVerifierConfig:
     def __post_init__(self) -> None:
         check_types(self)
         if not self.exit_layers or self.max_drafts < 1 or self.design not in (OURS, PAPER):
-            raise ValueError("a pre-verifier needs at least one exit layer, max_drafts >= 1, and a design that is known")
+            raise ValueError(
+                "a pre-verifier needs at least one exit layer, max_drafts >= 1, and a design that is known"
+            )
 
     def llama_config(self) -> LlamaConfig:
         from transformers import LlamaConfig
@@ -235,9 +239,14 @@ def load_preverifier(folder: str | Path) -> PreVerifierModule:
     module = read_module(
         folder / CONFIG_FILE,
         folder / WEIGHTS_FILE,
-        lambda fields: PreVerifierModule(PreVerifierConfig(**with_tuples(fields, "fingerprint", "exit_layers"))),
+        lambda fields: PreVerifierModule(_config(fields)),
         what="pre-verifier",
         missing="train one with selfspec train-pacer",
         remedy="train it again with selfspec train-pacer",
     )
     return module.eval()
+
+
+def _config(fields: dict[str, Any]) -> PreVerifierConfig:
+    known = {name: value for name, value in fields.items() if name != "block" and _EARLIER.get(name) != value}
+    return PreVerifierConfig(**with_tuples(known, "fingerprint", "exit_layers"))
