@@ -120,7 +120,6 @@ class HiddenStates:
         target_tokens: Tensor,
         overlap: Callable[[Tensor], Tensor] | None = None,
         at_exit: AtExit | None = None,
-        *,
         first: int = 0,
     ) -> Shadow:
         """Norm + head over `num_rows` rows of the round at the candidate layers, in pieces that need little memory.

@@ -310,10 +310,7 @@ class Sequence:
         return record
 
     def _shadow_tokens(self, draft: Draft, *, rejected: bool = False) -> Shadow | None:
-        """Find what the candidate layers would have said for the rows 0..m, if the policy learns in this round.
-
-        rejected: for the rows behind them instead, as far as they were judged.
-        """
+        """Find what the candidate layers would have said for rows 0..m, or for rejected ones, if the policy learns."""
         if not draft.learns or draft.failure is not None:
             return None
         first, overlap = draft.num_accepted + 1, None
