@@ -25,12 +25,14 @@ def test_a_policy_by_name_is_what_its_arguments_say() -> None:
     for policy, before, after in ((released, False, True), (printed, True, False)):
         for one in (policy, policy.clone_for_sequence()):
             assert isinstance(one.stopping, DelThreshold)
-            one.observe_prompt(shadow([1, 2, 3], [[1, 0]] * 3, [[0.9, 0.4]] * 3))
+            one.observe_prompt(shadow([1, 2, 3], [[1, 0]] * 3, [[0.75, 0.25]] * 3))
             asked = (
                 one.stopping.stop_before_draw(row(confidence=0.1)),
                 one.stopping.stop_after_draw(row(confidence=0.1), 0),
             )
             assert asked == (before, after)
+            at_tau = row(confidence=0.5)
+            assert not (one.stopping.stop_before_draw(at_tau) or one.stopping.stop_after_draw(at_tau, 0))
     spide = parse_policy("spide:3,tau=0.6", num_layers=8)
     assert isinstance(spide.stopping, SpideStopping)
     assert spide.stopping.tau == 0.6
