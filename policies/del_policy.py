@@ -1,4 +1,7 @@
-"""DEL: exit layer by expected tokens per layer (TPL), dynamic confidence threshold, both from shadow tokens."""
+"""DEL: exit layer by expected tokens per layer (TPL), dynamic confidence threshold, both from shadow tokens.
+
+`del` does what the authors' released code does, `del:as=printed` what the paper's Algorithm 1 says.
+"""
 
 from __future__ import annotations
 
@@ -15,41 +18,32 @@ from policies.records import Drafter, DraftRow, ObservationSpec, Plan, RoundCont
 MAX_SPECULATIONS = 18  # d_max
 OMEGA = 0.95
 PROMPT_ROWS = 32
-DEFAULT_THRESHOLD = 0.5  # before any row was seen
-ON_STOP = ("drop", "keep")
 LENGTHS = ("max", "tpl")
-PROMPTS = ("first", "counted")
+READINGS = ("released", "printed")
 _MAX_WAITING = 256  # rows of a layer: their hidden states are kept until then
 _ROUNDING = 1e-9  # by which a bound may be too low
+_FORGOTTEN = 1e-300  # of rows so long ago a float keeps too little for a mean
 
 
-@dataclass(slots=True)
-class DecayedMean:
-    """S(x) / S(n): the mean of all values seen, each round's weighing omega times as much as the next one's.
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What is learned at once: the first `count` rows of these shadow tokens, which follow each other."""
 
-    Kept as that ratio and S(n). Rounds without a value let both sums fade alike, so the mean stays as it is however long ago
-    the last value was, where two sums would end as 0 / 0.
-    """
+    parts: tuple[Shadow, ...]
+    count: int
 
-    weight: float = 0.0
-    mean: float | None = None
-
-    def add(self, count: float, total: float, omega: float) -> None:
-        """One round: `count` values that sum to `total`."""
-        self.weight *= omega
-        if count:
-            self.weight += count
-            before = self.mean or 0.0
-            self.mean = before + (total - count * before) / self.weight
+    def of(self, layer: int) -> list[tuple[bool, float]]:
+        """As `Shadow.rows_of`."""
+        return [row for part in self.parts for row in part.rows_of(layer)][: self.count]
 
 
 class DecayedMatches:
-    """Decayed means over rounds, per layer: how many rows matched, and the confidence of those that did and did not.
+    """Decayed sums over updates, per layer: rows that matched and rows that did not, and the confidences of both.
 
-    A round's shadow tokens are only asked for when something depends on them: until then a layer's rounds wait, and
-    `max_accepted` says what they could come to at most. Results are the same as if every round were learned at once.
-    Deviation: eq. 2 divides the matches c_r by u_r, which leaves out a row, so that the ratio can exceed 1. Here they are
-    divided by the rows n_r = u_r + 1 among which they are counted.
+    An update's shadow tokens are only asked for when something depends on them: until then a layer's updates wait, and
+    `max_accepted` says what they could come to at most. Results are the same as if every update were learned at once.
+    Deviation: eq. 2 divides the matches c_r by u_r, which leaves out a row, so that the ratio can exceed 1. Here, as in the
+    released code, they are divided by the rows among which they are counted.
     Source: DEL (Entezari Zarch et al. 2025), section 4.2 and Algorithm 1, lines 20 to 23.
     """
 
@@ -61,123 +55,163 @@ class DecayedMatches:
         self.reset()
 
     def reset(self) -> None:
-        self._of = {layer: _LayerMeans() for layer in self.layers}
+        self._of = {layer: _LayerSums() for layer in self.layers}
 
-    def observe(self, shadow: Shadow) -> None:
-        """Learn from a round, or from a prompt's rows."""
-        rows = shadow.num_rows
-        for layer in shadow.layers:
+    def observe(self, *parts: Shadow, count: int | None = None) -> None:
+        """Learn from the first `count` rows of these shadow tokens, all by default, as one update."""
+        rows = _Rows(parts, sum(part.num_rows for part in parts) if count is None else count)
+        for layer in parts[0].layers:
             if layer in self._of:
                 own = self._of[layer]
-                own.waiting.append(shadow)
-                own.most.add(rows, rows, self._omega)
-                own.rows_waiting += rows
+                own.waiting.append(rows)
+                own.most = own.most * self._omega + rows.count
+                own.rows = own.rows * self._omega + rows.count
+                own.rows_waiting += rows.count
                 if own.rows_waiting > _MAX_WAITING:
                     self._learn(layer)
 
-    def _learn(self, layer: int) -> _LayerMeans:
-        """Return the layer's means, with all its rounds in them."""
+    def _learn(self, layer: int) -> _LayerSums:
+        """Return the layer's sums, with all its updates in them."""
         own = self._of[layer]
         if not own.waiting:
             return own
-        if len(own.waiting) > 1:
-            own.waiting[0].compute(layer, own.waiting[1:])
-        for shadow in own.waiting:
-            rows = shadow.rows_of(layer)
-            right = [confidence for match, confidence in rows if match]
-            wrong = [confidence for match, confidence in rows if not match]
-            own.matches.add(len(rows), len(right), self._omega)
-            own.matched.add(len(right), sum(right), self._omega)
-            own.mismatched.add(len(wrong), sum(wrong), self._omega)
-        own.waiting, own.rows_waiting = [], 0
-        own.most = DecayedMean(own.matches.weight, own.matches.mean)
+        first, *others = (part for update in own.waiting for part in update.parts)
+        if others:
+            first.compute(layer, others)
+        for update in own.waiting:
+            rows = update.of(layer)
+            for kind in (True, False):
+                sure = [confidence for match, confidence in rows if match == kind]
+                own.counts[kind] = own.counts[kind] * self._omega + len(sure)
+                own.confidence[kind] = own.confidence[kind] * self._omega + sum(sure)
+        own.waiting, own.rows_waiting, own.most = [], 0, own.counts[True]
         return own
 
     def knows(self, layer: int) -> bool:
-        """Tell whether no round of this layer waits."""
+        """Tell whether no update of this layer waits."""
         return not self._of[layer].waiting
 
     def max_accepted(self, layer: int) -> float | None:
         """Return what `acceptance` can come to at most; itself if nothing waits. None before any row was compared."""
         own = self._of[layer]
-        if own.most.mean is None or self.knows(layer):
-            return self.acceptance(layer)
-        return min(own.most.mean + _ROUNDING, 1.0)
+        return self.acceptance(layer) if self.knows(layer) else min(own.most / own.rows + _ROUNDING, 1.0)
 
     def acceptance(self, layer: int) -> float | None:
         """alpha: matched over compared rows, in [0, 1]; None before any was compared."""
-        mean = self._learn(layer).matches.mean
-        return None if mean is None else min(max(mean, 0.0), 1.0)
+        counts = self._learn(layer).counts
+        return counts[True] / sum(counts) if sum(counts) else None
 
-    def threshold(self, layer: int) -> float:
-        """tau: half of the mean confidences of matched and of mismatched rows.
+    def threshold(self, layer: int) -> float | None:
+        """tau: half of the mean confidences of matched and of mismatched rows; None while one kind was never seen.
 
-        If there is only one kind, its mean; before any row, the default. The paper divides 0 by 0 there.
+        The paper and its code divide 0 by 0 there. That is not a number, and no confidence is below it.
         """
         own = self._learn(layer)
-        seen = [kind.mean for kind in (own.matched, own.mismatched) if kind.mean is not None]
-        return sum(seen) / len(seen) if seen else DEFAULT_THRESHOLD
+        if min(own.counts) < _FORGOTTEN:
+            return None
+        return sum(total / count for total, count in zip(own.confidence, own.counts)) / 2
 
 
 @dataclass(slots=True)
-class _LayerMeans:
-    """What is known of one layer. waiting: rounds that are not in its means yet, of `rows_waiting` rows."""
+class _LayerSums:
+    """What is known of one layer. waiting: updates that are not in its sums yet, of `rows_waiting` rows.
 
-    matches: DecayedMean = field(default_factory=DecayedMean)  # S(c) / S(n)
-    matched: DecayedMean = field(default_factory=DecayedMean)  # S(tcs) / S(c)
-    mismatched: DecayedMean = field(default_factory=DecayedMean)  # S(fcs) / S(n - c)
-    most: DecayedMean = field(default_factory=DecayedMean)  # S(c) / S(n) if all that waits matched
-    waiting: list[Shadow] = field(default_factory=list, init=False)
-    rows_waiting: int = field(default=0, init=False)
+    counts, confidence: decayed, of the rows that did not match and of those that did. most, rows: decayed, how many would
+    match if all that waits did, and of how many.
+    """
+
+    counts: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    confidence: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    most: float = 0.0
+    rows: float = 0.0
+    waiting: list[_Rows] = field(default_factory=list)
+    rows_waiting: int = 0
 
 
 class DelEstimates(StatelessPolicy):
-    """What DEL decides by (`current`): a prompt's last rows in a text's first round, and from then on the text's rounds.
+    """What DEL decides by (`current`), from a prompt's last rows and from a text's rounds.
 
-    layers: those to learn. prompt: "first" uses the prompt's rows for the first round only, "counted" makes them one more
-    round. A new text begins afresh, as Algorithm 1 starts with empty lists.
-    Source: DEL (Entezari Zarch et al. 2025), Algorithm 1, lines 1 and 4; Appendix B.2 for the 32 rows.
+    layers: those to learn. first_layer: where the release drafts its first token, while it reads the prompt. If that token is
+        right, the row of the first new token belongs to the prompt's update, and `waits` until a plain step has run it. None
+        for a stopping policy, which plans no step. printed: the prompt decides the first round alone, since Algorithm 1 then
+        starts with empty lists. Else it is the first update of the same sums. A new text begins afresh.
+    Source: DEL (Entezari Zarch et al. 2025), Algorithm 1, lines 1, 4 and 20; Appendix B.2 for the 32 rows; its release.
     """
 
-    def __init__(self, layers: Iterable[int], *, omega: float = OMEGA, prompt: str = "first") -> None:
-        if prompt not in PROMPTS:
-            raise ValueError(f"prompt must be one of {', '.join(PROMPTS)}, got {prompt!r}")
+    _open: Shadow | None
+
+    def __init__(
+        self, layers: Iterable[int], *, omega: float = OMEGA, printed: bool = False, first_layer: int | None = None
+    ) -> None:
         self.rounds = DecayedMatches(layers, omega)
         self.layers = self.rounds.layers
+        self.printed = printed
         self._prompt = DecayedMatches(self.layers, omega)
-        self._counts_prompt = prompt == "counted"
-        self.current = self.rounds
+        self._first_layer = None if printed else first_layer
+        self.reset()
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of the prompt that are learned: in the release 32 before the last one, in the paper 32."""
+        return PROMPT_ROWS + (not self.printed)
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the prompt's update lacks the row of the first new token."""
+        return self._open is not None
 
     def begin_text(self) -> None:
         self.reset()
 
     def observe_prompt(self, shadow: Shadow) -> None:
-        if self._counts_prompt:
+        if self.printed:
+            self._prompt.observe(shadow)
+            self.current = self._prompt
+        elif self._first_layer is not None and shadow.rows_of(self._first_layer)[-1][0]:
+            self._open = shadow
+        else:
             self.rounds.observe(shadow)
-            return
-        self._prompt.reset()
-        self._prompt.observe(shadow)
-        self.current = self._prompt
 
     def observe(self, record: RoundRecord) -> None:
-        if record.shadow is not None:
-            self.rounds.observe(record.shadow)
-            self.current = self.rounds
+        """Learn a round's rows up to the first at which the exit that drafted was wrong, or all of them without `cuts`.
+
+        When sampling, a draft may be rejected where the argmaxes are the same, and accepted where they differ.
+        """
+        if record.shadow is None:
+            return
+        sampled = record.shadow.acceptance_probabilities is not None
+        parts = [record.shadow]
+        if record.rejected is not None and (sampled or not self.cuts):
+            parts.append(record.rejected)
+        count = sum(part.num_rows for part in parts)
+        if sampled and self.cuts and record.exit_layer in record.shadow.layers:
+            matches = [match for match, _ in _Rows(tuple(parts), count).of(record.exit_layer)]
+            count = matches.index(False) + 1 if False in matches else count
+        if self._open is not None:
+            count += self._open.num_rows
+            parts.insert(0, self._open)
+            self._open = None
+        self.rounds.observe(*parts, count=count)
+        self.current = self.rounds
 
     def reset(self) -> None:
         self.rounds.reset()
+        self._prompt.reset()
         self.current = self.rounds
+        self.cuts = True
+        self._open = None
 
 
 class DelExit(DelegatingPolicy):
-    """Exit at the layer whose TPL(l, d) is highest over all candidate layers and lengths 0 .. d_max.
+    """Exit at the layer whose TPL(l, d) is highest over all candidate layers and lengths d.
 
     layers: candidates; None for all of 1 .. L-1. cost: `LayerCost` is the paper's; a `MeasuredCost` maximises tokens a
         second instead. length: "max" drafts up to d_max and leaves the end to a stopping policy (Algorithm 1), "tpl" drafts
-        the d of the maximum. no_speculation: whether a maximum at d = 0 means a plain step; the paper does not say.
-        prompt: see `DelEstimates`. on_stop: see `DelThreshold`.
-    The first round is planned from the last 32 prompt positions.
-    Source: DEL (Entezari Zarch et al. 2025), sections 4.1 to 4.3 and Algorithm 1, lines 1 and 19 to 24.
+        the d of the maximum, and 0 is a plain step. printed: as Algorithm 1 says it, with lengths 0 .. d_max. The release
+        compares 0 .. d_max - 1, and counts all rows of a round that was planned with d = 0.
+    The release reads the prompt and verifies one draft of layer 1 in one pass. Here that pass is the prompt's, and a plain
+    step where layer 1 was right.
+    Source: DEL (Entezari Zarch et al. 2025), sections 4.1 to 4.3 and Algorithm 1, lines 1 and 19 to 24; its release.
     """
 
     def __init__(
@@ -189,45 +223,44 @@ class DelExit(DelegatingPolicy):
         omega: float = OMEGA,
         cost: CostModel | None = None,
         length: str = "max",
-        no_speculation: bool = False,
-        on_stop: str | None = None,
-        prompt: str = "first",
+        printed: bool = False,
     ) -> None:
         if length not in LENGTHS:
             raise ValueError(f"length must be one of {', '.join(LENGTHS)}, got {length!r}")
-        if length == "tpl" and on_stop is not None:
-            raise ValueError("on_stop= changes nothing with length=tpl, which drafts without a threshold")
         check_number("d_max (max_speculations)", max_speculations, 1, MAX_DRAFTS)
         self.exit_layers = check_layers(tuple(range(1, num_layers) if layers is None else layers), num_layers)
-        self.estimates = self.learner = DelEstimates(self.exit_layers, omega=omega, prompt=prompt)
-        self.observes = ObservationSpec(shadow_layers=self.exit_layers, prompt_rows=PROMPT_ROWS)
+        self.estimates = self.learner = DelEstimates(
+            self.exit_layers, omega=omega, printed=printed, first_layer=self.exit_layers[0]
+        )
+        self.observes = _observed(self.estimates)
         self._cost = cost or LayerCost(num_layers)
-        self._max_speculations = max_speculations
-        self._length, self._on_stop = length, on_stop or "drop"
-        self._first_length = 0 if no_speculation else 1
+        self._max_speculations, self._length = max_speculations, length
+        self._longest = max_speculations if printed else max_speculations - 1
 
     @classmethod
     def from_args(cls, setup: Setup, *, cost: str = "layers", d_max: int = MAX_SPECULATIONS, **options: Any) -> DelExit:
-        return cls(num_layers=setup.num_layers, cost=setup.cost(cost), max_speculations=d_max, **options)
+        named = _named(options)
+        return cls(num_layers=setup.num_layers, cost=setup.cost(cost), max_speculations=d_max, **named)
 
     def default_stopping(self) -> DelThreshold | None:
         """Make the threshold that ends its drafts; None where it plans their length (length=tpl)."""
         if self._length == "tpl":
             return None
-        return DelThreshold(num_layers=self._cost.num_layers, on_stop=self._on_stop, shared=self.estimates)
+        return DelThreshold(num_layers=self._cost.num_layers, shared=self.estimates)
 
     def plan(self, context: RoundContext) -> Plan:
         """Choose the layer of the highest TPL; before anything was seen, the lowest candidate with one draft."""
         cost = self._cost = self._cost.for_batch_size(context.batch_size)
+        if self.estimates.waits:
+            return Plan(exit_layer=None, max_speculations=0)
         known = self._contenders(cost)
         if not known:
             return Plan(exit_layer=self.exit_layers[0], max_speculations=1)
-        exit_layer, length, _ = best_setting(known, self._max_speculations, cost, first=self._first_length)
+        exit_layer, length, _ = best_setting(known, self._longest, cost)
+        self.estimates.cuts = length > 0 or self.estimates.printed
         acceptance = {Drafter(layer): rate for layer, rate in known.items()}
-        if length == 0:
-            return Plan(exit_layer=None, max_speculations=0, acceptance=acceptance)
         cap = self._max_speculations if self._length == "max" else length
-        return Plan(exit_layer=exit_layer, max_speculations=cap, acceptance=acceptance)
+        return Plan(exit_layer=exit_layer if cap else None, max_speculations=cap, acceptance=acceptance)
 
     def _contenders(self, cost: CostModel) -> dict[int, float]:
         """Return the acceptance of the layer that is best, and of others that were looked at on the way to it.
@@ -241,7 +274,7 @@ class DelExit(DelegatingPolicy):
         if not bounds:
             return {}
         while True:
-            layer, _, _ = best_setting(bounds, self._max_speculations, cost, first=self._first_length)
+            layer, _, _ = best_setting(bounds, self._longest, cost)
             if estimates.knows(layer):
                 return {layer: value for layer, value in bounds.items() if estimates.knows(layer)}
             exact = estimates.acceptance(layer)
@@ -250,14 +283,15 @@ class DelExit(DelegatingPolicy):
 
 
 class DelThreshold(DelegatingPolicy, NeverStop):
-    """Draft until a row's confidence is below tau of its exit layer.
+    """Draft until a confidence is below tau of its exit layer. The token is kept, and verified.
 
-    layers: that drafts may come from; None for all. on_stop: "drop" does not draw from that row (the paper's Algorithm 1),
-    "keep" draws and verifies the token (what code that descends from the authors' release does). prompt: see
-    `DelEstimates`. shared: the estimates of the `DelExit` that runs with it and updates them. Without them it keeps its own.
+    Confidence is the top-1 probability. When sampling it is the drawn token's own, under temperature, top-k and top-p.
+    layers: that drafts may come from; None for all. printed: Algorithm 1 does not draw the token, and its confidence is
+        always the top-1 probability. shared: the estimates of the `DelExit` that runs with it and updates them. Without them
+        it keeps its own.
     Deviation: eq. 3 divides the confidence of mismatched rows by S(u - c), which leaves out a row of every round and is 0 or
-    less at a good layer. Here it is divided by their number.
-    Source: DEL (Entezari Zarch et al. 2025), section 4.4 and Algorithm 1, lines 9 and 28.
+    less at a good layer. Here, as in the release, it is divided by their number.
+    Source: DEL (Entezari Zarch et al. 2025), section 4.4 and Algorithm 1, lines 9 and 28; its release.
     """
 
     def __init__(
@@ -266,34 +300,44 @@ class DelThreshold(DelegatingPolicy, NeverStop):
         num_layers: int,
         layers: Iterable[int] | None = None,
         omega: float = OMEGA,
-        on_stop: str = "drop",
-        prompt: str = "first",
+        printed: bool = False,
         shared: DelEstimates | None = None,
     ) -> None:
-        if on_stop not in ON_STOP:
-            raise ValueError(f"on_stop must be one of {', '.join(ON_STOP)}, got {on_stop!r}")
         self.learner: Learner = StatelessPolicy()
         if shared is None:
             candidates = check_layers(tuple(range(1, num_layers) if layers is None else layers), num_layers)
-            shared = self.learner = DelEstimates(candidates, omega=omega, prompt=prompt)
+            shared = self.learner = DelEstimates(candidates, omega=omega, printed=printed)
         self.estimates = shared
-        self.observes = ObservationSpec(confidence=True, shadow_layers=shared.layers, prompt_rows=PROMPT_ROWS)
-        self._drops = on_stop == "drop"
+        self.observes = _observed(shared) | ObservationSpec(confidence=True, probability=not shared.printed)
 
     @classmethod
     def from_args(cls, setup: Setup, **options: Any) -> DelThreshold:
-        return cls(num_layers=setup.num_layers, layers=setup.layers_to_learn, **options)
+        return cls(num_layers=setup.num_layers, layers=setup.layers_to_learn, **_named(options))
 
     def stop_before_draw(self, row: DraftRow) -> bool:
-        return self._drops and self._below(row)
+        return self.estimates.printed and self._below(row, row.confidence)
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        return not self._drops and self._below(row)
+        sure = row.confidence if row.probability is None else row.probability
+        return not self.estimates.printed and self._below(row, sure)
 
-    def threshold(self, drafter: Drafter) -> float:
-        """Return the current tau of a layer, in [0, 1]."""
+    def threshold(self, drafter: Drafter) -> float | None:
+        """Return the current tau of a layer, in [0, 1]; None where nothing stops."""
         return self.estimates.current.threshold(drafter.exit_layer)
 
-    def _below(self, row: DraftRow) -> bool:
-        assert row.confidence is not None
-        return row.confidence < self.threshold(row.drafter)
+    def _below(self, row: DraftRow, sure: float | None) -> bool:
+        tau = self.threshold(row.drafter)
+        assert sure is not None
+        return tau is not None and sure < tau
+
+
+def _observed(estimates: DelEstimates) -> ObservationSpec:
+    return ObservationSpec(shadow_layers=estimates.layers, prompt_rows=estimates.prompt_rows, rejected_rows=True)
+
+
+def _named(options: dict[str, Any]) -> dict[str, Any]:
+    """Read the `as=` of a name."""
+    reading = options.pop("as", READINGS[0])
+    if reading not in READINGS:
+        raise ValueError(f"as must be one of {', '.join(READINGS)}, got {reading!r}")
+    return {**options, "printed": reading == "printed"}

@@ -16,8 +16,6 @@ MAX_COPY_LENGTH = 32
 MIN_MATCH = 2
 """Shortest match that is copied from: a shorter one is no more than a guess."""
 _MAX_MATCH = 1 << 20  # that may be asked for; it costs nothing: a text without one is not copied from
-MAX_FINITE_STATE_LENGTH = 20
-"""Where the growth of `FiniteStateLength` ends: a draft of 20 tokens that is accepted as a whole has nothing left to gain."""
 
 
 class FixedExit(StatelessPolicy):
@@ -91,33 +89,29 @@ class CopyExit(StatelessPolicy):
 class FiniteStateLength(NeverStop):
     """Draft `length` tokens in the first round; then one more after a round whose drafts were all accepted, else one fewer.
 
-    At least 1, at most `max_length`. A round cut short by the plan's cap or by an EOS counts by what it drafted.
-    Raises ValueError for a length outside [1, max_length].
-    Source: the finite-state baseline of DEL (Entezari Zarch et al. 2025), section 5 and Appendix B.
+    The length has no bounds of its own, so 0 is a plain step, all of whose drafts were accepted. A round drafts no more than
+    its plan, which is at most MAX_DRAFTS, and counts by what it drafted. Each prompt starts from `length`.
+    Raises ValueError for a length outside [1, MAX_DRAFTS].
+    Source: the finite-state baseline of DEL (Entezari Zarch et al. 2025), section 5 and Appendix B, and its release.
     """
 
-    def __init__(self, length: int = 4, *, max_length: int = MAX_FINITE_STATE_LENGTH) -> None:
-        check_number("max_length", max_length, 1, MAX_DRAFTS)
-        if not 1 <= length <= max_length:
-            raise ValueError(f"the first length must be in [1, {max_length}], got {length}")
-        self._start = length
-        self.max_length = max_length
-        self.length = length
+    max_length = MAX_DRAFTS
+
+    def __init__(self, length: int = 4) -> None:
+        self._start = self.length = check_number("the first length", length, 1, MAX_DRAFTS)
+
+    def begin_text(self) -> None:
+        self.length = self._start
+
+    def stop_before_draw(self, row: DraftRow) -> bool:
+        return self.length == 0
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         return row.num_drafted + 1 >= self.length
 
     def observe(self, record: RoundRecord) -> None:
-        if record.exit_layer is None or record.num_drafted == 0:
-            return
-        step = 1 if record.num_accepted == record.num_drafted else -1
-        self.length = min(max(self.length + step, 1), self.max_length)
+        if record.exit_layer is not None:
+            self.length += 1 if record.num_accepted == record.num_drafted else -1
 
     def reset(self) -> None:
-        self.length = self._start
-
-    def state(self) -> dict[str, Any]:
-        return {"length": self.length}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.length = int(state["length"])
+        self.begin_text()

@@ -62,9 +62,9 @@ def _as_it_looks(text: str) -> Any:
 
 
 _CONVERT: dict[str, Convert] = {
-    **dict.fromkeys(("cost", "length", "on_stop", "prompt"), str),
+    **dict.fromkeys(("as", "bins", "cost", "length"), str),
     **dict.fromkeys(("omega", "start", "target", "step", "threshold", "tau", "t", "rho"), float),
-    **dict.fromkeys(("no_speculation", "copy", "bits"), _switch),
+    **dict.fromkeys(("copy", "bits"), _switch),
     **dict.fromkeys(("min", "d_max", "max_length", "exit_layer", "layer", "b"), _integer),
     "layers": _layers,
 }
@@ -110,9 +110,7 @@ EXITS = {
     "copy": PolicySpec("copy:10", CopyExit.from_args, "min", "[G]"),
     "ls": PolicySpec("ls:3-6", FixedExit.from_args, position="E-G"),
     "bits": PolicySpec("bits:8-5", FixedExit.from_args, "layer", "B-G"),
-    "del": PolicySpec(
-        "del:on_stop=keep", DelExit.from_args, "cost layers d_max omega length no_speculation on_stop prompt"
-    ),
+    "del": PolicySpec("del:as=printed", DelExit.from_args, "as cost layers d_max omega length"),
     "auto": PolicySpec("auto:cost=layers", AutoExit.from_args, "cost layers d_max copy bits"),
 }
 """Policies that choose the exit layer."""
@@ -122,9 +120,9 @@ STOPPINGS = {
     "dv": PolicySpec("dv:3", DraftVerifyThreshold.from_args, "start target step max_length"),
     "svip": PolicySpec("svip:3,threshold=0.6", SvipThreshold.from_args, "threshold max_length"),
     "adaedl": PolicySpec("adaedl:3", AdaEdlThreshold.from_args, "start max_length"),
-    "spide": PolicySpec("spide:3,tau=0.7", SpideStopping.from_args, "tau max_length"),
+    "spide": PolicySpec("spide:3,tau=0.7", SpideStopping.from_args, "tau max_length bins"),
     "pacer": PolicySpec("pacer:FOLDER,t=0.7", PacerStopping.from_args, "exit_layer b t rho max_length", "[PATH]"),
-    "del": PolicySpec("ls:3-18+del", DelThreshold.from_args, "on_stop omega prompt"),
+    "del": PolicySpec("ls:3-18+del", DelThreshold.from_args, "as omega"),
 }
 """Policies that end a draft. Alone they take an exit layer first ("dv:3"); "pacer" knows its own, "del" cannot be alone."""
 _NEED_FULL_EXITS = ("pacer", "del")
@@ -222,8 +220,6 @@ def _with_other_stopping(
         if "bits" in values:
             raise ValueError(f"bits= changes nothing before +{other}: drafts that it ends are made by exits in full")
         values["bits"] = False
-    if "on_stop" in values:
-        raise ValueError(f"on_stop= changes nothing before +{other}, which ends the drafts instead")
     stopping: StoppingPolicy | None = None
     if other == "pacer":  # it says which layers may be chosen, not the other way round
         if "exit_layer" in other_values:

@@ -45,7 +45,9 @@ class ObservationSpec:
     exit_hidden: the hidden state at the exit layer of every draft row.
     features: log p1, log p1 - log p2 and entropy of every draft row's unfiltered distribution, as a tensor.
     context_layers: exit layers at which the hidden states of the whole text's rows are kept.
+    probability: the one that each draft was drawn with, when sampling.
     shadow_layers: exit layers whose shadow tokens are computed after a round, each in [1, L-1].
+    rejected_rows: shadow tokens also of rows behind the first rejected draft, as far as verification judged them.
     prompt_rows: how many of the last prompt positions get shadow tokens as well (DEL starts from 32).
     prompt_every: with fewer than prompt_rows * prompt_every tokens to come, proportionally fewer prompt rows; 0: always all.
     learn_every: shadow tokens of about one row in so many; 0: of the prompt's rows only. A round is learned from whole or not
@@ -59,7 +61,9 @@ class ObservationSpec:
     exit_hidden: bool = False
     features: bool = False
     context_layers: tuple[int, ...] = ()
+    probability: bool = False
     shadow_layers: tuple[int, ...] = ()
+    rejected_rows: bool = False
     prompt_rows: int = 0
     prompt_every: int = 0
     learn_every: int = 1
@@ -87,7 +91,9 @@ class ObservationSpec:
             exit_hidden=self.exit_hidden or other.exit_hidden,
             features=self.features or other.features,
             context_layers=tuple(sorted({*self.context_layers, *other.context_layers})),
+            probability=self.probability or other.probability,
             shadow_layers=tuple(sorted({*self.shadow_layers, *other.shadow_layers})),
+            rejected_rows=self.rejected_rows or other.rejected_rows,
             prompt_rows=max(self.prompt_rows, other.prompt_rows),
             prompt_every=min((n.prompt_every for n in (self, other) if n.prompt_rows), default=0),
             learn_every=min(often, default=1),
@@ -188,7 +194,8 @@ class DraftRow:
     num_drafted: drafts kept so far in this round, j; the row would produce d_{j+1}.
     position: of the row in the text.
     confidence, entropy, exit_hidden [hidden], features [3], context: as in `ObservationSpec`, None unless asked for. The
-    tensors stay as they are until the round is over. bits: as in `Plan`.
+    tensors stay as they are until the round is over. bits: as in `Plan`. probability: known once the token is drawn, so
+    `stop_before_draw` never sees it; None when greedy.
     """
 
     num_drafted: int
@@ -200,6 +207,7 @@ class DraftRow:
     exit_hidden: Tensor | None = None
     features: Tensor | None = None
     context: ContextStates | None = None
+    probability: float | None = None
 
     @property
     def drafter(self) -> Drafter:
@@ -306,7 +314,8 @@ class RoundRecord:
         whichever was drawn. None when greedy.
     dropped_acceptance: the same for the row that a policy stopped before; when greedy 1.0 if what it would have drafted
         is the target's choice, else 0.0. None if nothing was dropped, or if a draft before it was rejected.
-    shadow: for rows 0..m, if a policy asked.
+    shadow: for rows 0..m, if a policy asked. rejected: for the rows behind them, which saw a rejected draft; without chances
+        of acceptance.
     acceptance, threshold: what the exit policy estimated per drafter, and what the stopping policy compared with, at the
         round's start; None where a policy has no such thing.
     preverifier_layers, preverify_seconds: layers that the stopping policy loaded itself (Pacer's, one per pass; not among
@@ -328,6 +337,7 @@ class RoundRecord:
     acceptance_probabilities: tuple[float, ...] | None = None
     dropped_acceptance: float | None = None
     shadow: Shadow | None = None
+    rejected: Shadow | None = None
     acceptance: Mapping[Drafter, float] | None = None
     threshold: float | None = None
     draft_seconds: float = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -21,15 +21,15 @@ MAX_LENGTH = 18
 PRIOR_COUNT = 2.0
 """Observations that the prior is worth in each bin."""
 
-
 _TENTHS = tuple(i / 10 for i in range(10))
+_HUNDREDTHS = tuple(i / 100 for i in range(90, 101))
 _DOUBTS = (0.07, 0.05, 0.03, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0003, 0.0001)
 EDGES = (*_TENTHS[1:], *(1 - doubt for doubt in _DOUBTS))
-"""Ascending edges of the twenty bins of confidence; a bin holds its lower edge.
+"""Ascending edges of twenty bins of confidence, those of `auto`; a bin holds its lower edge.
 
-SPIDE's (section 3.2) have a width of 0.1 up to 0.9, of 0.01 up to 1.0, and one for {1.0}. In the paper's bfloat16 everything
-above 0.998 is 1.0; in float32 almost nothing is. So ours above 0.9 are bins of 1 - confidence that shrink down to 0.0001. A
-float32 confidence gives 1 - confidence there to within 2 % (measured), far less than the width of a bin."""
+In the paper's bfloat16 everything above 0.998 is 1.0; in float32 almost nothing is. So these above 0.9 are bins of
+1 - confidence that shrink down to 0.0001. A float32 confidence gives 1 - confidence there to within 2 % (measured), far less
+than the width of a bin."""
 MIDPOINTS = (
     *((low + high) / 2 for low, high in pairwise(_TENTHS)),
     *(1 - (low * high) ** 0.5 for low, high in pairwise((0.1, *_DOUBTS))),
@@ -37,11 +37,19 @@ MIDPOINTS = (
 )
 """The acceptance that each bin starts from: calibrated confidence."""
 NUM_BINS = len(MIDPOINTS)
+BINS = {
+    "paper": (
+        (*_TENTHS[1:], *_HUNDREDTHS[1:]),
+        (*MIDPOINTS[:9], *((low + high) / 2 for low, high in pairwise(_HUNDREDTHS)), 1.0),
+    ),
+    "fine": (EDGES, MIDPOINTS),
+}
+"""Edges and midpoints by name. The paper's have a width of 0.1 up to 0.9, of 0.01 up to 1.0, and one for {1.0}."""
 
 
-def bin_of(confidence: float) -> int:
+def bin_of(confidence: float, edges: Sequence[float] = EDGES) -> int:
     """Find the bin of a confidence in [0, 1]."""
-    return bisect_right(EDGES, confidence)
+    return bisect_right(edges, confidence)
 
 
 class AcceptanceTable:
@@ -50,8 +58,11 @@ class AcceptanceTable:
     The prior of a bin is a Beta distribution whose mean is the bin's midpoint: calibrated confidence, until seen otherwise.
     """
 
-    def __init__(self, drafters: Iterable[Drafter]) -> None:
+    def __init__(self, drafters: Iterable[Drafter], bins: str = "paper") -> None:
+        if bins not in BINS:
+            raise ValueError(f"bins must be one of {', '.join(BINS)}, got {bins!r}")
         self.drafters = tuple(drafters)
+        self.edges, self._midpoints = BINS[bins]
         self.reset()
 
     def reset(self) -> None:
@@ -60,13 +71,13 @@ class AcceptanceTable:
 
     def rate(self, drafter: Drafter, confidence: float) -> float:
         """Estimate the chance that a token drafted with this confidence is accepted, in (0, 1]."""
-        index = bin_of(confidence)
+        index = bin_of(confidence, self.edges)
         accepted, seen = self.accepted[drafter][index], self.seen[drafter][index]
-        return (accepted + PRIOR_COUNT * MIDPOINTS[index]) / (seen + PRIOR_COUNT)
+        return (accepted + PRIOR_COUNT * self._midpoints[index]) / (seen + PRIOR_COUNT)
 
     def add(self, drafter: Drafter, confidence: float, acceptance: float) -> None:
         """One observation: acceptance is 0 or 1, or a probability when sampling."""
-        index = bin_of(confidence)
+        index = bin_of(confidence, self.edges)
         self.accepted[drafter][index] += acceptance
         self.seen[drafter][index] += 1.0
 
@@ -88,7 +99,7 @@ class AcceptanceTable:
     def state(self) -> dict[str, Any]:
         """Return counts per drafter and bin, and the bins' edges, for JSON."""
         return {
-            "edges": list(EDGES),
+            "edges": list(self.edges),
             "accepted": {str(drafter.saved_key): list(row) for drafter, row in self.accepted.items()},
             "seen": {str(drafter.saved_key): list(row) for drafter, row in self.seen.items()},
         }
@@ -100,8 +111,8 @@ class AcceptanceTable:
         """
         if missing := sorted({"edges", "accepted", "seen"} - state.keys()):
             raise ValueError(f"the saved table lacks {', '.join(missing)}: it was saved by another version")
-        if list(state["edges"]) != list(EDGES):
-            raise ValueError("the saved table is for other bins of confidence")
+        if list(state["edges"]) != list(self.edges):
+            raise ValueError("the saved table is for other bins of confidence: start without it")
         tables = [
             {int(key): [float(value) for value in row] for key, row in state[name].items()}
             for name in ("accepted", "seen")
@@ -164,8 +175,11 @@ class SpideStopping(NeverStop):
 
     layers: exit layers to keep tables for. The one that drafts learns from its drafts in every round, and where there are
         several all learn from shadow tokens, too. A lone layer's drafts say nearly all that its shadow tokens would.
-    bits: of the weights that draft; None for the model's own. tau in (0, 1); the paper uses 0.5 to 0.9.
-    Deviations (docs/policies.md): one table per exit layer; the bins; a stated prior.
+    bits: of the weights that draft; None for the model's own. tau in (0, 1); the paper uses 0.5 to 0.9. bins: a key of BINS.
+    This is the serial half of Algorithm 1. In its parallel half the drafter goes on while the target verifies. That is not in
+    the engine, since it needs a second device: on one, both halves read the same memory in turn, and a simulation of it was
+    slower than drafts of a fixed length (docs/log.md).
+    Deviations (docs/policies.md): one table per exit layer; a stated prior.
     Raises ValueError for values out of range.
     Source: SPIDE (2025), section 3.2 and Figure 4.
     """
@@ -178,13 +192,14 @@ class SpideStopping(NeverStop):
         bits: int | None = None,
         tau: float = TAU,
         max_length: int = MAX_LENGTH,
+        bins: str = "paper",
     ) -> None:
         if not 0 < tau < 1:
             raise ValueError(f"tau must be in (0, 1), got {tau}")
         check_number("max_length", max_length, 1, MAX_DRAFTS)
         candidates = tuple(sorted({check_draft_layer(layer, num_layers, bits) for layer in layers}))
         self._shadow = len(candidates) > 1
-        self.table = AcceptanceTable(Drafter(layer, bits) for layer in candidates)
+        self.table = AcceptanceTable((Drafter(layer, bits) for layer in candidates), bins)
         self.observes = ObservationSpec(confidence=True, shadow_layers=candidates if self._shadow else ())
         self.tau = tau
         self.reliability = 1.0

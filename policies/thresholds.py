@@ -12,15 +12,14 @@ from policies.base import NeverStop
 from policies.bounds import MAX_DRAFTS, check_number
 from policies.records import Drafter, DraftRow, ObservationSpec, RoundRecord
 
-TARGET = 0.9  # alpha, the acceptance rate aimed at
 STEP = 0.01  # epsilon, how far one round moves the threshold before smoothing
 RATE_DECAY = 0.5  # beta1, of the acceptance rate
 THRESHOLD_DECAY = 0.9  # beta2, of the threshold
-DRAFT_VERIFY_LENGTH = 8
+DRAFT_VERIFY_START, DRAFT_VERIFY_TARGET = 0.6, 0.8  # the first threshold, and the acceptance rate aimed at
 SVIP_THRESHOLD = 0.6
 ADAEDL_GAMMA = 0.2  # the constant in AdaEDL's bound
-ADAEDL_START = 0.4  # lambda of the first round
-ENTROPY_LENGTH = 18
+ADAEDL_START, ADAEDL_TARGET = 0.4, 0.9
+MAX_LENGTH = 18
 
 
 class AdaptiveStopping(NeverStop):
@@ -32,9 +31,7 @@ class AdaptiveStopping(NeverStop):
     Source: Draft & Verify (Zhang et al. 2024), section 3.3.
     """
 
-    def __init__(
-        self, start: float = 0.8, *, target: float = TARGET, step: float = STEP, max_length: int = DRAFT_VERIFY_LENGTH
-    ) -> None:
+    def __init__(self, start: float, *, target: float, step: float = STEP, max_length: int = MAX_LENGTH) -> None:
         for name, value in (("start", start), ("target", target), ("step", step)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {value}")
@@ -57,7 +54,7 @@ class AdaptiveStopping(NeverStop):
         """Learn from a round. One without drafts says nothing."""
         if record.exit_layer is None or record.num_drafted == 0:
             return
-        rate = record.num_accepted / record.num_drafted
+        rate = self.acceptance(record)
         self._rate = rate if self._rate is None else RATE_DECAY * self._rate + (1 - RATE_DECAY) * rate
         moved = self._value
         if self._rate < self._target:
@@ -65,6 +62,10 @@ class AdaptiveStopping(NeverStop):
         elif record.stop_cause != "cap" and record.num_drafted < self.max_length:
             moved -= self._step
         self._value = min(max(THRESHOLD_DECAY * self._value + (1 - THRESHOLD_DECAY) * moved, 0.0), 1.0)
+
+    def acceptance(self, record: RoundRecord) -> float:
+        """Return the acceptance rate that is smoothed: the round's."""
+        return record.num_accepted / record.num_drafted
 
     def state(self) -> dict[str, Any]:
         return {"value": self._value, "rate": self._rate}
@@ -77,16 +78,40 @@ class AdaptiveStopping(NeverStop):
 class DraftVerifyThreshold(AdaptiveStopping):
     """Stop, keeping the token, when its confidence is below an adaptive threshold, or at `max_length` tokens.
 
-    start: the first threshold; 0.8 suits greedy decoding, 0.5 sampling. Confidence is the top-1 probability of the unfiltered
-    distribution at temperature 1 (the published code takes the drawn token's).
-    Source: Draft & Verify (Zhang et al. 2024), section 3.3; values as in DEL (Entezari Zarch et al. 2025), Appendix B.
+    The acceptance rate is that of the whole text so far. The threshold goes on from text to text. Confidence is the top-1
+    probability; when sampling, the drawn token's own.
+    Source: Draft & Verify (Zhang et al. 2024), section 3.3; values and the rate as in the code that DEL released.
     """
 
-    observes = ObservationSpec(confidence=True)
+    observes = ObservationSpec(confidence=True, probability=True)
+
+    def __init__(
+        self,
+        start: float = DRAFT_VERIFY_START,
+        *,
+        target: float = DRAFT_VERIFY_TARGET,
+        step: float = STEP,
+        max_length: int = MAX_LENGTH,
+    ) -> None:
+        super().__init__(start, target=target, step=step, max_length=max_length)
+
+    def begin_text(self) -> None:
+        self._rate = None
+        self._accepted = self._drafted = 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.begin_text()
+
+    def acceptance(self, record: RoundRecord) -> float:
+        self._accepted += record.num_accepted
+        self._drafted += record.num_drafted
+        return self._accepted / self._drafted
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        assert row.confidence is not None
-        return self.stops(row.confidence, row)
+        sure = row.confidence if row.probability is None else row.probability
+        assert sure is not None
+        return self.stops(sure, row)
 
 
 class SvipThreshold(NeverStop):
@@ -97,7 +122,7 @@ class SvipThreshold(NeverStop):
     Source: SVIP (Zhang et al. 2024), as SPIDE (2025), section 4.1, compares with it. The threshold's default is ours.
     """
 
-    def __init__(self, threshold: float = SVIP_THRESHOLD, *, max_length: int = ENTROPY_LENGTH) -> None:
+    def __init__(self, threshold: float = SVIP_THRESHOLD, *, max_length: int = MAX_LENGTH) -> None:
         if not threshold > 0:
             raise ValueError(f"threshold must be above 0, got {threshold}")
         self.observes = ObservationSpec(entropy=True)
@@ -121,8 +146,8 @@ class AdaEdlThreshold(AdaptiveStopping):
 
     observes = ObservationSpec(entropy=True)
 
-    def __init__(self, start: float = ADAEDL_START, *, max_length: int = ENTROPY_LENGTH) -> None:
-        super().__init__(start, max_length=max_length)
+    def __init__(self, start: float = ADAEDL_START, *, max_length: int = MAX_LENGTH) -> None:
+        super().__init__(start, target=ADAEDL_TARGET, max_length=max_length)
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         assert row.entropy is not None

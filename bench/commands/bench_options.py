@@ -30,7 +30,7 @@ def _checkpoint(name: str) -> str:
     return name if Path(name).exists() else str(named_file(checked_model(name) or name) or name)
 
 
-DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
+DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:as=printed", "del+spide")
 ModelOption = Annotated[
     str,
     typer.Option(

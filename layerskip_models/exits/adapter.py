@@ -8,16 +8,16 @@ never see it, and the output of the model is its own whatever an adapter does.
 x: the hidden state at the exit, h^E; y replaces it before the model's norm and head. The steered form sees more of the row
 that was verified last than its token:
 
-    y = x + D (silu(G n) * (U n + S g)),  g = P [n_1; n_2; n_3]
+    y = x + D (silu(G n) * (U n + S g)),  g = LayerNorm(P [h_1; h_2; h_3])
 
-n_i: the states of the last verified row after a few layers, each divided by its root mean square. g is one for all drafts of
-a round and shared by all exits. S is zero at the start, so an untrained adapter changes nothing. g = 0 steers nothing. The
-j-th draft of a round is steered by the row j positions before its own, so in training a row is steered by a row 1 to
-`FARTHEST` positions before it, at random.
+h_i: the states of the last verified row after a few layers, as they are. g is one for all drafts of a round and shared by
+all exits. The norm has no bias, so states of 0 steer nothing. S is zero at the start, so an untrained adapter changes
+nothing. The j-th draft of a round is steered by the row j positions before its own, so in training a row is steered by a row
+1 to `FARTHEST` positions before it, at random.
 
-Source: SD2 (Berdoz et al.), appendix A.4, with silu in place of the sigmoid, so that our kernels run it as they run an MLP.
-There the bias goes into every MLP of a drafter of its own. Here drafts share the model's layers and its KV cache, so it goes
-into the adapter alone; and states are normalised, since a layer that is wider in scale would drown the others.
+Source: SD2 (Berdoz et al.), appendix A.4, and the norm as in its code; with silu in place of the sigmoid, so that our kernels
+run it as they run an MLP. There the bias goes into every MLP of a drafter of its own. Here drafts share the model's layers
+and its KV cache, so it goes into the adapter alone.
 """
 
 from __future__ import annotations
@@ -110,25 +110,25 @@ def steering_layers(num_layers: int) -> tuple[int, ...]:
 
 
 class Steering(nn.Module):
-    """P, the projection of the states that steer, shared by all exits. layers: after which they are taken, ascending.
+    """P and the norm of the states that steer, shared by all exits. layers: after which they are taken, ascending.
 
-    As wide as the hidden states it begins as the sum of the normalised states, as SD2 begins; else with random numbers.
+    As wide as the hidden states P begins as their sum, as SD2 begins; else with random numbers.
     """
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__()
-        self.layers, self.eps = config.steering_layers, config.eps
+        self.layers = config.steering_layers
         size, hidden, depths = config.steering_size, config.hidden_size, len(self.layers)
         self.project = nn.Linear(depths * hidden, size, bias=False)
+        self.norm = nn.LayerNorm(size, config.eps, bias=False)
         if size == hidden:
             with torch.no_grad():
                 self.project.weight.copy_(torch.eye(hidden).repeat(1, depths))
 
     def forward(self, states: Tensor) -> Tensor:
         """states: [..., depths, hidden], ascending depths. Returns g, [..., steering_size]; of zeros, zeros."""
-        normed = F.rms_norm(states.float(), states.shape[-1:], None, self.eps).to(states.dtype)
-        projected: Tensor = self.project(normed.flatten(-2))
-        return projected
+        steering: Tensor = self.norm(self.project(states.flatten(-2)))
+        return steering
 
     def rows_before(self, states: Tensor, before: Tensor | None = None) -> Tensor:
         """Steer consecutive rows, each by the row before it, as the first draft of a round is steered: g, [rows, size].

@@ -71,7 +71,7 @@ def every_policy(num_layers: int) -> list[str]:
     exit_layer = max(num_layers // 4, 1)
     alone = [f"{name}:{exit_layer}" for name in ("dv", "svip", "adaedl", "spide")]
     return [
-        "ar", f"ls:{exit_layer}-4", f"ls:{num_layers - 1}-2", "del", "del:on_stop=keep", "del:length=tpl", "auto",
+        "ar", f"ls:{exit_layer}-4", f"ls:{num_layers - 1}-2", "del", "del:as=printed", "del:length=tpl", "auto",
         "auto:cost=layers", f"fs:{exit_layer}-4", *alone, "del+spide", "del+dv", f"ls:{exit_layer}-8+del",
         "copy:6", "bits:8-3", f"bits:4-4,layer={exit_layer}",
     ]  # fmt: skip

@@ -117,15 +117,17 @@ class HiddenStates:
         target_tokens: Tensor,
         overlap: Callable[[Tensor], Tensor] | None = None,
         at_exit: AtExit | None = None,
+        first: int = 0,
     ) -> Shadow:
-        """Norm + head over the round's rows 0 .. num_rows-1 at the candidate layers, in pieces that need little memory.
+        """Norm + head over `num_rows` rows of the round at the candidate layers, in pieces that need little memory.
 
         target_tokens: int64 [num_rows]. overlap: when sampling, the chance of a draft from each row of logits
         [num_rows, vocab], which then exist for one layer at a time. Without it, on a CPU, a layer is computed when somebody
-        asks for it. at_exit: None for the model's own.
+        asks for it. at_exit: None for the model's own. first: the first of the rows. Behind row 0, where few are asked for,
+        that is so on any device.
         """
         model, at_exit = self._model, at_exit or self._model.at_exit
-        hidden = self.round[self._candidates, :num_rows]  # a copy, which the next round does not write to
+        hidden = self.round[self._candidates, first : first + num_rows]  # a copy: the next round writes there
         if overlap is not None:
             found, chances = [], []
             for rows, layer in zip(hidden, self.layers):
@@ -139,7 +141,7 @@ class HiddenStates:
                 target_tokens=target_tokens,
                 acceptance_probabilities=torch.stack(chances),
             )
-        if model.device.type == "cpu":
+        if model.device.type == "cpu" or first:
             return DeferredShadow(model, self.layers, hidden, target_tokens, at_exit)
         shape = len(self.layers), num_rows
         if model.adapters:

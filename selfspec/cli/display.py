@@ -128,7 +128,7 @@ def comparison_lines(comparison: Comparison, policy: str) -> list[str]:
 
 def write_trace(path: Path, records: Iterable[RoundRecord]) -> None:
     """Write one JSON object per line and round, without shadow tokens."""
-    names = [field.name for field in fields(RoundRecord) if field.name != "shadow"]
+    names = [field.name for field in fields(RoundRecord) if field.name not in ("shadow", "rejected")]
     lines = []
     for record in records:
         found = {name: getattr(record, name) for name in names}

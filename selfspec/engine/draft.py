@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import abc
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,9 +43,10 @@ class Draft:
             why the sequence cannot go on: its policy raised it, or a processor, or memory is short.
     By the verdict:
         num_accepted: m. block: the m + 1 tokens to commit. failure: why the last of them is not a token: the text ends with
-            it if it gets that far. target_tokens: greedy, the full model's choice for rows 0..m at least. p: when sampling,
-            the distributions that tokens were judged by, float32 [m+1 or more, vocab]. rates: when sampling, the chance that
-            the token of each row had, dropped or drawn, as far as the rows before it were accepted; None if nobody learns.
+            it if it gets that far. target_tokens: greedy, the full model's choice for rows 0..m at least; when sampling, the
+            argmax of every row, if the policy asked for rejected ones. p: when sampling, the distributions that tokens were
+            judged by, float32 [m+1 or more, vocab]. rates: when sampling, the chance that the token of each row had, dropped
+            or drawn, as far as the rows before it were accepted; None if nobody learns.
     """
 
     __slots__ = (
@@ -167,6 +169,8 @@ class Draft:
         self.rows.append(token)
         if token in sequence.request.stops.eos:
             return "eos"
+        if observes.probability and sequence.samples:
+            row = replace(row, probability=float(sequence.q[index, token]))
         if stopping is not None and stopping.stop_after_draw(row, token):
             return "after_draw"
         return "cap" if index + 1 == self.max_speculations else None

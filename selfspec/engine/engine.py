@@ -231,8 +231,9 @@ class _Slot:
         if not self._first_token_seconds:
             self._first_token_seconds = perf_counter() - self.call.started
         if record is not None and self.call.keep_trace:
-            if isinstance(record.shadow, DeferredShadow):
-                record.shadow.compute_all()  # a record that is kept holds no hidden states
+            for shadow in (record.shadow, record.rejected):
+                if isinstance(shadow, DeferredShadow):
+                    shadow.compute_all()  # a record that is kept holds no hidden states
             if not self._records or self._records[-1].index < record.index:  # not again, if it broke off here
                 self._records.append(record)
 

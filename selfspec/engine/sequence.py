@@ -288,6 +288,7 @@ class Sequence:
             acceptance_probabilities=draft.rates,
             dropped_acceptance=draft.dropped_acceptance,
             shadow=self._shadow_tokens(draft),
+            rejected=self._shadow_tokens(draft, rejected=True) if self.observes.rejected_rows else None,
             acceptance=draft.acceptance,
             threshold=draft.threshold,
             draft_seconds=shares[0] - spent.seconds if drafting else 0.0,
@@ -308,20 +309,22 @@ class Sequence:
         self._is_open = False
         return record
 
-    def _shadow_tokens(self, draft: Draft) -> Shadow | None:
-        """Find what the candidate layers would have said for the rows 0..m, if the policy learns in this round."""
+    def _shadow_tokens(self, draft: Draft, *, rejected: bool = False) -> Shadow | None:
+        """Find what the candidate layers would have said for rows 0..m, or for rejected ones, if the policy learns."""
         if not draft.learns or draft.failure is not None:
             return None
-        rows, overlap = draft.num_accepted + 1, None
-        if draft.p is None:
-            chosen = torch.tensor(draft.target_tokens[:rows], dtype=torch.long, device="cpu")
+        first, overlap = draft.num_accepted + 1, None
+        rows = slice(first, None) if rejected else slice(0, first)
+        if rejected or draft.p is None:
+            chosen = torch.tensor(draft.target_tokens[rows], dtype=torch.long, device="cpu")
             target = to_device(chosen, self.tokens.device)
         else:
-            p = draft.p[:rows]
+            p = draft.p[rows]
             target = p.argmax(dim=-1)
             overlap = partial(self.sampler.overlap, tokens=self.tokens, length=draft.context.num_committed, p=p)
         at_exit = partial(self.model.at_exit, steering=draft.steering)
-        return self.states.shadow_tokens(rows, target, overlap, at_exit)
+        shadow = self.states.shadow_tokens(len(target), target, overlap, at_exit, first=rows.start)
+        return shadow if len(target) else None
 
     def _commit(self, block: list[int], failed: bool = False) -> list[int] | None:
         """Write the block behind the text, find the first stop in it, and move the text's end there.

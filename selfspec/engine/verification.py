@@ -120,6 +120,8 @@ def _judge_sampled(draft: Draft, logits: Tensor) -> None:
     sequence, drafts, copied = draft.sequence, draft.tokens, draft.num_copied > 0
     sampler, tokens, length = sequence.sampler, sequence.tokens, sequence.length
     num_drafts = len(drafts)
+    if sequence.observes.rejected_rows:
+        draft.target_tokens = logits.argmax(dim=-1).tolist()
     q = sequence.q[: max(num_drafts, draft.num_q)]
     found = sampler.accept(logits, tokens, length, drafts, q[:num_drafts], copied=copied)
     if found is not None:

@@ -58,7 +58,9 @@ class ExitTraining(FrozenModelSettings):
     own_answers: bool = option(False, "Let the model write the answers itself, and train on those.")
     answer_tokens: int = option(192, "Maximum length of such an answer in tokens.", AT_LEAST_1)
     prompt_tokens: int = option(256, "Maximum length of their prompts; longer ones are cut to their end.", AT_LEAST_1)
-    temperature: float = option(0.0, "Sampling temperature of such answers; 0 is greedy.", AT_LEAST_0)
+    temperature: float = option(
+        0.0, "Temperature of such answers, that of the texts to draft; 0 is greedy.", AT_LEAST_0
+    )
     answer_batch: int = option(8, "Answers that are written at a time.", AT_LEAST_1)
 
     max_tokens: int = option(400_000, "Maximum number of training tokens; 0 for all that the data give.", AT_LEAST_0)

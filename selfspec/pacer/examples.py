@@ -25,6 +25,7 @@ from selfspec.engine.sequence import Sequence as EngineSequence
 from selfspec.exits.training_texts import TextReader, digest, prompts_of
 from selfspec.generator import SelfSpecGenerator
 from selfspec.messages import template_of
+from selfspec.pacer import PAPER
 from selfspec.pacer.labels import DraftTrace
 from selfspec.pacer.settings import DataPlan, PreVerifierTraining
 
@@ -129,7 +130,7 @@ def drafts_at(
         recorders, drafts = [], []
         for start, copy in zip(positions[first:], copies):
             copy.take(cache, start - 1)
-            recorders.append(DraftRecorder(tokens[start:], plan.behind))
+            recorders.append(DraftRecorder(tokens[start:], plan.window if plan.design == PAPER else plan.behind))
             length = min(plan.window, len(tokens) - start)
             policy = Policy(FixedExit(exit_layer, length, num_layers=model.num_layers), recorders[-1])
             sequence = EngineSequence(

@@ -17,6 +17,7 @@ from layerskip_models.kv_cache import KVCache
 from policies import ContextStates
 from policies.bounds import MAX_DRAFTS, check_number
 from selfspec.engine.runners.runner import engine_mode
+from selfspec.pacer import PAPER
 from selfspec.pacer.network import (
     CONFIG_FILE,
     FEATURES,
@@ -88,6 +89,8 @@ class PreVerification:
         self._committed[exit_layer] = start
         out = network.layer.run_layers(rows, 0, 1, cache)[-hidden.shape[0] :]
         estimates = network.estimates(out, exit_layer)
+        if network.config.design == PAPER:
+            return estimates
         before = 1.0 if first_index == 1 else self._reliability
         chances = [*accumulate(estimates, mul, initial=before)][1:]
         self._reliability = chances[-1]

@@ -3,7 +3,7 @@
 The network is trained as a transformers module (`PreVerifierModule`, around the family's own `LlamaDecoderLayer`) and decodes
 as a `LeanPreVerifier`, a `LayerSkipModel` of one layer; tests compare the two. A row is the exit hidden state of a
 committed token (context), or of the row that produced a draft; only the latter get a draft-position embedding and features
-of the distribution that the draft was taken from. docs/training.md says what that adds to the paper.
+of the distribution that the draft was taken from. The paper's design has no such features (docs/training.md).
 Source: Pacer (Zhang et al. 2025), section 3.2.
 """
 
@@ -13,7 +13,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from layerskip_models.linear import Layout, PlainLinear
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
 from policies.bounds import MAX_DRAFTS
+from selfspec.pacer import OURS, PAPER
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedConfig
@@ -38,8 +39,8 @@ FOLDER = "pacer"
 CONFIG_FILE, WEIGHTS_FILE = "preverifier.json", "preverifier.safetensors"
 FEATURES = ("log_confidence", "log_margin", "entropy")
 """Features of a draft row's distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
-_EARLIER = {"position_embedding": True, "features": True, "estimates": "conditional", "scope": "full", "block": 4}
-"""Fields that earlier versions wrote, and what they say of the one network that is left."""
+_EARLIER = {"position_embedding": True, "features": True, "estimates": "conditional", "scope": "full"}
+"""Fields that earlier versions wrote, and what they say of our design; with another value the file is refused."""
 CONTEXT = 0
 """The draft index of a committed row; drafts are counted from 1."""
 
@@ -51,7 +52,8 @@ class PreVerifierConfig:
     base_model: name of the model whose drafts it estimates. fingerprint: of that model's weights, see `fingerprint`.
     exit_layers: those it was trained on. layer: of its own layer, the fields of a LlamaConfig of the base model's shape.
     max_drafts: draft positions that have an embedding of their own; later ones share the last.
-    policy: the stopping rule's best known settings: exit_layer, b, t, rho.
+    policy: the stopping rule's best known settings: exit_layer, b, t, rho. design: "paper" estimates for each token that it
+        and all before it are accepted, "ours" the chance of each given those before it.
     Raises ValueError for impossible values.
     """
 
@@ -61,11 +63,14 @@ class PreVerifierConfig:
     layer: dict[str, Any]
     max_drafts: int = 50
     policy: dict[str, float] = field(default_factory=dict)
+    design: str = OURS
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not self.exit_layers or self.max_drafts < 1:
-            raise ValueError("a pre-verifier needs at least one exit layer and max_drafts >= 1")
+        if not self.exit_layers or self.max_drafts < 1 or self.design not in (OURS, PAPER):
+            raise ValueError(
+                "a pre-verifier needs at least one exit layer, max_drafts >= 1, and a design that is known"
+            )
 
     def llama_config(self) -> LlamaConfig:
         from transformers import LlamaConfig
@@ -102,11 +107,11 @@ class PreVerifierModule(nn.Module):
         super().__init__()
         llama = config.llama_config()
         self.config = config
-        size = llama.hidden_size
-        self.input_norm = LlamaRMSNorm(size, llama.rms_norm_eps)
+        size, ours = llama.hidden_size, config.design == OURS
+        self.input_norm = LlamaRMSNorm(size, llama.rms_norm_eps) if ours else nn.Identity()
         self.position = nn.Embedding(config.max_drafts + 1, size)
         self.exit = nn.Embedding(len(config.exit_layers), size) if len(config.exit_layers) > 1 else None
-        self.features = nn.Linear(len(FEATURES), size)
+        self.features = nn.Linear(len(FEATURES), size) if ours else None
         self.layer = LlamaDecoderLayer(llama, 0)
         self.rotary = LlamaRotaryEmbedding(llama)
         self.norm = LlamaRMSNorm(size, llama.rms_norm_eps)
@@ -141,8 +146,9 @@ class PreVerifierModule(nn.Module):
         """
         x = self.input_norm(hidden)
         exit_index = self.config.exit_layers.index(exit_layer)
-        is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
-        x = x + is_draft * self.features(features.to(x.dtype))
+        if self.features is not None:
+            is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
+            x = x + is_draft * self.features(features.to(x.dtype))
         offsets = self.offsets()[exit_index]
         x = (x + offsets[draft_index.clamp(max=len(offsets) - 1)]).unsqueeze(0)
         rotary = self.rotary(x, position.unsqueeze(0))
@@ -188,19 +194,20 @@ class LeanPreVerifier:
                 generation_config=GenerationConfig(),
             )
             self.calibration = dict(zip(self.config.exit_layers, module.calibration.tolist()))
-            self.input_norm = RMSNorm(tensor(module.input_norm.weight), llama.rms_norm_eps)
+            norm, features = cast(Any, module.input_norm), module.features
+            self.input_norm = norm if features is None else RMSNorm(tensor(norm.weight), llama.rms_norm_eps)
             self.offsets = dict(zip(self.config.exit_layers, tensor(module.offsets())))
-            self.features = linear(module.features)
+            self.features = None if features is None else linear(features)
         self.pass_seconds: dict[int, float] = {}
 
     def context_inputs(self, hidden: Tensor, exit_layer: int) -> Tensor:
         """Input rows of committed tokens: [rows, hidden] -> [rows, hidden]."""
-        return self.input_norm(hidden).add_(self.offsets[exit_layer][CONTEXT])
+        return self.input_norm(hidden) + self.offsets[exit_layer][CONTEXT]
 
     def draft_inputs(self, hidden: Tensor, features: Tensor, first_index: int, exit_layer: int) -> Tensor:
         """Input rows of the drafts first_index (1 for a draft's first), ...: hidden [rows, hidden], features [rows, F]."""
-        x = self.input_norm(hidden).add_(self.offsets[exit_layer][first_index : first_index + hidden.shape[0]])
-        return self.features.add_to(x, features.to(x.dtype))
+        x = self.input_norm(hidden) + self.offsets[exit_layer][first_index : first_index + hidden.shape[0]]
+        return x if self.features is None else self.features.add_to(x, features.to(x.dtype))
 
     def estimates(self, hidden: Tensor, exit_layer: int) -> list[float]:
         """Estimates in (0, 1) from the decoder layer's output rows, [rows, hidden]."""
@@ -241,9 +248,5 @@ def load_preverifier(folder: str | Path) -> PreVerifierModule:
 
 
 def _config(fields: dict[str, Any]) -> PreVerifierConfig:
-    """Take the fields without the switches of earlier versions. ValueError for a network that used one of them."""
-    known = {**fields}
-    for name, value in _EARLIER.items():
-        if known.pop(name, value) != value and name != "block":
-            raise ValueError(f"{name} {fields[name]!r} was a variant of earlier versions")
+    known = {name: value for name, value in fields.items() if name != "block" and _EARLIER.get(name) != value}
     return PreVerifierConfig(**with_tuples(known, "fingerprint", "exit_layers"))

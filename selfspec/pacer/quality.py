@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selfspec.pacer import PAPER
 from selfspec.pacer.labels import DraftTrace, pack
 from selfspec.pacer.network import PreVerifierModule
 
@@ -38,6 +39,8 @@ def trace_logits(module: PreVerifierModule, trace: DraftTrace) -> Tensor:
 def trace_estimates(module: PreVerifierModule, trace: DraftTrace) -> tuple[Tensor, Tensor]:
     """Return what the network says of each row, and that the draft holds up to it: float32 [rows] each, on the CPU."""
     own = trace_logits(module, trace).sigmoid().cpu()
+    if module.config.design == PAPER:
+        return own, own
     return own, torch.cat([part.cumprod(0) for part in own.split(trace.lengths.tolist())])
 
 

@@ -13,6 +13,7 @@ from layerskip_models.training.settings import (
     option,
     with_default,
 )
+from selfspec.pacer import OURS, PAPER
 
 MODEL_FOLDER = "preverifier"
 """The folder of the finished pre-verifier in output_dir."""
@@ -29,6 +30,11 @@ class DataPlan:
     positions: int = option(48, "Positions to draft from, a random sample of each response's; 0 for all.", AT_LEAST_0)
     ignore_eos: bool = option(False, "Neither responses nor drafts end with an EOS token.")
     seed: int = with_default(FrozenModelSettings, "seed", 0)
+    design: str = option(
+        OURS,
+        "ours; or paper: hidden states and positions alone, every token of a draft labelled, b=4, t=.7.",
+        (OURS, PAPER),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

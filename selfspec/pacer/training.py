@@ -29,9 +29,10 @@ from layerskip_models.training.loop import (
 )
 from layerskip_models.training.run_folder import claim_output_dir, write_folder
 from policies.bounds import check_layers
-from policies.pacer import MAX_LENGTH
+from policies.pacer import BLOCK, GROWTH, MAX_LENGTH, THRESHOLD
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.option_groups import LoadOptions
+from selfspec.pacer import OURS, PAPER
 from selfspec.pacer.examples import make_data, read_traces, sample_prompts
 from selfspec.pacer.labels import DraftTrace
 from selfspec.pacer.network import (
@@ -55,7 +56,7 @@ _KEPT_BACK = 8  # every eighth response is not trained on
 
 
 class PreVerifierLoss(nn.Module):
-    """Binary cross-entropy of a trace: the mean over the rows whose fate is known."""
+    """Binary cross-entropy of a trace: the mean over the rows whose fate is known; over all rows in the paper's design."""
 
     def __init__(self, module: PreVerifierModule) -> None:
         super().__init__()
@@ -63,7 +64,8 @@ class PreVerifierLoss(nn.Module):
 
     def forward(self, trace: DraftTrace) -> tuple[Tensor, Tensor]:
         """Return the loss, and it again, [1], for the log."""
-        trace = trace.up_to_mismatch()
+        if self.module.config.design == OURS:
+            trace = trace.up_to_mismatch()
         logits = trace_logits(self.module, trace)
         loss = F.binary_cross_entropy_with_logits(logits, trace.labels().to(logits.device))
         return loss, loss.detach().view(1)
@@ -99,6 +101,8 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         exit_layers=layers,
         layer=describe_layer(model.config),
         max_drafts=config.window,
+        policy={"exit_layer": layers[0], "b": BLOCK, "t": THRESHOLD, "rho": GROWTH} if config.design == PAPER else {},
+        design=config.design,
     )
     module = PreVerifierModule(described).to(accelerator.device)
     traces = list(read_traces(data / "train"))
@@ -129,15 +133,15 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         console=console,
     )
     if accelerator.is_main_process:
-        calibrate_estimates(module, kept_back)
-        settings = best_settings(
-            played_drafts(module, kept_back, config.window), model.num_layers, max_length=MAX_LENGTH
-        )
-        for rate, setting in settings:
-            chosen = ", ".join(f"{name} {value}" for name, value in setting.items())
-            console.print(f"{chosen}: {rate * model.num_layers:.3f} times plain decoding's tokens per layer")
-        if settings:
-            module.config = replace(module.config, policy=settings[0][1])
+        if config.design == OURS:
+            calibrate_estimates(module, kept_back)
+            played = played_drafts(module, kept_back, config.window)
+            settings = best_settings(played, model.num_layers, max_length=MAX_LENGTH)
+            for rate, setting in settings:
+                chosen = ", ".join(f"{name} {value}" for name, value in setting.items())
+                console.print(f"{chosen}: {rate * model.num_layers:.3f} times plain decoding's tokens per layer")
+            if settings:
+                module.config = replace(module.config, policy=settings[0][1])
         write_folder(output_dir / MODEL_FOLDER, partial(save_preverifier, module))
         measured = evaluate(module, list(read_traces(data / "held-out")))
         write_text(output_dir / "quality.json", json.dumps(measured, indent=1) + "\n")

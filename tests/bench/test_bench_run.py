@@ -148,8 +148,8 @@ def test_every_policy_that_learns_can_be_warmed_up() -> None:
     def parse(name: str) -> Policy:
         return parse_policy(name, num_layers=4, measure=lambda: LayerCost(4))
 
-    learning = ["auto", "del+spide:tau=0.6", "fs:1-4", "dv:1", "spide:1"]
-    names = ["ar", "ls:1-2", "del", *learning, "svip:1", "del:length=tpl"]
+    learning = ["auto", "del+spide:tau=0.6", "dv:1", "spide:1"]
+    names = ["ar", "ls:1-2", "del", *learning, "svip:1", "fs:1-4", "del:length=tpl"]
     assert warmed_up_policies(["all", "auto"], names, parse) == learning
     with pytest.raises(ValueError, match="learns nothing that it could keep"):
         warmed_up_policies(["del"], names, parse)

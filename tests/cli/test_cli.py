@@ -384,6 +384,8 @@ def test_trace_draws_and_prints(folder, tmp_path):
     assert [token for record in rounds for token in record["tokens"]] == run["token_ids"][1:]
     assert sum(record["loaded_layers"] for record in rounds) == run["stats"]["loaded_layers"]
     for record in rounds:  # of the layers that DEL had to look at, the chosen one among them
+        if record["exit_layer"] is None:
+            continue
         assert f"exit {record['exit_layer']}" in record["acceptance"]
         assert set(record["acceptance"]) <= {"exit 1", "exit 2", "exit 3"}
 

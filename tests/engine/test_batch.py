@@ -71,7 +71,7 @@ def test_never_more_than_the_batch_size_at_once(
 
 def test_breaking_off_in_on_result_ends_the_batch() -> None:
     generator = generator_of("plain")
-    policy = parse_policy("fs:2-3", num_layers=4)
+    policy = parse_policy("dv:2", num_layers=4)
     came: list[int] = []
 
     def stop(index: int, result: GenerationResult) -> None:

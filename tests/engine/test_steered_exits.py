@@ -95,7 +95,7 @@ def test_drafts_are_steered_by_the_last_accepted_row(layout: Layout, policy: str
     counts = torch.zeros(2, dtype=torch.long)
     generator = SelfSpecGenerator(model, prefix_cache=0)
     for prompt in PROMPTS:
-        result = generator.generate(prompt, max_new_tokens=16, policy=chosen, trace=True)
+        result = generator.generate(prompt, max_new_tokens=40, policy=chosen, trace=True)
         counts += torch.tensor(check_drafts(model, result.sequences[0].tolist(), result.trace))
     assert (counts > 15).all()
 

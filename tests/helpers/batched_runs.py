@@ -153,18 +153,19 @@ def run_alone(model: LayerSkipModel, wish: Wish) -> Course:
 
 def facts(record: RoundRecord) -> dict[str, Any]:
     """All that a round's record says, but for times and for how many shared it."""
-    left_out = {"batch_size", "shadow", *(f.name for f in dataclasses.fields(record) if f.name.endswith("seconds"))}
+    left_out = {"batch_size", *(f.name for f in dataclasses.fields(record) if f.name.endswith("seconds"))}
     found = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in left_out}
-    shadow = record.shadow
-    if shadow is not None:
-        p = shadow.acceptance_probabilities
-        found["shadow"] = (
-            shadow.layers,
-            shadow.tokens.tolist(),
-            shadow.confidences.tolist(),
-            shadow.target_tokens.tolist(),
-            None if p is None else p.tolist(),
-        )
+    for name in ("shadow", "rejected"):
+        shadow = found[name]
+        if shadow is not None:
+            p = shadow.acceptance_probabilities
+            found[name] = (
+                shadow.layers,
+                shadow.tokens.tolist(),
+                shadow.confidences.tolist(),
+                shadow.target_tokens.tolist(),
+                None if p is None else p.tolist(),
+            )
     return found
 
 

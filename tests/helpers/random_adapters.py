@@ -33,6 +33,7 @@ def random_adapters(
                 linear.weight.normal_(std=0.5, generator=own)
         if adapters.steering is not None:
             adapters.steering.project.weight.normal_(std=0.5, generator=own)
+            adapters.steering.norm.weight.fill_(2.0)
             for layer in exit_layers:
                 steer = adapters.at(layer).steer
                 assert steer is not None

@@ -119,8 +119,7 @@ def made_up_cost(num_layers: int) -> MeasuredCost:
 
 EVERY_POLICY = (
     "ls:{E}-4", "fs:{E}-3", "dv:{E}", "dv:{E},start=0.5", "svip:{E}", "svip:{E},threshold=1.2", "adaedl:{E}", "spide:{E}",
-    "spide:{E},tau=0.5", "del", "del:on_stop=keep", "del:length=tpl", "del:cost=measured",
-    "del:no_speculation=on", "del:prompt=counted",
+    "spide:{E},tau=0.5", "del", "del:as=printed", "del:length=tpl", "del:cost=measured",
     "del+spide", "del+dv", "del+fs", "del+adaedl", "ls:{E}-9+del", "auto", "auto:cost=layers",
     "auto:cost=layers,d_max=4", "auto+spide",
     "pacer:random,exit_layer={E},b=2,t=0.3", "pacer:random,exit_layer={E},b=3,t=0.1",

@@ -185,8 +185,10 @@ def test_steering_as_wide_as_the_states_begins_as_their_sum() -> None:
     states = torch.randn(6, 3, 16)
     adapters = ExitAdapters(config)
     assert adapters.steering is not None
-    normed = states / states.square().mean(-1, keepdim=True).sqrt()
-    torch.testing.assert_close(adapters.steering(states), normed.sum(1), rtol=1e-4, atol=1e-4)
+    states[:, 2] *= 30  # a layer that is wider in scale is not held back
+    summed = states.sum(1) - states.sum(1).mean(-1, keepdim=True)
+    normed = summed / summed.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(adapters.steering(states), normed, rtol=1e-4, atol=1e-4)
     assert torch.equal(adapters.at(1)(states[:, 0], adapters.steering(states)), states[:, 0])  # S is zero
     assert steering_layers(32) == (3, 16, 30) and steering_layers(2) == (1, 2)
     assert not adapters.steering(torch.zeros(3, 16)).any()

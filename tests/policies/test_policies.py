@@ -21,17 +21,23 @@ FIRST_ROUND = RoundContext(round_index=0, num_committed=4, remaining_tokens=10)
 
 
 def test_a_policy_by_name_is_what_its_arguments_say() -> None:
-    keep = parse_policy("del:on_stop=keep,omega=0.5", num_layers=4)
-    assert isinstance(keep.stopping, DelThreshold)
-    keep.observe_prompt(shadow([1, 2, 3], [[1]] * 3, [[0.9]] * 3))
-    assert keep.stopping.stop_after_draw(row(confidence=0.1), 0)
-    company = keep.clone_for_sequence().stopping
-    assert company is not None and company.stop_after_draw(row(confidence=0.1), 0)
+    released, printed = (parse_policy(name, num_layers=4) for name in ("del:omega=0.5", "del:as=printed"))
+    for policy, before, after in ((released, False, True), (printed, True, False)):
+        for one in (policy, policy.clone_for_sequence()):
+            assert isinstance(one.stopping, DelThreshold)
+            one.observe_prompt(shadow([1, 2, 3], [[1, 0]] * 3, [[0.75, 0.25]] * 3))
+            asked = (
+                one.stopping.stop_before_draw(row(confidence=0.1)),
+                one.stopping.stop_after_draw(row(confidence=0.1), 0),
+            )
+            assert asked == (before, after)
+            at_tau = row(confidence=0.5)
+            assert not (one.stopping.stop_before_draw(at_tau) or one.stopping.stop_after_draw(at_tau, 0))
     spide = parse_policy("spide:3,tau=0.6", num_layers=8)
     assert isinstance(spide.stopping, SpideStopping)
     assert spide.stopping.tau == 0.6
     assert spide.exit.plan(FIRST_ROUND) == Plan(exit_layer=3, max_speculations=18)
-    assert parse_policy("dv:2", num_layers=8).exit.plan(FIRST_ROUND) == Plan(exit_layer=2, max_speculations=8)
+    assert parse_policy("dv:2", num_layers=8).exit.plan(FIRST_ROUND) == Plan(exit_layer=2, max_speculations=18)
     finite = parse_policy("fs:2-5", num_layers=8)
     assert isinstance(finite.stopping, FiniteStateLength)
     assert finite.stopping.length == 5
@@ -55,20 +61,17 @@ MISTAKES = {
     "ar:3": "no further arguments",
     "ls:99-4": r"exit_layer must be in \[1, 7\] for this 8-layer model, got 99",
     "ls:99-0": r"exit_layer must be in \[1, 7\]",
-    "del:on_stop=keep+spide": r"on_stop= changes nothing before \+spide",
-    "del:on_stop=drop+del": r"on_stop= changes nothing before \+del",
-    "del:length=tpl,on_stop=keep": "on_stop= changes nothing with length=tpl",
     "ls:3-0+dv": "drafts nothing",
     "del:omega=0.9,omega=0.5": "omega= is given twice",
-    "del:state=kept": "takes cost=, layers=",
-    "ls:3-18+del:prompt=never": "prompt must be one of first, counted",
+    "del:state=kept": "takes as=, cost=, layers=",
+    "ls:3-18+del:as=written": "as must be one of released, printed, got 'written'",
     "ar+dv": "drafts nothing",
-    "del:3": "takes cost=, layers=",
-    "del:on_stop=maybe": "on_stop must be one of drop, keep",
+    "del:3": "takes as=, cost=, layers=",
     "del:cost=free": "cost must be one of layers, measured",
     "del:layers=2/9": r"\[1, 7\]",
     "del:omega=x": "omega=x",
-    "del:no_speculation=yes": "on or off",
+    "auto:copy=yes": "on or off",
+    "spide:3,bins=ten": "bins must be one of paper, fine",
     "dv": "needs an exit layer first",
     "dv:9": r"\[1, 7\]",
     "dv:3+svip": "ends drafts itself",

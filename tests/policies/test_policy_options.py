@@ -21,7 +21,7 @@ NUM_LAYERS = 5
 
 OTHER_VALUES: dict[str, tuple[str, ...]] = {  # by option; for one whose default depends on the name, several
     "cost": ("layers", "measured"), "layers": ("1/3", "3"), "d_max": ("3",), "omega": ("0.5",), "length": ("tpl",),
-    "no_speculation": ("on",), "on_stop": ("keep",), "prompt": ("counted",),
+    "as": ("printed",), "bins": ("fine", "paper"),
     "start": ("0.3",), "target": ("0.3",),
     "step": ("0.3",), "max_length": ("5",), "threshold": ("0.3",), "tau": ("0.3",),
     "exit_layer": ("1", "3"), "b": ("2",), "t": ("0.3",), "rho": ("1.3",),
