@@ -312,9 +312,14 @@ class GroupedLinear:
         """Yield the weight in float32, piece by piece. outputs: in each piece."""
         return (self.numbers.values(first, first + outputs) for first in range(0, self.shape[0], outputs))
 
+    def taking(self, outputs: Tensor | slice) -> GroupedLinear:
+        """Return a linear of these outputs alone: of a slice in the same memory, or int64 [count]."""
+        taken = self.numbers._of(lambda tensor: tensor[outputs])
+        return GroupedLinear(taken, None if self.bias is None else self.bias[outputs], rows=self.row_bits)
+
     def rows(self, outputs: Tensor) -> Tensor:
         """Return the numbers of these outputs, float32 [outputs, in]."""
-        return self.numbers._of(lambda tensor: tensor[outputs]).values()
+        return self.taking(outputs).numbers.values()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]. Returns [rows, out]."""

@@ -40,6 +40,10 @@ class PlainLinear:
         self.num_bytes = weight.numel() * weight.element_size()
         self._transposed = weight.t()
 
+    def taking(self, outputs: Tensor | slice) -> PlainLinear:
+        """Return a linear of these outputs alone: of a slice in the same memory, or int64 [count]."""
+        return PlainLinear(self.weight[outputs], None if self.bias is None else self.bias[outputs])
+
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]. Returns [rows, out]."""
         if self.bias is None:

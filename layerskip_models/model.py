@@ -36,6 +36,7 @@ from layerskip_models.operators import Capture, LayerBackend, OperatorLayers
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
+    from layerskip_models.draft_vocabulary import DraftTokens
     from layerskip_models.exits.adapter import Steering
     from layerskip_models.exits.lean import LeanAdapter
 
@@ -76,6 +77,7 @@ class LayerSkipModel:
         [positions, 1, 2, 2, r / 2], where the first r numbers of a head rotate. It holds, for both halves of them, the
         factors of the half's own numbers (cos, cos) and then those of the other half's (-sin, sin).
     drafters: copies of it with weights in fewer bits, by bits, which drafts may be made with (`draft_weights`).
+    draft_vocabulary: the tokens that drafts may choose, besides those of their text; None for all (`with_draft_vocabulary`).
     adapters: by exit layer (`with_adapters`). steering: what the steered ones among them share, None without.
     backend: what runs the layers (`with_backend`).
     """
@@ -101,6 +103,7 @@ class LayerSkipModel:
         self.name = name
         self.adapters: Mapping[int, LeanAdapter] = {}
         self.steering: Steering | None = None
+        self.draft_vocabulary: DraftTokens | None = None
         self.num_layers = len(layers)
         self.hidden_size = config.hidden_size
         self.max_positions = family_of(config).max_positions(config)
@@ -170,8 +173,14 @@ class LayerSkipModel:
 
     @property
     def draft_head_bytes(self) -> int:
-        """Bytes of norm and draft head as stored."""
-        return self.draft_head.num_bytes + self.hidden_size * self.dtype.itemsize
+        """Bytes of norm and draft head as stored, as far as drafts read it."""
+        return self.drafting_head.num_bytes + self.hidden_size * self.dtype.itemsize
+
+    @property
+    def drafting_head(self) -> Linear:
+        """The head that drafts are chosen with: the draft head, or what a draft vocabulary takes of it."""
+        vocabulary = self.draft_vocabulary
+        return self.draft_head if vocabulary is None else vocabulary.head(self.draft_head)
 
     def prepare(self, max_length: int) -> None:
         """Make the rotary table long enough for positions below `max_length`; allocates only when it grows.
@@ -217,7 +226,7 @@ class LayerSkipModel:
 
     def steps(self) -> NativeForward | None:
         """Whole passes in single calls of our own kernels; None where they don't run all of the model."""
-        embedding, native, head, draft_head = self._embedding, self.backend, self.head, self.draft_head
+        embedding, native, head, draft_head = self._embedding, self.backend, self.head, self.drafting_head
         if not isinstance(native, NativeLayers) or self.final_norm.factors is None or self.dtype != torch.float32:
             return None
         if not (isinstance(head, NativeLinear) and isinstance(draft_head, NativeLinear)):
@@ -258,6 +267,12 @@ class LayerSkipModel:
         other = copy.copy(self)
         other.adapters = dict(adapters)
         other.steering = next((one.steering for one in adapters.values() if one.steering is not None), None)
+        return other
+
+    def with_draft_vocabulary(self, vocabulary: DraftTokens | None) -> LayerSkipModel:
+        """Return the same model, sharing its weights, whose drafts may choose these tokens and those of their text."""
+        other = copy.copy(self)
+        other.draft_vocabulary, other.drafters = vocabulary, {}
         return other
 
     def with_kv_dtype(self, kv_dtype: str | torch.dtype) -> LayerSkipModel:
@@ -329,7 +344,7 @@ class LayerSkipModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""
-        return self._head_logits(self.head, hidden)
+        return self.logits_by(self.head, hidden)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Logits that drafts are drawn from, for rows of `at_exit`: [rows, hidden] -> float32 [rows, vocab].
@@ -338,22 +353,24 @@ class LayerSkipModel:
         reading the head is most of a draft's cost. A draft may be drawn from any distribution, as long as verification is
         told which. Verification itself uses `logits`.
         """
-        return self._head_logits(self.draft_head, hidden)
+        return self.logits_by(self.draft_head, hidden)
 
     def choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
         """Choose the best token of each row of `logits`; our kernels store no logits, operators make them in pieces."""
-        return self._head_choices(self.head, hidden, detail)
+        return self.choices_by(self.head, hidden, detail)
 
     def draft_choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
         """Choose the best token of each row of `draft_logits`."""
-        return self._head_choices(self.draft_head, hidden, detail)
+        return self.choices_by(self.draft_head, hidden, detail)
 
-    def _head_logits(self, head: Linear, hidden: Tensor) -> Tensor:
+    def logits_by(self, head: Linear, hidden: Tensor) -> Tensor:
+        """Norm and a head: [rows, hidden] -> float32 [rows, outputs]."""
         if isinstance(head, NativeLinear):
             return head.of_normalised(self.final_norm, hidden)
         return self._operator_logits(head, hidden.to(self.head_device)).to(self.device)
 
-    def _head_choices(self, head: Linear, hidden: Tensor, detail: Detail) -> Choices:
+    def choices_by(self, head: Linear, hidden: Tensor, detail: Detail) -> Choices:
+        """Choose the best output of each row of `logits_by`."""
         if isinstance(head, NativeLinear):
             return head.choices_of_normalised(self.final_norm, hidden, detail)
         logits = partial(self._operator_logits, head)

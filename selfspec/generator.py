@@ -75,6 +75,8 @@ class SelfSpecGenerator:
     draft_weights: a copy of the weights in fewer bits, to draft with (docs/fewer-bits.md). "auto": in 8 bits, once the
         default policy sees that exits promise less, if the weights are read from memory and three times the copy's size is
         free; "int8", "int4": from the start; "none": never. They change no text.
+    draft_vocabulary: tokens that drafts choose among, besides those of the text (docs/fewer-bits.md): a number, for the most
+        frequent ones; a file of ids; "auto": 8,192 where the head is a large part of a draft; "none": all. No text changes.
     runner: "eager", "graphs" (CUDA graphs of our own kernels) or "auto": graphs on CUDA where they can be, else eager.
     Raises ValueError for an unsupported architecture, a policy that does not fit the model, an unknown runner, or an invalid
     size.
@@ -91,11 +93,12 @@ class SelfSpecGenerator:
         exits: ExitsChoice = "auto",
         kv_dtype: str | torch.dtype = "auto",
         draft_weights: DraftWeights = "auto",
+        draft_vocabulary: int | str | Path = "auto",
     ) -> None:
         if isinstance(model, (str, Path)):
             raise TypeError(f"give a loaded model, or SelfSpecGenerator.from_pretrained({str(model)!r})")
         prefixes = PrefixCache.of(prefix_cache)
-        self._models = ModelSource(model, runner, prefixes, exits, kv_dtype, draft_weights)
+        self._models = ModelSource(model, runner, prefixes, exits, kv_dtype, draft_weights, draft_vocabulary)
         self.tokenizer = tokenizer
         self._policies = PolicyStore(policy)
         if policy is not None:
@@ -118,6 +121,7 @@ class SelfSpecGenerator:
         rows: int | None = None,
         device_map: Literal["auto"] | None = None,
         draft_weights: DraftWeights = "auto",
+        draft_vocabulary: int | str | Path = "auto",
     ) -> SelfSpecGenerator:
         """Load a checkpoint and its tokenizer; arguments as in `layerskip_models.load_model`.
 
@@ -138,7 +142,8 @@ class SelfSpecGenerator:
             model = model.with_kv_dtype(kv_dtype)
         if rows is not None:
             model = model.with_rows(rows)
-        return cls(model, tokenizer(), policy, runner=runner, prefix_cache=prefix_cache, draft_weights=draft_weights)
+        drafts: dict[str, Any] = {"draft_weights": draft_weights, "draft_vocabulary": draft_vocabulary}
+        return cls(model, tokenizer(), policy, runner=runner, prefix_cache=prefix_cache, **drafts)
 
     @spelled_out
     def generate(

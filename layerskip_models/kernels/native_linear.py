@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from ctypes import addressof
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
@@ -25,6 +26,7 @@ from layerskip_models.kernels.weights import (
     in_rows,
     interleave,
     interleaved,
+    outputs_of,
     rows_of,
     side_by_side,
     takes_interleaved,
@@ -201,6 +203,22 @@ class NativeLinear:
         y = torch.empty(*outputs.shape, self._in, dtype=torch.float32, device="cpu")
         kernels.rows(self._address, outputs.data_ptr(), outputs.numel(), y.data_ptr())
         return y
+
+    def taking(self, outputs: Tensor | slice) -> NativeLinear:
+        """Return a linear of these outputs alone, with the same bits: the first few, in the same memory, or int64 [count]."""
+        other, count = copy.copy(self), outputs.stop if isinstance(outputs, slice) else len(outputs)
+        other._out, other.num_bytes = count, -(-self.num_bytes * count // self._out)
+        other._scratch, other.matrix = threading.local(), Matrix.from_buffer_copy(self.matrix)
+        other.matrix.out_features, other._address = count, addressof(other.matrix)
+        other._scale, other._bias = (None if one is None else one[outputs] for one in (self._scale, self._bias))
+        other.matrix.scale, other.matrix.bias = (
+            None if t is None else t.data_ptr() for t in (other._scale, other._bias)
+        )
+        if not isinstance(outputs, slice):
+            other.stored = outputs_of(self.stored, -(-self._out // LANES), outputs, words=self.stored.dim() != 3)
+            use_large_pages(other.stored)
+            other.matrix.weight = other.stored.data_ptr()
+        return other
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: float32 [rows, in]. Returns float32 [rows, out]. ValueError if x is anything else."""
@@ -403,6 +421,21 @@ class NativeGroupedLinear(NativeLinear):
         """The memory that `matrix` points to."""
         more = (self._kept.groups, self._kept.offsets, self._kept.blocks)
         return [*(tensor for tensor in more if tensor is not None), *super().tensors]
+
+    def taking(self, outputs: Tensor | slice) -> NativeLinear:
+        other, kept = super().taking(outputs), self._kept
+        assert isinstance(other, NativeGroupedLinear)
+        if isinstance(outputs, slice):
+            return other
+        groups, offsets, blocks = (
+            None if one is None else outputs_of(one, len(one) // LANES, outputs, words=False)
+            for one in (kept.groups, kept.offsets, kept.blocks)
+        )
+        factors = None if other._scale is None else F.pad(other._scale, (0, -len(outputs) % LANES))
+        other._kept = kept.with_tensors((other.stored, groups, offsets, factors, blocks))
+        for name, tensor in (("groups", groups), ("offsets", offsets), ("blocks", blocks)):
+            setattr(other.matrix, name, None if tensor is None else tensor.data_ptr())
+        return other
 
     def with_rows(self, rows: int) -> NativeGroupedLinear:
         """Return a linear with the same weight in the same memory. rows: as above; not for weights of 8 bits."""

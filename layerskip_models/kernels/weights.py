@@ -137,6 +137,18 @@ def rows_of(laid: Tensor, first: int, last: int, inputs: int) -> Tensor:
     return rows[first - start : last - start, :inputs].contiguous()
 
 
+def outputs_of(laid: Tensor, blocks: int, outputs: Tensor, *, words: bool) -> Tensor:
+    """Copy some outputs, int64 [count], of what has 16 of them side by side to the same form, padded with zeros.
+
+    blocks: of 16 outputs in `laid`. words: four bytes belong together; else each of its numbers is by itself.
+    """
+    numbers = (laid.view(-1).view(torch.int32) if words else laid).view(blocks, -1, LANES)
+    places = torch.arange(len(outputs), device="cpu")
+    taken = numbers.new_zeros(-(-len(outputs) // LANES), numbers.shape[1], LANES)
+    taken[places // LANES, :, places % LANES] = numbers[outputs // LANES, :, outputs % LANES]
+    return taken.view(-1).view(laid.dtype).view(-1, *laid.shape[1:])
+
+
 def takes_interleaved(kind: int, outputs: int, inputs: int) -> bool:
     """Return whether this process's kernels want a matrix of this kind (`KINDS`) interleaved (matrix.h)."""
     kernels = library.kernels()

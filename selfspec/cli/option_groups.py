@@ -80,6 +80,11 @@ class LoadOptions(DeviceOptions):
     draft_weights: str = option(
         "auto", "Draft with a copy in fewer bits: auto (8, where it pays; for serve none), none, int8 or int4.", "Model"
     )
+    draft_vocabulary: str = option(
+        "auto",
+        "Tokens that drafts choose among, besides the text's: a number (the most frequent), a file of ids, auto or none.",
+        "Model",
+    )
 
     def generator(self, name: str, **others: Any) -> SelfSpecGenerator:
         """Load a checkpoint. others: further arguments of `SelfSpecGenerator.from_pretrained`."""

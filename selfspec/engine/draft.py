@@ -18,6 +18,7 @@ from policies.records import StopCause
 from selfspec.engine.results import without_traceback
 
 if TYPE_CHECKING:
+    from layerskip_models.draft_vocabulary import TextVocabulary
     from selfspec.cache.hidden_states import HiddenStates
     from selfspec.engine.runners.runner import Runner
     from selfspec.engine.sequence import Sequence
@@ -33,7 +34,8 @@ class Draft:
         exit_layer: 0 if no exit drafts. max_speculations: most tokens it drafts. bits: of the weights that draft, None for
             the model's own. num_copied: drafts copied from earlier text, all or none. context, acceptance, threshold: for the
             round's record. learns: whether the policy learns from the round. states: keeps hidden states for whoever looks
-            at them, None if nobody does. steering: of steered exits, by the row that was verified last.
+            at them, None if nobody does. steering: of steered exits, by the row that was verified last. vocabulary: that
+            drafts choose among, None for all tokens.
     While it runs:
         rows: their tokens. first, end: a pass runs rows [first, end). outputs: what the head said of them. logits: float32
             [end - first, vocab], where tokens are sampled or processed; the next pass may overwrite them. verified_from: the
@@ -52,7 +54,7 @@ class Draft:
     __slots__ = (
         "acceptance", "bits", "block", "context", "dropped_token", "end", "error", "exit_layer", "failure", "first",
         "learns", "logits", "max_speculations", "num_accepted", "num_copied", "num_q", "outputs", "p", "rates", "rows",
-        "seen", "sequence", "states", "steering", "stop_cause", "target_tokens", "threshold", "verified_from",
+        "seen", "sequence", "states", "steering", "stop_cause", "target_tokens", "threshold", "verified_from", "vocabulary",
     )  # fmt: skip
     context: RoundContext
     acceptance: abc.Mapping[Drafter, float] | None
@@ -69,6 +71,7 @@ class Draft:
         self.sequence, self.exit_layer, self.max_speculations, self.bits = sequence, exit_layer, max_speculations, bits
         self.learns = False
         self.states: HiddenStates | None = None
+        self.vocabulary: TextVocabulary | None = None
         self.steering: Tensor | None = None
         # What weights in fewer bits have computed is not kept: see `make_drafts`.
         self.verified_from = exit_layer if bits is None else 0

@@ -86,7 +86,7 @@ def expected_cost(model: LayerSkipModel, runner: RunnerName | None = None, bits:
     machine = _WIDE if model.kernels in ("amx", "vnni", "avx512") else _NARROW if model.kernels else _OPERATORS
     if model.device.type != "cpu":
         machine = _GRAPHS if runner == "graphs" else _GPU
-    groups = [*(layer.linears for layer in model.layers), (model.head, model.draft_head)]
+    groups = [*(layer.linears for layer in model.layers), (model.head, model.drafting_head)]
     weights = [[StoredMatrix.of(linear) for linear in group] for group in groups]
     own, kept = _cost(model, machine, weights), kept_cost(model, runner)
     scale = 1.0 if kept is None else kept.autoregressive() / own.autoregressive()  # a kept cost's seconds are right

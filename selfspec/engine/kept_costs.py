@@ -102,7 +102,7 @@ def _key(model: LayerSkipModel, runner: RunnerName) -> str:
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _processor_name()
     shape = model.hidden_size, model.layer_weights, model.vocab_size, model.num_heads, model.num_kv_heads
     adapters = sorted((layer, one.steering is not None) for layer, one in model.adapters.items())
-    linears = [*(linear for layer in model.layers for linear in layer.linears), model.head, model.draft_head]
+    linears = [*(linear for layer in model.layers for linear in layer.linears), model.head, model.drafting_head]
     stored = [(type(linear).__name__, linear.num_bytes, row_bits(linear)) for linear in linears]
     facts = device, model.kernels, num_threads(), runner, model.dtype, model.kv_dtype, shape, adapters, stored
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]

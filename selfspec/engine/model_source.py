@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -20,6 +21,7 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints.as_built import rotary_angles
 from layerskip_models.checkpoints.conversion import why_not_shared
 from layerskip_models.checkpoints.supported import check_transformers
+from layerskip_models.draft_vocabulary import draft_vocabulary_of
 from layerskip_models.draft_weights import DraftWeights, check_draft_weights, make_draft_weights
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.fork_safe import fork_safe
@@ -71,8 +73,9 @@ class ModelSource:
         exits: ExitsChoice = "auto",
         kv_dtype: str | torch.dtype = "auto",
         draft_weights: DraftWeights = "auto",
+        draft_vocabulary: int | str | Path = "auto",
     ) -> None:
-        self._draft_weights = check_draft_weights(draft_weights)
+        self._draft_weights, self._draft_vocabulary = check_draft_weights(draft_weights), draft_vocabulary
         self._runner, self._kv_dtype, self._exits = runner, kv_dtype, exits
         self._prefixes = PrefixCache() if prefixes is None else prefixes
         self._lock = fork_safe(threading.RLock())  # the garbage collector may finalise a stream while it is held
@@ -108,6 +111,9 @@ class ModelSource:
             return
         self.current.pool.forget()
         self.current.model.drafters.clear()
+        if self.current.model.draft_vocabulary is not None:
+            self.current.model.draft_vocabulary.heads.clear()
+            self.current.idle_runners.clear()  # which know rows of the old head
         make_draft_weights(self.current.model, self._draft_weights)
         self._watch = None if source is None else WeightWatch(source)
 
@@ -134,6 +140,9 @@ class ModelSource:
     def _bound(self, model: LayerSkipModel) -> BoundModel:
         if self._kv_dtype != "auto":
             model = model.with_kv_dtype(self._kv_dtype)
+        vocabulary = draft_vocabulary_of(model, self._draft_vocabulary)
+        if vocabulary is not model.draft_vocabulary:
+            model = model.with_draft_vocabulary(vocabulary)
         make_draft_weights(model, self._draft_weights)
         pool = KVCachePool(model, self._prefixes)
         runner = resolve_runner(self._runner, model)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.choices import Detail
+from layerskip_models.draft_vocabulary import TextVocabulary
 from layerskip_models.draft_weights import make_offered
 from layerskip_models.kernels.native_linear import MAX_ROWS as PASS_ROWS
 from layerskip_models.kv_cache import KVCache
@@ -73,6 +74,10 @@ class Sequence:
         self._written = [tokens[0].numpy() for tokens in kept if tokens is not None and tokens.is_cpu]
         self.hidden = torch.empty(0, model.hidden_size, dtype=model.dtype, device=model.device)
         self.q = torch.empty(0, model.vocab_size, dtype=torch.float32, device=model.device)
+        self.vocabulary: TextVocabulary | None = None  # that drafts choose among; None for all tokens
+        if model.draft_vocabulary is not None:
+            ends = [token for token in request.stops.eos if 0 <= token < model.vocab_size]
+            self.vocabulary = TextVocabulary(model.draft_vocabulary, ends)
         self._steering = model.steering
         self._steered: Tensor | None = None  # by the last row that was verified, once the prompt is read
         self.states = HiddenStates(
@@ -247,6 +252,7 @@ class Sequence:
                 threshold = self.policy.stopping.threshold(Drafter(exit_layer, plan.bits))
             draft = Draft(self, exit_layer, cap, plan.bits, copied)
         draft.context, draft.acceptance, draft.threshold = context, plan.acceptance, threshold
+        draft.vocabulary = self._read_vocabulary() if draft.exit_layer else None
         # Rounds that copy teach nothing about exits.
         draft.learns = plan.learn and not copied and self.observes.learns(self._rows_learned, self._rows_seen)
         if draft.learns or self.observes.context_layers or self._steering is not None:
@@ -254,6 +260,17 @@ class Sequence:
             draft.states, draft.steering = self.states, self._steered
         self.stats.learn_seconds += perf_counter() - planning  # what was learned may be worked out only now
         return draft
+
+    def _read_vocabulary(self) -> TextVocabulary | None:
+        """Let the text's own tokens be drafted. Returns what its drafts choose among."""
+        found = self.vocabulary
+        if found is None:
+            return None
+        for end in (self._num_prompt, self.length):
+            if found.num_read < end:
+                tokens = self.tokens[0, found.num_read : end].tolist()
+                found.read(tokens, written=end > self._num_prompt)
+        return found if found.pays else None
 
     def commit(self, draft: Draft) -> list[int] | None:
         """Step 5: commit what was accepted, up to the first stop in it, and forget the rest. Returns what was committed.

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from batched_runs import BATCH_SENSITIVE, Wish, assert_same, needs_native, run_alone, run_together
-from exact_cells import BITS, Cell, cells_of, check_cell, check_plain, drawn_cells
+from exact_cells import BITS, FEW, Cell, cells_of, check_cell, check_plain, drawn_cells
+from layerskip_models import draft_vocabulary
 from layerskip_models.families import FAMILIES
 from matrix_models import NONE, VARIANTS, WEIGHTS, exists, kernels_of, model_of
 from scripted_policies import EVERY_POLICY, named_policy
@@ -26,6 +27,21 @@ DRAWN = drawn_cells()
 @pytest.mark.parametrize("cell", DRAWN, ids=lambda cell: cell.name)
 def test_cell(cell: Cell) -> None:
     check_cell(cell)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "seeded"])
+@pytest.mark.parametrize(("weights", "variant"), [("float64", NONE), ("bfloat16", VARIANTS[0])])
+def test_texts_that_few_tokens_do_not_suit(
+    weights: str, variant: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a text its drafts begin to choose among all tokens, whatever the others do."""
+    if (variant == NONE) != (weights == "float64"):
+        pytest.skip("no native kernels here")
+    monkeypatch.setattr(draft_vocabulary, "_ENOUGH", 4)
+    for most in (0.1, 0.5):
+        monkeypatch.setattr(draft_vocabulary, "_MOST_MISSED", most)
+        cell = Cell("llama", weights, variant, "auto", "ls:{E}-4", 2, mode, "in company", "length", vocabulary=FEW)
+        check_cell(cell)
 
 
 @pytest.mark.slow

@@ -13,8 +13,10 @@ import pytest
 from torch import Tensor
 
 import selfspec.detokenize
+import selfspec.engine.runners.eager
 import selfspec.engine.verification
-from exact_cells import Cell, check_cell
+from exact_cells import FEW, Cell, check_cell
+from layerskip_models import draft_vocabulary
 from layerskip_models.kernels.library import Step
 from layerskip_models.kv_cache import KVCache
 from matrix_models import NONE, VARIANTS, kernels_of, model_of
@@ -59,6 +61,17 @@ def row_that_depends_on_its_company(patch: pytest.MonkeyPatch, cell: Cell) -> No
     patch.setattr(backend, "run_step", fault)
 
 
+def tokens_of_another_text(patch: pytest.MonkeyPatch, cell: Cell) -> None:
+    """All texts of a pass draft among the tokens of the first one."""
+    original = draft_vocabulary.with_own_tokens
+
+    def fault(model: Any, found: Any, hidden: Any, texts: Sequence[Any], detail: Any) -> Any:
+        return original(model, found, hidden, [texts[0]] * len(texts), detail)
+
+    for place in (draft_vocabulary, selfspec.engine.runners.eager):
+        patch.setattr(place, "with_own_tokens", fault)
+
+
 def stop_missed_inside_a_draft(patch: pytest.MonkeyPatch, cell: Cell) -> None:
     """Only the last token of a round is looked at."""
     original = StopConditions.first_stop
@@ -90,6 +103,7 @@ def stop_string_cut_one_byte_late(patch: pytest.MonkeyPatch, cell: Cell) -> None
         (bonus_from_q, cells(*ON_KERNELS, mode="one choice", policy="ls:{E}-1")),
         (row_that_depends_on_its_company, cells(*ON_KERNELS, company="in company")),
         (row_that_depends_on_its_company, cells(*ON_KERNELS, company="in company", mode="seeded", policy="ar")),
+        (tokens_of_another_text, cells(*ON_KERNELS, company="in company", policy="dv:{E}", vocabulary=FEW)),
         (stop_missed_inside_a_draft, cells(*ON_OPERATORS, settings="eos")),
         (stop_missed_inside_a_draft, cells(*ON_KERNELS, settings="stop string")),
         (row_left_over_after_rollback, cells(*ON_OPERATORS)),

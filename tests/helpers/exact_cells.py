@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 import selfspec.engine.engine
 from batched_runs import BATCH_SENSITIVE, SCRIPTED, Course, Wish, assert_same, run_alone, run_together
 from layerskip_models import LayerSkipModel
+from layerskip_models.draft_vocabulary import DraftTokens
 from layerskip_models.families import FAMILIES
 from matrix_models import (
     DRAFT_HEAD,
@@ -62,6 +63,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lists": {"no_repeat_ngram_size": 3, "suppress_tokens": [2, 5]},
     "bias": {"sequence_bias": [[[3], 2.0], [[7], -3.0]], "min_new_tokens": 6, "eos_token_id": [3, 9]},
 }
+FEW = (9, 2, 7)
+"""Tokens that drafts may choose, in an order of their own. So each text's own tokens matter to its drafts."""
 COMPANY = (
     Wish(prompt=[5, 1, 7], policy="ls:{E}-4", exit_layer=1, options={"max_new_tokens": 14}),
     Wish(prompt=[2, 9] * 7, policy="dv:{E}", exit_layer=3, options={"max_new_tokens": 9, "do_sample": True, "seed": 3}),
@@ -70,7 +73,10 @@ COMPANY = (
 
 
 class Cell(NamedTuple):
-    """One combination. kv_dtype: of keys and values. exit_layer: what {E} in the policy stands for. rows: None for 8 bits."""
+    """One combination. kv_dtype: of keys and values. exit_layer: what {E} in the policy stands for. rows: None for 8 bits.
+
+    vocabulary: that drafts choose among, besides their text's own tokens; None for all.
+    """
 
     family: str
     weights: str
@@ -82,11 +88,13 @@ class Cell(NamedTuple):
     company: str
     settings: str
     rows: int | None = None
+    vocabulary: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
         """As part of a test's id."""
         small = ["small keys"] * (self.kv_dtype != "auto") + [f"rows {self.rows}"] * (self.rows is not None)
+        small += ["few tokens"] * (self.vocabulary is not None)
         return " ".join(
             [self.family, self.weights, self.variant, *small, self.policy.format(E=self.exit_layer), self.mode,
              self.company, self.settings]
@@ -101,7 +109,9 @@ class Cell(NamedTuple):
     def model(self) -> LayerSkipModel:
         """Within `kernels_of` the variant."""
         model = model_of(self.family, self.weights, self.variant).with_kv_dtype(self.kv_dtype)
-        return model if self.rows is None else model.with_rows(self.rows)
+        model = model if self.rows is None else model.with_rows(self.rows)
+        few = self.vocabulary
+        return model if few is None else model.with_draft_vocabulary(DraftTokens(few))
 
 
 COLUMNS: dict[str, Sequence[Any]] = {
@@ -115,6 +125,7 @@ COLUMNS: dict[str, Sequence[Any]] = {
     "company": ("alone", "in company"),
     "settings": [*SETTINGS],
     "rows": (None, 16),
+    "vocabulary": (None, FEW),
 }
 
 

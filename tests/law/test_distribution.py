@@ -20,6 +20,7 @@ import selfspec.engine.verification
 from decoding import decode
 from exact_laws import PROMPT, RUN_LENGTH, distance, enumerated_law, exact_law, p_value, sampled_run
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.draft_vocabulary import DraftTokens
 from layerskip_models.exits import STEERED
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
@@ -55,6 +56,8 @@ def _made(kind: str) -> LayerSkipModel:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("layerskip_models.checkpoints.conversion.DRAFT_HEAD_BYTES", 0)
             return from_transformers(_tiny(), layout="native")
+    if kind == "few tokens":
+        return _made("native").with_draft_vocabulary(DraftTokens((5, 0)))
     if kind == "native":
         return from_transformers(_tiny(), layout="native")
     bare = from_transformers(_tiny(), layout="native" if kind == "in use" and native else "plain")
@@ -88,6 +91,10 @@ needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.fl
         *(("steered", name) for name in ("ls:2-2", "changing plans", "stop before a draw")),
         *(pytest.param("draft head", name, marks=needs_native) for name in ("ls:1-3", "stop after a draw", "del")),
         *(pytest.param("native", name, marks=needs_native) for name in BITS),
+        *(
+            pytest.param("few tokens", name, marks=needs_native)
+            for name in ("ls:1-3", "stop before a draw", "del", *BITS[:2])
+        ),
     ],
 )
 def test_the_law_of_the_first_three_tokens_is_exact(kind: str, name: str) -> None:
@@ -158,6 +165,11 @@ def unscaled(p: Tensor, q: Tensor, reached: Numbers) -> Tensor:
     return residual(p, q, [1.0] * len(reached))
 
 
+def only_what_can_be_drafted(p: Tensor, q: Tensor, reached: Numbers) -> Tensor:
+    """A rejection leaves nothing of the tokens that the draft could not choose."""
+    return residual(p * (q > 0), q, reached)
+
+
 def the_end_where_the_target_cannot_go(p: Tensor, q: Tensor, drafts: Tensor) -> list[float]:
     """A draft that the target cannot say ends the block as if nothing had been drafted there."""
     reached = reach(p, q, drafts)
@@ -171,6 +183,7 @@ def the_end_where_the_target_cannot_go(p: Tensor, q: Tensor, drafts: Tensor) -> 
         ("round.make_drafts", dropping, "ls:2-2"),
         *(("verification.accept_sampled", bonus_from_q, name) for name in ("ls:1-1", "ls:2-1")),
         ("accept.residual", unscaled, "ls:1-3"),
+        ("accept.residual", only_what_can_be_drafted, "ls:1-3"),
         ("verification.reach", credit_above_one, "ls:1-3"),
         ("verification.reach", the_end_where_the_target_cannot_go, "ls:1-3"),
     ],

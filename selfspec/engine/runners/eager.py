@@ -17,6 +17,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.choices import Detail, HeadOutput
+from layerskip_models.draft_vocabulary import draft_logits, draft_outputs, with_own_tokens
 from layerskip_models.draft_weights import drafter_of
 from layerskip_models.kernels.native_forward import STEP_ROWS
 from layerskip_models.kernels.native_linear import only_operators
@@ -53,15 +54,16 @@ class EagerRunner:
         if native is None or rows > STEP_ROWS or not single or only_operators():
             self._run_layers(drafts, start, stop, head)
             return
-        if head == "draft" and self.model.is_steered(stop):  # a bias for each text, which the single call does not take
+        if head == "draft" and not self._takes_one_call(drafts, stop):
             self.run(drafts, start, stop, None)
-            self._run_head(drafts, _gathered(drafts), head)
+            self._run_head(drafts, gathered(drafts), head)
             return
+        few = head == "draft" and self.model.draft_vocabulary is not None  # then the head knows few tokens
         logits: Tensor | None = None  # of all rows, if tokens of some are sampled or processed
         if head is not None and not all(draft.sequence.greedy for draft in drafts):
             logits = torch.empty(rows, self.model.vocab_size, dtype=torch.float32, device="cpu")
         if start:
-            x, where, record = _gathered(drafts), _cache_rows(drafts), self._record(drafts)
+            x, where, record = gathered(drafts), _cache_rows(drafts), self._record(drafts)
             tokens, best = native.rows(x, where, start, stop, record=record, logits=logits)
             hand_out(drafts, [HeadOutput(*output) for output in zip(tokens, best)], logits)
             self._hand_out_states(drafts, start, stop)
@@ -79,6 +81,8 @@ class EagerRunner:
                 record=None if draft.states is None else (draft.states.round, first),
                 logits=logits,
             )
+            if few:
+                self._add_own_tokens(drafts, draft.outputs, sequence.hidden[first:end])
         else:
             x, where, record = self._together[:rows], _cache_rows(drafts), self._record(drafts)
             tokens = [token for draft in drafts for token in draft.rows[draft.first : draft.end]]
@@ -86,13 +90,30 @@ class EagerRunner:
             outputs = native.tokens(tokens, where, stop, x, head=head, detail=detail, record=record, logits=logits)
             _scatter(drafts, x)
             self._hand_out_states(drafts, 0, stop)
-            if head is not None:
+            if few:
+                self._add_own_tokens(drafts, outputs, x)
+            elif head is not None:
                 hand_out(drafts, outputs, logits)
+
+    def _takes_one_call(self, drafts: Sequence[Draft], stop: int) -> bool:
+        """Return whether layers and draft head can be a single call: not with a bias for each text (a steered exit).
+
+        With a draft vocabulary the call knows the head's rows for it. Adapted states are not at hand after the call.
+        """
+        if self.model.draft_vocabulary is None:
+            return not self.model.is_steered(stop)
+        return stop not in self.model.adapters and all(
+            draft.vocabulary is not None and draft.sequence.greedy for draft in drafts
+        )
+
+    def _add_own_tokens(self, drafts: Sequence[Draft], outputs: Sequence[HeadOutput], hidden: Tensor) -> None:
+        texts = [draft.vocabulary for draft in drafts if draft.vocabulary is not None]
+        hand_out(drafts, with_own_tokens(self.model, outputs, hidden, texts, max_detail(drafts)))
 
     def _run_layers(self, drafts: Sequence[Draft], start: int, stop: int, head: Head | None) -> None:
         model = self.model
         if start:
-            x = _gathered(drafts)
+            x = gathered(drafts)
         else:
             found = [token for draft in drafts for token in draft.rows[draft.first : draft.end]]
             x = model.embed(to_device(torch.tensor(found, dtype=torch.long, device="cpu"), model.device))
@@ -109,17 +130,18 @@ class EagerRunner:
         parts = list(x.split([draft.end - draft.first for draft in drafts]))
         if drafting:
             parts = [model.at_exit(part, draft.exit_layer, draft.steering) for draft, part in zip(drafts, parts)]
-        for greedy in (True, False):
-            chosen = [index for index, draft in enumerate(drafts) if draft.sequence.greedy == greedy]
-            if not chosen:
-                continue
+        kinds = [(draft.sequence.greedy, drafting and draft.vocabulary is not None) for draft in drafts]
+        for kind in sorted(set(kinds)):
+            chosen = [index for index, own in enumerate(kinds) if own == kind]
             part_of = [drafts[index] for index in chosen]
             hidden = parts[chosen[0]] if len(chosen) == 1 else torch.cat([parts[index] for index in chosen])
-            if greedy:
-                choices = model.draft_choices(hidden, max_detail(part_of)) if drafting else model.choices(hidden)
-                hand_out(part_of, choices.outputs())
+            texts = [draft.vocabulary for draft in part_of if draft.vocabulary is not None]
+            if drafting and kind[0]:
+                hand_out(part_of, draft_outputs(model, hidden, texts, max_detail(part_of)))
+            elif kind[0]:
+                hand_out(part_of, model.choices(hidden).outputs())
             else:
-                logits = model.draft_logits(hidden) if drafting else model.logits(hidden)
+                logits = draft_logits(model, hidden, texts) if drafting else model.logits(hidden)
                 for draft, begin, end in _places(part_of):
                     draft.outputs, draft.logits = (), logits[begin:end]
 
@@ -164,7 +186,7 @@ def _cache_rows(drafts: Sequence[Draft]) -> CacheRows:
     return [(draft.sequence.cache, draft.end - draft.first) for draft in drafts]
 
 
-def _gathered(drafts: Sequence[Draft]) -> Tensor:
+def gathered(drafts: Sequence[Draft]) -> Tensor:
     """Gather the hidden states of all rows, [rows, hidden]."""
     parts = [draft.sequence.hidden[draft.first : draft.end] for draft in drafts]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

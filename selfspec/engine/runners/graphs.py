@@ -24,7 +24,7 @@ from layerskip_models.linear import PlainLinear
 from layerskip_models.norm import RMSNorm
 from layerskip_models.operators import normalise_heads
 from selfspec.engine.draft import Draft
-from selfspec.engine.runners.eager import EagerRunner, hand_out, max_detail
+from selfspec.engine.runners.eager import EagerRunner, gathered, hand_out, max_detail
 from selfspec.engine.runners.runner import Head
 
 MAX_ROWS = 64
@@ -74,6 +74,11 @@ class GraphRunner(EagerRunner):
         return torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else (0, 0)
 
     def run(self, drafts: Sequence[Draft], start: int, stop: int, head: Head | None) -> None:
+        if head == "draft" and any(draft.vocabulary is not None for draft in drafts):  # every text has rows of its own
+            if start < stop:
+                self.run(drafts, start, stop, None)
+            self._run_head(drafts, gathered(drafts), head)
+            return
         rows = sum(draft.end - draft.first for draft in drafts)
         if rows > MAX_ROWS and len(drafts) > 1:
             half = len(drafts) // 2
