@@ -244,8 +244,9 @@ def test_judging_drafts_in_one_call_is_judging_them_in_parts(
     found = []
     for kind in (Sampler, SamplerInParts):
         sequence = SimpleNamespace(
-            sampler=sampler_of(kind, warp, seed), samples=True, tokens=text, length=3, q=q.clone()
-        )
+            sampler=sampler_of(kind, warp, seed), samples=True, tokens=text, length=3, q=q.clone(),
+            observes=SimpleNamespace(rejected_rows=False),
+        )  # fmt: skip
         judged: Any = SimpleNamespace(
             sequence=sequence, tokens=drafts, rows=[0, *drafts], num_copied=count * copied, logits=target,
             stop_cause="cap", error=None, failure=None, num_q=count, confidences=None if copied else (), rates=None,
