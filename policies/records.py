@@ -108,6 +108,7 @@ class Plan:
         may lower it, too.
     acceptance: the acceptance per drafter that the plan was made with, for the trace; None where none is estimated.
     learn: False if there is nothing to be gained from learning in this round, whatever `ObservationSpec` say.
+    rest: rounds, this one included, for which nobody asks what may be copied: the index takes in their tokens after them.
     """
 
     exit_layer: int | None
@@ -116,6 +117,7 @@ class Plan:
     copied: int = 0
     acceptance: Mapping[Drafter, float] | None = None
     learn: bool = True
+    rest: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,8 @@ class RoundContext:
 
     batch_size: how many texts share the round's passes, this one included. A row costs less in a batch, and so does a draft
     gain less.
-    match_length: how many of the last tokens occurred before, so that what followed can be copied; 0 if nothing can.
+    match_length: how many of the last tokens occurred before, so that what followed can be copied; 0 if nothing can, or if a
+        plan said that nobody asks.
     """
 
     round_index: int
@@ -293,7 +296,7 @@ class RoundRecord:
     draft_tokens: the kept drafts d_1..d_k; num_accepted (m) counts how many verification accepted. num_copied: how many of
         them were copied from the text, which is all or none.
     copies: for every committed token of which the index had an opinion, in order: how many tokens before it were alike, and
-        whether it was what followed there. Empty where nothing can be copied.
+        whether it was what followed there. Empty where nothing can be copied; those of a rest come with the round after it.
     tokens: what was committed, m+1 of them, or fewer if a stop fell inside the round.
     loaded_layers: draft steps * E + (E if the last row still needed it) + (L - E); L for an autoregressive step. A layer in
         fewer bits counts as a layer.

@@ -33,7 +33,10 @@ LINE_COUNT = 8.0
 """Observations that the line is worth in a bin: 4 is 2 % worse on the demo, 16 is level (docs/log.md, 28, Z4)."""
 BIN_MEMORY, LOOKS_MEMORY = 64.0, 256.0
 """Observations at which the older ones of a bin, and of all confidences, are halved."""
+SAMPLED_WORTH = 8.0
+"""Greedy rows that a sampled one is worth: its chance is a mean over all tokens, where a greedy row is a toss of a coin."""
 
+BIN_WORTH = lambda w: 1.0
 _CLIPPED = [min(max(middle, 0.03), 0.9999) for middle in MIDPOINTS]
 _LOG_ODDS = [math.log(value / (1 - value)) for value in _CLIPPED]
 _WIDTHS = np.diff([0.0, *EDGES, 1.0])
@@ -42,6 +45,11 @@ _WIDTHS = np.diff([0.0, *EDGES, 1.0])
 def copy_confidence(match_length: int) -> float:
     """Say how sure a copied token is, by how many tokens before it were alike: about how often it is right."""
     return 1 - 1 / match_length
+
+
+def worth_of(probabilities: object | None) -> float:
+    """Return what an outcome is worth, given the chances of acceptance where tokens are sampled."""
+    return 1.0 if probabilities is None else SAMPLED_WORTH
 
 
 def _no_counts() -> list[float]:
@@ -72,7 +80,7 @@ class _Drafter:
     def chance(self, index: int) -> float:
         return (self.accepted[index] + LINE_COUNT * self.line(index)) / (self.seen[index] + LINE_COUNT)
 
-    def learn(self, index: int, accepted: float) -> None:
+    def learn(self, index: int, accepted: float, worth: float) -> None:
         """Learn one row: a step of a logistic regression whose line has a normal distribution (an extended Kalman filter)."""
         expected, odds = self.line(index), _LOG_ODDS[index]
         weight = expected * (1 - expected)
@@ -80,7 +88,7 @@ class _Drafter:
             self.height_variance + self.covariance * odds,
             self.covariance + self.slope_variance * odds,
         )
-        share = 1 / (1 + weight * (by_height + by_slope * odds))
+        share = 1 / (1 / worth + weight * (by_height + by_slope * odds))
         self.height += share * (accepted - expected) * by_height
         self.slope += share * (accepted - expected) * by_slope
         self.height_variance += CHANGE - share * weight * by_height**2
@@ -89,8 +97,8 @@ class _Drafter:
         if self.seen[index] >= BIN_MEMORY:
             self.seen[index] /= 2
             self.accepted[index] /= 2
-        self.seen[index] += 1
-        self.accepted[index] += accepted
+        self.seen[index] += BIN_WORTH(worth)
+        self.accepted[index] += BIN_WORTH(worth) * accepted
         self.rows += 1
 
 
@@ -116,9 +124,9 @@ class Chances:
         if sum(looks) > LOOKS_MEMORY:
             looks[:] = [count / 2 for count in looks]
 
-    def learn(self, drafter: int, confidence: float, accepted: float) -> None:
-        """Learn what came of a row: 0 or 1, or the chance of acceptance when sampling."""
-        self._known[drafter].learn(bin_of(confidence), accepted)
+    def learn(self, drafter: int, confidence: float, accepted: float, worth: float = 1.0) -> None:
+        """Learn what came of a row: 0 or 1, or the chance of acceptance when sampling. worth: how many rows it counts for."""
+        self._known[drafter].learn(bin_of(confidence), accepted, worth)
 
     def of(self, drafter: int, confidence: float) -> float:
         """Estimate the chance that a token of this confidence is accepted, in (0, 1)."""

@@ -16,12 +16,13 @@ going on), nor are the length and the layer, and DEL's TPL is the special case i
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import ceil
 from time import perf_counter
 from typing import Any
 
 from policies.auto.best_round import BestRound, best_round
-from policies.auto.chances import COPIES, Chances, copy_confidence
+from policies.auto.chances import COPIES, Chances, copy_confidence, worth_of
 from policies.auto.round_costs import RoundCosts
 from policies.base import NeverStop
 from policies.bounds import MAX_DRAFTS, check_layers, check_number
@@ -42,6 +43,10 @@ MAKING = 20
 """Plain steps that it takes to round the weights to 8 bits: 14 of SmolLM2's on one thread (docs/log.md, 28)."""
 PROMISING = 0.8
 """A drafter that promises less of a plain step's rate is not tried to see what it costs."""
+TOGETHER = 16
+"""Rounds that are learned from in one go, which takes a third of the time, and most plain steps before the next look."""
+SHORT = 2e-3
+"""Seconds of a plain step below which a look at each round is felt."""
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
@@ -117,7 +122,9 @@ class AutoExit:
         self.chances.reset()
         self._costs: dict[int, RoundCosts] = {}  # by how many texts share a pass
         self._texts = 1
+        self._waiting: list[RoundRecord] = []  # rounds that it has not learned from yet
         self._text_tokens, self._text_cost = 0, 0.0
+        self._plain_steps = self._resting = 0  # of the text: since it last drafted or copied; until it looks again
         self._spent = self._taught = 0.0  # costs of all rounds, and of all looks at every exit, as expected
         self._look_seconds = 0.0  # what these have taken
         self._rows_seen = self._rows_taught = 0  # of rounds
@@ -125,14 +132,17 @@ class AutoExit:
         self._solve()
 
     def begin_text(self) -> None:
+        self._take_in()
         self._text_tokens, self._text_cost = 0, 0.0
+        self._plain_steps = self._resting = 0
 
     def expect_batch_size(self, texts: int) -> None:
         """Expect this many texts in passes from now on. The more there are, the less a row costs and a draft gains."""
         texts = self._cost.for_batch_size(texts).batch_size  # a number of texts that changes no cost changes no plan
         if texts != self._texts:
+            self._take_in()
             self.costs.forget_unfinished()
-            self._texts = texts
+            self._texts, self._resting = texts, 0
             self._solve()
 
     @property
@@ -194,39 +204,48 @@ class AutoExit:
             self._solve()
 
     def observe(self, record: RoundRecord) -> None:
-        """Learn from what a round drafted or dropped, from what copies would have said, and from shadow tokens."""
-        started = perf_counter()
-        drafter = self.index_of(record.drafter)
-        cost = self.costs.of(drafter, record.num_drafted)
-        self._spent += cost
-        self._text_cost += cost
-        self._text_tokens += len(record.tokens)
-        self._rows_seen += record.num_accepted + 1
-        for match_length, right in record.copies if self._copy else ():
-            self.chances.learn(-1, copy_confidence(match_length), right)
-        if drafter is not None and record.confidences is not None:
-            outcomes = draft_outcomes(record)
-            for confidence in record.confidences:
-                self.chances.look(drafter, confidence)
-            for confidence, accepted in outcomes:
-                self.chances.learn(drafter, confidence, accepted)
-            self._news += len(outcomes)
-        besides = perf_counter() - started  # which is a part of each round's price, unlike looks at exits
-        if record.shadow is not None:
-            self._learn_shadow(record.shadow, record.drafter, record.num_drafted)
-            self._rows_taught += record.shadow.num_rows - 1
-            self._taught -= self._look_cost(1)  # paid in advance
-        if self.costs.observe(record, besides) or self._news > self._enough:
+        self._waiting.append(record)
+        if self._resting:
+            self._resting -= 1
+        elif record.shadow is not None or record.copies or len(self._waiting) >= min(self._rows_seen // 8, TOGETHER):
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Learn from what rounds drafted or dropped, from what copies would have said, and from shadow tokens."""
+        waiting, self._waiting = self._waiting, []
+        costs, news = self.costs, False
+        for record in waiting:
+            drafter = self.index_of(record.drafter)
+            cost = costs.of(drafter, record.num_drafted)
+            self._spent += cost
+            self._text_cost += cost
+            self._text_tokens += len(record.tokens)
+            self._rows_seen += record.num_accepted + 1
+            for match_length, right in record.copies if self._copy else ():
+                self.chances.learn(-1, copy_confidence(match_length), right)
+            if drafter is not None and record.confidences is not None:
+                outcomes, worth = draft_outcomes(record), worth_of(record.acceptance_probabilities)
+                for confidence in record.confidences:
+                    self.chances.look(drafter, confidence)
+                for confidence, accepted in outcomes:
+                    self.chances.learn(drafter, confidence, accepted, worth)
+                self._news += len(outcomes)
+            if record.shadow is not None:
+                self._learn_shadow(record.shadow, record.drafter, record.num_drafted)
+                self._rows_taught += record.shadow.num_rows - 1
+                self._taught -= self._look_cost(1)  # paid in advance
+            news |= costs.observe(record)
+        if news or self._news > self._enough:
             self._solve()
 
     def _learn_shadow(self, shadow: Shadow, drafted: Drafter | None = None, num_drafted: int = 0) -> None:
         """Learn from shadow tokens, as of `shadow_outcomes`."""
-        started = perf_counter()
+        started, worth = perf_counter(), worth_of(shadow.acceptance_probabilities)
         for drafter, confidence, accepted in shadow_outcomes(shadow, drafted, num_drafted):
             index = self._index.get(drafter)
             if index is not None:  # else a stopping policy asked for it
                 self.chances.look(index, confidence)
-                self.chances.learn(index, confidence, accepted)
+                self.chances.learn(index, confidence, accepted, worth)
         self._news += shadow.num_rows
         self._taught += self._look_cost(shadow.num_rows, shadow.acceptance_probabilities is not None)
         self._look_seconds += perf_counter() - started
@@ -252,26 +271,32 @@ class AutoExit:
         self._rate = self.best.rate
         promise = best_round(self.costs, frequency, acceptance, usable, self._rate) if self.offered_bits else self.best
         self._promised = promise if promise.pays and promise.index >= there else None
+        self._is_short = isinstance(self._cost, MeasuredCost) and self._texts == 1 and self.costs.plain < SHORT
         self._share = self._share_of_learning()
 
     def plan(self, context: RoundContext) -> Plan:
+        if self._resting and context.batch_size == 1:
+            return self._plain
         self.expect_batch_size(context.batch_size)
         copied = self._copied(context.match_length) if context.match_length and self._copy else 0
         if copied:
+            self._plain_steps = 0
             return Plan(exit_layer=None, max_speculations=0, copied=copied, acceptance=self.acceptance)
         if self._promised is not None and self._makes_up(self._promised, context.remaining_tokens):
             self.bits, self.offered_bits = (*self.bits, *self.offered_bits), ()
             self._costs.clear()
             self._solve()
-        best, costs = self.best, self.costs
-        drafter = self.drafters[best.index] if self._drafts(best) else None
-        return Plan(
-            exit_layer=None if drafter is None else drafter.exit_layer,
-            bits=None if drafter is None else costs.bits[best.index],
-            max_speculations=0 if drafter is None else self.max_speculations,
-            acceptance=self.acceptance,
-            learn=self._learns_now(),
-        )
+        best, learn = self.best, self._learns_now()
+        if self._drafts(best):
+            self._plain_steps *= not best.pays
+            layer, bits = self.drafters[best.index].exit_layer, self.costs.bits[best.index]
+            cap = self.max_speculations
+            return Plan(exit_layer=layer, bits=bits, max_speculations=cap, acceptance=self.acceptance, learn=learn)
+        if self._is_short and not best.pays:
+            self._resting = min(self._plain_steps + 1, TOGETHER)
+        self._plain_steps += self._resting or 1
+        self._plain = Plan(exit_layer=None, max_speculations=0, acceptance=self.acceptance, learn=False)
+        return replace(self._plain, learn=learn, rest=self._resting)
 
     def _drafts(self, best: BestRound) -> bool:
         """Return whether to draft: where that pays, but for a few rounds of another kind, to see what they cost."""
@@ -302,6 +327,7 @@ class AutoExit:
 
     def reason(self) -> str:
         """Say in a line what it does at present, and why."""
+        self._take_in()
         best, costs = self.best, self.costs
         if not best.pays and best.tokens <= 1:
             return "auto decodes plainly and copies what repeats: nothing that was seen of exits promises more"
@@ -318,6 +344,7 @@ class AutoExit:
         self.restore(other.state())
 
     def state(self) -> dict[str, Any]:
+        self._take_in()
         return {"layers": [*self.exit_layers], "chances": self.chances.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -343,13 +370,15 @@ class AutoStopping(NeverStop):
 
     def __init__(self, chooser: AutoExit) -> None:
         self._chooser, self._drafter, self._reliability = chooser, 0, 1.0
-        self._steps = [0.0]
+        self._steps, self._planned = [0.0], ()
 
     def start_round(self, plan: Plan) -> None:
         self._reliability = 1.0
-        if plan.exit_layer is not None:
-            self._drafter = self._chooser.index_of(Drafter(plan.exit_layer, plan.bits)) or 0
-            self._steps = (self._chooser.best.price * self._chooser.costs.steps[self._drafter]).tolist()
+        chooser, planned = self._chooser, (self._chooser.best, plan.exit_layer, plan.bits)
+        if plan.exit_layer is not None and planned != self._planned:
+            self._planned = planned
+            self._drafter = chooser.index_of(Drafter(plan.exit_layer, plan.bits)) or 0
+            self._steps = (chooser.best.price * chooser.costs.steps[self._drafter]).tolist()
 
     def stop_before_draw(self, row: DraftRow) -> bool:
         """Tell whether the token is not worth one more pass through the exit layer."""

@@ -99,11 +99,8 @@ class RoundCosts:
         known = sorted(key for key in self._factors if key > 0) or [_PLAIN]
         return float(np.interp(rows, known, [self._factors.get(key, 1.0) for key in known]))
 
-    def observe(self, record: RoundRecord, besides: float = 0.0) -> bool:
-        """Take a text's round into account; a batch's records come one by one. Returns whether costs have changed.
-
-        besides: seconds that the round took in addition to what the record tells.
-        """
+    def observe(self, record: RoundRecord) -> bool:
+        """Take a text's round into account; a batch's records come one by one. Returns whether costs have changed."""
         if not self._repair or record.batch_size != self._texts or record.verify_seconds <= 0:
             return False
         kind = record.drafter, record.num_drafted, record.stop_cause == "before_draw"
@@ -111,7 +108,7 @@ class RoundCosts:
             self._expected[kind] = parts_of(self.cost, *kind)
         drafting, verifying = self._expected[kind]
         self._took[0] += record.draft_seconds
-        self._took[1] += record.verify_seconds + record.accept_seconds + besides
+        self._took[1] += record.verify_seconds + record.accept_seconds
         self._took[2] += drafting
         self._took[3] += verifying
         self._rows += record.num_drafted + 1
@@ -144,7 +141,8 @@ class RoundCosts:
         plain = found.get(_PLAIN)
         if plain is None:
             return False
-        factors = {kind: ratio / plain for kind, ratio in found.items()}
+        # A few rounds are believed in part: a drafter is soon seen again if it was thought too cheap, and else it never is.
+        factors = {kind: (ratio / plain) ** (len(self._ratios[kind]) / KEPT) for kind, ratio in found.items()}
         known = [self._factors.get(kind, 1.0) / factor for kind, factor in factors.items()]
         if all(1 / TOLERANCE < change < TOLERANCE for change in known):
             return False

@@ -92,8 +92,9 @@ class Sequence:
         self.num_reused = rows
         self._copying = copies_drafts(self.observes)
         self.copies: CopyIndex | None = None  # from the first round on
-        self._copies_seen: list[tuple[int, bool]] = []  # of the round at hand: see `RoundRecord.copies`
-        self._indexed = 0  # committed tokens that the index holds; -1 while it is being changed
+        self._copies_seen: list[tuple[int, bool]] = []  # since the last record: see `RoundRecord.copies`
+        self._indexed = -1  # committed tokens that the index holds; -1 at first, and while it is being changed
+        self._rest = 0  # rounds in which nobody asks it: see `Plan`
         self.pending = -1
         self._rows_shown = 0  # of the prompt, to who watches it
         self._to_learn: Tensor | None = (
@@ -206,13 +207,18 @@ class Sequence:
         planning = perf_counter()
         self._open()
         self._learn_from_prompt()
-        if self._copying and self._indexed != self.length:  # at first, and after a round that broke off
-            self.copies = CopyIndex(self.request.copy_from)
-            self.copies.read(self.request.prompt)
-            self._index(self.copies, self.tokens[0, self._num_prompt : self.length].tolist())
-            self._indexed = self.length
+        self._rest = max(self._rest - 1, 0)
+        if self._copying and not self._rest:
+            anew = not 0 <= self._indexed <= self.length  # at first, and after a round that broke off
+            if anew:
+                self.copies, self._indexed = CopyIndex(self.request.copy_from), self._num_prompt
+                self.copies.read(self.request.prompt)
+            if self._indexed < self.length:
+                self._index(self.tokens[0, self._indexed : self.length].tolist())
+            if anew:
+                self._copies_seen.clear()
         remaining = self.request.stops.max_new_tokens - self.num_new
-        match = None if self.copies is None else self.copies.match
+        match = None if self.copies is None or self._rest else self.copies.match
         context = RoundContext(
             round_index=self.stats.rounds,
             num_committed=self.length,
@@ -247,6 +253,7 @@ class Sequence:
                 threshold = self.policy.stopping.threshold(Drafter(exit_layer, plan.bits))
             draft = Draft(self, exit_layer, cap, plan.bits, copied)
         draft.context, draft.acceptance, draft.threshold = context, plan.acceptance, threshold
+        self._rest = self._rest or plan.rest
         # Rounds that copy teach nothing about exits.
         draft.learns = plan.learn and not copied and self.observes.learns(self._rows_learned, self._rows_seen)
         if draft.learns or self.observes.context_layers or self._steering is not None:
@@ -301,6 +308,7 @@ class Sequence:
             bits=draft.bits,
         )
         self.stats.add(record)
+        self._copies_seen.clear()
         self._rows_seen += record.num_accepted + 1
         self._rows_learned += 0 if record.shadow is None else record.num_accepted + 1
         self.policy.observe(record)
@@ -343,10 +351,8 @@ class Sequence:
         committed = block[:count]
         if self.observes.context_layers and not self.reading:
             self.states.commit(self.length - 1, count)
-        if self.copies is not None:
-            self._indexed = -1
-            self._copies_seen = self._index(self.copies, committed)
-            self._indexed = self.length + count
+        if self.copies is not None and not self._rest:
+            self._index(committed)
         pending, steered = block[count - 1], self._steered
         if self._steering is not None:  # the row whose output the pending token is
             row = max(self._prompt_rows, 1) - 1 if self.reading else count - 1
@@ -358,12 +364,14 @@ class Sequence:
         self.cache.roll_back(self.length - 1)
         return committed
 
-    def _index(self, copies: CopyIndex, tokens: list[int]) -> list[tuple[int, bool]]:
-        """Take committed tokens into the index. Returns what it would have said of each."""
-        seen = []
+    def _index(self, tokens: list[int]) -> None:
+        """Take committed tokens into the index, and write down what it would have said of each."""
+        copies, indexed = self.copies, self._indexed
+        assert copies is not None
+        self._indexed = -1
         for token in tokens:
             match = copies.match
             if match is not None:
-                seen.append((match.length, match.token == token))
+                self._copies_seen.append((match.length, match.token == token))
             copies.append(token)
-        return seen
+        self._indexed = indexed + len(tokens)
