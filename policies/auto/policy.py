@@ -21,6 +21,8 @@ from math import ceil
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from policies.auto.best_round import BestRound, best_round
 from policies.auto.chances import COPIES, Chances, copy_confidence, worth_of
 from policies.auto.round_costs import RoundCosts
@@ -41,8 +43,8 @@ SEEN, KNOWN = 4, 24
 """Rows from which on an exit may draft, and from which on it counts as known."""
 MAKING = 20
 """Plain steps that it takes to round the weights to 8 bits: 14 of SmolLM2's on one thread (docs/log.md, 28)."""
-PROMISING = 0.8
-"""A drafter that promises less of a plain step's rate is not tried to see what it costs."""
+PROMISING = 0.5
+"""A drafter one draft of which promises less of a plain step's rate is not tried to see what it costs."""
 TOGETHER = 16
 """Rounds that are learned from in one go, which takes a third of the time, and most plain steps before the next look."""
 SHORT = 2e-3
@@ -128,7 +130,7 @@ class AutoExit:
         self._spent = self._taught = 0.0  # costs of all rounds, and of all looks at every exit, as expected
         self._look_seconds = 0.0  # what these have taken
         self._rows_seen = self._rows_taught = 0  # of rounds
-        self._rate = 0.0
+        self._rate, self.tries = 0.0, False
         self._solve()
 
     def begin_text(self) -> None:
@@ -272,6 +274,9 @@ class AutoExit:
         promise = best_round(self.costs, frequency, acceptance, usable, self._rate) if self.offered_bits else self.best
         self._promised = promise if promise.pays and promise.index >= there else None
         self._is_short = isinstance(self._cost, MeasuredCost) and self._texts == 1 and self.costs.plain < SHORT
+        single = np.where(at_hand, 1 + (frequency * acceptance).sum(axis=1), 0.0) / self.costs.rounds[:, 1]
+        tried = int(single.argmax())
+        self._tried = tried if single[tried] * self.costs.plain > PROMISING else None
         self._share = self._share_of_learning()
 
     def plan(self, context: RoundContext) -> Plan:
@@ -287,23 +292,18 @@ class AutoExit:
             self._costs.clear()
             self._solve()
         best, learn = self.best, self._learns_now()
-        if self._drafts(best):
-            self._plain_steps *= not best.pays
-            layer, bits = self.drafters[best.index].exit_layer, self.costs.bits[best.index]
-            cap = self.max_speculations
-            return Plan(exit_layer=layer, bits=bits, max_speculations=cap, acceptance=self.acceptance, learn=learn)
+        self.tries = not best.pays and self._tried is not None and self.costs.is_due(self._tried)
+        index = self._tried if self.tries else best.index if best.pays and not self.costs.is_due() else None
+        if index is not None:
+            self._plain_steps *= self.tries
+            layer, bits = self.drafters[index].exit_layer, self.costs.bits[index]
+            most = 1 if self.tries else self.max_speculations
+            return Plan(exit_layer=layer, bits=bits, max_speculations=most, acceptance=self.acceptance, learn=learn)
         if self._is_short and not best.pays:
             self._resting = min(self._plain_steps + 1, TOGETHER)
         self._plain_steps += self._resting or 1
         self._plain = Plan(exit_layer=None, max_speculations=0, acceptance=self.acceptance, learn=False)
         return replace(self._plain, learn=learn, rest=self._resting)
-
-    def _drafts(self, best: BestRound) -> bool:
-        """Return whether to draft: where that pays, but for a few rounds of another kind, to see what they cost."""
-        if best.pays:
-            return not self.costs.is_due()
-        promising = best.tokens / best.cost > PROMISING / self.costs.plain
-        return promising and self.costs.is_due(best.index)
 
     def _makes_up(self, promise: BestRound, tokens: int) -> bool:
         """Return whether rounding the weights pays within so many tokens, together with the time set aside for learning."""
@@ -374,11 +374,13 @@ class AutoStopping(NeverStop):
 
     def start_round(self, plan: Plan) -> None:
         self._reliability = 1.0
-        chooser, planned = self._chooser, (self._chooser.best, plan.exit_layer, plan.bits)
+        chooser = self._chooser
+        planned = chooser.best, plan.exit_layer, plan.bits, chooser.tries
         if plan.exit_layer is not None and planned != self._planned:
             self._planned = planned
             self._drafter = chooser.index_of(Drafter(plan.exit_layer, plan.bits)) or 0
-            self._steps = (chooser.best.price * chooser.costs.steps[self._drafter]).tolist()
+            steps = chooser.best.price * chooser.costs.steps[self._drafter]
+            self._steps = [0.0] if chooser.tries else steps.tolist()
 
     def stop_before_draw(self, row: DraftRow) -> bool:
         """Tell whether the token is not worth one more pass through the exit layer."""

@@ -26,6 +26,8 @@ TRY_EVERY, TRY_AGAIN = 4, 128
 """Rounds from one try of a kind to the next: at first, and later, since neither texts nor machines stay as they are."""
 TOLERANCE = 1.1
 """Corrections that differ by less change nothing."""
+MOST = 1.5
+"""Plain steps that a row or a draft may take: what took longer was interrupted, and says nothing."""
 _PLAIN = 1  # kinds are rows of verifications, and of drafts their bits, below 0
 _ROWS = (_PLAIN, 2, 3, 4, 5, 6, 8, 11, 16, 24)
 """Rows of a verification, or more, that are a kind of their own."""
@@ -38,8 +40,8 @@ def _drafts_in(bits: int | None) -> int:
     return -(bits or 16)
 
 
-def _quartile(ratios: Collection[float]) -> float:
-    return sorted(ratios)[len(ratios) // 4]
+def _median(ratios: Collection[float]) -> float:
+    return sorted(ratios)[len(ratios) // 2]
 
 
 class RoundCosts:
@@ -118,9 +120,10 @@ class RoundCosts:
         # The texts of a batch share a round's seconds evenly, whatever each did.
         self._round += 1
         draft_seconds, verify_seconds, drafting, verifying = self._took
-        self._add(_ROWS[bisect_right(_ROWS, self._rows / self._texts) - 1], verify_seconds / verifying)
+        rows = self._rows / self._texts
+        self._add(_ROWS[bisect_right(_ROWS, rows) - 1], verify_seconds, verifying, rows)
         if drafting > 0:
-            self._add(_drafts_in(record.bits), draft_seconds / drafting)
+            self._add(_drafts_in(record.bits), draft_seconds, drafting, rows)
         self.forget_unfinished()
         looks_now = self._round % 16 == 0 or self._round & (self._round - 1) == 0
         return looks_now and self._correct()
@@ -130,14 +133,17 @@ class RoundCosts:
         self._took = [0.0] * 4
         self._rows = self._texts_done = 0
 
-    def _add(self, kind: int, ratio: float) -> None:
-        seen = self._ratios.setdefault(kind, deque(maxlen=KEPT))
-        seen.append(ratio)
-        self._is_news |= kind == _PLAIN and len(seen) in (ENOUGH, KEPT)
+    def _add(self, kind: int, seconds: float, expected: float, rows: float) -> None:
         self._last[kind] = self._round
+        scale = self.seconds_per_cost
+        if kind != _PLAIN and scale is not None and seconds > MOST * rows * self._texts * self.plain * scale:
+            return
+        seen = self._ratios.setdefault(kind, deque(maxlen=KEPT))
+        seen.append(seconds / expected)
+        self._is_news |= kind == _PLAIN and len(seen) in (ENOUGH, KEPT)
 
     def _correct(self) -> bool:
-        found = {kind: _quartile(seen) for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
+        found = {kind: _median(seen) for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
         plain = found.get(_PLAIN)
         if plain is None:
             return False
@@ -154,7 +160,7 @@ class RoundCosts:
     def seconds_per_cost(self) -> float | None:
         """Return how long a cost of 1 takes, by plain steps; None until there were enough of them."""
         plain = self._ratios.get(_PLAIN, ())
-        return _quartile(plain) if len(plain) >= ENOUGH else None
+        return _median(plain) if len(plain) >= ENOUGH else None
 
     def of(self, drafter: int | None, drafts: int) -> float:
         """Price a round of these drafts, of copies if no drafter made them."""
