@@ -36,7 +36,6 @@ BIN_MEMORY, LOOKS_MEMORY = 64.0, 256.0
 SAMPLED_WORTH = 8.0
 """Greedy rows that a sampled one is worth: its chance is a mean over all tokens, where a greedy row is a toss of a coin."""
 
-BIN_WORTH = lambda w: 1.0
 _CLIPPED = [min(max(middle, 0.03), 0.9999) for middle in MIDPOINTS]
 _LOG_ODDS = [math.log(value / (1 - value)) for value in _CLIPPED]
 _WIDTHS = np.diff([0.0, *EDGES, 1.0])
@@ -97,8 +96,8 @@ class _Drafter:
         if self.seen[index] >= BIN_MEMORY:
             self.seen[index] /= 2
             self.accepted[index] /= 2
-        self.seen[index] += BIN_WORTH(worth)
-        self.accepted[index] += BIN_WORTH(worth) * accepted
+        self.seen[index] += 1
+        self.accepted[index] += accepted
         self.rows += 1
 
 

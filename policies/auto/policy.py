@@ -166,7 +166,7 @@ class AutoExit:
         return ObservationSpec(
             confidence=True,
             copies="welcome" if self._copy else "none",
-            shadow_layers=self.exit_layers,
+            shadow_layers=self._watched,
             prompt_rows=PROMPT_ROWS if share else 0,
             prompt_every=max(ceil(row_cost / (share * self.costs.plain)), PROMPT_ROWS) if share else 0,
             bits=self.bits,
@@ -177,7 +177,7 @@ class AutoExit:
         if self._texts > 1 and not self.costs.drafts_may_pay:
             return 0.0
         by_exit = self.best.pays and self.drafters[self.best.index].bits is None
-        known = min(self.chances.rows[: len(self.exit_layers)]) >= KNOWN
+        known = min(self.chances.rows[self._index[Drafter(layer)]] for layer in self._watched) >= KNOWN
         return LEARNING if by_exit or not known else IDLE_LEARNING
 
     def _learns_now(self) -> bool:
@@ -191,8 +191,8 @@ class AutoExit:
         return True
 
     def _look_cost(self, rows: int, sampled: bool = False) -> float:
-        """Price looking at every exit for so many rows. Sampling doubles it: distributions take as long as the heads."""
-        return (1 + sampled) * len(self.exit_layers) * at_rows(self._cost.head_seconds, rows)
+        """Price looking at the watched exits for so many rows. Sampling doubles it: distributions take as long as heads."""
+        return (1 + sampled) * len(self._watched) * at_rows(self._cost.head_seconds, rows)
 
     @property
     def _look_factor(self) -> float:
@@ -207,6 +207,7 @@ class AutoExit:
 
     def observe(self, record: RoundRecord) -> None:
         self._waiting.append(record)
+        self._rows_seen += record.num_accepted + 1
         if self._resting:
             self._resting -= 1
         elif record.shadow is not None or record.copies or len(self._waiting) >= min(self._rows_seen // 8, TOGETHER):
@@ -222,7 +223,6 @@ class AutoExit:
             self._spent += cost
             self._text_cost += cost
             self._text_tokens += len(record.tokens)
-            self._rows_seen += record.num_accepted + 1
             for match_length, right in record.copies if self._copy else ():
                 self.chances.learn(-1, copy_confidence(match_length), right)
             if drafter is not None and record.confidences is not None:
@@ -277,6 +277,11 @@ class AutoExit:
         single = np.where(at_hand, 1 + (frequency * acceptance).sum(axis=1), 0.0) / self.costs.rounds[:, 1]
         tried = int(single.argmax())
         self._tried = tried if single[tried] * self.costs.plain > PROMISING else None
+        # Two exits tell whether any may pay: even at the price of the first, if drafts were as good as the last one's.
+        rows, last = self.chances.rows[len(self.exit_layers) - 1], self.acceptance[Drafter(self.exit_layers[-1])]
+        hoped = (1 + np.cumprod(np.full(self.max_speculations, last)).cumsum()) / self.costs.rounds[0, 1:]
+        some = self.exit_layers[len(self.exit_layers) // 2 :: max(len(self.exit_layers) - 1 - len(self.exit_layers) // 2, 1)]
+        self._watched = self.exit_layers if rows >= SEEN and hoped.max() * self.costs.plain > 1 else some
         self._share = self._share_of_learning()
 
     def plan(self, context: RoundContext) -> Plan:

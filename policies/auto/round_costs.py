@@ -22,6 +22,8 @@ KEPT = 12
 """Rounds of a kind that are remembered."""
 ENOUGH = 3
 """Rounds of a kind that must be timed before they correct the cost; until then the kind is tried every few rounds."""
+BELIEVED = 6
+"""Rounds of a kind that are believed whole; fewer in part."""
 TRY_EVERY, TRY_AGAIN = 4, 128
 """Rounds from one try of a kind to the next: at first, and later, since neither texts nor machines stay as they are."""
 TOLERANCE = 1.1
@@ -40,8 +42,8 @@ def _drafts_in(bits: int | None) -> int:
     return -(bits or 16)
 
 
-def _median(ratios: Collection[float]) -> float:
-    return sorted(ratios)[len(ratios) // 2]
+def _lower(ratios: Collection[float]) -> float:
+    return sorted(ratios)[len(ratios) // 3]
 
 
 class RoundCosts:
@@ -143,12 +145,12 @@ class RoundCosts:
         self._is_news |= kind == _PLAIN and len(seen) in (ENOUGH, KEPT)
 
     def _correct(self) -> bool:
-        found = {kind: _median(seen) for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
+        found = {kind: _lower(seen) for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
         plain = found.get(_PLAIN)
         if plain is None:
             return False
         # A few rounds are believed in part: a drafter is soon seen again if it was thought too cheap, and else it never is.
-        factors = {kind: (ratio / plain) ** (len(self._ratios[kind]) / KEPT) for kind, ratio in found.items()}
+        factors = {kind: (ratio / plain) ** min(len(self._ratios[kind]) / BELIEVED, 1.0) for kind, ratio in found.items()}
         known = [self._factors.get(kind, 1.0) / factor for kind, factor in factors.items()]
         if all(1 / TOLERANCE < change < TOLERANCE for change in known):
             return False
@@ -160,7 +162,7 @@ class RoundCosts:
     def seconds_per_cost(self) -> float | None:
         """Return how long a cost of 1 takes, by plain steps; None until there were enough of them."""
         plain = self._ratios.get(_PLAIN, ())
-        return _median(plain) if len(plain) >= ENOUGH else None
+        return _lower(plain) if len(plain) >= ENOUGH else None
 
     def of(self, drafter: int | None, drafts: int) -> float:
         """Price a round of these drafts, of copies if no drafter made them."""
