@@ -46,11 +46,6 @@ def copy_confidence(match_length: int) -> float:
     return 1 - 1 / match_length
 
 
-def worth_of(probabilities: object | None) -> float:
-    """Return what an outcome is worth, given the chances of acceptance where tokens are sampled."""
-    return 1.0 if probabilities is None else SAMPLED_WORTH
-
-
 def _no_counts() -> list[float]:
     return [0.0] * NUM_BINS
 
@@ -123,9 +118,9 @@ class Chances:
         if sum(looks) > LOOKS_MEMORY:
             looks[:] = [count / 2 for count in looks]
 
-    def learn(self, drafter: int, confidence: float, accepted: float, worth: float = 1.0) -> None:
-        """Learn what came of a row: 0 or 1, or the chance of acceptance when sampling. worth: how many rows it counts for."""
-        self._known[drafter].learn(bin_of(confidence), accepted, worth)
+    def learn(self, drafter: int, confidence: float, accepted: float, sampled: bool = False) -> None:
+        """Learn what came of a row: 0 or 1, or the chance of acceptance when tokens are sampled."""
+        self._known[drafter].learn(bin_of(confidence), accepted, SAMPLED_WORTH if sampled else 1.0)
 
     def of(self, drafter: int, confidence: float) -> float:
         """Estimate the chance that a token of this confidence is accepted, in (0, 1)."""

@@ -18,13 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from policies.auto.best_round import BestRound, best_round
-from policies.auto.chances import COPIES, Chances, copy_confidence, worth_of
+from policies.auto.chances import COPIES, Chances, copy_confidence
 from policies.auto.round_costs import RoundCosts
 from policies.base import NeverStop
 from policies.bounds import MAX_DRAFTS, check_layers, check_number
@@ -43,8 +42,6 @@ SEEN, KNOWN = 4, 24
 """Rows from which on an exit may draft, and from which on it counts as known."""
 MAKING = 20
 """Plain steps that it takes to round the weights to 8 bits: 14 of SmolLM2's on one thread (docs/log.md, 28)."""
-PROMISING = 0.5
-"""A drafter one draft of which promises less of a plain step's rate is not tried to see what it costs."""
 TOGETHER = 16
 """Rounds that are learned from in one go, which takes a third of the time, and most plain steps before the next look."""
 SHORT = 2e-3
@@ -128,7 +125,6 @@ class AutoExit:
         self._text_tokens, self._text_cost = 0, 0.0
         self._plain_steps = self._resting = 0  # of the text: since it last drafted or copied; until it looks again
         self._spent = self._taught = 0.0  # costs of all rounds, and of all looks at every exit, as expected
-        self._look_seconds = 0.0  # what these have taken
         self._rows_seen = self._rows_taught = 0  # of rounds
         self._rate, self.tries = 0.0, False
         self._solve()
@@ -161,8 +157,8 @@ class AutoExit:
     @property
     def observes(self) -> ObservationSpec:
         """Ask for shadow tokens of as many of the prompt's rows as the text to come pays for, after what was spent before."""
-        share = self._share if self._taught * self._look_factor <= self._share * self._spent else 0.0
-        row_cost = self._look_factor * self._look_cost(PROMPT_ROWS) / PROMPT_ROWS
+        share = self._share if self._taught <= self._share * self._spent else 0.0
+        row_cost = self._look_cost(PROMPT_ROWS) / PROMPT_ROWS
         return ObservationSpec(
             confidence=True,
             copies="welcome" if self._copy else "none",
@@ -172,19 +168,11 @@ class AutoExit:
             bits=self.bits,
         )
 
-    def _share_of_learning(self) -> float:
-        """Return the share of the cost that looking at exits may take; none where no draft would pay if all were accepted."""
-        if self._texts > 1 and not self.costs.drafts_may_pay:
-            return 0.0
-        by_exit = self.best.pays and self.drafters[self.best.index].bits is None
-        known = min(self.chances.rows[self._index[Drafter(layer)]] for layer in self._watched) >= KNOWN
-        return LEARNING if by_exit or not known else IDLE_LEARNING
-
     def _learns_now(self) -> bool:
         """Return whether a round may look at every exit; of texts that learn together, one at a time."""
         if self._rows_taught * LEARN_EVERY > self._rows_seen:
             return False
-        if self._taught * self._look_factor >= self._share * self._spent:
+        if self._taught >= self._share * self._spent:
             return False
         self._rows_taught += 1
         self._taught += self._look_cost(1)
@@ -193,12 +181,6 @@ class AutoExit:
     def _look_cost(self, rows: int, sampled: bool = False) -> float:
         """Price looking at the watched exits for so many rows. Sampling doubles it: distributions take as long as heads."""
         return (1 + sampled) * len(self._watched) * at_rows(self._cost.head_seconds, rows)
-
-    @property
-    def _look_factor(self) -> float:
-        """Return by what factor looks at exits have taken longer than expected."""
-        scale = self.costs.seconds_per_cost
-        return 1.0 if scale is None or not self._taught else max(self._look_seconds / scale / self._taught, 1.0)
 
     def observe_prompt(self, shadow: Shadow) -> None:
         self._learn_shadow(shadow)
@@ -210,7 +192,7 @@ class AutoExit:
         self._rows_seen += record.num_accepted + 1
         if self._resting:
             self._resting -= 1
-        elif record.shadow is not None or record.copies or len(self._waiting) >= min(self._rows_seen // 8, TOGETHER):
+        elif record.shadow or record.copies or len(self._waiting) >= min(self._rows_seen // 8, TOGETHER) // self._texts:
             self._take_in()
 
     def _take_in(self) -> None:
@@ -226,11 +208,11 @@ class AutoExit:
             for match_length, right in record.copies if self._copy else ():
                 self.chances.learn(-1, copy_confidence(match_length), right)
             if drafter is not None and record.confidences is not None:
-                outcomes, worth = draft_outcomes(record), worth_of(record.acceptance_probabilities)
+                outcomes, sampled = draft_outcomes(record), record.acceptance_probabilities is not None
                 for confidence in record.confidences:
                     self.chances.look(drafter, confidence)
                 for confidence, accepted in outcomes:
-                    self.chances.learn(drafter, confidence, accepted, worth)
+                    self.chances.learn(drafter, confidence, accepted, sampled)
                 self._news += len(outcomes)
             if record.shadow is not None:
                 self._learn_shadow(record.shadow, record.drafter, record.num_drafted)
@@ -242,15 +224,14 @@ class AutoExit:
 
     def _learn_shadow(self, shadow: Shadow, drafted: Drafter | None = None, num_drafted: int = 0) -> None:
         """Learn from shadow tokens, as of `shadow_outcomes`."""
-        started, worth = perf_counter(), worth_of(shadow.acceptance_probabilities)
+        sampled = shadow.acceptance_probabilities is not None
         for drafter, confidence, accepted in shadow_outcomes(shadow, drafted, num_drafted):
             index = self._index.get(drafter)
             if index is not None:  # else a stopping policy asked for it
                 self.chances.look(index, confidence)
-                self.chances.learn(index, confidence, accepted, worth)
+                self.chances.learn(index, confidence, accepted, sampled)
         self._news += shadow.num_rows
-        self._taught += self._look_cost(shadow.num_rows, shadow.acceptance_probabilities is not None)
-        self._look_seconds += perf_counter() - started
+        self._taught += self._look_cost(shadow.num_rows, sampled)
 
     def index_of(self, drafter: Drafter | None) -> int | None:
         """Return which of `drafters` has its experience: an exit's is the same in fewer bits, which change little of it."""
@@ -274,15 +255,17 @@ class AutoExit:
         promise = best_round(self.costs, frequency, acceptance, usable, self._rate) if self.offered_bits else self.best
         self._promised = promise if promise.pays and promise.index >= there else None
         self._is_short = isinstance(self._cost, MeasuredCost) and self._texts == 1 and self.costs.plain < SHORT
+        # By single drafts of this one it is seen what rounds cost that do not seem to pay.
         single = np.where(at_hand, 1 + (frequency * acceptance).sum(axis=1), 0.0) / self.costs.rounds[:, 1]
-        tried = int(single.argmax())
-        self._tried = tried if single[tried] * self.costs.plain > PROMISING else None
-        # Two exits tell whether any may pay: even at the price of the first, if drafts were as good as the last one's.
-        rows, last = self.chances.rows[len(self.exit_layers) - 1], self.acceptance[Drafter(self.exit_layers[-1])]
-        hoped = (1 + np.cumprod(np.full(self.max_speculations, last)).cumsum()) / self.costs.rounds[0, 1:]
-        some = self.exit_layers[len(self.exit_layers) // 2 :: max(len(self.exit_layers) - 1 - len(self.exit_layers) // 2, 1)]
-        self._watched = self.exit_layers if rows >= SEEN and hoped.max() * self.costs.plain > 1 else some
-        self._share = self._share_of_learning()
+        self._tried = int(single.argmax()) if any(at_hand) else None
+        # Where not even drafts as good as the last exit's would pay at the price of the first, two exits are watched.
+        exits, plain = len(self.exit_layers), self.costs.plain
+        last = np.full(self.max_speculations, self.acceptance[self.drafters[exits - 1]])
+        hoped = ((1 + last.cumprod().cumsum()) / self.costs.rounds[0, 1:]).max() * plain
+        hopeless = self.chances.rows[exits - 1] >= SEEN and hoped < 1
+        self._watched = self.exit_layers[exits // 2 :: (exits - 1) // 2 or 1] if hopeless else self.exit_layers
+        by_exit = self.best.pays and self.best.index < exits
+        self._share = LEARNING if by_exit or self.chances.rows[exits - 1] < KNOWN else IDLE_LEARNING
 
     def plan(self, context: RoundContext) -> Plan:
         if self._resting and context.batch_size == 1:

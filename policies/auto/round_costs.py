@@ -22,8 +22,6 @@ KEPT = 12
 """Rounds of a kind that are remembered."""
 ENOUGH = 3
 """Rounds of a kind that must be timed before they correct the cost; until then the kind is tried every few rounds."""
-BELIEVED = 6
-"""Rounds of a kind that are believed whole; fewer in part."""
 TRY_EVERY, TRY_AGAIN = 4, 128
 """Rounds from one try of a kind to the next: at first, and later, since neither texts nor machines stay as they are."""
 TOLERANCE = 1.1
@@ -93,7 +91,6 @@ class RoundCosts:
         verifying = np.maximum.accumulate(rows[: self._drafting.shape[1]] * self._verifying, axis=1)
         self.rounds = steps * self._drafting + verifying
         self._round_list: list[list[float]] = self.rounds.tolist()
-        self.drafts_may_pay = bool((np.arange(1, self.rounds.shape[1] + 1) / self.rounds).max() > 1 / self.plain)
         self.looks = steps[:, 0] * self._looks
         self.steps = np.diff(self.rounds, axis=1) - self.looks[:, None]
         self.copying: list[float] = np.maximum.accumulate(rows * self._copying).tolist()
@@ -149,8 +146,7 @@ class RoundCosts:
         plain = found.get(_PLAIN)
         if plain is None:
             return False
-        # A few rounds are believed in part: a drafter is soon seen again if it was thought too cheap, and else it never is.
-        factors = {kind: (ratio / plain) ** min(len(self._ratios[kind]) / BELIEVED, 1.0) for kind, ratio in found.items()}
+        factors = {kind: ratio / plain for kind, ratio in found.items()}
         known = [self._factors.get(kind, 1.0) / factor for kind, factor in factors.items()]
         if all(1 / TOLERANCE < change < TOLERANCE for change in known):
             return False
