@@ -93,6 +93,9 @@ class _Drafter:
             self.accepted[index] /= 2
         self.seen[index] += 1
         self.accepted[index] += accepted
+        self.looks[index] += 1
+        if sum(self.looks) > LOOKS_MEMORY:
+            self.looks[:] = [count / 2 for count in self.looks]
         self.rows += 1
 
 
@@ -110,13 +113,6 @@ class Chances:
     def rows(self) -> list[int]:
         """Rows of each drafter of which it was seen what came of them."""
         return [known.rows for known in self._known]
-
-    def look(self, drafter: int, confidence: float) -> None:
-        """Count a row that the drafter looked at, whatever came of it."""
-        looks = self._known[drafter].looks
-        looks[bin_of(confidence)] += 1
-        if sum(looks) > LOOKS_MEMORY:
-            looks[:] = [count / 2 for count in looks]
 
     def learn(self, drafter: int, confidence: float, accepted: float, sampled: bool = False) -> None:
         """Learn what came of a row: 0 or 1, or the chance of acceptance when tokens are sampled."""

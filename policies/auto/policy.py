@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from policies.auto.best_round import BestRound, best_round
+from policies.auto.best_round import best_round
 from policies.auto.chances import COPIES, Chances, copy_confidence
 from policies.auto.round_costs import RoundCosts
 from policies.base import NeverStop
@@ -122,17 +122,16 @@ class AutoExit:
         self._costs: dict[int, RoundCosts] = {}  # by how many texts share a pass
         self._texts = 1
         self._waiting: list[RoundRecord] = []  # rounds that it has not learned from yet
-        self._text_tokens, self._text_cost = 0, 0.0
-        self._plain_steps = self._resting = 0  # of the text: since it last drafted or copied; until it looks again
         self._spent = self._taught = 0.0  # costs of all rounds, and of all looks at every exit, as expected
         self._rows_seen = self._rows_taught = 0  # of rounds
-        self._rate, self.tries = 0.0, False
+        self._rate, self.tries, self._plain = 0.0, False, Plan(exit_layer=None, max_speculations=0)
         self._solve()
+        self.begin_text()
 
     def begin_text(self) -> None:
         self._take_in()
         self._text_tokens, self._text_cost = 0, 0.0
-        self._plain_steps = self._resting = 0
+        self._plain_steps = self._resting = 0  # since it last drafted or copied; until it looks again
 
     def expect_batch_size(self, texts: int) -> None:
         """Expect this many texts in passes from now on. The more there are, the less a row costs and a draft gains."""
@@ -184,8 +183,7 @@ class AutoExit:
 
     def observe_prompt(self, shadow: Shadow) -> None:
         self._learn_shadow(shadow)
-        if self._news > self._enough:
-            self._solve()
+        self._take_in()
 
     def observe(self, record: RoundRecord) -> None:
         self._waiting.append(record)
@@ -208,12 +206,9 @@ class AutoExit:
             for match_length, right in record.copies if self._copy else ():
                 self.chances.learn(-1, copy_confidence(match_length), right)
             if drafter is not None and record.confidences is not None:
-                outcomes, sampled = draft_outcomes(record), record.acceptance_probabilities is not None
-                for confidence in record.confidences:
-                    self.chances.look(drafter, confidence)
-                for confidence, accepted in outcomes:
-                    self.chances.learn(drafter, confidence, accepted, sampled)
-                self._news += len(outcomes)
+                for confidence, accepted in draft_outcomes(record):
+                    self.chances.learn(drafter, confidence, accepted, record.acceptance_probabilities is not None)
+                    self._news += 1
             if record.shadow is not None:
                 self._learn_shadow(record.shadow, record.drafter, record.num_drafted)
                 self._rows_taught += record.shadow.num_rows - 1
@@ -228,16 +223,13 @@ class AutoExit:
         for drafter, confidence, accepted in shadow_outcomes(shadow, drafted, num_drafted):
             index = self._index.get(drafter)
             if index is not None:  # else a stopping policy asked for it
-                self.chances.look(index, confidence)
                 self.chances.learn(index, confidence, accepted, sampled)
         self._news += shadow.num_rows
         self._taught += self._look_cost(shadow.num_rows, sampled)
 
     def index_of(self, drafter: Drafter | None) -> int | None:
         """Return which of `drafters` has its experience: an exit's is the same in fewer bits, which change little of it."""
-        if drafter is None:
-            return None
-        return self._index.get(drafter, self._index.get(Drafter(drafter.exit_layer)))
+        return None if drafter is None else self._index.get(drafter, self._index.get(Drafter(drafter.exit_layer)))
 
     # What it decides
 
@@ -253,7 +245,7 @@ class AutoExit:
         self.best = best_round(self.costs, frequency, acceptance, at_hand, self._rate)
         self._rate = self.best.rate
         promise = best_round(self.costs, frequency, acceptance, usable, self._rate) if self.offered_bits else self.best
-        self._promised = promise if promise.pays and promise.index >= there else None
+        self._gain = 1 - self.best.rate / promise.rate if promise.pays and promise.index >= there else 0.0
         self._is_short = isinstance(self._cost, MeasuredCost) and self._texts == 1 and self.costs.plain < SHORT
         # By single drafts of this one it is seen what rounds cost that do not seem to pay.
         single = np.where(at_hand, 1 + (frequency * acceptance).sum(axis=1), 0.0) / self.costs.rounds[:, 1]
@@ -275,7 +267,9 @@ class AutoExit:
         if copied:
             self._plain_steps = 0
             return Plan(exit_layer=None, max_speculations=0, copied=copied, acceptance=self.acceptance)
-        if self._promised is not None and self._makes_up(self._promised, context.remaining_tokens):
+        # The rest of the text, and time set aside for learning, must make up for the rounding of the weights.
+        put_aside = LEARNING * self._spent / self.costs.plain
+        if self._gain and self._gain * context.remaining_tokens + put_aside >= MAKING:
             self.bits, self.offered_bits = (*self.bits, *self.offered_bits), ()
             self._costs.clear()
             self._solve()
@@ -292,11 +286,6 @@ class AutoExit:
         self._plain_steps += self._resting or 1
         self._plain = Plan(exit_layer=None, max_speculations=0, acceptance=self.acceptance, learn=False)
         return replace(self._plain, learn=learn, rest=self._resting)
-
-    def _makes_up(self, promise: BestRound, tokens: int) -> bool:
-        """Return whether rounding the weights pays within so many tokens, together with the time set aside for learning."""
-        gain = 1 - self.best.rate / promise.rate
-        return gain * tokens + LEARNING * self._spent / self.costs.plain >= MAKING
 
     def _copied(self, match_length: int) -> int:
         """Return how many tokens to copy: 0 unless that is worth more than drafting at the rate that the text is decoded at.
@@ -327,10 +316,6 @@ class AutoExit:
             return f"auto drafts by {name}, of which {self.acceptance[name]:.0%} are right: a round brings {promise}"
         return f"auto decodes plainly and copies what repeats: drafts by {name} would bring {promise}"
 
-    def adopt(self, other: AutoExit) -> None:
-        """Take up what another one has learned about the drafters that both have, and about copies."""
-        self.restore(other.state())
-
     def state(self) -> dict[str, Any]:
         self._take_in()
         return {"layers": [*self.exit_layers], "chances": self.chances.state()}
@@ -358,17 +343,15 @@ class AutoStopping(NeverStop):
 
     def __init__(self, chooser: AutoExit) -> None:
         self._chooser, self._drafter, self._reliability = chooser, 0, 1.0
-        self._steps, self._planned = [0.0], ()
+        self._steps = [0.0]
 
     def start_round(self, plan: Plan) -> None:
         self._reliability = 1.0
         chooser = self._chooser
-        planned = chooser.best, plan.exit_layer, plan.bits, chooser.tries
-        if plan.exit_layer is not None and planned != self._planned:
-            self._planned = planned
+        if plan.exit_layer is not None:
             self._drafter = chooser.index_of(Drafter(plan.exit_layer, plan.bits)) or 0
             steps = chooser.best.price * chooser.costs.steps[self._drafter]
-            self._steps = [0.0] if chooser.tries else steps.tolist()
+            self._steps = [0.0] if chooser.tries else steps.tolist()  # what is tried is drafted whatever its confidence
 
     def stop_before_draw(self, row: DraftRow) -> bool:
         """Tell whether the token is not worth one more pass through the exit layer."""
