@@ -13,8 +13,8 @@ from policies.auto.round_costs import RoundCosts
 
 MARGIN = 1.03
 """By how much a round must beat a plain step: less may be an error of the estimates."""
-STEPS = 3
-"""Steps of Dinkelbach's method, from the rate found the last time: it doubles its digits in each."""
+TOLERANCE, MOST_STEPS = 0.1, 5
+"""Relative change of the rate below which another of Dinkelbach's steps is not worth its time, and how many there may be."""
 
 _GRID = np.concatenate([[0.0], np.geomspace(0.03, 1.0, 11)])  # reliabilities at which values are tabulated
 _POINTS: list[float] = _GRID.tolist()
@@ -114,7 +114,7 @@ def best_round(
     """
     plain = 1 / costs.plain
     rate, unusable = max(rate, plain), np.where(usable, 0.0, np.inf)
-    for _ in range(STEPS):
+    for _ in range(MOST_STEPS):
         values = DraftValues(frequency, acceptance, rate * costs.steps, rate * costs.looks)
         start = values.start()
         worth = 1 - rate * costs.rounds[:, 0] + start - unusable
@@ -124,5 +124,7 @@ def best_round(
         tokens = 1 + float(values.accepted()[index])
         cost = (tokens - float(worth[index])) / rate
         price, rate = rate, max(tokens / cost, plain)
+        if abs(rate / price - 1) < TOLERANCE:
+            break
     pays = bool(start[index] > 0 and rate > MARGIN * plain)
     return BestRound(index, tokens, cost, rate if pays else plain, pays, price, values)

@@ -235,7 +235,7 @@ class AutoExit:
 
     def _solve(self) -> None:
         """Find the best round with what is there, and what weights that can be made promise beyond that."""
-        self._news, self._enough = 0, min(max(sum(self.chances.rows[:-1]) // 2, 3), 128)
+        self._news, self._enough = 0, min(max(sum(self.chances.rows[:-1]) // 2, 3), 256)
         frequency, acceptance = (table[:-1] for table in self.chances.tables())
         self.acceptance = dict(zip(self.drafters, (frequency * acceptance).sum(axis=1).tolist()))
         # Exits that were hardly looked at yet draft nothing: in most models they are rarely right.

@@ -124,7 +124,7 @@ class RoundCosts:
         if drafting > 0:
             self._add(_drafts_in(record.bits), draft_seconds, drafting, rows)
         self.forget_unfinished()
-        looks_now = self._round % 16 == 0 or self._round & (self._round - 1) == 0
+        looks_now = self._round % 32 == 0 or self._round & (self._round - 1) == 0
         return looks_now and self._correct()
 
     def forget_unfinished(self) -> None:
