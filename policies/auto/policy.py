@@ -250,14 +250,12 @@ class AutoExit:
         # By single drafts of this one it is seen what rounds cost that do not seem to pay.
         single = np.where(at_hand, 1 + (frequency * acceptance).sum(axis=1), 0.0) / self.costs.rounds[:, 1]
         self._tried = int(single.argmax()) if any(at_hand) else None
-        # Where not even drafts as good as the last exit's would pay at the price of the first, two exits are watched.
-        exits, plain = len(self.exit_layers), self.costs.plain
-        last = np.full(self.max_speculations, self.acceptance[self.drafters[exits - 1]])
-        hoped = ((1 + last.cumprod().cumsum()) / self.costs.rounds[0, 1:]).max() * plain
-        hopeless = self.chances.rows[exits - 1] >= SEEN and hoped < 1
-        self._watched = self.exit_layers[exits // 2 :: (exits - 1) // 2 or 1] if hopeless else self.exit_layers
-        by_exit = self.best.pays and self.best.index < exits
-        self._share = LEARNING if by_exit or self.chances.rows[exits - 1] < KNOWN else IDLE_LEARNING
+        # Where not even a draft as good as the last exit's would pay at the price of the first, two exits are watched.
+        last = len(self.exit_layers) - 1
+        rows, hoped = self.chances.rows[last], 1 + self.acceptance[self.drafters[last]]
+        hopeless = rows >= SEEN and hoped * self.costs.plain < self.costs.rounds[0, 1]
+        self._watched = self.exit_layers[(last + 1) // 2 :: last // 2 or 1] if hopeless else self.exit_layers
+        self._share = LEARNING if rows < KNOWN or (self.best.pays and self.best.index <= last) else IDLE_LEARNING
 
     def plan(self, context: RoundContext) -> Plan:
         if self._resting and context.batch_size == 1:

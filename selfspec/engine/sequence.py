@@ -92,7 +92,7 @@ class Sequence:
         self.num_reused = rows
         self._copying = copies_drafts(self.observes)
         self.copies: CopyIndex | None = None  # from the first round on
-        self._copies_seen: list[tuple[int, bool]] = []  # since the last record: see `RoundRecord.copies`
+        self._copies_seen: list[tuple[int, bool]] = []  # of tokens before the round at hand: see `RoundRecord`
         self._indexed = -1  # committed tokens that the index holds; -1 at first, and while it is being changed
         self._rest = 0  # rounds in which nobody asks it: see `Plan`
         self.pending = -1
@@ -207,16 +207,9 @@ class Sequence:
         planning = perf_counter()
         self._open()
         self._learn_from_prompt()
-        self._rest = max(self._rest - 1, 0)
+        self._rest, self._copies_seen = max(self._rest - 1, 0), []
         if self._copying and not self._rest:
-            anew = not 0 <= self._indexed <= self.length  # at first, and after a round that broke off
-            if anew:
-                self.copies, self._indexed = CopyIndex(self.request.copy_from), self._num_prompt
-                self.copies.read(self.request.prompt)
-            if self._indexed < self.length:
-                self._index(self.tokens[0, self._indexed : self.length].tolist())
-            if anew:
-                self._copies_seen.clear()
+            self._look_back()
         remaining = self.request.stops.max_new_tokens - self.num_new
         match = None if self.copies is None or self._rest else self.copies.match
         context = RoundContext(
@@ -308,7 +301,6 @@ class Sequence:
             bits=draft.bits,
         )
         self.stats.add(record)
-        self._copies_seen.clear()
         self._rows_seen += record.num_accepted + 1
         self._rows_learned += 0 if record.shadow is None else record.num_accepted + 1
         self.policy.observe(record)
@@ -351,8 +343,6 @@ class Sequence:
         committed = block[:count]
         if self.observes.context_layers and not self.reading:
             self.states.commit(self.length - 1, count)
-        if self.copies is not None and not self._rest:
-            self._index(committed)
         pending, steered = block[count - 1], self._steered
         if self._steering is not None:  # the row whose output the pending token is
             row = max(self._prompt_rows, 1) - 1 if self.reading else count - 1
@@ -364,14 +354,15 @@ class Sequence:
         self.cache.roll_back(self.length - 1)
         return committed
 
-    def _index(self, tokens: list[int]) -> None:
-        """Take committed tokens into the index, and write down what it would have said of each."""
-        copies, indexed = self.copies, self._indexed
-        assert copies is not None
-        self._indexed = -1
-        for token in tokens:
-            match = copies.match
+    def _look_back(self) -> None:
+        """Take what was committed since the last time into the index, and write down what it would have said of it."""
+        first, self._indexed = self._indexed, -1
+        if self.copies is None or first < 0:  # at first, and after a round that broke off here
+            self.copies, first = CopyIndex(self.request.copy_from), self._num_prompt
+            self.copies.read(self.request.prompt)
+        for token in self.tokens[0, first : self.length].tolist():
+            match = self.copies.match
             if match is not None:
                 self._copies_seen.append((match.length, match.token == token))
-            copies.append(token)
-        self._indexed = indexed + len(tokens)
+            self.copies.append(token)
+        self._indexed = self.length
