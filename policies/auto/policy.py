@@ -156,14 +156,14 @@ class AutoExit:
     @property
     def observes(self) -> ObservationSpec:
         """Ask for shadow tokens of as many of the prompt's rows as the text to come pays for, after what was spent before."""
-        share = self._share if self._taught <= self._share * self._spent else 0.0
+        learns = self._share == LEARNING and self._taught <= LEARNING * self._spent
         row_cost = self._look_cost(PROMPT_ROWS) / PROMPT_ROWS
         return ObservationSpec(
             confidence=True,
             copies="welcome" if self._copy else "none",
             shadow_layers=self._watched,
-            prompt_rows=PROMPT_ROWS if share else 0,
-            prompt_every=max(ceil(row_cost / (share * self.costs.plain)), PROMPT_ROWS) if share else 0,
+            prompt_rows=PROMPT_ROWS if learns else 0,
+            prompt_every=max(ceil(row_cost / (LEARNING * self.costs.plain)), PROMPT_ROWS),
             bits=self.bits,
         )
 

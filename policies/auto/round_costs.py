@@ -134,31 +134,28 @@ class RoundCosts:
 
     def _add(self, kind: int, seconds: float, expected: float, rows: float) -> None:
         self._last[kind] = self._round
-        scale = self.seconds_per_cost
-        if kind != _PLAIN and scale is not None and seconds > MOST * rows * self._texts * self.plain * scale:
-            return
+        plain, ratio = self._ratios.get(_PLAIN), seconds / expected
+        if kind != _PLAIN:
+            # Beside the plain steps of the same time, since a machine is now faster, now slower.
+            scale = _lower(plain) if plain else 0.0
+            if not scale or seconds > MOST * rows * self._texts * self.plain * scale:
+                return
+            ratio /= scale
         seen = self._ratios.setdefault(kind, deque(maxlen=KEPT))
-        seen.append(seconds / expected)
+        seen.append(ratio)
         self._is_news |= kind == _PLAIN and len(seen) in (ENOUGH, KEPT)
 
     def _correct(self) -> bool:
         found = {kind: _lower(seen) for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
-        plain = found.get(_PLAIN)
-        if plain is None:
+        if _PLAIN not in found:
             return False
-        factors = {kind: ratio / plain for kind, ratio in found.items()}
+        factors = {**found, _PLAIN: 1.0}
         known = [self._factors.get(kind, 1.0) / factor for kind, factor in factors.items()]
         if all(1 / TOLERANCE < change < TOLERANCE for change in known):
             return False
         self._factors, self._is_news = factors, True
         self._make_tables()
         return True
-
-    @property
-    def seconds_per_cost(self) -> float | None:
-        """Return how long a cost of 1 takes, by plain steps; None until there were enough of them."""
-        plain = self._ratios.get(_PLAIN, ())
-        return _lower(plain) if len(plain) >= ENOUGH else None
 
     def of(self, drafter: int | None, drafts: int) -> float:
         """Price a round of these drafts, of copies if no drafter made them."""
@@ -172,9 +169,10 @@ class RoundCosts:
 
     def learned(self) -> MeasuredCost | None:
         """Return what rounds of a text alone have shown, in seconds; None if that is no news since the last time."""
-        scale, numbers = self.seconds_per_cost, range(1, _ROWS_KEPT + 1)
-        if not isinstance(self.cost, MeasuredCost) or not self._is_news or self._texts > 1 or scale is None:
+        plain, numbers = self._ratios.get(_PLAIN, ()), range(1, _ROWS_KEPT + 1)
+        if not isinstance(self.cost, MeasuredCost) or not self._is_news or self._texts > 1 or len(plain) < ENOUGH:
             return None
+        scale = _lower(plain)
         self._is_news = False
 
         def corrected(cost: CostModel, factors: Sequence[float]) -> CostModel:
