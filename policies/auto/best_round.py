@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from policies.auto.round_costs import RoundCosts
 
-MARGIN = 1.03
-"""By how much a round must beat a plain step: less may be an error of the estimates."""
+MARGIN = 1.1
+"""By how much a round must beat a plain step: less may be an error of the estimates, a tenth where rounds are short."""
 TOLERANCE, MOST_STEPS = 0.1, 5
 """Relative change of the rate below which another of Dinkelbach's steps is not worth its time, and how many there may be."""
 
