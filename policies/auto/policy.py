@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from policies.auto.best_round import best_round
+from policies.auto.best_round import MARGIN, MARGIN_OF_SHORT, best_round
 from policies.auto.chances import COPIES, Chances, copy_confidence
 from policies.auto.round_costs import RoundCosts
 from policies.base import NeverStop
@@ -242,11 +242,12 @@ class AutoExit:
         usable = [drafter.bits is not None or rows >= SEEN for drafter, rows in zip(self.drafters, self.chances.rows)]
         there = len(self.drafters) - len(self.offered_bits)
         at_hand = [use and index < there for index, use in enumerate(usable)]
-        self.best = best_round(self.costs, frequency, acceptance, at_hand, self._rate)
+        self._is_short = isinstance(self._cost, MeasuredCost) and self._texts == 1 and self.costs.plain < SHORT
+        margin = MARGIN_OF_SHORT if self._is_short else MARGIN
+        self.best = best_round(self.costs, frequency, acceptance, at_hand, self._rate, margin)
         self._rate = self.best.rate
         promise = best_round(self.costs, frequency, acceptance, usable, self._rate) if self.offered_bits else self.best
         self._gain = 1 - self.best.rate / promise.rate if promise.pays and promise.index >= there else 0.0
-        self._is_short = isinstance(self._cost, MeasuredCost) and self._texts == 1 and self.costs.plain < SHORT
         # By single drafts of this one it is seen what rounds cost that do not seem to pay.
         single = np.where(at_hand, 1 + (frequency * acceptance).sum(axis=1), 0.0) / self.costs.rounds[:, 1]
         self._tried = int(single.argmax()) if any(at_hand) else None
