@@ -114,6 +114,7 @@ class Plan:
         may lower it, too.
     acceptance: the acceptance per drafter that the plan was made with, for the trace; None where none is estimated.
     learn: False if there is nothing to be gained from learning in this round, whatever `ObservationSpec` say.
+    rest: rounds, this one included, in which nobody looks at the index of what may be copied.
     """
 
     exit_layer: int | None
@@ -122,6 +123,7 @@ class Plan:
     copied: int = 0
     acceptance: Mapping[Drafter, float] | None = None
     learn: bool = True
+    rest: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,8 +302,8 @@ class RoundRecord:
     exit_layer: None if the round did not speculate. bits: of the weights that drafted; None for the model's own.
     draft_tokens: the kept drafts d_1..d_k; num_accepted (m) counts how many verification accepted. num_copied: how many of
         them were copied from the text, which is all or none.
-    copies: for every committed token of which the index had an opinion, in order: how many tokens before it were alike, and
-        whether it was what followed there. Empty where nothing can be copied.
+    copies: for every token since the last look at the index, before this round, of which it had an opinion: how many tokens
+        before it were alike, and whether it was what followed there. Empty where nothing can be copied.
     tokens: what was committed, m+1 of them, or fewer if a stop fell inside the round.
     loaded_layers: draft steps * E + (E if the last row still needed it) + (L - E); L for an autoregressive step. A layer in
         fewer bits counts as a layer.

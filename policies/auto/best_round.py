@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from policies.auto.round_costs import RoundCosts
 
-MARGIN = 1.03
-"""By how much a round must beat a plain step: less may be an error of the estimates."""
+MARGIN, MARGIN_OF_SHORT = 1.03, 1.1
+"""By how much a round must beat a plain step, and a short one: less may be an error of the estimates."""
 TOLERANCE, MOST_STEPS = 0.1, 5
 """Relative change of the rate below which another of Dinkelbach's steps is not worth its time, and how many there may be."""
 
@@ -107,6 +107,7 @@ def best_round(
     acceptance: NDArray[np.float64],
     usable: Sequence[bool],
     rate: float,
+    margin: float = MARGIN,
 ) -> BestRound:
     """Find the best round: steps of Dinkelbach's method from a rate that is nearly right.
 
@@ -126,5 +127,5 @@ def best_round(
         price, rate = rate, max(tokens / cost, plain)
         if abs(rate / price - 1) < TOLERANCE:
             break
-    pays = bool(start[index] > 0 and rate > MARGIN * plain)
+    pays = bool(start[index] > 0 and rate > margin * plain)
     return BestRound(index, tokens, cost, rate if pays else plain, pays, price, values)

@@ -33,6 +33,8 @@ LINE_COUNT = 8.0
 """Observations that the line is worth in a bin: 4 is 2 % worse on the demo, 16 is level (docs/log.md, 28, Z4)."""
 BIN_MEMORY, LOOKS_MEMORY = 64.0, 256.0
 """Observations at which the older ones of a bin, and of all confidences, are halved."""
+SAMPLED_WORTH = 8.0
+"""Greedy rows that a sampled one is worth: its chance is a mean over all tokens, where a greedy row is a toss of a coin."""
 
 _CLIPPED = [min(max(middle, 0.03), 0.9999) for middle in MIDPOINTS]
 _LOG_ODDS = [math.log(value / (1 - value)) for value in _CLIPPED]
@@ -72,7 +74,7 @@ class _Drafter:
     def chance(self, index: int) -> float:
         return (self.accepted[index] + LINE_COUNT * self.line(index)) / (self.seen[index] + LINE_COUNT)
 
-    def learn(self, index: int, accepted: float) -> None:
+    def learn(self, index: int, accepted: float, worth: float) -> None:
         """Learn one row: a step of a logistic regression whose line has a normal distribution (an extended Kalman filter)."""
         expected, odds = self.line(index), _LOG_ODDS[index]
         weight = expected * (1 - expected)
@@ -80,7 +82,7 @@ class _Drafter:
             self.height_variance + self.covariance * odds,
             self.covariance + self.slope_variance * odds,
         )
-        share = 1 / (1 + weight * (by_height + by_slope * odds))
+        share = 1 / (1 / worth + weight * (by_height + by_slope * odds))
         self.height += share * (accepted - expected) * by_height
         self.slope += share * (accepted - expected) * by_slope
         self.height_variance += CHANGE - share * weight * by_height**2
@@ -91,6 +93,9 @@ class _Drafter:
             self.accepted[index] /= 2
         self.seen[index] += 1
         self.accepted[index] += accepted
+        self.looks[index] += 1
+        if sum(self.looks) > LOOKS_MEMORY:
+            self.looks[:] = [count / 2 for count in self.looks]
         self.rows += 1
 
 
@@ -109,16 +114,9 @@ class Chances:
         """Rows of each drafter of which it was seen what came of them."""
         return [known.rows for known in self._known]
 
-    def look(self, drafter: int, confidence: float) -> None:
-        """Count a row that the drafter looked at, whatever came of it."""
-        looks = self._known[drafter].looks
-        looks[bin_of(confidence)] += 1
-        if sum(looks) > LOOKS_MEMORY:
-            looks[:] = [count / 2 for count in looks]
-
-    def learn(self, drafter: int, confidence: float, accepted: float) -> None:
-        """Learn what came of a row: 0 or 1, or the chance of acceptance when sampling."""
-        self._known[drafter].learn(bin_of(confidence), accepted)
+    def learn(self, drafter: int, confidence: float, accepted: float, sampled: bool = False) -> None:
+        """Learn what came of a row: 0 or 1, or the chance of acceptance when tokens are sampled."""
+        self._known[drafter].learn(bin_of(confidence), accepted, SAMPLED_WORTH if sampled else 1.0)
 
     def of(self, drafter: int, confidence: float) -> float:
         """Estimate the chance that a token of this confidence is accepted, in (0, 1)."""

@@ -16,11 +16,13 @@ going on), nor are the length and the layer, and DEL's TPL is the special case i
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import ceil
-from time import perf_counter
 from typing import Any
 
-from policies.auto.best_round import BestRound, best_round
+import numpy as np
+
+from policies.auto.best_round import MARGIN, MARGIN_OF_SHORT, best_round
 from policies.auto.chances import COPIES, Chances, copy_confidence
 from policies.auto.round_costs import RoundCosts
 from policies.base import NeverStop
@@ -40,8 +42,10 @@ SEEN, KNOWN = 4, 24
 """Rows from which on an exit may draft, and from which on it counts as known."""
 MAKING = 20
 """Plain steps that it takes to round the weights to 8 bits: 14 of SmolLM2's on one thread (docs/log.md, 28)."""
-PROMISING = 0.8
-"""A drafter that promises less of a plain step's rate is not tried to see what it costs."""
+TOGETHER = 16
+"""Rounds that are learned from in one go, which takes a third of the time, and most plain steps before the next look."""
+SHORT = 2e-3
+"""Seconds of a plain step below which a look at each round is felt."""
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
@@ -117,22 +121,25 @@ class AutoExit:
         self.chances.reset()
         self._costs: dict[int, RoundCosts] = {}  # by how many texts share a pass
         self._texts = 1
-        self._text_tokens, self._text_cost = 0, 0.0
+        self._waiting: list[RoundRecord] = []  # rounds that it has not learned from yet
         self._spent = self._taught = 0.0  # costs of all rounds, and of all looks at every exit, as expected
-        self._look_seconds = 0.0  # what these have taken
         self._rows_seen = self._rows_taught = 0  # of rounds
-        self._rate = 0.0
+        self._rate, self.tries, self._plain = 0.0, False, Plan(exit_layer=None, max_speculations=0)
         self._solve()
+        self.begin_text()
 
     def begin_text(self) -> None:
+        self._take_in()
         self._text_tokens, self._text_cost = 0, 0.0
+        self._plain_steps = self._resting = 0  # since it last drafted or copied; until it looks again
 
     def expect_batch_size(self, texts: int) -> None:
         """Expect this many texts in passes from now on. The more there are, the less a row costs and a draft gains."""
         texts = self._cost.for_batch_size(texts).batch_size  # a number of texts that changes no cost changes no plan
         if texts != self._texts:
+            self._take_in()
             self.costs.forget_unfinished()
-            self._texts = texts
+            self._texts, self._resting = texts, 0
             self._solve()
 
     @property
@@ -149,141 +156,135 @@ class AutoExit:
     @property
     def observes(self) -> ObservationSpec:
         """Ask for shadow tokens of as many of the prompt's rows as the text to come pays for, after what was spent before."""
-        share = self._share if self._taught * self._look_factor <= self._share * self._spent else 0.0
-        row_cost = self._look_factor * self._look_cost(PROMPT_ROWS) / PROMPT_ROWS
+        learns = self._share == LEARNING and self._taught <= LEARNING * self._spent
+        row_cost = self._look_cost(PROMPT_ROWS) / PROMPT_ROWS
         return ObservationSpec(
             confidence=True,
             copies="welcome" if self._copy else "none",
-            shadow_layers=self.exit_layers,
-            prompt_rows=PROMPT_ROWS if share else 0,
-            prompt_every=max(ceil(row_cost / (share * self.costs.plain)), PROMPT_ROWS) if share else 0,
+            shadow_layers=self._watched,
+            prompt_rows=PROMPT_ROWS if learns else 0,
+            prompt_every=max(ceil(row_cost / (LEARNING * self.costs.plain)), PROMPT_ROWS),
             bits=self.bits,
         )
-
-    def _share_of_learning(self) -> float:
-        """Return the share of the cost that looking at exits may take; none where no draft would pay if all were accepted."""
-        if self._texts > 1 and not self.costs.drafts_may_pay:
-            return 0.0
-        by_exit = self.best.pays and self.drafters[self.best.index].bits is None
-        known = min(self.chances.rows[: len(self.exit_layers)]) >= KNOWN
-        return LEARNING if by_exit or not known else IDLE_LEARNING
 
     def _learns_now(self) -> bool:
         """Return whether a round may look at every exit; of texts that learn together, one at a time."""
         if self._rows_taught * LEARN_EVERY > self._rows_seen:
             return False
-        if self._taught * self._look_factor >= self._share * self._spent:
+        if self._taught >= self._share * self._spent:
             return False
         self._rows_taught += 1
         self._taught += self._look_cost(1)
         return True
 
     def _look_cost(self, rows: int, sampled: bool = False) -> float:
-        """Price looking at every exit for so many rows. Sampling doubles it: distributions take as long as the heads."""
-        return (1 + sampled) * len(self.exit_layers) * at_rows(self._cost.head_seconds, rows)
-
-    @property
-    def _look_factor(self) -> float:
-        """Return by what factor looks at exits have taken longer than expected."""
-        scale = self.costs.seconds_per_cost
-        return 1.0 if scale is None or not self._taught else max(self._look_seconds / scale / self._taught, 1.0)
+        """Price looking at the watched exits for so many rows. Sampling doubles it: distributions take as long as heads."""
+        return (1 + sampled) * len(self._watched) * at_rows(self._cost.head_seconds, rows)
 
     def observe_prompt(self, shadow: Shadow) -> None:
         self._learn_shadow(shadow)
-        if self._news > self._enough:
-            self._solve()
+        self._take_in()
 
     def observe(self, record: RoundRecord) -> None:
-        """Learn from what a round drafted or dropped, from what copies would have said, and from shadow tokens."""
-        started = perf_counter()
-        drafter = self.index_of(record.drafter)
-        cost = self.costs.of(drafter, record.num_drafted)
-        self._spent += cost
-        self._text_cost += cost
-        self._text_tokens += len(record.tokens)
+        self._waiting.append(record)
         self._rows_seen += record.num_accepted + 1
-        for match_length, right in record.copies if self._copy else ():
-            self.chances.learn(-1, copy_confidence(match_length), right)
-        if drafter is not None and record.confidences is not None:
-            outcomes = draft_outcomes(record)
-            for confidence in record.confidences:
-                self.chances.look(drafter, confidence)
-            for confidence, accepted in outcomes:
-                self.chances.learn(drafter, confidence, accepted)
-            self._news += len(outcomes)
-        besides = perf_counter() - started  # which is a part of each round's price, unlike looks at exits
-        if record.shadow is not None:
-            self._learn_shadow(record.shadow, record.drafter, record.num_drafted)
-            self._rows_taught += record.shadow.num_rows - 1
-            self._taught -= self._look_cost(1)  # paid in advance
-        if self.costs.observe(record, besides) or self._news > self._enough:
+        if self._resting:
+            self._resting -= 1
+        elif record.shadow or record.copies or len(self._waiting) >= min(self._rows_seen // 8, TOGETHER) // self._texts:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Learn from what rounds drafted or dropped, from what copies would have said, and from shadow tokens."""
+        waiting, self._waiting = self._waiting, []
+        costs, news = self.costs, False
+        for record in waiting:
+            drafter = self.index_of(record.drafter)
+            cost = costs.of(drafter, record.num_drafted)
+            self._spent += cost
+            self._text_cost += cost
+            self._text_tokens += len(record.tokens)
+            for match_length, right in record.copies if self._copy else ():
+                self.chances.learn(-1, copy_confidence(match_length), right)
+            if drafter is not None and record.confidences is not None:
+                for confidence, accepted in draft_outcomes(record):
+                    self.chances.learn(drafter, confidence, accepted, record.acceptance_probabilities is not None)
+                    self._news += 1
+            if record.shadow is not None:
+                self._learn_shadow(record.shadow, record.drafter, record.num_drafted)
+                self._rows_taught += record.shadow.num_rows - 1
+                self._taught -= self._look_cost(1)  # paid in advance
+            news |= costs.observe(record)
+        if news or self._news > self._enough:
             self._solve()
 
     def _learn_shadow(self, shadow: Shadow, drafted: Drafter | None = None, num_drafted: int = 0) -> None:
         """Learn from shadow tokens, as of `shadow_outcomes`."""
-        started = perf_counter()
+        sampled = shadow.acceptance_probabilities is not None
         for drafter, confidence, accepted in shadow_outcomes(shadow, drafted, num_drafted):
             index = self._index.get(drafter)
             if index is not None:  # else a stopping policy asked for it
-                self.chances.look(index, confidence)
-                self.chances.learn(index, confidence, accepted)
+                self.chances.learn(index, confidence, accepted, sampled)
         self._news += shadow.num_rows
-        self._taught += self._look_cost(shadow.num_rows, shadow.acceptance_probabilities is not None)
-        self._look_seconds += perf_counter() - started
+        self._taught += self._look_cost(shadow.num_rows, sampled)
 
     def index_of(self, drafter: Drafter | None) -> int | None:
         """Return which of `drafters` has its experience: an exit's is the same in fewer bits, which change little of it."""
-        if drafter is None:
-            return None
-        return self._index.get(drafter, self._index.get(Drafter(drafter.exit_layer)))
+        return None if drafter is None else self._index.get(drafter, self._index.get(Drafter(drafter.exit_layer)))
 
     # What it decides
 
     def _solve(self) -> None:
         """Find the best round with what is there, and what weights that can be made promise beyond that."""
-        self._news, self._enough = 0, min(max(sum(self.chances.rows[:-1]) // 2, 3), 128)
+        self._news, self._enough = 0, min(max(sum(self.chances.rows[:-1]) // 2, 3), 256)
         frequency, acceptance = (table[:-1] for table in self.chances.tables())
         self.acceptance = dict(zip(self.drafters, (frequency * acceptance).sum(axis=1).tolist()))
         # Exits that were hardly looked at yet draft nothing: in most models they are rarely right.
         usable = [drafter.bits is not None or rows >= SEEN for drafter, rows in zip(self.drafters, self.chances.rows)]
         there = len(self.drafters) - len(self.offered_bits)
         at_hand = [use and index < there for index, use in enumerate(usable)]
-        self.best = best_round(self.costs, frequency, acceptance, at_hand, self._rate)
+        self._is_short = isinstance(self._cost, MeasuredCost) and self._texts == 1 and self.costs.plain < SHORT
+        margin = MARGIN_OF_SHORT if self._is_short else MARGIN
+        self.best = best_round(self.costs, frequency, acceptance, at_hand, self._rate, margin)
         self._rate = self.best.rate
         promise = best_round(self.costs, frequency, acceptance, usable, self._rate) if self.offered_bits else self.best
-        self._promised = promise if promise.pays and promise.index >= there else None
-        self._share = self._share_of_learning()
+        self._gain = 1 - self.best.rate / promise.rate if promise.pays and promise.index >= there else 0.0
+        # By single drafts of this one it is seen what rounds cost that do not seem to pay.
+        single = np.where(at_hand, 1 + (frequency * acceptance).sum(axis=1), 0.0) / self.costs.rounds[:, 1]
+        self._tried = int(single.argmax()) if any(at_hand) else None
+        # Where not even a draft as good as the last exit's would pay at the price of the first, two exits are watched.
+        last = len(self.exit_layers) - 1
+        rows, hoped = self.chances.rows[last], 1 + self.acceptance[self.drafters[last]]
+        hopeless = rows >= SEEN and hoped * self.costs.plain < self.costs.rounds[0, 1]
+        self._watched = self.exit_layers[(last + 1) // 2 :: last // 2 or 1] if hopeless else self.exit_layers
+        self._share = LEARNING if rows < KNOWN or (self.best.pays and self.best.index <= last) else IDLE_LEARNING
 
     def plan(self, context: RoundContext) -> Plan:
+        if self._resting and context.batch_size == 1:
+            return self._plain
         self.expect_batch_size(context.batch_size)
         copied = self._copied(context.match_length) if context.match_length and self._copy else 0
         if copied:
+            self._plain_steps = 0
             return Plan(exit_layer=None, max_speculations=0, copied=copied, acceptance=self.acceptance)
-        if self._promised is not None and self._makes_up(self._promised, context.remaining_tokens):
+        # The rest of the text, and time set aside for learning, must make up for the rounding of the weights.
+        put_aside = LEARNING * self._spent / self.costs.plain
+        if self._gain and self._gain * context.remaining_tokens + put_aside >= MAKING:
             self.bits, self.offered_bits = (*self.bits, *self.offered_bits), ()
             self._costs.clear()
             self._solve()
-        best, costs = self.best, self.costs
-        drafter = self.drafters[best.index] if self._drafts(best) else None
-        return Plan(
-            exit_layer=None if drafter is None else drafter.exit_layer,
-            bits=None if drafter is None else costs.bits[best.index],
-            max_speculations=0 if drafter is None else self.max_speculations,
-            acceptance=self.acceptance,
-            learn=self._learns_now(),
-        )
-
-    def _drafts(self, best: BestRound) -> bool:
-        """Return whether to draft: where that pays, but for a few rounds of another kind, to see what they cost."""
-        if best.pays:
-            return not self.costs.is_due()
-        promising = best.tokens / best.cost > PROMISING / self.costs.plain
-        return promising and self.costs.is_due(best.index)
-
-    def _makes_up(self, promise: BestRound, tokens: int) -> bool:
-        """Return whether rounding the weights pays within so many tokens, together with the time set aside for learning."""
-        gain = 1 - self.best.rate / promise.rate
-        return gain * tokens + LEARNING * self._spent / self.costs.plain >= MAKING
+        best, learn = self.best, self._learns_now()
+        self.tries = not best.pays and self._tried is not None and self.costs.is_due(self._tried)
+        index = self._tried if self.tries else best.index if best.pays and not self.costs.is_due() else None
+        if index is not None:
+            self._plain_steps *= self.tries
+            layer, bits = self.drafters[index].exit_layer, self.costs.bits[index]
+            most = 1 if self.tries else self.max_speculations
+            return Plan(exit_layer=layer, bits=bits, max_speculations=most, acceptance=self.acceptance, learn=learn)
+        if self._is_short and not best.pays:
+            self._resting = min(self._plain_steps + 1, TOGETHER)
+        self._plain_steps += self._resting or 1
+        self._plain = Plan(exit_layer=None, max_speculations=0, acceptance=self.acceptance, learn=False)
+        return replace(self._plain, learn=learn, rest=self._resting)
 
     def _copied(self, match_length: int) -> int:
         """Return how many tokens to copy: 0 unless that is worth more than drafting at the rate that the text is decoded at.
@@ -302,6 +303,7 @@ class AutoExit:
 
     def reason(self) -> str:
         """Say in a line what it does at present, and why."""
+        self._take_in()
         best, costs = self.best, self.costs
         if not best.pays and best.tokens <= 1:
             return "auto decodes plainly and copies what repeats: nothing that was seen of exits promises more"
@@ -313,11 +315,8 @@ class AutoExit:
             return f"auto drafts by {name}, of which {self.acceptance[name]:.0%} are right: a round brings {promise}"
         return f"auto decodes plainly and copies what repeats: drafts by {name} would bring {promise}"
 
-    def adopt(self, other: AutoExit) -> None:
-        """Take up what another one has learned about the drafters that both have, and about copies."""
-        self.restore(other.state())
-
     def state(self) -> dict[str, Any]:
+        self._take_in()
         return {"layers": [*self.exit_layers], "chances": self.chances.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -347,9 +346,11 @@ class AutoStopping(NeverStop):
 
     def start_round(self, plan: Plan) -> None:
         self._reliability = 1.0
+        chooser = self._chooser
         if plan.exit_layer is not None:
-            self._drafter = self._chooser.index_of(Drafter(plan.exit_layer, plan.bits)) or 0
-            self._steps = (self._chooser.best.price * self._chooser.costs.steps[self._drafter]).tolist()
+            self._drafter = chooser.index_of(Drafter(plan.exit_layer, plan.bits)) or 0
+            steps = chooser.best.price * chooser.costs.steps[self._drafter]
+            self._steps = [0.0] if chooser.tries else steps.tolist()  # what is tried is drafted whatever its confidence
 
     def stop_before_draw(self, row: DraftRow) -> bool:
         """Tell whether the token is not worth one more pass through the exit layer."""

@@ -26,6 +26,8 @@ TRY_EVERY, TRY_AGAIN = 4, 128
 """Rounds from one try of a kind to the next: at first, and later, since neither texts nor machines stay as they are."""
 TOLERANCE = 1.1
 """Corrections that differ by less change nothing."""
+MOST = 1.5
+"""Plain steps that a row or a draft may take: what took longer was interrupted, and says nothing."""
 _PLAIN = 1  # kinds are rows of verifications, and of drafts their bits, below 0
 _ROWS = (_PLAIN, 2, 3, 4, 5, 6, 8, 11, 16, 24)
 """Rows of a verification, or more, that are a kind of their own."""
@@ -38,8 +40,8 @@ def _drafts_in(bits: int | None) -> int:
     return -(bits or 16)
 
 
-def _quartile(ratios: Collection[float]) -> float:
-    return sorted(ratios)[len(ratios) // 4]
+def _lower(ratios: Collection[float]) -> float:
+    return sorted(ratios)[len(ratios) // 3]
 
 
 class RoundCosts:
@@ -89,7 +91,6 @@ class RoundCosts:
         verifying = np.maximum.accumulate(rows[: self._drafting.shape[1]] * self._verifying, axis=1)
         self.rounds = steps * self._drafting + verifying
         self._round_list: list[list[float]] = self.rounds.tolist()
-        self.drafts_may_pay = bool((np.arange(1, self.rounds.shape[1] + 1) / self.rounds).max() > 1 / self.plain)
         self.looks = steps[:, 0] * self._looks
         self.steps = np.diff(self.rounds, axis=1) - self.looks[:, None]
         self.copying: list[float] = np.maximum.accumulate(rows * self._copying).tolist()
@@ -99,11 +100,8 @@ class RoundCosts:
         known = sorted(key for key in self._factors if key > 0) or [_PLAIN]
         return float(np.interp(rows, known, [self._factors.get(key, 1.0) for key in known]))
 
-    def observe(self, record: RoundRecord, besides: float = 0.0) -> bool:
-        """Take a text's round into account; a batch's records come one by one. Returns whether costs have changed.
-
-        besides: seconds that the round took in addition to what the record tells.
-        """
+    def observe(self, record: RoundRecord) -> bool:
+        """Take a text's round into account; a batch's records come one by one. Returns whether costs have changed."""
         if not self._repair or record.batch_size != self._texts or record.verify_seconds <= 0:
             return False
         kind = record.drafter, record.num_drafted, record.stop_cause == "before_draw"
@@ -111,7 +109,7 @@ class RoundCosts:
             self._expected[kind] = parts_of(self.cost, *kind)
         drafting, verifying = self._expected[kind]
         self._took[0] += record.draft_seconds
-        self._took[1] += record.verify_seconds + record.accept_seconds + besides
+        self._took[1] += record.verify_seconds + record.accept_seconds
         self._took[2] += drafting
         self._took[3] += verifying
         self._rows += record.num_drafted + 1
@@ -121,11 +119,12 @@ class RoundCosts:
         # The texts of a batch share a round's seconds evenly, whatever each did.
         self._round += 1
         draft_seconds, verify_seconds, drafting, verifying = self._took
-        self._add(_ROWS[bisect_right(_ROWS, self._rows / self._texts) - 1], verify_seconds / verifying)
+        rows = self._rows / self._texts
+        self._add(_ROWS[bisect_right(_ROWS, rows) - 1], verify_seconds, verifying, rows)
         if drafting > 0:
-            self._add(_drafts_in(record.bits), draft_seconds / drafting)
+            self._add(_drafts_in(record.bits), draft_seconds, drafting, rows)
         self.forget_unfinished()
-        looks_now = self._round % 16 == 0 or self._round & (self._round - 1) == 0
+        looks_now = self._round % 32 == 0 or self._round & (self._round - 1) == 0
         return looks_now and self._correct()
 
     def forget_unfinished(self) -> None:
@@ -133,30 +132,30 @@ class RoundCosts:
         self._took = [0.0] * 4
         self._rows = self._texts_done = 0
 
-    def _add(self, kind: int, ratio: float) -> None:
+    def _add(self, kind: int, seconds: float, expected: float, rows: float) -> None:
+        self._last[kind] = self._round
+        plain, ratio = self._ratios.get(_PLAIN), seconds / expected
+        if kind != _PLAIN:
+            # Beside the plain steps of the same time, since a machine is now faster, now slower.
+            scale = _lower(plain) if plain else 0.0
+            if not scale or seconds > MOST * rows * self._texts * self.plain * scale:
+                return
+            ratio /= scale
         seen = self._ratios.setdefault(kind, deque(maxlen=KEPT))
         seen.append(ratio)
         self._is_news |= kind == _PLAIN and len(seen) in (ENOUGH, KEPT)
-        self._last[kind] = self._round
 
     def _correct(self) -> bool:
-        found = {kind: _quartile(seen) for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
-        plain = found.get(_PLAIN)
-        if plain is None:
+        found = {kind: _lower(seen) for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
+        if _PLAIN not in found:
             return False
-        factors = {kind: ratio / plain for kind, ratio in found.items()}
+        factors = {**found, _PLAIN: 1.0}
         known = [self._factors.get(kind, 1.0) / factor for kind, factor in factors.items()]
         if all(1 / TOLERANCE < change < TOLERANCE for change in known):
             return False
         self._factors, self._is_news = factors, True
         self._make_tables()
         return True
-
-    @property
-    def seconds_per_cost(self) -> float | None:
-        """Return how long a cost of 1 takes, by plain steps; None until there were enough of them."""
-        plain = self._ratios.get(_PLAIN, ())
-        return _quartile(plain) if len(plain) >= ENOUGH else None
 
     def of(self, drafter: int | None, drafts: int) -> float:
         """Price a round of these drafts, of copies if no drafter made them."""
@@ -170,9 +169,10 @@ class RoundCosts:
 
     def learned(self) -> MeasuredCost | None:
         """Return what rounds of a text alone have shown, in seconds; None if that is no news since the last time."""
-        scale, numbers = self.seconds_per_cost, range(1, _ROWS_KEPT + 1)
-        if not isinstance(self.cost, MeasuredCost) or not self._is_news or self._texts > 1 or scale is None:
+        plain, numbers = self._ratios.get(_PLAIN, ()), range(1, _ROWS_KEPT + 1)
+        if not isinstance(self.cost, MeasuredCost) or not self._is_news or self._texts > 1 or len(plain) < ENOUGH:
             return None
+        scale = _lower(plain)
         self._is_news = False
 
         def corrected(cost: CostModel, factors: Sequence[float]) -> CostModel:

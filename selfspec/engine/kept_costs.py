@@ -82,7 +82,8 @@ def _checked(values: Any, num_layers: int) -> MeasuredCost:
     adapters = [seconds for _, seconds in cost.adapter_seconds]
     seconds = [*cost.layer_seconds, *cost.head_seconds, *adapters, cost.draft_seconds]
     plausible = all(isinstance(value, float) and abs(value) < _MOST_SECONDS for value in seconds)  # a NaN is not
-    if not plausible or cost.num_layers != num_layers or cost.fixed or set(values) - set(cost.as_dict()):
+    interrupted = any(took > 1.5 * rows * cost.layer_seconds[0] for rows, took in enumerate(cost.layer_seconds, 1))
+    if interrupted or not plausible or cost.num_layers != num_layers or cost.fixed or set(values) - set(cost.as_dict()):
         raise ValueError("this is not what was kept")
     for _, other in values.get("rounded", ()):
         _checked(other, num_layers)

@@ -106,7 +106,7 @@ class PolicyStore:
             return policy
         made = make_policy(bound, name)
         assert isinstance(made.exit, AutoExit)
-        made.exit.adopt(chooser)
+        made.exit.restore(chooser.state())
         return self.keep(key, made)
 
 

@@ -97,8 +97,9 @@ class Sequence:
         self.num_reused = rows
         self._copying = copies_drafts(self.observes)
         self.copies: CopyIndex | None = None  # from the first round on
-        self._copies_seen: list[tuple[int, bool]] = []  # of the round at hand: see `RoundRecord.copies`
-        self._indexed = 0  # committed tokens that the index holds; -1 while it is being changed
+        self._copies_seen: list[tuple[int, bool]] = []  # of tokens before the round at hand: see `RoundRecord`
+        self._indexed = -1  # committed tokens that the index holds; -1 at first, and while it is being changed
+        self._rest = 0  # rounds in which nobody asks it: see `Plan`
         self.pending = -1
         self._rows_shown = 0  # of the prompt, to who watches it
         self._to_learn: Tensor | None = (
@@ -211,13 +212,11 @@ class Sequence:
         planning = perf_counter()
         self._open()
         self._learn_from_prompt()
-        if self._copying and self._indexed != self.length:  # at first, and after a round that broke off
-            self.copies = CopyIndex(self.request.copy_from)
-            self.copies.read(self.request.prompt)
-            self._index(self.copies, self.tokens[0, self._num_prompt : self.length].tolist())
-            self._indexed = self.length
+        self._rest, self._copies_seen = max(self._rest - 1, 0), []
+        if self._copying and not self._rest:
+            self._look_back()
         remaining = self.request.stops.max_new_tokens - self.num_new
-        match = None if self.copies is None else self.copies.match
+        match = None if self.copies is None or self._rest else self.copies.match
         context = RoundContext(
             round_index=self.stats.rounds,
             num_committed=self.length,
@@ -253,6 +252,7 @@ class Sequence:
             draft = Draft(self, exit_layer, cap, plan.bits, copied)
         draft.context, draft.acceptance, draft.threshold = context, plan.acceptance, threshold
         draft.vocabulary = self._read_vocabulary() if draft.exit_layer else None
+        self._rest = self._rest or plan.rest
         # Rounds that copy teach nothing about exits.
         draft.learns = plan.learn and not copied and self.observes.learns(self._rows_learned, self._rows_seen)
         if draft.learns or self.observes.context_layers or self._steering is not None:
@@ -363,10 +363,6 @@ class Sequence:
         committed = block[:count]
         if self.observes.context_layers and not self.reading:
             self.states.commit(self.length - 1, count)
-        if self.copies is not None:
-            self._indexed = -1
-            self._copies_seen = self._index(self.copies, committed)
-            self._indexed = self.length + count
         pending, steered = block[count - 1], self._steered
         if self._steering is not None:  # the row whose output the pending token is
             row = max(self._prompt_rows, 1) - 1 if self.reading else count - 1
@@ -378,12 +374,15 @@ class Sequence:
         self.cache.roll_back(self.length - 1)
         return committed
 
-    def _index(self, copies: CopyIndex, tokens: list[int]) -> list[tuple[int, bool]]:
-        """Take committed tokens into the index. Returns what it would have said of each."""
-        seen = []
-        for token in tokens:
-            match = copies.match
+    def _look_back(self) -> None:
+        """Take what was committed since the last time into the index, and write down what it would have said of it."""
+        first, self._indexed = self._indexed, -1
+        if self.copies is None or first < 0:  # at first, and after a round that broke off here
+            self.copies, first = CopyIndex(self.request.copy_from), self._num_prompt
+            self.copies.read(self.request.prompt)
+        for token in self.tokens[0, first : self.length].tolist():
+            match = self.copies.match
             if match is not None:
-                seen.append((match.length, match.token == token))
-            copies.append(token)
-        return seen
+                self._copies_seen.append((match.length, match.token == token))
+            self.copies.append(token)
+        self._indexed = self.length

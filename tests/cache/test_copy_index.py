@@ -145,14 +145,14 @@ def test_a_plan_that_copies_and_drafts_is_refused() -> None:
         SelfSpecGenerator(shared_model("plain")).generate([1, 2, 1, 2], policy=Policy(Copies(5, exit_layer=2)))
 
 
-def test_records_say_what_the_index_would_have_said_of_every_token() -> None:
+def test_records_say_what_the_index_would_have_said_of_every_token_before_the_round() -> None:
     copies = Copies(0)
     prompt = [1, 2, 3, 1, 2, 3, 1, 2]
     generator = SelfSpecGenerator(shared_model("plain"))
     tokens = prompt + generator.generate(prompt, max_new_tokens=20, policy=Policy(copies)).new_tokens
     index, expected = CopyIndex(None), []
-    index.read(torch.tensor(tokens[:9]))
-    for token in tokens[9:]:
+    index.read(torch.tensor(prompt))
+    for token in tokens[len(prompt) : -1]:
         if index.match is not None:
             expected.append((index.match.length, index.match.token == token))
         index.append(token)
