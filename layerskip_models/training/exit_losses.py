@@ -87,11 +87,12 @@ def exit_sums(model: LlamaForCausalLM, input_ids: Tensor, labels: Tensor) -> Ten
 
 @torch.no_grad()
 def accepted_length_weights(
-    losses: Tensor, valid: Tensor, *, arm: str, alpha: float = ALPHA, block: int = BLOCK
+    losses: Tensor, valid: Tensor, *, arm: str, alpha: float = ALPHA, block: int = BLOCK, mean_one: bool = True
 ) -> Tensor:
     """Weigh the rows of an exit's loss by what each token is worth for the length of an accepted draft.
 
     Returns each row's weight, [batch, length], of mean 1 over the valid rows of a sequence; equal where all would be 0.
+    Without mean_one they are as in the paper, and with alpha 0 they vanish where no draft is right.
     Source: Wu et al. 2026, "D-PACE", equations 3 to 9 and section 5.2 ("cumulative-only"). Deviation: there drafts start at
     chosen anchors. An exit may start one at any row, so a row's weight is the sum over all drafts that contain it: the
     gradient of the accepted length averaged over all starts.
@@ -109,5 +110,7 @@ def accepted_length_weights(
     total = torch.zeros_like(smoothed)
     for place in range(min(block, losses.shape[1])):
         total[:, place:] += drafts[:, : losses.shape[1] - place, place]
+    if not mean_one:
+        return total.to(losses.dtype)
     weight, count = total.sum(1, keepdim=True), valid.sum(1, keepdim=True)
     return torch.where(weight > 0, total * (count / weight), valid.double()).to(losses.dtype)

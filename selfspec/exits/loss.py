@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip_models.exits.adapter import FARTHEST, ExitAdapters
+from layerskip_models.training.exit_losses import accepted_length_weights
 from selfspec.exits.frozen_model import ExitRows, FrozenHead
 
 WINDOW = 8
@@ -20,14 +21,23 @@ class ExitAdapterLoss(nn.Module):
     """kl_weight * KL(model || exit) + ce_weight * cross-entropy, a mean over exits and scored rows.
 
     depths: of the rows' states, ascending; the exits are among them, and the last layer is the last.
+    d_pace: instead the cross-entropy alone, each row's times its weight for the accepted length of the drafts that hold it
+        (D-PACE, Wu et al. 2026, equations 8 and 9), and divided by the number of drafts: one starts at every row.
     """
 
     def __init__(
-        self, adapters: ExitAdapters, head: FrozenHead, depths: Sequence[int], *, kl_weight: float, ce_weight: float
+        self,
+        adapters: ExitAdapters,
+        head: FrozenHead,
+        depths: Sequence[int],
+        *,
+        kl_weight: float,
+        ce_weight: float,
+        d_pace: bool = False,
     ) -> None:
         super().__init__()
-        self.adapters, self.head, self.depths = adapters, head, depths
-        self.kl_weight, self.ce_weight = kl_weight, ce_weight
+        self.adapters, self.head, self.depths, self.d_pace = adapters, head, depths, d_pace
+        self.kl_weight, self.ce_weight = (0.0, 1.0) if d_pace else (kl_weight, ce_weight)
 
     def forward(self, rows: ExitRows, distance: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the loss and [3 * exits] means: cross-entropies and KLs in nats, and the shares of rows that agree.
@@ -36,26 +46,40 @@ class ExitAdapterLoss(nn.Module):
         exits' outputs at once, and what is returned has that gradient: nothing is computed twice.
         """
         outputs, count = self.outputs(rows, distance), len(rows.scored)
-        means, gradients = outputs.new_zeros(3, len(self.layers)), []
+        weights = self._accepted_length_weights(rows, outputs.detach()) if self.d_pace else outputs.new_ones(1, count)
+        loss, means, gradients = outputs.new_zeros(()), outputs.new_zeros(3, len(self.layers)), []
         for chunk in self.chunks(rows):
             hidden = outputs[:, chunk].detach().requires_grad_()
             with torch.no_grad():
                 p = self.head.logits(rows.states[rows.scored[chunk], -1]).softmax(-1)  # [rows, vocab]
                 tokens, negative_entropy = p.argmax(-1), torch.special.xlogy(p, p).sum(-1)
-                # The text's own tokens where the model wrote it; elsewhere what the model would have written.
-                labels = torch.where(rows.own[chunk], rows.labels[chunk], tokens).unsqueeze(-1)
+                labels = _labels(rows, chunk, tokens).unsqueeze(-1)
                 target = (self.kl_weight * p).scatter_add_(-1, labels, torch.full_like(p[:, :1], self.ce_weight))
             logq = self.head.logits(hidden).log_softmax(-1)  # [exits, rows, vocab]
-            (-torch.linalg.vecdot(target, logq).sum() / (count * len(self.layers))).backward()
+            part = -(weights[:, chunk] * torch.linalg.vecdot(target, logq)).sum() / (count * len(self.layers))
+            part.backward()
             assert hidden.grad is not None
             gradients.append(hidden.grad)
             with torch.no_grad():
                 ce = -logq.gather(-1, labels.expand(len(logq), -1, -1)).squeeze(-1)
                 kl = negative_entropy - torch.linalg.vecdot(p, logq)
                 means += torch.stack([ce, kl, (logq.argmax(-1) == tokens).float()]).sum(-1) / count
-        loss = self.ce_weight * means[0].mean() + self.kl_weight * means[1].mean()
+                loss += part + self.kl_weight * negative_entropy.sum() / count
         surrogate = (outputs * torch.cat(gradients, dim=1)).sum()
         return loss + (surrogate - surrogate.detach()), means.flatten()
+
+    @torch.no_grad()
+    def _accepted_length_weights(self, rows: ExitRows, outputs: Tensor) -> Tensor:
+        """Find the weights of the scored rows, [exits, n]. Rows that are not scored end a draft."""
+        losses = outputs.new_zeros(len(self.layers), len(rows.states))
+        for chunk in self.chunks(rows):
+            places = rows.scored[chunk]
+            labels = _labels(rows, chunk, self.head.logits(rows.states[places, -1]).argmax(-1))
+            logq = self.head.logits(outputs[:, chunk]).log_softmax(-1)
+            losses[:, places] = -logq.gather(-1, labels.expand(len(logq), -1).unsqueeze(-1)).squeeze(-1)
+        valid = torch.zeros_like(losses, dtype=torch.bool)
+        valid[:, rows.scored] = True
+        return accepted_length_weights(losses, valid, arm="full", mean_one=False)[:, rows.scored]
 
     def outputs(self, rows: ExitRows, distance: Tensor | None = None) -> Tensor:
         """Compute what replaces each exit's states at the scored rows, float32 [exits, n, hidden].
@@ -82,6 +106,11 @@ class ExitAdapterLoss(nn.Module):
         """Slices of the scored rows whose logits may exist at once."""
         size = max(self.head.chunk_rows // len(self.layers), 1)
         return [slice(first, first + size) for first in range(0, len(rows.scored), size)]
+
+
+def _labels(rows: ExitRows, chunk: slice, likeliest: Tensor) -> Tensor:
+    """Return the text's own tokens where the model wrote it; elsewhere what it would have written."""
+    return torch.where(rows.own[chunk], rows.labels[chunk], likeliest)
 
 
 @torch.no_grad()

@@ -74,6 +74,10 @@ class ExitTraining(FrozenModelSettings):
     kl_weight: float = option(1.0, "Weight of KL(model || exit).", AT_LEAST_0)
     ce_weight: float = option(0.1, "Weight of the cross-entropy on the model's own tokens.", AT_LEAST_0)
 
+    d_pace: bool = option(
+        False, "D-PACE's loss instead: cross-entropies weighted by accepted length; kl_weight and ce_weight do nothing."
+    )
+
     operational: ClassVar[tuple[str, ...]] = (*FrozenModelSettings.operational, "device_map", "answer_batch")
     results: ClassVar[tuple[str, ...]] = ("answers-train.jsonl", "checkpoints", FOLDER)
 

@@ -118,8 +118,14 @@ class _ExitFit:
         torch.manual_seed(config.seed)
         self.adapters = ExitAdapters(described).to(self.model.device)
         depths = sorted({*layers, *described.steering_layers, self.model.num_layers})
-        weights = {"kl_weight": config.kl_weight, "ce_weight": config.ce_weight}
-        self.loss = ExitAdapterLoss(self.adapters, FrozenHead(self.model), depths, **weights)
+        self.loss = ExitAdapterLoss(
+            self.adapters,
+            FrozenHead(self.model),
+            depths,
+            kl_weight=config.kl_weight,
+            ce_weight=config.ce_weight,
+            d_pace=config.d_pace,
+        )
         self._kept: dict[int, ExitRows] = {}
         self._room = _KEPT_BYTES
         set_scales(self.loss, map(self._rows, range(min(_SCALE_SEQUENCES, len(sequences)))))

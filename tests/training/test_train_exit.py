@@ -37,11 +37,12 @@ def tiny_model(**options: Any) -> LayerSkipModel:
 
 
 def loss_of(
-    model: LayerSkipModel, *, kl_weight: float = 1.0, ce_weight: float = 0.1, **changes: Any
+    model: LayerSkipModel, *, kl_weight: float = 1.0, ce_weight: float = 0.1, d_pace: bool = False, **changes: Any
 ) -> ExitAdapterLoss:
     torch.manual_seed(0)
     adapters = ExitAdapters(AdapterConfig(**{"hidden_size": 16, "exit_layers": (1, 2), "rank": 8, **changes}))
-    return ExitAdapterLoss(adapters, FrozenHead(model), DEPTHS, kl_weight=kl_weight, ce_weight=ce_weight)
+    weights = {"kl_weight": kl_weight, "ce_weight": ce_weight}
+    return ExitAdapterLoss(adapters, FrozenHead(model), DEPTHS, **weights, d_pace=d_pace)
 
 
 def texts(number: int = 6) -> list[TrainingText]:
@@ -86,6 +87,35 @@ def test_the_loss_and_its_gradient_are_written_out(form: str, chunk_rows: int) -
     for mine, other in zip(made[0].parameters(), made[1].parameters(), strict=True):
         assert other.grad is not None and other.grad.any()
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 100])
+def test_d_pace_is_written_out(chunk_rows: int) -> None:
+    """Equations 7 to 9 of the paper for a draft from every scored row, in loops; drafts end with their text."""
+    model, llama = tiny_model(), tiny_llama(late_scale=0.7, seed=5)
+    loss = loss_of(model, d_pace=True)
+    loss.head.chunk_rows = chunk_rows
+    rows = exit_rows(model, texts(), DEPTHS)
+    found, _ = loss(rows)
+    found.backward()
+    mine = [parameter.grad.clone() for parameter in loss.parameters() if parameter.grad is not None]
+    loss.zero_grad()
+    logits = torch.cat([full_logits(llama, text.tokens)[len(text.tokens) // 2 - 1 : -1] for text in texts()])
+    labels = torch.where(rows.own, rows.labels, logits.argmax(-1))
+    lengths = [len(text.tokens) - len(text.tokens) // 2 for text in texts()]
+    total = torch.zeros(())
+    for output in loss.outputs(rows):
+        for ce in torch.nn.functional.cross_entropy(loss.head.logits(output), labels, reduction="none").split(lengths):
+            smoothed = (0.5 * (-ce.detach()).exp() + 0.5).tolist()
+            for start in range(len(ce)):
+                reach = [math.prod(smoothed[start : end + 1]) for end in range(start, min(start + 8, len(ce)))]
+                for place in range(len(reach)):
+                    total = total + sum(reach[place:]) * ce[start + place]
+    total = total / (2 * sum(lengths))
+    total.backward()
+    torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-5)
+    for one, other in zip(mine, [parameter.grad for parameter in loss.parameters() if parameter.grad is not None]):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
