@@ -94,9 +94,8 @@ class IncrementalDecoder:
 
     def _held_from(self, text: str) -> int:
         """Return where the end of a text begins that a tokenizer may yet change: it takes the space out of " ," or " n't"."""
-        end = len(text) - (
-            self._cleans and text.endswith("'")
-        )  # "a ' " is "a'" before a word, and "a '" before a comma
+        # "a ' " is "a'" before a word, and "a '" before a comma.
+        end = len(text) - (self._cleans and text.endswith("'"))
         while self._cleans and (space := text.rfind(" ", 0, end)) >= 0 and end - space <= _CLEANED:
             end = space
             if not text.startswith(" '", space) and not text.endswith(" ", 0, space):  # else what precedes may change
