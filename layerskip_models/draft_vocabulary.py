@@ -42,13 +42,14 @@ def draft_vocabulary_of(model: LayerSkipModel, choice: int | str | Path) -> Draf
     if written == "auto":
         return DraftTokens(range(size // 2))
     try:
-        ids = range(int(written)) if written.isdecimal() else [int(one) for one in Path(written).read_text().split()]
+        read = not written.isdecimal()
+        ids = [*map(int, Path(written).read_text().split())] if read else range(min(int(written), size + 1))
     except (OSError, ValueError):
         ids = []
     if not ids or not 0 <= min(ids) <= max(ids) < size:
         raise ValueError(
             f"draft_vocabulary must be a number of tokens from 1 to {size}, a file of their ids, auto or none, "
-            f"got {written!r}"
+            f"got {written[:64]!r}"
         )
     return DraftTokens(ids)
 

@@ -73,6 +73,7 @@ def named_by_packages() -> dict[str, Any]:
 def _run(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
+    known = {*sys.modules}
     sys.path.insert(0, str(path.parent))  # for what it imports from beside it
     try:
         return run_path(str(path), run_name=f"policies of {path}")
@@ -80,3 +81,6 @@ def _run(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.name} fails: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(path.parent))
+        for name in {*sys.modules} - known:  # a file elsewhere may have a neighbour of the same name
+            if Path(getattr(sys.modules[name], "__file__", None) or "").parent == path.parent:
+                del sys.modules[name]

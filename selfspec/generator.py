@@ -76,7 +76,7 @@ class SelfSpecGenerator:
         default policy sees that exits promise less, if the weights are read from memory and three times the copy's size is
         free; "int8", "int4": from the start; "none": never. They change no text.
     draft_vocabulary: tokens that drafts choose among, besides those of the text (docs/fewer-bits.md): a number, for the most
-        frequent ones; a file of ids; "auto": 8,192 where the head is a large part of a draft; "none": all. No text changes.
+        frequent ones; a file of ids; "auto": half where the head is much of a draft; "none": all. No text changes.
     runner: "eager", "graphs" (CUDA graphs of our own kernels) or "auto": graphs on CUDA where they can be, else eager.
     Raises ValueError for an unsupported architecture, a policy that does not fit the model, an unknown runner, or an invalid
     size.

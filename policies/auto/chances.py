@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -140,9 +141,12 @@ class Chances:
         try:
             saved = {key: _Drafter(**values) for key, values in state.items()}
             for one in saved.values():
-                if any(len(counts) != NUM_BINS for counts in (one.accepted, one.seen, one.looks)):
+                counts = [one.accepted, one.seen, one.looks]
+                line = one.height, one.slope, one.height_variance, one.slope_variance, one.covariance, one.rows
+                numbers = [*line, *chain(*counts)]
+                if any(len(each) != NUM_BINS for each in counts) or not all(map(math.isfinite, numbers)):
                     raise TypeError
-        except TypeError:
+        except (TypeError, AttributeError):
             raise ValueError("the saved state was saved by another version") from None
         made = Chances(self.drafters)
         self._known = [saved.get(str(drafter.saved_key), usual) for drafter, usual in zip(self.drafters, made._known)]

@@ -85,7 +85,8 @@ class RoundCosts:
         return best if price < self.cost.round(layer, usual) else None
 
     def _make_tables(self) -> None:
-        rows = np.array([self._factor_of(count + 1) for count in range(len(self._copying))])
+        longest = max(len(self._copying), self._drafting.shape[1])
+        rows = np.array([self._factor_of(count + 1) for count in range(longest)])
         steps = np.array([self._factors.get(_drafts_in(bits), 1.0) for bits in self.bits])[:, None]
         # Noise must not make more rows cheaper than fewer: drafts would seem to cost nothing.
         verifying = np.maximum.accumulate(rows[: self._drafting.shape[1]] * self._verifying, axis=1)
@@ -93,7 +94,7 @@ class RoundCosts:
         self._round_list: list[list[float]] = self.rounds.tolist()
         self.looks = steps[:, 0] * self._looks
         self.steps = np.diff(self.rounds, axis=1) - self.looks[:, None]
-        self.copying: list[float] = np.maximum.accumulate(rows * self._copying).tolist()
+        self.copying: list[float] = np.maximum.accumulate(rows[: len(self._copying)] * self._copying).tolist()
 
     def _factor_of(self, rows: int) -> float:
         """Return the correction of a verification of so many rows a text, between those of which something is known."""

@@ -83,7 +83,7 @@ class ExitTraining(FrozenModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.kl_weight + self.ce_weight > 0, "kl_weight and ce_weight together", "above 0", 0)
+        require(self.d_pace or self.kl_weight + self.ce_weight > 0, "kl_weight and ce_weight together", "above 0", 0)
         if self.device_map is not None:
             if self.device_map != "auto":
                 raise ValueError(f"device_map must be auto, got {self.device_map!r}")

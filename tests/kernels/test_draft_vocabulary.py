@@ -109,7 +109,7 @@ def test_choices_of_a_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         }
         assert ids == {4: [0, 1, 2, 3], "4": [0, 1, 2, 3], path: [7, 3], "none": None, "auto": None}
         path.write_text("seven")
-        for wrong in (0, VOCAB_SIZE + 1, "all", path):
+        for wrong in (0, VOCAB_SIZE + 1, 10**12, "9" * 5000, "all", path):
             with pytest.raises(ValueError, match="draft_vocabulary must be a number of tokens"):
                 SelfSpecGenerator(model, draft_vocabulary=wrong)
         monkeypatch.setattr(draft_vocabulary, "LARGE", VOCAB_SIZE)

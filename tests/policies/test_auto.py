@@ -98,6 +98,13 @@ def test_confidence_decides_when_to_stop() -> None:
     assert 0 < stopping.threshold(Drafter(2)) < 1
 
 
+@pytest.mark.parametrize("longest", [1, 33, 64])
+def test_any_allowed_length_has_its_prices(longest: int) -> None:
+    policy = AutoExit(num_layers=8, max_speculations=longest)
+    policy.plan(RoundContext(round_index=0, num_committed=4, remaining_tokens=100, batch_size=1))
+    assert policy.costs.rounds.shape[1] == longest + 1
+
+
 def test_state_survives_a_file(tmp_path: Path) -> None:
     policy, other, fresh = (parse_policy("auto:cost=layers", num_layers=8) for _ in range(3))
     seen = shadow([1, 2, 3, 4], [[1, 0, 1]] * 4, [[0.8, 0.4, 0.6]] * 4)
@@ -110,8 +117,10 @@ def test_state_survives_a_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lacks chances: it was saved by another version"):
         other.exit.restore(old)
     short = {**policy.exit.state(), "chances": {"2": {"height": 1.0, "seen": [1.0]}}}
-    with pytest.raises(ValueError, match="saved by another version"):
-        other.exit.restore(short)
+    damaged = {**policy.exit.state(), "chances": {"2": {"height": None}}}
+    for wrong in (short, damaged):
+        with pytest.raises(ValueError, match="saved by another version"):
+            other.exit.restore(wrong)
     assert other.exit.state() == policy.exit.state()
     with pytest.raises(ValueError, match="other exit layers"):
         AutoExit(num_layers=12).restore(policy.exit.state())

@@ -216,3 +216,15 @@ def test_prompt_rows_shrink_with_the_text_to_come() -> None:
     assert observes.prompt_rows_for(7, 500) == 7
     assert ObservationSpec(shadow_layers=(1,), prompt_rows=32).prompt_rows_for(100, 1) == 32
     assert ObservationSpec(prompt_rows=32).prompt_rows_for(100, 100) == 0
+
+
+def test_files_in_two_folders_each_import_their_own_neighbour(tmp_path: Path) -> None:
+    stop = "from beside_it import LIMIT\nfrom policies import NeverStop\n\nclass Stop(NeverStop):\n    limit = LIMIT\n"
+    found = []
+    for limit in (1, 2):
+        folder = tmp_path / str(limit)
+        folder.mkdir()
+        (folder / "beside_it.py").write_text(f"LIMIT = {limit}\n", encoding="utf-8")
+        (folder / "mine.py").write_text(stop, encoding="utf-8")
+        found.append(parse_policy(f"ls:1-2+{folder / 'mine.py'}:Stop", num_layers=4).stopping.limit)
+    assert found == [1, 2]
