@@ -23,10 +23,10 @@ from layerskip_models.linear import PlainLinear
 from layerskip_models.model import LayerSkipModel
 
 LARGE = 32_000
-"""From so many tokens on "auto" takes the first half of a vocabulary. A BPE numbers its tokens in the order of its merges,
+"""The smallest vocabulary of which "auto" takes the first half. A BPE numbers its tokens in the order of its merges,
 so the first are the most frequent (docs/fewer-bits.md)."""
 _LEAST_SAVED = 0.1
-"""Of what a draft reads that goes through half of the layers, or has half of their bits. Less, and "auto" takes all."""
+"""The share of a draft's bytes that half a head must save, where it reads half of the layers' bytes; else all."""
 _ENOUGH, _MOST_MISSED = 40, 0.05
 """After so many tokens of which this share could not be drafted, a text's drafts choose among all."""
 
@@ -83,7 +83,7 @@ class DraftTokens:
 
 
 class TextVocabulary:
-    """What one text's drafts may choose.
+    """Hold what one text's drafts may choose.
 
     common: tokens that any text's may. own: others, which the text holds, in the order in which they came, after those that
     end it. num_read: tokens of the text that it has taken.
@@ -95,7 +95,7 @@ class TextVocabulary:
 
     @property
     def pays(self) -> bool:
-        """Whether enough of what the model wrote could be drafted. It depends on the text alone."""
+        """Tell whether enough of what the model wrote could be drafted. It depends on the text alone."""
         return self._written < _ENOUGH or self._missed <= _MOST_MISSED * self._written
 
     def read(self, tokens: Sequence[int], *, written: bool) -> None:

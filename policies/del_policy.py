@@ -27,7 +27,7 @@ _FORGOTTEN = 1e-300  # of rows so long ago a float keeps too little for a mean
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What is learned at once: the first `count` rows of these shadow tokens, which follow each other."""
+    """Hold what is learned at once: the first `count` rows of these shadow tokens, which follow each other."""
 
     parts: tuple[Shadow, ...]
     count: int

@@ -53,15 +53,16 @@ class ExitAdapterLoss(nn.Module):
             with torch.no_grad():
                 p = self.head.logits(rows.states[rows.scored[chunk], -1]).softmax(-1)  # [rows, vocab]
                 tokens, negative_entropy = p.argmax(-1), torch.special.xlogy(p, p).sum(-1)
-                labels = _labels(rows, chunk, tokens).unsqueeze(-1)
-                target = (self.kl_weight * p).scatter_add_(-1, labels, torch.full_like(p[:, :1], self.ce_weight))
+                labels = _labels(rows, chunk, tokens)
+                by_label = torch.full_like(p[:, :1], self.ce_weight)
+                target = (self.kl_weight * p).scatter_add_(-1, labels.unsqueeze(-1), by_label)
             logq = self.head.logits(hidden).log_softmax(-1)  # [exits, rows, vocab]
             part = -(weights[:, chunk] * torch.linalg.vecdot(target, logq)).sum() / (count * len(self.layers))
             part.backward()
             assert hidden.grad is not None
             gradients.append(hidden.grad)
             with torch.no_grad():
-                ce = -logq.gather(-1, labels.expand(len(logq), -1, -1)).squeeze(-1)
+                ce = _cross_entropies(logq, labels)
                 kl = negative_entropy - torch.linalg.vecdot(p, logq)
                 means += torch.stack([ce, kl, (logq.argmax(-1) == tokens).float()]).sum(-1) / count
                 loss += part + self.kl_weight * negative_entropy.sum() / count
@@ -76,7 +77,7 @@ class ExitAdapterLoss(nn.Module):
             places = rows.scored[chunk]
             labels = _labels(rows, chunk, self.head.logits(rows.states[places, -1]).argmax(-1))
             logq = self.head.logits(outputs[:, chunk]).log_softmax(-1)
-            losses[:, places] = -logq.gather(-1, labels.expand(len(logq), -1).unsqueeze(-1)).squeeze(-1)
+            losses[:, places] = _cross_entropies(logq, labels)
         valid = torch.zeros_like(losses, dtype=torch.bool)
         valid[:, rows.scored] = True
         return accepted_length_weights(losses, valid, arm="full", mean_one=False)[:, rows.scored]
@@ -106,6 +107,11 @@ class ExitAdapterLoss(nn.Module):
         """Slices of the scored rows whose logits may exist at once."""
         size = max(self.head.chunk_rows // len(self.layers), 1)
         return [slice(first, first + size) for first in range(0, len(rows.scored), size)]
+
+
+def _cross_entropies(logq: Tensor, labels: Tensor) -> Tensor:
+    """Take each exit's losses, [exits, n], from its log probabilities, [exits, n, vocab], of the labels, [n]."""
+    return -logq.gather(-1, labels.expand(len(logq), -1).unsqueeze(-1)).squeeze(-1)
 
 
 def _labels(rows: ExitRows, chunk: slice, likeliest: Tensor) -> Tensor:

@@ -22,14 +22,14 @@ from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine.runners.graphs import GraphRunner
 from selfspec.engine.runners.runner import RunnerChoice
+from test_graphs import SIZES as FEW
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")]
 PROMPTS = [[5, 9, 3], [1, 2, 3, 4, 5], [*range(20, 33)]]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": []}
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": None, "bos_token_id": None,
-    "eos_token_id": None,
+    **FEW, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
 WINDOWS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
