@@ -24,14 +24,13 @@ static void tile_byte_dots(const Matrix *m, int64_t first, const char *x, int64_
 }
 
 #if VNNI
-/* The same for weights in groups, and rows of one or two limbs. kind, limbs, spans, shifted: constants where this is called. */
-INLINE void tile_span_dots(int kind, int limbs, int spans, int shifted, const Matrix *m, int64_t first, const char *x, int64_t rows,
+/* The same for weights in groups, and rows of two limbs. kind, spans, shifted: constants where this is called. */
+INLINE void tile_span_dots(int kind, int spans, int shifted, const Matrix *m, int64_t first, const char *x, int64_t rows,
                            Prefetch fetch, float *y) {
   typedef int32_t whole __attribute__((aligned(4), may_alias));
-  typedef float number __attribute__((aligned(4), may_alias));
   const int lines = kind == INT4 ? 8 : kind == SIXES ? 12 : 16, shift = spans_shift(m), width = CHUNK_INPUTS / spans;
   const int64_t chunks = m->in / CHUNK_INPUTS, ahead = bytes_of(kind, fetch.ahead * m->in);
-  const int64_t chunk_size = rows * (limbs * CHUNK_INPUTS + 4 * spans + (limbs == 1 ? 8 : 0));
+  const int64_t chunk_size = rows * (GROUPED_LIMBS * CHUNK_INPUTS + 4 * spans);
   const uint8_t *w = (const uint8_t *)m->weight + bytes_of(kind, first * m->in);
   const Factors at = factors_at(m, first);
   const Fixed *fixed = (const Fixed *)(x + chunks * chunk_size);
@@ -42,7 +41,7 @@ INLINE void tile_span_dots(int kind, int limbs, int spans, int shifted, const Ma
   configure_tiles(rows, width);
   for (int64_t r = 0; r < rows; r++) total[r] = (vf){0};
   for (int64_t c = 0; c < chunks; c++, w += 64 * lines, x += chunk_size) {
-    const char *words = x + rows * limbs * CHUNK_INPUTS, *units = words + rows * 4 * spans;
+    const char *words = x + rows * GROUPED_LIMBS * CHUNK_INPUTS;
     if (m->blocks && c % (BLOCK_INPUTS / CHUNK_INPUTS) == 0) block = factors_of_block(m, at, c / (BLOCK_INPUTS / CHUNK_INPUTS));
     if (fetch.ahead)
       for (int line = 0; line < lines; line++)
@@ -55,7 +54,7 @@ INLINE void tile_span_dots(int kind, int limbs, int spans, int shifted, const Ma
     __asm__ volatile("" : : "r"(quads) : "memory"); /* as in configure_tiles */
     UNROLL for (int half = 0; half < spans / 2; half++) {
       const int other = half + spans / 2;
-      const char *own = x + half * limbs * rows * width, *others = x + other * limbs * rows * width;
+      const char *own = x + half * GROUPED_LIMBS * rows * width, *others = x + other * GROUPED_LIMBS * rows * width;
       tile_zero(0);
       tile_zero(1);
       tile_zero(2);
@@ -66,12 +65,10 @@ INLINE void tile_span_dots(int kind, int limbs, int spans, int shifted, const Ma
       tile_load(5, quads[other * width / 4], 64);
       tile_load(7, others, width);
       tile_dot_bytes(2, 7, 5);
-      if (limbs == 2) {
-        tile_load(6, own + rows * width, width);
-        tile_dot_bytes(1, 6, 4);
-        tile_load(7, others + rows * width, width);
-        tile_dot_bytes(3, 7, 5);
-      }
+      tile_load(6, own + rows * width, width);
+      tile_dot_bytes(1, 6, 4);
+      tile_load(7, others + rows * width, width);
+      tile_dot_bytes(3, 7, 5);
       tile_store(0, sums[0], 64);
       tile_store(1, sums[1], 64);
       tile_store(2, sums[2], 64);
@@ -83,32 +80,28 @@ INLINE void tile_span_dots(int kind, int limbs, int spans, int shifted, const Ma
         for (int64_t r = 0; r < rows; r++) {
           const char *word = words + 4 * (span * rows + r);
           const __m512i high = _mm512_load_si512(sums[2 * k][r]), low = _mm512_load_si512(sums[2 * k + 1][r]);
-          __m512i all = limbs == 1 ? high : _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+          __m512i all = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
           if (!shifted) all = _mm512_add_epi32(all, _mm512_set1_epi32(*(const whole *)word));
-          const float unit = limbs == 1 ? *(const number *)(units + 4 * (span * 2 / spans * rows + r)) : 1;
-          total[r] = limbs == 1 ? add_byte_span(total[r], (vi)all, scale, shifted, offset, word, unit)
-                                : add_span(total[r], (vi)all, scale, shifted, offset, word);
+          total[r] = add_span(total[r], (vi)all, scale, shifted, offset, word);
         }
       }
     }
   }
-  for (int64_t r = 0; r < rows; r++) store_totals(total + r, limbs, limbs == 1 ? 1 : fixed[r].unit, y + r * BLOCK);
+  for (int64_t r = 0; r < rows; r++) store_totals(total + r, GROUPED_LIMBS, fixed[r].unit, y + r * BLOCK);
 }
 
-#define TILE_DOTS(KIND, COUNT) \
+#define TILE_DOTS(KIND) \
   do { \
     const int shifted = m->offsets != NULL; \
-    if (m->group == 16 && shifted) tile_span_dots(KIND, COUNT, 4, 1, m, first, x, rows, fetch, y); \
-    else if (m->group == 16) tile_span_dots(KIND, COUNT, 4, 0, m, first, x, rows, fetch, y); \
-    else if (shifted) tile_span_dots(KIND, COUNT, 2, 1, m, first, x, rows, fetch, y); \
-    else tile_span_dots(KIND, COUNT, 2, 0, m, first, x, rows, fetch, y); \
+    if (m->group == 16 && shifted) tile_span_dots(KIND, 4, 1, m, first, x, rows, fetch, y); \
+    else if (m->group == 16) tile_span_dots(KIND, 4, 0, m, first, x, rows, fetch, y); \
+    else if (shifted) tile_span_dots(KIND, 2, 1, m, first, x, rows, fetch, y); \
+    else tile_span_dots(KIND, 2, 0, m, first, x, rows, fetch, y); \
   } while (0)
 static void tile_dots(const Matrix *m, int64_t first, const char *x, int64_t rows, Prefetch fetch, float *y) {
-  if (takes_bytes(m) && m->kind == INT4) TILE_DOTS(INT4, 1);
-  else if (takes_bytes(m)) TILE_DOTS(SIXES, 1);
-  else if (m->kind == INT4) TILE_DOTS(INT4, GROUPED_LIMBS);
-  else if (m->kind == BYTES) TILE_DOTS(BYTES, GROUPED_LIMBS);
-  else TILE_DOTS(SIXES, GROUPED_LIMBS);
+  if (m->kind == INT4) TILE_DOTS(INT4);
+  else if (m->kind == BYTES) TILE_DOTS(BYTES);
+  else TILE_DOTS(SIXES);
 }
 #endif
 #endif

@@ -31,9 +31,13 @@ INLINE int takes_bytes(const Matrix *m) { return (m->kind == INT4 || m->kind == 
 /* Most rows that vectors multiply at once. */
 INLINE int64_t rows_at_once(const Matrix *m) { return m->kind == INT8 || takes_bytes(m) ? BYTE_ROWS : GROUPED_ROWS; }
 
-/* Whether this matrix multiplies this many rows as integers on the matrix unit. */
+/* Whether this matrix multiplies many rows as integers on the matrix unit. Not rows of bytes: most of their time goes into the factors
+ * of each 32 inputs, and vectors are 1.3 times as fast. */
+INLINE int has_tiles(const Matrix *m) { return TILES && as_integers(m) && !takes_bytes(m) && (VNNI || !is_grouped(m)); }
+
+/* Whether it multiplies this many there. */
 INLINE int by_tiles(const Matrix *m, int64_t rows) {
-  return TILES && as_integers(m) && (VNNI || !is_grouped(m)) && !(VNNI && rows <= (m->kind == INT8 ? FEW_ROWS : rows_at_once(m)));
+  return has_tiles(m) && !(VNNI && rows <= (m->kind == INT8 ? FEW_ROWS : rows_at_once(m)));
 }
 
 INLINE int limbs_for(const Matrix *m) { return takes_bytes(m) ? 1 : is_grouped(m) ? GROUPED_LIMBS : LIMBS; }

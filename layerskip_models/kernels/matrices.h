@@ -5,9 +5,7 @@
 
 /* Rows are multiplied by a weight a few at a time, in groups of about equal size. `together`: how many from row `r` on. */
 INLINE int64_t row_groups_of(const Matrix *m, int64_t rows) {
-  int64_t most = side_by_side(m)                                       ? SIDE_ROWS
-                 : TILES && m->interleaved && (VNNI || !is_grouped(m)) ? ROWS
-                                                                       : rows_at_once(m);
+  int64_t most = side_by_side(m) ? SIDE_ROWS : in_splits(m) || has_tiles(m) ? ROWS : rows_at_once(m);
   return (rows + most - 1) / most;
 }
 INLINE int64_t together(const Matrix *m, int64_t r, int64_t rows) {

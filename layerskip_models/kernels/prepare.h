@@ -164,12 +164,12 @@ INLINE void to_signed_bytes(const vi *q, int8_t *bytes) {
 
 /* Convert rows [rows, in] to bytes, for weights in groups. 32 inputs become x * (127 / largest), rounded, and their unit is
  * largest / 127. Where the largest is below `SMALLEST` all are 0; where one is NaN or infinite they are 0, and the unit NaN, so that the
- * row gives NaN. Layout: for each chunk of 64 inputs [run of four inputs, row, 4], or for tiles [span, row, inputs of the span]; then
+ * row gives NaN. Layout: for each chunk of 64 inputs [run of four inputs, row, 4]; then
  * [span, row]: the sum of the span's bytes times their unit where the weights have offsets, else as an integer times -`zero`; then
  * [run of 32 inputs, row]: the unit. */
 static void to_bytes(const float *x, int64_t rows, const Matrix *m, float *scratch) {
   const int64_t in = m->in;
-  const int spans = spans_of_chunk(m), tiles = by_tiles(m, rows);
+  const int spans = spans_of_chunk(m);
   char *chunk = (char *)scratch;
   for (int64_t c = 0; c < in / CHUNK_INPUTS; c++, chunk += rows * chunk_bytes(m))
     for (int64_t r = 0; r < rows; r++)
@@ -186,13 +186,11 @@ static void to_bytes(const float *x, int64_t rows, const Matrix *m, float *scrat
           sums[i >= 16 / LANES] += q[i];
         }
         to_signed_bytes(q, bytes);
-        if (!tiles)
-          UNROLL for (int t = 0; t < 8; t++) memcpy(chunk + ((8 * half + t) * rows + r) * 4, bytes + 4 * t, 4);
+        UNROLL for (int t = 0; t < 8; t++) memcpy(chunk + ((8 * half + t) * rows + r) * 4, bytes + 4 * t, 4);
         memcpy(chunk + rows * (CHUNK_INPUTS + 4 * spans) + 4 * (half * rows + r), &unit, 4);
         if (spans == 2) sums[0] += sums[1];
         for (int k = 0; k < spans / 2; k++) {
-          const int span = half * (spans / 2) + k, width = CHUNK_INPUTS / spans;
-          if (tiles) memcpy(chunk + (span * rows + r) * width, bytes + k * width, width);
+          const int span = half * (spans / 2) + k;
           const int32_t sum = sum_integers(sums[k]), correction = -(int32_t)m->zero * sum;
           const float number = unit * (float)sum;
           char *word = chunk + rows * CHUNK_INPUTS + 4 * (span * rows + r);
@@ -237,32 +235,26 @@ static void to_limbs(const float *x, int64_t rows, const Matrix *m, float *scrat
 
 #if TILES
 /* Split rows [rows, in] into three bfloat16 numbers each, the splits, which add up to them, the largest first.
- * Layout: [in / 32, split, rows, 32], or for vectors as floats, [in / 2, row, split, 2]. */
+ * Layout: [in / 32, split, rows, 32]. */
 static void to_splits(const float *x, int64_t rows, int64_t in, float *scratch) {
-  const int vectors = splits_by_vectors(rows);
   uint16_t *halves = (uint16_t *)scratch;
   for (int64_t i = 0; i < in; i += SPLIT_INPUTS, halves += SPLITS * rows * SPLIT_INPUTS)
-    for (int64_t r = 0; r < rows; r++) {
-      float splits[SPLITS][SPLIT_INPUTS];
+    for (int64_t r = 0; r < rows; r++)
       UNROLL for (int k = 0; k < SPLIT_INPUTS; k += LANES) {
         vf left = load(x + r * in + i + k);
         UNROLL for (int p = 0; p < SPLITS; p++) {
           const vu split = to_bfloat16_lanes(left);
-          if (!vectors) store_halves(halves + (p * rows + r) * SPLIT_INPUTS + k, split);
-          store(splits[p] + k, (vf)(split << 16));
+          store_halves(halves + (p * rows + r) * SPLIT_INPUTS + k, split);
           left -= (vf)(split << 16);
         }
       }
-      for (int k = 0; vectors && k < SPLIT_INPUTS; k++)
-        for (int p = 0; p < SPLITS; p++) scratch[(((i + k) / 2 * rows + r) * SPLITS + p) * 2 + k % 2] = splits[p][k];
-    }
 }
 
 #endif
 
 /* Floats of memory for a row in the form that `outputs` takes. */
 INLINE int64_t row_size(const Matrix *m) {
-  return in_splits(m) ? SPLITS * m->in : as_integers(m) ? limbs_capacity(m) : m->in;
+  return in_splits(m) ? SPLITS * m->in / 2 : as_integers(m) ? limbs_capacity(m) : m->in;
 }
 
 /* Bytes of that which are read for nearly every row: few have finer limbs. */

@@ -119,7 +119,6 @@ static int compare_limbs(const float *x, int64_t rows, const Matrix *m, int *fin
 #if TILES
 static int compare_splits(const float *x, int64_t rows, const Matrix *m) {
   const int64_t in = m->in, size = rows * row_size(m) * 4;
-  const int vectors = splits_by_vectors(rows);
   char *found = calloc((size + 63) / 64, 64), *expected = calloc(size, 1);
   to_splits(x, rows, in, (float *)found);
   for (int64_t r = 0; r < rows; r++)
@@ -127,8 +126,7 @@ static int compare_splits(const float *x, int64_t rows, const Matrix *m) {
       float left = x[r * in + i];
       for (int64_t p = 0; p < SPLITS; p++) {
         uint16_t part = to_bfloat16(left);
-        if (vectors) ((float *)expected)[((i / 2 * rows + r) * SPLITS + p) * 2 + i % 2] = one_bfloat16(&part);
-        else ((uint16_t *)expected)[((i / 32 * SPLITS + p) * rows + r) * 32 + i % 32] = part;
+        ((uint16_t *)expected)[((i / 32 * SPLITS + p) * rows + r) * 32 + i % 32] = part;
         left -= one_bfloat16(&part);
       }
     }

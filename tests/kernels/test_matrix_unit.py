@@ -161,17 +161,17 @@ def test_a_small_matrix_in_bfloat16_is_multiplied_by_vectors_for_any_number_of_r
             assert torch.equal(linear(x[:rows]), y[:rows]) is not tiles
 
 
-def test_few_rows_meet_vectors_with_the_sums_of_tiles(unit: str) -> None:
+def test_few_rows_share_a_tile_with_the_sums_of_many(unit: str) -> None:
     """Numbers of all sizes, down to those whose products, or which themselves, are too small for a normal float32."""
     torch.manual_seed(1)
     sizes = torch.logspace(-37, 3, 128)
     x = torch.randn(16, 128) * sizes[torch.randperm(128)] * torch.logspace(-6, 3, 16).unsqueeze(1)
     x[:, ::7] = 1e-40
     linear = on_unit(torch.randn(96, 128) * sizes[torch.randperm(128)])
-    together = linear(x)  # more rows than vectors multiply
+    together = linear(x)  # more rows than a tile holds splits of
     assert together.isfinite().all() and together.count_nonzero() > together.numel() / 2
-    for rows in (1, 2, 3, 4):
-        assert all(torch.equal(linear(x[at : at + rows]), together[at : at + rows]) for at in range(12))
+    for rows in (1, 2, 5, 6):
+        assert all(torch.equal(linear(x[at : at + rows]), together[at : at + rows]) for at in range(10))
 
 
 def test_the_check_before_the_first_use_reaches_the_unit(emulated: str) -> None:
