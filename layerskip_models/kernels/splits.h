@@ -8,7 +8,7 @@
 
 #define SPLITS 3        /* of each number of a row */
 #define SPLIT_INPUTS 32 /* that a run of 64 bytes holds */
-#define RUNS_AHEAD 2    /* of 16 outputs, which few rows fetch: from 4 KB ahead on tiles come more slowly (Sapphire Rapids) */
+#define RUNS_AHEAD 2    /* of 16 outputs, which few rows fetch: from further ahead than 3 KB tiles come a tenth more slowly */
 
 #if TILES
 /* The sums of each split, [split, row, 16 outputs]. x: [run, split, row, 64 bytes]. */
