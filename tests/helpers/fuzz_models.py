@@ -79,7 +79,7 @@ def draw_config(random: Random, kind: str, vocab_size: int) -> PreTrainedConfig:
 
 def looped_options(kind: str, loops: int, *, skip_norm: bool = False) -> dict[str, Any]:
     """Fields of a looped model's configuration, of which transformers has no defaults."""
-    own: dict[str, Any] = {"hidden_act": "silu", "rope_parameters": dict(ROPES["default"])}
+    own: dict[str, Any] = {"hidden_act": "silu", "tie_word_embeddings": False, "rope_parameters": dict(ROPES["default"])}
     if kind == "ouro":
         return own | {"total_ut_steps": loops}
     return own | {"num_loops": loops, "loop_loss_weights": [], "skip_loop_final_norm": skip_norm}

@@ -94,13 +94,13 @@ class LoopedReference(PreTrainedModel, GenerationMixin):
                 setattr(module, leaf, nn.Parameter(torch.zeros(shape)))
         self.generation_config.pad_token_id = None
 
-    def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutput:
+    def forward(self, input_ids: Tensor, attention_mask: object = None, **_: Any) -> CausalLMOutput:
         config: Any = self.config
         said = {**vars(config), "model_type": config.model_type, "rope_theta": config.rope_parameters["rope_theta"]}
         (tokens,) = input_ids.tolist()
         return CausalLMOutput(logits=boundary_logits(said, dict(self.named_parameters()), tokens)[-1].unsqueeze(0))
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **_: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: object = None, **_: Any) -> dict[str, Any]:
         return {"input_ids": input_ids}
 
 

@@ -74,7 +74,7 @@ def config_of(family: str, weights: str) -> Any:
     if family in ("llama", "mistral", "qwen3", *LOOPED):
         own["head_dim"] = head_dim
     if family in LOOPED:
-        own |= looped_options(family, LOOPS)
+        own |= looped_options(family, LOOPS) | {"rms_norm_eps": 1e-5}
     if family in ("llama", "smollm3") and not plain_file:
         own |= {"attention_bias": True, "mlp_bias": True}
     if family in ("mistral", "phi3"):
