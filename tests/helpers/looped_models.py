@@ -100,7 +100,9 @@ class LoopedReference(PreTrainedModel, GenerationMixin):
         (tokens,) = input_ids.tolist()
         return CausalLMOutput(logits=boundary_logits(said, dict(self.named_parameters()), tokens)[-1].unsqueeze(0))
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: object = None, **_: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: object = None, **_: Any
+    ) -> dict[str, Any]:
         return {"input_ids": input_ids}
 
 
@@ -137,7 +139,8 @@ def looped_fields(kind: str, seed: int, vocab_size: int, **own: Any) -> dict[str
     }  # fmt: skip
     if kind == "ouro":
         fields |= {"total_ut_steps": random.choice([2, 3, 4]), "early_exit_threshold": 1.0, "sliding_window": None}
-        fields |= {"use_sliding_window": False, "layer_types": ["full_attention"] * fields["num_hidden_layers"]}
+        layers = own.get("num_hidden_layers", fields["num_hidden_layers"])
+        fields |= {"use_sliding_window": False, "layer_types": ["full_attention"] * layers}
     else:
         fields |= {"num_loops": random.choice([2, 3]), "loop_loss_weights": [], "skip_loop_final_norm": seed % 3 == 2}
     return fields | own

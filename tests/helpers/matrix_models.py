@@ -86,7 +86,9 @@ def config_of(family: str, weights: str) -> Any:
     if family == "phi3":
         own["rope_parameters"]["partial_rotary_factor"] = 0.5
     own |= {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": family in ("qwen2", "olmo2") and weights in FLOATS}
-    return small_config(family, hidden, intermediate, NUM_LAYERS // (LOOPS if family in LOOPED else 1), heads, kv_heads, **own)
+    return small_config(
+        family, hidden, intermediate, NUM_LAYERS // (LOOPS if family in LOOPED else 1), heads, kv_heads, **own
+    )
 
 
 @dataclass(frozen=True, eq=False)
