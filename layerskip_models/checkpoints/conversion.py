@@ -9,14 +9,14 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from layerskip_models.checkpoints.finite import copy_finite, not_finite
-from layerskip_models.checkpoints.parameters import EMBEDDING, HEAD, NORM, parameter_shapes
+from layerskip_models.checkpoints.parameters import EMBEDDING, HEAD, NORM, gate_shapes, parameter_shapes
 from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.checkpoints.weights import ModuleWeights, Weights
 from layerskip_models.decoder_layer import DecoderLayer, Linear, interleave_heads
@@ -143,6 +143,9 @@ def build_model(
             layers.append(builder.layer(index, place, rotated=2 * inv_freq.numel()))
             if listener is not None:
                 listener(index + 1, len(devices))
+        family = family_of(config)
+        if family.loop_norm(config):
+            layers[0] = replace(layers[0], entry_norm=final_norm)
         return LayerSkipModel(
             config,
             dtype=computed,
@@ -156,6 +159,8 @@ def build_model(
             rotary_scaling=scaling,
             generation_config=copy.deepcopy(weights.generation_config),
             name=config.name_or_path or None,
+            num_loops=family.loops(config),
+            gate=builder.gate(),
         )
 
 
@@ -253,6 +258,13 @@ class LayerBuilder:
         elif embedding.dtype == self.computed and _fits_bfloat16(embedding):
             embedding = embedding.bfloat16()
         return embedding, head, draft_head
+
+    def gate(self) -> Tensor | None:
+        """Load the gate that the checkpoint may hold, float32 [hidden + 1], its bias last."""
+        names = gate_shapes(self.weights.config)
+        if not names or not names.keys() <= {*self.weights.names()}:
+            return None
+        return torch.cat([self.weights.load(name).float().flatten() for name in names])
 
     def norm(self, name: str, device: torch.device, *, turns: int | None = None) -> RMSNorm:
         """Build a norm. turns: how many numbers of each head are interleaved; None leaves the order as it is."""
