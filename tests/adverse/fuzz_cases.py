@@ -134,7 +134,7 @@ def make_case(random: Random, model: FuzzModel) -> Case:
     if random.random() < 0.25:
         options = {"max_length": len(prompt) + budget}
     if random.random() < 0.6:
-        options |= _processors(random, vocab_size, budget, prompt)
+        options |= processing_options(random, vocab_size, budget, prompt)
     end = len(prompt) + random.randint(1, 16)
     processors: list[tuple[str, int]] = []
     if random.random() < 0.3:
@@ -155,7 +155,7 @@ def make_case(random: Random, model: FuzzModel) -> Case:
     return Case(prompt, policy, options, stop, processors, criteria, sample_seed)
 
 
-def _processors(random: Random, vocab_size: int, budget: int, prompt: list[int]) -> dict[str, Any]:
+def processing_options(random: Random, vocab_size: int, budget: int, prompt: list[int]) -> dict[str, Any]:
     """Fields of GenerationConfig that change greedy decoding, one to three of them."""
     token = lambda: random.randrange(vocab_size)  # noqa: E731
     some = lambda most: sorted({token() for _ in range(random.randint(1, most))})  # noqa: E731
@@ -236,10 +236,15 @@ class FuzzModel:
         return self.engine.model.vocab_size
 
 
-def make_model(random: Random) -> FuzzModel:
+DTYPES = (torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
+VOCAB_SIZES = (2, 3, 7, 16, 24, 24, 31, 50, 64, 97, 128, 257)
+
+
+def make_model(
+    random: Random, dtypes: Sequence[torch.dtype] = DTYPES, vocab_sizes: Sequence[int] = VOCAB_SIZES
+) -> FuzzModel:
     """Draw a model. The same state of `random` gives the same weights; layouts depend on what the machine has."""
-    vocab_size = random.choice([2, 3, 7, 16, 24, 24, 31, 50, 64, 97, 128, 257])
-    dtype = random.choice([torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16])
+    vocab_size, dtype = random.choice(vocab_sizes), random.choice(dtypes)
     kind = random.choice(["llama", "llama", *FAMILIES])
     config = draw_config(random, kind, vocab_size)
     late_scale = random.choice([0.1, 0.2, 0.5, 0.9, 1.5])
