@@ -71,8 +71,6 @@ class Case:
 
 
 class _Own(LogitsProcessor):
-    """A function of the text and a number."""
-
     def __init__(self, at: int, change: Callable[[list[int], Tensor, int], Tensor]) -> None:
         self.at, self.change = at, change
 
@@ -81,7 +79,6 @@ class _Own(LogitsProcessor):
 
 
 def _shift(text: list[int], scores: Tensor, at: int) -> Tensor:
-    """Prefer some tokens."""
     favoured = (sum(text) + torch.arange(scores.shape[-1])) % 5 == at % 5
     return torch.where(favoured, scores + 1.5, scores)
 
@@ -92,14 +89,12 @@ def _ban(text: list[int], scores: Tensor, at: int) -> Tensor:
 
 
 def _infinite(text: list[int], scores: Tensor, at: int) -> Tensor:
-    """Make one token infinitely likely at one length."""
     if len(text) != at:
         return scores
     return scores.index_fill(-1, torch.tensor([at % scores.shape[-1]]), torch.inf)
 
 
 def _raise_at(text: list[int], scores: Tensor, at: int) -> Tensor:
-    """Raise for texts that end in one token."""
     if text[-1] == at % scores.shape[-1]:
         raise LookupError(f"no state behind token {text[-1]}")
     return scores
@@ -122,7 +117,6 @@ CRITERIA = {"at length": StopAt, "at sum": _AtSum}
 
 
 def make_case(random: Random, model: FuzzModel) -> Case:
-    """Draw a case for a model."""
     vocab_size = model.vocab_size
     tokens = lambda most: [random.randrange(vocab_size) for _ in range(random.randint(1, most))]  # noqa: E731
     prompt = tokens(random.choice([3, 14, 40]))

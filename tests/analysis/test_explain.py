@@ -235,7 +235,6 @@ def test_rounds_by_hand():
 
 
 def generator_of(num_layers: int) -> SelfSpecGenerator:
-    """Some of its exits have adapters."""
     llama = tiny_llama(num_layers=num_layers, late_scale=0.5, dtype=torch.float64, seed=11)
     model = from_transformers(llama, layout="plain")
     return SelfSpecGenerator(adapted(model, [1, num_layers - 2]), tiny_tokenizer())

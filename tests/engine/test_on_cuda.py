@@ -55,7 +55,6 @@ def engine(family: str, dtype: torch.dtype, runner: RunnerChoice = "auto") -> Se
 
 @cache
 def theirs(family: str) -> list[list[int]]:
-    """The texts of transformers in float32."""
     config, found = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=24), []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt], device=DEVICE)

@@ -94,7 +94,6 @@ def test_the_tokenizers_end_token_ends_a_text_as_well(llama64: LlamaForCausalLM)
 
 
 def test_a_drafted_eos_ends_drafting_and_is_kept(llama64: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
-    """No draft holds anything behind an EOS, and rounds that met one say so."""
     free = reference_greedy(llama64, PROMPT, max_new_tokens=20)
     met = 0
     for eos in range(24):

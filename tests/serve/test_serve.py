@@ -190,7 +190,6 @@ def test_biases_and_penalties(client: OpenAI, offline: SelfSpecGenerator) -> Non
 
 
 def test_logprobs_are_the_models(client: OpenAI, offline: SelfSpecGenerator) -> None:
-    """Against transformers' forward pass over prompt and answer."""
     reference = LlamaForCausalLM.from_pretrained(DEMO_PATH, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_PATH)
     result = offline.generate(PLAIN_SUM, max_new_tokens=12)
