@@ -102,14 +102,6 @@ def test_every_policy_gives_the_text_of_plain_decoding(name: str, dtype: torch.d
     assert texts(own, policy=named_policy(name, 2, own.model)) == plain
 
 
-@pytest.mark.parametrize("policy", ["ar", "ls:2-3", "auto:cost=layers"])
-def test_samples_are_those_of_the_eager_runner(policy: str) -> None:
-    options = {"policy": policy, "do_sample": True, "top_k": 8, "seed": 4}
-    graphs, eager = engine("llama", torch.float32), engine("llama", torch.float32, "eager")
-    assert texts(graphs, **options) == texts(eager, **options)
-    assert together(graphs, PROMPTS, **options) == together(eager, PROMPTS, **options)
-
-
 def test_more_than_64_rows_take_several_passes() -> None:
     """Of 24 texts with up to four rows each; logits of sampled ones outlive the next pass."""
     prompts = [[1 + number % 50, *PROMPTS[number % 3]] for number in range(24)]
