@@ -195,13 +195,6 @@ def test_the_statistics_are_in_the_output(llama64: LlamaForCausalLM) -> None:
     [
         ({"num_beams": 2}, "num_beams=2"),
         ({"assistant_model": "itself"}, "assistant_model"),
-        ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens=2"),
-        ({"assistant_early_exit": 2}, "assistant_early_exit=2"),
-        *(
-            ({name: True, "return_dict_in_generate": True}, f"{name}=True")
-            for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-        ),
-        ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
         ({"use_cache": False}, "use_cache=False"),
         (with_cache(tiny_llama(), DynamicCache()), "^(cache|past_key_values) does not apply"),
