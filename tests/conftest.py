@@ -68,7 +68,6 @@ def llama64() -> LlamaForCausalLM:
 
 @pytest.fixture
 def engine64(llama64: LlamaForCausalLM) -> SelfSpecGenerator:
-    """A fresh generator over that model."""
     from layerskip_models import from_transformers
     from selfspec import SelfSpecGenerator
 
@@ -77,7 +76,6 @@ def engine64(llama64: LlamaForCausalLM) -> SelfSpecGenerator:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model and its tokenizer."""
     from tiny_llama import tiny_llama, tiny_tokenizer
 
     path = tmp_path_factory.mktemp("tiny-checkpoint")

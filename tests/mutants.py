@@ -83,7 +83,6 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def draw(seed: int, count: int) -> list[Mutant]:
-    """Mutants of random lines, none of them twice."""
     random, lines = Random(seed), dict[tuple[str, int], list[Mutant]]()
     for path in sorted(path for folder in TESTS for path in (ROOT / folder).rglob("*.py")):
         name, source = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8").splitlines()
@@ -135,7 +134,6 @@ def killed_by(mutant: Mutant, tests: list[str], timeout: float) -> str | None:
 
 
 def main() -> int:
-    """The command."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=52)
     parser.add_argument("--count", type=int, default=60)

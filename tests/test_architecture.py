@@ -58,7 +58,6 @@ def module_imports(tree: ast.AST, every: bool = False) -> list[tuple[str, str | 
 
 
 def packages(source: str) -> set[str]:
-    """Top-level names of the modules that a file imports, inside functions too."""
     return {module.partition(".")[0] for module, _ in module_imports(ast.parse(source), every=True)}
 
 
@@ -93,7 +92,6 @@ def circles(sources: dict[str, str], every: bool = False) -> set[str]:
 
 
 def sources_of(files: list[Path]) -> dict[str, str]:
-    """By the modules' names."""
     names = (".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files)
     return {name: path.read_text(encoding="utf-8") for name, path in zip(names, files)}
 

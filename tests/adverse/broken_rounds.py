@@ -191,7 +191,6 @@ def make_company(random: Random, model: FuzzModel) -> Company:
 
 
 def run_case(random: Random, model: FuzzModel, number: int) -> RoundsReport:
-    """One company, undisturbed and disturbed, and a text that follows."""
     company = make_company(random, model)
     counting = Fault()
     wanted = decode(model, company, counting)

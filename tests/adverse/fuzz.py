@@ -43,7 +43,6 @@ class CaseResult:
 
     @property
     def failed(self) -> bool:
-        """Whether the engine did what it must not."""
         return self.kind.startswith("FAILED")
 
 
@@ -142,7 +141,6 @@ def check(model: FuzzModel, case: Case) -> tuple[str, str]:
 
 
 def run_model(seed: int, group: int, numbers: Iterable[int]) -> list[CaseResult]:
-    """The cases of one model."""
     model = make_model(Random(f"{seed} model {group}"))
     cases = {number: make_case(Random(f"{seed} case {number}"), model) for number in numbers}
     found = {number: check(model, case) for number, case in cases.items()}
@@ -168,14 +166,12 @@ def fuzz(seed: int, cases: int) -> list[CaseResult]:
 
 
 def summary(outcomes: list[CaseResult]) -> str:
-    """How many cases ended how."""
     count = Counter(outcome.kind for outcome in outcomes)
     kinds = ", ".join(f"{kind}: {number}" for kind, number in sorted(count.items()))
     return f"{len(outcomes)} cases, {sum(outcome.failed for outcome in outcomes)} failed ({kinds})"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; its exit status is 1 if a case failed."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.adverse.fuzz", description=(__doc__ or "").partition("\n")[0]
     )

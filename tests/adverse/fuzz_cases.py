@@ -71,8 +71,6 @@ class Case:
 
 
 class _Own(LogitsProcessor):
-    """A function of the text and a number."""
-
     def __init__(self, at: int, change: Callable[[list[int], Tensor, int], Tensor]) -> None:
         self.at, self.change = at, change
 
@@ -81,7 +79,6 @@ class _Own(LogitsProcessor):
 
 
 def _shift(text: list[int], scores: Tensor, at: int) -> Tensor:
-    """Prefer some tokens."""
     favoured = (sum(text) + torch.arange(scores.shape[-1])) % 5 == at % 5
     return torch.where(favoured, scores + 1.5, scores)
 
@@ -92,14 +89,12 @@ def _ban(text: list[int], scores: Tensor, at: int) -> Tensor:
 
 
 def _infinite(text: list[int], scores: Tensor, at: int) -> Tensor:
-    """Make one token infinitely likely at one length."""
     if len(text) != at:
         return scores
     return scores.index_fill(-1, torch.tensor([at % scores.shape[-1]]), torch.inf)
 
 
 def _raise_at(text: list[int], scores: Tensor, at: int) -> Tensor:
-    """Raise for texts that end in one token."""
     if text[-1] == at % scores.shape[-1]:
         raise LookupError(f"no state behind token {text[-1]}")
     return scores
@@ -122,7 +117,6 @@ CRITERIA = {"at length": StopAt, "at sum": _AtSum}
 
 
 def make_case(random: Random, model: FuzzModel) -> Case:
-    """Draw a case for a model."""
     vocab_size = model.vocab_size
     tokens = lambda most: [random.randrange(vocab_size) for _ in range(random.randint(1, most))]  # noqa: E731
     prompt = tokens(random.choice([3, 14, 40]))
@@ -134,7 +128,7 @@ def make_case(random: Random, model: FuzzModel) -> Case:
     if random.random() < 0.25:
         options = {"max_length": len(prompt) + budget}
     if random.random() < 0.6:
-        options |= _processors(random, vocab_size, budget, prompt)
+        options |= processing_options(random, vocab_size, budget, prompt)
     end = len(prompt) + random.randint(1, 16)
     processors: list[tuple[str, int]] = []
     if random.random() < 0.3:
@@ -155,7 +149,7 @@ def make_case(random: Random, model: FuzzModel) -> Case:
     return Case(prompt, policy, options, stop, processors, criteria, sample_seed)
 
 
-def _processors(random: Random, vocab_size: int, budget: int, prompt: list[int]) -> dict[str, Any]:
+def processing_options(random: Random, vocab_size: int, budget: int, prompt: list[int]) -> dict[str, Any]:
     """Fields of GenerationConfig that change greedy decoding, one to three of them."""
     token = lambda: random.randrange(vocab_size)  # noqa: E731
     some = lambda most: sorted({token() for _ in range(random.randint(1, most))})  # noqa: E731
@@ -236,10 +230,15 @@ class FuzzModel:
         return self.engine.model.vocab_size
 
 
-def make_model(random: Random) -> FuzzModel:
+DTYPES = (torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
+VOCAB_SIZES = (2, 3, 7, 16, 24, 24, 31, 50, 64, 97, 128, 257)
+
+
+def make_model(
+    random: Random, dtypes: Sequence[torch.dtype] = DTYPES, vocab_sizes: Sequence[int] = VOCAB_SIZES
+) -> FuzzModel:
     """Draw a model. The same state of `random` gives the same weights; layouts depend on what the machine has."""
-    vocab_size = random.choice([2, 3, 7, 16, 24, 24, 31, 50, 64, 97, 128, 257])
-    dtype = random.choice([torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16])
+    vocab_size, dtype = random.choice(vocab_sizes), random.choice(dtypes)
     kind = random.choice(["llama", "llama", *FAMILIES])
     config = draw_config(random, kind, vocab_size)
     late_scale = random.choice([0.1, 0.2, 0.5, 0.9, 1.5])

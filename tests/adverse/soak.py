@@ -307,7 +307,6 @@ def _busy(server: Server) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; its exit status is 1 if anything was wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.adverse.soak", description=(__doc__ or "").partition("\n")[0]
     )

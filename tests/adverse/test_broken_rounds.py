@@ -2,71 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from batched_runs import LAYOUTS, Wish, assert_same, generator_of, run_alone, run_together, shared_model
 from layerskip_models.linear import Layout
-from layerskip_models.model import LayerSkipModel
 from tests.adverse.broken_rounds import trial
 
 GREEDY = {"max_new_tokens": 14}
-
-
-def test_a_result_that_a_broken_step_had_made_comes_with_the_next_one() -> None:
-    """The second text's criterion breaks the step off when the first text is complete already."""
-
-    class Interrupt(StoppingCriteria):
-        calls = 0
-
-        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
-            self.calls += 1
-            if self.calls == 3:
-                raise KeyboardInterrupt
-            return False
-
-    generator = generator_of("plain")
-    with generator.engine() as engine:
-        first = engine.add([5, 1], max_new_tokens=3, policy="ar")
-        second = engine.add(
-            [5, 2], max_new_tokens=5, policy="ar", stopping_criteria=StoppingCriteriaList([Interrupt()])
-        )
-        engine.step()
-        engine.step()
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-        assert len(engine) == 2
-        found = engine.step()
-        assert [progress.ticket for progress in found] == [first, second]
-        assert found[0].result is not None
-        assert found[0].result.new_tokens == generator.generate([5, 1], max_new_tokens=3, policy="ar").new_tokens
-        assert len(engine) == 1
-
-
-def test_no_memory_in_a_verification_is_no_text_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts have written to the first layers by then. The step raises it, and the text goes on as without it."""
-    generator, run_layers = generator_of("plain"), LayerSkipModel.run_layers
-    call: dict[str, Any] = {"prompt": [5, 1, 7], "max_new_tokens": 20, "policy": "ls:2-5"}
-    expected, full = generator.generate(**call).new_tokens, iter([False] * 4 + [True])
-
-    def failing(model: LayerSkipModel, hidden: Tensor, start: int, stop: int, *rest: Any) -> Tensor:
-        if stop == 4 and next(full, False):
-            raise MemoryError("no memory")
-        return run_layers(model, hidden, start, stop, *rest)
-
-    monkeypatch.setattr(LayerSkipModel, "run_layers", failing)
-    with generator.engine() as engine:
-        engine.add(**call)
-        found = [engine.step() for _ in range(4)]
-        with pytest.raises(MemoryError):
-            engine.step()
-        while len(engine):
-            found.append(engine.step())
-    assert [token for step in found for progress in step for token in progress.tokens] == expected
 
 
 def test_a_caller_s_own_generator_is_not_set_back() -> None:

@@ -33,7 +33,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int32,
 
 
 def other_value(value: Any, random: Random) -> Any:
-    """A value that a field might have instead."""
     others: list[Any] = [None, -1, 0, 1, 0.5, float("nan"), "x", "", [], {}, 10**12]
     if isinstance(value, bool):
         others += [not value] * 8

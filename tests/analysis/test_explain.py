@@ -39,7 +39,7 @@ from selfspec.analysis.replay import (
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.engine.results import GenerationResult
 from selfspec.messages import Messages, encode_messages
-from tiny_llama import pool_model, tiny_llama, tiny_tokenizer
+from tiny_llama import tiny_llama, tiny_tokenizer
 
 PROMPT = [5, 3, 7, 1]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": []}
@@ -234,17 +234,17 @@ def test_rounds_by_hand():
     assert AgreementTrace(tokens=(1,), agrees={1: ()}, num_layers=2).agreement(1) is None
 
 
-def unsteered(index: int) -> SelfSpecGenerator:
-    """A model whose exits do not change while a text is decoded, and say the same wherever a round begins."""
-    model = pool_model(index, torch.float64)[1].model
-    return SelfSpecGenerator(adapted(model, [*model.adapters], seed=index), tiny_tokenizer())
+def generator_of(num_layers: int) -> SelfSpecGenerator:
+    llama = tiny_llama(num_layers=num_layers, late_scale=0.5, dtype=torch.float64, seed=11)
+    model = from_transformers(llama, layout="plain")
+    return SelfSpecGenerator(adapted(model, [1, num_layers - 2]), tiny_tokenizer())
 
 
-@pytest.mark.parametrize("index", [3, 11])  # 5 and 7 layers
+@pytest.mark.parametrize("num_layers", [5, 7])
 @pytest.mark.parametrize("num_new", [1, 2, 18])
-def test_replay_is_what_really_runs(index, num_new):
-    generator = unsteered(index)
-    prompt = torch.tensor([index, 3, 7, 1])
+def test_replay_is_what_really_runs(num_layers, num_new):
+    generator = generator_of(num_layers)
+    prompt = torch.tensor([num_layers, 3, 7, 1])
     trace = trace_agreement(generator, prompt, num_new)
     rejected = 0
     for exit_layer in range(1, generator.model.num_layers):
@@ -264,7 +264,7 @@ def test_replay_is_what_really_runs(index, num_new):
 
 @pytest.mark.parametrize("name", ["fs:2-3", "del", "ar"])
 def test_any_greedy_run_that_learns_everywhere_is_a_full_trace(name):
-    generator = unsteered(11)
+    generator = generator_of(7)
     layers = tuple(range(1, generator.model.num_layers))
     policy = parse_policy(name, num_layers=generator.model.num_layers)
     watched = Policy(policy.exit, policy.stopping, name, also=ObservationSpec(shadow_layers=layers))
@@ -282,7 +282,7 @@ def test_any_greedy_run_that_learns_everywhere_is_a_full_trace(name):
 
 
 def test_a_trace_with_gaps_ranks_the_settings():
-    generator, prompts = unsteered(11), [[seed, 3, 7, 1] for seed in range(6)]
+    generator, prompts = generator_of(7), [[seed, 3, 7, 1] for seed in range(6)]
     num_layers = generator.model.num_layers
     layers = tuple(range(1, num_layers))
     full, thin = [], []

@@ -13,7 +13,7 @@ from policies.fixed import MIN_MATCH
 from selfspec import SelfSpecGenerator
 from selfspec.cache import copy_index
 from selfspec.cache.copy_index import LONGEST, CopyIndex, CopyStore
-from tiny_llama import pool_model, tiny_tokenizer
+from tiny_llama import tiny_tokenizer
 
 # Few different tokens, so that suffixes occur again, and pieces that are repeated, so that long ones do.
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=8).flatmap(
@@ -160,15 +160,14 @@ def test_records_say_what_the_index_would_have_said_of_every_token_before_the_ro
 
 
 def test_nothing_is_copied_behind_the_budget_or_an_eos() -> None:
-    _, engine = pool_model(3, torch.float64)
-    policy = Copies(32)
+    policy, engine = Copies(32), SelfSpecGenerator(shared_model("plain"))
     engine.generate([1, 2, 3, 4, 5, 6, 7, 8] * 2, max_new_tokens=10, policy=Policy(policy), eos_token_id=[8])
     copied = [record.num_copied for record in policy.records]
     assert any(copied) and max(copied) < 9
 
 
 def test_statistics_by_source() -> None:
-    _, engine = pool_model(3, torch.float64)
+    engine = SelfSpecGenerator(shared_model("plain"))
     prompt = [1, 2, 3, 4, 5, 6, 7, 8] * 3
     store = [prompt + engine.generate(prompt, max_new_tokens=30, policy="ar").new_tokens]
     result = engine.generate(prompt, max_new_tokens=30, policy="copy:6", copy_from=store, trace=True)

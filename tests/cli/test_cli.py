@@ -198,7 +198,6 @@ def test_options_reach_generate(folder, expected, arguments, options):
 
 
 def test_ignore_eos(folder, expected, tmp_path):
-    """The checkpoint's own end token is ignored."""
     config = shutil.copytree(folder, tmp_path / "model") / "generation_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token_id": expected.new_tokens[4]}))
     assert json.loads(generate(config.parent, PROMPT, "--json").stdout)["stop_reason"] == "eos"

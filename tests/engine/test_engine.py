@@ -37,28 +37,6 @@ from tiny_llama import reference_greedy, tiny_llama
 PROMPT = [5, 1, 7]
 
 
-def test_an_engine_is_empty_until_texts_join() -> None:
-    engine = generator_of("plain").engine()
-    assert len(engine) == 0
-    assert engine.step() == []
-    tickets = [engine.add(PROMPT, max_new_tokens=4, policy="ar") for _ in range(3)]
-    assert len(engine) == len({*tickets}) == 3
-    while len(engine):
-        engine.step()
-    assert engine.step() == []
-    with pytest.raises(ValueError, match="unknown policy"):
-        engine.add(PROMPT, policy="dell")
-    with pytest.raises(TypeError, match="did you mean max_new_tokens"):
-        engine.add(PROMPT, max_new_tokn=3)
-    late = engine.add(PROMPT, max_new_tokens=1, policy="ar")
-    assert len(engine) == 1
-    assert late not in tickets
-    (progress,) = engine.step()
-    assert (progress.ticket, len(progress.tokens), progress.record, progress.error) == (late, 1, None, None)
-    assert progress.result is not None and progress.result.stop_reason == "length"
-    assert len(engine) == 0
-
-
 def test_a_cancelled_text_is_gone_and_may_be_cancelled_again() -> None:
     generator = generator_of("plain")
     expected = generator.generate(PROMPT, max_new_tokens=12, policy="ls:2-3").new_tokens

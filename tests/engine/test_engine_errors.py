@@ -165,54 +165,44 @@ PAIRS = [  # as above
 
 
 @pytest.fixture(scope="module")
-def llama() -> LlamaForCausalLM:
-    return tiny_llama(dtype=torch.float64, late_scale=0.3, seed=3)
-
-
-@pytest.fixture(scope="module")
-def expected(llama: LlamaForCausalLM) -> list[int]:
-    return reference_greedy(llama, PROMPT, max_new_tokens=25)
-
-
-@pytest.fixture(scope="module")
-def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
-    return SelfSpecGenerator(from_transformers(llama, layout="plain"))
+def expected(llama64: LlamaForCausalLM) -> list[int]:
+    return reference_greedy(llama64, PROMPT, max_new_tokens=25)
 
 
 @pytest.mark.parametrize(("policy", "how", "do_sample"), PAIRS)
 def test_rows_that_give_no_token(
-    engine: SelfSpecGenerator, llama: LlamaForCausalLM, expected: list[int], policy: str, how: str, do_sample: bool
+    engine64: SelfSpecGenerator, llama64: LlamaForCausalLM, expected: list[int], policy: str, how: str, do_sample: bool
 ) -> None:
     """Behind a stop they break nothing; what the text comes to is judged as transformers judges it: greedily, inf wins."""
     options = {"policy": policy, "do_sample": do_sample, "seed": 7}
     spoiled: dict[str, Any] = {**options, "logits_processor": LogitsProcessorList([Spoiling(9, how)])}
     criteria = StoppingCriteriaList([StopAt(9)])
-    result = engine.generate(PROMPT, max_new_tokens=20, stopping_criteria=criteria, **spoiled)
+    result = engine64.generate(PROMPT, max_new_tokens=20, stopping_criteria=criteria, **spoiled)
     assert (len(result.new_tokens), result.stop_reason) == (6, "stopping_criteria")
     assert do_sample or result.new_tokens == expected[:6]
-    assert len(engine.generate(PROMPT, max_new_tokens=6, **spoiled).new_tokens) == 6
+    assert len(engine64.generate(PROMPT, max_new_tokens=6, **spoiled).new_tokens) == 6
     assert (
-        engine.generate(PROMPT, max_new_tokens=12, policy=policy).new_tokens == expected[:12]
+        engine64.generate(PROMPT, max_new_tokens=12, policy=policy).new_tokens == expected[:12]
     )  # the next text is right
     if how in ("masked", "infinite") and not do_sample:
         processors = spoiled["logits_processor"]
         ids = torch.tensor([PROMPT])
-        out: Any = llama.generate(
+        out: Any = llama64.generate(
             ids, max_new_tokens=20, do_sample=False, logits_processor=processors, attention_mask=torch.ones_like(ids),
             pad_token_id=0,
         )  # fmt: skip
-        assert engine.generate(PROMPT, max_new_tokens=20, **spoiled).new_tokens == out[0, 3:].tolist()
+        assert engine64.generate(PROMPT, max_new_tokens=20, **spoiled).new_tokens == out[0, 3:].tolist()
         return
     wanted = ZeroDivisionError if how == "raises" else NonFiniteLogitsError
     with pytest.raises(wanted, match="a fault of a processor" if how == "raises" else "at position 9"):
-        engine.generate(PROMPT, max_new_tokens=20, **spoiled)
+        engine64.generate(PROMPT, max_new_tokens=20, **spoiled)
 
 
-def test_a_processor_may_refuse_what_was_only_drafted(engine: SelfSpecGenerator, expected: list[int]) -> None:
+def test_a_processor_may_refuse_what_was_only_drafted(engine64: SelfSpecGenerator, expected: list[int]) -> None:
     grammar = LogitsProcessorList([Grammar(len(PROMPT), expected)])
     rejected = 0
     for policy in ("ar", "ls:1-4", "ls:2-9", "del", "dv:1,start=0.0"):
-        result = engine.generate(PROMPT, max_new_tokens=25, policy=policy, logits_processor=grammar)
+        result = engine64.generate(PROMPT, max_new_tokens=25, policy=policy, logits_processor=grammar)
         assert result.new_tokens == expected
         rejected += result.stats.num_drafted - result.stats.num_accepted
     assert rejected > 5  # texts that it does refuse were there

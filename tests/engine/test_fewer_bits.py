@@ -72,16 +72,6 @@ def test_rounded_drafts_are_accepted_and_rejected(generator: SelfSpecGenerator) 
     assert rates[0] > rates[1]
 
 
-def test_what_was_kept_of_a_text_is_of_the_full_model() -> None:
-    """A second turn goes on from rows that a text with rounded drafts has left."""
-    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), prefix_cache="10MB")
-    first = generator.generate([3, 5, 7], max_new_tokens=LENGTH, policy="bits:4-4")
-    longer = [3, 5, 7, *first.new_tokens, 2]
-    second = generator.generate(longer, max_new_tokens=LENGTH, policy="bits:4-4")
-    assert second.stats.num_reused_tokens > 3
-    assert second.new_tokens == generator_with().generate(longer, max_new_tokens=LENGTH, policy="ar").new_tokens
-
-
 @pytest.mark.parametrize("policy", ["bits:4-3", "bits:8-4,layer=2", "bits:4-6+svip"])
 def test_nothing_that_a_draft_wrote_is_read_by_verification(
     generator: SelfSpecGenerator, policy: str, monkeypatch: pytest.MonkeyPatch

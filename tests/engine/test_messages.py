@@ -53,21 +53,6 @@ def test_every_way_to_give_them(generator: SelfSpecGenerator) -> None:
     assert results[0].sequences.equal(expected.sequences)
 
 
-def test_a_conversation_goes_on_from_what_was_read(generator: SelfSpecGenerator) -> None:
-    """The assistant's last message is continued."""
-    result = generator.generate(messages=TALK[:2], max_new_tokens=3)
-    assert result.sequences[0, :-3].tolist() == ids(generator, "d a bed\na fig")
-    talk: list[dict[str, str]] = []
-    before = 0
-    for question in ("a bed", "cab", "fig"):
-        talk.append({"role": "user", "content": question})
-        stats = generator.generate(messages=talk, max_new_tokens=20).stats
-        assert stats.num_reused_tokens >= before  # at least; an answer may have other tokens when it is read
-        before = stats.num_prompt_tokens
-        talk.append({"role": "assistant", "content": "head"})
-    assert before > 30
-
-
 def test_what_is_wrong_with_them(generator: SelfSpecGenerator) -> None:
     silent = SelfSpecGenerator(generator.model, tiny_tokenizer())
     missing = r"has no chat template: give a text prompt, or set tokenizer\.chat_template"

@@ -28,13 +28,12 @@ from transformers.generation.logits_process import (
 
 from callbacks import InDtype, Spy
 from layerskip_models import from_transformers
-from layerskip_models.choices import choices_of
 from layerskip_models.kernels.check import native_works
 from policies import ObservationSpec, Policy
 from scripted_policies import ScriptedExit
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.engine.sampling import Sampler, prefix_free
-from tiny_llama import request_for, tiny_llama
+from tiny_llama import tiny_llama
 
 WARPERS: dict[type[LogitsProcessor], Callable[[], LogitsProcessor]] = {
     EpsilonLogitsWarper: lambda: EpsilonLogitsWarper(0.05),
@@ -131,14 +130,6 @@ def test_nothing_is_expected_of_rows_that_a_processor_refuses() -> None:
     assert not sampler.without_text().processors
 
 
-def test_confidence_and_entropy() -> None:
-    # softmax of (ln 2, 0, 0) is (1/2, 1/4, 1/4): top-1 probability 1/2, entropy 1.5 ln 2
-    for row, confidence, entropy in (([2.0, 1.0, 1.0], 0.5, 1.5 * 0.6931472), ([1.0, 0.0, 0.0], 1.0, 0.0)):
-        found = choices_of(torch.tensor([row]).log(), "all")
-        assert float(found.confidences) == pytest.approx(confidence)
-        assert float(found.entropies) == pytest.approx(entropy)
-
-
 def test_confidence_ignores_the_processors() -> None:
     """A threshold means the same at any temperature: what a policy sees is unfiltered."""
     engine = SelfSpecGenerator(from_transformers(tiny_llama(seed=3), layout="plain"))
@@ -150,18 +141,6 @@ def test_confidence_ignores_the_processors() -> None:
         seen.append(exit_policy.records[0].confidences)
     assert seen[0] == seen[1] is not None
     assert seen[0][0] < 1.0  # of the filtered distribution, top_k = 1, it would be 1
-
-
-def test_request_processors_are_in_transformers_order() -> None:
-    model = from_transformers(tiny_llama(), layout="plain")
-    options = {"do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
-    assert [type(p) for p in request_for(model, [1], **options).processors] == [
-        RepetitionPenaltyLogitsProcessor,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-        MinPLogitsWarper,
-    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])

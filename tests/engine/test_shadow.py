@@ -224,8 +224,6 @@ CONTEXT = RoundContext(round_index=0, num_committed=5, remaining_tokens=50)
 
 
 class Counting(ShadowTokens):
-    """Remembers which layers were asked for."""
-
     @cached_property
     def asked(self) -> set[int]:
         return set()

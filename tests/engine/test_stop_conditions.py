@@ -15,7 +15,7 @@ from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator, custom_generate
 from selfspec.engine.sequence import Sequence
 from selfspec.engine.stopping import StopConditions
-from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
+from tiny_llama import reference_greedy, tiny_tokenizer
 
 PROMPT = [5, 1, 7]
 
@@ -43,14 +43,9 @@ def test_first_stop(changes: dict[str, Any], num_new: int, expected: tuple[int, 
     assert StopConditions(**options).first_stop([10, 11, 12, 13], tokens, 2, num_new) == expected
 
 
-@pytest.fixture(scope="module")
-def llama() -> LlamaForCausalLM:
-    return tiny_llama(dtype=torch.float64, seed=3)
-
-
 @pytest.fixture
-def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
-    return SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer(), "ls:2-5")
+def engine(llama64: LlamaForCausalLM) -> SelfSpecGenerator:
+    return SelfSpecGenerator(from_transformers(llama64, layout="plain"), tiny_tokenizer(), "ls:2-5")
 
 
 def test_criteria_see_every_prefix_once(engine: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,11 +70,11 @@ def test_criteria_see_every_prefix_once(engine: SelfSpecGenerator, monkeypatch: 
     assert result.stop_reason == "stopping_criteria"
 
 
-def test_the_tokenizers_end_token_ends_a_text_as_well(llama: LlamaForCausalLM) -> None:
+def test_the_tokenizers_end_token_ends_a_text_as_well(llama64: LlamaForCausalLM) -> None:
     """Alone, in a batch and in transformers' generate. A call or its own configuration that names others has only those."""
-    free = reference_greedy(llama, PROMPT, max_new_tokens=20)
+    free = reference_greedy(llama64, PROMPT, max_new_tokens=20)
     ends = sorted({*free}, key=free.index)[-2:]
-    tokenizer, model = tiny_tokenizer(), copy.deepcopy(llama)
+    tokenizer, model = tiny_tokenizer(), copy.deepcopy(llama64)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
     expected = free[: free.index(ends[0]) + 1]
     for own in (None, ends[1], ends):
@@ -98,9 +93,8 @@ def test_the_tokenizers_end_token_ends_a_text_as_well(llama: LlamaForCausalLM) -
         assert found[:, len(PROMPT) :].tolist() == [expected] * 2
 
 
-def test_a_drafted_eos_ends_drafting_and_is_kept(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
-    """No draft holds anything behind an EOS, and rounds that met one say so."""
-    free = reference_greedy(llama, PROMPT, max_new_tokens=20)
+def test_a_drafted_eos_ends_drafting_and_is_kept(llama64: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
+    free = reference_greedy(llama64, PROMPT, max_new_tokens=20)
     met = 0
     for eos in range(24):
         result = engine.generate(PROMPT, max_new_tokens=20, eos_token_id=eos, trace=True)
@@ -116,7 +110,7 @@ def test_a_drafted_eos_ends_drafting_and_is_kept(llama: LlamaForCausalLM, engine
     assert met > 0
 
 
-def test_stop_strings_need_a_tokenizer(llama: LlamaForCausalLM) -> None:
-    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"))
+def test_stop_strings_need_a_tokenizer(llama64: LlamaForCausalLM) -> None:
+    engine = SelfSpecGenerator(from_transformers(llama64, layout="plain"))
     with pytest.raises(ValueError, match="tokenizer"):
         engine.generate(PROMPT, stop_strings="a")

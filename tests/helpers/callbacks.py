@@ -13,8 +13,6 @@ from policies import RoundRecord
 
 
 class Recorder(BaseStreamer):
-    """Keeps what it is given."""
-
     def __init__(self) -> None:
         self.values: list[Tensor] = []
         self.records: list[RoundRecord] = []

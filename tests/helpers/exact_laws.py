@@ -170,7 +170,6 @@ def enumerated_law(
 
 
 def distance(left: Law, right: Law) -> float:
-    """Total variation between two laws."""
     return sum(abs(left.get(key, 0.0) - right.get(key, 0.0)) for key in {*left, *right}) / 2
 
 

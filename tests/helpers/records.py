@@ -37,7 +37,6 @@ def finished(
     acceptance: Sequence[float] | None = None,
     seen: ShadowTokens | None = None,
 ) -> RoundRecord:
-    """A round that drafted some tokens, of which verification accepted some."""
     return RoundRecord(
         index=0,
         num_committed_before=5,

@@ -90,7 +90,6 @@ def ask(
 
 
 def post(server: RunningServer, path: str, body: object, **headers: str) -> tuple[int, dict[str, Any]]:
-    """Status and answer."""
     status, answer, _ = ask(server, "POST", path, body, **headers)
     return status, json.loads(answer)
 
@@ -115,7 +114,6 @@ def threads_of(patch: pytest.MonkeyPatch, owner: object, name: str) -> list[thre
 
 
 def connected(server: RunningServer) -> socket.socket:
-    """A connection that has sent nothing."""
     address = urlsplit(server.base)
     return socket.create_connection((address.hostname or "", address.port or 0), timeout=10)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from random import Random
 from typing import Any
 
 import torch
@@ -12,13 +10,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fuzz_models import ROPES, random_model, word_tokenizer
-from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.exits import LOW_RANK, STEERED
-from layerskip_models.kernels.check import native_works
+from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.linear import Layout
-from random_adapters import adapted
-from selfspec import SelfSpecGenerator
 from selfspec.engine.request import Request, make_request
 
 VOCAB_SIZE = 24
@@ -58,42 +51,6 @@ def tiny_llama(
         **{**options, **config},
     )
     return random_model(shape, late_scale=late_scale, sharpness=1.5, seed=seed).to(dtype)
-
-
-@cache
-def pool_model(index: int, dtype: torch.dtype) -> tuple[LlamaForCausalLM, SelfSpecGenerator]:
-    """Model `index` of a fixed pool, as transformers' module and as a generator over its lean copy.
-
-    The index decides the shape, so that any 24 consecutive ones cover 2 to 7 layers with every rope, tied and untied
-    embeddings, with and without biases, one key-value head and several; a third of the exits have adapters. Of the models,
-    half have steered adapters. A layout is given, not timed: the rounding, and with it the count of
-    near-ties, is then the same in every run.
-    """
-    random = Random(index)
-    heads, kv_heads = random.choice([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (6, 3), (8, 2)])
-    llama = tiny_llama(
-        num_layers=2 + index % 6,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=random.choice([4, 6, 8]),
-        hidden_size=random.choice([size for size in (8, 12, 16, 24) if size % heads == 0]),
-        intermediate_size=random.choice([12, 20, 32]),
-        rope=list(ROPES)[(index + index // 6) % 4],
-        late_scale=random.choice([0.2, 0.5, 0.9]),
-        tie_word_embeddings=index % 2 == 0,
-        attention_bias=index % 3 == 0,
-        mlp_bias=index % 5 == 0,
-        dtype=dtype,
-        seed=index,
-    )
-    layout: Layout = "plain"
-    if index % 4 == 2 and native_works(llama.device, dtype):
-        layout = "native"
-    model = from_transformers(llama, layout=layout)
-    exits = [layer for layer in range(1, model.num_layers) if (index + layer) % 3 == 0]
-    form = LOW_RANK if index % 4 in (1, 2) else STEERED
-    model = adapted(model, exits, seed=index, form=form)
-    return llama, SelfSpecGenerator(model, tiny_tokenizer())
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -30,7 +30,6 @@ def tiny(text: str | Path, output_dir: str | Path, **changes: Any) -> TrainingCo
 
 
 def tiny_exits(checkpoint: Path, output: Path, **changes: Any) -> ExitTraining:
-    """Of a checkpoint as `write_checkpoint` writes it."""
     options: dict[str, Any] = {
         "data": (str(checkpoint / "text.txt"),), "output_dir": str(output), "model": str(checkpoint),
         "exit_layers": (1, 2), "rank": 4, "holdout_fraction": 0.3, "sequence_length": 32, "batch_tokens": 64,
@@ -40,7 +39,6 @@ def tiny_exits(checkpoint: Path, output: Path, **changes: Any) -> ExitTraining:
 
 
 def tiny_pacer(checkpoint: Path, output: Path, **changes: Any) -> PreVerifierTraining:
-    """Of a checkpoint as `write_checkpoint` writes it."""
     options: dict[str, Any] = {
         "data": (str(checkpoint / "text.txt"),), "output_dir": str(output), "model": str(checkpoint), "dtype": "float64",
         "exit_layers": (1, 2), "num_prompts": 6, "num_held_out": 3, "prompt_tokens": 12, "response_tokens": 20,

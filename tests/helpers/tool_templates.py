@@ -104,10 +104,11 @@ def answered(client: OpenAI, key: str, **options: Any) -> tuple[str | None, list
     options = {"model": "demo", "messages": asked(key), "tools": TOOLS, "temperature": 0, "max_tokens": 200, **options}
     (choice,) = client.chat.completions.create(**options).choices
     calls = choice.message.tool_calls or []
-    content, found, reason = "", dict[int, list[str]](), None
+    content, found, reason, roles = "", dict[int, list[str]](), None, list[Any]()
     for chunk in client.chat.completions.create(**options, stream=True):
         (part,) = chunk.choices
         content += part.delta.content or ""
+        roles.append(part.delta.role)
         for call in part.delta.tool_calls or []:
             assert call.function is not None
             if call.index not in found:
@@ -116,6 +117,7 @@ def answered(client: OpenAI, key: str, **options: Any) -> tuple[str | None, list
             found[call.index][1] += call.function.arguments or ""
         reason = part.finish_reason or reason
     assert (content or None) == (choice.message.content or None)
+    assert roles == ["assistant"] + [None] * (len(roles) - 1)
     assert [*found] == [*range(len(calls))]
     assert [*found.values()] == [[call.function.name, call.function.arguments] for call in calls]
     assert reason == choice.finish_reason

@@ -80,7 +80,6 @@ def test_a_matrix_of_over_two_to_the_31_numbers() -> None:
 
 
 def turns(positions: int, dim: int) -> Tensor:
-    """A rotary table."""
     angles = torch.rand(positions, dim // 2, generator=torch.Generator().manual_seed(5)) * 6
     return torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
 

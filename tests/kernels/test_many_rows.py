@@ -160,7 +160,6 @@ def test_more_rows_than_fit_a_call_are_run_in_as_few_calls_as_can_be() -> None:
 
 @contextmanager
 def native_calls(model: LayerSkipModel) -> Iterator[list[Call]]:
-    """Calls of the library's layers."""
     native = model.backend
     assert isinstance(native, NativeLayers)
     calls: list[Call] = []

@@ -58,7 +58,6 @@ def passes(model: LayerSkipModel) -> Tensor:
 
 @pytest.fixture(scope="module")
 def alone(model: LayerSkipModel) -> Tensor:
-    """What one thread computes."""
     with threads.on_threads(1):
         return passes(model)
 

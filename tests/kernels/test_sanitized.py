@@ -30,13 +30,3 @@ def test_without_sanitizers_there_is_one_line_and_no_failure(
     monkeypatch.setattr(sys, "argv", ["sanitized.py", "--short"])
     assert sanitized.main() == 0
     assert capsys.readouterr().out == "sanitizers skipped: they need gcc on Linux\n"
-
-
-def test_the_makefile_names_files_that_exist() -> None:
-    makefile = (sanitized.ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
-    (listed,) = re.findall(r"^WITHOUT_KERNELS = (.*)$", makefile, re.MULTILINE)
-    prefixed = re.findall(r"\$\(addprefix ([^,]+),([^)]*)\)", listed)
-    names = re.sub(r"\$\(addprefix [^)]*\)", "", listed).split()
-    names += [prefix + name for prefix, ends in prefixed for name in ends.split()]
-    assert len(names) > 5
-    assert [name for name in names if not (sanitized.ROOT / name).is_file()] == []

@@ -32,7 +32,6 @@ BLOCKS = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4
 
 
 def small(**options: Any) -> LlamaForCausalLM:
-    """Rows that Q8_0 holds."""
     return tiny_llama(hidden_size=32, heads=2, kv_heads=1, head_dim=16, intermediate_size=64, seed=4, **options)
 
 

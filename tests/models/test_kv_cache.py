@@ -24,7 +24,6 @@ LAYERS = from_transformers(tiny_llama(num_layers=NUM_LAYERS, dtype=torch.float64
 
 
 def fresh_rows(model: LayerSkipModel, tokens: list[int]) -> KVCache:
-    """A cache filled by one pass over a whole text."""
     cache = KVCache(model, max(len(tokens), 1))
     if tokens:
         model.run_layers(model.embed(torch.tensor(tokens)), 0, model.num_layers, cache)
@@ -47,12 +46,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @property
     def common(self) -> list[int]:
-        """The tokens that every layer holds."""
         return min(self.tokens, key=len)
 
     @property
     def is_even(self) -> bool:
-        """Whether all layers hold the same tokens."""
         return all(held == self.tokens[0] for held in self.tokens)
 
     def run(self, hidden: Tensor, start: int, stop: int) -> Tensor:

@@ -147,7 +147,6 @@ def test_floats_are_copied_and_looked_at(
 @needs_native
 @every_variant
 def test_every_variant_rounds_alike(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare every variant's rounding with PyTorch's operators'."""
     weight = torch.randn(ROWS, COLUMNS - 5)  # the last vector is not full
     weight[3] = 0
     for own in (weight, weight.bfloat16(), weight.half()):

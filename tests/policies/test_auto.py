@@ -23,7 +23,6 @@ CONTEXT = RoundContext(round_index=3, num_committed=40, remaining_tokens=50)
 
 
 def exact_value(frequency: np.ndarray, acceptance: np.ndarray, steps: np.ndarray, look: float, start: float) -> float:
-    """What drafting on is worth, by going through every sequence of confidences."""
     if len(steps) == 0:
         return 0.0
     worth = -look

@@ -38,7 +38,6 @@ def taught(right: bool, times: int = 40) -> AutoExit:
 
 
 def test_copies_as_long_as_it_pays() -> None:
-    """Brute force over the lengths: tokens less rate times cost."""
     policy = taught(True, times=2)
     rate = max(policy.best.rate, 1 / ROWS.autoregressive())
     for length in (2, 4, 8, 33):

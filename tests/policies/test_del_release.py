@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.datasets import load_prompts
-from layerskip_models import from_transformers, load_demo
+from layerskip_models import from_transformers
 from policies import Drafter, DraftRow, RoundContext, parse_policy
-from policies.del_policy import DelExit, DelThreshold
+from policies.del_policy import DelThreshold
 from records import finished, shadow
 from selfspec import SelfSpecGenerator
 from tiny_llama import tiny_llama
@@ -169,66 +168,6 @@ def test_made_up_rounds(layers: int, num_prompt: int, seed: int, sampled: bool, 
         plain, left = False, left - m - 1
 
 
-SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 5}
-
-
-@pytest.mark.parametrize(("printed", "sampling"), [(False, {}), (False, SAMPLED), (True, {})])
-def test_recorded_rounds(printed: bool, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo's texts, ended by EOS: every exit, length, stop, threshold, and the layers that a round loads."""
-    model, tokenizer = load_demo()
-    generator, num_layers = SelfSpecGenerator(model, tokenizer, prefix_cache=0), model.num_layers
-    end, seen, drawn = tokenizer(";")["input_ids"][-1], [], []
-
-    def rows_of(*parts: Any) -> list[Row]:
-        found: list[Row] = []
-        for part in parts:
-            if part is not None:
-                kept = {layer: part.rows_of(layer) for layer in range(1, num_layers)}
-                found += [{layer: kept[layer][index] for layer in kept} for index in range(part.num_rows)]
-        return found
-
-    def watch(owner: type, name: str, note: Any) -> None:
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda policy, *given: (note(*given), original(policy, *given))[1])
-
-    watch(DelExit, "observe_prompt", lambda prompt: seen.append(rows_of(prompt)))
-    watch(DelExit, "observe", lambda record: seen.append(rows_of(record.shadow, record.rejected)))
-    watch(DelThreshold, "stop_after_draw", lambda row, token: drawn.append(row.probability))
-    exits, causes, plain_steps = set(), set(), set()
-    for prompt in load_prompts()[:6]:
-        seen.clear()
-        drawn.clear()
-        result = generator.generate(
-            prompt.prompt[:200], max_new_tokens=60, policy=NAMES[printed], eos_token_id=[end], trace=True, **sampling
-        )
-        oracle, (first, *rounds), chances = Del(num_layers, printed), list(seen), list(drawn)
-        assert result.trace is not None and len(rounds) == len(result.trace)
-        trace, left = list(result.trace), 59
-        plain_steps.add(oracle.prompt(first, rounds[0][0]))
-        if trace[0].exit_layer is None:
-            assert True in plain_steps
-            trace, rounds, left = trace[1:], rounds[1:], left - 1
-        for record, rows in zip(trace, rounds, strict=True):
-            assert record.loaded_layers == record.num_drafted * (record.exit_layer or 0) + num_layers
-            assert len(rows) == record.num_drafted + 1
-            if left > 1:
-                tau = oracle.tau()
-                assert record.exit_layer == oracle.layer
-                assert record.threshold == (None if tau != tau else pytest.approx(tau, rel=1e-9))
-                ends = [token == end for token in record.draft_tokens]
-                own = list(record.confidences or ())
-                if sampling:
-                    looked = record.num_drafted - ends[-1]  # nobody is asked about an EOS
-                    own, chances = chances[:looked], chances[looked:]
-                assert oracle.drafts([*own, *[1.0] * 18], [*ends, *[False] * 18], left - 1) == record.num_drafted
-                exits.add(record.exit_layer)
-                causes.add(record.stop_cause)
-            oracle.round(rows)
-            left -= len(record.tokens)
-    assert len(exits) > 1 and ("before_draw" if printed else "after_draw") in causes
-    assert plain_steps == ({False} if printed else {True, False})
-
-
 @pytest.mark.parametrize("native", [False, True])
 def test_rejected_rows_and_the_probability_of_what_was_drawn(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers' own pass over the text and its drafts has them."""
@@ -236,11 +175,11 @@ def test_rejected_rows_and_the_probability_of_what_was_drawn(native: bool, monke
     llama = tiny_llama(num_layers=4, dtype=dtype, late_scale=0.6, seed=3)
     model = from_transformers(llama) if native else from_transformers(llama, layout="plain")
     generator = SelfSpecGenerator(model, prefix_cache=0)
-    drawn: list[tuple[int, float | None]] = []
+    drawn: list[tuple[int, float | None, float | None]] = []
     original = DelThreshold.stop_after_draw
 
     def watched(policy: DelThreshold, row: DraftRow, token: int) -> bool:
-        drawn.append((token, row.probability))
+        drawn.append((token, row.probability, policy.threshold(Drafter(row.exit_layer))))
         return original(policy, row, token)
 
     monkeypatch.setattr(DelThreshold, "stop_after_draw", watched)
@@ -259,10 +198,10 @@ def test_rejected_rows_and_the_probability_of_what_was_drawn(native: bool, monke
                     llama.lm_head(llama.model.norm(one) if layer < 4 else one)[0] for layer, one in enumerate(states)
                 ]
             for index, token in enumerate(record.draft_tokens):
-                (seen, probability), drawn = drawn[0], drawn[1:]
+                (seen, probability, threshold), drawn = drawn[0], drawn[1:]
                 scores = logits[record.exit_layer or 0][record.num_committed_before - 1 + index].float() / 0.7
                 kept = scores.masked_fill(scores < scores.topk(5).values[-1], -torch.inf).softmax(dim=-1)
-                assert seen == token
+                assert (seen, record.threshold) == (token, threshold)
                 assert probability == (pytest.approx(float(kept[token]), abs=1e-4) if sampling else None)
             if record.rejected is None:
                 assert record.num_accepted == record.num_drafted

@@ -101,7 +101,6 @@ OWN = {
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of one's own, in the working directory."""
     for name, code in (("fails", "1 / 0"), ("ends", "raise SystemExit(0)"), ("reads", "open('missing.txt')")):
         (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
     (tmp_path / "mine.py").write_text(

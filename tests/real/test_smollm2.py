@@ -5,16 +5,13 @@ The texts are short, so that all of this takes a minute; `-m real` runs it alone
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from openai import OpenAI
 from pydantic import BaseModel, Field
-from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedModel
 
 from layerskip_models import from_transformers, load_tokenizer
@@ -97,18 +94,6 @@ def test_greedy_texts_are_transformers_own(each: int, exact: SelfSpecGenerator, 
         assert float((logits.amax(1) - chosen).max()) < NEAR_TIE
 
 
-def test_its_digits_are_split_first() -> None:
-    """As in the model's own tokenizer.json: single digits, then words as GPT-2 has them."""
-    tokenizer = load_tokenizer("smollm2")
-    right = copy.deepcopy(tokenizer.backend_tokenizer)
-    right.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    for text in (*TEXTS, *CODE, *REPEATING, "\n\n1. One", "a =  12", "|  7 |  12 |", "Total:\t\t42", "\n   3"):
-        assert tokenizer(text)["input_ids"] == right.encode(text).ids
-    assert tokenizer.tokenize("\n\n1. One") == ["ĊĊ", "1", ".", "ĠOne"]
-
-
 def test_a_text_is_the_same_alone_and_with_others(smollm2: SelfSpecGenerator) -> None:
     prompts: list[Any] = [chat(QUESTIONS[0]), TEXTS[1], CODE[0], REPEATING[4], chat(QUESTIONS[4])]
     together = smollm2.generate_batch(prompts, max_new_tokens=14, policy="copy")
@@ -153,43 +138,6 @@ def test_answers_follow_a_json_schema(client: OpenAI) -> None:
     asked: Any = {"messages": chat("Name a large city as JSON."), "response_format": City, "max_tokens": 80}
     answer = client.chat.completions.parse(model="smollm2", temperature=0, **asked).choices[0]
     assert answer.finish_reason == "stop" and isinstance(answer.message.parsed, City)
-
-
-def test_a_client_gets_what_python_gets(client: OpenAI, smollm2: SelfSpecGenerator) -> None:
-    asked: Any = {"model": "smollm2", "messages": chat(QUESTIONS[1]), "max_tokens": 30, "temperature": 0}
-    whole = client.chat.completions.create(**asked).choices[0].message.content
-    parts = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**asked, stream=True)]
-    assert "".join(parts) == whole == smollm2.generate(chat(QUESTIONS[1]), max_new_tokens=30).text
-    assert len(parts) > 3
-
-
-def test_a_stop_string_of_several_tokens_ends_a_text(client: OpenAI, smollm2: SelfSpecGenerator) -> None:
-    """Also one that begins in the middle of a token, of which no part is sent."""
-    text = smollm2.generate(CODE[1], max_new_tokens=40).text
-    assert text is not None
-    stop = text[12:22]
-    assert len(smollm2.tokenizer(stop)["input_ids"]) > 1
-    asked: Any = {"model": "smollm2", "prompt": CODE[1], "max_tokens": 40, "temperature": 0, "stop": [stop]}
-    parts = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]
-    assert "".join(parts) == text[: text.index(stop)]
-
-
-@pytest.mark.parametrize("line", ["👩‍🚀 and 🇯🇵, ünïcödé", "日本語の文章です。中文也可以。"])
-def test_characters_of_several_tokens_are_streamed_whole(line: str, smollm2: SelfSpecGenerator) -> None:
-    prompt = f"{line}\n{line}\n{line}\n"
-    parts = [*smollm2.stream(prompt, max_new_tokens=24, policy="copy")]
-    text = smollm2.generate(prompt, max_new_tokens=24, policy="ar").text
-    assert sum(ord(character) > 0x2E80 for character in text or "") >= 3
-    assert "".join(parts) == text
-    assert not any("\ufffd" in part for part in parts[:-1])  # the last character may be cut by the limit
-
-
-def test_copied_text_is_drafted_and_kept(smollm2: SelfSpecGenerator) -> None:
-    """What makes it worth while on such a model: drafts copied from the prompt are accepted, many in a round."""
-    result = smollm2.generate(REPEATING[1] * 3, max_new_tokens=40, policy="copy:6", trace=True)
-    assert result.trace is not None
-    assert any(record.num_accepted >= 4 for record in result.trace)
-    assert all(before.index < after.index for before, after in pairwise(result.trace))
 
 
 def test_it_drafts_for_itself_in_eight_bits() -> None:

@@ -39,7 +39,6 @@ def claude(server: RunningServer, key: str = "key") -> anthropic.Anthropic:
 
 
 def by_responses(server: RunningServer, given: Any, **options: Any) -> tuple[Found, list[Any]]:
-    """What was found, and the items. A stream says the same."""
     options = {"model": "demo", "input": given, "temperature": 0, **options}
     with server.client("key") as client:
         events: list[Any] = [*client.responses.create(**options, stream=True)]

@@ -78,18 +78,6 @@ def test_the_printed_example_works(
     assert (offline.generate(CODE, max_new_tokens=40).text or "") in capsys.readouterr().out
 
 
-def test_a_chat_answer_is_the_offline_text(client: OpenAI, offline: SelfSpecGenerator) -> None:
-    expected = offline.generate(PLAIN_SUM, max_new_tokens=30)
-    parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": SUM[0]["content"]}]}]
-    for more in ({"max_tokens": 30}, {"max_completion_tokens": 30}, {"max_tokens": 30, "messages": parts}):
-        message = client.chat.completions.create(**{**CHAT, **more}).choices[0].message
-        assert (message.role, message.content) == ("assistant", expected.text)
-    chat = list(client.chat.completions.create(**CHAT, max_tokens=30, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chat) == expected.text
-    assert [chunk.choices[0].delta.role for chunk in chat] == ["assistant"] + [None] * (len(chat) - 1)
-    assert all(chunk.usage is None for chunk in chat)
-
-
 @pytest.mark.parametrize("stop", [None, " representation repre"])
 @pytest.mark.parametrize(
     "fields", [{"policy": "ls:3-4"}, {"policy": "copy:6"}, {"policy": "ls:3-4", "seed": 2}], ids=str
@@ -190,7 +178,6 @@ def test_biases_and_penalties(client: OpenAI, offline: SelfSpecGenerator) -> Non
 
 
 def test_logprobs_are_the_models(client: OpenAI, offline: SelfSpecGenerator) -> None:
-    """Against transformers' forward pass over prompt and answer."""
     reference = LlamaForCausalLM.from_pretrained(DEMO_PATH, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_PATH)
     result = offline.generate(PLAIN_SUM, max_new_tokens=12)
@@ -266,22 +253,6 @@ SCHEMA = {"type": "object", "properties": PERSON, "required": [*PERSON], "additi
 def test_a_part_of_a_character_is_named_by_its_bytes() -> None:
     """Tokens are keys of a completion's log-probabilities, and must differ."""
     assert [_shown_in_completions(raw) for raw in (b"a", "ä".encode(), b"\xe6\x97")] == ["a", "ä", r"bytes:\xe6\x97"]
-
-
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.2, "seed": 3}])
-def test_json_schema(client: OpenAI, sampling: dict[str, Any]) -> None:
-    """Speculation included: the same text as plain decoding when greedy, and drafts are accepted."""
-    asked: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-    options: dict[str, Any] = {"model": "demo", "messages": SUM, "max_tokens": 60, "response_format": asked}
-    answers = {}
-    for policy in ("ls:3-4", "ar"):
-        answer = client.chat.completions.create(**options, **sampling, extra_body={"policy": policy})
-        found = json.loads(answer.choices[0].message.content or "")
-        assert set(found) == {*PERSON} and 0 <= found["age"] <= 120 and found["colour"] in ("red", "green")
-        answers[policy] = answer
-    assert (answers["ls:3-4"].usage.model_extra or {})["accepted"] > 0
-    if sampling["temperature"] == 0:
-        assert answers["ls:3-4"].choices[0].message.content == answers["ar"].choices[0].message.content
 
 
 FORMS: list[tuple[str, Any, str]] = [

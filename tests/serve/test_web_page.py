@@ -28,7 +28,6 @@ def offline() -> SelfSpecGenerator:
 
 @pytest.fixture(scope="module")
 def address(offline: SelfSpecGenerator) -> Iterator[str]:
-    """A server without a chat template."""
     with running_server(offline, chat_template=None) as found:
         yield found.base
 

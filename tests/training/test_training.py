@@ -20,7 +20,6 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
-    """An uninterrupted run."""
     config = tiny(text, tmp_path_factory.mktemp("run") / "out", keep_at=(4, 8))
     train(config)
     return Path(config.output_dir)
