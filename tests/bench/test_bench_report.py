@@ -80,14 +80,6 @@ def test_speeds_by_bits() -> None:
     assert rows_of(lines, "bits") == {"selfspec, plain": ("15", "38", "–"), "OpenVINO GenAI": ("–", "–", "8")}
 
 
-def test_sources_of_tokens_by_hand() -> None:
-    """99 tokens in 30 rounds, 60 of 66 copies accepted and 9 of 20 drafts, of 100 tokens each time."""
-    found = next(table for table in tables(record()) if table.name == "sources").rows
-    assert [row[0] for row in found if not row[1]] == ["**a**", "**b**", "**all**"]
-    assert found[1] == ("selfspec, plain", "1.00×", "1.00", "0.0 %", "0.0 %", "100.0 %", "–", "–")
-    assert found[2] == ("selfspec, ls:1-2", "2.50×", "3.30", "60.0 %", "9.0 %", "31.0 %", "90.9 %", "45.0 %")
-
-
 def test_mismatches_are_shown_near_ties_apart_and_lost_engines_not_at_all() -> None:
     lines = record()
     del lines[-2]  # one of llama.cpp's samples
