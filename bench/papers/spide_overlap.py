@@ -114,7 +114,7 @@ def play(
         in_turn = 0
         if not is_parallel:  # lines 3 to 15
             in_turn = pending = _drafts_in_turn(confidences[: min(most, left - 1)], drafter, tau, table)
-        meanwhile = min(ahead, len(confidences) - pending) if pending or is_parallel else 0  # lines 19 to 23
+        meanwhile = min(ahead, left - pending) if pending or is_parallel else 0  # lines 19 to 23
         judged = pending + (meanwhile > 0)  # p_{k+1} of this call judges the first draft that is made meanwhile
         accepted = min(text.accepted[committed - 1], judged)
         if table is not None:  # line 29

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from bench.commands.bench_app import main
 from bench.engines.gguf_file import write_gguf
@@ -175,9 +174,6 @@ def test_the_program_says_one_line(tmp_path, monkeypatch, capsys):
         main()
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
-
-
-PROMPT = torch.randint(0, 24, (40,), generator=torch.Generator().manual_seed(1))
 
 
 def test_rows_that_q8_cannot_hold_are_refused(tmp_path: Path) -> None:

@@ -23,13 +23,11 @@ from bench.report.page import tables
 from bench.report.throughput_tables import load_tables
 from layerskip_models import load_tokenizer
 from layerskip_models.kernels.library import kernels, runnable_variants
-from policies import MeasuredCost
 from running_server import running_server
 from selfspec import SelfSpecGenerator
 
 Measured = Callable[..., tuple[list[Line], str]]
 WEIGHTS = WeightBytes(layer=100, head=30, kv=2, draft_head=30)
-COST = MeasuredCost(num_layers=4, layer_seconds=(1.0, 1.5), head_seconds=(0.5, 0.75), draft_seconds=0.25)
 
 
 @pytest.fixture

@@ -36,12 +36,11 @@ def record() -> list[Line]:
         DRAFTING: {"a1": (2, 2.5, 1), "b1": (4, 5, 2)},
         OTHER: {"a1": (10, 50, 8), "b1": (20, 25, 10)},
     }
-    rounds = {PLAIN: (99, 0, 0, 0, 0, 990), DRAFTING: (30, 86, 69, 66, 60, 495)}
-    names = ("rounds", "num_drafted", "num_accepted", "num_copied", "num_copied_accepted", "loaded_layers")
+    loaded_layers = {PLAIN: 990, DRAFTING: 495}
     phases = {f"{phase}_seconds": 1.0 for phase in PHASES}
     stats = {"num_new_tokens": 100, "preverifier_layers": 0, "seconds": 7.0, **phases}
     for engine, by_prompt in times.items():
-        own = stats | dict(zip(names, rounds[engine])) if engine in rounds else None
+        own = stats | {"loaded_layers": loaded_layers[engine]} if engine in loaded_layers else None
         for prompt, seconds in by_prompt.items():
             about = {"engine": engine, "prompt": prompt}
             sample = {"kind": "sample", "task": prompt[0], "num_prompt_tokens": 10, "num_new_tokens": 100, "stats": own}
