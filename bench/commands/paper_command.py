@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from bench.calibration import calibrated
 from bench.commands.bench_options import PaperCommand
 from bench.commands.session import header, loaded, progress, recording, show
 from bench.datasets import SHIPPED_PROMPTS, EncodedPrompt
@@ -135,8 +134,6 @@ class _Run:
             except (ValueError, OSError):
                 if folder is not None:
                     raise
-            if any(claim.get("metric") == "rows" for claim in self.preset["claims"]):
-                calibrated(self.generator, record)
             for arm, changes in self.preset["trained"].items():
                 exits = str(self._trained(arm, changes))
                 self.adapted[arm] = SelfSpecGenerator(self.model, exits=exits, prefix_cache=0)
@@ -233,7 +230,7 @@ class _Run:
             "task": prompt.task, "tokens": len(tokens), "seconds": round(generation.seconds, 5), "loops": loops(tokens),
             "rounds": stats["rounds"], "accepted": stats["num_accepted"],
             "layers": stats["loaded_layers"] + stats["preverifier_layers"],
-            "learning": round(stats["learn_seconds"], 5), "preverifying": round(stats["preverify_seconds"], 5),
+            **{f"{phase}_seconds": round(stats[f"{phase}_seconds"], 5) for phase in ("learn", "preverify", "verify")},
         }  # fmt: skip
         if self.on_gpu:
             line["memory"] = torch.cuda.max_memory_allocated()

@@ -22,7 +22,7 @@ from bench.report.interval_tables import FEWEST, Floats, drawn
 from bench.report.table import counted
 from selfspec.analysis.comparison import load_warning
 
-TIMED = ("seconds", "learning", "preverifying")
+TIMED = ("seconds", "learning", "preverifying", "verifying")
 _RUNS = 3  # that a verdict in seconds needs
 METRICS: Mapping[str, Callable[[Line, int], tuple[float, float]]] = {
     "etpl": lambda line, layers: (line["tokens"] / (line["layers"] + layers), 1),
@@ -30,8 +30,9 @@ METRICS: Mapping[str, Callable[[Line, int], tuple[float, float]]] = {
     "accepted": lambda line, _: (line["accepted"], line["rounds"]),
     "block": lambda line, _: (line["accepted"] + line["rounds"], line["rounds"]),
     "calls": lambda line, _: (line["rounds"], 1),
-    "learning": lambda line, _: (line["learning"], line["seconds"]),
-    "preverifying": lambda line, _: (line["preverifying"], line["seconds"]),
+    "learning": lambda line, _: (line["learn_seconds"], line["seconds"]),
+    "preverifying": lambda line, _: (line["preverify_seconds"], line["seconds"]),
+    "verifying": lambda line, _: (line["verify_seconds"], line["rounds"]),
     "rouge2": lambda line, _: (line["rouge2"], 1),
     "memory": lambda line, _: (line["memory"], 1),
 }
@@ -71,8 +72,6 @@ def finding(claim: Claim, preset: Preset, lines: Sequence[Line]) -> Finding:
     """Judge one claim by one record."""
     if "verdict" in claim:
         return Finding(verdict=f"{claim['verdict']}: {claim['why']}")
-    if claim["metric"] == "rows":
-        return _rows(claim, lines)
     texts = {arm: _texts_of(claim, arm, lines) for arm in arms_in(claim)}
     ours, theirs = ([arm for arm in arms_in(claim, part) if texts[arm]] for part in ("of", "over"))
     if not ours or (arms_in(claim, "over") and not theirs):
@@ -167,16 +166,6 @@ def _text(claim: Claim, ratio: Ratio) -> str:
     if claim["expect"] == "below":
         return f"{100 * ratio.value:.1f} %"
     return f"{ratio.value:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
-
-
-def _rows(claim: Claim, lines: Sequence[Line]) -> Finding:
-    """Divide the seconds of a layer's pass over 13 rows by those over one, as timed before the run."""
-    seconds = next((line["layer_seconds"] for line in matching(lines, "costs")), None)
-    if seconds is None:
-        return Finding(verdict="not measured: no timed passes")
-    value = seconds[12] / seconds[0]
-    verdict = "not shown: busy machine" if _is_busy(lines) else decide(claim, value, value)
-    return Finding(ours=f"{value:.1f} ×", verdict=verdict)
 
 
 def loops(tokens: Sequence[int]) -> bool:
