@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle, zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,13 +36,7 @@ from selfspec.messages import encode_messages
 
 _CALIBRATION_TEXTS, _CALIBRATION_TOKENS = 10, 256  # of each task
 _QUICK_SAMPLES, _QUICK_TOKENS = 2, 48
-_QUICK_TRAINING = {
-    "max_tokens": 2000,
-    "epochs": 1.0,
-    "answer_tokens": 32,
-    "held_out_tokens": 500,
-    "sequence_length": 64,
-}
+_QUICK_TRAINING = {"max_tokens": 2000, "epochs": 1.0, "answer_tokens": 32, "held_out_tokens": 500}
 
 
 def paper(options: PaperCommand) -> None:
@@ -49,7 +44,7 @@ def paper(options: PaperCommand) -> None:
         preset = load_preset(options.paper, options.table or ())
         if preset["trained"] and options.adapters is None and options.output is None:
             raise ValueError(
-                f"{options.paper} trains adapters: give --output, beside which they are, or --adapters FOLDER"
+                f"{options.paper} trains adapters: give --output, to keep them beside it, or --adapters FOLDER"
             )
         if options.quick:
             tokens = options.max_new_tokens or _QUICK_TOKENS
@@ -62,33 +57,37 @@ def paper(options: PaperCommand) -> None:
         exits = None if preset["trained"] else "auto"
         generator = SelfSpecGenerator(loaded(options), tokenizer, prefix_cache=0, exits=exits)
         run = _Run(preset, options, generator, tokenizer)
-        fitting = {
-            task: [one for one in own if run.room_for(one.task, run.ids_of(one.turns[:1]))]
-            for task, own in found.items()
-        }
-        prompts = [one for own in fitting.values() for one in own[:most]]
+        fitting = {task: [one for one in own if run.fits(run.text(one, 0))] for task, own in found.items()}
+        chosen = {task: own[:most] for task, own in fitting.items()}
+        prompts = [one for own in chosen.values() for one in own]
         if not prompts:
             raise ValueError("no prompt leaves room for its answer in this model's context")
-        encoded = [EncodedPrompt(id=one.id, task=one.task, ids=run.ids_of(one.turns[:1])) for one in prompts]
+        encoded = [EncodedPrompt(id=one.id, task=one.task, ids=run.text(one, 0).ids) for one in prompts]
         about = {
             "paper": options.paper, "tables": options.table or [], "quick": options.quick,
             "preset": output_digest([preset]), "num_layers": run.model.num_layers, "runner": run.generator.runner,
             "source": {HUB: "the data sets", SHIPPED: "shipped prompts stand in"}.get(source, "files at hand"),
             "missing": [task for task, own in found.items() if not own],
-            "too_long": {task: count for task, own in found.items() if (count := _left_out(own, fitting[task][:most]))},
+            "too_long": {task: found[task].index(own[-1]) + 1 - len(own) for task, own in chosen.items() if own},
         }  # fmt: skip
         where = provenance(run.model.device, run.model.dtype)
         longest = max(run.length(one.task) for one in prompts)
         first = header("paper", where, options.model, encoded, longest, options.repeats, **about)
     with recording(options.output, first) as record:
         run.calibrate(record, {task: own[most or 0 :] or own for task, own in fitting.items()})
-        run.measure(record, prompts, max(encoded, key=lambda one: one.ids.numel()))
+        run.measure(record, prompts)
     show(record.lines)
 
 
-def _left_out(found: Sequence[PaperPrompt], chosen: Sequence[PaperPrompt]) -> int:
-    """Count the prompts that were passed over for want of room before the last chosen one."""
-    return found.index(chosen[-1]) + 1 - len(chosen) if chosen else len(found)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Text:
+    """A prompt up to one of its turns, to be continued. sampling: arguments of `generate`, none for greedy decoding."""
+
+    prompt: PaperPrompt
+    turn: int
+    ids: Tensor  # [n]
+    temperature: float
+    sampling: Mapping[str, float]
 
 
 class _Run:
@@ -110,15 +109,20 @@ class _Run:
         own = int(self.preset["tasks"][task].get("max_new_tokens", self.preset["max_new_tokens"]))
         return min(self.options.max_new_tokens or own, own)
 
-    def room_for(self, task: str, ids: Tensor) -> bool:
-        return ids.numel() + self.length(task) <= self.model.max_positions
+    def text(self, prompt: PaperPrompt, turn: int, temperature: str = "0", answers: Sequence[str] = ()) -> _Text:
+        """Encode a prompt's turns with the answers between them, whole; with the chat template, if there is one."""
+        said = [text for both in zip_longest(prompt.turns[: turn + 1], answers) for text in both if text is not None]
+        if turn and self.tokenizer.chat_template:
+            roles = cycle(("user", "assistant"))
+            ids = encode_messages([{"role": role, "content": text} for role, text in zip(roles, said)], self.tokenizer)
+        else:
+            ids = self.tokenizer("\n\n".join(said), verbose=False)["input_ids"]
+        sampling = self.preset["sampling"][temperature]
+        whole = torch.tensor(ids, dtype=torch.long)
+        return _Text(prompt=prompt, turn=turn, ids=whole, temperature=float(temperature), sampling=sampling)
 
-    def ids_of(self, said: Sequence[str]) -> Tensor:
-        """Encode what a user and the model said in turn, whole: a conversation with the chat template, if there is one."""
-        if len(said) > 1 and self.tokenizer.chat_template:
-            messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
-            return torch.tensor(encode_messages(messages, self.tokenizer), dtype=torch.long)
-        return torch.tensor(self.tokenizer("\n\n".join(said), verbose=False)["input_ids"], dtype=torch.long)
+    def fits(self, text: _Text) -> bool:
+        return text.ids.numel() + self.length(text.prompt.task) <= self.model.max_positions
 
     def calibrate(self, record: Record, texts: Mapping[str, Sequence[PaperPrompt]]) -> None:
         """Search the baselines' settings by replay, and train what is to be trained."""
@@ -144,8 +148,7 @@ class _Run:
             for task, own in texts.items():
                 for one in own:
                     length = min(self.length(task), _CALIBRATION_TOKENS)
-                    trace = trace_agreement(self.generator, self.ids_of(one.turns[:1]), length)
-                    traces.setdefault(task, []).append(trace)
+                    traces.setdefault(task, []).append(trace_agreement(self.generator, self.text(one, 0).ids, length))
                     advance("every layer's choices")
         together = [trace for own in traces.values() for trace in own]
         num_layers, fixed = self.model.num_layers, best_setting(together, fixed_etpl)
@@ -165,95 +168,79 @@ class _Run:
         if (folder / "exits").is_dir():
             return folder / "exits"
         wide = {"steering_size": self.model.hidden_size} if changes.get("steering_size") == "hidden" else {}
+        data = tuple(map(str, self.options.data or sorted(SHIPPED_PROMPTS.glob("*.jsonl"))))
         options = {
-            "model": self.options.model, "output_dir": str(folder), "exit_layers": (int(self.settings["layer"]),),
-            "data": tuple(map(str, self.options.data or [SHIPPED_PROMPTS])), "device": self.options.device,
-            **changes, **wide, **(_QUICK_TRAINING if self.options.quick else {}),
+            "model": self.options.model, "device": self.options.device, "output_dir": str(folder), "data": data,
+            "evaluate_on": data, "exit_layers": (int(self.settings["layer"]),), **changes, **wide,
+            **(_QUICK_TRAINING if self.options.quick else {}),
         }  # fmt: skip
         return train_exit(ExitTraining(**options))
 
-    def measure(self, record: Record, prompts: Sequence[PaperPrompt], longest: EncodedPrompt) -> None:
+    def measure(self, record: Record, prompts: Sequence[PaperPrompt]) -> None:
         """Measure every arm on every prompt, temperature by temperature."""
-        sampling = [(float(name), own) for name, own in self.preset["sampling"].items()][
-            : 1 if self.options.quick else None
-        ]
         runs = [
-            (temperature, own, prompt, arms)
-            for temperature, own in sampling
+            (temperature, prompt, arms)
+            for temperature in [*self.preset["sampling"]][: 1 if self.options.quick else None]
             for prompt in prompts
-            if (arms := arms_of(self.preset, temperature, prompt.task, self.options.quick))
+            if (arms := arms_of(self.preset, float(temperature), prompt.task, self.options.quick))
         ]
-        if self.on_gpu and not record.is_complete:  # a longer text later would throw captures away
-            for arm in runs[0][3] if runs else []:
-                self._generate(longest.ids, longest.task, arm, {}, 0)
+        if not record.is_complete:  # the longest first: on a GPU, a longer text later would throw captures away
+            longest = max((self.text(prompt, 0) for prompt in prompts), key=lambda text: text.ids.numel())
+            for arm in dict.fromkeys(arm for *_, arms in runs for arm in arms):
+                self._generate(longest, arm, 0)
         with progress(len(runs)) as advance:
-            for number, (temperature, own, prompt, arms) in enumerate(runs):
-                said: list[str] = []
-                for turn, text in enumerate(prompt.turns):
-                    ids = self.ids_of([*said, text])
-                    if self.room_for(prompt.task, ids):
-                        order = [PLAIN, *in_turn(arms[1:], number)]
-                        about = {"temperature": temperature, "prompt": prompt.id, "turn": turn}
-                        plain = self._arms(record, prompt, ids, order, own, about)
-                        said += [text, self.tokenizer.decode(plain["token_ids"], skip_special_tokens=True)]
+            for number, (temperature, prompt, arms) in enumerate(runs):
+                answers: list[str] = []
+                for turn in range(len(prompt.turns)):
+                    text = self.text(prompt, turn, temperature, answers)
+                    if self.fits(text):
+                        answers.append(self._measure(record, text, [PLAIN, *in_turn(arms[1:], number)]))
                 advance(prompt.task)
 
-    def _arms(
-        self,
-        record: Record,
-        prompt: PaperPrompt,
-        ids: Tensor,
-        arms: Sequence[str],
-        sampling: Mapping[str, float],
-        about: Mapping[str, Any],
-    ) -> Line:
-        """Measure arms on one text, plain decoding first; return its line."""
+    def _measure(self, record: Record, text: _Text, arms: Sequence[str]) -> str:
+        """Measure arms on one text, plain decoding first; return its answer."""
         plain: Line = {}
+        about = {"temperature": text.temperature, "prompt": text.prompt.id, "turn": text.turn}
         for repeat in range(self.options.repeats):
             for arm in in_turn(arms, repeat):
-                if self._policy(arm, prompt.task) is not None and (repeat == 0 or arm in self.timed):
-                    sample = partial(self._sample, prompt, ids, arm, sampling, repeat, plain)
+                if self._policy(text, arm) is not None and (repeat == 0 or arm in self.timed):
+                    sample = partial(self._sample, text, arm, repeat, plain)
                     line = record.once("sample", sample, engine=arm, **about, repeat=repeat)
                     plain = plain or line
-        return plain
+        return str(self.tokenizer.decode(plain["token_ids"], skip_special_tokens=True))
 
-    def _sample(
-        self, prompt: PaperPrompt, ids: Tensor, arm: str, sampling: Mapping[str, float], repeat: int, plain: Line
-    ) -> Line:
+    def _sample(self, text: _Text, arm: str, repeat: int, plain: Line) -> Line:
         """Time one text and count its rounds. On a GPU it ran once before, so that nothing is captured while it is timed."""
         if self.on_gpu:
-            self._generate(ids, prompt.task, arm, sampling, repeat)
+            self._generate(text, arm, repeat)
             torch.cuda.reset_peak_memory_stats()
-        engine, generation = self._generate(ids, prompt.task, arm, sampling, repeat)
+        engine, generation = self._generate(text, arm, repeat)
         tokens, stats = [*generation.tokens], cast(Mapping[str, Any], generation.stats)
         line: Line = {
-            "task": prompt.task, "tokens": len(tokens), "seconds": round(generation.seconds, 5), "loops": loops(tokens),
-            "rounds": stats["rounds"], "accepted": stats["num_accepted"],
-            "layers": stats["loaded_layers"] + stats["preverifier_layers"],
+            "task": text.prompt.task, "tokens": len(tokens), "seconds": round(generation.seconds, 5),
+            "loops": loops(tokens), "rounds": stats["rounds"], "accepted": stats["num_accepted"],
+            "layers": stats["loaded_layers"] + stats["preverifier_layers"] + self.model.num_layers,  # the prompt's pass
             **{f"{phase}_seconds": round(stats[f"{phase}_seconds"], 5) for phase in ("learn", "preverify", "verify")},
         }  # fmt: skip
         if self.on_gpu:
             line["memory"] = torch.cuda.max_memory_allocated()
-        if prompt.reference and sampling:
-            line["rouge2"] = rouge_2(str(self.tokenizer.decode(tokens, skip_special_tokens=True)), prompt.reference)
+        if text.prompt.reference and text.sampling:
+            written = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+            line["rouge2"] = rouge_2(written, text.prompt.reference)
         if arm == PLAIN:
-            line["token_ids"] = tokens
-        elif not sampling and tokens != plain["token_ids"]:
-            dtype = self.model.weights_dtype
-            line |= {"reference": PLAIN, **compare_outputs(ids, plain["token_ids"], tokens, engine, dtype)}
+            line |= {"token_ids": tokens, "prompt_tokens": text.ids.numel()}
+        elif not text.sampling and tokens != plain["token_ids"]:
+            found = compare_outputs(text.ids, plain["token_ids"], tokens, engine, self.model.weights_dtype)
+            line |= {"reference": PLAIN, **found}
         return line
 
-    def _generate(
-        self, ids: Tensor, task: str, arm: str, sampling: Mapping[str, float], repeat: int
-    ) -> tuple[SelfSpecEngine, Generation]:
+    def _generate(self, text: _Text, arm: str, repeat: int) -> tuple[SelfSpecEngine, Generation]:
         """Continue a text by an arm, up to its EOS."""
-        options: dict[str, Any] = {"do_sample": bool(sampling), "eos_token_id": None, "seed": 0}
-        if sampling:
-            options |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **sampling}
-        engine = SelfSpecEngine(
-            self.adapted.get(arm, self.generator), self._policy(arm, task) or PLAIN, sampling=options
-        )
-        return engine, engine.generate(ids, self.length(task), repeat)
+        sampled = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **text.sampling} if text.sampling else {}
+        options = {"do_sample": bool(sampled), "eos_token_id": None, "seed": 0, **sampled}
+        generator, policy = self.adapted.get(arm, self.generator), self._policy(text, arm) or PLAIN
+        engine = SelfSpecEngine(generator, policy, sampling=options)
+        return engine, engine.generate(text.ids, self.length(text.prompt.task), repeat)
 
-    def _policy(self, arm: str, task: str) -> str | None:
-        return policy_of(self.preset, arm, task, self.settings)
+    def _policy(self, text: _Text, arm: str) -> str | None:
+        return policy_of(self.preset, arm, text.prompt.task, self.settings)

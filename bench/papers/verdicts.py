@@ -19,32 +19,34 @@ import numpy as np
 from bench.papers.preset import Claim, Preset, arms_in
 from bench.record import Line, by_value, matching
 from bench.report.interval_tables import FEWEST, Floats, drawn
-from bench.report.table import counted
+from bench.report.table import UNKNOWN, counted
 from selfspec.analysis.comparison import load_warning
 
 TIMED = ("seconds", "learning", "preverifying", "verifying")
 _RUNS = 3  # that a verdict in seconds needs
-METRICS: Mapping[str, Callable[[Line, int], tuple[float, float]]] = {
-    "etpl": lambda line, layers: (line["tokens"] / (line["layers"] + layers), 1),
-    "seconds": lambda line, _: (line["tokens"] / line["seconds"], 1),
-    "accepted": lambda line, _: (line["accepted"], line["rounds"]),
-    "block": lambda line, _: (line["accepted"] + line["rounds"], line["rounds"]),
-    "calls": lambda line, _: (line["rounds"], 1),
-    "learning": lambda line, _: (line["learn_seconds"], line["seconds"]),
-    "preverifying": lambda line, _: (line["preverify_seconds"], line["seconds"]),
-    "verifying": lambda line, _: (line["verify_seconds"], line["rounds"]),
-    "rouge2": lambda line, _: (line["rouge2"], 1),
-    "memory": lambda line, _: (line["memory"], 1),
+METRICS: Mapping[str, Callable[[Line], tuple[float, float]]] = {
+    "etpl": lambda line: (line["tokens"] / line["layers"], 1),
+    "seconds": lambda line: (line["tokens"] / line["seconds"], 1),
+    "accepted": lambda line: (line["accepted"], line["rounds"]),
+    "block": lambda line: (line["accepted"] + line["rounds"], line["rounds"]),
+    "calls": lambda line: (line["rounds"], 1),
+    "learning": lambda line: (line["learn_seconds"], line["seconds"]),
+    "preverifying": lambda line: (line["preverify_seconds"], line["seconds"]),
+    "verifying": lambda line: (line["verify_seconds"], line["rounds"]),
+    "rouge2": lambda line: (line["rouge2"], 1),
+    "memory": lambda line: (line["memory"], 1),
 }
 """A text's amount, and what it is divided by once both are summed up. eTPL counts the prompt's pass: plain has 1/L."""
+Texts = Mapping[str, Sequence[Line]]
+"""An arm's texts by prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """ours: on texts that do not loop; looping: on those that do; verdict: with its reason, where there is one."""
 
-    ours: str = "–"
-    looping: str = "–"
+    ours: str = UNKNOWN
+    looping: str = UNKNOWN
     verdict: str
 
 
@@ -58,16 +60,6 @@ class Ratio:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Texts:
-    """An arm's texts of one prompt: the sums of a metric, whether one of them loops, the task, and how often each ran."""
-
-    amount: tuple[float, float]
-    loops: bool
-    task: str
-    runs: int
-
-
 def finding(claim: Claim, preset: Preset, lines: Sequence[Line]) -> Finding:
     """Judge one claim by one record."""
     if "verdict" in claim:
@@ -79,55 +71,49 @@ def finding(claim: Claim, preset: Preset, lines: Sequence[Line]) -> Finding:
             "not testable here: needs a GPU" if claim["metric"] == "memory" else "not measured: no run of these arms"
         )
         return Finding(verdict=without)
-    pairs = [*product(ours, theirs or [""])]
-    pair = min(pairs, key=partial(_support, {**claim, **claim.get("best", {})}, lines)) if len(pairs) > 1 else pairs[0]
-    ratios = [_ratio(texts, *pair, free=free) for free in (True, False)]
+    bases: list[str | None] = [*theirs] or [None]
+    pair = min(product(ours, bases), key=partial(_support, {**claim, **claim.get("best", {})}, texts))
+    ratios = [_ratio(claim["metric"], texts, *pair, free=free) for free in (True, False)]
     named = f" over {pair[1]}" if len(theirs) > 1 else f", {pair[0]}" if len(ours) > 1 else ""
-    shown = ["–" if ratio is None else f"{_text(claim, ratio)}{named}, n {ratio.count}" for ratio in ratios]
-    runs = min(one.runs for arm in pair if arm for one in texts[arm].values())
+    shown = [UNKNOWN if one is None else f"{_text(claim, one)}{named}, n {one.count}" for one in ratios]
+    runs = min(len({line["repeat"] for line in own}) for arm in pair if arm for own in texts[arm].values())
     return Finding(ours=shown[0], looping=shown[1], verdict=_verdict(claim, preset, lines, ratios[0], runs))
 
 
-def _support(claim: Claim, lines: Sequence[Line], pair: tuple[str, str]) -> float:
+def _texts_of(claim: Claim, arm: str, lines: Sequence[Line]) -> Texts:
+    own = matching(lines, "sample", engine=arm, temperature=float(claim.get("temperature", 0)))
+    own = [line for line in own if line["task"] in claim.get("tasks", [line["task"]])]
+    return by_value(
+        [line for line in own if claim["metric"] not in ("memory", "rouge2") or claim["metric"] in line], "prompt"
+    )
+
+
+def _support(claim: Claim, texts: Mapping[str, Texts], pair: tuple[str, str | None]) -> float:
     """Say how much a pair speaks for a claim. The least counts: the best baseline, or what is farthest from the same."""
-    texts = {arm: _texts_of(claim, arm, lines) for arm in pair}
-    ratio = _ratio(texts, *pair, free=True) or _ratio(texts, *pair, free=False)
+    ratio = _ratio(claim["metric"], texts, *pair, free=True) or _ratio(claim["metric"], texts, *pair, free=False)
     distance = log(ratio.value or 1e-9) if ratio else 0.0
     return {"more": distance, "less": -distance}.get(claim["expect"], -abs(distance))
 
 
-def _texts_of(claim: Claim, arm: str, lines: Sequence[Line]) -> dict[str, _Texts]:
-    """Add up an arm's texts by prompt."""
-    metric, layers, found = claim["metric"], lines[0]["configuration"]["num_layers"], {}
-    own = matching(lines, "sample", engine=arm, temperature=float(claim.get("temperature", 0)))
-    own = [line for line in own if line["task"] in claim.get("tasks", [line["task"]])]
-    own = [line for line in own if metric in line or metric not in ("memory", "rouge2")]  # which few lines have
-    for prompt, group in by_value(own, "prompt").items():
-        amounts = [METRICS[metric](line, layers) for line in group]
-        found[prompt] = _Texts(
-            (sum(amount for amount, _ in amounts), sum(per for _, per in amounts)),
-            any(line["loops"] for line in group),
-            group[0]["task"],
-            len({line["repeat"] for line in group}),
-        )
-    return found
-
-
-def _ratio(texts: Mapping[str, Mapping[str, _Texts]], arm: str, base: str, *, free: bool) -> Ratio | None:
+def _ratio(metric: str, texts: Mapping[str, Texts], arm: str, base: str | None, *, free: bool) -> Ratio | None:
     """Divide an arm's rate by another's, or by 1, on the prompts where neither loops, or where one does; None without any."""
-    ours, theirs = texts[arm], texts[base] if base else texts[arm]
-    prompts = [one for one in ours if one in theirs and (ours[one].loops or theirs[one].loops) != free]
+    ours, theirs = texts[arm], texts[base or arm]
+    prompts = [
+        one for one in ours if one in theirs and any(text["loops"] for text in (*ours[one], *theirs[one])) != free
+    ]
     if not prompts:
         return None
-    own = np.array([ours[one].amount for one in prompts], dtype=float)
-    other = np.array([theirs[one].amount if base else (1.0, 1.0) for one in prompts], dtype=float)
+    amounts = [
+        [np.sum([METRICS[metric](text) for text in side[one]], axis=0) for one in prompts] for side in (ours, theirs)
+    ]
+    own, other = np.array(amounts[0], dtype=float), np.array(amounts[1] if base else [(1.0, 1.0) for _ in prompts])
 
     def times(weights: Floats) -> Floats:
         (is_own, per_own), (is_other, per_other) = (weights @ own).T, (weights @ other).T
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(is_own / per_own / (is_other / per_other))
 
-    low, high = np.nanpercentile(times(drawn(tuple(ours[one].task for one in prompts))), (2.5, 97.5))
+    low, high = np.nanpercentile(times(drawn(tuple(ours[one][0]["task"] for one in prompts))), (2.5, 97.5))
     return Ratio(float(times(np.ones((1, len(prompts))))[0]), float(low), float(high), len(prompts))
 
 
@@ -137,7 +123,8 @@ def _verdict(claim: Claim, preset: Preset, lines: Sequence[Line], free: Ratio | 
         return f"not shown: {counted(free.count if free else 0, 'free text')}"
     if claim["metric"] in TIMED and runs < _RUNS:
         return f"not shown: {counted(runs, 'run')}"
-    if claim["metric"] in TIMED and _is_busy(lines):
+    loads = [line["load_average"] for line in (lines[0]["provenance"], *matching(lines, "load_average"))]
+    if claim["metric"] in TIMED and load_warning(*loads, cores=lines[0]["provenance"]["cores"]):
         return "not shown: busy machine"
     if {*arms_in(claim)} & {*preset["trained"]}:
         return "not shown: one seed of training"
@@ -154,12 +141,6 @@ def decide(claim: Claim, low: float, high: float) -> str:
         "below": (high < limit, low > limit),
     }[claim["expect"]]
     return "reproduced" if holds else "refuted here" if opposite else "not shown"
-
-
-def _is_busy(lines: Sequence[Line]) -> bool:
-    where = lines[0]["provenance"]
-    loads = [line["load_average"] for line in (where, *matching(lines, "load_average"))]
-    return load_warning(*loads, cores=where["cores"]) is not None
 
 
 def _text(claim: Claim, ratio: Ratio) -> str:

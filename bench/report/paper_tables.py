@@ -40,7 +40,10 @@ def _described(name: str, record: Sequence[Line]) -> str:
     """Say on what a record was made, and what was left out."""
     asked = record[0]["configuration"]
     tasks = list(dict.fromkeys(line["task"] for line in matching(record, "sample")))
-    left_out = [*asked["missing"], *(f"{count} too long of {task}" for task, count in asked["too_long"].items())]
+    left_out = [
+        *asked["missing"],
+        *(f"{count} too long of {task}" for task, count in asked["too_long"].items() if count),
+    ]
     return (
         f"{name}, {counted(len(asked['prompts']), 'prompt')} of {', '.join(tasks)} ({asked['source']}), at most "
         f"{asked['max_new_tokens']} tokens{', without ' + ', '.join(left_out) if left_out else ''}"
