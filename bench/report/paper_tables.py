@@ -32,8 +32,8 @@ def paper_tables(lines: Sequence[Line]) -> list[Table]:
             "verdict": "; ".join(f"{name}: {one.verdict}" for name, one in found.items()) if verdicts[1:] else verdicts[0],
         })  # fmt: skip
     title = f"{preset['title']}: {'; '.join(map(_described, names, records))}; EOS on"
-    rules = "95 % intervals over prompts, paired, of n texts that do not loop; they leave out the drift between runs"
-    return [replace(Table.of("claims", f"{title}. {rules}", rows), prose=True)]
+    rules = "95 % intervals over prompts, paired, of n texts that do not loop; they leave out the drift between runs."
+    return [replace(Table.of("claims", " ".join([f"{title}. {rules}", *preset["notes"]]), rows), prose=True)]
 
 
 def _described(name: str, record: Sequence[Line]) -> str:
