@@ -23,9 +23,10 @@ from bench.papers import assist
 from bench.papers.calibration import best_setting, finite_state_etpl, fixed_etpl
 from bench.papers.preset import PLAIN, Preset, arms_in, arms_of, load_preset, policy_of
 from bench.papers.prompts import HUB, SHIPPED, PaperPrompt, default_source, paper_prompts
+from bench.papers.spide_overlap import best_length, play_arms, record_drafts
 from bench.papers.verdicts import TIMED, loops, rouge_2
 from bench.provenance import provenance
-from bench.record import Line, Record
+from bench.record import Line, Record, matching
 from layerskip_models.checkpoints.loading import resolve_device
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import AgreementTrace, trace_agreement
@@ -196,6 +197,33 @@ class _Run:
                     if self.fits(text):
                         answers.append(self._measure(record, text, [PLAIN, *in_turn(arms[1:], number)]))
                 advance(prompt.task)
+        if self.preset.get("simulated") and record.find("simulated") is None:
+            self._simulate(record, prompts)
+            record.write("simulated")
+
+    def _simulate(self, record: Record, prompts: Sequence[PaperPrompt]) -> None:
+        """Play SPIDE's overlapped half over drafts that are recorded now; its lines are like those of other arms."""
+        plain = {
+            line["prompt"]: line for line in matching(record.lines, "sample", engine=PLAIN, temperature=0.0, turn=0)
+        }
+        exit_layer, drafted = int(self.settings["layer"]), []
+        with progress(len(prompts)) as advance:
+            for prompt in prompts:
+                ids, size = self.text(prompt, 0).ids.tolist(), len(plain[prompt.id]["token_ids"])
+                drafted.append(record_drafts(self.generator, ids, size, [exit_layer])[exit_layer])
+                advance("drafts from every position")
+        played = play_arms(drafted, best_length(drafted))
+        for arm, (name, layers) in self.preset["simulated"].items():
+            for prompt, one in zip(prompts, played[name]):
+                key = {name: plain[prompt.id][name] for name in ("temperature", "prompt", "turn", "repeat")}
+                known = {name: plain[prompt.id][name] for name in ("task", "loops")}
+                made = {
+                    "tokens": one.tokens,
+                    "layers": getattr(one, layers),
+                    "rounds": one.calls,
+                    "accepted": one.accepted,
+                }
+                record.once("sample", partial(dict, **known, **made), engine=arm, **key)
 
     def _measure(self, record: Record, text: _Text, arms: Sequence[str]) -> str:
         """Measure arms on one text, plain decoding first; return its answer."""

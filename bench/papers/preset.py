@@ -4,7 +4,7 @@ tasks: see `bench.papers.prompts`. arms: a policy by the arm's name, or one a ta
 what calibration finds. sampling: arguments of `generate` by temperature. trained: options of `selfspec train-exit` by arm.
 claims: table, claim, theirs; and either verdict and why, or what is compared: of (an arm or several), over (arms, the best of
 which counts), metric, expect ("more", "less", "same" within a margin, "below" a limit), and where: tasks and temperature;
-best: another metric to find the best arm by.
+best: another metric to find the best arm by. simulated: arms of `bench.papers.spide_overlap`, and on how many devices.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def arms_of(preset: Preset, temperature: float, task: str, quick: bool) -> list[
 
 def policy_of(preset: Preset, arm: str, task: str, found: Mapping[str, str]) -> str | None:
     """Return an arm's policy for a task; None where there is none, or one of its placeholders was not found."""
-    policy = preset["arms"][arm]
+    policy = preset["arms"].get(arm, {})
     policy = policy if isinstance(policy, str) else policy.get(task, policy.get("*"))
     try:
         return None if policy is None else str(policy.format_map(found))

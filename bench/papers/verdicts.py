@@ -62,8 +62,9 @@ class Ratio:
 
 def finding(claim: Claim, preset: Preset, lines: Sequence[Line]) -> Finding:
     """Judge one claim by one record."""
-    if "verdict" in claim:
-        return Finding(verdict=f"{claim['verdict']}: {claim['why']}")
+    decided = f"{claim['verdict']}: {claim['why']}" if "verdict" in claim else None
+    if "of" not in claim:
+        return Finding(verdict=str(decided))
     texts = {arm: _texts_of(claim, arm, lines) for arm in arms_in(claim)}
     ours, theirs = ([arm for arm in arms_in(claim, part) if texts[arm]] for part in ("of", "over"))
     if not ours or (arms_in(claim, "over") and not theirs):
@@ -77,7 +78,8 @@ def finding(claim: Claim, preset: Preset, lines: Sequence[Line]) -> Finding:
     named = f" over {pair[1]}" if len(theirs) > 1 else f", {pair[0]}" if len(ours) > 1 else ""
     shown = [UNKNOWN if one is None else f"{_text(claim, one)}{named}, n {one.count}" for one in ratios]
     runs = min(len({line["repeat"] for line in own}) for arm in pair if arm for own in texts[arm].values())
-    return Finding(ours=shown[0], looping=shown[1], verdict=_verdict(claim, preset, lines, ratios[0], runs))
+    verdict = decided or _verdict(claim, preset, lines, ratios[0], runs)
+    return Finding(ours=shown[0], looping=shown[1], verdict=verdict)
 
 
 def _texts_of(claim: Claim, arm: str, lines: Sequence[Line]) -> Texts:
