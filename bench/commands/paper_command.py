@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import cycle, zip_longest
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,7 @@ from bench.models import open_tokenizer
 from bench.papers import assist
 from bench.papers.calibration import best_setting, finite_state_etpl, fixed_etpl
 from bench.papers.preset import PLAIN, Preset, arms_in, arms_of, load_preset, policy_of
-from bench.papers.prompts import HUB, SHIPPED, PaperPrompt, default_source, paper_prompts
+from bench.papers.prompts import HUB, SHIPPED, PaperPrompt, paper_prompts
 from bench.papers.spide_overlap import best_length, play_arms, record_drafts
 from bench.papers.verdicts import TIMED, loops, rouge_2
 from bench.provenance import provenance
@@ -50,7 +51,7 @@ def paper(options: PaperCommand) -> None:
         if options.quick:
             tokens = options.max_new_tokens or _QUICK_TOKENS
             options = replace(options, samples=options.samples or _QUICK_SAMPLES, max_new_tokens=tokens)
-        source, most = options.prompts or default_source(), options.samples
+        source, most = options.prompts or (HUB if find_spec("datasets") else SHIPPED), options.samples
         found = paper_prompts(preset["tasks"], source, None if most is None else most + _CALIBRATION_TEXTS)
         if options.dtype == "auto" and resolve_device(options.device).type == "cuda":
             options = replace(options, dtype=preset["dtype"])

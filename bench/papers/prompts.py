@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
@@ -41,9 +40,7 @@ def paper_prompts(tasks: Mapping[str, Task], source: str, most: int | None) -> d
     Raises ValueError for a folder that is missing or has no task's file, and where the hub cannot be read.
     """
     if source not in (HUB, SHIPPED) and not Path(source).is_dir():
-        raise ValueError(
-            f"--prompts: there is no folder {source}; give one with files such as {next(iter(tasks))}.jsonl"
-        )
+        raise ValueError(f"--prompts: there is no folder {source}; one has files such as {next(iter(tasks))}.jsonl")
     shipped = group_by_task(load_prompts())
     found: dict[str, list[PaperPrompt]] = {}
     for name, task in tasks.items():
@@ -58,24 +55,16 @@ def paper_prompts(tasks: Mapping[str, Task], source: str, most: int | None) -> d
     return found
 
 
-def default_source() -> str:
-    """Return the hub where the package that reads it is installed."""
-    return HUB if find_spec("datasets") else SHIPPED
-
-
 def _part(name: str, task: Task, source: str, config: str | None, most: int | None) -> list[PaperPrompt]:
     """Make the prompts of one configuration."""
     rows = _rows(name, task, source, config, task["split"])
-    if (
-        ready := bool(rows) and "prompt" in rows[0] and "task" in rows[0]
-    ):  # prompts as they are to be, no rows of the hub
+    ready = bool(rows) and {"prompt", "task"} <= {*rows[0]}  # prompts as they are to be, not rows of the hub
+    if ready:
         task = {**task, "template": "{prompt}", "reference": "reference", "shots": None}
         rows = [row for row in rows if len(task.get("configs", [])) < 2 or f"/{config}/" in row["id"]]
-    if words := task.get("words"):  # language modelling: a text's first words
-        field = "prompt" if ready else words["field"]
-        rows = [
-            {**row, field: " ".join(row[field].removeprefix(words["drop"]).split()[: words["count"]])} for row in rows
-        ]
+    if count := task.get("words"):  # language modelling: an article's first words
+        field = "prompt" if ready else "article"
+        rows = [{**row, field: " ".join(row[field].removeprefix("Article: ").split()[:count])} for row in rows]
     shots = _shots(name, task, source, config) if rows and task.get("shots") else ""
     made = []
     for place in _places(len(rows), task["samples"] if most is None else min(most, task["samples"]), task.get("seed")):
@@ -92,9 +81,7 @@ def _shots(name: str, task: Task, source: str, config: str | None) -> str:
     rows = _rows(name, task, source, config, wanted["split"])
     places = wanted.get("rows") or _places(len(rows), wanted["count"], wanted.get("seed"))
     if len(rows) <= max(places, default=0) or len(places) < wanted["count"]:
-        raise ValueError(
-            f"{name} needs {wanted['count']} examples, and its split {wanted['split']} has {len(rows)} rows"
-        )
+        raise ValueError(f"{name} needs {wanted['count']} examples; its split {wanted['split']} has {len(rows)} rows")
     return "".join(_filled(wanted["template"], task, rows[place])[0] for place in places)
 
 
@@ -120,9 +107,7 @@ def _rows(name: str, task: Task, source: str, config: str | None, split: str) ->
         try:
             load_dataset = import_module("datasets").load_dataset  # an optional package
         except ImportError:
-            raise ValueError(
-                "the hub's data needs the package datasets: install it, or give --prompts FOLDER"
-            ) from None
+            raise ValueError("the hub needs the package datasets: install it, or give --prompts FOLDER") from None
         try:
             return list(load_dataset(task["dataset"], config, split=split))
         except Exception as error:  # of any of the libraries beneath it

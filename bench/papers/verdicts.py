@@ -1,7 +1,7 @@
 """What a record says of a paper's claims: ratios with 95 % intervals over prompts, and verdicts by fixed rules.
 
-Only texts that do not end in a loop count for a verdict. An interval is a paired bootstrap over prompts
-(`bench.report.interval_tables`): it says nothing of the drift between runs.
+Only texts that do not end in a loop count for a verdict. An interval is a paired bootstrap over the prompts of all tasks
+(`bench.report.interval_tables`). It says nothing of the drift between runs.
 """
 
 from __future__ import annotations
@@ -68,10 +68,8 @@ def finding(claim: Claim, preset: Preset, lines: Sequence[Line]) -> Finding:
     texts = {arm: _texts_of(claim, arm, lines) for arm in arms_in(claim)}
     ours, theirs = ([arm for arm in arms_in(claim, part) if texts[arm]] for part in ("of", "over"))
     if not ours or (arms_in(claim, "over") and not theirs):
-        without = (
-            "not testable here: needs a GPU" if claim["metric"] == "memory" else "not measured: no run of these arms"
-        )
-        return Finding(verdict=without)
+        on_gpu = claim["metric"] == "memory"
+        return Finding(verdict="not testable here: needs a GPU" if on_gpu else "not measured: no run of these arms")
     bases: list[str | None] = [*theirs] or [None]
     pair = min(product(ours, bases), key=partial(_support, {**claim, **claim.get("best", {})}, texts))
     ratios = [_ratio(claim["metric"], texts, *pair, free=free) for free in (True, False)]
@@ -83,11 +81,9 @@ def finding(claim: Claim, preset: Preset, lines: Sequence[Line]) -> Finding:
 
 
 def _texts_of(claim: Claim, arm: str, lines: Sequence[Line]) -> Texts:
-    own = matching(lines, "sample", engine=arm, temperature=float(claim.get("temperature", 0)))
+    metric, own = claim["metric"], matching(lines, "sample", engine=arm, temperature=float(claim.get("temperature", 0)))
     own = [line for line in own if line["task"] in claim.get("tasks", [line["task"]])]
-    return by_value(
-        [line for line in own if claim["metric"] not in ("memory", "rouge2") or claim["metric"] in line], "prompt"
-    )
+    return by_value([line for line in own if metric in line or metric not in ("memory", "rouge2")], "prompt")
 
 
 def _support(claim: Claim, texts: Mapping[str, Texts], pair: tuple[str, str | None]) -> float:
@@ -100,22 +96,21 @@ def _support(claim: Claim, texts: Mapping[str, Texts], pair: tuple[str, str | No
 def _ratio(metric: str, texts: Mapping[str, Texts], arm: str, base: str | None, *, free: bool) -> Ratio | None:
     """Divide an arm's rate by another's, or by 1, on the prompts where neither loops, or where one does; None without any."""
     ours, theirs = texts[arm], texts[base or arm]
-    prompts = [
-        one for one in ours if one in theirs and any(text["loops"] for text in (*ours[one], *theirs[one])) != free
-    ]
+    both = [one for one in ours if one in theirs]
+    prompts = [one for one in both if any(line["loops"] for line in (*ours[one], *theirs[one])) != free]
     if not prompts:
         return None
-    amounts = [
-        [np.sum([METRICS[metric](text) for text in side[one]], axis=0) for one in prompts] for side in (ours, theirs)
-    ]
-    own, other = np.array(amounts[0], dtype=float), np.array(amounts[1] if base else [(1.0, 1.0) for _ in prompts])
+    own, other = (
+        np.array([np.sum([*map(METRICS[metric], side[one])], 0) for one in prompts]) for side in (ours, theirs)
+    )
+    other = other if base else np.ones_like(own)
 
     def times(weights: Floats) -> Floats:
         (is_own, per_own), (is_other, per_other) = (weights @ own).T, (weights @ other).T
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(is_own / per_own / (is_other / per_other))
 
-    low, high = np.nanpercentile(times(drawn(tuple(ours[one][0]["task"] for one in prompts))), (2.5, 97.5))
+    low, high = np.nanpercentile(times(drawn(("all",) * len(prompts))), (2.5, 97.5))  # many a task has one text left
     return Ratio(float(times(np.ones((1, len(prompts))))[0]), float(low), float(high), len(prompts))
 
 

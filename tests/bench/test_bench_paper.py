@@ -117,7 +117,7 @@ def test_the_papers_sizes() -> None:
 def test_missing_examples_and_ready_prompts(tmp_path: Path) -> None:
     tasks = {name: load_preset("del")["tasks"][name] for name in ("gsm8k", "cnn_dm_lm")}
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps(ROWS["gsm8k"]) + "\n")
-    with pytest.raises(ValueError, match="gsm8k needs 5 examples, and its split train has 0 rows"):
+    with pytest.raises(ValueError, match="gsm8k needs 5 examples; its split train has 0 rows"):
         paper_prompts(tasks, str(tmp_path), None)
     ready = {"id": "a", "task": "summarization", "prompt": f"Article: {'word ' * 300}\nSummary:", "reference": "Short."}
     (tmp_path / "gsm8k.jsonl").write_text("")
@@ -293,7 +293,7 @@ def test_adapters_are_trained_beside_the_record(run: Invoke, tmp_path: Path) -> 
     [
         (["eagle"], "there is no paper 'eagle', but del, spide, pacer, sd2, dpace"),
         (["del", "--table", "9"], "del has no table '9', but 1, 3, 2"),
-        (["del", "--prompts", "nowhere"], "there is no folder nowhere; give one with files such as humaneval.jsonl"),
+        (["del", "--prompts", "nowhere"], "there is no folder nowhere; one has files such as humaneval.jsonl"),
         (["pacer", "--preverifier", "nowhere"], "nowhere"),
         (["sd2"], "sd2 trains adapters: give --output"),
         (["del", "--prompts", "hub"], "--prompts FOLDER"),
