@@ -103,6 +103,7 @@ class _Run:
         self.on_gpu = self.model.device.type == "cuda"
         self.settings: dict[str, str] = {}
         self.adapted: dict[str, SelfSpecGenerator] = {}
+        self.engines: dict[tuple[str, str, float], SelfSpecEngine] = {}
         timed = [claim for claim in preset["claims"] if claim.get("metric") in TIMED]
         self.timed = {PLAIN, *(arm for claim in timed for arm in arms_in(claim))}
 
@@ -189,7 +190,7 @@ class _Run:
         if not record.is_complete:  # the longest first: on a GPU, a longer text later would throw captures away
             longest = max((self.text(prompt, 0) for prompt in prompts), key=lambda text: text.ids.numel())
             for arm in dict.fromkeys(arm for *_, arms in runs for arm in arms):
-                self._generate(longest, arm, 0)
+                self._generate(longest, arm, 0)[0].forget()
         with progress(len(runs)) as advance:
             for number, (temperature, prompt, arms) in enumerate(runs):
                 answers: list[str] = []
@@ -233,8 +234,10 @@ class _Run:
         for repeat in range(self.options.repeats):
             for arm in in_turn(arms, repeat):
                 if self._policy(text, arm) is not None and (repeat == 0 or arm in self.timed):
-                    sample = partial(self._sample, text, arm, repeat, plain)
-                    line = record.once("sample", sample, engine=arm, **about, repeat=repeat)
+                    key = {"engine": arm, **about, "repeat": repeat}
+                    if arm in self.preset.get("kept", []) and not record.is_complete and record.find("sample", **key):
+                        self._generate(text, arm, repeat)  # learns again
+                    line = record.once("sample", partial(self._sample, text, arm, repeat, plain), **key)
                     plain = plain or line
         return str(self.tokenizer.decode(plain["token_ids"], skip_special_tokens=True))
 
@@ -268,7 +271,10 @@ class _Run:
         sampled = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **text.sampling} if text.sampling else {}
         options = {"do_sample": bool(sampled), "eos_token_id": None, "seed": 0, **sampled}
         generator, policy = self.adapted.get(arm, self.generator), self._policy(text, arm) or PLAIN
-        engine = SelfSpecEngine(generator, policy, sampling=options)
+        keeps = arm in self.preset.get("kept", [])  # what it learned, from text to text
+        new = partial(SelfSpecEngine, generator, policy, warmed_up=keeps, sampling=options)
+        key = (arm, policy, text.temperature)
+        engine = self.engines[key] = self.engines.get(key) or new()
         return engine, engine.generate(text.ids, self.length(text.prompt.task), repeat)
 
     def _policy(self, text: _Text, arm: str) -> str | None:

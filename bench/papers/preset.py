@@ -1,10 +1,11 @@
 """A paper's preset, `NAME.json`: its tasks, arms, sampling, and claims with the authors' own numbers.
 
 tasks: see `bench.papers.prompts`. arms: a policy by the arm's name, or one a task ("*": the others), with {placeholders} for
-what calibration finds. sampling: arguments of `generate` by temperature. trained: options of `selfspec train-exit` by arm.
-claims: table, claim, theirs; and either verdict and why, or what is compared: of (an arm or several), over (arms, the best of
-which counts), metric, expect ("more", "less", "same" within a margin, "below" a limit), and where: tasks and temperature;
-best: another metric to find the best arm by. simulated: arms of `bench.papers.spide_overlap`, and on how many devices.
+what calibration finds. kept: arms that keep what they learned from text to text. simulated: arms of
+`bench.papers.spide_overlap`, and on how many devices. trained: options of `selfspec train-exit` by arm. sampling: arguments
+of `generate` by temperature. claims: table, claim, theirs; and either verdict and why, or what is compared: of (an arm or
+several), over (arms, the best of which counts), metric, expect ("more", "less", "same" within a margin, "below" a limit),
+tasks, temperature; best: another metric to find the best arm by.
 """
 
 from __future__ import annotations

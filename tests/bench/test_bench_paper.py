@@ -54,8 +54,17 @@ def test_presets_are_valid(paper: str) -> None:
     assert arms_of(preset, 0, next(iter(preset["tasks"])), quick=True)[0] == "ar"
 
 
-def test_all_claims_fit_a_page() -> None:
-    assert sum(len(load_preset(paper)["claims"]) for paper in PAPERS) <= 60
+def test_the_papers_sizes() -> None:
+    """Each as the paper's own text says; all claims fit a page."""
+    presets = {paper: load_preset(paper) for paper in PAPERS}
+    assert sum(len(preset["claims"]) for preset in presets.values()) <= 60
+    sizes = {
+        paper: {name: task["samples"] for name, task in preset["tasks"].items()} for paper, preset in presets.items()
+    }
+    assert [sizes["del"][name] for name in ("humaneval", "aqua_rat", "xsum")] == [164, 254, 1000]
+    assert sizes["spide"] == {"humaneval": 164, "gsm8k": 100, "mgsm": 10, "mt_bench": 80}
+    assert sizes["pacer"] == {"humaneval": 164, "mbpp": 150, "cnn_dm": 100, "gsm8k": 100}
+    assert [presets[paper]["max_new_tokens"] for paper in ("del", "spide", "pacer")] == [512, 1024, 512]
 
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -103,15 +112,6 @@ def test_prompts_are_whole_in_the_layout_of_the_data_sets(folder: Path) -> None:
     assert [one.id for one in found["mgsm"][:3]] == ["mgsm/de/0", "mgsm/th/0", "mgsm/de/1"]
     few = paper_prompts(preset["tasks"], str(folder), 3)
     assert {len(own) for own in few.values()} == {3}
-
-
-def test_the_papers_sizes() -> None:
-    sizes = {paper: {name: task["samples"] for name, task in load_preset(paper)["tasks"].items()} for paper in PAPERS}
-    assert sizes["del"]["humaneval"] == 164 and sizes["del"]["aqua_rat"] == 254 and sizes["del"]["xsum"] == 1000
-    assert sizes["spide"] == {"humaneval": 164, "gsm8k": 100, "mgsm": 10, "mt_bench": 80}
-    assert sizes["pacer"] == {"humaneval": 164, "mbpp": 150, "cnn_dm": 100, "gsm8k": 100}
-    assert [load_preset(paper)["max_new_tokens"] for paper in ("del", "spide", "pacer")] == [512, 1024, 512]
-    assert len(load_preset("spide")["tasks"]["mgsm"]["configs"]) == 11
 
 
 def test_missing_examples_and_ready_prompts(tmp_path: Path) -> None:
@@ -256,6 +256,11 @@ def test_quick_runs_break_off_and_go_on(run: Invoke, tmp_path: Path, monkeypatch
     before = path.read_text().splitlines()
     result = run("del", "--quick", "-o", path)
     lines = read_record(path)
+    run("del", "--quick", "-o", tmp_path / "whole.jsonl")
+    counts = [
+        [line["layers"] for line in matching(one, "sample")] for one in (lines, read_record(tmp_path / "whole.jsonl"))
+    ]
+    assert counts[0] == counts[1]
     assert [json.dumps(line, ensure_ascii=False) for line in lines][: len(before)] == before
     samples = matching(lines, "sample")
     assert {line["engine"] for line in samples} >= {"ar", "ls", "fs", "dv", "del"} and len(samples) % 6 == 0
