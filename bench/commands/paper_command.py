@@ -45,9 +45,7 @@ def paper(options: PaperCommand) -> None:
     with one_line_errors():
         preset = load_preset(options.paper, options.table or ())
         if preset["trained"] and options.adapters is None and options.output is None:
-            raise ValueError(
-                f"{options.paper} trains adapters: give --output, to keep them beside it, or --adapters FOLDER"
-            )
+            raise ValueError(f"{options.paper} trains adapters: give --output, beside which they go, or --adapters")
         if options.quick:
             tokens = options.max_new_tokens or _QUICK_TOKENS
             options = replace(options, samples=options.samples or _QUICK_SAMPLES, max_new_tokens=tokens)
@@ -113,9 +111,9 @@ class _Run:
         return min(self.options.max_new_tokens or own, own)
 
     def text(self, prompt: PaperPrompt, turn: int, temperature: str = "0", answers: Sequence[str] = ()) -> _Text:
-        """Encode a prompt's turns with the answers between them, whole; with the chat template, if there is one."""
+        """Encode a prompt's turns with the answers between them, whole; several by the chat template, if there is one."""
         said = [text for both in zip_longest(prompt.turns[: turn + 1], answers) for text in both if text is not None]
-        if turn and self.tokenizer.chat_template:
+        if len(prompt.turns) > 1 and self.tokenizer.chat_template:
             roles = cycle(("user", "assistant"))
             ids = encode_messages([{"role": role, "content": text} for role, text in zip(roles, said)], self.tokenizer)
         else:

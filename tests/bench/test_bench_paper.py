@@ -300,7 +300,7 @@ def test_adapters_are_trained_beside_the_record(run: Invoke, tmp_path: Path) -> 
         (["del", "--table", "9"], "del has no table '9', but 1, 3, 2"),
         (["del", "--prompts", "nowhere"], "there is no folder nowhere; one has files such as humaneval.jsonl"),
         (["pacer", "--preverifier", "nowhere"], "nowhere"),
-        (["sd2"], "sd2 trains adapters: give --output"),
+        (["sd2"], "sd2 trains adapters: give --output, beside which they go"),
         (["del", "--prompts", "hub"], "--prompts FOLDER"),
     ],
 )  # fmt: skip
