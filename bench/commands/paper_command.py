@@ -155,10 +155,9 @@ class _Run:
         num_layers, fixed = self.model.num_layers, best_setting(together, fixed_etpl)
         name = Path(self.options.model).name
         layer, length = self.preset["published"].get(name, (max(1, round(7 * num_layers / 32)), 6))
-        late = range(min(3 * num_layers // 32 + 1, num_layers - 1), num_layers)
         found = {
             "ls": fixed, "layer": fixed.partition("-")[0], "fs": best_setting(together, finite_state_etpl),
-            "published": f"{layer}-{length}", "published_layer": str(layer), "late": "/".join(map(str, late)),
+            "published": f"{layer}-{length}", "published_layer": str(layer),
             **{f"ls_{task}": best_setting(own, fixed_etpl) for task, own in traces.items()},
         }  # fmt: skip
         return {"found": found, "texts": len(together)}
@@ -197,15 +196,18 @@ class _Run:
                     if self.fits(text):
                         answers.append(self._measure(record, text, [PLAIN, *in_turn(arms[1:], number)]))
                 advance(prompt.task)
-        if self.preset.get("simulated") and record.find("simulated") is None:
+        needed = {arm for claim in self.preset["claims"] for arm in arms_in(claim)} & {
+            *self.preset.get("simulated", [])
+        }
+        if needed and record.find("simulated") is None:
             self._simulate(record, prompts)
             record.write("simulated")
 
     def _simulate(self, record: Record, prompts: Sequence[PaperPrompt]) -> None:
         """Play SPIDE's overlapped half over drafts that are recorded now; its lines are like those of other arms."""
-        plain = {
-            line["prompt"]: line for line in matching(record.lines, "sample", engine=PLAIN, temperature=0.0, turn=0)
-        }
+        own = matching(record.lines, "sample", engine=PLAIN, temperature=0.0, turn=0, repeat=0)
+        plain = {line["prompt"]: line for line in own if line["tokens"] > 1}
+        prompts = [prompt for prompt in prompts if prompt.id in plain]
         exit_layer, drafted = int(self.settings["layer"]), []
         with progress(len(prompts)) as advance:
             for prompt in prompts:

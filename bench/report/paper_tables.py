@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from bench.papers.preset import load_preset
 from bench.papers.verdicts import finding
@@ -23,9 +24,8 @@ def paper_tables(lines: Sequence[Line]) -> list[Table]:
         found = {name: finding(claim, preset, record) for name, record in zip(names, records)}
         verdicts = list(dict.fromkeys(one.verdict for one in found.values()))
         looping = [one.looping for one in found.values() if one.looping != UNKNOWN]
-        where = f"Table {claim['table']}" if claim["table"].isdigit() else claim["table"]
         rows.append({
-            "claim": f"{where}: {claim['claim']}",
+            "claim": f"{_place(claim['table'])}: {claim['claim']}",
             "theirs": claim["theirs"],
             **{name: one.ours for name, one in found.items()},
             "on looping texts": "; ".join(looping) or UNKNOWN,
@@ -34,6 +34,12 @@ def paper_tables(lines: Sequence[Line]) -> list[Table]:
     title = f"{preset['title']}: {'; '.join(map(_described, names, records))}; EOS on"
     rules = "95 % intervals over prompts, paired, of n texts that do not loop; they leave out the drift between runs."
     return [replace(Table.of("claims", " ".join([f"{title}. {rules}", *preset["notes"]]), rows), prose=True)]
+
+
+def _place(table: str) -> str:
+    """Name a table, section, figure, algorithm or equation as the paper does."""
+    kind = "".join(takewhile(str.isalpha, table))
+    return f"{kind.capitalize()}. {table[len(kind) :]}" if kind else f"{'Section' if '.' in table else 'Table'} {table}"
 
 
 def _described(name: str, record: Sequence[Line]) -> str:

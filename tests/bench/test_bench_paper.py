@@ -25,7 +25,7 @@ from selfspec.analysis.replay import AgreementTrace
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 
 FOUND = {
-    "ls": "2-3", "fs": "1-2", "layer": "2", "published": "7-6", "published_layer": "7", "late": "4/5", "judged": "1",
+    "ls": "2-3", "fs": "1-2", "layer": "2", "published": "7-6", "published_layer": "7", "judged": "1",
     "assist": f"{Path(__file__).parents[2] / 'bench/papers/assist.py'}:Assist",
 }  # fmt: skip
 VERDICTS = ("not testable here", "not measured", "not shown")
