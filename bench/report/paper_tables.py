@@ -51,6 +51,6 @@ def _described(name: str, record: Sequence[Line]) -> str:
         *(f"{count} too long of {task}" for task, count in asked["too_long"].items() if count),
     ]
     return (
-        f"{name}, {counted(len(asked['prompts']), 'prompt')} of {', '.join(tasks)} ({asked['source']}), at most "
+        f"{name}{', a quick trial' if asked['quick'] else ''}, {counted(len(asked['prompts']), 'prompt')} of {', '.join(tasks)} ({asked['source']}), at most "
         f"{asked['max_new_tokens']} tokens{', without ' + ', '.join(left_out) if left_out else ''}"
     )
