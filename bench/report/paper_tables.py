@@ -50,7 +50,8 @@ def _described(name: str, record: Sequence[Line]) -> str:
         *asked["missing"],
         *(f"{count} too long of {task}" for task, count in asked["too_long"].items() if count),
     ]
+    without = f", without {', '.join(left_out)}" if left_out else ""
     return (
-        f"{name}{', a quick trial' if asked['quick'] else ''}, {counted(len(asked['prompts']), 'prompt')} of {', '.join(tasks)} ({asked['source']}), at most "
-        f"{asked['max_new_tokens']} tokens{', without ' + ', '.join(left_out) if left_out else ''}"
+        f"{name}{', a quick trial' if asked['quick'] else ''}, {counted(len(asked['prompts']), 'prompt')} of "
+        f"{', '.join(tasks)} ({asked['source']}), at most {asked['max_new_tokens']} tokens{without}"
     )
