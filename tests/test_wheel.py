@@ -17,6 +17,7 @@ PRODUCT = ("bench", "layerskip_models", "policies", "selfspec")
 DATA = {
     "bench/py.typed",
     *(f"bench/prompts/{name}.jsonl" for name in ("code", "copying", "english", "math", "translation")),
+    *(f"bench/papers/{name}.json" for name in ("dpace", "del", "pacer", "sd2", "spide")),
     "layerskip_models/py.typed",
     *(
         f"layerskip_models/demo/{name}"

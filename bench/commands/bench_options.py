@@ -235,6 +235,31 @@ class RooflineCommand(OnPrompts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PaperCommand(OnModel):
+    """Run a paper's tasks and arms as its authors did, EOS on, and judge its claims: del, spide, pacer, sd2 or dpace.
+
+    Whole prompts, plain decoding beside every arm. Ends with status 1 if a greedy output differs by more than a near-tie.
+    """
+
+    paper: str = option(MISSING, "del, spide, pacer, sd2 or dpace.", argument=True)
+    table: list[str] | None = option(None, "Table or figure, as 1 or fig3; repeatable. Default: all of the paper.")
+    prompts: str | None = option(
+        None,
+        "Folder with TASK.jsonl[.gz], rows of the data sets or ready prompts; hub; or shipped, which stand in. "
+        "Default: hub where the package datasets is installed, else shipped.",
+    )
+    samples: int | None = option(None, "Maximum number of prompts of a task. Default: the paper's.", min=1)
+    max_new_tokens: int | None = option(None, "Maximum number of new tokens. Default: the paper's.", min=2)
+    repeats: int = option(1, "Runs of the arms whose claims are in seconds; such a verdict needs 3.", min=1)
+    quick: bool = option(False, "Two prompts a task, 48 tokens, few arms, greedy.", None, "--quick")
+    preverifier: Path | None = option(
+        None, "Folder of a pre-verifier (train-pacer --design paper). Default: the model's own."
+    )
+    adapters: Path | None = option(None, "Folder for adapters by arm, trained where missing. Default: beside --output.")
+    data: list[Path] | None = option(None, "Text to train adapters on; repeatable. Default: the shipped prompts.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportCommand:
     """Print records as Markdown: what came out, tables, and where the numbers come from."""
 
@@ -255,6 +280,6 @@ class CompareCommand:
 COMMANDS: dict[str, type] = {
     "run": RunCommand, "peers": PeersCommand, "sweep": SweepCommand, "batch": BatchCommand,
     "context": ContextCommand, "load": LoadCommand, "kernels": KernelsCommand,
-    "gpu": GpuCommand, "roofline": RooflineCommand, "report": ReportCommand, "compare": CompareCommand,
+    "gpu": GpuCommand, "roofline": RooflineCommand, "paper": PaperCommand, "report": ReportCommand, "compare": CompareCommand,
 }  # fmt: skip
 """The commands by name, in the order of the list."""

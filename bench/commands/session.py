@@ -187,7 +187,7 @@ def show(lines: Sequence[Line]) -> None:
     typer.echo(terminal_text(lines))
     for reason in dict.fromkeys(line["reason"] for line in matching(lines, "lost")):
         _errors.print(f"left out: {reason}")
-    faults = matching(lines, "output", near_tie=False)
+    faults = [line for line in lines if line.get("near_tie") is False]
     for line in faults:
         where = f"on {line['prompt']} at new token {line['first_difference']}"
         apart = f"the reference's top two logits are {line['reference_logit_gap']:.3g} apart"

@@ -10,6 +10,7 @@ from bench.record import WARMED_UP, Line, matching, read_record, showing
 from bench.report.cold_table import cold_tables
 from bench.report.gpu_tables import gpu_tables
 from bench.report.machine_tables import context_tables, kernels_tables, roofline_tables
+from bench.report.paper_tables import paper_tables
 from bench.report.peer_tables import peer_tables
 from bench.report.run_tables import decoding_text, run_tables, sweep_headline, sweep_tables
 from bench.report.summary import Samples
@@ -29,6 +30,7 @@ _TABLES: dict[str, Callable[[Sequence[Line]], list[Table]]] = {
     "load": load_tables,
     "kernels": kernels_tables,
     "gpu": gpu_tables,
+    "paper": paper_tables,
 }
 """What makes the tables of a record, by the command that wrote it."""
 _WITH_SPREAD = ("run", "peers", "sweep")
@@ -52,7 +54,7 @@ def update(text: str, folder: Path) -> str:
 
     def filled(match: re.Match[str]) -> str:
         path, name = folder / match[1], match[2]
-        lines = read_record(path)
+        lines = [line for one in match[1].split(",") for line in read_record(folder / one)]  # several of a paper
         with showing(path):
             found = {table.name: table for table in tables(lines)}
         if name not in found:
