@@ -133,7 +133,6 @@ class PeersCommand(OnPrompts):
     chat: bool = option(
         False, "Prompts are messages to the model, without those too long; it ends its answers.", None, "--chat"
     )
-    loads: int = option(0, "Also load each engine this often, in a new process each time. Needs a GGUF file.", min=0)
     peer_timeout: PeerTimeoutOption = 600
 
 

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from bench.engines.gguf_file import written_gguf
 from bench.engines.llama_cpp import IK_LLAMA_CPP, LLAMA_CPP, LlamaCppEngine, llama_version
-from bench.engines.own import EngineLostError, SelfSpecEngine
+from bench.engines.own import SelfSpecEngine
 from bench.engines.peer_process import Peer
 from bench.engines.transformers_engine import transformers_engines
 from bench.models import load_network, open_model
 from bench.provenance import provenance
 from layerskip_models import load_model
 from layerskip_models.checkpoints.loading import FEW_BITS, resolve_device
-from layerskip_models.kernels.threads import num_threads
 from selfspec import SelfSpecGenerator
 
 SELFSPEC, TRANSFORMERS, OPENVINO = "selfspec", "transformers", "openvino"
@@ -136,88 +129,10 @@ def llama_peer(program: str, work: Work, kind: str) -> Peer:
     return Peer(engines=[engine], about={"versions": {program: llama_version(program)}})
 
 
-def openvino_name(place: Path) -> str:
-    """Name OpenVINO GenAI on a GGUF file or an exported folder, as records do."""
-    return f"{OPENVINO}:{'the file' if place.suffix == '.gguf' else place.name.removeprefix('openvino-')}"
-
-
 def openvino_peer(place: Path) -> Peer:
     """Make OpenVINO GenAI on a GGUF file or an exported folder."""
     from bench.engines.openvino_genai import OpenVinoEngine, openvino_version
 
-    engine = OpenVinoEngine(place, openvino_name(place))
+    weights = "the file" if place.suffix == ".gguf" else place.name.removeprefix("openvino-")
+    engine = OpenVinoEngine(place, f"{OPENVINO}:{weights}")
     return Peer(engines=[engine], about={"versions": {OPENVINO: openvino_version()}})
-
-
-_PROGRAMS = {
-    SELFSPEC: (
-        "from selfspec import SelfSpecGenerator",
-        "engine = SelfSpecGenerator.from_pretrained(model, dtype=dtype, device=device, rows=rows)",
-        "engine.generate(prompt, max_new_tokens=count, policy=policy, do_sample=False, eos_token_id=[])",
-    ),
-    LLAMA_CPP: (
-        "from llama_cpp import Llama",
-        "engine = Llama(model, n_ctx=context, n_threads=threads, verbose=False)",
-        "engine(prompt, max_tokens=count, temperature=0.0)",
-    ),
-    IK_LLAMA_CPP: (
-        "from ik_llama_cpp import IkLlama",
-        "engine = IkLlama(model, n_ctx=context, n_threads=threads)",
-        "engine.generate(engine.tokenize(prompt), max_tokens=count)",
-    ),
-    OPENVINO: (
-        "from openvino_genai import LLMPipeline",
-        "engine = LLMPipeline(model, 'CPU', INFERENCE_NUM_THREADS=threads)",
-        "engine.generate(prompt, max_new_tokens=count, do_sample=False)",
-    ),
-}
-"""A user's own program, by engine: import it, load a model, continue a prompt."""
-_TIMED = """
-import json, pathlib, sys
-from time import perf_counter
-names, marks = json.loads(sys.argv[-1]), [perf_counter()]
-for step in names["steps"]:
-    exec(step, names)
-    marks.append(perf_counter())
-names["count"] = names["most"]
-exec(step, names)
-status = pathlib.Path("/proc/self/status").read_text() if sys.platform == "linux" else ""
-peak = [int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")]
-print(json.dumps([marks, *peak]))
-"""
-
-
-def loaders(asked: Sequence[str], work: Work, prompt: str, timeout: float) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Return how to time each engine that reads the work's file, selfspec with each policy, in a new process.
-
-    It holds nothing but what the engine imports. Its times are of importing it, of loading, and of the first token, up to
-    which all that happens at a first call is done; its memory is all that it has while it answers the prompt.
-    """
-    shared = {"prompt": prompt, "count": 1, "most": 32, "context": work.max_tokens, "threads": num_threads()}
-    shared |= {"model": work.checkpoint, "dtype": work.dtype, "device": work.device, "rows": work.rows}
-    found = {f"{SELFSPEC}:{policy}": {"steps": _PROGRAMS[SELFSPEC], "policy": policy} for policy in work.policies}
-    for name in asked:
-        program, _, place = name.partition(":")
-        if program not in _PACKAGES or find_spec(_PACKAGES[program][0]) is None:
-            continue
-        if program == OPENVINO:
-            path = Path(place or work.checkpoint)
-            found[openvino_name(path)] = {"steps": _PROGRAMS[OPENVINO], "model": str(path)}
-        elif name in _PROGRAMS:
-            found[name] = {"steps": _PROGRAMS[name]}
-    return {name: partial(_timed_loading, name, shared | own, timeout) for name, own in found.items()}
-
-
-def _timed_loading(name: str, names: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """Run a program of `_PROGRAMS` in a process of its own. Raises EngineLostError if it fails."""
-    command = [sys.executable, "-c", _TIMED, json.dumps(names)]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # bytecode is kept, as where people work
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeout, env=environment)
-    except subprocess.SubprocessError as error:
-        said = str(getattr(error, "stderr", None) or error).strip().splitlines()
-        raise EngineLostError(f"{name} did not load: {said[-1]}") from error
-    marks, *peak = json.loads(done.stdout.splitlines()[-1])
-    importing, loading, first = (after - before for before, after in pairwise(marks))
-    seconds = {"import_seconds": importing, "load_seconds": loading, "first_seconds": first}
-    return {"engine": name, **seconds, "peak_bytes": peak[0] if peak else None}

@@ -97,11 +97,6 @@ class LlamaCppEngine(TimedEngine):
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
         return BatchRun.after_prompts(*self._continued(prompts, max_new_tokens))
 
-    def next_logits(self, ids: Tensor) -> Tensor:
-        with self._room([ids]) as (context, batch):
-            (place,) = self._decode(context, batch, _from_start([ids]))
-            return torch.tensor(self._logits(context, place))
-
     def _choices(self, context: Any, batch: Any, rows: Rows) -> list[int]:
         """Return the likeliest next token of each text after one pass."""
         return [int(self._logits(context, place).argmax()) for place in self._decode(context, batch, rows)]

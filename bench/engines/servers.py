@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import socket
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 START_SECONDS = 180
 """Within which a server must answer."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,19 +100,12 @@ def _answers(server: Server) -> bool:
 
 
 @contextmanager
-def served_folder(folder: Path | None, network: PreTrainedModel | None) -> Iterator[Path]:
-    """Make a temporary folder with a checkpoint or a network; without a tokenizer it gets one with a word for every id."""
+def network_folder(network: PreTrainedModel) -> Iterator[Path]:
+    """Within it, a temporary folder with a network and a tokenizer that has a word for every id."""
     with tempfile.TemporaryDirectory() as made:
-        path = Path(made)
-        if folder is not None:
-            for file in folder.resolve().iterdir():
-                (path / file.name).symlink_to(file)
-        elif network is not None:
-            network.save_pretrained(path)
-        if not any((path / name).exists() for name in _TOKENIZER_FILES):
-            vocab_size = json.loads((path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-            words_tokenizer(vocab_size).save_pretrained(path)
-        yield path
+        network.save_pretrained(made)
+        words_tokenizer(network.config.vocab_size).save_pretrained(made)
+        yield Path(made)
 
 
 def words_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

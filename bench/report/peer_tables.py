@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from statistics import median, quantiles
 
-from bench.record import PLAIN, Line, matching
+from bench.record import PLAIN, Line
 from bench.report.run_tables import run_tables
 from bench.report.summary import ALL, Figure, Samples, answer_speed, decode_speed
 from bench.report.table import UNKNOWN, Table, cross_table, names, number
@@ -24,33 +24,7 @@ def prompt_speed(line: Line) -> float | None:
 def peer_tables(lines: Sequence[Line]) -> list[Table]:
     """Make all tables that the record has lines for."""
     samples = Samples(lines)
-    return [_engine_table(lines, samples), *_bits_table(lines, samples), *_ratio_tables(samples), *run_tables(lines)]
-
-
-def _engine_table(lines: Sequence[Line], samples: Samples) -> Table:
-    def loading(engine: str, name: str, pattern: str, factor: float = 1) -> str:
-        found = [line[name] for line in matching(lines, "loading", engine=engine) if line.get(name) is not None]
-        return number(median(found) if found else None, pattern, factor)
-
-    def speed(engine: str, figure: Figure) -> str:
-        found = samples.per_prompt(engine, figure)
-        return number(median(found) if found else None, "{:.0f}")
-
-    rows = [
-        {
-            "engine": label,
-            "import, s": loading(name, "import_seconds", "{:.1f}"),
-            "load, s": loading(name, "load_seconds", "{:.2f}"),
-            "first token, s": loading(name, "first_seconds", "{:.2f}"),
-            "prompt tokens/s": speed(name, prompt_speed),
-            "decoding tokens/s": speed(name, decode_speed),
-            "tokens/s, whole answer": speed(name, answer_speed),
-            "peak memory, MiB": loading(name, "peak_bytes", "{:.0f}", 2**-20),
-        }
-        for name, label in samples.engines.items()
-    ]
-    title = f"{lines[0]['configuration']['model']}: engines side by side, medians over prompts of all kinds"
-    return Table.of("engines", title, rows).known()
+    return [*_bits_table(lines, samples), *_ratio_tables(samples), *run_tables(lines)]
 
 
 def _bits_table(lines: Sequence[Line], samples: Samples) -> list[Table]:
