@@ -226,7 +226,6 @@ class GpuCommand:
 
     shapes: str | None = option(None, "Shapes. Default: llama3.2-1B,llama3-8B,llama2-7B; on a CPU small.")
     minutes: float = option(10.0, "Minutes after which nothing more is measured.", min=0.0)
-    quick: bool = option(False, "Fewer repeats, and no 32 texts.", None, "--quick")
     device: DeviceOption = "auto"
     output: Annotated[Path | None, typer.Option("--output", "-o", help=_FOLDER, callback=_record_folder)] = None
 

@@ -21,13 +21,14 @@ from selfspec.defaults import fixed_policy
 
 _PROGRAM = (sys.executable, "-c", "from bench.commands.bench_app import main; main()")
 _ENDING_SECONDS = 20.0
+_TOKENS, _REPEATS = 128, 4
 
 
 def gpu(options: GpuCommand) -> None:
     with one_line_errors():
         on_gpu = resolve_device(options.device).type == "cuda"
         shapes = (options.shapes or ("llama3.2-1B,llama3-8B,llama2-7B" if on_gpu else "small")).split(",")
-        steps = planned(shapes, options.quick, 128 if on_gpu else 12)
+        steps = planned(shapes)
     end, failed = monotonic() + 60 * options.minutes, False
     for name, arguments in steps.items():
         kept = [] if options.output is None else ["--output", str(options.output / f"{name}.jsonl")]
@@ -39,21 +40,17 @@ def gpu(options: GpuCommand) -> None:
         raise typer.Exit(1)
 
 
-def planned(shapes: Sequence[str], quick: bool, tokens: int) -> Mapping[str, list[str]]:
-    """Return the arguments of each command by its record's name. tokens: of one text's prompt, and new ones.
-
-    Raises ValueError for an unknown shape.
-    """
-    repeats = ["--repeats", "2" if quick else "4"]
-    lengths = ["--num-samples", "1", "--prompt-tokens", str(tokens), "--max-new-tokens", str(tokens)]
+def planned(shapes: Sequence[str]) -> Mapping[str, list[str]]:
+    """Return the arguments of each command by its record's name. Raises ValueError for an unknown shape."""
+    repeats = ["--repeats", str(_REPEATS)]
+    lengths = ["--num-samples", "1", "--prompt-tokens", str(_TOKENS), "--max-new-tokens", str(_TOKENS)]
     steps = {}
     for shape in shapes:
         model = f"synthetic:{shape}"
         fixed = fixed_policy(model, num_layers_of(model))
         chosen = ["--model", model, "--policy", "ar", "--policy", fixed, "--policy", "auto", *repeats]
-        texts = "1,8" if quick else "1,8,32"
         steps[f"run-{shape}"] = ["run", *chosen, *lengths, "--task", "english"]
-        steps[f"batch-{shape}"] = ["batch", *chosen, "--texts", texts, "--engine", "none"]
+        steps[f"batch-{shape}"] = ["batch", *chosen, "--texts", "1,8,32", "--engine", "none"]
     first = ["--model", f"synthetic:{shapes[0]}", *lengths]
     steps["transformers"] = ["peers", *first, *repeats]
     steps["eager"] = ["run", *first, *repeats, "--task", "english", "--policy", "ar", "--runner", "eager"]

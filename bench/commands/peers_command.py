@@ -19,23 +19,20 @@ from selfspec.defaults import DEFAULT_POLICY, fixed_policy
 def peers(options: PeersCommand) -> None:
     with one_line_errors():
         file = file_of(options.model)
-        model = str(file or options.model)
-        num_layers = num_layers_of(model)
-        policies = options.policy or [*([] if file else [fixed_policy(model, num_layers)]), DEFAULT_POLICY]
+        options = replace(options, model=str(file or options.model))
+        num_layers = num_layers_of(options.model)
+        policies = options.policy or [*([] if file else [fixed_policy(options.model, num_layers)]), DEFAULT_POLICY]
         for name in (*policies, *(options.warmed_up or [])):
             if "pacer" not in name:  # which needs the loaded model
                 parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
-        tokenizer = open_tokenizer(model)
+        tokenizer = open_tokenizer(options.model)
         if options.chat:
             samples = chat_prompts(load_prompts(options.prompts), tokenizer, options.prompt_tokens, options.num_samples)
         else:
             samples = encoded(options.prompts, options.num_samples, tokenizer, options.prompt_tokens)
         work = Work(
-            checkpoint=model,
+            options=options,
             file=file,
-            dtype=options.dtype,
-            device=options.device,
-            rows=options.rows,
             policies=["ar", *dict.fromkeys(policies)],
             warmed_up=options.warmed_up or [],
             setting=_early_exit_setting(policies),
@@ -56,7 +53,7 @@ def peers(options: PeersCommand) -> None:
                 "num_layers": num_layers,
                 "rows": options.rows,
             }
-            first = header("peers", where, model, samples, options.max_new_tokens, options.repeats, **said)
+            first = header("peers", where, options.model, samples, options.max_new_tokens, options.repeats, **said)
             with recording(options.output, first) as record:
                 write_engines(record, engines, missing)
                 measure(record, engines, samples)

@@ -9,7 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import typer
+from transformers import PreTrainedModel
 
+from bench.commands.bench_options import OnModel
 from bench.engines.gguf_file import written_gguf
 from bench.engines.llama_cpp import IK_LLAMA_CPP, LLAMA_CPP, LlamaCppEngine, llama_version
 from bench.engines.own import SelfSpecEngine
@@ -39,20 +41,21 @@ Maker = Callable[[], Peer]
 class Work:
     """Settings that all engines of a command share.
 
-    file: the GGUF file that `checkpoint` names, if it does. policies, warmed_up: selfspec's. setting: exit layer and length
-    of transformers' early exit, None for its plain decoding alone. max_tokens: of a prompt and its continuation. rows: of
-    `load_model`, for selfspec's weights as they are.
+    options: the command's. file: the GGUF file that is its model, if it is one. policies, warmed_up: selfspec's. setting:
+    exit layer and length of transformers' early exit, None for its plain decoding alone. max_tokens: of a prompt and its
+    continuation.
     """
 
-    checkpoint: str
+    options: OnModel
     file: Path | None
-    dtype: str
-    device: str
     policies: Sequence[str]
     warmed_up: Sequence[str] = ()
     setting: tuple[int, int] | None = None
     max_tokens: int
-    rows: int | None = None
+
+    def network(self) -> PreTrainedModel:
+        """Load transformers' own model."""
+        return load_network(self.options.model, self.options.dtype, self.options.device)
 
 
 def engines_beside(asked: Sequence[str] | None, file: Path | None) -> list[str]:
@@ -71,7 +74,7 @@ def makers(asked: Sequence[str], work: Work) -> dict[str, Maker]:
 def _maker(name: str, work: Work) -> Maker:
     program, _, kind = name.partition(":")
     if program in _PACKAGES:
-        if resolve_device(work.device).type != "cpu":
+        if resolve_device(work.options.device).type != "cpu":
             raise ValueError(f"{program} is measured on a CPU: add --device cpu, or leave it out")
         if not kind and work.file is None:
             raise ValueError(f"--engine {name} needs a GGUF file as --model, or a kind of weights or folder after ':'")
@@ -102,10 +105,11 @@ def _installed(name: str) -> bool:
 def own_peer(work: Work, kind: str | None = None) -> Peer:
     """Make selfspec with each policy, on one copy of the weights. kind: of `OWN_KINDS`, None for the weights as they are."""
     if kind is None or kind in FEW_BITS:
-        model = open_model(work.checkpoint, kind or work.dtype, work.device, None if kind else work.rows)
+        asked = work.options
+        model = open_model(asked.model, kind or asked.dtype, asked.device, None if kind else asked.rows)
     else:
-        with written_gguf(load_network(work.checkpoint, work.dtype, work.device), kind) as path:
-            model = load_model(path, device=work.device)
+        with written_gguf(work.network(), kind) as path:
+            model = load_model(path, device=work.options.device)
     generator = SelfSpecGenerator(model, prefix_cache=0)
     engines = [SelfSpecEngine(generator, name, weights=kind) for name in work.policies]
     engines += [SelfSpecEngine(generator, name, warmed_up=True, weights=kind) for name in work.warmed_up]
@@ -114,8 +118,7 @@ def own_peer(work: Work, kind: str | None = None) -> Peer:
 
 def transformers_peer(work: Work) -> Peer:
     """Make transformers' own decoding."""
-    network = load_network(work.checkpoint, work.dtype, work.device)
-    return Peer(engines=transformers_engines(network, work.setting))
+    return Peer(engines=transformers_engines(work.network(), work.setting))
 
 
 def llama_peer(program: str, work: Work, kind: str) -> Peer:
@@ -124,7 +127,7 @@ def llama_peer(program: str, work: Work, kind: str) -> Peer:
         assert work.file is not None
         engine = LlamaCppEngine(program, work.file, work.max_tokens)
     else:
-        with written_gguf(load_network(work.checkpoint, work.dtype, work.device), kind) as path:
+        with written_gguf(work.network(), kind) as path:
             engine = LlamaCppEngine(program, path, work.max_tokens, kind)
     return Peer(engines=[engine], about={"versions": {program: llama_version(program)}})
 

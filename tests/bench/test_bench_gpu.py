@@ -29,7 +29,9 @@ def test_every_command_is_given_and_one_that_fails_is_told(
         return "it ended with status 3" if "eager" in arguments else None
 
     monkeypatch.setattr(gpu_command, "fault_of", here)
-    result = invoke("gpu", "--device", "cpu", "--shapes", "tiny", "--quick", "--output", tmp_path / "new", status=1)
+    monkeypatch.setattr(gpu_command, "_TOKENS", 12)
+    monkeypatch.setattr(gpu_command, "_REPEATS", 1)
+    result = invoke("gpu", "--device", "cpu", "--shapes", "tiny", "--output", tmp_path / "new", status=1)
     assert result.stderr == "eager: it ended with status 3\n"
     records = {path.stem: read_record(path) for path in (tmp_path / "new").iterdir()}
     assert {*records} == {"run-tiny", "batch-tiny", "transformers", "eager", "first-texts"}
@@ -37,7 +39,7 @@ def test_every_command_is_given_and_one_that_fails_is_told(
     own = ["selfspec:ar", "selfspec:ls:1-4", "selfspec:auto"]
     assert engines["run-tiny"] == engines["batch-tiny"] == own and engines["eager"] == own[:1]
     assert engines["transformers"][:4] == [*own, "transformers:generate"]
-    assert {line["texts"] for line in matching(records["batch-tiny"], "batch")} == {1, 8}
+    assert {line["texts"] for line in matching(records["batch-tiny"], "batch")} == {1, 8, 32}
 
 
 def test_how_a_command_ends(capfd: pytest.CaptureFixture[str]) -> None:

@@ -143,7 +143,7 @@ def test_tables_of_documents(tmp_path: Path) -> None:
     once = update(text, tmp_path)
     assert once.startswith("Before\n\n<!-- table: x.jsonl ratios -->\n**Ratios of speeds in runs side by side")
     source = "Commit 0123456, 2026-11-20, AMD EPYC Zen 3, AVX2 kernels."
-    assert f"(2.50–2.50) |\n\n{source}\n<!-- /table -->" in once
+    assert f"(2.00–2.00) |\n\n{source}\n<!-- /table -->" in once
     assert once.endswith("\n\nafter\n") and update(once, tmp_path) == once
     with pytest.raises(ValueError, match="has no table 'speeds', but ratios, speed"):
         update(text.replace("ratios", "speeds"), tmp_path)
