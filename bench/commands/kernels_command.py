@@ -6,7 +6,7 @@ A process that has asked for matrix tiles may clock lower, so that variants do n
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -25,6 +25,7 @@ from bench.measure import in_turn
 from bench.provenance import provenance
 from bench.record import Line
 from layerskip_models.checkpoints.gguf_blocks import numbers_of_blocks
+from layerskip_models.checkpoints.loading import FEW_BITS
 from layerskip_models.decoder_layer import Linear
 from layerskip_models.kernels.library import KernelsUnavailableError, runnable_variants
 from layerskip_models.linear import LAYOUTS, grouped_linear
@@ -35,19 +36,17 @@ MATRICES = 40
 """Multiplied in turn, so that none is found in a cache."""
 
 
-def _in_blocks(weight: Tensor, kind: str) -> Linear:
-    blocks = torch.from_numpy(in_blocks(weight.numpy(), kind))
-    return grouped_linear(numbers_of_blocks(blocks, kind), own=True)
+KINDS = ("float32", "bfloat16", "int8", "int4", *QUANTISERS)
+"""Ways to keep a matrix: our own layouts, and the types of GGUF files."""
 
 
-KINDS: dict[str, Callable[[Tensor], Linear]] = {
-    "float32": lambda weight: LAYOUTS["native"](weight, None),
-    "bfloat16": lambda weight: LAYOUTS["native"](weight.bfloat16(), None),
-    "int8": lambda weight: LAYOUTS["int8"](weight, None),
-    "int4": lambda weight: LAYOUTS["int4"](weight, None),
-    **{kind: partial(_in_blocks, kind=kind) for kind in QUANTISERS},
-}
-"""Ways to keep a float32 matrix, [out, in]: our own layouts, and the types of GGUF files."""
+def matrix_of(kind: str, weight: Tensor) -> Linear:
+    """Keep a float32 matrix, [out, in], as one of `KINDS`."""
+    if kind in QUANTISERS:
+        return grouped_linear(numbers_of_blocks(torch.from_numpy(in_blocks(weight.numpy(), kind)), kind), own=True)
+    if kind in FEW_BITS:
+        return LAYOUTS[kind](weight, None)
+    return LAYOUTS["native"](weight.to(getattr(torch, kind)), None)
 
 
 def kernels(options: KernelsCommand) -> None:
@@ -90,7 +89,7 @@ def products(variant: str, kinds: Sequence[str], rows: Sequence[int], seconds: f
     found = []
     for kind in kinds:
         draw = torch.Generator().manual_seed(0)
-        made = [KINDS[kind](torch.randn(OUT, IN, generator=draw)) for _ in range(matrices)]
+        made = [matrix_of(kind, torch.randn(OUT, IN, generator=draw)) for _ in range(matrices)]
         for count in rows:
             x = torch.randn(count, IN, generator=draw)
             taken = _timed(made, x, seconds) / matrices

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,24 +47,20 @@ class Server:
             return response.status, response.read().decode()
 
 
-@contextmanager
-def selfspec_server(folder: Path, options: Sequence[str] = (), label: str = "selfspec serve") -> Iterator[Server]:
-    """`selfspec serve FOLDER`."""
+def selfspec_server(folder: Path, options: Sequence[str] = ()) -> AbstractContextManager[Server]:
+    """Run `selfspec serve FOLDER`."""
     command = [sys.executable, "-m", "selfspec.cli.main", "serve", str(folder), "--served-name", "served", *options]
-    with _running(command, "selfspec:serve", label, "served") as server:
-        yield server
+    return _running(command, "selfspec:serve", "selfspec serve", "served")
 
 
-@contextmanager
-def transformers_server(folder: Path, dtype: str, *, continuous_batching: bool) -> Iterator[Server]:
+def transformers_server(folder: Path, dtype: str, *, continuous_batching: bool) -> AbstractContextManager[Server]:
     """Run `transformers serve FOLDER`, one request after the other or with continuous batching."""
     kind = "--continuous-batching" if continuous_batching else "--no-continuous-batching"
     program = "from transformers.cli.transformers import main; main()"
     command = [sys.executable, "-c", program, "serve", str(folder), "--dtype", dtype, kind]
     name = "transformers:serve" + ("-continuous" if continuous_batching else "")
     label = "transformers serve" + (", continuous batching" if continuous_batching else "")
-    with _running(command, name, label, str(folder)) as server:
-        yield server
+    return _running(command, name, label, str(folder))
 
 
 @contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from statistics import median, quantiles
+from statistics import quantiles
 
 from bench.record import PLAIN, Line
 from bench.report.run_tables import run_tables
 from bench.report.summary import ALL, Figure, Samples, answer_speed, decode_speed
-from bench.report.table import UNKNOWN, Table, cross_table, names, number
+from bench.report.table import UNKNOWN, Table, cross_table, middle, names
 
 _KIND = re.compile(r",?[ -](?:\w+-)?(?:BF16|F16|fp16|[a-zA-Z]+(\d)[\w]*)(?=,|$)")
 """Weights in an engine's label: of how many bits, if these are fewer than 16."""
@@ -34,8 +34,7 @@ def _bits_table(lines: Sequence[Line], samples: Samples) -> list[Table]:
         kind = _KIND.search(label)
         bits = (kind and kind[1]) or "16"
         program = label if kind is None else label.replace(kind[0], "")
-        found = samples.per_prompt(name, answer_speed)
-        speeds[program, f"{bits} bits"] = number(median(found) if found else None, "{:.0f}")
+        speeds[program, f"{bits} bits"] = middle(samples.per_prompt(name, answer_speed), "{:.0f}")
     columns = [f"{bits} bits" for bits in (16, 8, 4)]
     if not {column for _, column in speeds} >= {*columns}:
         return []

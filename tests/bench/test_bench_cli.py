@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.commands.bench_app import main
 from bench.engines.gguf_file import write_gguf
 from bench.record import matching, read_record
 from layerskip_models.kernels.library import kernels
@@ -145,15 +143,6 @@ def test_mistakes_end_with_one_line_and_status_2(command, invoke, checkpoint, tm
     result = invoke(*(checkpoint if word == "MODEL" else word for word in command.split()), status=2)
     (line,) = [line for line in result.stderr.splitlines() if line and not line.startswith("Loading weights")]
     assert line.startswith("error: ") and MISTAKES[command] in line
-
-
-def test_the_program_says_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("signal.signal", lambda *arguments: None)  # this process's handlers stay
-    monkeypatch.setattr(sys, "argv", ["selfspec-bench", "report", str(tmp_path / "none.jsonl")])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
 
 
 def test_rows_that_q8_cannot_hold_are_refused(tmp_path: Path) -> None:

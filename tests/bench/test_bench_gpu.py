@@ -39,12 +39,15 @@ def test_every_command_is_given_and_one_that_fails_is_told(
     own = ["selfspec:ar", "selfspec:ls:1-4", "selfspec:auto"]
     assert engines["run-tiny"] == engines["batch-tiny"] == own and engines["eager"] == own[:1]
     assert engines["transformers"][:4] == [*own, "transformers:generate"]
+    assert records["eager"][0]["configuration"]["model"] == "synthetic weights (tiny)"
+    assert "Synthetic weights (tiny) in" in invoke("report", tmp_path / "new" / "eager.jsonl").output
     assert {line["texts"] for line in matching(records["batch-tiny"], "batch")} == {1, 8, 32}
 
 
 def test_how_a_command_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    """And the program says one line of a mistake."""
     assert gpu_command.fault_of(["--help"], 100.0) is None
     assert gpu_command.fault_of(["report"], 100.0) == "it ended with status 2"
     assert gpu_command.fault_of(["report"], 0.001) == "its time was over"
     assert gpu_command.fault_of(["report"], -1.0) == "no time was left"
-    assert capfd.readouterr().err.count("name at least one record") == 1
+    assert capfd.readouterr().err == "error: name at least one record\n"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.commands import kernels_command
-from bench.commands.kernels_command import KINDS
+from bench.commands.kernels_command import KINDS, matrix_of
 from bench.commands.load_command import measure_batch_call, measure_clients
 from bench.engines.servers import Server, network_folder, words_tokenizer
 from bench.machine import WeightBytes
@@ -107,7 +107,7 @@ def test_a_matrix_of_each_kind_is_nearly_the_one_it_was_made_of(kind: str) -> No
     weight, x = torch.randn(64, 512, generator=draw), torch.randn(3, 512, generator=draw)
     expected = x @ weight.T
     most = {"float32": 1e-5, "bfloat16": 0.01, "int8": 0.03, "Q6_K": 0.05}.get(kind, 0.25)
-    assert float((KINDS[kind](weight)(x) - expected).norm() / expected.norm()) < most
+    assert float((matrix_of(kind, weight)(x) - expected).norm() / expected.norm()) < most
 
 
 def test_clients_get_the_texts_of_generate_batch(checkpoint: Path) -> None:
