@@ -67,7 +67,7 @@ records: $(VENV)/.installed
 	$(BENCH) sweep --exit-layers 1-6 --num-speculations 1-8 --repeats 3 --warmups 1 -o $(RECORDS)/sweep-demo.jsonl
 	$(BENCH) peers --num-samples 8 --warmed-up auto -o $(RECORDS)/peers-demo.jsonl
 	$(BENCH) load -o $(RECORDS)/load-demo.jsonl
-	$(BENCH) peers --model smollm2 --chat --num-samples 12 --warmed-up auto --loads 3 -o $(RECORDS)/peers-smollm2.jsonl
+	$(BENCH) peers --model smollm2 --chat --num-samples 12 --warmed-up auto -o $(RECORDS)/peers-smollm2.jsonl
 	$(BENCH) peers $(MEDIUM) --engine transformers --engine selfspec:int8 --engine selfspec:int4 --engine llama.cpp:BF16 \
 	  --engine llama.cpp:Q8_0 --engine llama.cpp:Q4_0 -o $(RECORDS)/peers-medium.jsonl
 	$(BENCH) peers $(MEDIUM) --engine selfspec:Q4_K_M --engine selfspec:Q6_K --engine selfspec:Q8_0 --engine llama.cpp:Q8_0 \

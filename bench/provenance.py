@@ -103,13 +103,7 @@ def git_commit(folder: Path) -> str | None:
     """Return the commit checked out in a folder that is a repository's root; "+changes" is appended if files differ."""
     if not (folder / ".git").exists():
         return None
-    try:
-        commit, status = (
-            subprocess.run(
-                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=20
-            ).stdout.strip()
-            for arguments in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit + ("+changes" if status else "")
+    command = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    return None

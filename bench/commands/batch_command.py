@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,12 @@ from selfspec.cli.console import one_line_errors
 def batch(options: BatchCommand) -> None:
     with one_line_errors():
         sizes = parse_range(options.texts, "--texts")
-        samples = encoded(options.prompts, max(sizes), open_tokenizer(options.model), options.prompt_tokens)
         file = file_of(options.model)
-        model = str(file or options.model)
+        options = replace(options, model=str(file or options.model))
+        samples = encoded(options.prompts, max(sizes), open_tokenizer(options.model), options.prompt_tokens)
         work = Work(
-            checkpoint=model,
+            options=options,
             file=file,
-            dtype=options.dtype,
-            device=options.device,
-            rows=options.rows,
             policies=options.policy or ["ar", "auto"],
             max_tokens=max(len(sample.ids) for sample in samples) + options.max_new_tokens,
         )
@@ -44,7 +42,7 @@ def batch(options: BatchCommand) -> None:
         with started(made, options.peer_timeout) as (engines, where, missing):
             names = [Path(name).name for name in asked]
             said = {"texts": sizes, "policies": work.policies, "engines": names, "rows": options.rows}
-            first = header("batch", where, model, samples, options.max_new_tokens, options.repeats, **said)
+            first = header("batch", where, options.model, samples, options.max_new_tokens, options.repeats, **said)
             with recording(options.output, first) as record:
                 write_engines(record, engines, missing)
                 survivors = Survivors(engines[0], record)

@@ -14,7 +14,7 @@ import typer
 
 from bench.datasets import COPYING, shipped_names
 from layerskip_models.checkpoints.named_models import DEMO, named_file
-from layerskip_models.output_paths import output_file
+from layerskip_models.output_paths import output_file, output_folder
 from selfspec.cli.console import one_line_errors
 from selfspec.cli.option_groups import checked_model, option
 
@@ -28,6 +28,12 @@ def _record_path(path: Path | None) -> Path | None:
 def _checkpoint(name: str) -> str:
     """Return the path that a short name stands for (`checked_model`), and other names as they are."""
     return name if Path(name).exists() else str(named_file(checked_model(name) or name) or name)
+
+
+def _record_folder(path: Path | None) -> Path | None:
+    """Fail before anything runs if records could not be written."""
+    with one_line_errors():
+        return None if path is None else output_folder(path)
 
 
 DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:as=printed", "del+spide")
@@ -58,6 +64,7 @@ _TIMEOUT = "Seconds that a peer may take to load, or for one text, before it is 
 PeerTimeoutOption = Annotated[float, typer.Option(min=1, help=_TIMEOUT)]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 _OUTPUT = "Write the record, JSON lines, to this file. If a run of the same command broke off there, it goes on."
+_FOLDER = "Folder for the records. What a command has measured there already is not measured again."
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help=_OUTPUT, callback=_record_path)]
 
 
@@ -126,7 +133,6 @@ class PeersCommand(OnPrompts):
     chat: bool = option(
         False, "Prompts are messages to the model, without those too long; it ends its answers.", None, "--chat"
     )
-    loads: int = option(0, "Also load each engine this often, in a new process each time. Needs a GGUF file.", min=0)
     peer_timeout: PeerTimeoutOption = 600
 
 
@@ -214,16 +220,14 @@ class KernelsCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuCommand:
-    """Measure on a GPU, with random weights: which texts are the same, and speed beside transformers; on a CPU, a trial."""
+    """Measure on a GPU, with random weights: `run` and `batch` at each shape, and at the first what transformers gives, the
+    eager runner, and first texts. On a CPU, a trial. Ends with status 1 if a command did not come to a good end.
+    """
 
-    shapes: str | None = option(
-        None, "Shapes; transformers is measured at the first. Default: llama3.2-1B,llama3-8B,llama2-7B; on a CPU small."
-    )
-    minutes: float = option(6.0, "Minutes after which nothing more is measured.", min=0.0)
-    quick: bool = option(False, "Fewer repeats, and no 32 texts.", None, "--quick")
-    commit: str | None = option(None, "Commit of this code, for the record, where its folder is no repository.")
+    shapes: str | None = option(None, "Shapes. Default: llama3.2-1B,llama3-8B,llama2-7B; on a CPU small.")
+    minutes: float = option(10.0, "Minutes after which nothing more is measured.", min=0.0)
     device: DeviceOption = "auto"
-    output: OutputOption = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help=_FOLDER, callback=_record_folder)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,15 @@
 """`selfspec-bench kernels`: speed of single products, by kind of weights, rows and variant of the kernels.
 
-Run as a program, it measures the variant that SELFSPEC_NATIVE names, and prints a line for each product. A process that has
-asked for matrix tiles may clock lower, so that variants do not share one.
+A process that has asked for matrix tiles may clock lower, so that variants do not share one.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -27,6 +25,7 @@ from bench.measure import in_turn
 from bench.provenance import provenance
 from bench.record import Line
 from layerskip_models.checkpoints.gguf_blocks import numbers_of_blocks
+from layerskip_models.checkpoints.loading import FEW_BITS
 from layerskip_models.decoder_layer import Linear
 from layerskip_models.kernels.library import KernelsUnavailableError, runnable_variants
 from layerskip_models.linear import LAYOUTS, grouped_linear
@@ -37,19 +36,17 @@ MATRICES = 40
 """Multiplied in turn, so that none is found in a cache."""
 
 
-def _in_blocks(weight: Tensor, kind: str) -> Linear:
-    blocks = torch.from_numpy(in_blocks(weight.numpy(), kind))
-    return grouped_linear(numbers_of_blocks(blocks, kind), own=True)
+KINDS = ("float32", "bfloat16", "int8", "int4", *QUANTISERS)
+"""Ways to keep a matrix: our own layouts, and the types of GGUF files."""
 
 
-KINDS: dict[str, Callable[[Tensor], Linear]] = {
-    "float32": lambda weight: LAYOUTS["native"](weight, None),
-    "bfloat16": lambda weight: LAYOUTS["native"](weight.bfloat16(), None),
-    "int8": lambda weight: LAYOUTS["int8"](weight, None),
-    "int4": lambda weight: LAYOUTS["int4"](weight, None),
-    **{kind: partial(_in_blocks, kind=kind) for kind in QUANTISERS},
-}
-"""Ways to keep a float32 matrix, [out, in]: our own layouts, and the types of GGUF files."""
+def matrix_of(kind: str, weight: Tensor) -> Linear:
+    """Keep a float32 matrix, [out, in], as one of `KINDS`."""
+    if kind in QUANTISERS:
+        return grouped_linear(numbers_of_blocks(torch.from_numpy(in_blocks(weight.numpy(), kind)), kind), own=True)
+    if kind in FEW_BITS:
+        return LAYOUTS[kind](weight, None)
+    return LAYOUTS["native"](weight.to(getattr(torch, kind)), None)
 
 
 def kernels(options: KernelsCommand) -> None:
@@ -82,23 +79,22 @@ def kernels(options: KernelsCommand) -> None:
 
 def _measured(variant: str, job: dict[str, Any]) -> dict[str, list[Line]]:
     """Measure all products of one variant in a process of its own."""
-    command = [sys.executable, "-m", "bench.commands.kernels_command", json.dumps(job)]
-    environment = {**os.environ, "SELFSPEC_NATIVE": variant}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"variant {variant} ended with exit code {done.returncode}")
-    return {"measured": [json.loads(line) for line in done.stdout.splitlines()]}
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return {"measured": process.submit(products, variant, **job).result()}
 
 
-def products(kinds: Sequence[str], rows: Sequence[int], seconds: float, matrices: int) -> Iterator[Line]:
+def products(variant: str, kinds: Sequence[str], rows: Sequence[int], seconds: float, matrices: int) -> list[Line]:
     """Time products, for `seconds` each at least: the median of three turns or more through all matrices, and one's bytes."""
+    os.environ["SELFSPEC_NATIVE"] = variant  # which nothing has read in this process so far
+    found = []
     for kind in kinds:
         draw = torch.Generator().manual_seed(0)
-        made = [KINDS[kind](torch.randn(OUT, IN, generator=draw)) for _ in range(matrices)]
+        made = [matrix_of(kind, torch.randn(OUT, IN, generator=draw)) for _ in range(matrices)]
         for count in rows:
             x = torch.randn(count, IN, generator=draw)
             taken = _timed(made, x, seconds) / matrices
-            yield {"weights": kind, "rows": count, "seconds": taken, "bytes": made[0].num_bytes}
+            found.append({"weights": kind, "rows": count, "seconds": taken, "bytes": made[0].num_bytes})
+    return found
 
 
 @torch.inference_mode()
@@ -110,8 +106,3 @@ def _timed(matrices: Sequence[Linear], x: Tensor, seconds: float) -> float:
             matrix(x)
         taken.append(perf_counter() - start)
     return median(taken[1:])  # the first warms up
-
-
-if __name__ == "__main__":
-    for product in products(**json.loads(sys.argv[1])):
-        print(json.dumps(product), flush=True)

@@ -20,7 +20,7 @@ from bench.commands.bench_options import LoadCommand
 from bench.commands.session import encoded, header, progress, recording, show
 from bench.commands.sweep_command import parse_range
 from bench.datasets import EncodedPrompt
-from bench.engines.servers import Server, selfspec_server, served_folder, transformers_server
+from bench.engines.servers import Server, network_folder, selfspec_server, transformers_server
 from bench.measure import output_digest
 from bench.models import is_synthetic, load_network
 from bench.provenance import provenance
@@ -36,12 +36,11 @@ def load(options: LoadCommand) -> None:
     with ExitStack() as held:
         held.enter_context(one_line_errors())
         sizes = parse_range(options.clients, "--clients")
-        synthetic = is_synthetic(options.model)
-        if not synthetic and not Path(options.model).is_dir():
+        folder = Path(options.model)
+        if is_synthetic(options.model):
+            folder = held.enter_context(network_folder(load_network(options.model, "bfloat16", "cpu")))
+        elif not folder.is_dir():
             raise ValueError("--model must be a folder or synthetic:SHAPE: all servers load the same files")
-        network = load_network(options.model, "bfloat16", "cpu") if synthetic else None
-        folder = held.enter_context(served_folder(None if synthetic else Path(options.model), network))
-        del network
         tokenizer = load_tokenizer(folder, local_files_only=True)
         samples, prompts = _prompts(tokenizer, max(sizes) * options.requests, options.prompt_tokens)
         generator = SelfSpecGenerator.from_pretrained(folder, dtype="float32", local_files_only=True, prefix_cache=0)

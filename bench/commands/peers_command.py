@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from bench.commands.bench_options import PeersCommand
 from bench.commands.session import encoded, header, measure, recording, show, started, write_engines
 from bench.datasets import chat_prompts, load_prompts
-from bench.engines.catalogue import Work, engines_beside, loaders, makers
-from bench.engines.own import EngineLostError
+from bench.engines.catalogue import Work, engines_beside, makers
 from bench.models import file_of, num_layers_of, open_tokenizer
-from bench.record import Record
 from policies import LayerCost, parse_policy
 from selfspec.cli.console import one_line_errors
 from selfspec.defaults import DEFAULT_POLICY, fixed_policy
@@ -22,25 +19,20 @@ from selfspec.defaults import DEFAULT_POLICY, fixed_policy
 def peers(options: PeersCommand) -> None:
     with one_line_errors():
         file = file_of(options.model)
-        model = str(file or options.model)
-        if options.loads and file is None:
-            raise ValueError("--loads needs a GGUF file as --model, which all engines read as it is")
-        num_layers = num_layers_of(model)
-        policies = options.policy or [*([] if file else [fixed_policy(model, num_layers)]), DEFAULT_POLICY]
+        options = replace(options, model=str(file or options.model))
+        num_layers = num_layers_of(options.model)
+        policies = options.policy or [*([] if file else [fixed_policy(options.model, num_layers)]), DEFAULT_POLICY]
         for name in (*policies, *(options.warmed_up or [])):
             if "pacer" not in name:  # which needs the loaded model
                 parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
-        tokenizer = open_tokenizer(model)
+        tokenizer = open_tokenizer(options.model)
         if options.chat:
             samples = chat_prompts(load_prompts(options.prompts), tokenizer, options.prompt_tokens, options.num_samples)
         else:
             samples = encoded(options.prompts, options.num_samples, tokenizer, options.prompt_tokens)
         work = Work(
-            checkpoint=model,
+            options=options,
             file=file,
-            dtype=options.dtype,
-            device=options.device,
-            rows=options.rows,
             policies=["ar", *dict.fromkeys(policies)],
             warmed_up=options.warmed_up or [],
             setting=_early_exit_setting(policies),
@@ -61,24 +53,11 @@ def peers(options: PeersCommand) -> None:
                 "num_layers": num_layers,
                 "rows": options.rows,
             }
-            first = header("peers", where, model, samples, options.max_new_tokens, options.repeats, **said)
+            first = header("peers", where, options.model, samples, options.max_new_tokens, options.repeats, **said)
             with recording(options.output, first) as record:
                 write_engines(record, engines, missing)
-                if options.loads:
-                    _measure_loading(record, asked, work, options.loads, options.peer_timeout)
                 measure(record, engines, samples)
     show(record.lines)
-
-
-def _measure_loading(record: Record, asked: list[str], work: Work, loads: int, timeout: float) -> None:
-    """Write how each engine loads; one that does not is left out, and `started` has said why."""
-    tokenizer = open_tokenizer(work.checkpoint)
-    prompt = str(tokenizer.decode(encoded(None, 1, tokenizer, work.max_tokens // 2)[0].ids))
-    timed = loaders(asked, work, prompt, timeout)
-    for repeat in range(loads):
-        for name, load in timed.items():
-            with suppress(EngineLostError):
-                record.once("loading", load, name=name, repeat=repeat)
 
 
 def _early_exit_setting(policies: list[str]) -> tuple[int, int] | None:

@@ -102,9 +102,6 @@ def _cells(
                 "cell",
                 policy=f"ls:{exit_layer}-{length}",
                 rounds=sum(run.rounds for run in runs),
-                loaded_layers=sum(run.loaded_layers for run in runs),
-                acceptance_rate=mean(run.acceptance_rate for run in runs),
-                tokens_per_round=mean(run.tokens_per_round for run in runs),
                 etpl=mean(run.etpl for run in runs),
                 predicted_speedup=plain / sum(run.cost(cost) for run in runs),
             )

@@ -82,7 +82,8 @@ class LlamaCppEngine(TimedEngine):
         """Return the new tokens of each text, all seconds, and those to the first tokens. The context is made before that."""
         with self._room(prompts) as (context, batch):
             start = perf_counter()
-            tokens = [[best] for best in self._choices(context, batch, _from_start(prompts))]
+            read = [(text, prompt.tolist(), 0) for text, prompt in enumerate(prompts)]
+            tokens = [[best] for best in self._choices(context, batch, read)]
             first = perf_counter() - start
             for length in range(max_new_tokens - 1):
                 rows = [(text, own[-1:], len(prompts[text]) + length) for text, own in enumerate(tokens)]
@@ -96,11 +97,6 @@ class LlamaCppEngine(TimedEngine):
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
         return BatchRun.after_prompts(*self._continued(prompts, max_new_tokens))
-
-    def next_logits(self, ids: Tensor) -> Tensor:
-        with self._room([ids]) as (context, batch):
-            (place,) = self._decode(context, batch, _from_start([ids]))
-            return torch.tensor(self._logits(context, place))
 
     def _choices(self, context: Any, batch: Any, rows: Rows) -> list[int]:
         """Return the likeliest next token of each text after one pass."""
@@ -125,10 +121,6 @@ class LlamaCppEngine(TimedEngine):
 
     def _logits(self, context: Any, place: int) -> NDArray[np.float32]:
         return np.ctypeslib.as_array(self._library.llama_get_logits_ith(context, place), (self._vocab_size,))
-
-
-def _from_start(prompts: Sequence[Tensor]) -> Rows:
-    return [(text, prompt.tolist(), 0) for text, prompt in enumerate(prompts)]
 
 
 def _library(program: str) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import http.client
-import json
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 START_SECONDS = 180
 """Within which a server must answer."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,24 +47,20 @@ class Server:
             return response.status, response.read().decode()
 
 
-@contextmanager
-def selfspec_server(folder: Path, options: Sequence[str] = (), label: str = "selfspec serve") -> Iterator[Server]:
-    """`selfspec serve FOLDER`."""
+def selfspec_server(folder: Path, options: Sequence[str] = ()) -> AbstractContextManager[Server]:
+    """Run `selfspec serve FOLDER`."""
     command = [sys.executable, "-m", "selfspec.cli.main", "serve", str(folder), "--served-name", "served", *options]
-    with _running(command, "selfspec:serve", label, "served") as server:
-        yield server
+    return _running(command, "selfspec:serve", "selfspec serve", "served")
 
 
-@contextmanager
-def transformers_server(folder: Path, dtype: str, *, continuous_batching: bool) -> Iterator[Server]:
+def transformers_server(folder: Path, dtype: str, *, continuous_batching: bool) -> AbstractContextManager[Server]:
     """Run `transformers serve FOLDER`, one request after the other or with continuous batching."""
     kind = "--continuous-batching" if continuous_batching else "--no-continuous-batching"
     program = "from transformers.cli.transformers import main; main()"
     command = [sys.executable, "-c", program, "serve", str(folder), "--dtype", dtype, kind]
     name = "transformers:serve" + ("-continuous" if continuous_batching else "")
     label = "transformers serve" + (", continuous batching" if continuous_batching else "")
-    with _running(command, name, label, str(folder)) as server:
-        yield server
+    return _running(command, name, label, str(folder))
 
 
 @contextmanager
@@ -102,19 +96,12 @@ def _answers(server: Server) -> bool:
 
 
 @contextmanager
-def served_folder(folder: Path | None, network: PreTrainedModel | None) -> Iterator[Path]:
-    """Make a temporary folder with a checkpoint or a network; without a tokenizer it gets one with a word for every id."""
+def network_folder(network: PreTrainedModel) -> Iterator[Path]:
+    """Within it, a temporary folder with a network and a tokenizer that has a word for every id."""
     with tempfile.TemporaryDirectory() as made:
-        path = Path(made)
-        if folder is not None:
-            for file in folder.resolve().iterdir():
-                (path / file.name).symlink_to(file)
-        elif network is not None:
-            network.save_pretrained(path)
-        if not any((path / name).exists() for name in _TOKENIZER_FILES):
-            vocab_size = json.loads((path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-            words_tokenizer(vocab_size).save_pretrained(path)
-        yield path
+        network.save_pretrained(made)
+        words_tokenizer(network.config.vocab_size).save_pretrained(made)
+        yield Path(made)
 
 
 def words_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

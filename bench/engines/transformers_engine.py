@@ -71,11 +71,6 @@ class TransformersEngine(TimedEngine):
         tokens, seconds = self._call(ids, max_new_tokens, mask)
         return BatchRun(tokens=tokens, seconds=seconds)
 
-    def next_logits(self, ids: Tensor) -> Tensor:
-        with torch.inference_mode():
-            output = self._model(input_ids=ids.to(self._model.device).unsqueeze(0), logits_to_keep=1, use_cache=False)
-            return output.logits[0, -1].float().cpu()
-
 
 def transformers_engines(model: PreTrainedModel, setting: tuple[int, int] | None) -> list[TransformersEngine]:
     """Return plain `generate`; on CUDA with a static cache, too, which transformers then compiles; and two of early exit.

@@ -34,7 +34,9 @@ def interval_tables(samples: Samples, runs: Mapping[str, Sequence[Line]]) -> lis
     layers: dict[str, Rate] = {}
     speeds: dict[str, Rate] = {}
     for engine, own in runs.items():
-        layers[engine] = np.array([line["num_new_tokens"] - 1.0 for line in own]), np.array([*map(layers_of, own)])
+        # A pre-verifier's passes count as layers.
+        loaded = np.array([line["stats"]["loaded_layers"] + line["stats"]["preverifier_layers"] for line in own])
+        layers[engine] = np.array([line["num_new_tokens"] - 1.0 for line in own]), loaded
         speeds[engine] = np.array(samples.per_prompt(engine, answer_speed)), np.ones(count)
     best_first = sorted(runs, key=lambda engine: -layers[engine][0].sum() / layers[engine][1].sum())
     fixed = next((engine for engine in best_first if engine.startswith("selfspec:ls:")), None)
@@ -75,8 +77,3 @@ def drawn(tasks: tuple[str, ...]) -> Floats:
                 row[place] += 1
     counts.flags.writeable = False
     return counts
-
-
-def layers_of(line: Line) -> float:
-    """Return the layers that a run's rounds loaded; a pre-verifier's passes count as layers."""
-    return float(line["stats"]["loaded_layers"] + line["stats"]["preverifier_layers"])

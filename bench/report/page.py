@@ -8,7 +8,6 @@ from pathlib import Path
 
 from bench.record import WARMED_UP, Line, matching, read_record, showing
 from bench.report.cold_table import cold_tables
-from bench.report.gpu_tables import gpu_tables
 from bench.report.machine_tables import context_tables, kernels_tables, roofline_tables
 from bench.report.paper_tables import paper_tables
 from bench.report.peer_tables import peer_tables
@@ -29,7 +28,6 @@ _TABLES: dict[str, Callable[[Sequence[Line]], list[Table]]] = {
     "batch": batch_tables,
     "load": load_tables,
     "kernels": kernels_tables,
-    "gpu": gpu_tables,
     "paper": paper_tables,
 }
 """What makes the tables of a record, by the command that wrote it."""

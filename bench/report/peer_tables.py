@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from statistics import median, quantiles
+from statistics import quantiles
 
-from bench.record import PLAIN, Line, matching
+from bench.record import PLAIN, Line
 from bench.report.run_tables import run_tables
 from bench.report.summary import ALL, Figure, Samples, answer_speed, decode_speed
-from bench.report.table import UNKNOWN, Table, cross_table, names, number
+from bench.report.table import UNKNOWN, Table, cross_table, middle, names
 
 _KIND = re.compile(r",?[ -](?:\w+-)?(?:BF16|F16|fp16|[a-zA-Z]+(\d)[\w]*)(?=,|$)")
 """Weights in an engine's label: of how many bits, if these are fewer than 16."""
@@ -24,33 +24,7 @@ def prompt_speed(line: Line) -> float | None:
 def peer_tables(lines: Sequence[Line]) -> list[Table]:
     """Make all tables that the record has lines for."""
     samples = Samples(lines)
-    return [_engine_table(lines, samples), *_bits_table(lines, samples), *_ratio_tables(samples), *run_tables(lines)]
-
-
-def _engine_table(lines: Sequence[Line], samples: Samples) -> Table:
-    def loading(engine: str, name: str, pattern: str, factor: float = 1) -> str:
-        found = [line[name] for line in matching(lines, "loading", engine=engine) if line.get(name) is not None]
-        return number(median(found) if found else None, pattern, factor)
-
-    def speed(engine: str, figure: Figure) -> str:
-        found = samples.per_prompt(engine, figure)
-        return number(median(found) if found else None, "{:.0f}")
-
-    rows = [
-        {
-            "engine": label,
-            "import, s": loading(name, "import_seconds", "{:.1f}"),
-            "load, s": loading(name, "load_seconds", "{:.2f}"),
-            "first token, s": loading(name, "first_seconds", "{:.2f}"),
-            "prompt tokens/s": speed(name, prompt_speed),
-            "decoding tokens/s": speed(name, decode_speed),
-            "tokens/s, whole answer": speed(name, answer_speed),
-            "peak memory, MiB": loading(name, "peak_bytes", "{:.0f}", 2**-20),
-        }
-        for name, label in samples.engines.items()
-    ]
-    title = f"{lines[0]['configuration']['model']}: engines side by side, medians over prompts of all kinds"
-    return Table.of("engines", title, rows).known()
+    return [*_bits_table(lines, samples), *_ratio_tables(samples), *run_tables(lines)]
 
 
 def _bits_table(lines: Sequence[Line], samples: Samples) -> list[Table]:
@@ -60,8 +34,7 @@ def _bits_table(lines: Sequence[Line], samples: Samples) -> list[Table]:
         kind = _KIND.search(label)
         bits = (kind and kind[1]) or "16"
         program = label if kind is None else label.replace(kind[0], "")
-        found = samples.per_prompt(name, answer_speed)
-        speeds[program, f"{bits} bits"] = number(median(found) if found else None, "{:.0f}")
+        speeds[program, f"{bits} bits"] = middle(samples.per_prompt(name, answer_speed), "{:.0f}")
     columns = [f"{bits} bits" for bits in (16, 8, 4)]
     if not {column for _, column in speeds} >= {*columns}:
         return []

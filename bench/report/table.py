@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TypeVar
 
 Row = TypeVar("Row")
@@ -51,6 +52,11 @@ class Table:
 def number(value: float | None, pattern: str, factor: float = 1) -> str:
     """value * factor in a pattern such as "{:.2f}"; a dash for None."""
     return UNKNOWN if value is None else pattern.format(value * factor)
+
+
+def middle(values: Sequence[float], pattern: str, factor: float = 1) -> str:
+    """Write the median, as `number` does; a dash for none."""
+    return number(median(values) if values else None, pattern, factor)
 
 
 def counted(count: int, what: str) -> str:

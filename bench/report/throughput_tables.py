@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median, quantiles
 
 from bench.record import Line, by_value, engine_labels, matching
-from bench.report.table import UNKNOWN, Table, counted, cross_table, number
+from bench.report.table import UNKNOWN, Table, counted, cross_table, middle
 
 
 def batch_tables(lines: Sequence[Line]) -> list[Table]:
@@ -71,12 +71,12 @@ def files_tables(lines: Sequence[Line]) -> list[Table]:
         found = []
         for name in names:
             runs = [line for line in matching(lines, "file", engine=name, what=what) if line[f"{part}_seconds"]]
-            found.append(median(line[f"{part}_tokens"] / line[f"{part}_seconds"] for line in runs) if runs else None)
-        return " / ".join(number(one, "{:.0f}") for one in found)
+            found.append(middle([line[f"{part}_tokens"] / line[f"{part}_seconds"] for line in runs], "{:.0f}"))
+        return " / ".join(found)
 
     def loading(file: str, own: str, field: str, pattern: str, factor: float = 1) -> str:
         found = [line[field] for line in matching(lines, "loading", engine=own, weights=file) if line.get(field)]
-        return number(median(found) if found else None, pattern, factor)
+        return middle(found, pattern, factor)
 
     *prompts, texts = asked["measured"]
     rows = [
@@ -102,7 +102,7 @@ def load_tables(lines: Sequence[Line]) -> list[Table]:
 
     def speed(engine: str, clients: int) -> str:
         found = matching(lines, "load", engine=engine, clients=clients)
-        return f"{median(line['tokens'] / line['seconds'] for line in found):.1f}" if found else UNKNOWN
+        return middle([line["tokens"] / line["seconds"] for line in found], "{:.1f}")
 
     def wait(engine: str, clients: int) -> str:
         """Over all requests of all repeats."""

@@ -1,88 +1,53 @@
-"""`selfspec-bench gpu` on a CPU: what it measures, and that nothing ends it."""
+"""`selfspec-bench gpu` on a CPU: the commands that it gives, and that none of them ends the others."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
 
+import bench.synthetic
 from bench.commands import gpu_command
-from bench.record import Line, matching, read_record
-from bench.report.page import tables, update
-from layerskip_models.families import IN_TRANSFORMERS
-from tiny_llama import tiny_llama
+from bench.record import matching, read_record
 
-Run = Callable[..., tuple[list[Line], Path]]
-OWN = ["selfspec:ar", "selfspec:ls:1-4", "selfspec:auto", "selfspec:ar, eager"]
-
-
-@pytest.fixture
-def run(invoke: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Measure two families, and speeds of a tiny model. Returns the record's lines and its path."""
-    monkeypatch.setattr(gpu_command, "IN_TRANSFORMERS", {name: IN_TRANSFORMERS[name] for name in ("llama", "mistral")})
-    monkeypatch.setattr(gpu_command, "load_network", lambda *_: tiny_llama(vocab_size=64, seed=3))
-
-    def gpu(*options: object) -> tuple[list[Line], Path]:
-        record = tmp_path / "gpu.jsonl"
-        result = invoke("gpu", "--device", "cpu", "--quick", "--commit", "1234567", "--output", record, *options)
-        assert result.exit_code == 0, result.output
-        return read_record(record), record
-
-    return gpu
+TINY = {
+    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 48, "vocab_size": 4096, "max_position_embeddings": 256,
+}  # fmt: skip
 
 
-def test_all_is_measured_and_makes_tables(run: Run) -> None:
-    lines, record = run()
-    exact = matching(lines, "exact")
-    assert [(line["family"], line["dtype"]) for line in exact[1:3]] == [("mistral", "float32"), ("llama", "bfloat16")]
-    assert not any(count for line in exact[:2] for count in line["other"].values())
-    speeds = matching(lines, "speed")
-    assert [line["engine"] for line in speeds if line["beside"] == "eager"][:8] == [*OWN, *OWN[1:], OWN[0]]  # in turn
-    theirs = ["transformers:generate", "transformers:early-exit:1-4"]
-    assert {line["engine"] for line in speeds if line["beside"] != "eager"} == {OWN[0], *theirs}
-    assert {line["output"] for line in speeds} == {speeds[0]["output"]}
-    assert len(matching(lines, "texts")) == 3 * 3 * 2 and not matching(lines, "lost")
-    found, speed = tables(lines)
-    assert found.rows[0] == ("plain decoding beside transformers", "0 of 6", found.rows[0][2])
-    assert [row[1] for row in speed.rows[:2]] == ["selfspec, plain", "selfspec, ls:1-4"] and len(speed.rows) == 7
-    plain = [line["tokens"] / line["seconds"] for line in speeds if line["engine"] == OWN[0] and line["repeat"] >= 0]
-    assert speed.rows[0][2:4] == (f"{median(plain[:2]):.4g}", "1")
-    filled = update(f"<!-- table: {record} speed -->\n<!-- /table -->", Path())
-    assert speed.markdown() in filled
-    again, _ = run()
-    assert again == lines  # a complete record is shown
+def test_every_command_is_given_and_one_that_fails_is_told(
+    invoke: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(bench.synthetic.SHAPES, "tiny", TINY)
+
+    def here(arguments: Sequence[str], seconds: float) -> str | None:
+        assert 0 < seconds <= 600
+        invoke(*arguments)
+        return "it ended with status 3" if "eager" in arguments else None
+
+    monkeypatch.setattr(gpu_command, "fault_of", here)
+    monkeypatch.setattr(gpu_command, "_TOKENS", 12)
+    monkeypatch.setattr(gpu_command, "_REPEATS", 1)
+    result = invoke("gpu", "--device", "cpu", "--shapes", "tiny", "--output", tmp_path / "new", status=1)
+    assert result.stderr == "eager: it ended with status 3\n"
+    records = {path.stem: read_record(path) for path in (tmp_path / "new").iterdir()}
+    assert {*records} == {"run-tiny", "batch-tiny", "transformers", "eager", "first-texts"}
+    engines = {name: [line["engine"] for line in matching(lines, "engine")] for name, lines in records.items()}
+    own = ["selfspec:ar", "selfspec:ls:1-4", "selfspec:auto"]
+    assert engines["run-tiny"] == engines["batch-tiny"] == own and engines["eager"] == own[:1]
+    assert engines["transformers"][:4] == [*own, "transformers:generate"]
+    assert records["eager"][0]["configuration"]["model"] == "synthetic weights (tiny)"
+    assert "Synthetic weights (tiny) in" in invoke("report", tmp_path / "new" / "eager.jsonl").output
+    assert {line["texts"] for line in matching(records["batch-tiny"], "batch")} == {1, 8, 32}
 
 
-def test_what_fails_is_a_line_and_the_next_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A measurement that raises, and a process that ends."""
-    exact, texts = gpu_command._Measurer._exact, gpu_command._Measurer._texts
-
-    def fails(self: Any, family: str, dtype: str) -> Line:
-        if family == "mistral":
-            raise FloatingPointError("no number")
-        return exact(self, family, dtype)
-
-    def ends(self: Any, **key: Any) -> Line:
-        return os._exit(3) if key["engine"] == OWN[2] else texts(self, **key)
-
-    monkeypatch.setattr(gpu_command._Measurer, "_exact", fails)
-    monkeypatch.setattr(gpu_command._Measurer, "_texts", ends)
-    lines, _ = run()
-    reasons = [line["reason"] for line in matching(lines, "lost")]
-    assert reasons[0] == "exact mistral float32: FloatingPointError: no number"
-    assert reasons[2].startswith("small: ") and "ended with status 3" in reasons[2] and len(reasons) == 3
-    assert len(matching(lines, "exact")) == 2 and len(matching(lines, "texts")) == 2
-    assert len(matching(lines, "speed", beside="transformers")) == 3 * 3
-    assert len(tables(lines)) == 2
-
-
-def test_no_time_is_left(run: Run) -> None:
-    lines, _ = run("--minutes", 0)
-    lost = [line["reason"] for line in matching(lines, "lost")]
-    assert lost == [f"{step}: no time was left" for step in ("exactness", "small", "transformers")] and not tables(
-        lines
-    )
+def test_how_a_command_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    """And the program says one line of a mistake."""
+    assert gpu_command.fault_of(["--help"], 100.0) is None
+    assert gpu_command.fault_of(["report"], 100.0) == "it ended with status 2"
+    assert gpu_command.fault_of(["report"], 0.001) == "its time was over"
+    assert gpu_command.fault_of(["report"], -1.0) == "no time was left"
+    assert capfd.readouterr().err == "error: name at least one record\n"

@@ -63,9 +63,6 @@ def test_speeds_by_hand() -> None:
     # drafting: (50 + 25) / 2 = 37.5, of repeats alone 37.5, 30, 75. Over plain, (20 + 10) / 2 = 15 each time.
     assert samples.speedup(DRAFTING, PLAIN) == Spread(value=2.5, low=2.0, high=5.0)
     assert samples.speed(PLAIN, "b").value == 10
-    # The prompt, 10 tokens, takes a quarter of the time, .5 and 1 s: 20 and 10. Decoding takes half of it: 99 tokens in 1 and
-    # 2 s, 74.25. Whole answers: 50 and 25.
-    assert rows_of(record(), "engines")["selfspec, ls:1-2"] == ("15", "74", "38")
     # Ratios within a repeat: 2.5, 2, 5 on both prompts.
     assert rows_of(record(), "ratios")["ls:1-2 ÷ plain, decoding"] == ("2.50", "2.50", "2.50 (2.50–2.50)")
     assert rows_of(record(), "ratios")["plain ÷ llama.cpp, prompts"] == ("2.00", "2.00", "2.00 (2.00–2.00)")
@@ -142,14 +139,14 @@ def test_a_missing_or_damaged_record_is_one_line(text: str | None, message: str,
 
 def test_tables_of_documents(tmp_path: Path) -> None:
     write(tmp_path / "x.jsonl", record())
-    text = "Before\n\n<!-- table: x.jsonl engines -->\nold\n<!-- /table -->\n\nafter\n"
+    text = "Before\n\n<!-- table: x.jsonl ratios -->\nold\n<!-- /table -->\n\nafter\n"
     once = update(text, tmp_path)
-    assert once.startswith("Before\n\n<!-- table: x.jsonl engines -->\n**the demo model: engines side by side")
+    assert once.startswith("Before\n\n<!-- table: x.jsonl ratios -->\n**Ratios of speeds in runs side by side")
     source = "Commit 0123456, 2026-11-20, AMD EPYC Zen 3, AVX2 kernels."
-    assert f"| llama.cpp | 3 | 15 | 8 |\n\n{source}\n<!-- /table -->" in once
+    assert f"(2.00–2.00) |\n\n{source}\n<!-- /table -->" in once
     assert once.endswith("\n\nafter\n") and update(once, tmp_path) == once
-    with pytest.raises(ValueError, match="has no table 'speeds', but engines, ratios"):
-        update(text.replace("engines", "speeds"), tmp_path)
+    with pytest.raises(ValueError, match="has no table 'speeds', but ratios, speed"):
+        update(text.replace("ratios", "speeds"), tmp_path)
 
 
 ROOT = Path(__file__).parents[2]
