@@ -138,9 +138,11 @@ def build_model(
         inv_freq = _checked(frequencies.to(home), config)
         embedding, head, draft_head = builder.ends(home, last)
         final_norm = builder.norm(NORM, last)
-        layers, listener = [], _listener.get()
+        family, listener = family_of(config), _listener.get()
+        between = final_norm if family.loop_norm(config) else None
+        layers = []
         for index, place in enumerate(devices):
-            layers.append(builder.layer(index, place, rotated=2 * inv_freq.numel()))
+            layers.append(builder.layer(index, place, rotated=2 * inv_freq.numel(), entry_norm=None if index else between))
             if listener is not None:
                 listener(index + 1, len(devices))
         return LayerSkipModel(
@@ -156,6 +158,7 @@ def build_model(
             rotary_scaling=scaling,
             generation_config=copy.deepcopy(weights.generation_config),
             name=config.name_or_path or None,
+            num_loops=family.loops(config),
         )
 
 
@@ -193,8 +196,10 @@ class LayerBuilder:
     def __post_init__(self) -> None:
         self._shapes = parameter_shapes(self.weights.config)
 
-    def layer(self, index: int, device: torch.device, *, rotated: int) -> DecoderLayer:
-        """Build a layer. rotated: how many numbers of a head rotate, its first ones."""
+    def layer(
+        self, index: int, device: torch.device, *, rotated: int, entry_norm: RMSNorm | None = None
+    ) -> DecoderLayer:
+        """Build a layer. rotated: how many numbers of a head rotate, its first ones. entry_norm: as it is built already."""
         config: Any = self.weights.config
         family, prefix = family_of(config), f"model.layers.{index}."
         turns = rotated if interleaves(device) and not self.share else None
@@ -223,6 +228,7 @@ class LayerBuilder:
             sliding_window=family.sliding_window(config, index),
             rotated=family.rotates(config, index),
             interleaved=turns is not None,
+            entry_norm=entry_norm,
         )
 
     def ends(self, home: torch.device, last: torch.device) -> tuple[Embedding, Linear, Linear | None]:

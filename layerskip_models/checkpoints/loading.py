@@ -25,12 +25,12 @@ from layerskip_models.checkpoints.finite import is_finite, not_finite
 from layerskip_models.checkpoints.gguf_checkpoint import GgufWeights, gguf_file, gguf_tokenizer, open_gguf
 from layerskip_models.checkpoints.named_models import DEMO_PATH
 from layerskip_models.checkpoints.parameters import HEAD, parameter_shapes
-from layerskip_models.checkpoints.supported import DTYPES, check_config, quantisation_of
+from layerskip_models.checkpoints.supported import DTYPES, MAX_LAYERS, check_config, quantisation_of
 from layerskip_models.checkpoints.typed_fields import is_int
 from layerskip_models.checkpoints.weights import SafetensorsWeights, Weights
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import FAMILIES, family_of
-from layerskip_models.families.plain_config import plain_config
+from layerskip_models.families.plain_config import known_config
 from layerskip_models.lazy_imports import gc_paused
 from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
@@ -39,7 +39,6 @@ from layerskip_models.text_files import in_a_line
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-_MAX_LAYERS = 1 << 14
 log = logging.getLogger("selfspec")
 FEW_BITS: tuple[Layout, ...] = ("int8", "int4")
 """Names of dtypes that are layouts of the weights."""
@@ -276,10 +275,10 @@ def _folder_config(name: str, origin: dict[str, Any]) -> PreTrainedConfig:
         try:
             # transformers makes lists as long as a configuration says.
             said, _ = PreTrainedConfig.get_config_dict(name, **origin)
-            if is_int(layers := said.get("num_hidden_layers")) and layers > _MAX_LAYERS:
-                raise OSError(f"{name} has num_hidden_layers={layers}, and at most {_MAX_LAYERS} are meant: mend it")
+            if is_int(layers := said.get("num_hidden_layers")) and layers > MAX_LAYERS:
+                raise OSError(f"{name} has num_hidden_layers={layers}, and at most {MAX_LAYERS} are meant: mend it")
             family = FAMILIES.get(str(said.get("model_type")))
-            config = None if family is None else plain_config(family, said, name)
+            config = None if family is None else known_config(family, said, name)
             if config is None:
                 from transformers import AutoConfig
 

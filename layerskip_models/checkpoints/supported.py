@@ -38,6 +38,7 @@ LAYERSKIP_CHECKPOINTS = (
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 GGUF_METHOD = "gguf"
 """What `quantization_config` says of a configuration that was read from a GGUF file."""
+MAX_LAYERS = 1 << 14
 _LARGEST_HEAD = 1 << 14  # beyond it rotary tables alone may fill the memory
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -53,9 +54,12 @@ def check_config(config: Any, name: str) -> PreTrainedConfig:
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope not in family.ropes:
         raise ValueError(f"{name} uses {rope!r} rope scaling; supported are {', '.join(family.ropes)}")
-    if config.num_hidden_layers < 2:
-        raise ValueError(f"{name} has {config.num_hidden_layers} layer; an early exit needs at least 2")
     _check_fields(config, family, name)
+    loops = family.loops(config)
+    if not _is_count(loops) or loops * config.num_hidden_layers > MAX_LAYERS:
+        raise ValueError(f"{name} runs its layers {loops!r} times, where a whole number from 1 is meant")
+    if loops * config.num_hidden_layers < 2:
+        raise ValueError(f"{name} has {config.num_hidden_layers} layer; an early exit needs at least 2")
     _check_quantisation(config, name)
     try:
         rotary_frequencies(config)
