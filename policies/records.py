@@ -115,12 +115,15 @@ class Plan:
     acceptance: the acceptance per drafter that the plan was made with, for the trace; None where none is estimated.
     learn: False if there is nothing to be gained from learning in this round, whatever `ObservationSpec` say.
     rest: rounds, this one included, in which nobody looks at the index of what may be copied.
+    wave: of a looped model, the loops after which drafts are chosen while all rows go on through the loops; 0 for a round of
+        drafts and then verification. Nothing else of the plan counts in a wave, and stopping policies are not asked.
     """
 
     exit_layer: int | None
     max_speculations: int
     bits: int | None = None
     copied: int = 0
+    wave: int = 0
     acceptance: Mapping[Drafter, float] | None = None
     learn: bool = True
     rest: int = 0
