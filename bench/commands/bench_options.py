@@ -204,6 +204,22 @@ class ContextCommand(OnModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoopedCommand(OnModel):
+    """Measure a looped model: plain decoding, rounds and the diagonal, with as many right drafts as asked; greedy.
+
+    Which drafts are right is set: the model's own token with the chance asked for, else another. All layers, heads and
+    rejections are run. Policies take turns at every context.
+    """
+
+    model: ModelOption = "synthetic:ouro-1.4B"
+    contexts: str = option("64,1000,4000", "Prompt lengths in tokens, as in 64,1000.")
+    agreement: str = option("0.8,0.9,0.95", "Shares of drafts that are right, as in 0.8,0.9.")
+    max_new_tokens: NewTokensOption = 48
+    repeats: RepeatsOption = 3
+    kv_dtype: str = option("bfloat16", "What keys and values are kept in: auto (the arithmetic's own) or bfloat16.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyCommand:
     """Compare rows in 8 and 16 bits, and keys and values in bfloat16, with the same weights and rows in float32 on a text.
 
@@ -307,6 +323,7 @@ class CompareCommand:
 COMMANDS: dict[str, type] = {
     "run": RunCommand, "peers": PeersCommand, "files": FilesCommand, "sweep": SweepCommand, "batch": BatchCommand,
     "context": ContextCommand, "accuracy": AccuracyCommand, "load": LoadCommand, "kernels": KernelsCommand,
-    "gpu": GpuCommand, "roofline": RooflineCommand, "report": ReportCommand, "compare": CompareCommand,
+    "gpu": GpuCommand, "looped": LoopedCommand, "roofline": RooflineCommand, "report": ReportCommand,
+    "compare": CompareCommand,
 }  # fmt: skip
 """The commands by name, in the order of the list."""

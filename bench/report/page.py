@@ -12,6 +12,7 @@ from pathlib import Path
 from bench.record import WARMED_UP, Line, matching, read_record, showing
 from bench.report.cold_table import cold_tables
 from bench.report.gpu_tables import gpu_tables
+from bench.report.looped_tables import looped_tables
 from bench.report.machine_tables import context_tables, kernels_tables, roofline_tables
 from bench.report.peer_tables import peer_tables
 from bench.report.run_tables import decoding_text, run_tables, sweep_headline, sweep_tables
@@ -32,6 +33,7 @@ _TABLES: dict[str, Callable[[Sequence[Line]], list[Table]]] = {
     "load": load_tables,
     "kernels": kernels_tables,
     "gpu": gpu_tables,
+    "looped": looped_tables,
 }
 """What makes the tables of a record, by the command that wrote it."""
 _WITH_SPREAD = ("run", "peers", "sweep")
