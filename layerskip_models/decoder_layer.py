@@ -34,6 +34,8 @@ class DecoderLayer:
     and of the MLP, output_norm and down_norm to their outputs, before these are added to the residual. query_norm and
     key_norm normalise each head by itself, or all heads of a row together if they are as wide as all of them.
     sliding_window: number of positions a row attends to, itself included; None if it attends to all earlier ones.
+    entry_norm: of a looped model's first layer, applied to the whole row before the layer, residual included, if the row has
+    been through the layers before: it is the norm between loops. None where nothing is between them.
     rotated: whether queries and keys get the rotary embedding.
     interleaved: whether the rows of query and key are reordered within each head (`interleave_heads`), so that the two
     numbers of a rotary pair are neighbours and rotary multiplies complex numbers. The same for all layers of a model.
@@ -52,6 +54,7 @@ class DecoderLayer:
     key_norm: RMSNorm | None = None
     sliding_window: int | None = None
     rotated: bool = True
+    entry_norm: RMSNorm | None = None
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:

@@ -71,7 +71,7 @@ def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
         check_layout(DRAFT_BITS[bits], torch.empty(0, dtype=model.dtype, device=model.device))
     except ValueError as error:
         return f"drafts in fewer bits do not run here: {error}"
-    held = max(_bits_of(linear) for layer in model.layers for linear in layer.linears)
+    held = max(_bits_of(linear) for layer in model.loop for linear in layer.linears)
     if held <= bits:
         return f"the model's own weights have {held} bits: there is nothing to gain from drafts in {bits}"
     if (share := draft_share(model, bits)) > _MOST_READ:
@@ -91,7 +91,7 @@ def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
     with torch.inference_mode(False), torch.no_grad():
         rounded = [rounded_linear(*pair) for pair in _matrices(model, bits)]
     matrices = iter(rounded)
-    layers = [layer.with_linears(lambda linear: next(matrices)) for layer in model.layers]
+    layers = [layer.with_linears(lambda linear: next(matrices)) for layer in model.loop]
     return model.with_layers(layers, rounded[-1])
 
 
@@ -130,7 +130,7 @@ def rounded_linear(linear: Linear, bits: int) -> Linear:
 def _matrices(model: LayerSkipModel, bits: int) -> list[tuple[Linear, int]]:
     """Return the matrices that drafts start from, the head last, and the bits that each may have."""
     layers = []
-    for index, layer in enumerate(model.layers):
+    for index, layer in enumerate(model.loop):
         layers += [(linear, 8 if keeps_eight_bits(index) else bits) for linear in layer.linears]
     head = model.draft_head
     saved = _bytes_in(head, 8) - _bytes_in(head, bits)

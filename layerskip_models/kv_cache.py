@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from typing import Protocol
@@ -42,7 +43,12 @@ class KVCache:
     A pass through layers [start, stop) writes its rows after those that these layers hold, and the cache counts them: so
     nobody has to say at which position rows are. Drafting fills only the first layers; what rounds reject is forgotten with
     `roll_back`, and the next rows overwrite it.
+
+    A looped model has layers of its own in the cache for each loop. `loop` gives one loop's part, for passes whose rows are in
+    different loops. loop_index: which loop this is a part of; 0 for a whole cache.
     """
+
+    loop_index = 0
 
     def __init__(self, model: CacheShape, max_length: int) -> None:
         model.prepare(max_length)
@@ -61,12 +67,39 @@ class KVCache:
             ((self.values, self.keys),) = self._parts
         self.max_length = max_length
         self.described: object = None  # what our kernels know of this memory, once they have checked it
-        self._rows = [0] * model.num_layers
+        self._rows = [0] * model.num_layers  # never another list: the parts of loops count in it, too
+        self._layers = slice(0, model.num_layers)  # those of `_rows` that are this cache's
+        self._loops: list[KVCache | None] = [None] * getattr(model, "num_loops", 1)
+
+    def loop(self, index: int) -> KVCache:
+        """Return one loop's part as a cache of its own, whose layers count from 0; the same object each time.
+
+        Both see one memory and the same numbers of rows. `roll_back`, `declare` and `take` of the part are about it alone.
+        Raises ValueError if there is no such loop.
+        """
+        if not 0 <= index < len(self._loops):
+            raise ValueError(f"loop must be in [0, {len(self._loops) - 1}], got {index}")
+        part = self._loops[index]
+        if part is None:
+            size = len(self._rows) // len(self._loops)
+            first, end = index * size, (index + 1) * size
+            part = copy.copy(self)
+            part._layers, part._loops, part.loop_index, part.described = slice(first, end), [], index, None
+            part._parts, begin = [], 0
+            for values, keys in self._parts:
+                within = slice(max(first - begin, 0), max(end - begin, 0))
+                if len(values[within]):
+                    part._parts.append((values[within], keys[within]))
+                begin += len(values)
+            if len(part._parts) == 1:
+                ((part.values, part.keys),) = part._parts
+            self._loops[index] = part
+        return part
 
     @property
     def length(self) -> int:
         """Rows that every layer holds."""
-        return min(self._rows)
+        return min(self._rows[self._layers])
 
     @property
     def memory(self) -> list[Tensor]:
@@ -83,9 +116,10 @@ class KVCache:
 
         Raises ValueError if there are no such layers, or if they do not hold equally many.
         """
-        rows = self._rows[start:stop]
+        own = self._rows[self._layers]
+        rows = own[start:stop]
         if not rows or len(rows) != stop - start or rows.count(rows[0]) != len(rows):
-            raise ValueError(f"layers [{start}, {stop}) of {len(self._rows)} hold different numbers of rows: {rows}")
+            raise ValueError(f"layers [{start}, {stop}) of {len(own)} hold different numbers of rows: {rows}")
         return rows[0]
 
     def room(self, start: int, stop: int, rows: int) -> int:
@@ -97,7 +131,8 @@ class KVCache:
 
     def extend(self, start: int, stop: int, rows: int) -> None:
         """Layers [start, stop) have been given `rows` more."""
-        self._rows[start:stop] = [self._rows[start] + rows] * (stop - start)
+        first = self._layers.start
+        self._rows[first + start : first + stop] = [self._rows[first + start] + rows] * (stop - start)
 
     def windows(self, start: int, stop: int, rows: int) -> Iterator[LayerWindow]:
         """For layers [start, stop): where their next rows are written, and keys and values up to and with these.
@@ -122,7 +157,7 @@ class KVCache:
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"length must be in [0, {self.length}], the rows that every layer holds, got {length}")
-        self._rows = [length] * len(self._rows)
+        self._hold(length)
 
     def take(self, source: KVCache, length: int) -> None:
         """Copy the first `length` rows of another cache of the same model, and hold these rows alone.
@@ -139,7 +174,10 @@ class KVCache:
         """Every layer holds exactly these rows: written by somebody else than `run_layers`."""
         if not 0 <= length <= self.max_length:
             raise ValueError(f"length must be in [0, {self.max_length}], got {length}")
-        self._rows = [length] * len(self._rows)
+        self._hold(length)
+
+    def _hold(self, length: int) -> None:
+        self._rows[self._layers] = [length] * len(self._rows[self._layers])
 
 
 def _windows(values: Tensor, keys: Tensor, start: int, stop: int, position: int, end: int) -> Iterator[LayerWindow]:

@@ -65,13 +65,16 @@ class LayerSkipModel:
 
     config, generation_config: transformers' own. name: hub name or path, used to find the checkpoint's default setting.
     num_layers, hidden_size, vocab_size, num_heads, num_kv_heads, head_dim: sizes.
+    num_loops, loop_layers: how often a looped model runs its layers, and how many there are; `num_layers` is their product, and
+        layer l of loop r has number r * loop_layers + l. Elsewhere 1 and `num_layers`. gate: float32 [hidden + 1], a looped
+        checkpoint's own judge of when to stop, its bias last; only reported.
     max_positions: context length in tokens. sliding_windows: of each layer, as in `DecoderLayer`.
     dtype: of the arithmetic and the hidden states. kv_dtype: of keys and values (`with_kv_dtype`).
     weights_dtype: of the weights as they were loaded. On a CPU, bfloat16 weights are computed with in float32. For weights
         rounded to 8 or 4 bits it is `dtype`.
     device: of the embedding, and of hidden states. layer_devices: of each layer's weights and its part of a KV cache.
         head_device: of the last norm and the head.
-    layers, final_norm, head: the weights. draft_head: that drafts are chosen with; the head, or a copy of it in 8 bits.
+    layers, final_norm, head: the weights. The layers of all loops are the same objects; `loop` has them once. draft_head: that drafts are chosen with; the head, or a copy of it in 8 bits.
     rotary: the rotary table, which `prepare` may replace by a longer one. With interleaved heads it is complex,
         [positions, 1, head_dim / 2]; pairs that do not rotate have a factor of 1. Otherwise it is real,
         [positions, 1, 2, 2, r / 2], where the first r numbers of a head rotate. It holds, for both halves of them, the
@@ -89,7 +92,7 @@ class LayerSkipModel:
         dtype: torch.dtype,
         weights_dtype: torch.dtype | None = None,
         embedding: Embedding,
-        layers: list[DecoderLayer],
+        layers: Sequence[DecoderLayer],
         final_norm: RMSNorm,
         head: Linear,
         draft_head: Linear | None = None,
@@ -97,6 +100,8 @@ class LayerSkipModel:
         rotary_scaling: float,
         generation_config: GenerationConfig,
         name: str | None = None,
+        num_loops: int = 1,
+        gate: Tensor | None = None,
     ) -> None:
         self.config = config
         self.generation_config = generation_config
@@ -104,7 +109,8 @@ class LayerSkipModel:
         self.adapters: Mapping[int, LeanAdapter] = {}
         self.steering: Steering | None = None
         self.draft_vocabulary: DraftTokens | None = None
-        self.num_layers = len(layers)
+        self.num_loops, self.loop_layers, self.gate = num_loops, len(layers), gate
+        self.num_layers = num_loops * len(layers)
         self.hidden_size = config.hidden_size
         self.max_positions = family_of(config).max_positions(config)
         self.num_heads = config.num_attention_heads
@@ -121,15 +127,17 @@ class LayerSkipModel:
         self._rotary_scaling = rotary_scaling
         self.rotary = torch.empty(0, device="cpu")
         self._interleaved = layers[0].interleaved
-        self.sliding_windows = tuple(layer.sliding_window for layer in layers)
+        self.sliding_windows = tuple(layer.sliding_window for layer in layers) * num_loops
         self.layer_devices, self.head_device = (self.device,) * self.num_layers, self.device
         self._intermediate_size = int(config.intermediate_size)
         self.vocab_size = embedding.shape[0]
         self.drafters: dict[int, LayerSkipModel] = {}
         self._set_layers(layers)
 
-    def _set_layers(self, layers: list[DecoderLayer]) -> None:
-        self.layers: Sequence[DecoderLayer] = layers
+    def _set_layers(self, loop: Sequence[DecoderLayer]) -> None:
+        self.loop = tuple(loop)
+        self.layers: Sequence[DecoderLayer] = self.loop * self.num_loops
+        layers = self.layers
         self.operators = OperatorLayers(
             layers,
             heads=self.num_heads,
@@ -157,8 +165,8 @@ class LayerSkipModel:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's weights as stored, which a pass through the layer reads; the mean over layers."""
-        linears = sum(linear.num_bytes for layer in self.layers for linear in layer.linears)
-        return linears // self.num_layers + 2 * self.hidden_size * self.dtype.itemsize
+        linears = sum(linear.num_bytes for layer in self.loop for linear in layer.linears)
+        return linears // self.loop_layers + 2 * self.hidden_size * self.dtype.itemsize
 
     @property
     def layer_weights(self) -> int:
@@ -255,11 +263,14 @@ class LayerSkipModel:
         return other
 
     def with_layers(self, layers: Sequence[DecoderLayer], head: Linear) -> LayerSkipModel:
-        """Return the same model with other matrices: those of these layers, and this head, for drafts and all else."""
+        """Return the same model with other matrices: those of these layers, and this head, for drafts and all else.
+
+        layers: of one loop.
+        """
         other = copy.copy(self)
         other.head = other.draft_head = head
         other.adapters, other.steering, other.drafters = {}, None, {}
-        other._set_layers([*layers])
+        other._set_layers(layers)
         return other
 
     def with_adapters(self, adapters: Mapping[int, LeanAdapter]) -> LayerSkipModel:
@@ -296,7 +307,7 @@ class LayerSkipModel:
 
     @property
     def _grouped(self) -> list[GroupedLinear | NativeGroupedLinear]:
-        linears = [*(linear for layer in self.layers for linear in layer.linears), self.head]
+        linears = [*(linear for layer in self.loop for linear in layer.linears), self.head]
         return [linear for linear in linears if isinstance(linear, (GroupedLinear, NativeGroupedLinear))]
 
     def with_rows(self, rows: int) -> LayerSkipModel:
@@ -314,7 +325,7 @@ class LayerSkipModel:
             )
         other = copy.copy(self)
         other.head = with_rows(self.head, rows)
-        other._set_layers([layer.with_linears(partial(with_rows, rows=rows)) for layer in self.layers])
+        other._set_layers([layer.with_linears(partial(with_rows, rows=rows)) for layer in self.loop])
         if rows == 8 and 8 not in other.row_bits.values():
             raise ValueError(
                 "rows=8 changes nothing: it is for weights of 4 to 6 bits, in matrices of 32, 64, ... outputs"

@@ -68,6 +68,10 @@ class OperatorLayers:
             rows, start, stop, rotary=rotary, heads=self._heads, dtype=self._dtype, unfused=self._unfused,
             sliding_windows=[layer.sliding_window for layer in self.layers[start:stop]], groups_rows=self._groups_rows,
         )  # fmt: skip
+        norm = self.layers[0].entry_norm
+        if start == 0 and norm is not None and any(cache.loop_index for cache, _ in rows):
+            parts = zip(rows, hidden.split([number for _, number in rows]))
+            hidden = torch.cat([norm(part) if cache.loop_index else part for (cache, _), part in parts])
         hidden = self.walk(hidden, start, stop, attention, capture)
         for cache, number in rows:
             cache.extend(start, stop, number)
@@ -77,6 +81,8 @@ class OperatorLayers:
         """Run layers [start, stop) with any attention, which keeps the keys and values."""
         for index in range(start, stop):
             layer = self.layers[index]
+            if index and layer.entry_norm is not None:
+                hidden = layer.entry_norm(hidden)
             attended = attention(index, *self._project(layer, hidden, attention.rotary))
             hidden = _finish(layer, hidden, attended)
             if capture is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.checkpoints.finite import copy_finite, not_finite
-from layerskip_models.checkpoints.parameters import EMBEDDING, HEAD, NORM, parameter_shapes
+from layerskip_models.checkpoints.parameters import EMBEDDING, HEAD, NORM, gate_shapes, parameter_shapes
 from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.checkpoints.weights import ModuleWeights, Weights
 from layerskip_models.decoder_layer import DecoderLayer, Linear, interleave_heads
@@ -138,9 +138,11 @@ def build_model(
         inv_freq = _checked(frequencies.to(home), config)
         embedding, head, draft_head = builder.ends(home, last)
         final_norm = builder.norm(NORM, last)
-        layers, listener = [], _listener.get()
+        family, listener = family_of(config), _listener.get()
+        between = final_norm if family.loop_norm(config) else None
+        layers = []
         for index, place in enumerate(devices):
-            layers.append(builder.layer(index, place, rotated=2 * inv_freq.numel()))
+            layers.append(builder.layer(index, place, rotated=2 * inv_freq.numel(), entry_norm=None if index else between))
             if listener is not None:
                 listener(index + 1, len(devices))
         return LayerSkipModel(
@@ -156,6 +158,8 @@ def build_model(
             rotary_scaling=scaling,
             generation_config=copy.deepcopy(weights.generation_config),
             name=config.name_or_path or None,
+            num_loops=family.loops(config),
+            gate=builder.gate(),
         )
 
 
@@ -193,8 +197,10 @@ class LayerBuilder:
     def __post_init__(self) -> None:
         self._shapes = parameter_shapes(self.weights.config)
 
-    def layer(self, index: int, device: torch.device, *, rotated: int) -> DecoderLayer:
-        """Build a layer. rotated: how many numbers of a head rotate, its first ones."""
+    def layer(
+        self, index: int, device: torch.device, *, rotated: int, entry_norm: RMSNorm | None = None
+    ) -> DecoderLayer:
+        """Build a layer. rotated: how many numbers of a head rotate, its first ones. entry_norm: as it is built already."""
         config: Any = self.weights.config
         family, prefix = family_of(config), f"model.layers.{index}."
         turns = rotated if interleaves(device) and not self.share else None
@@ -223,6 +229,7 @@ class LayerBuilder:
             sliding_window=family.sliding_window(config, index),
             rotated=family.rotates(config, index),
             interleaved=turns is not None,
+            entry_norm=entry_norm,
         )
 
     def ends(self, home: torch.device, last: torch.device) -> tuple[Embedding, Linear, Linear | None]:
@@ -253,6 +260,13 @@ class LayerBuilder:
         elif embedding.dtype == self.computed and _fits_bfloat16(embedding):
             embedding = embedding.bfloat16()
         return embedding, head, draft_head
+
+    def gate(self) -> Tensor | None:
+        """Load the gate that the checkpoint may hold, float32 [hidden + 1], its bias last."""
+        names = gate_shapes(self.weights.config)
+        if not names or not names.keys() <= {*self.weights.names()}:
+            return None
+        return torch.cat([self.weights.load(name).float().flatten() for name in names])
 
     def norm(self, name: str, device: torch.device, *, turns: int | None = None) -> RMSNorm:
         """Build a norm. turns: how many numbers of each head are interleaved; None leaves the order as it is."""

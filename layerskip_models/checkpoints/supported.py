@@ -38,6 +38,7 @@ LAYERSKIP_CHECKPOINTS = (
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 GGUF_METHOD = "gguf"
 """What `quantization_config` says of a configuration that was read from a GGUF file."""
+MAX_LAYERS = 1 << 14
 _LARGEST_HEAD = 1 << 14  # beyond it rotary tables alone may fill the memory
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -53,9 +54,12 @@ def check_config(config: Any, name: str) -> PreTrainedConfig:
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope not in family.ropes:
         raise ValueError(f"{name} uses {rope!r} rope scaling; supported are {', '.join(family.ropes)}")
-    if config.num_hidden_layers < 2:
-        raise ValueError(f"{name} has {config.num_hidden_layers} layer; an early exit needs at least 2")
     _check_fields(config, family, name)
+    loops = family.loops(config)
+    if not _is_count(loops) or loops * config.num_hidden_layers > MAX_LAYERS:
+        raise ValueError(f"{name} runs its layers {loops!r} times, where a whole number from 1 is meant")
+    if loops * config.num_hidden_layers < 2:
+        raise ValueError(f"{name} has {config.num_hidden_layers} layer; an early exit needs at least 2")
     _check_quantisation(config, name)
     try:
         rotary_frequencies(config)
@@ -76,6 +80,8 @@ def check_transformers(model: Any) -> PreTrainedConfig:
             raise ValueError(f"a {type(model).__name__} holds adapters beside the weights: {MERGE}")
         kind = getattr(getattr(model, "config", None), "model_type", None)
         need = "" if kind is None or kind in FAMILIES else f", which would need {need_of(kind)}"
+        if kind in FAMILIES and FAMILIES[kind].foreign:
+            need = ", of which only the checkpoint's own files are read: give load_model() its name"
         raise ValueError(f"expected a model for text generation, got a {type(model).__name__}{need}; {_supported()}")
     config = check_config(model.config, model.config.name_or_path or type(model).__name__)
     if quantisation_of(config) is not None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from layerskip_models.families.described import LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
+from layerskip_models.families.described import LLAMA, MISTRAL, NANBEIGE, OLMO2, OURO, PHI3, QWEN2, QWEN3, SMOLLM3
 from layerskip_models.families.family import Family
 from layerskip_models.families.plain_config import PlainConfig
 
@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, SMOLLM3)}
+    {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, SMOLLM3, OURO, NANBEIGE)}
 )
 """By model_type."""
+IN_TRANSFORMERS: Mapping[str, Family] = MappingProxyType(
+    {kind: family for kind, family in FAMILIES.items() if not family.foreign}
+)
+"""Those of which transformers has classes."""
 
 
 def find_family(config: object) -> Family | None:

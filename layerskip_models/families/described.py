@@ -29,6 +29,30 @@ MISTRAL = Family(
 )
 """Mistral: rows of every layer attend to a sliding window, where the configuration has one (version 0.1 of the 7B)."""
 
+_LOOPED: dict[str, Any] = {
+    **_PLAIN, "head_dim": None, "attention_bias": False, "mlp_bias": False, "layer_types": None, "sliding_window": None,
+}  # fmt: skip
+
+NANBEIGE = Family(
+    title="Nanbeige4.2, a looped model",
+    model_type="nanbeige",
+    architecture="Nanbeige",
+    foreign=True,
+    ropes=("default",),
+    biased=no_biases,
+    loops=lambda config: len(config.loop_loss_weights) + 1 if config.loop_loss_weights else config.num_loops,
+    set_loops=lambda loops: {"num_loops": loops, "loop_loss_weights": ()},
+    loop_norm=lambda config: not config.skip_loop_final_norm,
+    plain={**_LOOPED, "num_loops": 1, "loop_loss_weights": (), "skip_loop_final_norm": False},
+    fixed=dict.fromkeys(
+        ("attention_bias", "mlp_bias", "qk_layernorm", "enable_double_loop_split", "loop_middle_layers", "loop_share_kv",
+         "enable_depth_attention", "enable_hyper_connection", "enable_mhc", "enable_h_res_identity", "emb_neighbor_num",
+         "insert_ngram_layer_idx", "ngram_insert_all_layers"),
+        False,
+    ),
+)  # fmt: skip
+"""Nanbeige4.2: Llama's layers, all of them run twice, with the last norm between the loops."""
+
 OLMO2 = Family(
     title="OLMo 2",
     model_type="olmo2",
@@ -43,6 +67,28 @@ OLMO2 = Family(
     biased=attention_biases,
 )
 """OLMo 2: norms after attention and the MLP, not before them; one norm over all queries of a row, one over all keys."""
+
+
+OURO = Family(
+    title="Ouro, a looped model",
+    model_type="ouro",
+    architecture="Ouro",
+    foreign=True,
+    ropes=("default",),
+    output_norm="input_layernorm_2",
+    down_norm="post_attention_layernorm_2",
+    biased=no_biases,
+    loops=lambda config: config.total_ut_steps,
+    set_loops=lambda loops: {"total_ut_steps": loops},
+    loop_norm=lambda config: True,
+    plain={**_LOOPED, "total_ut_steps": 4},
+    fixed={
+        "attention_bias": False, "mlp_bias": False, "skip_loop_final_norm": False, "early_exit_threshold": 1.0,
+        "early_exit_step": None,
+    },
+    gate="model.early_exit_gate",
+)  # fmt: skip
+"""Ouro: all layers are run four times, with the last norm between the loops; norms before and after attention and the MLP."""
 
 
 def _max_positions(config: Any) -> int:

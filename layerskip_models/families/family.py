@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,9 +50,13 @@ class Family:
     sliding_window: of (config, layer index), how many positions a row attends to, its own among them; None for all.
     rotates: of (config, layer index), whether queries and keys get the rotary embedding.
     rotates_part: whether a configuration may rotate only the first numbers of each head.
+    loops: of a config, how often the layers are run. set_loops: of looped models, the fields that say so. loop_norm: of a config, whether the last norm is between two loops, too.
     max_positions: of a config, the longest text that can be run as transformers would.
     plain: fields that the engine reads of a `PlainConfig`, with transformers' defaults, beside those that every configuration
         must have; None if transformers' class is to read all configurations.
+    foreign: whether transformers has no classes of it, so that every configuration must be plain. Nothing is run of the code
+        that a checkpoint brings. fixed: then, fields that change what is computed, with the only value that is read. gate: a
+        linear from hidden states to one number that a checkpoint may hold beside the model, and that nothing here computes with.
     """
 
     title: str
@@ -74,11 +79,19 @@ class Family:
     rotates: Callable[[Any, int], bool] = lambda config, layer: True
     rotates_part: bool = False
     max_positions: Callable[[Any], int] = lambda config: config.max_position_embeddings
+    loops: Callable[[Any], int] = lambda config: 1
+    set_loops: Callable[[int], Mapping[str, Any]] | None = None
+    loop_norm: Callable[[Any], bool] = lambda config: False
     plain: Mapping[str, Any] | None = None
+    foreign: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    gate: str | None = None
 
     @property
     def config(self) -> type[PreTrainedConfig]:
-        """transformers' class of the configuration."""
+        """transformers' class of the configuration; of a foreign family one that takes any fields."""
+        if self.foreign:
+            return foreign_config(f"{self.architecture}Config", self.model_type)
         found: type[PreTrainedConfig] = getattr(import_module("transformers"), f"{self.architecture}Config")
         return found
 
@@ -89,14 +102,22 @@ class Family:
 
     @property
     def model(self) -> type[PreTrainedModel]:
-        """transformers' class of the model."""
+        """transformers' class of the model. ValueError if it has none."""
+        if self.foreign:
+            raise ValueError(f"transformers has no {self.model_name}: only load_model() reads it, on one device")
         found: type[PreTrainedModel] = getattr(import_module("transformers"), self.model_name)
         return found
 
     def has_built(self, model: Any) -> bool:
         """Return whether this is one of its models. transformers' class is only imported where the name is the same."""
         named = any(base.__name__ == self.model_name for base in model.__class__.__mro__)
-        return named and isinstance(model, self.model)
+        return named and not self.foreign and isinstance(model, self.model)
+
+
+@cache
+def foreign_config(name: str, model_type: str) -> type[PreTrainedConfig]:
+    """Make a class of configurations for a family that transformers does not know."""
+    return type(name, (import_module("transformers").PreTrainedConfig,), {"model_type": model_type})
 
 
 def listed_windows(config: Any, layer: int) -> int | None:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from layerskip_models.checkpoints.typed_fields import is_int, is_number
-from layerskip_models.families.family import Family
+from layerskip_models.families.family import Family, foreign_config
 from layerskip_models.fork_safe import fork_safe
 
 COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
 )  # fmt: skip
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "skip_loop_final_norm")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SOMETIMES = frozenset(
     {
@@ -41,8 +41,8 @@ def plain_config(family: Family, said: Mapping[str, Any], name: str = "") -> Any
 
     said: the fields of config.json. name: the checkpoint's.
     """
-    plain = family.plain
-    if plain is None or any(said.get(field) is not None for field in (_SOMETIMES - plain.keys()) | {"auto_map"}):
+    plain, code = family.plain, frozenset() if family.foreign else {"auto_map"}
+    if plain is None or any(said.get(field) is not None for field in (_SOMETIMES - plain.keys()) | code):
         return None
     values = {field: said.get(field, plain.get(field)) for field in (*plain, *COUNTS, "rms_norm_eps")}
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
@@ -64,6 +64,7 @@ def plain_config(family: Family, said: Mapping[str, Any], name: str = "") -> Any
         and all(isinstance(values.get(field, False), bool) for field in _FLAGS)
         and all(is_int(one) for ids in tokens for one in (ids if isinstance(ids, list) else [ids]))
         and is_int(values.get("head_dim", 1))
+        and isinstance(values.get("loop_loss_weights") or (), (list, tuple))
         and (window is None or is_int(window))
         and (values.get("layer_types", every) == every and not said.get("use_sliding_window"))
         and (len(rope) == 2 and rope["rope_type"] == "default" and is_number(rope["rope_theta"]))
@@ -72,14 +73,34 @@ def plain_config(family: Family, said: Mapping[str, Any], name: str = "") -> Any
     if not fits:
         return None
     values |= {"model_type": family.model_type, "name_or_path": name, "rope_parameters": rope, "dtype": _DTYPES[dtype]}
+    left_out = {"auto_map", "rope_scaling", "rope_theta"} if family.foreign else ()  # which only an own class interprets
+    said = {field: value for field, value in said.items() if field not in left_out}
     return PlainConfig(family, {**said, "name_or_path": name}, values)
+
+
+def known_config(family: Family, said: Mapping[str, Any], name: str = "") -> Any:
+    """Return the same; of a family that transformers does not know, UnreadFieldError where the file says anything else."""
+    config = plain_config(family, said, name)
+    if config is None and family.foreign:
+        others = {field: {key: said[key] for key in said.keys() - {field}} for field in sorted(said)}
+        wrong = next((field for field in others if plain_config(family, others[field]) is not None), None)
+        what = "fields that are missing or wrong" if wrong is None else f"{wrong} = {said[wrong]!r}"
+        raise UnreadFieldError(f"has {what} in its configuration, which is not read of {family.model_type!r} models")
+    for field, value in family.fixed.items():
+        if said.get(field) not in (None, [], "", value):
+            raise UnreadFieldError(f"has {field} = {said[field]!r} in its configuration, and only {value} is run")
+    return config
+
+
+class UnreadFieldError(ValueError):
+    """A configuration says what is not run. The message begins with what it has."""
 
 
 class PlainConfig:
     """The fields of a configuration that are read before transformers' class of it is needed."""
 
     def __init__(self, family: Family, said: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        self.__dict__.update(values, _plain=(f"{family.architecture}Config", said))
+        self.__dict__.update(values, _plain=((family.foreign, f"{family.architecture}Config", family.model_type), said))
 
     def __getattr__(self, name: str) -> Any:
         if name in _SOMETIMES or name.startswith("__") or name == "_plain":
@@ -108,10 +129,11 @@ class PlainConfig:
             return _class_of(self._plain[0]) if "_plain" in vars(self) else type(self)
 
 
-def _class_of(name: str) -> Any:
+def _class_of(kind: tuple[bool, str, str]) -> Any:
     import transformers
 
-    return getattr(transformers, name)
+    foreign, name, model_type = kind
+    return foreign_config(name, model_type) if foreign else getattr(transformers, name)
 
 
 def become_whole(config: Any) -> Any:
@@ -119,8 +141,8 @@ def become_whole(config: Any) -> Any:
     with _lock:
         own = vars(config)
         if "_plain" in own:
-            name, said = own["_plain"]
-            whole = _class_of(name).from_dict({**said})
+            kind, said = own["_plain"]
+            whole = _class_of(kind).from_dict({**said})
             for field in own.keys() - {"_plain"}:
                 if getattr(whole, field, None) != own[field]:
                     setattr(whole, field, own[field])

@@ -95,10 +95,43 @@ static void mlp_half(Worker *worker, const Pass *a, int64_t layer, const float *
   add(worker, a, &l->down, in->gated, l->down_norm, x, y, in->added);
 }
 
+/* A phase: y = norm(x), [rows, hidden], which may be in place; in layer 0 rows that come from the embedding are copied. */
+static void enter(Worker *worker, const Pass *a, int64_t layer, const float *x, float *y) {
+  const float *norm = a->layers[layer].entry_norm;
+  const Span *span = spans_of(a);
+  int64_t size = a->shape.hidden, before = 0; /* rows in earlier spans */
+  int64_t pieces = min(a->rows, worth_sharing(pool_team(worker), a->rows * size * 2 * (int64_t)sizeof(float), 1));
+  Phase phase = pool_phase(worker, pieces);
+  for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
+    if (!pool_claim(&phase, piece)) continue;
+    for (int64_t r = a->rows * piece / pieces; r < a->rows * (piece + 1) / pieces; r++) {
+      if (r < before) span = spans_of(a), before = 0; /* pieces may come in any order */
+      while (r >= before + span->rows) before += span++->rows;
+      const float *from = x + r * size;
+      int normed = layer > 0 || span->loop > 0;
+      float factor = normed ? norm_factor(from, a->shape.eps, size) : 1;
+      for (int64_t i = 0; i < size; i++) y[r * size + i] = normed ? from[i] * factor * norm[i] : from[i];
+    }
+    pool_done(&phase, piece);
+  }
+}
+
+static int has_later_rows(const Pass *a) {
+  const Span *span = spans_of(a);
+  for (int64_t rows = 0; rows < a->rows; rows += span++->rows)
+    if (span->loop) return 1;
+  return 0;
+}
+
 static void walk_layers(Worker *worker, const Pass *a) {
   const Scratch in = scratch_of(a);
   const float *input = a->x;
   for (int64_t l = 0; l < a->count && !pool_left(worker); l++) {
+    int64_t layer = a->first + l;
+    if (a->layers[layer].entry_norm && (layer || has_later_rows(a))) {
+      enter(worker, a, layer, input, in.between);
+      input = in.between;
+    }
     float *result = a->stride ? a->outputs + l * a->stride : l + 1 < a->count ? in.between : a->outputs;
     attention_half(worker, a, a->first + l, input, in.middle, &in);
     mlp_half(worker, a, a->first + l, in.middle, result, &in);

@@ -80,6 +80,7 @@ class Layer(Structure):
         "pointer input_norm, post_attention_norm, output_norm, down_norm, query_norm, key_norm",
         "int64 window",
         "int32 joint, rotated",
+        "pointer entry_norm",
     )
 
 
@@ -98,7 +99,7 @@ class Shape(Structure):
 class Span(Structure):
     """`Span` of pass.h: consecutive rows of one text, and its KV cache."""
 
-    _fields_ = _fields("pointer keys, values", "int64 layer_stride, head_stride, position, rows, kind")
+    _fields_ = _fields("pointer keys, values", "int64 layer_stride, head_stride, position, rows, kind, loop")
 
 
 class Step(Structure):

@@ -20,7 +20,7 @@ from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.kv_cache import CacheRows, KVCache
 from layerskip_models.norm import RMSNorm
 
-_OF_ROWS = ("input_norm", "post_attention_norm", "output_norm", "down_norm")
+_OF_ROWS = ("input_norm", "post_attention_norm", "output_norm", "down_norm", "entry_norm")
 _OF_HEADS = ("query_norm", "key_norm")
 _UNLIMITED = 2**62  # positions
 KV_DTYPES = (torch.float32, torch.bfloat16)
@@ -111,7 +111,7 @@ class Workspace:
             assert isinstance(memory, Memory)
             span.keys, span.values = memory.span.keys, memory.span.values
             span.layer_stride, span.head_stride = memory.span.layer_stride, memory.span.head_stride
-            span.position, span.rows, span.kind = position, number, memory.span.kind
+            span.position, span.rows, span.kind, span.loop = position, number, memory.span.kind, cache.loop_index
             count += number
             furthest = max(furthest, position + number)
         step.spans, step.num_spans, step.rows = addressof(spans), len(rows), count

@@ -13,6 +13,7 @@ typedef struct {
   const float *query_norm, *key_norm; /* over each head, [head_dim], or over all heads of a row, [heads * head_dim] */
   int64_t window;                     /* positions a row attends to, including its own */
   int32_t joint, rotated;             /* whether heads are normalised together, and whether they are rotated */
+  const float *entry_norm; /* [hidden], applied to whole rows before the layer; in layer 0 only to those of spans in a `loop` */
 } Layer;
 
 typedef struct {
@@ -25,6 +26,7 @@ typedef struct {
   void *keys, *values; /* of layer 0, [kv_heads, positions, head_dim] */
   int64_t layer_stride, head_stride, position, rows;
   int64_t kind; /* of keys and values, FLOAT32 or BFLOAT16 */
+  int64_t loop; /* how often the rows have been through all layers, where the cache is that of one loop */
 } Span;
 
 /* Matrices see all rows of a pass at once; attention sees each span's own cache. */
