@@ -66,7 +66,8 @@ class LayerSkipModel:
     config, generation_config: transformers' own. name: hub name or path, used to find the checkpoint's default setting.
     num_layers, hidden_size, vocab_size, num_heads, num_kv_heads, head_dim: sizes.
     num_loops, loop_layers: how often a looped model runs its layers, and how many there are; `num_layers` is their product, and
-        layer l of loop r has number r * loop_layers + l. Elsewhere 1 and `num_layers`.
+        layer l of loop r has number r * loop_layers + l. Elsewhere 1 and `num_layers`. gate: float32 [hidden + 1], a looped
+        checkpoint's own judge of when to stop, its bias last; only reported.
     max_positions: context length in tokens. sliding_windows: of each layer, as in `DecoderLayer`.
     dtype: of the arithmetic and the hidden states. kv_dtype: of keys and values (`with_kv_dtype`).
     weights_dtype: of the weights as they were loaded. On a CPU, bfloat16 weights are computed with in float32. For weights
@@ -100,6 +101,7 @@ class LayerSkipModel:
         generation_config: GenerationConfig,
         name: str | None = None,
         num_loops: int = 1,
+        gate: Tensor | None = None,
     ) -> None:
         self.config = config
         self.generation_config = generation_config
@@ -107,7 +109,7 @@ class LayerSkipModel:
         self.adapters: Mapping[int, LeanAdapter] = {}
         self.steering: Steering | None = None
         self.draft_vocabulary: DraftTokens | None = None
-        self.num_loops, self.loop_layers = num_loops, len(layers)
+        self.num_loops, self.loop_layers, self.gate = num_loops, len(layers), gate
         self.num_layers = num_loops * len(layers)
         self.hidden_size = config.hidden_size
         self.max_positions = family_of(config).max_positions(config)

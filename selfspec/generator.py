@@ -119,6 +119,7 @@ class SelfSpecGenerator:
         exits: ExitsChoice = "auto",
         kv_dtype: str | torch.dtype = "auto",
         rows: int | None = None,
+        num_loops: int | None = None,
         device_map: Literal["auto"] | None = None,
         draft_weights: DraftWeights = "auto",
         draft_vocabulary: int | str | Path = "auto",
@@ -131,13 +132,15 @@ class SelfSpecGenerator:
         options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
         tokenizer = begin_tokenizer(name_or_path, **options)
         if device_map is not None:
-            if device_map != "auto" or device != "auto":
-                raise ValueError("device_map must be 'auto' or None, and goes without device")
+            if device_map != "auto" or device != "auto" or num_loops is not None:
+                raise ValueError("device_map must be 'auto' or None, and goes without device and num_loops")
             from layerskip_models.checkpoints.spread_loading import load_spread
 
             model: LayerSkipModel = load_spread(name_or_path, dtype=dtype, exits=exits, **options)
         else:
-            model = load_model(name_or_path, dtype=dtype, device=device, exits=exits, **options)
+            model = load_model(
+                name_or_path, dtype=dtype, device=device, exits=exits, num_loops=num_loops, **options
+            )
         if kv_dtype != "auto":
             model = model.with_kv_dtype(kv_dtype)
         if rows is not None:

@@ -31,7 +31,7 @@ from bench.provenance import provenance
 from bench.record import Line
 from layerskip_models import from_transformers
 from layerskip_models.checkpoints.loading import resolve_device
-from layerskip_models.families import FAMILIES
+from layerskip_models.families import IN_TRANSFORMERS
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.comparison import first_difference
 from selfspec.cli.console import one_line_errors
@@ -99,7 +99,7 @@ def _lost(name: str, reason: str) -> Line:
 
 def _exactness(ask: Callable[..., Line]) -> None:
     for dtype in ("float32", "bfloat16"):
-        for family in FAMILIES:
+        for family in IN_TRANSFORMERS:
             ask("exact", family=family, dtype=dtype)
 
 
@@ -140,7 +140,7 @@ class _Measurer(TimedEngine):
         """Count texts of a tiny random model that differ: from transformers', by policy, three in each pass, and sampled."""
         torch.manual_seed(3)
         window = {"sliding_window": 9} if family == "mistral" else {}
-        network = FAMILIES[family].model(FAMILIES[family].config(**_SIZES, **window)).eval().to(self._device)
+        network = IN_TRANSFORMERS[family].model(IN_TRANSFORMERS[family].config(**_SIZES, **window)).eval().to(self._device)
         for parameter in network.parameters():  # frequencies of rotary embeddings stay in float32, as in loading
             parameter.data = parameter.data.to(getattr(torch, dtype))
         prompts, count = [_drawn(3 + 4 * seed, seed) for seed in range(3)], min(self._new_tokens, 48)

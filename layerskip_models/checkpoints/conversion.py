@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.checkpoints.finite import copy_finite, not_finite
-from layerskip_models.checkpoints.parameters import EMBEDDING, HEAD, NORM, parameter_shapes
+from layerskip_models.checkpoints.parameters import EMBEDDING, HEAD, NORM, gate_shapes, parameter_shapes
 from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.checkpoints.weights import ModuleWeights, Weights
 from layerskip_models.decoder_layer import DecoderLayer, Linear, interleave_heads
@@ -159,6 +159,7 @@ def build_model(
             generation_config=copy.deepcopy(weights.generation_config),
             name=config.name_or_path or None,
             num_loops=family.loops(config),
+            gate=builder.gate(),
         )
 
 
@@ -259,6 +260,13 @@ class LayerBuilder:
         elif embedding.dtype == self.computed and _fits_bfloat16(embedding):
             embedding = embedding.bfloat16()
         return embedding, head, draft_head
+
+    def gate(self) -> Tensor | None:
+        """Load the gate that the checkpoint may hold, float32 [hidden + 1], its bias last."""
+        names = gate_shapes(self.weights.config)
+        if not names or not names.keys() <= {*self.weights.names()}:
+            return None
+        return torch.cat([self.weights.load(name).float().flatten() for name in names])
 
     def norm(self, name: str, device: torch.device, *, turns: int | None = None) -> RMSNorm:
         """Build a norm. turns: how many numbers of each head are interleaved; None leaves the order as it is."""

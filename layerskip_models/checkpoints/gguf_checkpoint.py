@@ -1,7 +1,7 @@
 """GGUF files: where the file is, its configuration, its weights, its tokenizer.
 
 Weights keep the file's own numbers where that is asked for and our layout holds them; everything else becomes floats.
-A file of a Llama has the rows of queries and keys in another order, which they are brought back from.
+A file of a Llama or a looped model has the rows of queries and keys in another order, which they are brought back from.
 
 A file with tensors that the model does not have is refused, because it would become another model. A tokenizer or a
 generation_config.json beside the file goes before what the file says, since a GGUF file describes a tokenizer only roughly.
@@ -27,11 +27,15 @@ from layerskip_models.checkpoints.gguf_tokenizer import build_tokenizer
 from layerskip_models.checkpoints.parameters import HEAD, parameter_shapes, rotary_frequencies
 from layerskip_models.checkpoints.supported import GGUF_METHOD
 from layerskip_models.checkpoints.weights import FLOATS
-from layerskip_models.families import head_dim_of
+from layerskip_models.families import family_of, head_dim_of
 from layerskip_models.grouped_weight import GroupedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+_PERMUTED = ("llama", "ouro", "nanbeige")
+_OUTER_NORMS = {"input_layernorm_2": "post_attention_norm", "post_attention_layernorm_2": "post_ffw_norm"}
 
 
 def gguf_file(name: str) -> Path | None:
@@ -110,12 +114,13 @@ def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str
     """Find the file's tensor for each parameter. Raises ValueError unless it has these, of these shapes, and no others."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    kind = next(key for key, value in MODEL_ARCH_NAMES.items() if value == architecture_of(reader))
+    own = "llama" if family_of(config).foreign else architecture_of(reader)
+    kind = next(key for key, value in MODEL_ARCH_NAMES.items() if value == own)
     names = get_tensor_name_map(kind, config.num_hidden_layers)
     shapes = {name: [*shape] for name, shape in parameter_shapes(config).items()}
     if config.tie_word_embeddings:
         del shapes[HEAD]
-    wanted = {name: str(names.get_name(name, (".weight", ".bias"))) for name in shapes}
+    wanted = {name: _outer_norm(name) or str(names.get_name(name, (".weight", ".bias"))) for name in shapes}
     there = {tensor.name: [*tensor.shape][::-1] for tensor in reader.tensors if tensor.name != ROPE_FACTORS}
     if unread := sorted(there.keys() - {*wanted.values()}):
         raise ValueError(f"holds tensors that are not the model's, {len(unread)} in all, first {unread[0]}")
@@ -130,6 +135,12 @@ def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str
     return wanted
 
 
+def _outer_norm(name: str) -> str | None:
+    """Name a norm after attention or the MLP of a layer that also has norms before them; None for anything else."""
+    *_, layer, kind, _ = ("", "", *name.split("."))
+    return f"blk.{layer}.{_OUTER_NORMS[kind]}.weight" if kind in _OUTER_NORMS else None
+
+
 class GgufWeights:
     """`Weights` of a GGUF file. names: the file's tensor for each parameter."""
 
@@ -137,7 +148,7 @@ class GgufWeights:
 
     def __init__(self, path: Path, reader: GgufReader, config: Any, names: Mapping[str, str]) -> None:
         self.path, self.checkpoint, self.config = path, str(path), config
-        self._file, self._permuted = reader.file, architecture_of(reader) == "llama"
+        self._file, self._permuted = reader.file, architecture_of(reader) in _PERMUTED
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._tensors = {name: tensors[stored] for name, stored in names.items()}
 

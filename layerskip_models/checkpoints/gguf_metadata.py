@@ -19,11 +19,11 @@ import torch
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.typed_fields import is_int, is_number
 from layerskip_models.families import FAMILIES
-from layerskip_models.families.plain_config import plain_config
+from layerskip_models.families.plain_config import known_config
 from layerskip_models.families.unsupported import need_of
 from layerskip_models.text_files import in_a_line
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "ouro", "nanbeige")
 """By llama.cpp's names, which are also transformers' names of the families. A Mistral's file is one of a Llama."""
 ROPE_FACTORS = "rope_freqs.weight"
 _SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
@@ -43,6 +43,8 @@ _UNUSED = frozenset(
 )  # fmt: skip
 """Keys about embeddings, about how the file was made, and about "yarn", which is refused."""
 _READ = frozenset({*_SIZES, *_MORE_SIZES, *_ROPE, _EPS, _BASE, _WINDOW})
+_LOOPS, _NO_NORM = "num_loops", "skip_loop_final_norm"
+"""Keys of looped models. Without the first llama.cpp runs the layers once."""
 _LARGEST_HEAD = 1 << 14
 _TOKENS = ("bos", "eos", "eot", "eom", "padding")
 _DEFAULT_BASE = 10000.0
@@ -63,7 +65,8 @@ def architecture_of(reader: GgufReader) -> str:
 
 def read_keys(reader: GgufReader) -> dict[str, Any]:
     """Read the keys of the file's own architecture, without its name. ValueError for those not read, or wrong."""
-    prefix = f"{architecture_of(reader)}."
+    kind = architecture_of(reader)
+    prefix, looped = f"{kind}.", kind in FAMILIES and FAMILIES[kind].set_loops is not None
     keys = {name.removeprefix(prefix): reader.value(name) for name in reader.keys if name.startswith(prefix)}
     for name in (*_SIZES, _EPS):
         if name not in keys:
@@ -76,7 +79,7 @@ def read_keys(reader: GgufReader) -> dict[str, Any]:
     for name in keys.keys() & {_EPS, _BASE, "rope.scaling.factor", "rope.scaling.attn_factor"}:
         if not is_number(keys[name]) or keys[name] <= 0:
             raise ValueError(f"says {prefix}{name} = {keys[name]!r}, and a number above 0 is meant")
-    for name in sorted(keys.keys() - _READ - _UNUSED):
+    for name in sorted(keys.keys() - _READ - _UNUSED - ({_LOOPS, _NO_NORM} if looped else set())):
         if not _is_off(name, keys[name]):
             if name == "expert_count":
                 raise UnsupportedModelError(f"has {keys[name]} experts, which would need {need_of('mixtral')}")
@@ -111,8 +114,10 @@ def read_config(reader: GgufReader) -> Any:
         **({} if vocab_size is None else {"vocab_size": vocab_size}),
     }
     family = FAMILIES[kind]
+    if family.set_loops is not None:
+        said |= {**family.set_loops(keys.get(_LOOPS, 1)), _NO_NORM: keys.get(_NO_NORM, False)}
     try:
-        config: Any = plain_config(family, said) or family.config(**said)
+        config: Any = known_config(family, said) or family.config(**said)
     except Exception as error:  # of many kinds, from transformers' own checks
         raise ValueError(f"describes a model that cannot be ({in_a_line(error)})") from error
     _complete(config, keys, reader)

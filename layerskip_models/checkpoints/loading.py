@@ -30,7 +30,7 @@ from layerskip_models.checkpoints.typed_fields import is_int
 from layerskip_models.checkpoints.weights import SafetensorsWeights, Weights
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import FAMILIES, family_of
-from layerskip_models.families.plain_config import known_config
+from layerskip_models.families.plain_config import UnreadFieldError, known_config
 from layerskip_models.lazy_imports import gc_paused
 from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
@@ -131,6 +131,7 @@ def load_model(
     exits: ExitsChoice = "auto",
     kv_dtype: str | torch.dtype = "auto",
     rows: int | None = None,
+    num_loops: int | None = None,
 ) -> LayerSkipModel:
     """Load a checkpoint of a supported family (`layerskip_models.families`) by hub name, local folder or GGUF file.
 
@@ -145,15 +146,20 @@ def load_model(
         another folder's; None has bare exits. They change what is drafted and nothing else.
     kv_dtype: that keys and values are kept in, "auto" or "bfloat16" (`LayerSkipModel.with_kv_dtype`).
     rows: 8 or 16, the bits of rows that meet weights of 4 to 6 bits; None for 8 (`LayerSkipModel.with_rows`).
+    num_loops: of a looped model, how many loops to run, its first ones; None for all. With fewer it is a model of its own,
+        with other texts, which is run exactly.
     Only safetensors and GGUF files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
     name_or_path: the output folder of `selfspec train` works as well as the `model/` folder in it.
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
     """
     source = find_source(name_or_path, revision, local_files_only)
+    family = family_of(source.config)
+    if num_loops is not None:
+        _set_loops(source.config, num_loops, source.name)
     dtype, layout, keep_bits = resolve_layout(source.config, dtype, layout, device)
     weights = source.weights()
     tied = {HEAD} if source.config.tie_word_embeddings else set()
-    if parameter_shapes(source.config).keys() - tied <= {*weights.names()}:
+    if family.foreign or parameter_shapes(source.config).keys() - tied <= {*weights.names()}:
         target, chosen = _resolve(source, dtype, device)
         if quantisation_of(source.config) is None:
             weights.config.dtype = chosen  # as transformers says it of a model that it has loaded
@@ -176,6 +182,17 @@ def find_source(name_or_path: str | Path, revision: str | None, local_files_only
         return Source(name, _folder_config(name, origin), origin)
     weights = open_gguf(file)
     return Source(name, check_config(weights.config, name), origin, weights)
+
+
+def _set_loops(config: Any, num_loops: int, name: str) -> None:
+    family = family_of(config)
+    if family.set_loops is None:
+        raise ValueError(f"num_loops is for looped models, and {name} is a {family.model_type!r} model")
+    own = family.loops(config)
+    if not (is_int(num_loops) and 1 <= num_loops <= own and num_loops * config.num_hidden_layers > 1):
+        raise ValueError(f"num_loops must be in [1, {own}] for this model, and leave two layers to run, got {num_loops!r}")
+    for field, value in family.set_loops(num_loops).items():
+        setattr(config, field, value)
 
 
 def resolve_layout(
@@ -285,6 +302,8 @@ def _folder_config(name: str, origin: dict[str, Any]) -> PreTrainedConfig:
                 config = AutoConfig.from_pretrained(name, trust_remote_code=False, **origin)
         except OSError:
             raise
+        except UnreadFieldError as error:
+            raise ValueError(f"{name} {error}") from error
         except Exception as error:  # of any kind, from inside transformers
             if not isinstance(error, ValueError):
                 raise ValueError(
@@ -306,7 +325,7 @@ def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTok
         return gguf_tokenizer(file, **options)
     import transformers
 
-    plain = _is_plain_tokenizer(Path(name))
+    plain = _is_plain_tokenizer(Path(name)) or _is_foreign(Path(name))
     kind: Any = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
     with clear_errors(name):
         try:
@@ -339,6 +358,15 @@ def _is_plain_tokenizer(folder: Path) -> bool:
         said, config = (json.loads((folder / name).read_bytes()) for name in ("tokenizer_config.json", "config.json"))
         named = said["tokenizer_class"] in ("TokenizersBackend", "PreTrainedTokenizerFast")
         return named and config["model_type"] == "llama" and (folder / "tokenizer.json").is_file()
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return False
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Return whether transformers does not know the model's configuration, so that it would find no tokenizer's class."""
+    try:
+        family = FAMILIES.get(json.loads((folder / "config.json").read_bytes())["model_type"])
+        return family is not None and family.foreign and (folder / "tokenizer.json").is_file()
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return False
 

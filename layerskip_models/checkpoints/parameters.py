@@ -54,6 +54,12 @@ def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def gate_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what a checkpoint of the family may hold beside the model's parameters, by name."""
+    gate = family_of(config).gate
+    return {} if gate is None else {f"{gate}.weight": (1, config.hidden_size), f"{gate}.bias": (1,)}
+
+
 def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
     """Return the frequencies that transformers' rotary embedding begins with, and what scales their sines and cosines."""
     rope = config.rope_parameters

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from layerskip_models.checkpoints.as_built import rotary_angles
-from layerskip_models.checkpoints.parameters import EMBEDDING, HEAD, parameter_shapes, rotary_frequencies
+from layerskip_models.checkpoints.parameters import EMBEDDING, HEAD, gate_shapes, parameter_shapes, rotary_frequencies
+from layerskip_models.families import family_of
 from layerskip_models.fork_safe import fork_safe
 from layerskip_models.grouped_weight import GroupedWeight
 
@@ -123,7 +124,7 @@ class SafetensorsWeights:
     def __init__(self, checkpoint: str, files: Sequence[Path], listed: Collection[str], config: Any) -> None:
         self.checkpoint, self.config = checkpoint, config
         self._places: dict[str, tuple[MappedFile, int, torch.dtype, tuple[int, ...]]] = {}
-        shapes = parameter_shapes(config)
+        shapes = parameter_shapes(config) | gate_shapes(config)
         lost = {*listed}
         for path in files:
             try:
@@ -149,6 +150,8 @@ class SafetensorsWeights:
                 known = ", ".join(FLOATS)
                 raise ValueError(f"{name} in {path} is of type {kind}, not {known}: load the one that it was made from")
             if name not in shapes:
+                if family_of(self.config).foreign:  # what transformers' class would do with it, nobody knows
+                    raise ValueError(f"{path} holds {name}, which is no part of such a model: it is another one")
                 continue
             if shape != shapes[name]:
                 differs = f"{name} is {[*shape]}, not {[*shapes[name]]}"

@@ -22,6 +22,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, SMOLLM3, OURO, NANBEIGE)}
 )
 """By model_type."""
+IN_TRANSFORMERS: Mapping[str, Family] = MappingProxyType(
+    {kind: family for kind, family in FAMILIES.items() if not family.foreign}
+)
+"""Those of which transformers has classes."""
 
 
 def find_family(config: object) -> Family | None:

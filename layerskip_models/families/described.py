@@ -44,10 +44,11 @@ NANBEIGE = Family(
     set_loops=lambda loops: {"num_loops": loops, "loop_loss_weights": ()},
     loop_norm=lambda config: not config.skip_loop_final_norm,
     plain={**_LOOPED, "num_loops": 1, "loop_loss_weights": (), "skip_loop_final_norm": False},
-    refused=(
-        "attention_bias", "mlp_bias", "qk_layernorm", "enable_double_loop_split", "loop_middle_layers", "loop_share_kv",
-        "enable_depth_attention", "enable_hyper_connection", "enable_mhc", "enable_h_res_identity", "emb_neighbor_num",
-        "insert_ngram_layer_idx", "ngram_insert_all_layers",
+    fixed=dict.fromkeys(
+        ("attention_bias", "mlp_bias", "qk_layernorm", "enable_double_loop_split", "loop_middle_layers", "loop_share_kv",
+         "enable_depth_attention", "enable_hyper_connection", "enable_mhc", "enable_h_res_identity", "emb_neighbor_num",
+         "insert_ngram_layer_idx", "ngram_insert_all_layers"),
+        False,
     ),
 )  # fmt: skip
 """Nanbeige4.2: Llama's layers, all of them run twice, with the last norm between the loops."""
@@ -81,8 +82,12 @@ OURO = Family(
     set_loops=lambda loops: {"total_ut_steps": loops},
     loop_norm=lambda config: True,
     plain={**_LOOPED, "total_ut_steps": 4},
-    refused=("attention_bias", "mlp_bias"),
-)
+    fixed={
+        "attention_bias": False, "mlp_bias": False, "skip_loop_final_norm": False, "early_exit_threshold": 1.0,
+        "early_exit_step": None,
+    },
+    gate="model.early_exit_gate",
+)  # fmt: skip
 """Ouro: all layers are run four times, with the last norm between the loops; norms before and after attention and the MLP."""
 
 

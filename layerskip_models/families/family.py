@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,7 +55,8 @@ class Family:
     plain: fields that the engine reads of a `PlainConfig`, with transformers' defaults, beside those that every configuration
         must have; None if transformers' class is to read all configurations.
     foreign: whether transformers has no classes of it, so that every configuration must be plain. Nothing is run of the code
-        that a checkpoint brings. refused: then, fields that change what is computed and must not be set.
+        that a checkpoint brings. fixed: then, fields that change what is computed, with the only value that is read. gate: a
+        linear from hidden states to one number that a checkpoint may hold beside the model, and that nothing here computes with.
     """
 
     title: str
@@ -83,7 +84,8 @@ class Family:
     loop_norm: Callable[[Any], bool] = lambda config: False
     plain: Mapping[str, Any] | None = None
     foreign: bool = False
-    refused: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    gate: str | None = None
 
     @property
     def config(self) -> type[PreTrainedConfig]:
@@ -102,7 +104,7 @@ class Family:
     def model(self) -> type[PreTrainedModel]:
         """transformers' class of the model. ValueError if it has none."""
         if self.foreign:
-            raise ValueError(f"transformers has no {self.model_name}: give load_model() the checkpoint's name")
+            raise ValueError(f"transformers has no {self.model_name}: only load_model() reads it, on one device")
         found: type[PreTrainedModel] = getattr(import_module("transformers"), self.model_name)
         return found
 

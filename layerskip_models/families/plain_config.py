@@ -79,17 +79,21 @@ def plain_config(family: Family, said: Mapping[str, Any], name: str = "") -> Any
 
 
 def known_config(family: Family, said: Mapping[str, Any], name: str = "") -> Any:
-    """Return the same; of a family that transformers does not know, ValueError where the file says anything else."""
+    """Return the same; of a family that transformers does not know, UnreadFieldError where the file says anything else."""
     config = plain_config(family, said, name)
     if config is None and family.foreign:
         others = {field: {key: said[key] for key in said.keys() - {field}} for field in sorted(said)}
         wrong = next((field for field in others if plain_config(family, others[field]) is not None), None)
-        what = "lacks fields, or has wrong ones" if wrong is None else f"says {wrong} = {said[wrong]!r}"
-        raise ValueError(f"its configuration {what}, which is not read for {family.model_type!r} models")
-    for field in family.refused:
-        if said.get(field):
-            raise ValueError(f"its configuration says {field} = {said[field]!r}, which would be another computation")
+        what = "fields that are missing or wrong" if wrong is None else f"{wrong} = {said[wrong]!r}"
+        raise UnreadFieldError(f"has {what} in its configuration, which is not read of {family.model_type!r} models")
+    for field, value in family.fixed.items():
+        if said.get(field) not in (None, [], "", value):
+            raise UnreadFieldError(f"has {field} = {said[field]!r} in its configuration, and only {value} is run")
     return config
+
+
+class UnreadFieldError(ValueError):
+    """A configuration says what is not run. The message begins with what it has."""
 
 
 class PlainConfig:

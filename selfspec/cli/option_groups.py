@@ -77,6 +77,7 @@ class LoadOptions(DeviceOptions):
     )
     kv_dtype: str = option("auto", "Type of the KV cache: auto, or bfloat16 (half the memory, not exact).", "Model")
     rows: int | None = option(None, "Bits of rows beside weights of 4 to 6 bits: 8 (default) or 16 (slower).", "Model")
+    num_loops: int | None = option(None, "Loops of a looped model to run: another text, sooner. Default: all.", "Model")
     draft_weights: str = option(
         "auto", "Draft with a copy in fewer bits: auto (8, where it pays; for serve none), none, int8 or int4.", "Model"
     )

@@ -24,11 +24,11 @@ from transformers import (
 
 from callbacks import Spoiling, StopAt
 from fuzz_models import CONTEXT, draw_config, random_model, word_tokenizer
-from layerskip_models import from_transformers
 from layerskip_models.draft_weights import DRAFT_BITS, why_no_drafter
 from layerskip_models.exits import FORMS
 from layerskip_models.families import FAMILIES
 from layerskip_models.linear import Layout
+from looped_models import converted
 from random_adapters import adapted
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
@@ -254,7 +254,7 @@ def make_model(random: Random) -> FuzzModel:
             for parameter in reference.parameters():
                 parameter.data = parameter.data.bfloat16().to(dtype)
         layout = random.choice(["plain", None])
-    model = from_transformers(source, layout=layout)
+    model = converted(source, layout)
     exits = [layer for layer in range(1, model.num_layers) if random.random() < 0.25]
     form = random.choice(FORMS)
     model = adapted(model, exits, seed=random.randrange(1 << 30), form=form)

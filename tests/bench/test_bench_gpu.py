@@ -13,7 +13,7 @@ import pytest
 from bench.commands import gpu_command
 from bench.record import Line, matching, read_record
 from bench.report.page import tables, update
-from layerskip_models.families import FAMILIES
+from layerskip_models.families import IN_TRANSFORMERS
 from tiny_llama import tiny_llama
 
 Run = Callable[..., tuple[list[Line], Path]]
@@ -23,7 +23,7 @@ OWN = ["selfspec:ar", "selfspec:ls:1-4", "selfspec:auto", "selfspec:ar, eager"]
 @pytest.fixture
 def run(invoke: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Measure two families, and speeds of a tiny model. Returns the record's lines and its path."""
-    monkeypatch.setattr(gpu_command, "FAMILIES", {name: FAMILIES[name] for name in ("llama", "mistral")})
+    monkeypatch.setattr(gpu_command, "IN_TRANSFORMERS", {name: IN_TRANSFORMERS[name] for name in ("llama", "mistral")})
     monkeypatch.setattr(gpu_command, "load_network", lambda *_: tiny_llama(vocab_size=64, seed=3))
 
     def gpu(*options: object) -> tuple[list[Line], Path]:

@@ -14,7 +14,7 @@ from fuzz_models import random_model
 from interpreted_triton import DEVICE, triton_rows
 from layerskip_models import from_transformers
 from layerskip_models.checkpoints import conversion
-from layerskip_models.families import FAMILIES
+from layerskip_models.families import IN_TRANSFORMERS
 from selfspec import SelfSpecGenerator
 from selfspec.engine import model_source
 from selfspec.engine.runners import graphs as graphs_module
@@ -59,10 +59,10 @@ def texts(engine: SelfSpecGenerator, **options: Any) -> list[list[int]]:
     return [engine.generate(prompt, **OPTIONS, **options).new_tokens for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("family", [one for one in FAMILIES if DEVICE == "cuda" or one in ("llama", "qwen3", "olmo2")])
+@pytest.mark.parametrize("family", [one for one in IN_TRANSFORMERS if DEVICE == "cuda" or one in ("llama", "qwen3", "olmo2")])
 def test_texts_are_those_of_the_eager_runner(family: str, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain, drafted, sampled, and two texts in each pass."""
-    config = FAMILIES[family].config(**SIZES)
+    config = IN_TRANSFORMERS[family].config(**SIZES)
     network = random_model(config, late_scale=0.5, sharpness=1.5, seed=0).float().to(DEVICE)
     engine = SelfSpecGenerator(from_transformers(network, layout="plain"))
     Interpreted.passes = 0

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from fuzz_models import random_model
 from interpreted_triton import DEVICE, triton_rows
 from layerskip_models import from_transformers
-from layerskip_models.families import FAMILIES
+from layerskip_models.families import IN_TRANSFORMERS
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine.runners.graphs import GraphRunner
@@ -41,7 +41,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 @cache
 def network(family: str, dtype: torch.dtype) -> PreTrainedModel:
-    config = FAMILIES[family].config(**SIZES, **WINDOWS.get(family, {}))
+    config = IN_TRANSFORMERS[family].config(**SIZES, **WINDOWS.get(family, {}))
     return random_model(config, late_scale=0.5, sharpness=1.5, seed=3).to(DEVICE, dtype)
 
 

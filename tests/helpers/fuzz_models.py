@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from layerskip_models.families import FAMILIES, family_of
+from looped_models import module_of
 
 CONTEXT = 64
 ROPES: dict[str, dict[str, Any]] = {
@@ -56,7 +57,7 @@ def draw_config(random: Random, kind: str, vocab_size: int) -> PreTrainedConfig:
         own |= biases
     if kind in ("qwen3", "olmo2"):
         own["attention_bias"] = biases["attention_bias"]
-    if kind in ("llama", "mistral", "qwen3"):  # whose heads together need not be as wide as the hidden state
+    if kind in ("llama", "mistral", "qwen3", "ouro", "nanbeige"):  # whose heads together need not be as wide as the hidden state
         own["head_dim"], hidden_size = head_dim, heads * random.choice([1, 2, 4, 6, 8, 11, 16])
     else:
         hidden_size = heads * head_dim
@@ -68,10 +69,20 @@ def draw_config(random: Random, kind: str, vocab_size: int) -> PreTrainedConfig:
         own |= {"use_sliding_window": random.random() < 0.5, "sliding_window": window, "no_rope_layer_interval": 2}
     if kind == "phi3":
         own |= {"sliding_window": random.choice([None, window]), "rope_parameters": _phi3_rope(random, head_dim)}
+    if kind in ("ouro", "nanbeige"):
+        own |= looped_options(kind, random.choice([1, 2, 2, 3]))
     intermediate, num_layers = random.choice([5, 12, 20, 32, 67]), random.choice([2, 2, 3, 4, 4, 5, 6, 8])
     own |= {"vocab_size": vocab_size, "tie_word_embeddings": random.random() < 0.5}
     own["rms_norm_eps"] = random.choice([1e-6, 1e-5, 1e-3])
     return small_config(kind, hidden_size, intermediate, num_layers, heads, kv_heads, **own)
+
+
+def looped_options(kind: str, loops: int, *, skip_norm: bool = False) -> dict[str, Any]:
+    """Fields of a looped model's configuration, of which transformers has no defaults."""
+    own: dict[str, Any] = {"hidden_act": "silu", "rope_parameters": dict(ROPES["default"])}
+    if kind == "ouro":
+        return own | {"total_ut_steps": loops}
+    return own | {"num_loops": loops, "loop_loss_weights": [], "skip_loop_final_norm": skip_norm}
 
 
 def _phi3_rope(random: Random, head_dim: int) -> dict[str, Any]:
@@ -92,7 +103,7 @@ def random_model(config: PreTrainedConfig, *, late_scale: float, sharpness: floa
     sharpness: standard deviation of a matrix's weights times the root of its columns.
     """
     family = family_of(config)
-    model = family.model(config).to(torch.float64).eval()
+    model = module_of(config).to(torch.float64).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

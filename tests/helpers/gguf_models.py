@@ -13,8 +13,12 @@ from gguf.quants import dequantize, quantize
 from transformers import PreTrainedModel
 
 from layerskip_models.decoder_layer import interleave_heads
+from layerskip_models.families import family_of
 
-KINDS = ("llama", "qwen2", "qwen3", "phi3")
+KINDS = ("llama", "qwen2", "qwen3", "phi3", "ouro", "nanbeige")
+
+
+_SANDWICH = {"input_layernorm_2": "post_attention_norm", "post_attention_layernorm_2": "post_ffw_norm"}
 
 
 def metadata(config: Any) -> dict[str, Any]:
@@ -37,20 +41,27 @@ def metadata(config: Any) -> dict[str, Any]:
     }
     if config.model_type == "phi3" and config.sliding_window is not None:
         found["attention.sliding_window"] = config.sliding_window
+    if config.model_type in ("ouro", "nanbeige"):
+        found |= {"num_loops": family_of(config).loops(config), "skip_loop_final_norm": False}
     return found
 
 
 def tensors(model: PreTrainedModel, kind: str = "F32") -> dict[str, tuple[np.ndarray, GGMLQuantizationType]]:
     """Of a file: bytes and type by name. kind: of matrices, whose rows must fit it."""
     config: Any = model.config
-    architecture = next(key for key, value in MODEL_ARCH_NAMES.items() if value == config.model_type)
+    looped = config.model_type in ("ouro", "nanbeige")  # llama.cpp's names of which the package does not know yet
+    named = "llama" if looped else config.model_type
+    architecture = next(key for key, value in MODEL_ARCH_NAMES.items() if value == named)
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads}
     found = {}
     for name, parameter in model.named_parameters():
         stored, value = names.get_name(name, (".weight", ".bias")), parameter.detach().float()
+        for own_name, theirs in _SANDWICH.items():
+            if name.endswith(f".{own_name}.weight"):
+                stored = f"blk.{name.split('.')[2]}.{theirs}.weight"
         assert stored is not None, name
-        if config.model_type == "llama":  # llama.cpp rotates neighbours there
+        if named == "llama":  # llama.cpp rotates neighbours there
             for part, number in heads.items():
                 value = interleave_heads(value, number) if part in stored else value
         own = GGMLQuantizationType[kind if value.dim() == 2 else "F32"]

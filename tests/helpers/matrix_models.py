@@ -16,20 +16,21 @@ import torch
 from transformers import PreTrainedModel
 
 import gguf_models
-from fuzz_models import ROPES, random_model, small_config
-from layerskip_models import LayerSkipModel, draft_weights, from_transformers, load_model
+from fuzz_models import ROPES, looped_options, random_model, small_config
+from layerskip_models import LayerSkipModel, draft_weights, load_model
 from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.kernels import library
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import GROUP, keeps_eight_bits
+from looped_models import LOOPED, converted
 from random_adapters import adapted
 from tiny_llama import VOCAB_SIZE
 
 NONE = "none"
 """In place of a variant of the kernels: PyTorch's operators."""
 VARIANTS = (*(library.runnable_variants() if native_works(torch.device("cpu"), torch.float32) else ()), NONE)
-NUM_LAYERS = 4
+NUM_LAYERS, LOOPS = 4, 2
 
 FLOATS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GGUF = ("Q8_0", "Q4_0")  # of which the package `gguf` writes files of several families
@@ -67,11 +68,13 @@ def config_of(family: str, weights: str) -> Any:
         hidden, head_dim, intermediate = 256, 64, 256
     elif weights in FLOATS:
         heads, kv_heads, head_dim, intermediate = 6, 3, 4, 29
-        hidden = 30 if family in ("llama", "mistral", "qwen3") else heads * head_dim
+        hidden = 30 if family in ("llama", "mistral", "qwen3", *LOOPED) else heads * head_dim
     rope = {"llama": "llama3", "qwen2": "yarn", "mistral": "linear"}.get(family, "default")
     own: dict[str, Any] = {"rope_parameters": dict(ROPES["default" if plain_file else rope])}
-    if family in ("llama", "mistral", "qwen3"):
+    if family in ("llama", "mistral", "qwen3", *LOOPED):
         own["head_dim"] = head_dim
+    if family in LOOPED:
+        own |= looped_options(family, LOOPS)
     if family in ("llama", "smollm3") and not plain_file:
         own |= {"attention_bias": True, "mlp_bias": True}
     if family in ("mistral", "phi3"):
@@ -83,7 +86,7 @@ def config_of(family: str, weights: str) -> Any:
     if family == "phi3":
         own["rope_parameters"]["partial_rotary_factor"] = 0.5
     own |= {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": family in ("qwen2", "olmo2") and weights in FLOATS}
-    return small_config(family, hidden, intermediate, NUM_LAYERS, heads, kv_heads, **own)
+    return small_config(family, hidden, intermediate, NUM_LAYERS // (LOOPS if family in LOOPED else 1), heads, kv_heads, **own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +124,9 @@ def source_of(family: str, weights: str) -> Source:
     else:
         contents = gguf_models.tensors(model, weights)
         gguf_models.write(path, family, gguf_models.metadata(model.config), contents)
+    if family in LOOPED:
+        gguf_models.round_to(model, weights)
+        return Source(model.double(), path=path)
     return Source(load_transformers(path, dtype="float32", device="cpu").double(), path=path)
 
 
@@ -151,6 +157,6 @@ def model_of(family: str, weights: str, variant: str) -> LayerSkipModel:
         with pytest.MonkeyPatch.context() as patch:
             if weights == DRAFT_HEAD:
                 patch.setattr("layerskip_models.checkpoints.conversion.DRAFT_HEAD_BYTES", 0)
-            made = from_transformers(source.given, layout=layout)
+            made = converted(source.given, layout)
     assert made.kernels == (None if variant == NONE else variant)
     return adapted(made, [3])

@@ -17,7 +17,7 @@ from fuzz_models import random_model, small_config
 from layerskip_models import from_transformers
 from layerskip_models.checkpoints.module_folder import fingerprint
 from layerskip_models.exits.folder import save_adapters
-from layerskip_models.families import FAMILIES
+from layerskip_models.families import IN_TRANSFORMERS
 from random_adapters import random_adapters
 from selfspec.pacer.network import PreVerifierConfig, PreVerifierModule, describe_layer, save_preverifier
 
@@ -48,7 +48,7 @@ def small(kind: str, seed: int) -> PreTrainedModel:
 
 
 def _floats(folder: Path, seed: int, *, shard_size: str = "5GB") -> Built:
-    model = small(Random(seed).choice([*FAMILIES]), seed)
+    model = small(Random(seed).choice([*IN_TRANSFORMERS]), seed)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return Built(folder, folder, model)
 

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fuzz_models import draw_config, random_model
 from layerskip_models import from_transformers
-from layerskip_models.families import FAMILIES
+from layerskip_models.families import IN_TRANSFORMERS
 from selfspec import SelfSpecGenerator, custom_generate
 from tiny_llama import reference_greedy, tiny_llama
 
@@ -169,7 +169,7 @@ def test_a_forward_replaced_for_a_whole_class_is_refused(monkeypatch: pytest.Mon
         from_transformers(tiny_llama(dtype=torch.float64, seed=3))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", IN_TRANSFORMERS)
 def test_a_hook_on_any_module_of_any_family_is_refused(kind: str) -> None:
     model = random_model(draw_config(Random(kind), kind, 24), late_scale=0.5, sharpness=1.5, seed=3)
     from_transformers(model)

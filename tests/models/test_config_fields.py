@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fuzz_models import random_model, small_config
 from layerskip_models import fork_safe, load_model
 from layerskip_models.checkpoints.loading import load_config
-from layerskip_models.families import FAMILIES, plain_config
+from layerskip_models.families import IN_TRANSFORMERS, plain_config
 from layerskip_models.families.plain_config import PlainConfig
 from tiny_llama import full_logits, lean_logits
 
 TEXT = [(7 * i * i + 3) % 24 for i in range(40)]
-ALL = tuple(FAMILIES)
+ALL = tuple(IN_TRANSFORMERS)
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -18,7 +18,7 @@ from fuzz_models import draw_config, random_model
 from layerskip_models import LayerSkipModel, from_transformers, load_model
 from layerskip_models.checkpoints.parameters import HEAD, built_on_meta, parameter_shapes, rotary_frequencies
 from layerskip_models.checkpoints.supported import check_config
-from layerskip_models.families import FAMILIES, family_of
+from layerskip_models.families import FAMILIES, IN_TRANSFORMERS, family_of
 from layerskip_models.families.unsupported import NEEDS
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
@@ -29,7 +29,7 @@ from tiny_llama import VOCAB_SIZE, full_logits, reference_greedy
 
 TEXT = [(7 * i * i + 3) % VOCAB_SIZE for i in range(40)]
 SEEDS = 3
-OTHERS = [kind for kind in FAMILIES if kind != "llama"]  # of which the other tests are
+OTHERS = [kind for kind in IN_TRANSFORMERS if kind != "llama"]  # of which the other tests are
 every_family = pytest.mark.parametrize("kind", OTHERS)
 every_model = pytest.mark.parametrize(
     ("kind", "seed"),
@@ -69,7 +69,7 @@ def test_a_saved_checkpoint_has_transformers_logits(kind: str, seed: int, tmp_pa
     theirs = reference(kind, seed)
     theirs.save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype="float64", device="cpu")
-    assert type(model.config) is FAMILIES[kind].config
+    assert isinstance(model.config, FAMILIES[kind].config)
     expected = full_logits(theirs, TEXT)
     close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)  # logits come back as float32
     for rows in (1, 7, len(TEXT)):
@@ -163,7 +163,7 @@ def test_longrope_runs_as_far_as_its_angles_are_fixed() -> None:
 
 
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", IN_TRANSFORMERS)
 def test_names_shapes_ties_and_frequencies_are_transformers(kind: str, seed: int) -> None:
     """Of the parameters of the model that transformers builds."""
     config = draw_config(Random(f"{kind} {seed}"), kind, 24)
@@ -180,7 +180,7 @@ def test_names_shapes_ties_and_frequencies_are_transformers(kind: str, seed: int
     assert scaling == rotary.attention_scaling
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", IN_TRANSFORMERS)
 def test_what_cannot_be_built_is_refused(kind: str) -> None:
     config = draw_config(Random(kind), kind, 24)
     assert kind not in NEEDS

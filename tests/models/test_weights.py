@@ -23,7 +23,7 @@ from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.checkpoints.weights import FLOATS, MappedFile
 from layerskip_models.decoder_layer import Linear
 from layerskip_models.draft_weights import rounded_linear
-from layerskip_models.families import FAMILIES
+from layerskip_models.families import IN_TRANSFORMERS
 from layerskip_models.grouped_weight import GroupedWeight, pack_sixes
 from layerskip_models.kernels import library, weights
 from layerskip_models.kernels.native_linear import (
@@ -181,7 +181,7 @@ def overwrite(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [None, "plain", "int8", "int4"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", IN_TRANSFORMERS)
 def test_a_file_is_the_module_that_it_was_saved_from(kind: str, layout: Layout | None, tmp_path: Path) -> None:
     """For every family, in each layout, whether the module keeps its weights or gives them away."""
     for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):

@@ -19,7 +19,7 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.exits import STEERED
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import load_adapters
-from layerskip_models.families import FAMILIES
+from layerskip_models.families import IN_TRANSFORMERS
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 from selfspec.exits.frozen_model import FrozenHead, exit_rows
@@ -118,7 +118,7 @@ def test_d_pace_is_written_out(chunk_rows: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", IN_TRANSFORMERS)
 def test_rows_are_the_models_and_each_text_is_as_alone(kind: str) -> None:
     """Several texts in a pass, against each by itself and against transformers' logits; labels are the next tokens."""
     theirs = random_model(draw_config(Random(kind), kind, 24), late_scale=0.5, sharpness=1.5, seed=0).double()
