@@ -1,4 +1,4 @@
-"""What the machine allows: bandwidth of its memory, bytes that decoding must read, memory that a process has, timed layers.
+"""What the machine allows: the bandwidth of its memory, and bytes that decoding must read.
 
 One text at a time, every pass through a layer reads that layer's weights from memory once, however many rows it has; so does
 every pass through the head. Tokens per second cannot exceed bandwidth / bytes per token. (Models that fit into a processor's
@@ -7,13 +7,10 @@ cache can seem to: their weights do not come from memory at all.)
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -73,6 +70,11 @@ class WeightBytes:
         """Name them as a record's line of kind "limits" does."""
         return {f"{name}_bytes": size for name, size in asdict(self).items()}
 
+    def verified(self, stats: Mapping[str, Any], num_layers: int) -> float:
+        """Return the bytes that a run's verification had to read. The rest of `moved` is of drafting."""
+        context = stats["num_prompt_tokens"] + stats["num_new_tokens"] / 2
+        return float(stats["rounds"] * (num_layers * (self.layer + self.kv * context) + self.head))
+
     def moved(self, stats: Mapping[str, Any]) -> float:
         """Return the bytes that a run's rounds had to read, learning aside. stats: of `GenerationStats.as_dict`."""
         context = stats["num_prompt_tokens"] + stats["num_new_tokens"] / 2
@@ -80,11 +82,3 @@ class WeightBytes:
         layers = loaded * (self.layer + self.kv * context)
         drafted = stats["num_drafted"] - stats["num_copied"]
         return float(layers + stats["rounds"] * self.head + drafted * self.draft_head)
-
-
-def memory_bytes(name: Literal["VmRSS", "VmHWM"]) -> int | None:
-    """Return this process's memory, files that it maps included: now, or the most since it began. None beside Linux."""
-    with suppress(OSError):
-        text = Path(f"/proc/{os.getpid()}/status").read_text(encoding="ascii", errors="replace")
-        return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:")), None)
-    return None

@@ -16,7 +16,7 @@ from bench.datasets import COPYING, shipped_names
 from layerskip_models.checkpoints.named_models import DEMO, named_file
 from layerskip_models.output_paths import output_file
 from selfspec.cli.console import one_line_errors
-from selfspec.cli.option_groups import checked_model, checked_output_file, option
+from selfspec.cli.option_groups import checked_model, option
 
 
 def _record_path(path: Path | None) -> Path | None:
@@ -41,7 +41,6 @@ ModelOption = Annotated[
 _SHIPPED = f"{', '.join(shipped_names())}. Default: all but {COPYING}."
 _PROMPTS = f'Prompts, .jsonl[.gz] with "id", "task", "prompt"; or shipped ones by name: {_SHIPPED}'
 PromptsOption = Annotated[Path | None, typer.Option(help=_PROMPTS)]
-NumSamplesOption = Annotated[int, typer.Option(min=1, help="Number of prompts, taken from each task in turn.")]
 PromptTokensOption = Annotated[int, typer.Option(min=1, help="Maximum prompt length; longer prompts keep their end.")]
 NewTokensOption = Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Timed runs of each engine on each prompt.")]
@@ -76,6 +75,16 @@ class OnModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OnPrompts(OnModel):
+    prompts: PromptsOption = None
+    num_samples: int = option(4, "Number of prompts, taken from each task in turn.", min=1)
+    prompt_tokens: PromptTokensOption = 320
+    max_new_tokens: NewTokensOption = 128
+    repeats: RepeatsOption = 3
+    warmups: WarmupsOption = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunCommand(OnModel):
     """Measure policies over tasks: speed and rounds, with plain decoding in the same run.
 
@@ -103,7 +112,7 @@ class RunCommand(OnModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeersCommand(OnModel):
+class PeersCommand(OnPrompts):
     """Measure selfspec beside transformers' generate and assistant_early_exit, llama.cpp, ik_llama.cpp and OpenVINO GenAI.
 
     All run the same model in turn, greedily, each in a process of its own that holds the weights itself, once more for each
@@ -116,44 +125,15 @@ class PeersCommand(OnModel):
     policy: list[str] | None = option(None, "Policy, repeatable. Default: the best known fixed setting, and auto.")
     warmed_up: list[str] | None = option(None, "Policy to run without forgetting between prompts; repeatable.")
     engine: EngineOption = None
-    prompts: PromptsOption = None
     chat: bool = option(
         False, "Prompts are messages to the model, without those too long; it ends its answers.", None, "--chat"
     )
-    num_samples: NumSamplesOption = 4
-    prompt_tokens: PromptTokensOption = 320
-    max_new_tokens: NewTokensOption = 128
-    repeats: RepeatsOption = 3
-    warmups: WarmupsOption = 1
     loads: int = option(0, "Also load each engine this often, in a new process each time. Needs a GGUF file.", min=0)
     peer_timeout: PeerTimeoutOption = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilesCommand:
-    """Measure selfspec, llama.cpp, ik_llama.cpp and OpenVINO GenAI on GGUF files, greedily, without drafts.
-
-    Prompts by length, decoding after the shortest, several texts together, on one thread and on more; loading and memory on
-    all. Each engine reads each file as it is, in a process of its own, and all take turns. One that cannot is left out.
-    """
-
-    files: list[str] = option(MISSING, "GGUF files, or short names, of one tokenizer.", argument=True)
-    kind: list[str] | None = option(None, "Type to round the first file to as well: Q4_0, Q8_0, BF16, ...; repeatable.")
-    engine: list[str] | None = option(
-        None, "Engine beside selfspec, repeatable: llama.cpp, ik_llama.cpp, openvino. Default: those installed."
-    )
-    prompt_tokens: str = option("128,512", "Lengths of prompts, as in 128,512.")
-    texts: int = option(8, "Texts decoded together.", min=2)
-    threads: str = option("1,2", "Numbers of threads, as in 1,2.")
-    max_new_tokens: NewTokensOption = 32
-    repeats: RepeatsOption = 3
-    loads: int = option(1, "Also load each file with each engine this often, in a new process each time.", min=0)
-    peer_timeout: PeerTimeoutOption = 600
-    output: OutputOption = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepCommand(OnModel):
+class SweepCommand(OnPrompts):
     """Find the best exit layer and length; greedy.
 
     Settings are ranked by replay of traced runs, and the most promising are timed. Ends with status 1 if an output differs
@@ -162,13 +142,10 @@ class SweepCommand(OnModel):
 
     exit_layers: str | None = option(None, 'As "1-8" or "2,4,6"; default: the first half.')
     num_speculations: str | None = option(None, 'Drafts a round, as "1-8" or "2,4,6"; default: 1-10.')
-    prompts: PromptsOption = None
-    num_samples: NumSamplesOption = 8
-    prompt_tokens: PromptTokensOption = 320
-    max_new_tokens: NewTokensOption = 128
+    num_samples: int = 8
     num_timed: int = option(6, "Number of settings to time, best predictions first.", min=1)
-    repeats: RepeatsOption = 5
-    warmups: WarmupsOption = 2
+    repeats: int = 5
+    warmups: int = 2
     write: bool = option(False, "Save the best setting beside the checkpoint's weights.", None, "--write")
 
 
@@ -194,43 +171,17 @@ class BatchCommand(OnModel):
 class ContextCommand(OnModel):
     """Measure tokens/s and time to the first token at several lengths of the prompt; greedy.
 
-    Contexts beyond the model's positions are left out. Contexts and policies take turns.
+    Contexts beyond the model's positions are left out. Each is read once, and then policies take turns.
     """
 
     contexts: str = option("128,1024,4096,16384", "Prompt lengths in tokens, as in 128,1024.")
+    policy: list[str] | None = option(None, "Policy, repeatable. Default: the best known fixed setting, and auto.")
+    agreement: list[float] | None = option(
+        None, "Chance that a draft is right, set by hand: what policies would gain then; repeatable.", min=0, max=1
+    )
     max_new_tokens: NewTokensOption = 64
     repeats: RepeatsOption = 3
     kv_dtype: str = option("auto", "What our engine keeps keys and values in: auto (the arithmetic's own) or bfloat16.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopedCommand(OnModel):
-    """Measure a looped model: plain decoding, rounds and the diagonal, with as many right drafts as asked; greedy.
-
-    Which drafts are right is set: the model's own token with the chance asked for, else another. All layers, heads and
-    rejections are run. Policies take turns at every context.
-    """
-
-    model: ModelOption = "synthetic:ouro-1.4B"
-    contexts: str = option("64,1000,4000", "Prompt lengths in tokens, as in 64,1000.")
-    agreement: str = option("0.8,0.9,0.95", "Shares of drafts that are right, as in 0.8,0.9.")
-    max_new_tokens: NewTokensOption = 48
-    repeats: RepeatsOption = 3
-    kv_dtype: str = option("bfloat16", "What keys and values are kept in: auto (the arithmetic's own) or bfloat16.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccuracyCommand:
-    """Compare rows in 8 and 16 bits, and keys and values in bfloat16, with the same weights and rows in float32 on a text.
-
-    Prints the perplexity, the KL divergence from float32 and how often the likeliest token is the same.
-    """
-
-    text: Path = option(MISSING, "Text, UTF-8; may end in .gz.", argument=True)
-    model: ModelOption = DEMO
-    dtype: DtypeOption = "auto"
-    tokens: int = option(4096, "First tokens of the text that are read.", min=2)
-    context: int = option(256, "Tokens that are read as one text.", min=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,32 +232,18 @@ class GpuCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RooflineCommand(OnModel):
-    """Measure the memory's bandwidth, the bytes that each step must read, and how close the engine comes to that limit.
+class RooflineCommand(OnPrompts):
+    """Measure the memory's bandwidth, the bytes that each phase must read, and how close the engine comes to that limit.
 
-    Plain decoding, the fixed setting that is best on the first prompt by replay, and auto; greedy.
+    Plain decoding, the best known fixed setting, and auto; greedy.
     """
-
-    prompts: PromptsOption = None
-    num_samples: NumSamplesOption = 2
-    prompt_tokens: PromptTokensOption = 192
-    max_new_tokens: NewTokensOption = 128
-    repeats: RepeatsOption = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportCommand:
-    """Turn records into a page: what came out, tables, and where the numbers come from."""
+    """Print records as Markdown: what came out, tables, and where the numbers come from."""
 
     records: list[Path] | None = option(None, "Records of the other commands; with --update documents.", argument=True)
-    output: Path | None = option(
-        None,
-        "Write HTML with plots (.html), or Markdown (default: print).",
-        None,
-        "-o",
-        "--output",
-        callback=checked_output_file,
-    )
     in_documents: bool = option(
         False, "Fill the tables between marks in documents anew. Default: README.md and docs/.", None, "--update"
     )
@@ -321,9 +258,8 @@ class CompareCommand:
 
 
 COMMANDS: dict[str, type] = {
-    "run": RunCommand, "peers": PeersCommand, "files": FilesCommand, "sweep": SweepCommand, "batch": BatchCommand,
-    "context": ContextCommand, "accuracy": AccuracyCommand, "load": LoadCommand, "kernels": KernelsCommand,
-    "gpu": GpuCommand, "looped": LoopedCommand, "roofline": RooflineCommand, "report": ReportCommand,
-    "compare": CompareCommand,
+    "run": RunCommand, "peers": PeersCommand, "sweep": SweepCommand, "batch": BatchCommand,
+    "context": ContextCommand, "load": LoadCommand, "kernels": KernelsCommand,
+    "gpu": GpuCommand, "roofline": RooflineCommand, "report": ReportCommand, "compare": CompareCommand,
 }  # fmt: skip
 """The commands by name, in the order of the list."""

@@ -1,4 +1,4 @@
-"""`selfspec-bench report`: records as pages, and tables of documents."""
+"""`selfspec-bench report`: records as Markdown, and tables of documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 from bench.commands.bench_options import ReportCommand
 from bench.record import read_record, showing
-from bench.report.page import html_page, markdown, update
+from bench.report.page import markdown, update
 from layerskip_models.text_files import write_text
 from selfspec.cli.console import one_line_errors
 
@@ -26,14 +26,9 @@ def report(options: ReportCommand) -> None:
             return
         if not options.records:
             raise ValueError("name at least one record")
-        is_html = options.output is not None and options.output.suffix in (".html", ".htm")
-        found = {path: read_record(path) for path in options.records}
         shown = []
-        for path, lines in found.items():
+        for path in options.records:
+            lines = read_record(path)
             with showing(path):
-                shown.append(html_page(path.stem, lines) if is_html else markdown(lines))
-        text = "\n".join(shown)
-        if options.output is None:
-            typer.echo(text, nl=False)
-        else:
-            options.output.write_text(text, encoding="utf-8")
+                shown.append(markdown(lines))
+    typer.echo("\n".join(shown), nl=False)

@@ -9,12 +9,10 @@ from typing import Any, cast
 
 from bench.commands.bench_options import DEFAULT_POLICIES, RunCommand
 from bench.commands.cold_run import run_cold
-from bench.commands.session import header, loaded, measure, recording, show, write_engines
+from bench.commands.session import loaded, measure_own
 from bench.datasets import COPYING, Prompt, encode_prompts, group_by_task, load_prompts
 from bench.engines.own import SelfSpecEngine
-from bench.machine import WeightBytes, measure_bandwidth
 from bench.models import open_tokenizer
-from bench.provenance import provenance
 from policies import LayerCost, Policy, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli.console import one_line_errors
@@ -32,9 +30,8 @@ def run(options: RunCommand) -> None:
                 raise ValueError("--warmed-up has no effect with --cold, where policies keep what they learn anyway")
             run_cold(options, [*dict.fromkeys(names)], samples, sampling)
             return
-        weights = loaded(options)
-        generator = SelfSpecGenerator(weights, runner=cast(Any, options.runner), prefix_cache=0)
-        num_layers = weights.num_layers
+        generator = SelfSpecGenerator(loaded(options), runner=cast(Any, options.runner), prefix_cache=0)
+        num_layers = generator.model.num_layers
         load = generator.load_preverifier
         parse = partial(parse_policy, num_layers=num_layers, measure=lambda: LayerCost(num_layers), preverifier=load)
         for name in names:  # mistakes end the command before anything is measured
@@ -42,24 +39,8 @@ def run(options: RunCommand) -> None:
         lasting = warmed_up_policies(options.warmed_up or [], names, parse)
         engines = [SelfSpecEngine(generator, name, sampling=sampling) for name in dict.fromkeys(names)]
         engines += [SelfSpecEngine(generator, name, warmed_up=True, sampling=sampling) for name in lasting]
-        asked = {
-            "warmups": options.warmups,
-            "prompt_tokens": options.prompt_tokens,
-            "engines": [engine.name for engine in engines],
-            "runner": generator.runner,
-            "num_layers": num_layers,
-            "rows": options.rows,
-            "policies": names,
-            **(sampling or {"do_sample": False}),
-        }
-        where = provenance(weights.device, weights.dtype)
-        first = header("run", where, options.model, samples, options.max_new_tokens, options.repeats, **asked)
-    with recording(options.output, first) as record:
-        write_engines(record, engines)
-        limits = WeightBytes.of(weights).as_line()
-        record.once("limits", lambda: {"bytes_per_second": measure_bandwidth(weights.device), **limits})
-        measure(record, engines, samples)
-    show(record.lines)
+        asked = {"warmups": options.warmups, "prompt_tokens": options.prompt_tokens, "policies": names}
+        measure_own("run", options, generator, engines, samples, **asked, **(sampling or {"do_sample": False}))
 
 
 def sampling_of(do_sample: bool, asked: Mapping[str, Any]) -> dict[str, Any] | None:

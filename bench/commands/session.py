@@ -13,17 +13,19 @@ from typing import Any
 import typer
 from transformers import PreTrainedTokenizerBase
 
-from bench.commands.bench_options import OnModel
+from bench.commands.bench_options import ContextCommand, OnModel, RooflineCommand, RunCommand
 from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
 from bench.engines.catalogue import Maker
 from bench.engines.own import EngineLostError, TimedEngine
 from bench.engines.peer_process import PeerProcess
+from bench.machine import WeightBytes, measure_bandwidth
 from bench.measure import Measurement
 from bench.models import model_name, open_model, weights_digest
-from bench.provenance import load_average, policy_files, public_argument
+from bench.provenance import load_average, policy_files, provenance, public_argument
 from bench.record import Line, Record, matching
 from bench.report.page import terminal_text
 from layerskip_models import LayerSkipModel
+from selfspec import SelfSpecGenerator
 from selfspec.analysis.comparison import load_warning
 from selfspec.cli.arguments import progress_bar
 from selfspec.cli.console import LogConsole, one_line_errors
@@ -116,6 +118,37 @@ def measure(record: Record, engines: Sequence[TimedEngine], prompts: Sequence[En
     measurement.advance = advance
     with progress(measurement.num_runs) as shown:
         measurement.run()
+
+
+def measure_own(
+    command: str,
+    options: RunCommand | RooflineCommand | ContextCommand,
+    generator: SelfSpecGenerator,
+    engines: Sequence[TimedEngine],
+    prompts: Sequence[EncodedPrompt],
+    **asked: Any,
+) -> None:
+    """Record and show engines of one generator on prompts, and the memory's speed before and after them."""
+    weights = generator.model
+    said = {
+        "engines": [engine.name for engine in engines],
+        "runner": generator.runner,
+        "num_layers": weights.num_layers,
+        "rows": options.rows,
+        **asked,
+    }
+    where = provenance(weights.device, weights.dtype)
+    first = header(command, where, options.model, prompts, options.max_new_tokens, options.repeats, **said)
+    with recording(options.output, first) as record:
+
+        def limits() -> Line:
+            return {"bytes_per_second": measure_bandwidth(weights.device), **WeightBytes.of(weights).as_line()}
+
+        write_engines(record, engines)
+        record.once("limits", limits, when="before")
+        measure(record, engines, prompts)
+        record.once("limits", limits, when="after")
+    show(record.lines)
 
 
 def write_engines(record: Record, engines: Sequence[TimedEngine], missing: Mapping[str, str] | None = None) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import typer
 
-from bench.calibration import calibrated
 from bench.commands.bench_options import SweepCommand
 from bench.commands.session import encoded, header, loaded, measure, progress, recording, show, write_engines
 from bench.datasets import EncodedPrompt
@@ -25,6 +24,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import replay, trace_agreement
 from selfspec.cli.console import one_line_errors
 from selfspec.defaults import SETTINGS_FILE
+from selfspec.engine.expected_cost import expected_cost
 from selfspec.engine.results import mean
 
 
@@ -88,7 +88,7 @@ def _cells(
     max_new_tokens: int,
 ) -> list[Line]:
     """Write a line for each setting, its rounds (means over prompts) and predicted speed-up; return them, the best first."""
-    cost = calibrated(generator, record)
+    cost = expected_cost(generator.model, generator.runner)
     if record.find("traced") is None:
         traces = []
         with progress(len(samples)) as advance:

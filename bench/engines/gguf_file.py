@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, get_tensor_name_map
-from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import quant_shape_to_byte_shape, quantize
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,27 +56,6 @@ def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
         floats = _reordered(name, tensor, config).float().cpu().numpy()
         ours = own[name] in QUANTISERS
         writer.write_tensor_data(in_blocks(floats, own[name]) if ours else quantize(floats, kinds[name]))
-    writer.close()
-
-
-def rewrite_gguf(source: Path, path: Path, kind: str) -> None:
-    """Write a GGUF file once more, tokenizer and all, with its matrices rounded to another type: a kind of `write_gguf`."""
-    reader = GGUFReader(source)
-    said = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    architecture = said.pop("general.architecture").contents()
-    writer, num_layers = GGUFWriter(path, architecture), said[f"{architecture}.block_count"].contents()
-    said.pop("general.file_type", None)  # which OpenVINO believes
-    writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
-    for name, field in said.items():
-        writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
-    for tensor in reader.tensors:
-        floats = dequantize(tensor.data, tensor.tensor_type)
-        own = GGMLQuantizationType[_kind_of(tensor.name, floats.ndim, kind, num_layers)]
-        packed = in_blocks(floats, own.name) if own.name in QUANTISERS else quantize(floats, own)
-        writer.add_tensor(tensor.name, packed, raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
     writer.close()
 
 

@@ -31,27 +31,18 @@ class OpenVinoEngine(TimedEngine):
         self.weights = self.label
         if path.suffix != ".gguf" and not (path / "openvino_model.xml").is_file():
             raise FileNotFoundError(f"{path.name} has no openvino_model.xml: export a model (docs/benchmarks.md)")
-        self._path, self._pipelines = path, dict[int, Any]()
-        self._pipeline()
-
-    def _pipeline(self) -> Any:
-        """Return the model, compiled for the number of threads at hand."""
-        threads = num_threads()
-        if threads not in self._pipelines:
-            scheduling = openvino_genai.SchedulerConfig()
-            scheduling.enable_prefix_caching = False  # or a repeat would not read its prompt
-            settings = {"scheduler_config": scheduling, "INFERENCE_NUM_THREADS": threads}
-            self._pipelines[threads] = openvino_genai.LLMPipeline(str(self._path), "CPU", **settings)
-        return self._pipelines[threads]
+        scheduling = openvino_genai.SchedulerConfig()
+        scheduling.enable_prefix_caching = False  # or a repeat would not read its prompt
+        device = {"scheduler_config": scheduling, "INFERENCE_NUM_THREADS": num_threads()}
+        self._pipeline = openvino_genai.LLMPipeline(str(path), "CPU", **device)
 
     def _call(self, ids: NDArray[np.int64], max_new_tokens: int) -> tuple[Any, float]:
         """Return what it gives for ids [texts, n], and the seconds that it took."""
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         plain = {"ignore_eos": True, "do_sample": False, "apply_chat_template": False}
         settings = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, **plain)
-        pipeline = self._pipeline()
         start = perf_counter()
-        result = pipeline.generate(inputs, settings)
+        result = self._pipeline.generate(inputs, settings)
         return result, perf_counter() - start
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:

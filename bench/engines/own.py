@@ -17,18 +17,10 @@ from torch import Tensor
 from bench.machine import synchronize
 from bench.provenance import public_argument
 from bench.record import WARMED_UP
-from selfspec import GenerationResult, SelfSpecGenerator
+from selfspec import SelfSpecGenerator
 
 GREEDY: Mapping[str, Any] = {"do_sample": False, "eos_token_id": []}
 """Arguments of `generate` for measurements that always yield as many tokens as were asked for."""
-
-
-def run_afresh(
-    generator: SelfSpecGenerator, policy: str, prompt: Tensor, max_new_tokens: int, *, trace: bool = False
-) -> GenerationResult:
-    """Continue a prompt, int64 [n], greedily and without EOS, by a policy that has forgotten what it knew."""
-    generator.resolve_policy(policy).reset()
-    return generator.generate(prompt, max_new_tokens=max_new_tokens, **GREEDY, policy=policy, trace=trace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,20 +203,3 @@ class SelfSpecEngine(TimedEngine):
 
     def forget(self) -> None:
         self._prompt, self._known, self._learned = None, None, None
-
-
-class ThreadedEngine(TimedEngine):
-    """An engine that runs on a given number of threads. It is in a process of its own, whose number for PyTorch it sets."""
-
-    def __init__(self, engine: TimedEngine, file: str, threads: int) -> None:
-        self._engine, self._threads = engine, threads
-        self.name, self.label = f"{engine.name}:{file}:{threads}", engine.label.partition(",")[0]
-        self.weights = file
-
-    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
-        torch.set_num_threads(self._threads)
-        return self._engine.generate(prompt, max_new_tokens, repeat)
-
-    def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
-        torch.set_num_threads(self._threads)
-        return self._engine.run(prompts, max_new_tokens)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
-from bench.record import Line, by_value, matching
-from bench.report.table import UNKNOWN, Table, counted, cross_table, names
+from bench.machine import WeightBytes
+from bench.record import PLAIN, Line, matching
+from bench.report.summary import Samples, decode_speed, fastest_memory
+from bench.report.table import Table, counted, cross_table, names
 
-PHASES = ("draft", "verify", "accept", "learn", "other")
-ROLES = ("best fixed", "auto")
+PHASES = ("draft", "preverify", "verify", "accept", "learn", "other")
+"""What comes after prefill."""
 
 
 def kernels_tables(lines: Sequence[Line]) -> list[Table]:
@@ -32,82 +34,99 @@ def kernels_tables(lines: Sequence[Line]) -> list[Table]:
 
 def roofline_tables(lines: Sequence[Line]) -> list[Table]:
     """Show what whole runs take, beside what they must read."""
-    bandwidth = _bandwidth(lines)
-    runs = by_value(matching(lines, "phases"), "policy")
+    samples, bandwidth = Samples(lines), fastest_memory(lines)
     title = (
         f"After prefill: tokens/s, their limit at the bytes that rounds read ({bandwidth / 1e9:.1f} GB/s), and ms per token "
-        "by phase (share of bandwidth); last, ms per token that measured costs predict, learning aside"
+        "by phase (share of bandwidth)"
     )
-    rows = [_phase_row(policy, own, bandwidth) for policy, own in runs.items()]
-    return [Table.of("phases", title, rows, plotted="tokens/s")]
+    weights, num_layers = WeightBytes.from_line(matching(lines, "limits")[0]), lines[0]["configuration"]["num_layers"]
 
+    def row(engine: str) -> dict[str, str]:
+        runs = [line["stats"] for line in samples.of_engine(engine)]
+        seconds = {phase: sum(run[f"{phase}_seconds"] for run in runs) for phase in PHASES}
+        needed = sum(map(weights.moved, runs))
+        verified = sum(weights.verified(run, num_layers) for run in runs)
+        read = {"draft": needed - verified, "verify": verified}
+        tokens, decoding = sum(run["num_new_tokens"] - 1 for run in runs), sum(seconds.values())
 
-def _phase_row(policy: str, measured: Sequence[Line], bandwidth: float) -> dict[str, str]:
-    """Make a row of the median run of each prompt."""
-    by_prompt = [sorted(own, key=lambda run: run["decode_seconds"]) for own in by_value(measured, "prompt").values()]
-    runs = [own[(len(own) - 1) // 2] for own in by_prompt]
-    decoding = sum(run["decode_seconds"] for run in runs)
-    # Without those of learning: a faster engine would not need them.
-    needed = sum(run["bytes"]["draft"] + run["bytes"]["verify"] for run in runs)
-    tokens = sum(run["tokens"] for run in runs)
-    predicted = sum(run["predicted_seconds"] for run in runs)
+        def cell(phase: str) -> str:
+            share = f" ({100 * read[phase] / seconds[phase] / bandwidth:.0f} %)" if read.get(phase) else ""
+            return f"{1000 * seconds[phase] / tokens:.2f}{share}"
 
-    def cell(phase: str) -> str:
-        seconds = sum(run["seconds"][phase] for run in runs)
-        read = sum(run["bytes"].get(phase, 0.0) for run in runs)
-        share = f" ({100 * read / seconds / bandwidth:.0f} %)" if read else ""
-        return f"{1000 * seconds / tokens:.2f}{share}"
+        return {
+            "engine": samples.engines[engine],
+            "tokens/s": f"{tokens / decoding:.1f}",
+            "limit": f"{tokens * bandwidth / needed:.1f}",
+            "of limit": f"{100 * needed / decoding / bandwidth:.0f} %",
+            **{phase: cell(phase) for phase in PHASES},
+        }
 
-    return {
-        "policy": f"`{policy}`",
-        "tokens/s": f"{tokens / decoding:.1f}",
-        "limit": f"{tokens * bandwidth / needed:.1f}",
-        "of limit": f"{100 * needed / decoding / bandwidth:.0f} %",
-        **{phase: cell(phase) for phase in PHASES},
-        "predicted": f"{1000 * predicted / tokens:.2f}" if predicted else UNKNOWN,
-    }
-
-
-def _bandwidth(lines: Sequence[Line]) -> float:
-    return median(line["bytes_per_second"] for line in matching(lines, "bandwidth"))
+    return [Table.of("phases", title, map(row, samples.engines))]
 
 
 def context_tables(lines: Sequence[Line]) -> list[Table]:
     """Show speed over the length of the context."""
-    contexts = by_value(matching(lines, "prefill"), "context")
-    configuration = lines[0]["configuration"]
+    samples, kv_dtype = Samples(lines), lines[0]["configuration"]["kv_dtype"]
+    if lines[0]["configuration"].get("agreements"):
+        return _imposed_tables(lines, samples)
     title = (
         "tokens/s after the first token (× plain decoding), plain decoding's time per token and t' (less keys and values "
-        f"read at the measured bandwidth), time to the first token; keys and values in {configuration['kv_dtype']}"
+        f"read at the memory's speed), time to the first token; keys and values in {kv_dtype}"
     )
-    speeds = [_context_row(lines, context, own[0]["time_to_first_token"]) for context, own in contexts.items()]
-    return [Table.of("contexts", title, speeds, plotted="plain")]
+
+    def speed(engine: str, context: str) -> float:
+        return samples.per_prompt(engine, decode_speed, context)[0]
+
+    rows = []
+    for context in samples.tasks:
+        plain = speed(PLAIN, context)
+        row = {"context": context, "plain": f"{plain:.1f}"}
+        for engine, label in samples.engines.items():
+            if engine != PLAIN:
+                row[label] = f"{speed(engine, context):.1f} ({speed(engine, context) / plain:.2f}×)"
+        row["plain, ms"] = f"{1000 / plain:.2f}"
+        row["t', ms"] = f"{1000 * time_beside_reading(lines, int(context), plain):.2f}"
+        # Only one run of all had to read the context.
+        row["TTFT, s"] = (
+            f"{max(line['time_to_first_token'] for line in samples.samples if line['task'] == context):.2f}"
+        )
+        rows.append(row)
+    return [Table.of("contexts", title, rows)]
 
 
-def seconds_per_token(lines: Sequence[Line], context: int, role: str) -> float:
-    """Return the median over repeats, after the first token."""
-    return median(run["seconds"] / run["tokens"] for run in matching(lines, "decode", context=context, role=role))
+def _imposed_tables(lines: Sequence[Line], samples: Samples) -> list[Table]:
+    """Show what policies gain where drafts are right as often as said, and what passes then cost."""
+    asked, memory = lines[0]["configuration"], fastest_memory(lines)
+    layers, layer_bytes = asked["loop_layers"], matching(lines, "limits")[0]["layer_bytes"]
+    kinds = f"weights in {asked['weights']}, keys and values in {asked['kv_dtype']}"
+
+    def speed(engine: str, context: str) -> str:
+        own, plain = (samples.per_prompt(name, decode_speed, context)[0] for name in (engine, PLAIN))
+        return f"{own:.2f}" if engine == PLAIN else f"{own:.2f} ({own / plain:.2f}×)"
+
+    def passes(engine: str, context: str) -> str:
+        seconds = samples.per_prompt(engine, lambda line: line["decode_seconds"], context)[0]
+        line = samples.of_engine(engine, context)[0]
+        count = line["stats"]["loaded_layers"] / layers
+        share = count * layers * layer_bytes / seconds / memory
+        return f"{count / (line['num_new_tokens'] - 1):.2f} × {1000 * seconds / count:.1f} ms ({100 * share:.0f} %)"
+
+    def table(name: str, title: str, cell: Callable[[str, str], str]) -> Table:
+        rows = []
+        for context in samples.tasks:
+            for share in asked["agreements"]:
+                row = {"context": context, "right drafts": f"{share:g}", "`ar`": cell(PLAIN, context)}
+                row |= {f"`{one}`": cell(f"selfspec:{one}@{share:g}", context) for one in asked["policies"][1:]}
+                rows.append(row)
+        return Table.of(name, title, rows)
+
+    speeds = f"tokens/s after the first (× plain) if so many drafts are right, which is set, not the model's; {kinds}"
+    costs = f"passes over {layers} layers for a token × what one takes (share of the memory's speed, for weights alone)"
+    return [table("imposed", speeds, speed), table("passes", costs, passes)]
 
 
-def time_beside_reading(lines: Sequence[Line], context: int) -> float:
-    """Return t': seconds per token of plain decoding, less keys and values read at the measured bandwidth."""
-    configuration, kv_bytes = lines[0]["configuration"], matching(lines, "bandwidth")[0]["kv_bytes"]
-    positions = context + configuration["max_new_tokens"] / 2
-    read = configuration["num_layers"] * kv_bytes * positions
-    return float(seconds_per_token(lines, context, "plain") - read / _bandwidth(lines))
-
-
-def _context_row(lines: Sequence[Line], context: int, first_seconds: float) -> dict[str, str]:
-    plain = seconds_per_token(lines, context, "plain")
-    decoded = matching(lines, "decode", context=context)
-    own = {role: seconds_per_token(lines, context, role) for role in ROLES}
-    return {
-        "context": str(context),
-        "plain": f"{1 / plain:.1f}",
-        **{role: f"{1 / seconds:.1f} ({plain / seconds:.2f}×)" for role, seconds in own.items()},
-        "that setting": f"`{matching(decoded, 'decode', role='best fixed')[0]['policy']}`",
-        "plain, ms": f"{1000 * plain:.2f}",
-        "t', ms": f"{1000 * time_beside_reading(lines, context):.2f}",
-        "TTFT, s": f"{first_seconds:.2f}",
-        "other texts than plain's": str(sum(not line["outputs_equal"] for line in decoded)),
-    }
+def time_beside_reading(lines: Sequence[Line], context: int, speed: float) -> float:
+    """Return t': seconds per token at this speed, less keys and values read at the memory's."""
+    configuration, kv_bytes = lines[0]["configuration"], matching(lines, "limits")[0]["kv_bytes"]
+    read = configuration["num_layers"] * kv_bytes * (context + configuration["max_new_tokens"] / 2)
+    return float(1 / speed - read / fastest_memory(lines))

@@ -1,18 +1,14 @@
-"""A record as text: a sentence or two and its tables, as Markdown, as HTML with plots, for the terminal, and in documents."""
+"""A record as text: a sentence or two and its tables, as Markdown, for the terminal, and in documents."""
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 
 from bench.record import WARMED_UP, Line, matching, read_record, showing
 from bench.report.cold_table import cold_tables
 from bench.report.gpu_tables import gpu_tables
-from bench.report.looped_tables import looped_tables
 from bench.report.machine_tables import context_tables, kernels_tables, roofline_tables
 from bench.report.peer_tables import peer_tables
 from bench.report.run_tables import decoding_text, run_tables, sweep_headline, sweep_tables
@@ -33,17 +29,11 @@ _TABLES: dict[str, Callable[[Sequence[Line]], list[Table]]] = {
     "load": load_tables,
     "kernels": kernels_tables,
     "gpu": gpu_tables,
-    "looped": looped_tables,
 }
 """What makes the tables of a record, by the command that wrote it."""
 _WITH_SPREAD = ("run", "peers", "sweep")
 """Commands whose tables show the lowest and highest repeat."""
 _MARKED = re.compile(r"<!-- table: (\S+) (.+?) -->\n.*?<!-- /table -->", re.S)
-_NUMBER = re.compile(r"[*`]*(-?\d+(?:\.\d+)?)")
-_STYLE = (
-    "body{font:16px/1.5 system-ui;margin:2rem auto;max-width:75rem;padding:0 1rem}table{border-collapse:collapse}"
-    "td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}"
-)
 
 
 def markdown(lines: Sequence[Line]) -> str:
@@ -55,58 +45,6 @@ def markdown(lines: Sequence[Line]) -> str:
 def terminal_text(lines: Sequence[Line]) -> str:
     """Write tables whose columns look aligned in a terminal, and what came out."""
     return "\n\n".join([*(table.markdown(aligned=True) for table in tables(lines)), headline(lines)])
-
-
-def html_page(name: str, lines: Sequence[Line]) -> str:
-    """Write a record as a page that needs no other file, with a plot beside tables that have one."""
-    parts = [f"<!doctype html><meta charset=utf-8><title>selfspec-bench</title><style>{_STYLE}</style>"]
-    parts += [f"<h2>{html.escape(name)}</h2>", f"<p>{_inline(headline(lines))}</p>"]
-    for table in [*tables(lines), machine_table(lines)]:
-        parts += [f"<h3>{_inline(table.title)}</h3>", _plot(table), "<table>"]
-        for row, kind in [(table.columns, "th"), *((cells, "td") for cells in table.rows)]:
-            parts.append(f"<tr>{''.join(f'<{kind}>{_inline(cell)}</{kind}>' for cell in row)}</tr>")
-        parts.append("</table>")
-    return "\n".join(parts) + "\n"
-
-
-def _plot(table: Table) -> str:
-    """Draw one column as bars, or a line per row where columns are numbers, as SVG; nothing else, or without matplotlib."""
-    columns = [_number(heading) for heading in table.columns[1:]]
-    drawn = table.plotted in table.columns or (len(columns) > 1 and None not in columns)
-    if not drawn or find_spec("matplotlib") is None:
-        return ""
-    from matplotlib.figure import Figure  # an optional package, which takes long to import
-
-    figure = Figure(figsize=(8, 4 if table.plotted is None else 0.6 + 0.3 * len(table.rows)), layout="constrained")
-    axes = figure.add_subplot()
-    if table.plotted is not None:
-        place = table.columns.index(table.plotted)
-        found = [(row[0], value) for row in table.rows if (value := _number(row[place])) is not None]
-        axes.barh([label for label, _ in found], [value for _, value in found])
-        axes.invert_yaxis()
-        axes.set_xlabel(table.plotted)
-    else:
-        for row in table.rows:
-            points = [(x, y) for x, cell in zip(columns, row[1:]) if (y := _number(cell)) is not None]
-            axes.plot([x or 0.0 for x, _ in points], [y for _, y in points], marker="o", label=row[0])
-        axes.set_xlabel(" ".join(table.columns[-1].split()[1:]))
-        axes.legend(fontsize="small")
-    drawing = StringIO()
-    figure.savefig(drawing, format="svg")
-    return "<svg" + drawing.getvalue().partition("<svg")[2]
-
-
-def _number(cell: str) -> float | None:
-    """Return the number that a cell begins with."""
-    match = _NUMBER.match(cell)
-    return None if match is None else float(match[1])
-
-
-def _inline(text: str) -> str:
-    """Turn the Markdown of a cell or sentence into HTML."""
-    text = re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text, quote=False))
-    text = re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", text)
-    return re.sub(r"\*([^*]+)\*", r"<i>\1</i>", text)
 
 
 def update(text: str, folder: Path) -> str:

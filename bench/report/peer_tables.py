@@ -36,8 +36,6 @@ def _engine_table(lines: Sequence[Line], samples: Samples) -> Table:
         found = samples.per_prompt(engine, figure)
         return number(median(found) if found else None, "{:.0f}")
 
-    older = any("added_bytes" in line for line in lines)  # without what importing takes
-    memory = "added_bytes" if older else "peak_bytes"
     rows = [
         {
             "engine": label,
@@ -47,12 +45,12 @@ def _engine_table(lines: Sequence[Line], samples: Samples) -> Table:
             "prompt tokens/s": speed(name, prompt_speed),
             "decoding tokens/s": speed(name, decode_speed),
             "tokens/s, whole answer": speed(name, answer_speed),
-            "peak memory, MiB": loading(name, memory, "{:.0f}", 2**-20),
+            "peak memory, MiB": loading(name, "peak_bytes", "{:.0f}", 2**-20),
         }
         for name, label in samples.engines.items()
     ]
     title = f"{lines[0]['configuration']['model']}: engines side by side, medians over prompts of all kinds"
-    return Table.of("engines", title, rows, plotted="tokens/s, whole answer").known()
+    return Table.of("engines", title, rows).known()
 
 
 def _bits_table(lines: Sequence[Line], samples: Samples) -> list[Table]:

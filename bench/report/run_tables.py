@@ -8,7 +8,7 @@ from statistics import fmean
 from bench.machine import WeightBytes
 from bench.record import PLAIN, Line, by_value, matching
 from bench.report.interval_tables import interval_tables, layers_of
-from bench.report.summary import ALL, Figure, Samples, decode_speed
+from bench.report.summary import ALL, Figure, Samples, decode_speed, fastest_memory
 from bench.report.table import UNKNOWN, Spread, Table, cross_table, names, number
 from selfspec.engine.results import ratio
 
@@ -76,7 +76,7 @@ def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
     ]
     model = lines[0]["configuration"]["model"]
     title = f"Speed on {model}, {decoding_text(lines)}; plain: selfspec without speculation"
-    return Table.of("speed", title, rows, plotted="tokens/s").known()
+    return Table.of("speed", title, rows).known()
 
 
 def _bandwidth_share(lines: Sequence[Line], samples: Samples, engine: str) -> float | None:
@@ -87,7 +87,7 @@ def _bandwidth_share(lines: Sequence[Line], samples: Samples, engine: str) -> fl
         return None
     weights = WeightBytes.from_line(limits[0])
     moved = sum(weights.moved(line["stats"]) for line in runs)
-    return float(moved / sum(line["decode_seconds"] for line in runs) / limits[0]["bytes_per_second"])
+    return float(moved / sum(line["decode_seconds"] for line in runs) / fastest_memory(lines))
 
 
 def _round_table(samples: Samples) -> Table:
@@ -109,7 +109,7 @@ def _round_table(samples: Samples) -> Table:
             }
         )
     against = f", and outputs against {labels.get(first, first)}'s" if compared else ""
-    return Table.of("rounds", f"Rounds, means over prompts{against}", rows, plotted="tokens/round")
+    return Table.of("rounds", f"Rounds, means over prompts{against}", rows)
 
 
 def _outputs_text(samples: Samples, engine: str) -> str:
@@ -223,7 +223,5 @@ def sweep_tables(lines: Sequence[Line]) -> list[Table]:
         return cross_table(name, title, "exit layer", rows, columns, lambda row, column: cell(f"ls:{row}-{column}"))
 
     by_replay = f"eTPL by replay (plain decoding: {1 / configuration['num_layers']:.4f})"
-    both = (
-        "Speed-up over plain decoding; bold is measured (with prefill), the rest predicted from rounds and timed layers"
-    )
+    both = "Speed-up over plain decoding; bold is measured (with prefill), the rest predicted from rounds and expected costs"
     return [grid("etpl", by_replay, etpl), grid("speedup", both, speedup)]

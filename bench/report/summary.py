@@ -29,6 +29,11 @@ def decode_speed(line: Line) -> float | None:
     return float((line["num_new_tokens"] - 1) / line["decode_seconds"]) if line["decode_seconds"] else None
 
 
+def fastest_memory(lines: Sequence[Line]) -> float:
+    """Return the bytes per second that the device read at best, before the runs and after them."""
+    return max(line["bytes_per_second"] for line in matching(lines, "limits"))
+
+
 class Samples:
     """The samples and outputs of one record, by engine. Engines that were lost before their last run are left out."""
 

@@ -13,21 +13,20 @@ UNKNOWN = "–"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Text cells. prose: they are words, which are aligned to the left. plotted: a column to draw, None for all numbers."""
+    """Text cells. prose: they are words, which are aligned to the left."""
 
     name: str
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     prose: bool = False
-    plotted: str | None = None
 
     @classmethod
-    def of(cls, name: str, title: str, rows: Iterable[Mapping[str, str]], plotted: str | None = None) -> Table:
+    def of(cls, name: str, title: str, rows: Iterable[Mapping[str, str]]) -> Table:
         """rows: at least one, each its cells by their columns, which are the same in all."""
         found = list(rows)
         cells = tuple(tuple(row.values()) for row in found)
-        return cls(name=name, title=title, columns=tuple(found[0]), rows=cells, plotted=plotted)
+        return cls(name=name, title=title, columns=tuple(found[0]), rows=cells)
 
     def known(self) -> Table:
         """Without the rows and columns that have nothing but dashes."""

@@ -8,17 +8,15 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-import bench.calibration
 import bench.machine
 from bench.commands.bench_app import app
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bandwidth is measured once and of few bytes, not 256 MiB for a second; calls twice. Forked peers have imported all."""
+    """Bandwidth is measured once and of few bytes, not 256 MiB for a second. Forked peers have imported all."""
     monkeypatch.setattr(bench.machine, "_CPU_BYTES", 1 << 20)
     monkeypatch.setattr(bench.machine, "_SECONDS", 0.0)
-    monkeypatch.setattr(bench.calibration, "_SECONDS", 0.0)
     monkeypatch.setattr("bench.engines.peer_process.START_METHOD", "fork")
 
 

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
-import bench.calibration
-from bench.calibration import _every_row, _timed, calibrate
 from bench.commands import kernels_command
 from bench.commands.kernels_command import KINDS
 from bench.commands.load_command import measure_batch_call, measure_clients
-from bench.commands.roofline_command import phase_bytes
 from bench.engines.servers import Server, served_folder, words_tokenizer
 from bench.machine import WeightBytes
 from bench.provenance import public_argument
@@ -28,14 +21,11 @@ from bench.record import Line, matching, read_record
 from bench.report.machine_tables import time_beside_reading
 from bench.report.page import tables
 from bench.report.throughput_tables import load_tables
-from layerskip_models import LayerSkipModel, from_transformers, load_tokenizer
+from layerskip_models import load_tokenizer
 from layerskip_models.kernels.library import kernels, runnable_variants
 from policies import MeasuredCost
-from records import finished, shadow
 from running_server import running_server
 from selfspec import SelfSpecGenerator
-from selfspec.engine.expected_cost import expected_cost
-from tiny_llama import tiny_llama
 
 Measured = Callable[..., tuple[list[Line], str]]
 WEIGHTS = WeightBytes(layer=100, head=30, kv=2, draft_head=30)
@@ -55,65 +45,46 @@ def measured(invoke: Callable[..., Any], tmp_path: Path) -> Measured:
     return run
 
 
-def test_bytes_of_phases_by_hand() -> None:
-    """`finished` rounds begin with 5 committed tokens: a layer reads 100 + 2 * 5."""
-    layer = 110
-    seen = shadow([1, 2, 3], [[1]] * 3, [[0.5]] * 3)
-    kept = finished(3, 2, exit_layer=2, cause="cap", seen=seen)
-    read, seconds = phase_bytes([kept], WEIGHTS, 4, COST)
-    # Three steps of two layers and a head; the last row's two layers are the verification's, with the two above.
-    assert read == {"draft": 3 * (2 * layer + 30), "verify": 4 * layer + 30, "learn": 30}
-    assert seconds == COST.round(2, 3)
-    dropped = finished(3, 2, exit_layer=2, cause="before_draw")
-    read, seconds = phase_bytes([dropped], WEIGHTS, 4, COST)
-    assert read == {"draft": 4 * (2 * layer + 30), "verify": 2 * layer + 30, "learn": 0}
-    assert seconds == COST.round(2, 3) + COST.head_cost(2)
-    copied = replace(finished(3, 2, cause="cap"), exit_layer=None, num_copied=3)
-    read, seconds = phase_bytes([copied], WEIGHTS, 4, COST)
-    assert read == {"draft": 0, "verify": 4 * layer + 30, "learn": 0}
-    assert seconds == COST.copying(3) != COST.autoregressive()
-
-
 def test_bytes_that_rounds_move() -> None:
     """Five layers that read 10 positions each, two heads and three of drafts; what is copied takes no pass of its own."""
     stats = {"num_prompt_tokens": 6, "num_new_tokens": 8, "loaded_layers": 4, "preverifier_layers": 1, "rounds": 2}
     assert WEIGHTS.moved({**stats, "num_drafted": 3, "num_copied": 0}) == 5 * (100 + 10 * 2) + 5 * 30
     assert WEIGHTS.moved({**stats, "num_drafted": 3, "num_copied": 2}) == 5 * (100 + 10 * 2) + 3 * 30
+    assert WEIGHTS.verified(stats, 2) == 2 * 2 * (100 + 10 * 2) + 2 * 30  # two rounds of both layers and a head
 
 
 def test_the_roofline(checkpoint: Path, measured: Measured) -> None:
     arguments = ["--prompt-tokens", 12, "--max-new-tokens", 10, "--repeats", 2, "--num-samples", 1]
     lines, _ = measured("roofline", "--model", checkpoint, *arguments)
-    runs = matching(lines, "phases")
-    assert {line["policy"] for line in runs} >= {"ar", "auto"} and len(runs) == 3 * 2
-    for line in runs:
-        assert line["tokens"] == 9
-        assert sum(line["seconds"].values()) == pytest.approx(line["decode_seconds"], rel=0.05)
-        assert line["bytes"]["draft"] > 0 or not line["policy"].startswith("ls:")
-        assert line["bytes"]["draft"] == 0 or line["policy"] != "ar"
-    # Plain decoding has read 4 layers with the keys and values so far, and the head, for each of 9 tokens after the prompt's.
-    (weights,) = matching(lines, "weights")
-    kv = sum(range(13, 13 + 9)) * weights["kv_bytes"]
-    plain = matching(runs, "phases", policy="ar")[0]["bytes"]["verify"]
-    assert plain == 4 * (9 * weights["layer_bytes"] + kv) + 9 * weights["head_bytes"]
-    assert [row[0] for row in tables(lines)[0].rows][::2] == ["`ar`", "`auto`"]
+    plain, fixed, auto = tables(lines)[0].rows
+    assert [row[0] for row in (plain, fixed, auto)] == [f"selfspec, {name}" for name in ("plain", "ls:1-4", "auto")]
+    (before, after) = matching(lines, "limits")
+    bandwidth = max(before["bytes_per_second"], after["bytes_per_second"])
+    # Plain decoding reads 4 layers and the head for each of 9 tokens after the first, and keys and values of 17 on average.
+    needed = 9 * (4 * (before["layer_bytes"] + 17 * before["kv_bytes"]) + before["head_bytes"])
+    assert plain[2] == f"{9 * bandwidth / needed:.1f}"
+    runs = [line["stats"] for line in matching(lines, "sample", engine="selfspec:ar")]
+    seconds = sum(run["seconds"] - run["prefill_seconds"] for run in runs)
+    assert float(plain[1]) == pytest.approx(2 * 9 / seconds, rel=0.01)
+    assert "%" in fixed[4] and "%" not in plain[4]  # only drafts read something
 
 
 def test_contexts(checkpoint: Path, measured: Measured) -> None:
     arguments = ["--contexts", "16,32,128", "--max-new-tokens", 12, "--repeats", 2, "--kv-dtype", "bfloat16"]
-    lines, said = measured("context", "--model", checkpoint, *arguments)
+    lines, said = measured("context", "--model", checkpoint, "--policy", "ls:1-2", "--policy", "auto", *arguments)
     assert "128 tokens of context: beyond the model's 64 positions" in said
-    runs = matching(lines, "decode")
-    assert len(runs) == 2 * 3 * 2
-    assert [(line["repeat"], line["context"]) for line in runs[::3]] == [(0, 16), (0, 32), (1, 16), (1, 32)]  # in turn
+    samples = matching(lines, "sample")
+    assert len(samples) == 2 * 3 * 2
+    reused = [line["stats"]["num_reused_tokens"] for line in samples]
+    assert [place for place, count in enumerate(reused) if count < 8] == [0, 6]  # each context is read once
     (made,) = tables(lines)
     assert [row[0] for row in made.rows] == ["16", "32"] and made.title.endswith("keys and values in bfloat16")
-    bandwidths = matching(lines, "bandwidth")
-    assert bandwidths[0]["kv_bytes"] == 2 * 8 * 2  # keys and values, head_dim, bytes
-    plain = median(line["seconds"] / line["tokens"] for line in matching(runs, "decode", role="plain", context=16))
-    speed = median(line["bytes_per_second"] for line in bandwidths)
-    read = 4 * 32 * (16 + 12 / 2) / speed  # layers, bytes of a position, and half of the new tokens
-    assert time_beside_reading(lines, 16) == pytest.approx(plain - read)
+    assert made.columns[2:4] == ("selfspec, ls:1-2", "selfspec, auto")
+    limits = matching(lines, "limits")
+    assert limits[0]["kv_bytes"] == 2 * 8 * 2  # keys and values, head_dim, bytes
+    fastest = max(line["bytes_per_second"] for line in limits)
+    read = 4 * 32 * (16 + 12 / 2) / fastest  # layers, bytes of a position, and half of the new tokens
+    assert time_beside_reading(lines, 16, 50.0) == pytest.approx(1 / 50 - read)
 
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs our kernels")
@@ -177,45 +148,3 @@ def test_a_record_names_no_folder_of_the_machine() -> None:
     arguments = ["/a/b.jsonl", "openvino:/a/int4", "ls:2-4+/a/b.py:C:x=1", "/a/b.py:C", "auto", "synthetic:medium"]
     shown = ["b.jsonl", "openvino:int4", "ls:2-4+b.py:C:x=1", "b.py:C", "auto", "synthetic:medium"]
     assert [*map(public_argument, arguments)] == shown
-
-
-def test_a_call_is_made_once_before_it_is_timed() -> None:
-    """Twice, here, where no seconds are spent on timing."""
-    made: list[int] = []
-    assert len(_timed([partial(made.append, 0), partial(made.append, 1)], torch.device("cpu"))) == 2
-    assert made == [0, 1] * 3
-
-
-def test_every_time_is_that_of_its_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that counts rows instead: a pass takes 4 s for every row, and a head 1 s."""
-    model = from_transformers(tiny_llama(seed=1), layout="plain")
-    ran: list[float] = []
-
-    def counted(original: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-        def run(self: LayerSkipModel, hidden: Tensor, *rest: Any) -> Any:
-            ran.append(seconds * len(hidden))
-            return original(self, hidden, *rest)
-
-        return run
-
-    def timed(calls: list[Callable[[], object]], *rest: object) -> list[float]:
-        seconds = []
-        for call in calls:
-            ran.clear()
-            call()
-            seconds.append(sum(ran))
-        return seconds
-
-    monkeypatch.setattr(LayerSkipModel, "run_layers", counted(LayerSkipModel.run_layers, 4.0))
-    monkeypatch.setattr(LayerSkipModel, "choices", counted(LayerSkipModel.choices, 1.0))
-    monkeypatch.setattr(bench.calibration, "_timed", timed)
-    cost = calibrate(model)
-    assert cost.layer_seconds == pytest.approx([4 * rows / model.num_layers for rows in range(1, 14)])
-    assert cost.head_seconds == pytest.approx(range(1, 14))
-    estimate = expected_cost(model)
-    assert cost.draft_seconds / 5 == pytest.approx(estimate.draft_seconds / estimate.autoregressive())
-
-
-def test_rows_between_the_timed_ones() -> None:
-    # 2 rows came out cheaper than 1: held at 1. Halfway between 2 and 4 rows: (1 + 3) / 2.
-    assert _every_row((1, 2, 4), [1.0, 0.5, 3.0]) == (1.0, 1.0, 2.0, 3.0)

@@ -15,19 +15,12 @@ import bench.synthetic
 from bench.commands.run_command import choose_prompts, warmed_up_policies
 from bench.datasets import Prompt, chat_prompts, digest, encode_prompts, load_prompts, select_prompts
 from bench.record import Line, Record, matching, read_record
-from policies import LayerCost, MeasuredCost, Policy, parse_policy
+from policies import LayerCost, Policy, parse_policy
 from selfspec import SelfSpecGenerator
 from tiny_llama import tiny_tokenizer
 
 SMALL = ["--prompt-tokens", "10", "--max-new-tokens", "8", "--repeats", "2", "--warmups", "0"]
 Invoke = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every `selfspec-bench run` measures the same seconds, so that two runs decide alike."""
-    cost = MeasuredCost(num_layers=4, layer_seconds=(1e-3, 1.1e-3), head_seconds=(5e-4, 6e-4))
-    monkeypatch.setattr("bench.calibration.calibrate", lambda model, runner: cost)
 
 
 @pytest.fixture(scope="module")
