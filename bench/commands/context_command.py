@@ -38,15 +38,12 @@ def context(options: ContextCommand) -> None:
         tokenizer = open_tokenizer(options.model)
         prompts = [long_prompt(tokenizer, length) for length in lengths]
         generator = SelfSpecGenerator(weights, prefix_cache=1)  # byte: it keeps one text
-        policies = ["ar", *(options.policy or [fixed_policy(options.model, weights.num_layers), DEFAULT_POLICY])]
-        engines: list[SelfSpecEngine] = [SelfSpecEngine(generator, name) for name in dict.fromkeys(policies)]
-        warmed, shares = engines, options.agreement or []
-        if shares:
-            plain: dict[bytes, list[int]] = {}
-            engines = [
-                engines[0],
-                *(ImposedEngine(generator, name, share, plain) for share in shares for name in policies[1:]),
-            ]
+        wanted_policies = options.policy or [fixed_policy(options.model, weights.num_layers), DEFAULT_POLICY]
+        policies, shares = [*dict.fromkeys(["ar", *wanted_policies])], options.agreement or []
+        plain: dict[bytes, list[int]] = {}
+        warmed = [SelfSpecEngine(generator, name) for name in policies]
+        drafting = [ImposedEngine(generator, name, share, plain) for share in shares for name in policies[1:]]
+        engines = [warmed[0], *(drafting or warmed[1:])]
         for engine in warmed:  # warmed up on another text, or no timed run would read the first context
             engine.generate(prompts[0].ids[:8].flip(0), options.max_new_tokens)
         asked: dict[str, Any] = {"policies": policies, "agreements": shares, "loop_layers": weights.loop_layers}

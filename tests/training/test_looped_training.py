@@ -64,7 +64,9 @@ def test_a_run_leaves_a_looped_model_that_the_engine_reads(tmp_path: Path) -> No
         hidden = model.run_layers(hidden, 2 * loop, 2 * loop + 2, cache)
         torch.testing.assert_close(model.logits(hidden), expected[loop].float(), rtol=1e-5, atol=1e-5)
     generator = SelfSpecGenerator.from_pretrained(folder)
-    texts = [generator.generate("one and two", max_new_tokens=12, policy=policy).new_tokens for policy in ("ar", "ls:2-3")]
+    texts = [
+        generator.generate("one and two", max_new_tokens=12, policy=policy).new_tokens for policy in ("ar", "ls:2-3")
+    ]
     assert texts[0] == texts[1]
 
     with pytest.raises(ValueError, match="another loops"):
