@@ -168,7 +168,7 @@ def load_model(
         if rounded and keep_bits == 8 and source.gguf is not None:  # which nobody asked for
             log.warning("%s", source.gguf.what_is_rounded(rounded))
     else:  # transformers knows older names, and says what is missing
-        loaded = from_transformers(_load_transformers(source, dtype, device), layout=layout, release=True)
+        loaded = from_transformers(load_float(source, dtype, device), layout=layout, release=True)
     loaded = with_exits(loaded, exits).with_kv_dtype(kv_dtype)
     return loaded if rows is None else loaded.with_rows(rows)
 
@@ -190,7 +190,9 @@ def _set_loops(config: Any, num_loops: int, name: str) -> None:
         raise ValueError(f"num_loops is for looped models, and {name} is a {family.model_type!r} model")
     own = family.loops(config)
     if not (is_int(num_loops) and 1 <= num_loops <= own and num_loops * config.num_hidden_layers > 1):
-        raise ValueError(f"num_loops must be in [1, {own}] for this model, and leave two layers to run, got {num_loops!r}")
+        raise ValueError(
+            f"num_loops must be in [1, {own}] for this model, and leave two layers to run, got {num_loops!r}"
+        )
     for field, value in family.set_loops(num_loops).items():
         setattr(config, field, value)
 
@@ -227,7 +229,7 @@ def load_transformers(
 
     Of one that is quantised: the float weights that its files stand for.
     """
-    return _load_transformers(find_source(name_or_path, revision, local_files_only), dtype, device)
+    return load_float(find_source(name_or_path, revision, local_files_only), dtype, device)
 
 
 def _resolve(source: Source, dtype: str | torch.dtype, device: str | torch.device) -> tuple[torch.device, torch.dtype]:
@@ -235,8 +237,11 @@ def _resolve(source: Source, dtype: str | torch.dtype, device: str | torch.devic
     return target, resolve_dtype(dtype, target, getattr(source.config, "dtype", None))
 
 
-def _load_transformers(source: Source, dtype: str | torch.dtype, device: str | torch.device) -> PreTrainedModel:
-    """Raise ValueError for weights that are missing or of another shape: transformers would make random ones."""
+def load_float(source: Source, dtype: str | torch.dtype, device: str | torch.device) -> PreTrainedModel:
+    """Do the same with a checkpoint that was found.
+
+    Raises ValueError for weights that are missing or of another shape: transformers would make random ones.
+    """
     target, chosen = _resolve(source, dtype, device)
     config, quantised = source.float_config(), quantisation_of(source.config) is not None
     weights = source.weights()  # which is checked before memory is taken for what the configuration says

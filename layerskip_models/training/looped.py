@@ -10,10 +10,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from layerskip_models.families.plain_config import COUNTS
 from layerskip_models.text_files import write_text
+
+_FIELDS = (
+    "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+    "dtype", "name_or_path", "quantization_config",
+)  # fmt: skip
 
 
 def num_loops(model: LlamaForCausalLM) -> int:
@@ -25,6 +32,18 @@ def layers_with_exits(model: LlamaForCausalLM) -> range:
     """Return the layers whose exits are evaluated: all of a plain model, the last of each loop of a looped one."""
     layers, loops = len(model.model.layers), num_loops(model)
     return range(layers) if loops == 1 else range(layers - 1, layers * loops, layers)
+
+
+def as_llama(config: Any) -> LlamaConfig:
+    """Return the configuration of a `nanbeige` checkpoint as the Llama's that it is within a loop; of others, as it is.
+
+    Raises ValueError for loops without a norm between them.
+    """
+    if config.model_type != "nanbeige":
+        return config
+    if config.skip_loop_final_norm:
+        raise ValueError(f"{config.name_or_path!r} has no norm between its loops: it can be run, but not trained here")
+    return LlamaConfig(**{name: getattr(config, name) for name in (*COUNTS, *_FIELDS) if hasattr(config, name)})
 
 
 def describe_loops(folder: Path, model: LlamaForCausalLM) -> None:

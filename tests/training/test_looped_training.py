@@ -72,7 +72,15 @@ def test_a_run_leaves_a_looped_model_that_the_engine_reads(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="another loops"):
         train(tiny(text, tmp_path / "out", loops=2, max_steps=6, learning_rate=1e-2, **plain))
     with pytest.raises(ValueError, match=r"init must be a Llama checkpoint, .* is of type 'nanbeige'"):
-        train(tiny(text, tmp_path / "more", init=str(folder), loops=3, **plain))
+        train(tiny(text, tmp_path / "plain", init=str(folder), **plain))
+    unmoved = {"max_steps": 1, "warmup_steps": 0, "learning_rate": 1e-9, "weight_decay": 0}
+    again = train(tiny(text, tmp_path / "more", init=str(folder), loops=3, **plain, **unmoved))
+    for name, one in load_file(again / "model.safetensors").items():
+        torch.testing.assert_close(one, weights[name], rtol=0, atol=1e-6, msg=name)
+    assert json.loads((again / "config.json").read_text()) == said
+    (folder / "config.json").write_text(json.dumps({**said, "skip_loop_final_norm": True}))
+    with pytest.raises(ValueError, match="has no norm between its loops: it can be run, but not trained here"):
+        train(tiny(text, tmp_path / "other", init=str(folder), loops=3, **plain))
 
 
 def test_a_llama_is_continued_with_loops(tmp_path: Path) -> None:
