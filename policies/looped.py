@@ -75,7 +75,7 @@ class LoopedAuto(StatelessPolicy):
             self._way = best
         if self._way == "rounds":
             return Plan(exit_layer=self._layers, max_speculations=length, learn=False)
-        return Plan(exit_layer=None, max_speculations=0, wave=self._way == "wave", learn=False)
+        return Plan(exit_layer=None, max_speculations=0, wave=int(self._way == "wave"), learn=False)
 
     def observe(self, record: RoundRecord) -> None:
         for index in range(min(record.num_accepted + 1, record.num_drafted)):
