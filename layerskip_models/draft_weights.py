@@ -58,7 +58,8 @@ def draft_bytes(model: LayerSkipModel, bits: int) -> int:
 
 def draft_share(model: LayerSkipModel, bits: int) -> float:
     """Return about how much of a plain pass's bytes a draft reads."""
-    return sum(_bytes_in(*pair) for pair in _matrices(model, bits)) / _plain_bytes(model)
+    *layers, head = (_bytes_in(*pair) for pair in _matrices(model, bits))
+    return (model.num_loops * sum(layers) + head) / _plain_bytes(model)
 
 
 def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
@@ -128,7 +129,7 @@ def rounded_linear(linear: Linear, bits: int) -> Linear:
 
 
 def _matrices(model: LayerSkipModel, bits: int) -> list[tuple[Linear, int]]:
-    """Return the matrices that drafts start from, the head last, and the bits that each may have."""
+    """Return the matrices that drafts start from, the head last, and the bits that each may have; of all loops once."""
     layers = []
     for index, layer in enumerate(model.loop):
         layers += [(linear, 8 if keeps_eight_bits(index) else bits) for linear in layer.linears]

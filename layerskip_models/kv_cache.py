@@ -44,8 +44,8 @@ class KVCache:
     nobody has to say at which position rows are. Drafting fills only the first layers; what rounds reject is forgotten with
     `roll_back`, and the next rows overwrite it.
 
-    A looped model has layers of its own in the cache for each loop. `loop` gives one loop's part, for passes whose rows are in
-    different loops. loop_index: which loop this is a part of; 0 for a whole cache.
+    A looped model has layers of its own in the cache for each loop. `loop` gives one loop's part, for passes whose rows are
+    in different loops. loop_index: which loop this is a part of; 0 for a whole cache.
     """
 
     loop_index = 0

@@ -65,16 +65,17 @@ class LayerSkipModel:
 
     config, generation_config: transformers' own. name: hub name or path, used to find the checkpoint's default setting.
     num_layers, hidden_size, vocab_size, num_heads, num_kv_heads, head_dim: sizes.
-    num_loops, loop_layers: how often a looped model runs its layers, and how many there are; `num_layers` is their product, and
-        layer l of loop r has number r * loop_layers + l. Elsewhere 1 and `num_layers`. gate: float32 [hidden + 1], a looped
-        checkpoint's own judge of when to stop, its bias last; only reported.
+    num_loops, loop_layers: how often a looped model runs its layers, and how many there are; `num_layers` is their product,
+        and layer l of loop r has number r * loop_layers + l. Elsewhere 1 and `num_layers`. gate: float32 [hidden + 1], a
+        looped checkpoint's own judge of when to stop, its bias last; only reported.
     max_positions: context length in tokens. sliding_windows: of each layer, as in `DecoderLayer`.
     dtype: of the arithmetic and the hidden states. kv_dtype: of keys and values (`with_kv_dtype`).
     weights_dtype: of the weights as they were loaded. On a CPU, bfloat16 weights are computed with in float32. For weights
         rounded to 8 or 4 bits it is `dtype`.
     device: of the embedding, and of hidden states. layer_devices: of each layer's weights and its part of a KV cache.
         head_device: of the last norm and the head.
-    layers, final_norm, head: the weights. The layers of all loops are the same objects; `loop` has them once. draft_head: that drafts are chosen with; the head, or a copy of it in 8 bits.
+    layers, final_norm, head: the weights. The layers of all loops are the same objects; `loop` has each once.
+    draft_head: that drafts are chosen with; the head, or a copy of it in 8 bits.
     rotary: the rotary table, which `prepare` may replace by a longer one. With interleaved heads it is complex,
         [positions, 1, head_dim / 2]; pairs that do not rotate have a factor of 1. Otherwise it is real,
         [positions, 1, 2, 2, r / 2], where the first r numbers of a head rotate. It holds, for both halves of them, the

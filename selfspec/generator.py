@@ -138,9 +138,7 @@ class SelfSpecGenerator:
 
             model: LayerSkipModel = load_spread(name_or_path, dtype=dtype, exits=exits, **options)
         else:
-            model = load_model(
-                name_or_path, dtype=dtype, device=device, exits=exits, num_loops=num_loops, **options
-            )
+            model = load_model(name_or_path, dtype=dtype, device=device, exits=exits, num_loops=num_loops, **options)
         if kv_dtype != "auto":
             model = model.with_kv_dtype(kv_dtype)
         if rows is not None:

@@ -140,7 +140,9 @@ class _Measurer(TimedEngine):
         """Count texts of a tiny random model that differ: from transformers', by policy, three in each pass, and sampled."""
         torch.manual_seed(3)
         window = {"sliding_window": 9} if family == "mistral" else {}
-        network = IN_TRANSFORMERS[family].model(IN_TRANSFORMERS[family].config(**_SIZES, **window)).eval().to(self._device)
+        network = (
+            IN_TRANSFORMERS[family].model(IN_TRANSFORMERS[family].config(**_SIZES, **window)).eval().to(self._device)
+        )
         for parameter in network.parameters():  # frequencies of rotary embeddings stay in float32, as in loading
             parameter.data = parameter.data.to(getattr(torch, dtype))
         prompts, count = [_drawn(3 + 4 * seed, seed) for seed in range(3)], min(self._new_tokens, 48)

@@ -142,7 +142,9 @@ def build_model(
         between = final_norm if family.loop_norm(config) else None
         layers = []
         for index, place in enumerate(devices):
-            layers.append(builder.layer(index, place, rotated=2 * inv_freq.numel(), entry_norm=None if index else between))
+            layers.append(
+                builder.layer(index, place, rotated=2 * inv_freq.numel(), entry_norm=None if index else between)
+            )
             if listener is not None:
                 listener(index + 1, len(devices))
         return LayerSkipModel(

@@ -71,7 +71,7 @@ def read_keys(reader: GgufReader) -> dict[str, Any]:
     for name in (*_SIZES, _EPS):
         if name not in keys:
             raise ValueError(f"lacks {prefix}{name}")
-    for name in keys.keys() & {*_SIZES, *_MORE_SIZES}:
+    for name in keys.keys() & {*_SIZES, *_MORE_SIZES, _LOOPS}:
         if isinstance(keys[name], list):
             raise ValueError(f"has another {prefix}{name} in each layer, which is not read")
         if not is_int(keys[name]) or keys[name] < 1:

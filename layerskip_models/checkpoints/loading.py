@@ -190,7 +190,9 @@ def _set_loops(config: Any, num_loops: int, name: str) -> None:
         raise ValueError(f"num_loops is for looped models, and {name} is a {family.model_type!r} model")
     own = family.loops(config)
     if not (is_int(num_loops) and 1 <= num_loops <= own and num_loops * config.num_hidden_layers > 1):
-        raise ValueError(f"num_loops must be in [1, {own}] for this model, and leave two layers to run, got {num_loops!r}")
+        raise ValueError(
+            f"num_loops must be in [1, {own}] for this model, and leave two layers to run, got {num_loops!r}"
+        )
     for field, value in family.set_loops(num_loops).items():
         setattr(config, field, value)
 

@@ -80,7 +80,7 @@ def check_transformers(model: Any) -> PreTrainedConfig:
             raise ValueError(f"a {type(model).__name__} holds adapters beside the weights: {MERGE}")
         kind = getattr(getattr(model, "config", None), "model_type", None)
         need = "" if kind is None or kind in FAMILIES else f", which would need {need_of(kind)}"
-        if kind in FAMILIES and FAMILIES[kind].foreign:
+        if (family := FAMILIES.get(str(kind))) is not None and family.foreign:
             need = ", of which only the checkpoint's own files are read: give load_model() its name"
         raise ValueError(f"expected a model for text generation, got a {type(model).__name__}{need}; {_supported()}")
     config = check_config(model.config, model.config.name_or_path or type(model).__name__)

@@ -50,13 +50,14 @@ class Family:
     sliding_window: of (config, layer index), how many positions a row attends to, its own among them; None for all.
     rotates: of (config, layer index), whether queries and keys get the rotary embedding.
     rotates_part: whether a configuration may rotate only the first numbers of each head.
-    loops: of a config, how often the layers are run. set_loops: of looped models, the fields that say so. loop_norm: of a config, whether the last norm is between two loops, too.
+    loops: of a config, how often the layers are run. set_loops: of looped models, the fields that say so.
+    loop_norm: of a config, whether the last norm is between two loops, too.
     max_positions: of a config, the longest text that can be run as transformers would.
     plain: fields that the engine reads of a `PlainConfig`, with transformers' defaults, beside those that every configuration
         must have; None if transformers' class is to read all configurations.
-    foreign: whether transformers has no classes of it, so that every configuration must be plain. Nothing is run of the code
-        that a checkpoint brings. fixed: then, fields that change what is computed, with the only value that is read. gate: a
-        linear from hidden states to one number that a checkpoint may hold beside the model, and that nothing here computes with.
+    foreign: whether transformers has no classes of it, so that every configuration must be plain. No code is run that a
+        checkpoint brings. fixed: then, fields that change what is computed, with the only value that is read.
+    gate: a linear from hidden states to one number that a checkpoint may hold, and that nothing here computes with.
     """
 
     title: str

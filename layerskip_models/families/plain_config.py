@@ -73,7 +73,9 @@ def plain_config(family: Family, said: Mapping[str, Any], name: str = "") -> Any
     if not fits:
         return None
     values |= {"model_type": family.model_type, "name_or_path": name, "rope_parameters": rope, "dtype": _DTYPES[dtype]}
-    left_out = {"auto_map", "rope_scaling", "rope_theta"} if family.foreign else ()  # which only an own class interprets
+    left_out = (
+        {"auto_map", "rope_scaling", "rope_theta"} if family.foreign else ()
+    )  # which only an own class interprets
     said = {field: value for field, value in said.items() if field not in left_out}
     return PlainConfig(family, {**said, "name_or_path": name}, values)
 

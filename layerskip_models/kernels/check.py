@@ -85,7 +85,7 @@ class _Drawn:
         """Three layers with the same matrices.
 
         The first has norms before attention and the MLP; the second after them and over all heads together, with a window;
-        the third before them and over each head, without rotation.
+        the third before them, over each head and on entry, without rotation.
         """
         width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
         matrices = (
@@ -106,7 +106,7 @@ class _Drawn:
         return [
             layer(before, _NO_NORMS, _NO_NORMS),
             layer(_NO_NORMS, after, (queries, keys), sliding_window=WINDOW),
-            layer(before, _NO_NORMS, heads, rotated=False),
+            layer(before, _NO_NORMS, heads, rotated=False, entry_norm=self.norm(HIDDEN)),
         ]
 
     def four_bits(self, outputs: int, rows: int) -> NativeGroupedLinear:
@@ -253,6 +253,7 @@ def _reference(layer: DecoderLayer, x: Tensor, rotary: Tensor, keys: Tensor, val
     x: [rows, hidden]. rotary: for x. keys, values: of earlier rows.
     """
     qkv, output, gate_up, down = map(_native, (layer.qkv, layer.output, layer.gate_up, layer.down))
+    x = _normed(x, layer.entry_norm)
     rows = _normed(x, layer.input_norm) @ qkv.weight.double().T + qkv.tensors[-1].double()
     query, key, value = rows.view(ROWS, -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), 1)
     query, key = (

@@ -53,7 +53,8 @@ class Inspection:
     same texts once more, each after its own prompt and text. agreement: by exit layer, 1 .. L-1, share of positions of the
     free texts where its argmax is the last layer's. best: the fixed setting with most tokens per second there, by
     replay; predicted: its speed-up over plain decoding. copies: bytes of the weights in fewer bits that there were in the
-    end, by bits. arithmetic: `arithmetic_in_words`. reason: what the default policy does at the end, and why, if it says so.
+    end, by bits. arithmetic, loops: as `arithmetic_in_words` and `loops_in_words` say it.
+    reason: what the default policy does at the end, and why, if it says so.
     """
 
     free: Gain
@@ -63,6 +64,7 @@ class Inspection:
     predicted: float
     copies: Mapping[int, int]
     arithmetic: str
+    loops: str | None
     reason: str | None
 
     def verdict(self) -> str:
@@ -120,16 +122,16 @@ def inspect_model(
         generate(prompt)
     on_progress("warming up")
     best, predicted = _best(traces, expected_cost(model))  # which the default policy has corrected, if costs are kept
+    agreement = {layer: mean(trace.agreement(layer) for trace in traces) or 0.0 for layer in range(1, model.num_layers)}
     return Inspection(
         free=_gain(generate, free, repeats, partial(on_progress, "free answers")),
         repeating=_gain(generate, repeating, repeats, partial(on_progress, "answers that repeat the prompt")),
-        agreement={
-            layer: mean(trace.agreement(layer) for trace in traces) or 0.0 for layer in range(1, model.num_layers)
-        },
+        agreement=agreement,
         best=best,
         predicted=predicted,
         copies={bits: draft_bytes(model, bits) for bits in sorted(model.drafters)},
         arithmetic=arithmetic_in_words(model),
+        loops=loops_in_words(model, agreement),
         reason=generator.policy.reason,
     )
 
@@ -175,6 +177,22 @@ def arithmetic_in_words(model: LayerSkipModel) -> str:
     return words
 
 
+def loops_in_words(model: LayerSkipModel, agreement: Mapping[int, float]) -> str | None:
+    """Say how a looped model runs its layers, how often each loop's end agrees, and what its gate is; None for others."""
+    if model.num_loops == 1:
+        return None
+    size, gate = model.loop_layers, model.gate
+    ends = ", ".join(f"{layer}: {agreement[layer]:.0%}" for layer in range(size, model.num_layers, size))
+    words = (
+        f"A looped model: its {size} layers run {model.num_loops} times, and the ends of loops agree by exit {ends}; "
+    )
+    words += "exits within a loop are not what such models are trained for"
+    if gate is not None:
+        norm, bias = float(gate[:-1].norm()), float(gate[-1])
+        words += f". Its gate ({len(gate) - 1} weights of norm {norm:.2f}, bias {bias:.2f}) is not used"
+    return words
+
+
 def inspection_lines(inspection: Inspection) -> list[str]:
     num_layers = len(inspection.agreement) + 1
     quarter = max(num_layers // 4, 1)
@@ -191,6 +209,7 @@ def inspection_lines(inspection: Inspection) -> list[str]:
         f"{inspection.agreement[quarter]:.0%} of the tokens; exits 1 to {num_layers - 1}, in %: {shares}",
         f"By exits alone, the best fixed setting, {inspection.best.policy}, would run {inspection.predicted:.2f} times plain",
         f"Layers ran on {inspection.arithmetic}",
+        *([] if inspection.loops is None else [inspection.loops]),
         *([] if inspection.reason is None else [f"At the end {inspection.reason}"]),
         inspection.verdict(),
     ]

@@ -16,6 +16,7 @@ from layerskip_models.checkpoints.loading import find_source
 from layerskip_models.checkpoints.supported import quantisation_of
 from layerskip_models.exits import FOLDER
 from layerskip_models.exits import folder as exits
+from layerskip_models.families import family_of
 from policies import LayerCost, parse_policy
 from selfspec import __version__
 from selfspec.defaults import DEFAULT_POLICY, SETTINGS_FILE
@@ -82,6 +83,10 @@ def export_hub(
     name, config = checkpoint.name, checkpoint.config
     if quantisation_of(config) is not None:
         raise ValueError(f"{name} is quantised: transformers would load it in a form that selfspec cannot decode with")
+    if family_of(config).foreign:
+        raise ValueError(
+            f"{name} is a {config.model_type!r} model, which transformers does not load without remote code"
+        )
     if "pacer" not in policy:  # which needs files of its own
         num_layers = config.num_hidden_layers
         parse_policy(policy, num_layers=num_layers, measure=lambda: LayerCost(num_layers))

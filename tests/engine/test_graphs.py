@@ -59,7 +59,9 @@ def texts(engine: SelfSpecGenerator, **options: Any) -> list[list[int]]:
     return [engine.generate(prompt, **OPTIONS, **options).new_tokens for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("family", [one for one in IN_TRANSFORMERS if DEVICE == "cuda" or one in ("llama", "qwen3", "olmo2")])
+@pytest.mark.parametrize(
+    "family", [one for one in IN_TRANSFORMERS if DEVICE == "cuda" or one in ("llama", "qwen3", "olmo2")]
+)
 def test_texts_are_those_of_the_eager_runner(family: str, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain, drafted, sampled, and two texts in each pass."""
     config = IN_TRANSFORMERS[family].config(**SIZES)

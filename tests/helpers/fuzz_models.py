@@ -57,7 +57,13 @@ def draw_config(random: Random, kind: str, vocab_size: int) -> PreTrainedConfig:
         own |= biases
     if kind in ("qwen3", "olmo2"):
         own["attention_bias"] = biases["attention_bias"]
-    if kind in ("llama", "mistral", "qwen3", "ouro", "nanbeige"):  # whose heads together need not be as wide as the hidden state
+    if kind in (
+        "llama",
+        "mistral",
+        "qwen3",
+        "ouro",
+        "nanbeige",
+    ):  # whose heads together need not be as wide as the hidden state
         own["head_dim"], hidden_size = head_dim, heads * random.choice([1, 2, 4, 6, 8, 11, 16])
     else:
         hidden_size = heads * head_dim
@@ -79,7 +85,11 @@ def draw_config(random: Random, kind: str, vocab_size: int) -> PreTrainedConfig:
 
 def looped_options(kind: str, loops: int, *, skip_norm: bool = False) -> dict[str, Any]:
     """Fields of a looped model's configuration, of which transformers has no defaults."""
-    own: dict[str, Any] = {"hidden_act": "silu", "rope_parameters": dict(ROPES["default"])}
+    own: dict[str, Any] = {
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rope_parameters": dict(ROPES["default"]),
+    }
     if kind == "ouro":
         return own | {"total_ut_steps": loops}
     return own | {"num_loops": loops, "loop_loss_weights": [], "skip_loop_final_norm": skip_norm}

@@ -94,13 +94,15 @@ class LoopedReference(PreTrainedModel, GenerationMixin):
                 setattr(module, leaf, nn.Parameter(torch.zeros(shape)))
         self.generation_config.pad_token_id = None
 
-    def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutput:
+    def forward(self, input_ids: Tensor, attention_mask: object = None, **_: Any) -> CausalLMOutput:
         config: Any = self.config
         said = {**vars(config), "model_type": config.model_type, "rope_theta": config.rope_parameters["rope_theta"]}
         (tokens,) = input_ids.tolist()
         return CausalLMOutput(logits=boundary_logits(said, dict(self.named_parameters()), tokens)[-1].unsqueeze(0))
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **_: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: object = None, **_: Any
+    ) -> dict[str, Any]:
         return {"input_ids": input_ids}
 
 
@@ -137,7 +139,8 @@ def looped_fields(kind: str, seed: int, vocab_size: int, **own: Any) -> dict[str
     }  # fmt: skip
     if kind == "ouro":
         fields |= {"total_ut_steps": random.choice([2, 3, 4]), "early_exit_threshold": 1.0, "sliding_window": None}
-        fields |= {"use_sliding_window": False, "layer_types": ["full_attention"] * fields["num_hidden_layers"]}
+        layers = own.get("num_hidden_layers", fields["num_hidden_layers"])
+        fields |= {"use_sliding_window": False, "layer_types": ["full_attention"] * layers}
     else:
         fields |= {"num_loops": random.choice([2, 3]), "loop_loss_weights": [], "skip_loop_final_norm": seed % 3 == 2}
     return fields | own

@@ -74,7 +74,7 @@ def config_of(family: str, weights: str) -> Any:
     if family in ("llama", "mistral", "qwen3", *LOOPED):
         own["head_dim"] = head_dim
     if family in LOOPED:
-        own |= looped_options(family, LOOPS)
+        own |= looped_options(family, LOOPS) | {"rms_norm_eps": 1e-5}
     if family in ("llama", "smollm3") and not plain_file:
         own |= {"attention_bias": True, "mlp_bias": True}
     if family in ("mistral", "phi3"):
@@ -86,7 +86,9 @@ def config_of(family: str, weights: str) -> Any:
     if family == "phi3":
         own["rope_parameters"]["partial_rotary_factor"] = 0.5
     own |= {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": family in ("qwen2", "olmo2") and weights in FLOATS}
-    return small_config(family, hidden, intermediate, NUM_LAYERS // (LOOPS if family in LOOPED else 1), heads, kv_heads, **own)
+    return small_config(
+        family, hidden, intermediate, NUM_LAYERS // (LOOPS if family in LOOPED else 1), heads, kv_heads, **own
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,11 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 import gguf_models
-from fuzz_models import random_model, small_config
+from fuzz_models import looped_options, random_model, small_config
 from layerskip_models import from_transformers
 from layerskip_models.checkpoints.module_folder import fingerprint
 from layerskip_models.exits.folder import save_adapters
 from layerskip_models.families import IN_TRANSFORMERS
+from looped_models import LOOPED
 from random_adapters import random_adapters
 from selfspec.pacer.network import PreVerifierConfig, PreVerifierModule, describe_layer, save_preverifier
 
@@ -36,7 +37,9 @@ class Built:
 def small(kind: str, seed: int) -> PreTrainedModel:
     """Of a family, in float32, with rows that every format holds."""
     random = Random(f"{kind} {seed}")
-    own: dict[str, Any] = {"head_dim": 32} if kind == "qwen3" else {}
+    own: dict[str, Any] = {"head_dim": 32} if kind in ("qwen3", *LOOPED) else {}
+    if kind in LOOPED:
+        own |= looped_options(kind, 2)
     if kind in ("mistral", "phi3"):
         own["sliding_window"] = random.choice([None, 5])
     if kind in ("qwen2", "qwen3") and random.random() < 0.5:

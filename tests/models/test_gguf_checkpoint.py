@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 
 import gguf_models
 from bench.engines.gguf_file import write_gguf
-from fuzz_models import random_model, small_config
+from fuzz_models import looped_options, random_model, small_config
 from layerskip_models import from_transformers, load_model, load_tokenizer
 from layerskip_models.checkpoints import gguf_metadata
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.kernels.check import native_works
+from looped_models import LOOPED
 from selfspec.cli.main import app
 from tiny_llama import full_logits, lean_logits, tiny_llama, tiny_tokenizer
 
@@ -150,8 +151,9 @@ Change = dict[str, Any]
 
 def model_of(kind: str, **options: Any) -> PreTrainedModel:
     head_dim, kv_heads = options.pop("head_dim", 16), options.pop("num_key_value_heads", 1)
+    options = (looped_options(kind, 2) if kind in LOOPED else {}) | options
     config = small_config(kind, 32, 64, 2, 2, kv_heads, vocab_size=24, rms_norm_eps=1e-3, **options)
-    if head_dim != 16 or kind == "qwen3":
+    if head_dim != 16 or kind in ("qwen3", *LOOPED):
         config.head_dim = head_dim
     return random_model(config, late_scale=0.5, sharpness=2.0, seed=3).float()
 
@@ -185,6 +187,10 @@ READ: dict[str, tuple[str, Change, Change]] = {
     "wide heads of a Qwen2": ("qwen2", {"head_dim": 24}, {}),
     "no sizes of heads": ("llama", {}, {"attention__key_length": None, "attention__value_length": None}),
     "no rotated numbers": ("qwen2", {}, {"rope__dimension_count": None}),
+    "ouro": ("ouro", looped_options("ouro", 3), {}),
+    "nanbeige": ("nanbeige", looped_options("nanbeige", 2), {}),
+    "no norm between loops": ("nanbeige", looped_options("nanbeige", 3, skip_norm=True), {"skip_loop_final_norm": True}),
+    "no word of loops": ("nanbeige", looped_options("nanbeige", 1), {"num_loops": None, "skip_loop_final_norm": None}),
     "what is switched off": ("llama", {}, {"expert_count": 0, "logit_scale": 1.0, "attention__causal": True}),
 }  # fmt: skip
 
@@ -196,8 +202,8 @@ def test_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     found = load_model(write(tmp_path, model, **changes), dtype="float32", device="cpu", layout="plain")
     torch.testing.assert_close(lean_logits(found, TEXT), full_logits(model, TEXT), rtol=1e-4, atol=1e-4)
     plain = load_config(tmp_path / "model.gguf")
-    monkeypatch.setattr(gguf_metadata, "plain_config", lambda family, said: None)
-    assert plain.to_dict() == load_config(tmp_path / "model.gguf").to_dict()
+    monkeypatch.setattr(gguf_metadata, "known_config", lambda family, said: None)
+    assert kind in LOOPED or plain.to_dict() == load_config(tmp_path / "model.gguf").to_dict()
 
 
 REFUSED: dict[str, tuple[str, Change, str]] = {
@@ -212,6 +218,9 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "part of a Qwen3's": ("qwen3", {"rope__dimension_count": 8}, "rotates 8 of 16 numbers"),
     "yarn": ("qwen2", {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, r"not read here \(yarn\)"),
     "a factor on attention": ("qwen2", {"rope__scaling__attn_factor": 1.2}, "scales rotary positions"),
+    "loops of a Llama": ("llama", {"num_loops": 2}, "says llama.num_loops = 2, which is not read"),
+    "loops of an Ouro without norms": ("ouro", {"skip_loop_final_norm": True}, "skip_loop_final_norm = True"),
+    "loops of text": ("ouro", {"num_loops": "2"}, r"ouro\.num_loops = '2'"),
     "no epsilon": ("qwen2", {"attention__layer_norm_rms_epsilon": None}, "lacks qwen2.attention.layer_norm_rms_epsilon"),
     "a width that heads do not divide": ("llama", {"embedding_length": 33}, "describes a model that cannot be"),
     "a base that is not finite": ("llama", {"rope__freq_base": float("inf")}, "above 0 is meant"),

@@ -67,6 +67,8 @@ def why_no_graphs(model: LayerSkipModel) -> str | None:
         return "CUDA graphs need Triton, which is not installed"
     if len({*model.layer_devices, model.head_device}) > 1:
         return "CUDA graphs need the whole model on one device"
+    if model.num_loops > 1:
+        return "CUDA graphs do not take looped models"
     if model.dtype not in (torch.float32, torch.bfloat16, torch.float16) or model.kv_dtype != model.dtype:
         return f"CUDA graphs do not compute in {str(model.dtype).removeprefix('torch.')} with this KV cache"
     if model.hidden_size % 16 or model.head_dim % 16:
