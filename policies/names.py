@@ -16,13 +16,13 @@ from inspect import signature
 from itertools import chain
 from typing import Any
 
-from policies.auto.policy import AutoExit
 from policies.base import ExitPolicy, Policy, StoppingPolicy
 from policies.bounds import check_exit_layer
 from policies.building import Setup
 from policies.cost import CostModel
 from policies.del_policy import DelExit, DelThreshold
 from policies.fixed import CopyExit, FiniteStateLength, FixedExit, WaveExit
+from policies.looped import build_auto
 from policies.own import build_own, named_by_packages, own_class
 from policies.pacer import PacerStopping
 from policies.records import PreVerifier
@@ -112,7 +112,7 @@ EXITS = {
     "bits": PolicySpec("bits:8-5", FixedExit.from_args, "layer", "B-G"),
     "wave": PolicySpec("wave:loop=1", WaveExit.from_args, "loop"),
     "del": PolicySpec("del:as=printed", DelExit.from_args, "as cost layers d_max omega length"),
-    "auto": PolicySpec("auto:cost=layers", AutoExit.from_args, "cost layers d_max copy bits"),
+    "auto": PolicySpec("auto:cost=layers", build_auto, "cost layers d_max copy bits"),
 }
 """Policies that choose the exit layer."""
 

@@ -44,8 +44,8 @@ class Draft:
             layer at which verification takes up all rows. seen: the confidence of every row looked at that has one.
             dropped_token: what a greedy draft would have taken from the row that a policy stopped before. num_q: when
             sampling, the rows of the sequence's q that are this draft's: of its tokens, and of the row stopped before. error:
-            why the sequence cannot go on: its policy raised it, or a processor, or memory is short. flight, sweeps: of a wave,
-            the rows that are on their way through the loops, and the sweeps over the layers so far.
+            why the sequence cannot go on: its policy raised it, or a processor, or memory is short. flight, sweeps: of a
+            wave, the rows that are on their way through the loops, and the sweeps over the layers so far.
     By the verdict:
         num_accepted: m. block: the m + 1 tokens to commit. failure: why the last of them is not a token: the text ends with
             it if it gets that far. target_tokens: greedy, the full model's choice for rows 0..m at least; when sampling, the

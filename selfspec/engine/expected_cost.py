@@ -108,7 +108,8 @@ def _cost(
     matrices = [one for layer in layers for one in layer]
     context, threads = min(CONTEXT, model.max_positions), num_threads() if model.device.type == "cpu" else 1
     past = 2 * context * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
-    size = model.num_layers * past + sum(one.numbers * one.bits / 8 for one in [*matrices, head])
+    stored = sum(one.numbers * one.bits / 8 for one in matrices) / model.num_loops
+    size = model.num_layers * past + stored + head.numbers * head.bits / 8
     in_cache = size < last_cache()
     bandwidth = threads * machine.cache if in_cache else min(threads, _MEMORY_THREADS) * machine.memory
 

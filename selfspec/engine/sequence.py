@@ -264,7 +264,9 @@ class Sequence:
         draft.vocabulary = self._read_vocabulary() if draft.exit_layer else None
         self._rest = self._rest or plan.rest
         # Rounds that copy or wave teach nothing about exits.
-        draft.learns = plan.learn and not (copied or plan.wave) and self.observes.learns(self._rows_learned, self._rows_seen)
+        draft.learns = (
+            plan.learn and not (copied or plan.wave) and self.observes.learns(self._rows_learned, self._rows_seen)
+        )
         if draft.learns or self.observes.context_layers or self._steering is not None:
             self.states.reserve(draft.end + draft.max_speculations)
             draft.states, draft.steering = self.states, self._steered
@@ -318,7 +320,8 @@ class Sequence:
             draft_tokens=drafts,
             num_accepted=draft.num_accepted,
             tokens=tuple(committed),
-            loaded_layers=draft.sweeps * self.model.loop_layers or len(drafts) * draft.exit_layer + self.model.num_layers,
+            loaded_layers=draft.sweeps * self.model.loop_layers
+            or len(drafts) * draft.exit_layer + self.model.num_layers,
             stop_cause=draft.stop_cause,
             confidences=draft.confidences,
             acceptance_probabilities=draft.rates,
@@ -362,13 +365,12 @@ class Sequence:
         shadow = self.states.shadow_tokens(len(target), target, overlap, at_exit, first=rows.start)
         return shadow if len(target) else None
 
-    def _commit(
-        self, block: list[int], failed: bool = False, flight: list[Row] | None = None
-    ) -> list[int] | None:
+    def _commit(self, block: list[int], failed: bool = False, flight: list[Row] | None = None) -> list[int] | None:
         """Write the block behind the text, find the first stop in it, and move the text's end there.
 
         What lies behind the end is no part of the text, and is written over. failed: the last entry of the block is not a
-        token. flight: the rows in flight behind the block, None where the round was no wave. All that may fail or be interrupted comes before the text's length changes, or can be done again by `_open`.
+        token. flight: the rows in flight behind the block, None where the round was no wave. All that may fail or be
+        interrupted comes before the text's length changes, or can be done again by `_open`.
         """
         end = self.length + len(block)
         for written in self._written:

@@ -11,9 +11,9 @@ The row that leaves loop 1 drafts the next token, whose row enters with the next
 the model's own word on the next token. If that is the draft, it is committed, and the rows behind it stay in flight: then
 each sweep, which reads the weights of one loop, commits a token. If not, they are dropped, and the model's own token enters.
 
-In a sweep a row attends to the keys and values of its own loop. Those of the rows before it were written by earlier sweeps, so
-each row is computed as in plain decoding. Loops that rows have entered hold more rows than the text has: the cache's length is
-what the last loop holds, and rolling back makes all loops equal.
+In a sweep a row attends to the keys and values of its own loop. Those of the rows before it were written by earlier sweeps,
+so each row is computed as in plain decoding. Loops that rows have entered hold more rows than the text has: the cache's
+length is what the last loop holds, and rolling back makes all loops equal.
 
 Between two rounds rows in flight are the sequence's (`Sequence.flight`). They may be dropped there at any time: the cache is
 rolled back, and the pending token enters again. A round works on a list of its own, so one that breaks off changes nothing.

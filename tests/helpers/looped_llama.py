@@ -19,10 +19,11 @@ def looped_llama(
 ) -> LayerSkipModel:
     """normed: with the final norm between loops. On our kernels in float32, on PyTorch's operators in float64."""
     dtype = torch.float64 if layout == "plain" else torch.float32
-    llama = tiny_llama(num_layers=loop_layers, heads=4, kv_heads=2, vocab_size=vocab_size, dtype=dtype, seed=21)
+    shape = {"heads": 4, "kv_heads": 2, "vocab_size": vocab_size}
+    llama = tiny_llama(num_layers=loop_layers, late_scale=0.02, dtype=dtype, seed=21, **shape)
     with torch.no_grad():
         for part in (llama.model.layers[0].self_attn.o_proj, llama.model.layers[0].mlp.down_proj):
-            part.weight.mul_(0.25)  # it runs in every loop
+            part.weight.mul_(0.1)  # it runs in every loop
     model = copy.copy(from_transformers(llama, layout=layout))
     model.num_loops, model.loop_layers = num_loops, loop_layers
     model.num_layers = num_loops * loop_layers
