@@ -4,43 +4,52 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch import Tensor
 
 from layerskip_models import load_model
+from layerskip_models.families import FAMILIES
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.training.exit_losses import exit_hidden_states
 from layerskip_models.training.layerskip import EarlyExitLoss, train
 from layerskip_models.training.looped import layers_with_exits
-from looped_models import boundary_logits
+from looped_models import LoopedReference
 from selfspec import SelfSpecGenerator
 from tiny_llama import VOCAB_SIZE, tiny_llama
 from tiny_training import tiny, write_numbers
 
-SIZES = {"num_hidden_layers": 2, "head_dim": 8, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "model_type": "nanbeige"}
+
+def reference(fields: dict[str, Any], weights: dict[str, Tensor]) -> LoopedReference:
+    """A plain forward in float64 of these fields of config.json."""
+    own = {name: value for name, value in fields.items() if name not in ("architectures", "model_type")}
+    model = LoopedReference(FAMILIES["nanbeige"].config(**own)).double()
+    model.load_state_dict(weights)
+    return model
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_loss_is_the_mean_over_loops_and_so_are_its_gradients(tied: bool, tmp_path: Path) -> None:
     model = tiny_llama(num_layers=2, dtype=torch.float64, tie_word_embeddings=tied).train()
     model.config.num_loops = 3
-    weights = {name: one.detach().clone().requires_grad_() for name, one in model.named_parameters()}
+    weights = {name: one.detach() for name, one in model.named_parameters()}
+    plain = reference({**model.config.to_dict(), "skip_loop_final_norm": False}, weights)
     ids = torch.randint(VOCAB_SIZE, (1, 12), generator=torch.Generator().manual_seed(1))
     config = tiny(__file__, tmp_path, loops=3, layer_dropout=0, exit_loss="uniform", loss_chunk_rows=4)
     shares = dict.fromkeys(layers_with_exits(model), 1 / 3)
     assert [*shares] == [1, 3, 5]
     loss, means = EarlyExitLoss(model, config, 0)(ids[:, :-1], ids[:, 1:], shares)
-    found = boundary_logits({**SIZES, "num_loops": 3}, weights, ids[0, :-1].tolist())
-    expected = torch.stack([F.cross_entropy(logits, ids[0, 1:]) for logits in found])
+    expected = torch.stack([F.cross_entropy(one, ids[0, 1:]) for one in plain.boundary_logits(ids[0, :-1].tolist())])
     torch.testing.assert_close(means.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(loss.double(), expected.mean(), rtol=1e-5, atol=1e-6)
     loss.backward()
     expected.mean().backward()
     for name, parameter in model.named_parameters():  # cross-entropy is computed in float32
-        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_a_run_leaves_a_looped_model_that_the_engine_reads(tmp_path: Path) -> None:
@@ -56,7 +65,7 @@ def test_a_run_leaves_a_looped_model_that_the_engine_reads(tmp_path: Path) -> No
     said, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     assert (said["model_type"], said["architectures"], said["num_loops"]) == ("nanbeige", ["NanbeigeForCausalLM"], 3)
     tokens = [5, 9, 200, 31, 7, 7, 100]
-    expected = boundary_logits(said, {name: one.double() for name, one in weights.items()}, tokens)
+    expected = reference(said, weights).boundary_logits(tokens)
     model = load_model(folder, dtype="float64", device="cpu")
     assert (model.num_loops, model.num_layers) == (3, 6)
     cache, hidden = KVCache(model, len(tokens)), model.embed(torch.tensor(tokens))
