@@ -232,6 +232,3 @@ class LoopedWeights(SafetensorsWeights):
             return made
         gain = 1.0 if "embed" in name else made.shape[1] ** -0.5
         return made.normal_(0.0, gain, generator=torch.Generator().manual_seed(crc32(name.encode())))
-
-    def gives(self, name: str) -> bool:
-        return True

@@ -1,8 +1,4 @@
-"""Policies whose drafts are right as often as one wants: what they would gain on a model that agrees so often.
-
-Which drafts are right is set by their place in the text, so it is the same for all policies. The rows that would have chosen
-them are run all the same, and so are verification and rejection: the text stays the model's own.
-"""
+"""Policies whose drafts are right as often as one wants: what they would gain on a model that agrees so often."""
 
 from __future__ import annotations
 
@@ -22,25 +18,24 @@ from selfspec.engine.draft import Draft
 
 
 class ImposedEngine(SelfSpecEngine):
-    """One policy; each draft is the model's own token with the chance `agreement`, else another.
+    """One policy; each draft is the model's own token with the chance `right`, else another: at the same places for all.
 
+    Rows that would choose drafts, verification and rejection run as ever, so the text stays the model's own.
     plain: by prompt, what plain decoding gave; engines that share it decode each prompt once, untimed.
     """
 
-    def __init__(
-        self, generator: SelfSpecGenerator, policy: str, agreement: float, plain: dict[bytes, list[int]]
-    ) -> None:
+    def __init__(self, generator: SelfSpecGenerator, policy: str, right: float, plain: dict[bytes, list[int]]) -> None:
         super().__init__(generator, policy)
-        self.name, self.label = f"{self.name}@{agreement:g}", f"{policy}, {agreement:g} right"
-        self._agreement, self._plain = agreement, plain
+        self.name, self.label = f"{self.name}@{right:g}", f"{policy}, {right:g} right"
+        self._right, self._plain = right, plain
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
         key, random, vocab_size = prompt.numpy().tobytes(), Random(1), self._generator.model.vocab_size
         if key not in self._plain:
             own = self._generator.generate(prompt, max_new_tokens=max_new_tokens, policy="ar", **GREEDY)
             self._plain[key] = own.new_tokens
-        drawn = [(token + (random.random() >= self._agreement)) % vocab_size for token in self._plain[key]]
-        with imposed([0] * prompt.numel() + drawn):
+        drafts = [(token + (random.random() >= self._right)) % vocab_size for token in self._plain[key]]
+        with imposed([0] * prompt.numel() + drafts):
             return super().generate(prompt, max_new_tokens, repeat)
 
 
