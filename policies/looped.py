@@ -15,7 +15,8 @@ HOPED = 0.8
 """Agreement of the first loop with the last one before anything was seen of it, and again after many plain steps."""
 _MARGIN = 1.05  # what another way must gain: a wave that begins again fills its diagonal first
 _SEEN = 32  # drafts that say how many of the next ones are right
-_FORGOTTEN = 256  # rounds after which what was seen of another way counts no more
+_FORGOTTEN = 256  # rounds after which what was seen of another way counts little
+_TRIES = 4  # rounds of each way that was never tried
 _MOST_DRAFTS = 8
 
 
@@ -40,9 +41,9 @@ class LoopedAuto(StatelessPolicy):
     def reset(self) -> None:
         self._agreement = HOPED
         self._way: Way = "wave"
-        self._taken: dict[
-            Way, float
-        ] = {}  # of each way that was tried: what its rounds took, by what they were expected to
+        # Of each way, what its rounds took, by what they were expected to; and how many rounds there were.
+        self._taken: dict[Way, float] = {"wave": 1.0, "rounds": 1.0, "plain": 1.0}
+        self._tried = dict.fromkeys(self._taken, 0)
         self._expected = self._cost
 
     def _sweep(self) -> float:
@@ -68,11 +69,11 @@ class LoopedAuto(StatelessPolicy):
         rounds, length = self._rounds()
         prices: dict[Way, float] = {"wave": self._sweeps * self._sweep(), "rounds": rounds}
         prices["plain"] = self._expected.autoregressive()
-        usual = self._taken.get(self._way, 1.0)
-        seconds = {way: price * self._taken.get(way, usual) for way, price in prices.items()}
+        seconds = {way: price * self._taken[way] for way, price in prices.items()}
         best = min(seconds, key=lambda way: seconds[way])
-        if seconds[best] * _MARGIN < seconds[self._way]:
-            self._way = best
+        untried = [way for way, rounds in self._tried.items() if rounds < _TRIES and self._repair]
+        if untried or seconds[best] * _MARGIN < seconds[self._way]:
+            self._way = untried[0] if untried else best
         if self._way == "rounds":
             return Plan(exit_layer=self._layers, max_speculations=length, learn=False)
         return Plan(exit_layer=None, max_speculations=0, wave=int(self._way == "wave"), learn=False)
@@ -81,7 +82,7 @@ class LoopedAuto(StatelessPolicy):
         for index in range(min(record.num_accepted + 1, record.num_drafted)):
             self._agreement += ((index < record.num_accepted) - self._agreement) / _SEEN
         if self._way == "plain":
-            self._agreement += (HOPED - self._agreement) / _FORGOTTEN
+            self._agreement += (HOPED - self._agreement) / (4 * _FORGOTTEN)
             expected = self._expected.autoregressive()
         elif self._way == "rounds":
             expected = self._expected.round(self._layers, record.num_drafted)
@@ -90,8 +91,8 @@ class LoopedAuto(StatelessPolicy):
         if not self._repair:
             return
         ratio = (record.draft_seconds + record.verify_seconds + record.accept_seconds) / expected
-        taken = self._taken.setdefault(self._way, ratio)
-        self._taken[self._way] += (ratio - taken) / _SEEN
+        self._tried[self._way] += 1
+        self._taken[self._way] += (ratio - self._taken[self._way]) / min(self._tried[self._way], _SEEN)
         for way in self._taken:
             self._taken[way] += (self._taken[self._way] - self._taken[way]) / _FORGOTTEN
 

@@ -1,4 +1,4 @@
-"""Texts that are decoded along the diagonal are plain decoding's own, alone, in company, and with faults planted: then not."""
+"""Texts that are decoded along the diagonal are plain decoding's own, alone and in company; and planted faults are found."""
 
 from __future__ import annotations
 
