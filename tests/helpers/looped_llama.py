@@ -11,7 +11,8 @@ import torch
 
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.linear import Layout
-from tiny_llama import VOCAB_SIZE, tiny_llama
+from selfspec import SelfSpecGenerator
+from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
 
 @cache
@@ -38,3 +39,8 @@ def looped_llama(
     first, *others = model.layers
     model._set_layers([replace(first, entry_norm=model.final_norm if normed else None), *others])
     return model
+
+
+def looped_generator(layout: Layout, prefix_cache: int | None = None, **config: Any) -> SelfSpecGenerator:
+    """Of the model with norms between its 4 loops of 2 layers."""
+    return SelfSpecGenerator(looped_llama(layout, normed=True, **config), tiny_tokenizer(), prefix_cache=prefix_cache)
