@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,15 +138,14 @@ def build_model(
         inv_freq = _checked(frequencies.to(home), config)
         embedding, head, draft_head = builder.ends(home, last)
         final_norm = builder.norm(NORM, last)
-        family, listener = family_of(config), _listener.get()
-        between = final_norm if family.loop_norm(config) else None
-        layers = []
+        layers, listener = [], _listener.get()
         for index, place in enumerate(devices):
-            layers.append(
-                builder.layer(index, place, rotated=2 * inv_freq.numel(), entry_norm=None if index else between)
-            )
+            layers.append(builder.layer(index, place, rotated=2 * inv_freq.numel()))
             if listener is not None:
                 listener(index + 1, len(devices))
+        family = family_of(config)
+        if family.loop_norm(config):
+            layers[0] = replace(layers[0], entry_norm=final_norm)
         return LayerSkipModel(
             config,
             dtype=computed,
@@ -199,10 +198,8 @@ class LayerBuilder:
     def __post_init__(self) -> None:
         self._shapes = parameter_shapes(self.weights.config)
 
-    def layer(
-        self, index: int, device: torch.device, *, rotated: int, entry_norm: RMSNorm | None = None
-    ) -> DecoderLayer:
-        """Build a layer. rotated: how many numbers of a head rotate, its first ones. entry_norm: as it is built already."""
+    def layer(self, index: int, device: torch.device, *, rotated: int) -> DecoderLayer:
+        """Build a layer. rotated: how many numbers of a head rotate, its first ones."""
         config: Any = self.weights.config
         family, prefix = family_of(config), f"model.layers.{index}."
         turns = rotated if interleaves(device) and not self.share else None
@@ -231,7 +228,6 @@ class LayerBuilder:
             sliding_window=family.sliding_window(config, index),
             rotated=family.rotates(config, index),
             interleaved=turns is not None,
-            entry_norm=entry_norm,
         )
 
     def ends(self, home: torch.device, last: torch.device) -> tuple[Embedding, Linear, Linear | None]:

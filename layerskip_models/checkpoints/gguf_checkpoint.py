@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,6 @@ from layerskip_models.grouped_weight import GroupedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
 
 _PERMUTED = ("llama", "ouro", "nanbeige")
 _OUTER_NORMS = {"input_layernorm_2": "post_attention_norm", "post_attention_layernorm_2": "post_ffw_norm"}
@@ -120,7 +120,10 @@ def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str
     shapes = {name: [*shape] for name, shape in parameter_shapes(config).items()}
     if config.tie_word_embeddings:
         del shapes[HEAD]
-    wanted = {name: _outer_norm(name) or str(names.get_name(name, (".weight", ".bias"))) for name in shapes}
+    wanted = {name: str(names.get_name(name, (".weight", ".bias"))) for name in shapes}
+    for layer, (norm, stored) in product(range(config.num_hidden_layers), _OUTER_NORMS.items()):
+        if (name := f"model.layers.{layer}.{norm}.weight") in shapes:
+            wanted[name] = f"blk.{layer}.{stored}.weight"
     there = {tensor.name: [*tensor.shape][::-1] for tensor in reader.tensors if tensor.name != ROPE_FACTORS}
     if unread := sorted(there.keys() - {*wanted.values()}):
         raise ValueError(f"holds tensors that are not the model's, {len(unread)} in all, first {unread[0]}")
@@ -133,12 +136,6 @@ def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str
                 f"{shapes[name]}"
             )
     return wanted
-
-
-def _outer_norm(name: str) -> str | None:
-    """Name a norm after attention or the MLP of a layer that also has norms before them; None for anything else."""
-    *_, layer, kind, _ = ("", "", *name.split("."))
-    return f"blk.{layer}.{_OUTER_NORMS[kind]}.weight" if kind in _OUTER_NORMS else None
 
 
 class GgufWeights:

@@ -44,7 +44,7 @@ _UNUSED = frozenset(
 """Keys about embeddings, about how the file was made, and about "yarn", which is refused."""
 _READ = frozenset({*_SIZES, *_MORE_SIZES, *_ROPE, _EPS, _BASE, _WINDOW})
 _LOOPS, _NO_NORM = "num_loops", "skip_loop_final_norm"
-"""Keys of looped models. Without the first llama.cpp runs the layers once."""
+"""Keys of looped models. A Nanbeige's file without the first is of an earlier model, whose layers run once."""
 _LARGEST_HEAD = 1 << 14
 _TOKENS = ("bos", "eos", "eot", "eom", "padding")
 _DEFAULT_BASE = 10000.0
@@ -68,7 +68,7 @@ def read_keys(reader: GgufReader) -> dict[str, Any]:
     kind = architecture_of(reader)
     prefix, looped = f"{kind}.", kind in FAMILIES and FAMILIES[kind].set_loops is not None
     keys = {name.removeprefix(prefix): reader.value(name) for name in reader.keys if name.startswith(prefix)}
-    for name in (*_SIZES, _EPS):
+    for name in (*_SIZES, _EPS, *([_LOOPS] if kind == "ouro" else [])):
         if name not in keys:
             raise ValueError(f"lacks {prefix}{name}")
     for name in keys.keys() & {*_SIZES, *_MORE_SIZES, _LOOPS}:

@@ -153,13 +153,15 @@ def load_model(
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
     """
     source = find_source(name_or_path, revision, local_files_only)
-    family = family_of(source.config)
     if num_loops is not None:
         _set_loops(source.config, num_loops, source.name)
     dtype, layout, keep_bits = resolve_layout(source.config, dtype, layout, device)
     weights = source.weights()
     tied = {HEAD} if source.config.tie_word_embeddings else set()
-    if family.foreign or parameter_shapes(source.config).keys() - tied <= {*weights.names()}:
+    missing = sorted(parameter_shapes(source.config).keys() - tied - {*weights.names()})
+    if missing and family_of(source.config).foreign:
+        raise ValueError(f"{source.name} lacks weights, first {missing[0]}: it is incomplete, or another model")
+    if not missing:
         target, chosen = _resolve(source, dtype, device)
         if quantisation_of(source.config) is None:
             weights.config.dtype = chosen  # as transformers says it of a model that it has loaded
@@ -330,7 +332,7 @@ def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTok
         return gguf_tokenizer(file, **options)
     import transformers
 
-    plain = _is_plain_tokenizer(Path(name)) or _is_foreign(Path(name))
+    plain = _is_plain_tokenizer(Path(name))
     kind: Any = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
     with clear_errors(name):
         try:
@@ -360,18 +362,11 @@ def begin_tokenizer(name_or_path: str | Path, **options: object) -> Callable[[],
 def _is_plain_tokenizer(folder: Path) -> bool:
     """Return whether transformers has no class of its own for a tokenizer, for which it would read the configuration, too."""
     try:
-        said, config = (json.loads((folder / name).read_bytes()) for name in ("tokenizer_config.json", "config.json"))
+        kind = json.loads((folder / "config.json").read_bytes())["model_type"]
+        said = json.loads((folder / "tokenizer_config.json").read_bytes())
         named = said["tokenizer_class"] in ("TokenizersBackend", "PreTrainedTokenizerFast")
-        return named and config["model_type"] == "llama" and (folder / "tokenizer.json").is_file()
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
-        return False
-
-
-def _is_foreign(folder: Path) -> bool:
-    """Return whether transformers does not know the model's configuration, so that it would find no tokenizer's class."""
-    try:
-        family = FAMILIES.get(json.loads((folder / "config.json").read_bytes())["model_type"])
-        return family is not None and family.foreign and (folder / "tokenizer.json").is_file()
+        plain = FAMILIES[kind].foreign or (named and kind == "llama")
+        return plain and (folder / "tokenizer.json").is_file()
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return False
 

@@ -150,7 +150,9 @@ class SafetensorsWeights:
                 known = ", ".join(FLOATS)
                 raise ValueError(f"{name} in {path} is of type {kind}, not {known}: load the one that it was made from")
             if name not in shapes:
-                if family_of(self.config).foreign:  # what transformers' class would do with it, nobody knows
+                if family_of(self.config).foreign and not name.endswith(
+                    ".inv_freq"
+                ):  # what transformers' class would do with it, nobody knows
                     raise ValueError(f"{path} holds {name}, which is no part of such a model: it is another one")
                 continue
             if shape != shapes[name]:

@@ -73,10 +73,8 @@ def plain_config(family: Family, said: Mapping[str, Any], name: str = "") -> Any
     if not fits:
         return None
     values |= {"model_type": family.model_type, "name_or_path": name, "rope_parameters": rope, "dtype": _DTYPES[dtype]}
-    left_out = (
-        {"auto_map", "rope_scaling", "rope_theta"} if family.foreign else ()
-    )  # which only an own class interprets
-    said = {field: value for field, value in said.items() if field not in left_out}
+    if family.foreign:  # there is no class to interpret these
+        said = {field: said[field] for field in said.keys() - {"auto_map", "rope_scaling", "rope_theta"}}
     return PlainConfig(family, {**said, "name_or_path": name}, values)
 
 

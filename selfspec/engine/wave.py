@@ -93,7 +93,7 @@ def _sweep(model: LayerSkipModel, drafts: Sequence[Draft]) -> None:
     rows = [row for draft in drafts for row in draft.flight]
     caches = [(draft.sequence.cache.loop(row.loops), 1) for draft in drafts for row in draft.flight]
     entering = torch.tensor([row.token for row in rows if row.hidden is None], dtype=torch.long, device="cpu")
-    embedded = iter(model.embed(to_device(entering, model.device)).split(1))
+    embedded = iter(model.embed(to_device(entering, model.device)).split(1) if len(entering) else ())
     hidden = torch.cat([next(embedded) if row.hidden is None else row.hidden for row in rows])
     moved = iter(model.run_layers(hidden, 0, model.loop_layers, caches).split(1))
     for draft in drafts:

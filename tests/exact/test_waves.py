@@ -1,4 +1,4 @@
-"""Texts that are decoded along the diagonal are plain decoding's own, alone, in company, and with faults planted: then not."""
+"""Texts that are decoded along the diagonal are plain decoding's own, alone and in company; and planted faults are found."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ import selfspec.engine.wave
 from batched_runs import LAYOUTS, Wish, assert_same, needs_native, run_alone, run_together
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
-from looped_llama import looped_llama
-from selfspec import SelfSpecGenerator
+from looped_llama import looped_generator, looped_llama
 from selfspec.engine.draft import Draft
-from selfspec.engine.wave import Row
 from tiny_llama import tiny_tokenizer
 
 WAVE = "wave:loop=1"
+PENALTY = {"generation_config": GenerationConfig(repetition_penalty=1.3)}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "seeded": {"do_sample": True, "seed": 11, "temperature": 1.2, "top_k": 9},
-    "penalty": {"generation_config": GenerationConfig(repetition_penalty=1.3)},
-    "seeded penalty": {"do_sample": True, "seed": 5, "generation_config": GenerationConfig(repetition_penalty=1.3)},
+    "penalty": PENALTY,
     "one choice": {"do_sample": True, "seed": 5, "top_k": 1},
+    "seeded": {"do_sample": True, "seed": 11, "temperature": 1.2, "top_k": 9},
+    "seeded penalty": {"do_sample": True, "seed": 5, **PENALTY},
 }
-OTHERS = ("ar", "ls:2-3", "ls:5-2", "copy:4", WAVE, "wave:loop=2", "auto")
 
 
 def wish(policy: str = WAVE, prompt: tuple[int, ...] = (3, 1, 4, 1), *, most: int = 24, **options: Any) -> Wish:
@@ -55,25 +53,17 @@ def test_alone(layout: Layout, normed: bool, mode: str) -> None:
     check_alone(layout, normed, mode, "wave:loop=2")
 
 
-def check_company(mode: str) -> None:
-    """The text, in the company of texts of every kind that come and go, is bit for bit what it is alone."""
-    model = looped_llama("native", normed=True)
-    generator = SelfSpecGenerator(model, tiny_tokenizer(), prefix_cache=0)
-    own = wish(**MODES[mode])
-    others = [
-        replace(wish(policy, (5, number, 7, 5), most=10 + number), joins=number) for number, policy in enumerate(OTHERS)
-    ]
-    seeded = [replace(one, options={**one.options, **MODES["seeded"]}) for one in others if one.policy != "auto"]
-    wishes = [own, *others, *seeded, replace(own, leaves=9)]
-    for course, one in zip(run_together(generator, wishes), wishes):
-        if one.leaves is None:
-            assert_same(course, run_alone(model, one), rounds=one.policy not in (WAVE, "wave:loop=2", "auto"))
-
-
 @needs_native
 @pytest.mark.parametrize("mode", MODES)
 def test_in_company(mode: str) -> None:
-    check_company(mode)
+    """The text, in the company of texts of every kind that come and go, is bit for bit what it is alone."""
+    generator, own = looped_generator("native", prefix_cache=0), wish(**MODES[mode])
+    others = ("ar", "ls:2-3", "ls:5-2", "copy:4", WAVE, "wave:loop=2", "auto")
+    greedy = [replace(wish(name, (5, at, 7, 5), most=10 + at), joins=at) for at, name in enumerate(others)]
+    seeded = [replace(one, options={**one.options, **MODES["seeded"]}) for one in greedy[:-1]]
+    wishes = [own, *greedy, *seeded, replace(own, leaves=9)]
+    for course, one in zip(run_together(generator, wishes), wishes[:-1]):
+        assert_same(course, run_alone(generator.model, one), rounds=one.policy in others[:4])
 
 
 @pytest.mark.parametrize("policy", [WAVE, "wave:loop=3", "auto"])
@@ -87,34 +77,30 @@ def test_every_budget_and_every_stop(policy: str) -> None:
         assert course.result is not None and course.result.stats.loaded_layers <= (most - 1) * model.num_layers
     for at in range(len(said) - 1):
         string = tiny_tokenizer().decode(said[at : at + 2])
-        stops: tuple[dict[str, Any], ...] = ({"eos_token_id": [said[at]]}, {"stop_strings": [string]})
-        for config in stops:
-            found = [
-                run_alone(model, wish(one, generation_config=GenerationConfig(**config))) for one in ("ar", policy)
-            ]
-            assert_same(found[1], found[0], rounds=False, exact=False)
+        for stop in ({"eos_token_id": [said[at]]}, {"stop_strings": [string]}):
+            options: dict[str, Any] = {"generation_config": GenerationConfig(**stop)}
+            plain, found = (run_alone(model, wish(name, **options)) for name in ("ar", policy))
+            assert_same(found, plain, rounds=False, exact=False)
 
 
 def one_loop_is_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
     original = KVCache.roll_back
 
     def fault(self: KVCache, length: int) -> None:
-        held = self.loop(1).length if self._loops and len(self._loops) > 1 else 0
+        held = self.loop(1).length
         original(self, length)
-        if held:
-            self.loop(1).declare(held)
+        self.loop(1).declare(held)
 
     patch.setattr(KVCache, "roll_back", fault)
 
 
 def a_row_reads_another_loop(patch: pytest.MonkeyPatch) -> None:
-    """The rows of the second loop find the keys and values of the third, where those of a rejected draft still are."""
+    """Rows of the second loop find, and write, the keys and values of the third."""
     original = KVCache.loop
 
     def fault(self: KVCache, index: int) -> KVCache:
-        part = original(self, index)
+        part, other = original(self, index), original(self, 2)
         if index == 1:
-            other = original(self, 2)
             part.keys, part.values, part._parts, part.described = other.keys, other.values, other._parts, None
         return part
 
@@ -127,44 +113,19 @@ def rows_behind_a_rejection_stay(patch: pytest.MonkeyPatch) -> None:
     def fault(draft: Draft, said: Any) -> None:
         behind = draft.flight[1:]
         original(draft, said)
-        if draft.flight and behind and draft.flight[0].loops == 0:
+        if draft.flight and behind and not draft.flight[0].loops:
             draft.flight = [replace(behind[0], token=draft.flight[0].token), *behind[1:]]
 
     patch.setattr(selfspec.engine.wave, "_land", fault)
 
 
-def rows_enter_with_the_norm_of_others(patch: pytest.MonkeyPatch) -> None:
-    """The norm between loops is left out."""
-    original = KVCache.loop
-
-    def fault(self: KVCache, index: int) -> KVCache:
-        part = original(self, index)
-        part.loop_index = 0
-        return part
-
-    patch.setattr(KVCache, "loop", fault)
+FAULTS = (one_loop_is_not_rolled_back, a_row_reads_another_loop, rows_behind_a_rejection_stay)
 
 
-def a_draft_is_taken_as_it_is(patch: pytest.MonkeyPatch) -> None:
-    original = selfspec.engine.wave._own_token
-
-    def fault(draft: Draft, said: Any, position: int, guess: Row | None) -> int:
-        return guess.token if guess is not None and position % 3 == 0 else original(draft, said, position, guess)
-
-    patch.setattr(selfspec.engine.wave, "_own_token", fault)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        one_loop_is_not_rolled_back, a_row_reads_another_loop, rows_behind_a_rejection_stay,
-        rows_enter_with_the_norm_of_others, a_draft_is_taken_as_it_is,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_checks_find(fault: Callable[[pytest.MonkeyPatch], None], layout: Layout) -> None:
-    with pytest.MonkeyPatch.context() as patch:
+def test_the_check_finds(fault: Callable[[pytest.MonkeyPatch], None], layout: Layout) -> None:
+    """And passes without it: `test_alone`."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((AssertionError, ValueError, IndexError)):
         fault(patch)
-        with pytest.raises((AssertionError, ValueError, IndexError)):
-            check_alone(layout, True, "greedy")
-    check_alone(layout, True, "greedy")
+        check_alone(layout, True, "greedy")

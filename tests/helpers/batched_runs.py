@@ -24,7 +24,7 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from policies import Policy, RoundRecord
 from random_adapters import adapted
-from scripted_policies import EVERY_POLICY, WAVES, ScriptedExit, StopAtTokens, StopBelow, named_policy
+from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, named_policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import GenerationResult, StepOutput
@@ -37,8 +37,6 @@ needs_native = pytest.mark.skipif(not _NATIVE, reason="no native kernels here")
 LAYOUTS = ["plain", pytest.param("native", marks=needs_native)]
 BATCH_SENSITIVE = ("auto", "auto+spide", "del:cost=measured")
 """Policies that may draft otherwise in a batch, since a row costs less there: greedy text is the same all the same."""
-ROUNDS_IN_COMPANY = (*BATCH_SENSITIVE, *WAVES)
-"""Policies whose rounds may end elsewhere in company."""
 
 SCRIPTED: dict[str, Callable[[], Policy]] = {
     "changing plans": lambda: Policy(ScriptedExit([(1, 3), (None, 0), (3, 2), (2, 7)])),

@@ -14,16 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 import selfspec.engine.engine
-from batched_runs import (
-    BATCH_SENSITIVE,
-    ROUNDS_IN_COMPANY,
-    SCRIPTED,
-    Course,
-    Wish,
-    assert_same,
-    run_alone,
-    run_together,
-)
+from batched_runs import BATCH_SENSITIVE, SCRIPTED, Course, Wish, assert_same, run_alone, run_together
 from layerskip_models import LayerSkipModel
 from layerskip_models.draft_vocabulary import DraftTokens
 from layerskip_models.families import FAMILIES
@@ -116,6 +107,12 @@ class Cell(NamedTuple):
         return self.variant != NONE
 
     @property
+    def varies(self) -> bool:
+        """Whether the policy may decide otherwise in a batch."""
+        looped = self.family in LOOPED and self.policy.startswith("auto")  # it is asked where rounds end
+        return looped or self.policy in BATCH_SENSITIVE
+
+    @property
     def model(self) -> LayerSkipModel:
         """Within `kernels_of` the variant."""
         model = model_of(self.family, self.weights, self.variant).with_kv_dtype(self.kv_dtype)
@@ -154,7 +151,7 @@ def possible(cell: Sequence[Any]) -> bool:
         return False  # nothing multiplies with them, or there is nothing to gain
     if cell.policy in WAVES and cell.family not in LOOPED:
         return False
-    if cell.policy in BATCH_SENSITIVE and cell.mode == "seeded" and cell.company != "alone":
+    if cell.varies and cell.mode == "seeded" and cell.company != "alone":
         return False  # drafts otherwise in a batch, where a row costs less: sampled text is then drawn otherwise
     # Processors move logits, and with them near-ties.
     return cell.bitwise or cell.weights == "float64" or not SETTINGS[cell.settings]
@@ -274,8 +271,8 @@ def check_cell(cell: Cell) -> Course:
                 patch.setattr(selfspec.engine.engine, "PIECE_ROWS", 5)  # prompts in pieces while others decode
                 generator = SelfSpecGenerator(model, tiny_tokenizer(), prefix_cache=0)
                 course = run_together(generator, [COMPANY[0], replace(wish, joins=2), *COMPANY[1:]])[1]
-            exact = cell.bitwise and cell.policy not in BATCH_SENSITIVE
-            assert_same(course, alone, rounds=cell.policy not in ROUNDS_IN_COMPANY, exact=exact)
+            rounds, exact = not (cell.varies or cell.policy in WAVES), cell.bitwise and not cell.varies
+            assert_same(course, alone, rounds=rounds, exact=exact)
         assert course.error is None and course.result is not None
         assert course.result.new_tokens == course.tokens
         if cell.settings == "stop string":

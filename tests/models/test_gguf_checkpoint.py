@@ -220,6 +220,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "a factor on attention": ("qwen2", {"rope__scaling__attn_factor": 1.2}, "scales rotary positions"),
     "loops of a Llama": ("llama", {"num_loops": 2}, "says llama.num_loops = 2, which is not read"),
     "loops of an Ouro without norms": ("ouro", {"skip_loop_final_norm": True}, "skip_loop_final_norm = True"),
+    "no loops of an Ouro": ("ouro", {"num_loops": None}, r"lacks ouro\.num_loops"),
     "loops of text": ("ouro", {"num_loops": "2"}, r"ouro\.num_loops = '2'"),
     "no epsilon": ("qwen2", {"attention__layer_norm_rms_epsilon": None}, "lacks qwen2.attention.layer_norm_rms_epsilon"),
     "a width that heads do not divide": ("llama", {"embedding_length": 33}, "describes a model that cannot be"),
