@@ -176,9 +176,8 @@ class SpideStopping(NeverStop):
     layers: exit layers to keep tables for. The one that drafts learns from its drafts in every round, and where there are
         several all learn from shadow tokens, too. A lone layer's drafts say nearly all that its shadow tokens would.
     bits: of the weights that draft; None for the model's own. tau in (0, 1); the paper uses 0.5 to 0.9. bins: a key of BINS.
-    This is the serial half of Algorithm 1. In its parallel half the drafter goes on while the target verifies. That is not in
-    the engine, since it needs a second device: on one, both halves read the same memory in turn, and a simulation of it was
-    slower than drafts of a fixed length (docs/log.md).
+    This is the serial half of Algorithm 1. The parallel half, in which the drafter goes on while the target verifies, is a
+    simulation (bench/papers/spide_overlap.py), since it needs a second device: on one it is slower than drafts in turn.
     Deviations (docs/policies.md): one table per exit layer; a stated prior.
     Raises ValueError for values out of range.
     Source: SPIDE (2025), section 3.2 and Figure 4.

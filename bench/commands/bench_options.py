@@ -45,10 +45,6 @@ PromptTokensOption = Annotated[int, typer.Option(min=1, help="Maximum prompt len
 NewTokensOption = Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Timed runs of each engine on each prompt.")]
 WarmupsOption = Annotated[int, typer.Option(min=0, help="Untimed runs of each engine before the timed ones.")]
-_WARMED_UP = "Policy to run again without forgetting between prompts; repeatable. 'all': every policy that learns."
-WarmedUpOption = Annotated[list[str] | None, typer.Option(help=_WARMED_UP)]
-_DTYPES = "auto (float32 on a CPU), float32, bfloat16, float16, float64, int8 or int4 (weights)."
-DtypeOption = Annotated[str, typer.Option(help=_DTYPES)]
 EngineOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -68,7 +64,7 @@ OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help=_OUTPU
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnModel:
     model: ModelOption = DEMO
-    dtype: DtypeOption = "auto"
+    dtype: str = option("auto", "auto (float32 on a CPU), float32, bfloat16, float16, float64, int8 or int4 (weights).")
     device: DeviceOption = "auto"
     rows: int | None = option(None, "Bits of rows beside weights of 4 to 6 bits: 8 (default) or 16.")
     output: OutputOption = None
@@ -92,7 +88,9 @@ class RunCommand(OnModel):
     """
 
     policy: list[str] | None = option(None, f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}.")
-    warmed_up: WarmedUpOption = None
+    warmed_up: list[str] | None = option(
+        None, "Policy to run again without forgetting between prompts; repeatable. 'all': every policy that learns."
+    )
     prompts: list[Path] | None = option(None, f"{_PROMPTS} Repeatable.")
     task: list[str] | None = option(None, "Task of the prompts; repeatable. Default: all tasks.")
     num_samples: int = option(2, "Number of prompts of each task.", min=1)

@@ -9,17 +9,13 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter, process_time
 from typing import Any, cast
-
-from torch import Tensor
 
 from bench.commands.bench_options import RunCommand
 from bench.commands.session import ended_by_loss, header, progress, recording, show
 from bench.datasets import EncodedPrompt
-from bench.engines.own import GREEDY, Generation, SelfSpecEngine
+from bench.engines.own import SelfSpecEngine
 from bench.engines.peer_process import Peer, PeerProcess
-from bench.machine import synchronize
 from bench.measure import in_turn
 from bench.models import open_model
 from bench.provenance import provenance, public_argument
@@ -74,17 +70,5 @@ def _fresh(options: RunCommand, policy: str, sampling: Sampling, kept: Path) -> 
     os.environ["SELFSPEC_CACHE"] = str(kept)
     model = open_model(options.model, options.dtype, options.device, options.rows)
     generator = SelfSpecGenerator(model, runner=cast(Any, options.runner), prefix_cache=0)
-    engine = ColdEngine(generator, policy, sampling=sampling)
+    engine = SelfSpecEngine(generator, policy, sampling=sampling, as_found=True)
     return Peer(engines=[engine], about={"provenance": provenance(model.device, model.dtype)})
-
-
-class ColdEngine(SelfSpecEngine):
-    """selfspec as a user meets it: all that a first call does is in its time, and a policy keeps what it learns."""
-
-    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
-        start, processor = perf_counter(), process_time()
-        decoding = {**GREEDY, **(self._sampling or {}), "policy": self._policy}
-        result = self._generator.generate(prompt, max_new_tokens=max_new_tokens, **decoding)
-        synchronize(self._generator.model.device)
-        tokens, seconds, own = tuple(result.new_tokens), perf_counter() - start, process_time() - processor
-        return Generation(tokens=tokens, seconds=seconds, processor_seconds=own, stats=result.stats.as_dict())

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import typer
@@ -31,7 +30,6 @@ from selfspec.cli.arguments import progress_bar
 from selfspec.cli.console import LogConsole, one_line_errors
 
 _errors = LogConsole()
-_LONG_SECONDS = 60.0
 
 
 def header(
@@ -103,20 +101,7 @@ def recording(path: Path | None, first: Line) -> Iterator[Record]:
 def measure(record: Record, engines: Sequence[TimedEngine], prompts: Sequence[EncodedPrompt]) -> None:
     """Time the engines on the prompts, and compare their outputs."""
     measurement = Measurement(engines=engines, prompts=prompts, record=record)
-    others = {engine.label for engine in engines if not engine.name.startswith("selfspec:")}
-    began = perf_counter()
-
-    def advance(label: str) -> None:
-        nonlocal began
-        before, began = began, perf_counter()
-        if label in others and began - before > _LONG_SECONDS:
-            _errors.print(f"{label} took {began - before:.0f} s for one run: --engine none measures selfspec alone")
-            others.clear()
-        others.discard(label)
-        shown(label)
-
-    measurement.advance = advance
-    with progress(measurement.num_runs) as shown:
+    with progress(measurement.num_runs) as measurement.advance:
         measurement.run()
 
 

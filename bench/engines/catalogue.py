@@ -16,6 +16,7 @@ from typing import Any
 
 import typer
 
+from bench.engines.gguf_file import written_gguf
 from bench.engines.llama_cpp import IK_LLAMA_CPP, LLAMA_CPP, LlamaCppEngine, llama_version
 from bench.engines.own import EngineLostError, SelfSpecEngine
 from bench.engines.peer_process import Peer
@@ -110,8 +111,6 @@ def own_peer(work: Work, kind: str | None = None) -> Peer:
     if kind is None or kind in FEW_BITS:
         model = open_model(work.checkpoint, kind or work.dtype, work.device, None if kind else work.rows)
     else:
-        from bench.engines.gguf_file import written_gguf
-
         with written_gguf(load_network(work.checkpoint, work.dtype, work.device), kind) as path:
             model = load_model(path, device=work.device)
     generator = SelfSpecGenerator(model, prefix_cache=0)
@@ -132,8 +131,6 @@ def llama_peer(program: str, work: Work, kind: str) -> Peer:
         assert work.file is not None
         engine = LlamaCppEngine(program, work.file, work.max_tokens)
     else:
-        from bench.engines.gguf_file import written_gguf
-
         with written_gguf(load_network(work.checkpoint, work.dtype, work.device), kind) as path:
             engine = LlamaCppEngine(program, path, work.max_tokens, kind)
     return Peer(engines=[engine], about={"versions": {program: llama_version(program)}})

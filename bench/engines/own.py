@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Generation:
 
     tokens: the new ones. seconds: of the whole call, prefill included, tokenisation not. time_to_first_token: seconds
     until the first new token was there. decode_seconds: from then to the end, None where the first token was timed in
-    another call. processor_seconds: of all threads, None where nobody asks. stats: the engine's own counts
+    another call. processor_seconds: of all threads, of selfspec's engines. stats: the engine's own counts
     (`GenerationStats.as_dict`), None if it keeps none.
     """
 
@@ -114,7 +114,7 @@ class SelfSpecEngine(TimedEngine):
     The policy forgets what it learned before every run, so that a run's rounds do not depend on what was measured before.
     With `warmed_up` it starts every run on a prompt with what it had learned from one run on each prompt before it.
     sampling: arguments of `generate`, the seed of a prompt's first run among them; None for greedy decoding. weights: see
-    `TimedEngine`.
+    `TimedEngine`. as_found: the policy is left as it is, as a user has it: all that a first call does is in its time.
     """
 
     _prompt: Tensor | None
@@ -129,12 +129,14 @@ class SelfSpecEngine(TimedEngine):
         warmed_up: bool = False,
         sampling: Mapping[str, Any] | None = None,
         weights: str | None = None,
+        as_found: bool = False,
     ) -> None:
         self.weights, self.warmed_up = weights, warmed_up
         self.arithmetic = None if weights else generator.model.weights_dtype
         self._generator = generator
         self._sampling = sampling
         self._policy = policy
+        self._as_found = as_found
         self.forget()
         shown = public_argument(policy)
         self.name = f"selfspec:{weights + ':' if weights else ''}{shown}{WARMED_UP if warmed_up else ''}"
@@ -146,6 +148,23 @@ class SelfSpecEngine(TimedEngine):
         if self._sampling is not None:
             decoding |= {**self._sampling, "seed": self._sampling["seed"] + repeat}
         device = self._generator.model.device
+        if not self._as_found:
+            self._prepare(prompt)
+        synchronize(device)
+        start, processor_start = perf_counter(), process_time()
+        result = self._generator.generate(prompt, max_new_tokens=max_new_tokens, policy=self._policy, **decoding)
+        synchronize(device)
+        seconds, processor = perf_counter() - start, process_time() - processor_start
+        if self.warmed_up:
+            self._learned = self._generator.resolve_policy(self._policy).state()
+        more = {
+            "processor_seconds": processor,
+            "stats": {**result.stats.as_dict(), "policy": public_argument(self._policy)},
+        }
+        return Generation.with_first(result.new_tokens, seconds, result.stats.time_to_first_token, **more)
+
+    def _prepare(self, prompt: Tensor) -> None:
+        """Let the policy forget, or give it what it knew before the first run on this prompt."""
         policy = self._generator.resolve_policy(self._policy)
         policy.reset()
         if self.warmed_up:
@@ -153,15 +172,6 @@ class SelfSpecEngine(TimedEngine):
                 self._prompt, self._known = prompt, self._learned
             if self._known is not None:
                 policy.restore(self._known)
-        synchronize(device)
-        start = perf_counter()
-        result = self._generator.generate(prompt, max_new_tokens=max_new_tokens, policy=self._policy, **decoding)
-        synchronize(device)
-        seconds = perf_counter() - start
-        if self.warmed_up:
-            self._learned = policy.state()
-        stats = {**result.stats.as_dict(), "policy": public_argument(self._policy)}
-        return Generation.with_first(result.new_tokens, seconds, result.stats.time_to_first_token, stats=stats)
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
         """See `TimedEngine`. The policy keeps what it learns."""

@@ -10,8 +10,8 @@ from bench.record import PLAIN, Line, matching
 from bench.report.summary import Samples, decode_speed, fastest_memory
 from bench.report.table import Table, counted, cross_table, names
 
-PHASES = ("draft", "preverify", "verify", "accept", "learn", "other")
-"""What comes after prefill."""
+PHASES = ("draft", "verify", "accept", "learn", "other")
+"""What comes after prefill, of policies without a pre-verifier."""
 
 
 def kernels_tables(lines: Sequence[Line]) -> list[Table]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from bench.machine import WeightBytes
 from bench.record import PLAIN, Line, by_value, matching
-from bench.report.interval_tables import interval_tables, layers_of
+from bench.report.interval_tables import interval_tables
 from bench.report.summary import ALL, Figure, Samples, decode_speed, fastest_memory
 from bench.report.table import UNKNOWN, Spread, Table, cross_table, names, number
-from selfspec.engine.results import ratio
 
 TRANSFORMERS = "transformers:generate"
 PHASES = ("prefill", "draft", "preverify", "verify", "accept", "learn", "other")
@@ -20,26 +19,10 @@ PHASES = ("prefill", "draft", "preverify", "verify", "accept", "learn", "other")
 def run_tables(lines: Sequence[Line]) -> list[Table]:
     """Make all tables that the record has lines for."""
     samples = Samples(lines)
-    tasks = names([*samples.tasks, ALL])
-
-    def speed(engine: str, task: str) -> str:
-        return f"{samples.speed(engine, task).value:.1f}"
-
-    def speedup(engine: str, task: str) -> str:
-        return f"{samples.speedup(engine, PLAIN, task).value:.2f}"
-
-    made = [_speed_table(lines, samples), _round_table(samples), _phase_table(samples)]
-    if PLAIN in samples.engines:
-        title = "Speed-up over plain decoding by task, prefill included"
-        made.append(cross_table("speedups", title, "engine", samples.engines, tasks, speedup))
-    made.append(cross_table("tasks", "tokens/s by task", "engine", samples.engines, tasks, speed))
-    made += _source_tables(samples)
     first = by_value(matching(samples.samples, "sample", repeat=0), "engine")
     runs = {name: own for name, own in first.items() if all(line["stats"] for line in own)}
-    if lines[0]["command"] == "run" and PLAIN in runs:
-        made.append(_etpl_table(lines, samples, runs))
-    made += interval_tables(samples, runs)
-    return made
+    made = [_speed_table(lines, samples), _round_table(samples), _phase_table(samples), _task_table(samples)]
+    return [*made, *interval_tables(samples, runs)]
 
 
 def decoding_text(lines: Sequence[Line]) -> str:
@@ -144,57 +127,13 @@ def _phase_table(samples: Samples) -> Table:
     return cross_table("phases", "Share of time per phase, all runs", "engine", engines, shown, cell)
 
 
-def _source_tables(samples: Samples) -> list[Table]:
-    """Show the sources of all new tokens, task by task, for engines that tell them; no table where nothing was copied."""
-    if not any(line["stats"].get("num_copied") for line in samples.samples if line["stats"]):
-        return []
-    rows: list[dict[str, str]] = []
-    for task in [*samples.tasks, ALL] if len(samples.tasks) > 1 else samples.tasks:
-        rows.append({"engine": f"**{task}**"})
-        for engine in samples.engines:
-            own = [line["stats"] for line in samples.of_engine(engine, task) if line["stats"]]
-            if own:
-                over_plain = samples.speedup(engine, PLAIN, task).value if PLAIN in samples.engines else None
-                speed = {"engine": samples.engines[engine], "× plain": number(over_plain, "{:.2f}×")}
-                rows.append(speed | _sources(own))
-    title = "New tokens by source, task by task: copied and accepted, drafted by an exit and accepted, the model's own"
-    columns = tuple(rows[1])
-    cells = tuple(tuple(row.get(column, "") for column in columns) for row in rows)
-    return [Table(name="sources", title=title, columns=columns, rows=cells)]
+def _task_table(samples: Samples) -> Table:
+    def cell(engine: str, task: str) -> str:
+        over_plain = f" ({samples.speedup(engine, PLAIN, task).value:.2f}×)" if PLAIN in samples.engines else ""
+        return f"{samples.speed(engine, task).value:.1f}{over_plain}"
 
-
-def _sources(stats: Sequence[Line]) -> dict[str, str]:
-    """Make the cells after the speed-up, of these runs together."""
-
-    def total(name: str) -> int:
-        return sum(each.get(name, 0) for each in stats)
-
-    new, accepted, drafted = total("num_new_tokens"), total("num_accepted"), total("num_drafted")
-    copied, copied_accepted = total("num_copied"), total("num_copied_accepted")
-    shares = {
-        "copied": copied_accepted / new,
-        "drafted": (accepted - copied_accepted) / new,
-        "model's own": 1 - accepted / new,
-        "copies accepted": ratio(copied_accepted, copied),
-        "drafts accepted": ratio(accepted - copied_accepted, drafted - copied),
-    }
-    per_round = number(ratio(new - len(stats), total("rounds")), "{:.2f}")
-    return {"tokens/round": per_round} | {name: number(share, "{:.1f} %", 100) for name, share in shares.items()}
-
-
-def _etpl_table(lines: Sequence[Line], samples: Samples, runs: Mapping[str, Sequence[Line]]) -> Table:
-    """Show policies in tokens per loaded layer over plain decoding's, best first; a pre-verifier's passes count as layers."""
-
-    def etpl(engine: str, task: str) -> float:
-        own = [line for line in runs[engine] if task in (ALL, line["task"])]
-        tokens, layers = sum(line["num_new_tokens"] - 1 for line in own), sum(map(layers_of, own))
-        return float(tokens / layers * lines[0]["configuration"]["num_layers"])
-
-    best_first = sorted(runs, key=lambda engine: -etpl(engine, ALL))
-    rows = {engine: f"`{engine.removeprefix('selfspec:')}`" for engine in best_first}
-    title = "eTPL relative to plain decoding (1/L), a task's prompts pooled"
-    columns = names([*samples.tasks, ALL])
-    return cross_table("etpl", title, "policy", rows, columns, lambda row, task: f"{etpl(row, task):.3f}")
+    title = "tokens/s by task (times plain decoding's), prefill included"
+    return cross_table("tasks", title, "engine", samples.engines, names([*samples.tasks, ALL]), cell)
 
 
 def sweep_headline(lines: Sequence[Line]) -> str:

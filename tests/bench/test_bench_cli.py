@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from bench.commands.bench_app import main
 from bench.engines.gguf_file import write_gguf
@@ -41,12 +40,10 @@ def engines_of(lines):
     return [line["engine"] for line in matching(lines, "engine")]
 
 
-def test_peers_measures_all_engines_and_its_record_makes_tables(invoke, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr("bench.commands.session._LONG_SECONDS", 0.0)
+def test_peers_measures_all_engines_and_its_record_makes_tables(invoke, checkpoint, tmp_path):
     record = tmp_path / "peers.jsonl"
     command = ["peers", "--model", checkpoint, "--policy", "ls:2-3", "--warmed-up", "auto", "--output", record, *RUN]
-    result = invoke(*command)
-    assert result.stderr.count("s for one run: --engine none measures selfspec alone") == 1
+    invoke(*command)
     lines = read_record(record)
     own = ["selfspec:ar", "selfspec:ls:2-3", "selfspec:auto:warmed-up"]
     theirs = ["transformers:generate", "transformers:early-exit:2-3", "transformers:early-exit:2-default"]
@@ -177,9 +174,6 @@ def test_the_program_says_one_line(tmp_path, monkeypatch, capsys):
         main()
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
-
-
-PROMPT = torch.randint(0, 24, (40,), generator=torch.Generator().manual_seed(1))
 
 
 def test_rows_that_q8_cannot_hold_are_refused(tmp_path: Path) -> None:
