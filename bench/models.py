@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
+from bench.synthetic import LOOPED, PREFIX, SHAPES, LoopedWeights, parse_synthetic, synthetic_llama
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model, load_tokenizer
 from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
+from layerskip_models.checkpoints.conversion import build_model
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
 from layerskip_models.checkpoints.loading import FEW_BITS, load_config, load_transformers, resolve_device, resolve_dtype
 
@@ -41,6 +42,10 @@ def open_model(checkpoint: str, dtype: str, device: str, rows: int | None = None
     """Open the model alone, so that its weights are in memory once. rows: as of `load_model`."""
     if is_synthetic(checkpoint):
         layout = dtype if dtype in FEW_BITS else None
+        if (shape := checkpoint.removeprefix(PREFIX)) in LOOPED:
+            target = resolve_device(device)
+            kept = resolve_dtype("float32" if layout else dtype, target, torch.bfloat16)
+            return build_model(LoopedWeights(shape), dtype=kept, layout=layout, device=target)
         network = load_network(checkpoint, dtype if layout is None else "float32", device)
         made = from_transformers(network, layout=layout, release=True)
         return made if rows is None else made.with_rows(rows)

@@ -13,9 +13,10 @@ later updates, the more often an early exit's argmax is already the last layer's
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,10 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from layerskip_models.checkpoints.loading import resolve_device
+from layerskip_models.checkpoints.parameters import parameter_shapes
+from layerskip_models.checkpoints.weights import SafetensorsWeights
+from layerskip_models.families import FAMILIES
+from layerskip_models.families.plain_config import known_config
 from layerskip_models.training.exit_losses import run_layer
 
 PREFIX = "synthetic:"
@@ -63,6 +68,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama2-70B": _shape(8192, 80, 64, 8, 28672, 32000, 4096),
 }
 """Shapes of Meta's seven LayerSkip checkpoints, and of two that a laptop runs."""
+LOOPED: Mapping[str, Mapping[str, Any]] = {
+    "ouro-1.4B": {
+        **_shape(2048, 24, 16, 16, 5632, 49152, 65536),
+        **{"model_type": "ouro", "total_ut_steps": 4, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
+        **{"hidden_act": "silu", "tie_word_embeddings": False},
+    },
+}
+"""Shapes of looped models, as config.json has them. They have no recipe: none of their exits agree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,3 +211,24 @@ def _scale(model: LlamaForCausalLM, recipe: Recipe, generator: torch.Generator) 
 
 def _rms(values: Tensor) -> Tensor:
     return values.float().square().mean().sqrt()
+
+
+class LoopedWeights(SafetensorsWeights):
+    """Weights of a looped model that are in no file: seeded normal numbers, each parameter's made when it is loaded."""
+
+    generation_config = GenerationConfig(eos_token_id=None)
+
+    def __init__(self, shape: str) -> None:
+        said, self.checkpoint = LOOPED[shape], f"{PREFIX}{shape}"
+        self.config = known_config(FAMILIES[said["model_type"]], said, self.checkpoint)
+        self._shapes = parameter_shapes(self.config)
+
+    def names(self) -> Collection[str]:
+        return self._shapes.keys()
+
+    def load(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        made = torch.ones(self._shapes[name], dtype=torch.bfloat16)
+        if "norm" in name:
+            return made
+        gain = 1.0 if "embed" in name else made.shape[1] ** -0.5
+        return made.normal_(0.0, gain, generator=torch.Generator().manual_seed(crc32(name.encode())))

@@ -34,6 +34,13 @@ def check_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({check_exit_layer(layer, num_layers) for layer in layers}))
 
 
+def check_loop(loop: int, num_loops: int) -> int:
+    """Return `loop` if a wave can choose drafts after that many loops of a model; ValueError with the range if not."""
+    if num_loops < 2:
+        raise ValueError("a wave needs a looped model, which runs the same layers several times: this one has one loop")
+    return check_number("loop", loop, 1, num_loops - 1)
+
+
 def check_draft_layer(exit_layer: int, num_layers: int, bits: int | None) -> int:
     """Check the same of a draft with weights of `bits` bits, which may go through all layers; None: the model's own."""
     if bits is not None and exit_layer == num_layers:

@@ -15,6 +15,7 @@ COSTS = ("layers", "measured")
 class Setup:
     """What a name is resolved for.
 
+    num_loops: how often a looped model runs its layers; num_layers counts them in each loop. 1 for other models.
     measure, preverifier: get the model's measured cost, and a pre-verifier; None where there is none.
     ended_by: the pre-verifier that ends the drafts after every `block` of them, if one does: its passes are part of the cost.
     drafts_in: the bits that the exit policy drafts in, for the stopping policy that runs with it; None for the model's own.
@@ -24,6 +25,7 @@ class Setup:
     """
 
     num_layers: int
+    num_loops: int = 1
     measure: Callable[[], CostModel] | None = None
     preverifier: Callable[[str | None], PreVerifier] | None = None
     ended_by: PreVerifier | None = None

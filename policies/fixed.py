@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from policies.base import NeverStop, StatelessPolicy
-from policies.bounds import MAX_DRAFTS, check_draft_layer, check_number
+from policies.bounds import MAX_DRAFTS, check_draft_layer, check_loop, check_number
 from policies.building import Setup
 from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord
 
@@ -58,6 +58,26 @@ class FixedExit(StatelessPolicy):
     ) -> FixedExit:
         """Build it from "E-G", or from "B-G,layer=E"."""
         return cls(layer if exit_layer is None else exit_layer, length, num_layers=setup.num_layers, bits=bits)
+
+    def plan(self, context: RoundContext) -> Plan:
+        return self._plan
+
+
+class WaveExit(StatelessPolicy):
+    """Decode a looped model along the diagonal: each sweep over the layers takes every row in flight one loop further.
+
+    Drafts are the choices after `loop` loops. Raises ValueError for a model without loops, or a loop outside [1, loops - 1].
+    Source: LoopSpec (arXiv 2609.17184) and WaveFront Decoding (arXiv 2609.23033).
+    """
+
+    exit_layers = ()  # nothing is left to a stopping policy
+
+    def __init__(self, loop: int = 1, *, num_loops: int) -> None:
+        self._plan = Plan(exit_layer=None, max_speculations=0, wave=check_loop(loop, num_loops), learn=False)
+
+    @classmethod
+    def from_args(cls, setup: Setup, loop: int = 1) -> WaveExit:
+        return cls(loop, num_loops=setup.num_loops)
 
     def plan(self, context: RoundContext) -> Plan:
         return self._plan

@@ -16,13 +16,13 @@ from inspect import signature
 from itertools import chain
 from typing import Any
 
-from policies.auto.policy import AutoExit
 from policies.base import ExitPolicy, Policy, StoppingPolicy
 from policies.bounds import check_exit_layer
 from policies.building import Setup
 from policies.cost import CostModel
 from policies.del_policy import DelExit, DelThreshold
-from policies.fixed import CopyExit, FiniteStateLength, FixedExit
+from policies.fixed import CopyExit, FiniteStateLength, FixedExit, WaveExit
+from policies.looped import build_auto
 from policies.own import build_own, named_by_packages, own_class
 from policies.pacer import PacerStopping
 from policies.records import PreVerifier
@@ -65,7 +65,7 @@ _CONVERT: dict[str, Convert] = {
     **dict.fromkeys(("as", "bins", "cost", "length"), str),
     **dict.fromkeys(("omega", "start", "target", "step", "threshold", "tau", "t", "rho"), float),
     **dict.fromkeys(("copy", "bits"), _switch),
-    **dict.fromkeys(("min", "d_max", "max_length", "exit_layer", "layer", "b"), _integer),
+    **dict.fromkeys(("min", "d_max", "max_length", "exit_layer", "layer", "b", "loop"), _integer),
     "layers": _layers,
 }
 """How the value of each option is read. An option means the same wherever it occurs."""
@@ -110,8 +110,9 @@ EXITS = {
     "copy": PolicySpec("copy:10", CopyExit.from_args, "min", "[G]"),
     "ls": PolicySpec("ls:3-6", FixedExit.from_args, position="E-G"),
     "bits": PolicySpec("bits:8-5", FixedExit.from_args, "layer", "B-G"),
+    "wave": PolicySpec("wave:loop=1", WaveExit.from_args, "loop"),
     "del": PolicySpec("del:as=printed", DelExit.from_args, "as cost layers d_max omega length"),
-    "auto": PolicySpec("auto:cost=layers", AutoExit.from_args, "cost layers d_max copy bits"),
+    "auto": PolicySpec("auto:cost=layers", build_auto, "cost layers d_max copy bits"),
 }
 """Policies that choose the exit layer."""
 
@@ -132,6 +133,7 @@ def parse_policy(
     text: str,
     *,
     num_layers: int,
+    num_loops: int = 1,
     measure: Callable[[], CostModel] | None = None,
     preverifier: Callable[[str | None], PreVerifier] | None = None,
     draft_bits: tuple[int, ...] = (),
@@ -139,6 +141,7 @@ def parse_policy(
 ) -> Policy:
     """Build a policy from its name.
 
+    num_loops: how often the model runs its layers, which num_layers counts each time.
     measure: called for cost=measured, which is "auto"'s default. preverifier: called for "pacer", with the path given there
     or None for the one in the checkpoint's folder. The generator passes what is known of its costs, and its loader.
     draft_bits: in which there are weights to draft with, for "auto"; offered_bits: in which they are made once it plans to
@@ -148,6 +151,7 @@ def parse_policy(
     """
     setup = Setup(
         num_layers=num_layers,
+        num_loops=num_loops,
         measure=measure,
         preverifier=preverifier,
         draft_bits=draft_bits,
@@ -232,7 +236,7 @@ def _with_other_stopping(
         _check_judged(values.get("layers", (values.get("exit_layer"),)), stopping)
     built = spec.build(setup, **values)
     if built.exit_layers == ():
-        raise ValueError(f"{name!r} drafts nothing here: no stopping policy can follow it")
+        raise ValueError(f"{name!r} drafts nothing here that could be ended: no stopping policy can follow it")
     if stopping is None:
         drafts_in = built.observes.bits[0] if name == "bits" else None
         setup = replace(setup, exit_layers=built.exit_layers, drafts_in=drafts_in)

@@ -180,6 +180,9 @@ class ContextCommand(OnModel):
 
     contexts: str = option("128,1024,4096,16384", "Prompt lengths in tokens, as in 128,1024.")
     policy: list[str] | None = option(None, "Policy, repeatable. Default: the best known fixed setting, and auto.")
+    agreement: list[float] | None = option(
+        None, "Chance that a draft is right, set by hand: what policies would gain then; repeatable.", min=0, max=1
+    )
     max_new_tokens: NewTokensOption = 64
     repeats: RepeatsOption = 3
     kv_dtype: str = option("auto", "What our engine keeps keys and values in: auto (the arithmetic's own) or bfloat16.")

@@ -6,6 +6,8 @@ from its keys and values.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import typer
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +16,7 @@ from bench.commands.bench_options import ContextCommand
 from bench.commands.session import loaded, measure_own
 from bench.commands.sweep_command import parse_range
 from bench.datasets import EncodedPrompt, load_prompts
+from bench.engines.imposed import ImposedEngine
 from bench.engines.own import SelfSpecEngine
 from bench.models import open_tokenizer
 from selfspec import SelfSpecGenerator
@@ -35,12 +38,17 @@ def context(options: ContextCommand) -> None:
         tokenizer = open_tokenizer(options.model)
         prompts = [long_prompt(tokenizer, length) for length in lengths]
         generator = SelfSpecGenerator(weights, prefix_cache=1)  # byte: it keeps one text
-        policies = ["ar", *(options.policy or [fixed_policy(options.model, weights.num_layers), DEFAULT_POLICY])]
-        engines = [SelfSpecEngine(generator, name) for name in dict.fromkeys(policies)]
-        for engine in engines:  # warmed up on another text, or no timed run would read the first context
+        wanted_policies = options.policy or [fixed_policy(options.model, weights.num_layers), DEFAULT_POLICY]
+        policies, shares = [*dict.fromkeys(["ar", *wanted_policies])], options.agreement or []
+        plain: dict[bytes, list[int]] = {}
+        warmed = [SelfSpecEngine(generator, name) for name in policies]
+        drafting = [ImposedEngine(generator, name, share, plain) for share in shares for name in policies[1:]]
+        engines = [warmed[0], *(drafting or warmed[1:])]
+        for engine in warmed:  # warmed up on another text, or no timed run would read the first context
             engine.generate(prompts[0].ids[:8].flip(0), options.max_new_tokens)
-        kept = str(weights.kv_dtype).removeprefix("torch.")
-        measure_own("context", options, generator, engines, prompts, warmups=0, policies=policies, kv_dtype=kept)
+        asked: dict[str, Any] = {"policies": policies, "agreements": shares, "loop_layers": weights.loop_layers}
+        asked["weights"], asked["kv_dtype"] = options.dtype, str(weights.kv_dtype).removeprefix("torch.")
+        measure_own("context", options, generator, engines, prompts, warmups=0, **asked)
 
 
 def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedPrompt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from bench.machine import WeightBytes
@@ -67,6 +67,8 @@ def roofline_tables(lines: Sequence[Line]) -> list[Table]:
 def context_tables(lines: Sequence[Line]) -> list[Table]:
     """Show speed over the length of the context."""
     samples, kv_dtype = Samples(lines), lines[0]["configuration"]["kv_dtype"]
+    if lines[0]["configuration"].get("agreements"):
+        return _imposed_tables(lines, samples)
     title = (
         "tokens/s after the first token (× plain decoding), plain decoding's time per token and t' (less keys and values "
         f"read at the memory's speed), time to the first token; keys and values in {kv_dtype}"
@@ -90,6 +92,37 @@ def context_tables(lines: Sequence[Line]) -> list[Table]:
         )
         rows.append(row)
     return [Table.of("contexts", title, rows)]
+
+
+def _imposed_tables(lines: Sequence[Line], samples: Samples) -> list[Table]:
+    """Show what policies gain where drafts are right as often as said, and what passes then cost."""
+    asked, memory = lines[0]["configuration"], fastest_memory(lines)
+    layers, layer_bytes = asked["loop_layers"], matching(lines, "limits")[0]["layer_bytes"]
+    kinds = f"weights in {asked['weights']}, keys and values in {asked['kv_dtype']}"
+
+    def speed(engine: str, context: str) -> str:
+        own, plain = (samples.per_prompt(name, decode_speed, context)[0] for name in (engine, PLAIN))
+        return f"{own:.2f}" if engine == PLAIN else f"{own:.2f} ({own / plain:.2f}×)"
+
+    def passes(engine: str, context: str) -> str:
+        seconds = samples.per_prompt(engine, lambda line: line["decode_seconds"], context)[0]
+        line = samples.of_engine(engine, context)[0]
+        count = line["stats"]["loaded_layers"] / layers
+        share = count * layers * layer_bytes / seconds / memory
+        return f"{count / (line['num_new_tokens'] - 1):.2f} × {1000 * seconds / count:.1f} ms ({100 * share:.0f} %)"
+
+    def table(name: str, title: str, cell: Callable[[str, str], str]) -> Table:
+        rows = []
+        for context in samples.tasks:
+            for share in asked["agreements"]:
+                row = {"context": context, "right drafts": f"{share:g}", "`ar`": cell(PLAIN, context)}
+                row |= {f"`{one}`": cell(f"selfspec:{one}@{share:g}", context) for one in asked["policies"][1:]}
+                rows.append(row)
+        return Table.of(name, title, rows)
+
+    speeds = f"tokens/s after the first (× plain) if so many drafts are right, which is set, not the model's; {kinds}"
+    costs = f"passes over {layers} layers for a token × what one takes (share of the memory's speed, for weights alone)"
+    return [table("imposed", speeds, speed), table("passes", costs, passes)]
 
 
 def time_beside_reading(lines: Sequence[Line], context: int, speed: float) -> float:

@@ -170,7 +170,7 @@ def load_model(
         if rounded and keep_bits == 8 and source.gguf is not None:  # which nobody asked for
             log.warning("%s", source.gguf.what_is_rounded(rounded))
     else:  # transformers knows older names, and says what is missing
-        loaded = from_transformers(_load_transformers(source, dtype, device), layout=layout, release=True)
+        loaded = from_transformers(load_float(source, dtype, device), layout=layout, release=True)
     loaded = with_exits(loaded, exits).with_kv_dtype(kv_dtype)
     return loaded if rows is None else loaded.with_rows(rows)
 
@@ -231,7 +231,7 @@ def load_transformers(
 
     Of one that is quantised: the float weights that its files stand for.
     """
-    return _load_transformers(find_source(name_or_path, revision, local_files_only), dtype, device)
+    return load_float(find_source(name_or_path, revision, local_files_only), dtype, device)
 
 
 def _resolve(source: Source, dtype: str | torch.dtype, device: str | torch.device) -> tuple[torch.device, torch.dtype]:
@@ -239,8 +239,11 @@ def _resolve(source: Source, dtype: str | torch.dtype, device: str | torch.devic
     return target, resolve_dtype(dtype, target, getattr(source.config, "dtype", None))
 
 
-def _load_transformers(source: Source, dtype: str | torch.dtype, device: str | torch.device) -> PreTrainedModel:
-    """Raise ValueError for weights that are missing or of another shape: transformers would make random ones."""
+def load_float(source: Source, dtype: str | torch.dtype, device: str | torch.device) -> PreTrainedModel:
+    """Do the same with a checkpoint that was found.
+
+    Raises ValueError for weights that are missing or of another shape: transformers would make random ones.
+    """
     target, chosen = _resolve(source, dtype, device)
     config, quantised = source.float_config(), quantisation_of(source.config) is not None
     weights = source.weights()  # which is checked before memory is taken for what the configuration says

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from layerskip_models.training.looped import layers_with_exits, num_loops
 from layerskip_models.transfer import to_device
 
 EVALUATION_ROWS = 1024
@@ -41,6 +42,7 @@ def exit_hidden_states(
 ) -> dict[int, Tensor]:
     """Hidden states after the named layers, through transformers' own decoder layers: layer -> [batch, length, hidden].
 
+    exits: of a looped model, counted through all loops.
     input_ids: int64 [batch, length], attended causally, no padding.
     keep: bool [L, batch] on the CPU; a sample whose entry is False passes the layer unchanged (x + 0 * f(x), without
     rescaling), and a layer that no sample keeps is not computed at all. None keeps everything.
@@ -52,7 +54,9 @@ def exit_hidden_states(
     position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     position_embeddings = decoder.rotary_emb(hidden, position_ids)
     states: dict[int, Tensor] = {}
-    for index, layer in enumerate(decoder.layers):
+    for index, layer in enumerate([*decoder.layers] * num_loops(model)):
+        if index and index % len(decoder.layers) == 0:  # the next loop reads what the exit of the last one does
+            hidden = decoder.norm(hidden)
         kept = None if keep is None or bool(keep[index].all()) else keep[index].nonzero()[:, 0]
         if kept is None:
             hidden = run(layer, hidden, position_ids, position_embeddings)
@@ -67,21 +71,21 @@ def exit_hidden_states(
 
 @torch.no_grad()
 def exit_sums(model: LlamaForCausalLM, input_ids: Tensor, labels: Tensor) -> Tensor:
-    """Sum over rows, float64 [2, L]: cross-entropy against labels, and agreement with the last layer.
+    """Sum over rows, float64 [2, exits]: cross-entropy against labels, and agreement with the last layer.
 
     input_ids, labels: int64 [batch, length]. Logits exist for EVALUATION_ROWS rows of one layer at a time.
     """
-    num_layers = len(model.model.layers)
-    states = exit_hidden_states(model, input_ids, range(num_layers))
-    sums = torch.zeros(2, num_layers, dtype=torch.float64)
+    exits = layers_with_exits(model)
+    states = exit_hidden_states(model, input_ids, exits)
+    sums = torch.zeros(2, len(exits), dtype=torch.float64)
     for start in range(0, labels.numel(), EVALUATION_ROWS):
         chunk, chosen = slice(start, start + EVALUATION_ROWS), None
-        for layer in reversed(range(num_layers)):
-            logits = model.lm_head(model.model.norm(states[layer].flatten(0, 1)[chunk])).float()
+        for place in reversed(range(len(exits))):
+            logits = model.lm_head(model.model.norm(states[exits[place]].flatten(0, 1)[chunk])).float()
             argmax = logits.argmax(-1)
             chosen = argmax if chosen is None else chosen
-            sums[0, layer] += F.cross_entropy(logits, labels.flatten()[chunk], reduction="sum").item()
-            sums[1, layer] += (argmax == chosen).sum().item()
+            sums[0, place] += F.cross_entropy(logits, labels.flatten()[chunk], reduction="sum").item()
+            sums[1, place] += (argmax == chosen).sum().item()
     return sums
 
 

@@ -22,6 +22,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 from layerskip_models.training import exit_losses
 from layerskip_models.training.documents import block, block_order, num_blocks
 from layerskip_models.training.loop import Batch, Report, fit, make_accelerator, my_share, quiet_console
+from layerskip_models.training.looped import describe_loops, layers_with_exits
 from layerskip_models.training.recipe import enabled_exits, layer_dropout_rates, normalised_exit_weights
 from layerskip_models.training.run_folder import claim_output_dir, write_folder
 from layerskip_models.training.start import initial_model, own_tokenizer, token_streams
@@ -45,6 +46,8 @@ def train(config: TrainingConfig) -> Path:
         tokenizer = own_tokenizer(config, output_dir)
         train_tokens, held_out_tokens = token_streams(config, output_dir, tokenizer)
         model = initial_model(config, tokenizer).to(accelerator.device)
+        if config.loops > 1:
+            model.config.num_loops = config.loops
     training = LayerSkipTraining(config, accelerator, model, tokenizer, train_tokens, held_out_tokens)
 
     def evaluate(done: int) -> Report | None:
@@ -84,7 +87,7 @@ class EarlyExitLoss(nn.Module):
         Logits exist for one exit and loss_chunk_rows rows at a time: backward computes them again.
         """
         states = exit_losses.exit_hidden_states(self.model, input_ids, weights, keep, run=self._run_layer)
-        last, total, means = len(self.model.model.layers) - 1, [], []
+        last, total, means = layers_with_exits(self.model)[-1], [], []
         for layer, weight in weights.items():
             chunks = (part.flatten(0, 1).split(self.config.loss_chunk_rows) for part in (states[layer], labels))
             losses = torch.cat([checkpoint(self._losses, *chunk, use_reentrant=False) for chunk in zip(*chunks)])
@@ -173,11 +176,14 @@ class LayerSkipTraining:
     ) -> None:
         self.config, self.accelerator, self.model, self.tokenizer = config, accelerator, model, tokenizer
         self.train_tokens, self.held_out_tokens = train_tokens, held_out_tokens
+        self.exits = layers_with_exits(model)
         self.weights = config.weights(len(model.model.layers))
 
     def exit_shares(self, step: int) -> dict[int, float]:
-        """Weights of the exits that have a loss at a step, which sum to 1."""
+        """Weights of the exits that have a loss at a step, which sum to 1: of a looped model all, and all the same."""
         config, count = self.config, len(self.weights)
+        if config.loops > 1:
+            return dict.fromkeys(self.exits, 1 / config.loops)
         exits = enabled_exits(config.curriculum, count, step, config.max_steps, config.rotation)
         return normalised_exit_weights(self.weights, exits)
 
@@ -222,7 +228,7 @@ class LayerSkipTraining:
         if num_rows == 0:
             return None
         self.model.eval()
-        sums = torch.zeros(2, len(self.weights), dtype=torch.float64)
+        sums = torch.zeros(2, len(self.exits), dtype=torch.float64)
         for row in range(self.accelerator.process_index, num_rows, self.accelerator.num_processes):
             ids = block(self.held_out_tokens, [row], length).to(self.accelerator.device)
             sums += exit_losses.exit_sums(self.model, ids[:, :-1], ids[:, 1:])
@@ -254,4 +260,6 @@ class LayerSkipTraining:
             exported.generation_config = GenerationConfig(do_sample=False, eos_token_id=self.tokenizer.eos_token_id)
         exported.config.dtype = dtype
         exported.save_pretrained(path)
+        if self.config.loops > 1:
+            describe_loops(path, self.model)
         self.tokenizer.save_pretrained(path)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from layerskip_models.checkpoints.loading import find_source, load_tokenizer, load_transformers
+from layerskip_models.checkpoints.loading import find_source, load_float, load_tokenizer
 from layerskip_models.training.documents import num_blocks, pack_streams, split_sources, train_tokenizer
+from layerskip_models.training.looped import as_llama
 from layerskip_models.training.run_folder import write_folder
 from layerskip_models.training.training_config import TrainingConfig
 
@@ -56,7 +58,10 @@ def initial_model(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) ->
         )
         torch.manual_seed(config.seed)
         return LlamaForCausalLM(described).train()
-    found = find_source(config.init, revision=None, local_files_only=False).float_config()
+    source = find_source(config.init, revision=None, local_files_only=False)
+    if config.loops > 1:
+        source = replace(source, config=as_llama(source.config))
+    found = source.float_config()
     if not isinstance(found, LlamaConfig):
         raise ValueError(
             f"init must be a Llama checkpoint, {config.init!r} is of type {found.model_type!r}: "
@@ -70,7 +75,7 @@ def initial_model(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) ->
         )
     if len(tokenizer) > found.vocab_size:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model only {found.vocab_size}")
-    model = load_transformers(config.init, dtype=torch.float32, device="cpu")
+    model = load_float(source, torch.float32, "cpu")
     assert isinstance(model, LlamaForCausalLM)
     model.set_attn_implementation("sdpa")
     return model.train()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from layerskip_models.option_fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Range, option
@@ -13,6 +13,7 @@ from layerskip_models.training.settings import RunSettings, require, with_defaul
 
 OPTIMIZERS = ("muon", "adamw")
 LR_SCHEDULES = ("cosine", "wsd")
+_OF_LAYERS = ("layer_dropout", "exit_weights", "last_exit_weight", "curriculum")
 _EXPORTED = ("bfloat16", "float16", "float32")
 
 
@@ -29,6 +30,7 @@ class TrainingConfig(RunSettings):
     vocab_size: int = option(4096, "Size of a tokenizer trained here (from scratch only, like the shape).", AT_LEAST_1)
     hidden_size: int = option(192, "Width of the hidden states.", AT_LEAST_1)
     num_layers: int = option(12, "Number of layers L.", Range(2))
+    loops: int = option(1, "Run the layers so many times, as looped models do, with an exit after each.", Range(1, 64))
     num_heads: int = option(3, "Attention heads.", AT_LEAST_1)
     num_kv_heads: int = option(1, "Key-value heads; divides num_heads.", AT_LEAST_1)
     head_dim: int = option(64, "Width of a head.", AT_LEAST_1)
@@ -89,6 +91,11 @@ class TrainingConfig(RunSettings):
                 f"exit_loss {self.exit_loss} weights the losses of exits, and curriculum none trains no exit:"
                 " choose another curriculum, or exit_loss uniform"
             )
+        for item in fields(self):
+            if self.loops > 1 and item.name in _OF_LAYERS and getattr(self, item.name) != item.default:
+                raise ValueError(
+                    f"with loops, the exits of all loops are trained alike: leave {item.name} at its default"
+                )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
         require(self.head_dim % 2 == 0, "head_dim", "even", self.head_dim)

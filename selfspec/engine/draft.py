@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from selfspec.cache.hidden_states import HiddenStates
     from selfspec.engine.runners.runner import Runner
     from selfspec.engine.sequence import Sequence
+    from selfspec.engine.wave import Row
 
 
 class Draft:
@@ -35,14 +36,16 @@ class Draft:
             the model's own. num_copied: drafts copied from earlier text, all or none. context, acceptance, threshold: for the
             round's record. learns: whether the policy learns from the round. states: keeps hidden states for whoever looks
             at them, None if nobody does. steering: of steered exits, by the row that was verified last. vocabulary: that
-            drafts choose among, None for all tokens.
+            drafts choose among, None for all tokens. wave: the loops after which drafts are chosen, where the text is decoded
+            along the diagonal (`selfspec.engine.wave`); else 0.
     While it runs:
         rows: their tokens. first, end: a pass runs rows [first, end). outputs: what the head said of them. logits: float32
             [end - first, vocab], where tokens are sampled or processed; the next pass may overwrite them. verified_from: the
             layer at which verification takes up all rows. seen: the confidence of every row looked at that has one.
             dropped_token: what a greedy draft would have taken from the row that a policy stopped before. num_q: when
             sampling, the rows of the sequence's q that are this draft's: of its tokens, and of the row stopped before. error:
-            why the sequence cannot go on: its policy raised it, or a processor, or memory is short.
+            why the sequence cannot go on: its policy raised it, or a processor, or memory is short. flight, sweeps: of a
+            wave, the rows that are on their way through the loops, and the sweeps over the layers so far.
     By the verdict:
         num_accepted: m. block: the m + 1 tokens to commit. failure: why the last of them is not a token: the text ends with
             it if it gets that far. target_tokens: greedy, the full model's choice for rows 0..m at least; when sampling, the
@@ -52,9 +55,10 @@ class Draft:
     """
 
     __slots__ = (
-        "acceptance", "bits", "block", "context", "dropped_token", "end", "error", "exit_layer", "failure", "first",
+        "acceptance", "bits", "block", "context", "dropped_token", "end", "error", "exit_layer", "failure", "first", "flight",
         "learns", "logits", "max_speculations", "num_accepted", "num_copied", "num_q", "outputs", "p", "rates", "rows",
-        "seen", "sequence", "states", "steering", "stop_cause", "target_tokens", "threshold", "verified_from", "vocabulary",
+        "seen", "sequence", "states", "steering", "stop_cause", "sweeps", "target_tokens", "threshold", "verified_from",
+        "vocabulary", "wave",
     )  # fmt: skip
     context: RoundContext
     acceptance: abc.Mapping[Drafter, float] | None
@@ -83,7 +87,8 @@ class Draft:
         self.stop_cause: StopCause = "cap" if copied or exit_layer else "none"
         self.seen: list[float] = []
         self.dropped_token: int | None = None
-        self.num_q = 0
+        self.num_q = self.wave = self.sweeps = 0
+        self.flight: list[Row] = []
         self.error: Exception | None = None
         self.num_accepted = 0
         self.block: list[int] = []
@@ -104,7 +109,7 @@ class Draft:
     @property
     def confidences(self) -> tuple[float, ...] | None:
         """As in `RoundRecord`."""
-        if not self.exit_layer or self.stop_cause == "none" or not self.sequence.observes.confidence:
+        if not self.exit_layer or self.stop_cause == "none" or self.wave or not self.sequence.observes.confidence:
             return None
         return tuple(self.seen)
 

@@ -126,6 +126,7 @@ def make_policy(
     return parse_policy(
         name,
         num_layers=bound.model.num_layers,
+        num_loops=bound.model.num_loops,
         measure=measure or partial(expected_cost, bound.model, bound.runner, offered),
         preverifier=preverifier or bound.preverifiers,
         draft_bits=tuple(sorted(bound.model.drafters)),

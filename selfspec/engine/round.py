@@ -37,11 +37,16 @@ def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Outputs 
             emit(sequence, found, StepOutput(tokens=sequence.unsent, error=without_traceback(error)))
     if drafts:
         started = perf_counter()
-        make_drafts(runner, drafts)  # 2. Draft: the first layers propose tokens.
+        others = [draft for draft in drafts if not draft.wave]
+        make_drafts(runner, others)  # 2. Draft: the first layers propose tokens.
         drafted = perf_counter()
-        verify(runner, drafts)  # 3. Verify: the other layers look at all of them at once.
+        verify(runner, others)  # 3. Verify: the other layers look at all of them at once.
+        if len(others) < len(drafts):  # Texts of a looped model may do both at once.
+            from selfspec.engine.wave import run_waves
+
+            run_waves(runner.model, [draft for draft in drafts if draft.wave])
         verified = perf_counter()
-        for draft in drafts:
+        for draft in others:
             accept(runner, draft)  # 4. Accept those that the model itself would have said.
         spent = drafted - started, verified - drafted, perf_counter() - verified
         shares = tuple(seconds / len(drafts) for seconds in spent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MAX_ROWS, PromptPiece, piece_end, prefill
 from layerskip_models.transfer import to_device
 from policies import Drafter, Policy, PolicyCost, RoundContext, RoundRecord, Shadow
-from policies.bounds import check_draft_layer
+from policies.bounds import check_draft_layer, check_loop
 from selfspec.cache.copy_index import CopyIndex, copies_drafts
 from selfspec.cache.hidden_states import HiddenStates, PrefixHiddenStates
 from selfspec.engine.draft import Draft
@@ -25,6 +26,9 @@ from selfspec.engine.request import Request
 from selfspec.engine.results import StatsBuilder
 from selfspec.engine.sampling import Sampler
 from selfspec.engine.stopping import StopReason
+
+if TYPE_CHECKING:
+    from selfspec.engine.wave import Row
 
 _WATCHED_ROWS = 128
 """Rows of a prompt that are read at a time where somebody watches: whoever looks at logits takes as long as the pass."""
@@ -39,7 +43,8 @@ class Sequence:
     tokens: int64 [1, capacity], the text; drafts are written after its `length` committed tokens. pending: the last of
     these, which no layer has seen yet. samples: tokens are drawn. greedy: they are the model's own choices, so nobody needs
     logits. detail: what a draft step computes of a row for the policy. hidden: [rows, hidden], what the layers passed so far
-    put out for a round's rows. q: float32 [rows, vocab], the distributions that drafts are drawn from.
+    put out for a round's rows. q: float32 [rows, vocab], the distributions that drafts are drawn from. flight: rows that a
+    wave has in flight between two rounds, that of the pending token first.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class Sequence:
         self._indexed = -1  # committed tokens that the index holds; -1 at first, and while it is being changed
         self._rest = 0  # rounds in which nobody asks it: see `Plan`
         self.pending = -1
+        self.flight: list[Row] = []
         self._rows_shown = 0  # of the prompt, to who watches it
         self._to_learn: Tensor | None = (
             None  # [rows, hidden], of the prompt's last rows, until the policy has seen them
@@ -242,7 +248,9 @@ class Sequence:
                     copied = copied[: index + 1]
                     break
         cap, threshold = min(plan.max_speculations, remaining - 1), None
-        if plan.exit_layer is None or cap < 1:
+        if plan.wave:
+            draft = self._wave(plan.wave)
+        elif plan.exit_layer is None or cap < 1:
             draft = Draft(self, copied=copied)
         else:
             exit_layer = check_draft_layer(plan.exit_layer, self.model.num_layers, plan.bits)
@@ -251,14 +259,27 @@ class Sequence:
                 threshold = self.policy.stopping.threshold(Drafter(exit_layer, plan.bits))
             draft = Draft(self, exit_layer, cap, plan.bits, copied)
         draft.context, draft.acceptance, draft.threshold = context, plan.acceptance, threshold
+        if self.flight and not plan.wave:  # other rounds begin where all loops hold the same rows
+            self.cache.roll_back(self.length - 1)
         draft.vocabulary = self._read_vocabulary() if draft.exit_layer else None
         self._rest = self._rest or plan.rest
-        # Rounds that copy teach nothing about exits.
-        draft.learns = plan.learn and not copied and self.observes.learns(self._rows_learned, self._rows_seen)
+        # Rounds that copy or wave teach nothing about exits.
+        draft.learns = (
+            plan.learn and not (copied or plan.wave) and self.observes.learns(self._rows_learned, self._rows_seen)
+        )
         if draft.learns or self.observes.context_layers or self._steering is not None:
             self.states.reserve(draft.end + draft.max_speculations)
             draft.states, draft.steering = self.states, self._steered
         self.stats.learn_seconds += perf_counter() - planning  # what was learned may be worked out only now
+        return draft
+
+    def _wave(self, loop: int) -> Draft:
+        """Make the part in a round of a text that is decoded along the diagonal. loop: after which drafts are chosen."""
+        check_loop(loop, self.model.num_loops)
+        if self.observes.context_layers:
+            raise ValueError("a wave keeps no hidden states: plan none beside a policy that observes context_layers")
+        draft = Draft(self)
+        draft.wave, draft.flight = loop, [*self.flight]
         return draft
 
     def _read_vocabulary(self) -> TextVocabulary | None:
@@ -278,7 +299,7 @@ class Sequence:
         None, and nothing is committed, if the text gets as far as the last token and that has failed.
         """
         start = perf_counter()
-        committed = self._commit(draft.block, draft.failure is not None)
+        committed = self._commit(draft.block, draft.failure is not None, draft.flight if draft.wave else None)
         self.stats.accept_seconds += perf_counter() - start
         return committed
 
@@ -299,7 +320,8 @@ class Sequence:
             draft_tokens=drafts,
             num_accepted=draft.num_accepted,
             tokens=tuple(committed),
-            loaded_layers=len(drafts) * draft.exit_layer + self.model.num_layers,
+            loaded_layers=draft.sweeps * self.model.loop_layers
+            or len(drafts) * draft.exit_layer + self.model.num_layers,
             stop_cause=draft.stop_cause,
             confidences=draft.confidences,
             acceptance_probabilities=draft.rates,
@@ -343,11 +365,12 @@ class Sequence:
         shadow = self.states.shadow_tokens(len(target), target, overlap, at_exit, first=rows.start)
         return shadow if len(target) else None
 
-    def _commit(self, block: list[int], failed: bool = False) -> list[int] | None:
+    def _commit(self, block: list[int], failed: bool = False, flight: list[Row] | None = None) -> list[int] | None:
         """Write the block behind the text, find the first stop in it, and move the text's end there.
 
         What lies behind the end is no part of the text, and is written over. failed: the last entry of the block is not a
-        token. All that may fail or be interrupted comes before the text's length changes, or can be done again by `_open`.
+        token. flight: the rows in flight behind the block, None where the round was no wave. All that may fail or be
+        interrupted comes before the text's length changes, or can be done again by `_open`.
         """
         end = self.length + len(block)
         for written in self._written:
@@ -364,14 +387,17 @@ class Sequence:
         if self.observes.context_layers and not self.reading:
             self.states.commit(self.length - 1, count)
         pending, steered = block[count - 1], self._steered
-        if self._steering is not None:  # the row whose output the pending token is
+        if self._steering is not None and flight is None:  # the row whose output the pending token is
             row = max(self._prompt_rows, 1) - 1 if self.reading else count - 1
             steered = self._steering(self.states.round[[layer - 1 for layer in self._steering.layers], row])
+        flight = [] if flight is None or reason is not None else flight
         # Between these lines nothing is called, so no signal is handled: a text has all of a block or nothing of it.
         self.unsent = [*self.unsent, *committed]
         self.pending, self.stop_reason, self._steered = pending, reason, steered
         self.length += count
-        self.cache.roll_back(self.length - 1)
+        self.flight = flight
+        if not flight:
+            self.cache.roll_back(self.length - 1)
         return committed
 
     def _look_back(self) -> None:

@@ -39,7 +39,7 @@ CASES_PER_MODEL = 12
 _ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, KeyboardInterrupt, MemoryError, RuntimeError)
 _OURS = tuple(str(Path(package.__file__ or "").parent) for package in (selfspec, layerskip_models, policies))
 _CLEANING = frozenset({"__exit__", "close", "leave_captures"})  # Python cannot take these back once they have begun
-_UNLEARNING = re.compile(r"ar|ls:[0-9]+-[0-9]+")  # no round depends on what earlier ones were like
+_UNLEARNING = re.compile(r"ar|ls:[0-9]+-[0-9]+|wave:loop=[0-9]")  # no round depends on what earlier ones were like
 _MAX_STEPS = 400
 
 

@@ -146,6 +146,8 @@ def make_case(random: Random, model: FuzzModel) -> Case:
         options |= {"temperature": random.choice([0.5, 1.0, 1.7]), "top_k": random.choice([0, 2, 5])}
         options |= {"top_p": 0.9} if random.random() < 0.3 else {}
     policy = _policy(random, model.num_layers, model.draft_bits)
+    if model.engine.model.num_loops > 1 and random.random() < 0.4:
+        policy = f"wave:loop={random.randint(1, model.engine.model.num_loops - 1)}"
     return Case(prompt, policy, options, stop, processors, criteria, sample_seed)
 
 

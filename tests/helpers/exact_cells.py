@@ -18,6 +18,7 @@ from batched_runs import BATCH_SENSITIVE, SCRIPTED, Course, Wish, assert_same, r
 from layerskip_models import LayerSkipModel
 from layerskip_models.draft_vocabulary import DraftTokens
 from layerskip_models.families import FAMILIES
+from looped_models import LOOPED
 from matrix_models import (
     DRAFT_HEAD,
     FLOATS,
@@ -30,7 +31,7 @@ from matrix_models import (
     model_of,
     source_of,
 )
-from scripted_policies import EVERY_POLICY, first_of_each
+from scripted_policies import EVERY_POLICY, WAVES, first_of_each
 from selfspec import SelfSpecGenerator
 from selfspec.serve.processors import Stops, TrimmedText
 from tiny_llama import VOCAB_SIZE, reference_greedy, tiny_tokenizer
@@ -50,7 +51,7 @@ BITS = (
     "bits:8-6+spide", "bits:4-6+fs",
 )  # fmt: skip
 """Drafts with the weights rounded to fewer bits."""
-POLICIES = ("ar", *SCRIPTED, *EVERY_POLICY, *BITS)
+POLICIES = ("ar", *SCRIPTED, *EVERY_POLICY, *BITS, *WAVES)
 FIRST_POLICIES = first_of_each(POLICIES)
 FIRST_WEIGHTS = ("float64", "float32", "bfloat16", DRAFT_HEAD, "int8", "int4", "Q8_0", "Q4_K_M")
 MODES = ("greedy", "seeded", "one choice")
@@ -106,6 +107,12 @@ class Cell(NamedTuple):
         return self.variant != NONE
 
     @property
+    def varies(self) -> bool:
+        """Whether the policy may decide otherwise in a batch."""
+        looped = self.family in LOOPED and self.policy.startswith("auto")  # it is asked where rounds end
+        return looped or self.policy in BATCH_SENSITIVE
+
+    @property
     def model(self) -> LayerSkipModel:
         """Within `kernels_of` the variant."""
         model = model_of(self.family, self.weights, self.variant).with_kv_dtype(self.kv_dtype)
@@ -142,7 +149,9 @@ def possible(cell: Sequence[Any]) -> bool:
         cell.bitwise and (cell.weights in FLOATS or ("bits:4" in cell.policy and cell.weights in EIGHT_BITS))
     ):
         return False  # nothing multiplies with them, or there is nothing to gain
-    if cell.policy in BATCH_SENSITIVE and cell.mode == "seeded" and cell.company != "alone":
+    if cell.policy in WAVES and cell.family not in LOOPED:
+        return False
+    if cell.varies and cell.mode == "seeded" and cell.company != "alone":
         return False  # drafts otherwise in a batch, where a row costs less: sampled text is then drawn otherwise
     # Processors move logits, and with them near-ties.
     return cell.bitwise or cell.weights == "float64" or not SETTINGS[cell.settings]
@@ -262,8 +271,8 @@ def check_cell(cell: Cell) -> Course:
                 patch.setattr(selfspec.engine.engine, "PIECE_ROWS", 5)  # prompts in pieces while others decode
                 generator = SelfSpecGenerator(model, tiny_tokenizer(), prefix_cache=0)
                 course = run_together(generator, [COMPANY[0], replace(wish, joins=2), *COMPANY[1:]])[1]
-            rounds = cell.policy not in BATCH_SENSITIVE
-            assert_same(course, alone, rounds=rounds, exact=cell.bitwise and rounds)
+            rounds, exact = not (cell.varies or cell.policy in WAVES), cell.bitwise and not cell.varies
+            assert_same(course, alone, rounds=rounds, exact=exact)
         assert course.error is None and course.result is not None
         assert course.result.new_tokens == course.tokens
         if cell.settings == "stop string":

@@ -131,6 +131,9 @@ EVERY_POLICY = (
 )  # fmt: skip
 """Every policy by name, {E} standing for an exit layer: what the equality and distribution tests go through."""
 
+WAVES = ("wave:loop=1", "wave")
+"""The same of looped models."""
+
 
 def parts_of(name: str) -> tuple[str, ...]:
     """The names in a combination, without their options."""
@@ -160,6 +163,7 @@ def named_policy(name: str, exit_layer: int, model: LayerSkipModel) -> Policy:
     return parse_policy(
         name.format(E=exit_layer),
         num_layers=model.num_layers,
+        num_loops=model.num_loops,
         measure=partial(made_up_cost, model.num_layers),
         preverifier=lambda path: random_preverification(model),
     )

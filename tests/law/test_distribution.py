@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections import Counter, abc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +20,16 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import selfspec.engine.verification
+import selfspec.engine.wave
 from decoding import decode
-from exact_laws import PROMPT, RUN_LENGTH, distance, enumerated_law, exact_law, p_value, sampled_run
+from exact_laws import PROMPT, RUN_LENGTH, Law, distance, enumerated_law, exact_law, p_value, sampled_run
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.draft_vocabulary import DraftTokens
 from layerskip_models.exits import STEERED
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
+from layerskip_models.linear import Layout
+from looped_llama import looped_llama
 from policies import Policy, parse_policy
 from random_adapters import adapted
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, fixed, named_policy, others_slow
@@ -34,7 +40,8 @@ from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.runners.runner import Runner
 from selfspec.engine.sequence import Sequence
 from selfspec.engine.verification import _judge
-from tiny_llama import tiny_llama
+from selfspec.engine.wave import Row, _own_token
+from tiny_llama import lean_logits, tiny_llama
 
 VOCAB_SIZE = 6
 NUM_LAYERS = 3
@@ -109,6 +116,48 @@ def test_the_law_of_the_first_three_tokens_is_exact(kind: str, name: str) -> Non
     law = enumerated_law(_made(kind), policy, 3, top_k=2, prompt=prompt)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
     assert distance(law, exact_law(_tiny(), 3, top_k=2, prompt=prompt)) < 1e-5
+
+
+@cache
+def _looped(layout: Layout) -> tuple[LayerSkipModel, Law]:
+    """A model of 3 loops, and the law of its plain decoding: each text is read at once, through all loops."""
+    model = looped_llama(layout, num_loops=3, vocab_size=VOCAB_SIZE, normed=True)
+
+    def read(ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        return SimpleNamespace(logits=lean_logits(model, ids[0].tolist()).unsqueeze(0))
+
+    return model, exact_law(read, 4, top_k=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["wave:loop=1", "wave:loop=2", "ls:2-2", "auto"])
+@pytest.mark.parametrize("layout", ["plain", pytest.param("native", marks=needs_native)])
+def test_the_law_of_a_looped_model_is_exact(layout: Layout, name: str) -> None:
+    """Rows that were in flight when the last token was judged are there for the next ones."""
+    model, expected = _looped(layout)
+    law = enumerated_law(model, named_policy(name, 2, model), 4, top_k=2)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
+    assert distance(law, expected) < 1e-5
+
+
+def q_of_the_next_draft(draft: Draft, said: Any, position: int, guess: Row | None) -> int:
+    """Judge a draft by what the one behind it was drawn from."""
+    if guess is not None and len(draft.flight) > 2:
+        guess = replace(guess, q=draft.flight[2].q.clamp(min=0.1))
+    return _own_token(draft, said, position, guess)
+
+
+def drawn_again(draft: Draft, said: Any, position: int, guess: Row | None) -> int:
+    """What is rejected is drawn again from all of p."""
+    token = _own_token(draft, said, position, guess)
+    rejected = guess is not None and token != guess.token
+    return draft.sequence.sampler.next_token(said, draft.sequence.tokens, position) if rejected else token
+
+
+@pytest.mark.parametrize("fault", [q_of_the_next_draft, drawn_again])
+def test_that_enumeration_sees_a_fault_in_a_wave(fault: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfspec.engine.wave, "_own_token", fault)
+    model, expected = _looped("plain")
+    assert distance(enumerated_law(model, named_policy("wave", 2, model), 4, top_k=2), expected) > 1e-2
 
 
 @pytest.mark.parametrize("name", [name for name in COPYING if "min=3" not in name])

@@ -48,7 +48,7 @@ AS_IN = dict.fromkeys(
     ["ls", "ls:", "ls:3", "ls:3-", "ls:-6", "ls:3-6-1", "ls:a-b", "ls:3--6", "ls:3.5-2"], "as in ls:3-6"
 )
 CLOSEST = {
-    "": "unknown.*known are ar, copy, ls, bits, del, auto, fs,",
+    "": "unknown.*known are ar, copy, ls, bits, wave, del, auto, fs,",
     "nonsense": "unknown.*known are ar, copy, ls,",
     "LS:3-6": "unknown.*did you mean ls",
     "spyde:3": r"unknown.*did you mean spide\?",

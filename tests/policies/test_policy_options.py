@@ -25,7 +25,7 @@ OTHER_VALUES: dict[str, tuple[str, ...]] = {  # by option; for one whose default
     "start": ("0.3",), "target": ("0.3",),
     "step": ("0.3",), "max_length": ("5",), "threshold": ("0.3",), "tau": ("0.3",),
     "exit_layer": ("1", "3"), "b": ("2",), "t": ("0.3",), "rho": ("1.3",),
-    "min": ("3",), "copy": ("off",), "bits": ("off",), "layer": ("2",),
+    "min": ("3",), "copy": ("off",), "bits": ("off",), "layer": ("2",), "loop": ("2",),
 }  # fmt: skip
 
 FIRST = {
@@ -50,6 +50,7 @@ def parsed(text: str) -> Policy:
     return parse_policy(
         text,
         num_layers=NUM_LAYERS,
+        num_loops=NUM_LAYERS if text.startswith("wave") else 1,
         measure=lambda: made_up_cost(NUM_LAYERS),
         preverifier=lambda path: NoPreVerifier(),  # type: ignore[arg-type,return-value]
         draft_bits=(8,),
@@ -87,7 +88,8 @@ def forms() -> Iterator[tuple[str, str | None]]:
     """(exit or lone stopping policy, stopping policy behind it)."""
     for name in EXITS:
         yield name, None
-        yield from ((name, other) for other in STOPPINGS if name not in ("ar", "copy") and (name, other) not in REFUSED)
+        followed = [] if name in ("ar", "copy", "wave") else STOPPINGS
+        yield from ((name, other) for other in followed if (name, other) not in REFUSED)
     yield from ((name, None) for name in STOPPINGS if name != "del")
 
 

@@ -118,6 +118,8 @@ def test_a_start_that_cannot_be_trained_is_said(text, finished, tmp_path, monkey
         ({"keep_at": (8, 9)}, r"keep_at must be steps in \[1, 8\], up to max_steps, got 9"),
         ({"exit_loss": "full", "curriculum": "none"}, "curriculum none trains no exit"),
         ({"num_layers": 1}, "num_layers must be at least 2, got 1"),
+        ({"loops": 2}, "with loops, the exits of all loops are trained alike: leave layer_dropout at its default"),
+        ({"loops": 65}, r"loops must be in \[1, 64\], got 65"),
         ({"num_heads": 3, "num_kv_heads": 2}, r"num_kv_heads must divide num_heads \(3\), got 2"),
         ({"head_dim": 7}, "head_dim must be even"),
         ({"optimizer": "sgd"}, "optimizer must be one of muon, adamw, got 'sgd'"),
