@@ -92,7 +92,8 @@ def expected_cost(model: LayerSkipModel, runner: RunnerName | None = None, bits:
     scale = 1.0 if kept is None else kept.autoregressive() / own.autoregressive()  # a kept cost's seconds are right
     own, rounded = kept or own, dict(kept.rounded if kept is not None else ())
     for each in sorted({*model.drafters, *bits} - {*rounded}):
-        in_bits = [8] * EIGHT_BIT_LAYERS + [each] * (model.num_layers - EIGHT_BIT_LAYERS) + [8]
+        loop = ([8] * EIGHT_BIT_LAYERS + [each] * model.loop_layers)[: model.loop_layers]
+        in_bits = loop * model.num_loops + [8]
         limbs = 24 if 24 in machine.products else 32
         made = [[one.rounded(few, limbs) for one in group] for few, group in zip(in_bits, weights)]
         made[-1][0] = made[-1][1]  # drafts use no other head
@@ -108,8 +109,8 @@ def _cost(
     matrices = [one for layer in layers for one in layer]
     context, threads = min(CONTEXT, model.max_positions), num_threads() if model.device.type == "cpu" else 1
     past = 2 * context * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
-    stored = sum(one.numbers * one.bits / 8 for one in matrices) / model.num_loops
-    size = model.num_layers * past + stored + head.numbers * head.bits / 8
+    held = sum(one.numbers * one.bits / 8 for one in matrices) / model.num_loops  # loops share their matrices
+    size = model.num_layers * past + held + head.numbers * head.bits / 8
     in_cache = size < last_cache()
     bandwidth = threads * machine.cache if in_cache else min(threads, _MEMORY_THREADS) * machine.memory
 
