@@ -104,7 +104,8 @@ def _sweep(model: LayerSkipModel, drafts: Sequence[Draft]) -> None:
         alike = [draft for draft in drafts if draft.sequence.greedy == greedy]
         asked = [row for draft in alike for row in draft.flight if row.loops in (draft.wave, model.num_loops)]
         if asked:
-            hidden = torch.cat([row.hidden for row in asked if row.hidden is not None])
+            ends = [(row.hidden, row.loops * model.loop_layers) for row in asked if row.hidden is not None]
+            hidden = torch.cat([model.at_exit(hidden, layer) for hidden, layer in ends])  # drafts may have an adapter
             said |= zip(asked, model.choices(hidden).outputs() if greedy else model.logits(hidden).split(1))
     for draft in drafts:
         try:

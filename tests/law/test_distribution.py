@@ -120,8 +120,8 @@ def test_the_law_of_the_first_three_tokens_is_exact(kind: str, name: str) -> Non
 
 @cache
 def _looped(layout: Layout) -> tuple[LayerSkipModel, Law]:
-    """A model of 3 loops, and the law of its plain decoding: each text is read at once, through all loops."""
-    model = looped_llama(layout, num_loops=3, vocab_size=VOCAB_SIZE, normed=True)
+    """A model of 3 loops, an adapter after the first, and its law: each text is read at once, through all loops."""
+    model = adapted(looped_llama(layout, num_loops=3, vocab_size=VOCAB_SIZE, normed=True), [2])
 
     def read(ids: Tensor, use_cache: bool) -> SimpleNamespace:
         return SimpleNamespace(logits=lean_logits(model, ids[0].tolist()).unsqueeze(0))
