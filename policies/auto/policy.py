@@ -43,7 +43,9 @@ SEEN, KNOWN = 4, 24
 MAKING = 20
 """Plain steps that it takes to round the weights to 8 bits: 14 of SmolLM2's on one thread (docs/log.md, 28)."""
 TOGETHER = 16
-"""Rounds that are learned from in one go, which takes a third of the time, and most plain steps before the next look."""
+"""Rounds that are learned from in one go, which takes a third of the time."""
+REST, SAMPLE = 32, 4
+"""Most plain steps before the next look, and of how many one is learned from."""
 SHORT = 2e-3
 """Seconds of a plain step below which a look at each round is felt."""
 
@@ -186,12 +188,20 @@ class AutoExit:
         self._take_in()
 
     def observe(self, record: RoundRecord) -> None:
-        self._waiting.append(record)
         self._rows_seen += record.num_accepted + 1
-        if self._resting:
-            self._resting -= 1
-        elif record.shadow or record.copies or len(self._waiting) >= min(self._rows_seen // 8, TOGETHER) // self._texts:
+        resting, self._resting = self._resting, max(self._resting - 1, 0)
+        if resting % SAMPLE:  # of steps that are all alike some are enough
+            self._count(self.costs.plain, 1)
+            return
+        self._waiting.append(record)
+        few = min(self._rows_seen // 8, TOGETHER) // self._texts
+        if record.shadow or record.copies or (len(self._waiting) >= few and not resting):
             self._take_in()
+
+    def _count(self, cost: float, tokens: int) -> None:
+        self._spent += cost
+        self._text_cost += cost
+        self._text_tokens += tokens
 
     def _take_in(self) -> None:
         """Learn from what rounds drafted or dropped, from what copies would have said, and from shadow tokens."""
@@ -199,10 +209,7 @@ class AutoExit:
         costs, news = self.costs, False
         for record in waiting:
             drafter = self.index_of(record.drafter)
-            cost = costs.of(drafter, record.num_drafted)
-            self._spent += cost
-            self._text_cost += cost
-            self._text_tokens += len(record.tokens)
+            self._count(costs.of(drafter, record.num_drafted), len(record.tokens))
             for match_length, right in record.copies if self._copy else ():
                 self.chances.learn(-1, copy_confidence(match_length), right)
             if drafter is not None and record.confidences is not None:
@@ -251,11 +258,11 @@ class AutoExit:
         # By single drafts of this one it is seen what rounds cost that do not seem to pay.
         single = np.where(at_hand, 1 + (frequency * acceptance).sum(axis=1), 0.0) / self.costs.rounds[:, 1]
         self._tried = int(single.argmax()) if any(at_hand) else None
-        # Where not even a draft as good as the last exit's would pay at the price of the first, two exits are watched.
+        # All exits are watched where a draft as good as the last one's would pay at the price of the first, else that alone.
         last = len(self.exit_layers) - 1
         rows, hoped = self.chances.rows[last], 1 + self.acceptance[self.drafters[last]]
-        hopeless = rows >= SEEN and hoped * self.costs.plain < self.costs.rounds[0, 1]
-        self._watched = self.exit_layers[(last + 1) // 2 :: last // 2 or 1] if hopeless else self.exit_layers
+        hopeful = rows >= SEEN and hoped * self.costs.plain >= self.costs.rounds[0, 1]
+        self._watched = self.exit_layers if hopeful else self.exit_layers[-1:]
         self._share = LEARNING if rows < KNOWN or (self.best.pays and self.best.index <= last) else IDLE_LEARNING
 
     def plan(self, context: RoundContext) -> Plan:
@@ -281,7 +288,7 @@ class AutoExit:
             most = 1 if self.tries else self.max_speculations
             return Plan(exit_layer=layer, bits=bits, max_speculations=most, acceptance=self.acceptance, learn=learn)
         if self._is_short and not best.pays:
-            self._resting = min(self._plain_steps + 1, TOGETHER)
+            self._resting = min(self._plain_steps + 1, REST)
         self._plain_steps += self._resting or 1
         self._plain = Plan(exit_layer=None, max_speculations=0, acceptance=self.acceptance, learn=False)
         return replace(self._plain, learn=learn, rest=self._resting)

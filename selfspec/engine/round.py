@@ -36,14 +36,15 @@ def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Outputs 
         except Exception as error:
             emit(sequence, found, StepOutput(tokens=sequence.unsent, error=without_traceback(error)))
     if drafts:
-        started = perf_counter()
+        clock = drafts[0].sequence.clock
+        started = clock()
         make_drafts(runner, drafts)  # 2. Draft: the first layers propose tokens.
-        drafted = perf_counter()
+        drafted = clock()
         verify(runner, drafts)  # 3. Verify: the other layers look at all of them at once.
-        verified = perf_counter()
+        verified = clock()
         for draft in drafts:
             accept(runner, draft)  # 4. Accept those that the model itself would have said.
-        spent = drafted - started, verified - drafted, perf_counter() - verified
+        spent = drafted - started, verified - drafted, clock() - verified
         shares = tuple(seconds / len(drafts) for seconds in spent)
         for draft in drafts:
             sequence = draft.sequence
