@@ -40,6 +40,8 @@ LEARNING, IDLE_LEARNING = 0.02, 0.005
 """Most of the cost of all texts that this may take, and where exits are known not to pay."""
 SEEN, KNOWN = 4, 24
 """Rows from which on an exit may draft, and from which on it counts as known."""
+NEAR = 0.8
+"""Share of a plain step's rate that single drafts must promise to be tried: costs are rarely more wrong than that."""
 MAKING = 20
 """Plain steps that it takes to round the weights to 8 bits: 14 of SmolLM2's on one thread (docs/log.md, 28)."""
 TOGETHER = 16
@@ -255,15 +257,16 @@ class AutoExit:
         self._rate = self.best.rate
         promise = best_round(self.costs, frequency, acceptance, usable, self._rate) if self.offered_bits else self.best
         self._gain = 1 - self.best.rate / promise.rate if promise.pays and promise.index >= there else 0.0
-        # By single drafts of this one it is seen what rounds cost that do not seem to pay.
+        # By single drafts of this one it is seen what rounds cost that nearly pay.
         single = np.where(at_hand, 1 + (frequency * acceptance).sum(axis=1), 0.0) / self.costs.rounds[:, 1]
-        self._tried = int(single.argmax()) if any(at_hand) else None
+        self._tried = int(single.argmax()) if single.max() * self.costs.plain > NEAR else None
         # All exits are watched where a draft as good as the last one's would pay at the price of the first, else that alone.
         last = len(self.exit_layers) - 1
         rows, hoped = self.chances.rows[last], 1 + self.acceptance[self.drafters[last]]
         hopeful = rows >= SEEN and hoped * self.costs.plain >= self.costs.rounds[0, 1]
         self._watched = self.exit_layers if hopeful else self.exit_layers[-1:]
-        self._share = LEARNING if rows < KNOWN or (self.best.pays and self.best.index <= last) else IDLE_LEARNING
+        drafts = self.best.pays and self.best.index <= last
+        self._share = LEARNING if drafts or rows < (KNOWN if hopeful else SEEN) else IDLE_LEARNING
 
     def plan(self, context: RoundContext) -> Plan:
         if self._resting and context.batch_size == 1:
