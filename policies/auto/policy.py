@@ -40,8 +40,6 @@ LEARNING, IDLE_LEARNING = 0.02, 0.005
 """Most of the cost of all texts that this may take, and where exits are known not to pay."""
 SEEN, KNOWN = 4, 24
 """Rows from which on an exit may draft, and from which on it counts as known."""
-NEAR = 0.8
-"""Share of a plain step's rate that single drafts must promise to be tried: costs are rarely more wrong than that."""
 MAKING = 20
 """Plain steps that it takes to round the weights to 8 bits: 14 of SmolLM2's on one thread (docs/log.md, 28)."""
 TOGETHER = 16
@@ -96,7 +94,7 @@ class AutoExit:
         self.drafters = (*map(Drafter, self.exit_layers), *rounded)
         self._index = {drafter: index for index, drafter in enumerate(self.drafters)}
         self.chances = Chances((*self.drafters, COPIES))
-        self.max_speculations = max_speculations
+        self.max_speculations, self._num_layers = max_speculations, num_layers
         self._cost, self._repair, self._copy = cost or LayerCost(num_layers), repair, copy
         # Time decides already, so texts may as well decide by each other's experience.
         self.learns_together = isinstance(cost, MeasuredCost) and not cost.fixed
@@ -246,7 +244,8 @@ class AutoExit:
         """Find the best round with what is there, and what weights that can be made promise beyond that."""
         self._news, self._enough = 0, min(max(sum(self.chances.rows[:-1]) // 2, 3), 256)
         frequency, acceptance = (table[:-1] for table in self.chances.tables())
-        self.acceptance = dict(zip(self.drafters, (frequency * acceptance).sum(axis=1).tolist()))
+        right = (frequency * acceptance).sum(axis=1)
+        self.acceptance = dict(zip(self.drafters, right.tolist()))
         # Exits that were hardly looked at yet draft nothing: in most models they are rarely right.
         usable = [drafter.bits is not None or rows >= SEEN for drafter, rows in zip(self.drafters, self.chances.rows)]
         there = len(self.drafters) - len(self.offered_bits)
@@ -257,9 +256,9 @@ class AutoExit:
         self._rate = self.best.rate
         promise = best_round(self.costs, frequency, acceptance, usable, self._rate) if self.offered_bits else self.best
         self._gain = 1 - self.best.rate / promise.rate if promise.pays and promise.index >= there else 0.0
-        # By single drafts of this one it is seen what rounds cost that nearly pay.
-        single = np.where(at_hand, 1 + (frequency * acceptance).sum(axis=1), 0.0) / self.costs.rounds[:, 1]
-        self._tried = int(single.argmax()) if single.max() * self.costs.plain > NEAR else None
+        # By single drafts of this one it is seen what rounds cost that do not seem to pay, but would if rows were free.
+        tried = at_hand & (right > [layer * (bits or 16) / 16 / self._num_layers for layer, bits in self.drafters])
+        self._tried = int(np.where(tried, (1 + right) / self.costs.rounds[:, 1], 0).argmax()) if any(tried) else None
         # All exits are watched where a draft as good as the last one's would pay at the price of the first, else that alone.
         last = len(self.exit_layers) - 1
         rows, hoped = self.chances.rows[last], 1 + self.acceptance[self.drafters[last]]
