@@ -127,13 +127,14 @@ class AutoExit:
         self._spent = self._taught = 0.0  # costs of all rounds, and of all looks at every exit, as expected
         self._rows_seen = self._rows_taught = 0  # of rounds
         self._rate, self.tries, self._plain = 0.0, False, Plan(exit_layer=None, max_speculations=0)
+        self._plain_steps = self._resting = 0  # since it last drafted or copied; until it looks again
         self._solve()
         self.begin_text()
 
     def begin_text(self) -> None:
         self._take_in()
         self._text_tokens, self._text_cost = 0, 0.0
-        self._plain_steps = self._resting = 0  # since it last drafted or copied; until it looks again
+        self._plain_steps, self._resting = min(self._plain_steps, REST) // 4, 0
 
     def expect_batch_size(self, texts: int) -> None:
         """Expect this many texts in passes from now on. The more there are, the less a row costs and a draft gains."""
@@ -190,12 +191,12 @@ class AutoExit:
     def observe(self, record: RoundRecord) -> None:
         self._rows_seen += record.num_accepted + 1
         resting, self._resting = self._resting, max(self._resting - 1, 0)
-        if resting % SAMPLE:  # of steps that are all alike some are enough
+        teaches = record.shadow or record.copies
+        if resting % SAMPLE and not teaches:  # of steps that are all alike some are enough
             self._count(self.costs.plain, 1)
             return
         self._waiting.append(record)
-        few = min(self._rows_seen // 8, TOGETHER) // self._texts
-        if record.shadow or record.copies or (len(self._waiting) >= few and not resting):
+        if (teaches and not resting) or len(self._waiting) >= min(self._rows_seen // 8, TOGETHER) // self._texts:
             self._take_in()
 
     def _count(self, cost: float, tokens: int) -> None:

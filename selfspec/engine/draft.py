@@ -33,9 +33,9 @@ class Draft:
     By the plan:
         exit_layer: 0 if no exit drafts. max_speculations: most tokens it drafts. bits: of the weights that draft, None for
             the model's own. num_copied: drafts copied from earlier text, all or none. context, acceptance, threshold: for the
-            round's record. plan_seconds: it took. learns: whether the policy learns from the round. states: keeps hidden states for whoever looks
-            at them, None if nobody does. steering: of steered exits, by the row that was verified last. vocabulary: that
-            drafts choose among, None for all tokens.
+            round's record. plan_seconds: it took. learns: whether the policy learns from the round. states: keeps hidden
+            states for whoever looks at them, None if nobody does. steering: of steered exits, by the row that was verified
+            last. vocabulary: that drafts choose among, None for all tokens.
     While it runs:
         rows: their tokens. first, end: a pass runs rows [first, end). outputs: what the head said of them. logits: float32
             [end - first, vocab], where tokens are sampled or processed; the next pass may overwrite them. verified_from: the
@@ -53,8 +53,9 @@ class Draft:
 
     __slots__ = (
         "acceptance", "bits", "block", "context", "dropped_token", "end", "error", "exit_layer", "failure", "first",
-        "learns", "logits", "max_speculations", "num_accepted", "num_copied", "num_q", "outputs", "p", "plan_seconds", "rates", "rows",
-        "seen", "sequence", "states", "steering", "stop_cause", "target_tokens", "threshold", "verified_from", "vocabulary",
+        "learns", "logits", "max_speculations", "num_accepted", "num_copied", "num_q", "outputs", "p", "plan_seconds",
+        "rates", "rows", "seen", "sequence", "states", "steering", "stop_cause", "target_tokens", "threshold", "verified_from",
+        "vocabulary",
     )  # fmt: skip
     context: RoundContext
     acceptance: abc.Mapping[Drafter, float] | None

@@ -161,8 +161,9 @@ def test_a_machine_that_is_slower_all_over_changes_nothing(factor: float) -> Non
 
 
 def test_a_verification_is_corrected_by_its_rows() -> None:
-    """Of 4 rows twice as dear as expected, of 16 four times; between them in a line, and further on as of 16. A copy is planned,
-    too."""
+    """Of 4 rows twice as dear as expected, of 16 four times; between them in a line, and further on as of 16.
+
+    A copy is planned, too."""
     costs, expected = costs_of(TRUE), [TRUE.copying(copied) for copied in range(33)]
     for _ in range(6):
         for copied, factor in ((0, 1), (3, 2), (15, 4)):
