@@ -54,8 +54,8 @@ class Draft:
     __slots__ = (
         "acceptance", "bits", "block", "context", "dropped_token", "end", "error", "exit_layer", "failure", "first",
         "learns", "logits", "max_speculations", "num_accepted", "num_copied", "num_q", "outputs", "p", "plan_seconds",
-        "rates", "rows", "seen", "sequence", "states", "steering", "stop_cause", "target_tokens", "threshold", "verified_from",
-        "vocabulary",
+        "rates", "rows", "seen", "sequence", "states", "steering", "stop_cause", "target_tokens", "threshold",
+        "verified_from", "vocabulary",
     )  # fmt: skip
     context: RoundContext
     acceptance: abc.Mapping[Drafter, float] | None
