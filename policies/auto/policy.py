@@ -42,10 +42,8 @@ SEEN, KNOWN = 4, 24
 """Rows from which on an exit may draft, and from which on it counts as known."""
 MAKING = 20
 """Plain steps that it takes to round the weights to 8 bits: 14 of SmolLM2's on one thread (docs/log.md, 28)."""
-TOGETHER = 16
-"""Rounds that are learned from in one go, which takes a third of the time."""
-REST, SAMPLE = 32, 4
-"""Most plain steps before the next look, and of how many one is learned from."""
+TOGETHER, REST, SAMPLE = 16, 32, 4
+"""Rounds that are learned from in one go; most plain steps before the next look, and of how many one is learned from."""
 SHORT = 2e-3
 """Seconds of a plain step below which a look at each round is felt."""
 
@@ -200,9 +198,11 @@ class AutoExit:
             self._take_in()
 
     def _count(self, cost: float, tokens: int) -> None:
-        self._spent += cost
-        self._text_cost += cost
-        self._text_tokens += tokens
+        self._spent, self._text_cost, self._text_tokens = (
+            self._spent + cost,
+            self._text_cost + cost,
+            self._text_tokens + tokens,
+        )
 
     def _take_in(self) -> None:
         """Learn from what rounds drafted or dropped, from what copies would have said, and from shadow tokens."""
@@ -245,8 +245,7 @@ class AutoExit:
         """Find the best round with what is there, and what weights that can be made promise beyond that."""
         self._news, self._enough = 0, min(max(sum(self.chances.rows[:-1]) // 2, 3), 256)
         frequency, acceptance = (table[:-1] for table in self.chances.tables())
-        right = (frequency * acceptance).sum(axis=1)
-        self.acceptance = dict(zip(self.drafters, right.tolist()))
+        self.acceptance = dict(zip(self.drafters, (right := (frequency * acceptance).sum(axis=1)).tolist()))
         # Exits that were hardly looked at yet draft nothing: in most models they are rarely right.
         usable = [drafter.bits is not None or rows >= SEEN for drafter, rows in zip(self.drafters, self.chances.rows)]
         there = len(self.drafters) - len(self.offered_bits)
@@ -265,8 +264,8 @@ class AutoExit:
         rows, hoped = self.chances.rows[last], 1 + self.acceptance[self.drafters[last]]
         hopeful = rows >= SEEN and hoped * self.costs.plain >= self.costs.rounds[0, 1]
         self._watched = self.exit_layers if hopeful else self.exit_layers[-1:]
-        drafts = self.best.pays and self.best.index <= last
-        self._share = LEARNING if drafts or rows < (KNOWN if hopeful else SEEN) else IDLE_LEARNING
+        learns = rows < (KNOWN if hopeful else SEEN) or (self.best.pays and self.best.index <= last)
+        self._share = LEARNING if learns else IDLE_LEARNING
 
     def plan(self, context: RoundContext) -> Plan:
         if self._resting and context.batch_size == 1:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median_high
 
 import numpy as np
 
@@ -38,10 +39,6 @@ _USUAL = 4
 
 def _drafts_in(bits: int | None) -> int:
     return -(bits or 16)
-
-
-def _middle(ratios: Collection[float]) -> float:
-    return sorted(ratios)[len(ratios) // 2]
 
 
 class RoundCosts:
@@ -109,9 +106,8 @@ class RoundCosts:
         if kind not in self._expected:
             self._expected[kind] = parts_of(self.cost, *kind)
         drafting, verifying = self._expected[kind]
-        # Planning counts as drafting; of a copy that is all there is of it.
-        self._took[0] += record.draft_seconds if drafting else 0.0
-        self._took[1] += record.verify_seconds + record.accept_seconds + (0.0 if drafting else record.draft_seconds)
+        self._took[0 if drafting else 1] += record.draft_seconds  # of copies that is planning
+        self._took[1] += record.verify_seconds + record.accept_seconds
         self._took[2] += drafting
         self._took[3] += verifying
         self._rows += record.num_drafted + 1
@@ -139,7 +135,7 @@ class RoundCosts:
         plain, ratio = self._ratios.get(_PLAIN), seconds / expected
         if kind != _PLAIN:
             # Beside the plain steps of the same time, since a machine is now faster, now slower.
-            scale = _middle(plain) if plain else 0.0
+            scale = median_high(plain) if plain else 0.0
             if not scale or seconds > MOST * rows * self._texts * self.plain * scale:
                 return
             ratio /= scale
@@ -148,7 +144,7 @@ class RoundCosts:
         seen.append(ratio)
 
     def _correct(self) -> bool:
-        found = {kind: _middle(seen) for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
+        found = {kind: median_high(seen) for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
         if _PLAIN not in found:
             return False
         factors = {**found, _PLAIN: 1.0}
@@ -174,7 +170,7 @@ class RoundCosts:
         plain, numbers = self._ratios.get(_PLAIN, ()), range(1, _ROWS_KEPT + 1)
         if not isinstance(self.cost, MeasuredCost) or not self._is_news or self._texts > 1 or len(plain) < ENOUGH:
             return None
-        scale = _middle(plain)
+        scale = median_high(plain)
         self._is_news = False
 
         def corrected(cost: CostModel, factors: Sequence[float]) -> CostModel:

@@ -48,8 +48,8 @@ def test_values_are_those_of_every_course(
     values = DraftValues(frequency[None], rates[None], np.array(steps)[None], np.array([look]))
     expected = exact_value(frequency, rates, np.array(steps), look, 1.0)
     # Between the tabulated reliabilities values are interpolated; they are convex, so at most a little too high.
-    assert values.start()[0] == pytest.approx(expected, abs=0.04)
-    assert values.start()[0] >= expected - 1e-9
+    assert values.start[0] == pytest.approx(expected, abs=0.04)
+    assert values.start[0] >= expected - 1e-9
 
 
 def fed(num_layers: int, hits: dict[int, float], confidence: float = 0.55, rounds: int = 60) -> AutoExit:
