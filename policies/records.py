@@ -326,8 +326,8 @@ class RoundRecord:
         round's start; None where a policy has no such thing.
     preverifier_layers, preverify_seconds: layers that the stopping policy loaded itself (Pacer's, one per pass; not among
         loaded_layers), and their time (not in draft_seconds).
-    batch_size: how many texts shared the round's passes; draft_seconds, verify_seconds and accept_seconds are this text's
-        share of the time.
+    batch_size: how many texts shared the round's passes; draft_seconds (with the plan's), verify_seconds and accept_seconds
+        are this text's share of the time.
     """
 
     index: int

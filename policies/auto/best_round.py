@@ -62,17 +62,9 @@ class DraftValues:
             mean[:, 0] -= look_cost[:, None]
             mean *= mean[:, :1] > 0
             ahead[depth] = mean[:, 0]
-        self._start = ahead[0, :, -1]
+        # At the start of a round, [layers]: what drafting is worth, and how many drafts it is expected to have accepted.
+        self.start, self.accepted = ahead[0, :, -1], mean[:, 1, -1]
         self._ahead: list[list[list[float]]] = ahead.tolist()  # single numbers of an array cost ten times as much
-        self._drafts = mean[:, 1]
-
-    def start(self) -> NDArray[np.float64]:
-        """Value of drafting at the start of a round, [layers]."""
-        return self._start
-
-    def accepted(self) -> NDArray[np.float64]:
-        """Return the expected number of accepted drafts of a round that follows these values, [layers]."""
-        return self._drafts[:, -1]
 
     def after(self, layer_index: int, depth: int, reliability: float) -> float:
         """Value of going on after `depth` drafts that are all accepted with chance `reliability`."""
@@ -117,12 +109,12 @@ def best_round(
     rate, unusable = max(rate, plain), np.where(usable, 0.0, np.inf)
     for _ in range(MOST_STEPS):
         values = DraftValues(frequency, acceptance, rate * costs.steps, rate * costs.looks)
-        start = values.start()
+        start = values.start
         worth = 1 - rate * costs.rounds[:, 0] + start - unusable
         index = int(worth.argmax())
         if not usable[index]:
             return BestRound(index, 1.0, costs.plain, plain, False, rate, values)
-        tokens = 1 + float(values.accepted()[index])
+        tokens = 1 + float(values.accepted[index])
         cost = (tokens - float(worth[index])) / rate
         price, rate = rate, max(tokens / cost, plain)
         if abs(rate / price - 1) < TOLERANCE:

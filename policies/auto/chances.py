@@ -47,10 +47,6 @@ def copy_confidence(match_length: int) -> float:
     return 1 - 1 / match_length
 
 
-def _no_counts() -> list[float]:
-    return [0.0] * NUM_BINS
-
-
 @dataclass(slots=True)
 class _Drafter:
     """Holds what is known of one drafter.
@@ -64,9 +60,9 @@ class _Drafter:
     height_variance: float = SPREAD**2
     slope_variance: float = SLOPE_SPREAD**2
     covariance: float = 0.0
-    accepted: list[float] = field(default_factory=_no_counts)
-    seen: list[float] = field(default_factory=_no_counts)
-    looks: list[float] = field(default_factory=_no_counts)
+    accepted: list[float] = field(default_factory=lambda: [0.0] * NUM_BINS)
+    seen: list[float] = field(default_factory=lambda: [0.0] * NUM_BINS)
+    looks: list[float] = field(default_factory=lambda: [0.0] * NUM_BINS)
     rows: int = 0
 
     def line(self, index: int) -> float:

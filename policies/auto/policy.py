@@ -42,8 +42,8 @@ SEEN, KNOWN = 4, 24
 """Rows from which on an exit may draft, and from which on it counts as known."""
 MAKING = 20
 """Plain steps that it takes to round the weights to 8 bits: 14 of SmolLM2's on one thread (docs/log.md, 28)."""
-TOGETHER = 16
-"""Rounds that are learned from in one go, which takes a third of the time, and most plain steps before the next look."""
+TOGETHER, REST, SAMPLE = 16, 32, 4
+"""Rounds that are learned from in one go; most plain steps before the next look, and of how many one is learned from."""
 SHORT = 2e-3
 """Seconds of a plain step below which a look at each round is felt."""
 
@@ -92,7 +92,7 @@ class AutoExit:
         self.drafters = (*map(Drafter, self.exit_layers), *rounded)
         self._index = {drafter: index for index, drafter in enumerate(self.drafters)}
         self.chances = Chances((*self.drafters, COPIES))
-        self.max_speculations = max_speculations
+        self.max_speculations, self._num_layers = max_speculations, num_layers
         self._cost, self._repair, self._copy = cost or LayerCost(num_layers), repair, copy
         # Time decides already, so texts may as well decide by each other's experience.
         self.learns_together = isinstance(cost, MeasuredCost) and not cost.fixed
@@ -125,13 +125,14 @@ class AutoExit:
         self._spent = self._taught = 0.0  # costs of all rounds, and of all looks at every exit, as expected
         self._rows_seen = self._rows_taught = 0  # of rounds
         self._rate, self.tries, self._plain = 0.0, False, Plan(exit_layer=None, max_speculations=0)
+        self._plain_steps = self._resting = 0  # since it last drafted or copied; until it looks again
         self._solve()
         self.begin_text()
 
     def begin_text(self) -> None:
         self._take_in()
         self._text_tokens, self._text_cost = 0, 0.0
-        self._plain_steps = self._resting = 0  # since it last drafted or copied; until it looks again
+        self._plain_steps, self._resting = min(self._plain_steps, REST) // 4, 0
 
     def expect_batch_size(self, texts: int) -> None:
         """Expect this many texts in passes from now on. The more there are, the less a row costs and a draft gains."""
@@ -186,12 +187,22 @@ class AutoExit:
         self._take_in()
 
     def observe(self, record: RoundRecord) -> None:
-        self._waiting.append(record)
         self._rows_seen += record.num_accepted + 1
-        if self._resting:
-            self._resting -= 1
-        elif record.shadow or record.copies or len(self._waiting) >= min(self._rows_seen // 8, TOGETHER) // self._texts:
+        resting, self._resting = self._resting, max(self._resting - 1, 0)
+        teaches = record.shadow or record.copies
+        if resting % SAMPLE and not teaches:  # of steps that are all alike some are enough
+            self._count(self.costs.plain, 1)
+            return
+        self._waiting.append(record)
+        if (teaches and not resting) or len(self._waiting) >= min(self._rows_seen // 8, TOGETHER) // self._texts:
             self._take_in()
+
+    def _count(self, cost: float, tokens: int) -> None:
+        self._spent, self._text_cost, self._text_tokens = (
+            self._spent + cost,
+            self._text_cost + cost,
+            self._text_tokens + tokens,
+        )
 
     def _take_in(self) -> None:
         """Learn from what rounds drafted or dropped, from what copies would have said, and from shadow tokens."""
@@ -199,10 +210,7 @@ class AutoExit:
         costs, news = self.costs, False
         for record in waiting:
             drafter = self.index_of(record.drafter)
-            cost = costs.of(drafter, record.num_drafted)
-            self._spent += cost
-            self._text_cost += cost
-            self._text_tokens += len(record.tokens)
+            self._count(costs.of(drafter, record.num_drafted), len(record.tokens))
             for match_length, right in record.copies if self._copy else ():
                 self.chances.learn(-1, copy_confidence(match_length), right)
             if drafter is not None and record.confidences is not None:
@@ -237,7 +245,7 @@ class AutoExit:
         """Find the best round with what is there, and what weights that can be made promise beyond that."""
         self._news, self._enough = 0, min(max(sum(self.chances.rows[:-1]) // 2, 3), 256)
         frequency, acceptance = (table[:-1] for table in self.chances.tables())
-        self.acceptance = dict(zip(self.drafters, (frequency * acceptance).sum(axis=1).tolist()))
+        self.acceptance = dict(zip(self.drafters, (right := (frequency * acceptance).sum(axis=1)).tolist()))
         # Exits that were hardly looked at yet draft nothing: in most models they are rarely right.
         usable = [drafter.bits is not None or rows >= SEEN for drafter, rows in zip(self.drafters, self.chances.rows)]
         there = len(self.drafters) - len(self.offered_bits)
@@ -248,15 +256,16 @@ class AutoExit:
         self._rate = self.best.rate
         promise = best_round(self.costs, frequency, acceptance, usable, self._rate) if self.offered_bits else self.best
         self._gain = 1 - self.best.rate / promise.rate if promise.pays and promise.index >= there else 0.0
-        # By single drafts of this one it is seen what rounds cost that do not seem to pay.
-        single = np.where(at_hand, 1 + (frequency * acceptance).sum(axis=1), 0.0) / self.costs.rounds[:, 1]
-        self._tried = int(single.argmax()) if any(at_hand) else None
-        # Where not even a draft as good as the last exit's would pay at the price of the first, two exits are watched.
+        # By single drafts of this one it is seen what rounds cost that do not seem to pay, but would if rows were free.
+        tried = at_hand & (right > [layer * (bits or 16) / 16 / self._num_layers for layer, bits in self.drafters])
+        self._tried = int(np.where(tried, (1 + right) / self.costs.rounds[:, 1], 0).argmax()) if any(tried) else None
+        # All exits are watched where a draft as good as the last one's would pay at the price of the first, else that alone.
         last = len(self.exit_layers) - 1
         rows, hoped = self.chances.rows[last], 1 + self.acceptance[self.drafters[last]]
-        hopeless = rows >= SEEN and hoped * self.costs.plain < self.costs.rounds[0, 1]
-        self._watched = self.exit_layers[(last + 1) // 2 :: last // 2 or 1] if hopeless else self.exit_layers
-        self._share = LEARNING if rows < KNOWN or (self.best.pays and self.best.index <= last) else IDLE_LEARNING
+        hopeful = rows >= SEEN and hoped * self.costs.plain >= self.costs.rounds[0, 1]
+        self._watched = self.exit_layers if hopeful else self.exit_layers[-1:]
+        learns = rows < (KNOWN if hopeful else SEEN) or (self.best.pays and self.best.index <= last)
+        self._share = LEARNING if learns else IDLE_LEARNING
 
     def plan(self, context: RoundContext) -> Plan:
         if self._resting and context.batch_size == 1:
@@ -281,7 +290,7 @@ class AutoExit:
             most = 1 if self.tries else self.max_speculations
             return Plan(exit_layer=layer, bits=bits, max_speculations=most, acceptance=self.acceptance, learn=learn)
         if self._is_short and not best.pays:
-            self._resting = min(self._plain_steps + 1, TOGETHER)
+            self._resting = min(self._plain_steps + 1, REST)
         self._plain_steps += self._resting or 1
         self._plain = Plan(exit_layer=None, max_speculations=0, acceptance=self.acceptance, learn=False)
         return replace(self._plain, learn=learn, rest=self._resting)

@@ -2,15 +2,16 @@
 
 An expected cost may be far off: it was computed, or measured on a busy machine. Rounds are timed anyway, so their seconds are
 compared with it, by kind: plain steps, verifications by their rows, draft steps by their bits. Only ratios decide, so a
-correction is relative to plain steps. A busy machine only ever adds: the lower quartile of the last ones counts.
+correction is relative to plain steps, and the median of the last ones counts.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median_high
 
 import numpy as np
 
@@ -38,10 +39,6 @@ _USUAL = 4
 
 def _drafts_in(bits: int | None) -> int:
     return -(bits or 16)
-
-
-def _lower(ratios: Collection[float]) -> float:
-    return sorted(ratios)[len(ratios) // 3]
 
 
 class RoundCosts:
@@ -109,7 +106,7 @@ class RoundCosts:
         if kind not in self._expected:
             self._expected[kind] = parts_of(self.cost, *kind)
         drafting, verifying = self._expected[kind]
-        self._took[0] += record.draft_seconds
+        self._took[0 if drafting else 1] += record.draft_seconds  # of copies that is planning
         self._took[1] += record.verify_seconds + record.accept_seconds
         self._took[2] += drafting
         self._took[3] += verifying
@@ -138,16 +135,16 @@ class RoundCosts:
         plain, ratio = self._ratios.get(_PLAIN), seconds / expected
         if kind != _PLAIN:
             # Beside the plain steps of the same time, since a machine is now faster, now slower.
-            scale = _lower(plain) if plain else 0.0
+            scale = median_high(plain) if plain else 0.0
             if not scale or seconds > MOST * rows * self._texts * self.plain * scale:
                 return
             ratio /= scale
         seen = self._ratios.setdefault(kind, deque(maxlen=KEPT))
+        self._is_news |= kind == _PLAIN and len(seen) in (ENOUGH - 1, KEPT - 1)
         seen.append(ratio)
-        self._is_news |= kind == _PLAIN and len(seen) in (ENOUGH, KEPT)
 
     def _correct(self) -> bool:
-        found = {kind: _lower(seen) for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
+        found = {kind: median_high(seen) for kind, seen in self._ratios.items() if len(seen) >= ENOUGH}
         if _PLAIN not in found:
             return False
         factors = {**found, _PLAIN: 1.0}
@@ -173,7 +170,7 @@ class RoundCosts:
         plain, numbers = self._ratios.get(_PLAIN, ()), range(1, _ROWS_KEPT + 1)
         if not isinstance(self.cost, MeasuredCost) or not self._is_news or self._texts > 1 or len(plain) < ENOUGH:
             return None
-        scale = _lower(plain)
+        scale = median_high(plain)
         self._is_news = False
 
         def corrected(cost: CostModel, factors: Sequence[float]) -> CostModel:

@@ -34,10 +34,10 @@ class Draft:
     By the plan:
         exit_layer: 0 if no exit drafts. max_speculations: most tokens it drafts. bits: of the weights that draft, None for
             the model's own. num_copied: drafts copied from earlier text, all or none. context, acceptance, threshold: for the
-            round's record. learns: whether the policy learns from the round. states: keeps hidden states for whoever looks
-            at them, None if nobody does. steering: of steered exits, by the row that was verified last. vocabulary: that
-            drafts choose among, None for all tokens. wave: the loops after which drafts are chosen, where the text is decoded
-            along the diagonal (`selfspec.engine.wave`); else 0.
+            round's record. plan_seconds: it took. learns: whether the policy learns from the round. states: keeps hidden
+            states for whoever looks at them, None if nobody does. steering: of steered exits, by the row that was verified
+            last. vocabulary: that drafts choose among, None for all tokens. wave: the loops after which drafts are chosen,
+            where the text is decoded along the diagonal (`selfspec.engine.wave`); else 0.
     While it runs:
         rows: their tokens. first, end: a pass runs rows [first, end). outputs: what the head said of them. logits: float32
             [end - first, vocab], where tokens are sampled or processed; the next pass may overwrite them. verified_from: the
@@ -56,13 +56,14 @@ class Draft:
 
     __slots__ = (
         "acceptance", "bits", "block", "context", "dropped_token", "end", "error", "exit_layer", "failure", "first", "flight",
-        "learns", "logits", "max_speculations", "num_accepted", "num_copied", "num_q", "outputs", "p", "rates", "rows",
-        "seen", "sequence", "states", "steering", "stop_cause", "sweeps", "target_tokens", "threshold", "verified_from",
-        "vocabulary", "wave",
+        "learns", "logits", "max_speculations", "num_accepted", "num_copied", "num_q", "outputs", "p", "plan_seconds",
+        "rates", "rows", "seen", "sequence", "states", "steering", "stop_cause", "sweeps", "target_tokens", "threshold",
+        "verified_from", "vocabulary", "wave",
     )  # fmt: skip
     context: RoundContext
     acceptance: abc.Mapping[Drafter, float] | None
     threshold: float | None
+    plan_seconds: float
 
     def __init__(
         self,

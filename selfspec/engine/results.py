@@ -108,8 +108,9 @@ class GenerationStats:
     seconds does not. time_to_first_token: seconds from the call to the first committed token, tokenisation included. Times
     of a text in a batch are from when it joins the others. num_copied, num_copied_accepted: of num_drafted and
     num_accepted, those that were copied from the text. preverifier_layers: passes of a stopping policy's own layer
-    (Pacer's), not among loaded_layers; etpl_charged counts both. *_seconds: host time per phase, learning with planning; on
-    an asynchronous device a phase includes waiting for what the earlier ones queued.
+    (Pacer's), not among loaded_layers; etpl_charged counts both. *_seconds: host time per phase, on a
+    CPU the processor time of rounds; a plan counts as drafting if it drafts, else as learning. On an asynchronous device a
+    phase includes waiting for what the earlier ones queued.
     kernels: which variant of our own kernels ran the layers ("avx2", ..), None where PyTorch's operators did.
     """
 

@@ -36,19 +36,20 @@ def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Outputs 
         except Exception as error:
             emit(sequence, found, StepOutput(tokens=sequence.unsent, error=without_traceback(error)))
     if drafts:
-        started = perf_counter()
+        clock = drafts[0].sequence.clock
+        started = clock()
         others = [draft for draft in drafts if not draft.wave]
         make_drafts(runner, others)  # 2. Draft: the first layers propose tokens.
-        drafted = perf_counter()
+        drafted = clock()
         verify(runner, others)  # 3. Verify: the other layers look at all of them at once.
         if len(others) < len(drafts):  # Texts of a looped model may do both at once.
             from selfspec.engine.wave import run_waves
 
             run_waves(runner.model, [draft for draft in drafts if draft.wave])
-        verified = perf_counter()
+        verified = clock()
         for draft in others:
             accept(runner, draft)  # 4. Accept those that the model itself would have said.
-        spent = drafted - started, verified - drafted, perf_counter() - verified
+        spent = drafted - started, verified - drafted, clock() - verified
         shares = tuple(seconds / len(drafts) for seconds in spent)
         for draft in drafts:
             sequence = draft.sequence

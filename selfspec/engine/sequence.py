@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from time import perf_counter
+from time import get_clock_info, perf_counter, thread_time
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _WATCHED_ROWS = 128
 """Rows of a prompt that are read at a time where somebody watches: whoever looks at logits takes as long as the pass."""
+_CPU_CLOCK = thread_time if get_clock_info("thread_time").resolution < 1e-6 else perf_counter
+"""By what rounds on a CPU are timed: policies decide by their seconds, in which other programs have no part."""
 
 
 class Sequence:
@@ -117,6 +119,7 @@ class Sequence:
         self._random: tuple[int, Tensor] | None = None  # the length and the generator's state as a round began
         self.stop_reason: StopReason | None = None
         self.stats = StatsBuilder()
+        self.clock = _CPU_CLOCK if model.device.type == "cpu" else perf_counter
         self.prefill_seconds = 0.0
         self._rows_learned = self._rows_seen = 0  # of rounds
 
@@ -215,9 +218,11 @@ class Sequence:
 
     def plan(self, batch_size: int) -> Draft:
         """Step 1: ask the policy what it wants of the coming round, in which `batch_size` sequences share the passes."""
-        planning = perf_counter()
         self._open()
+        learning = perf_counter()
         self._learn_from_prompt()
+        self.stats.learn_seconds += perf_counter() - learning
+        planning = self.clock()
         self._rest, self._copies_seen = max(self._rest - 1, 0), []
         if self._copying and not self._rest:
             self._look_back()
@@ -232,10 +237,10 @@ class Sequence:
         )
         plan = self.policy.exit.plan(context)
         if plan.bits is not None and plan.bits not in self.model.drafters:
-            making = perf_counter()
+            making, begun = perf_counter(), self.clock()
             make_offered(self.model, plan.bits)
             self.stats.setup_seconds += perf_counter() - making
-            planning += perf_counter() - making
+            planning += self.clock() - begun
         if plan.copied and plan.exit_layer is not None:
             raise ValueError(
                 f"a plan copies or drafts: with copied={plan.copied}, exit_layer must be None, got {plan.exit_layer}"
@@ -270,7 +275,7 @@ class Sequence:
         if draft.learns or self.observes.context_layers or self._steering is not None:
             self.states.reserve(draft.end + draft.max_speculations)
             draft.states, draft.steering = self.states, self._steered
-        self.stats.learn_seconds += perf_counter() - planning  # what was learned may be worked out only now
+        draft.plan_seconds = self.clock() - planning  # what was learned may be worked out only now
         return draft
 
     def _wave(self, loop: int) -> Draft:
@@ -311,6 +316,8 @@ class Sequence:
         learning = perf_counter()
         speculative, drafts = draft.exit_layer > 0, tuple(draft.tokens)
         drafting = speculative or draft.num_copied > 0
+        if not drafting:
+            self.stats.learn_seconds += draft.plan_seconds
         spent = self.policy.stopping.spent() if speculative and self.policy.stopping is not None else PolicyCost()
         record = RoundRecord(
             index=draft.context.round_index,
@@ -330,7 +337,7 @@ class Sequence:
             rejected=self._shadow_tokens(draft, rejected=True) if self.observes.rejected_rows else None,
             acceptance=draft.acceptance,
             threshold=draft.threshold,
-            draft_seconds=shares[0] - spent.seconds if drafting else 0.0,
+            draft_seconds=draft.plan_seconds + shares[0] - spent.seconds if drafting else 0.0,
             verify_seconds=shares[1],
             accept_seconds=shares[2],
             preverifier_layers=spent.layers,

@@ -161,12 +161,14 @@ def test_a_machine_that_is_slower_all_over_changes_nothing(factor: float) -> Non
 
 
 def test_a_verification_is_corrected_by_its_rows() -> None:
-    """Of 4 rows twice as dear as expected, of 16 four times; between them in a line, and further on as of 16."""
+    """Of 4 rows twice as dear as expected, of 16 four times; between them in a line, and further on as of 16.
+
+    A copy is planned, too."""
     costs, expected = costs_of(TRUE), [TRUE.copying(copied) for copied in range(33)]
     for _ in range(6):
         for copied, factor in ((0, 1), (3, 2), (15, 4)):
             copying = replace(finished(copied, 0), exit_layer=None, num_copied=copied)
-            costs.observe(replace(copying, draft_seconds=0.001, verify_seconds=factor * expected[copied]))
+            costs.observe(replace(copying, draft_seconds=0.5, verify_seconds=factor * expected[copied] - 0.5))
     found = [now / then for now, then in zip(costs.copying, expected)]
     assert [found[rows - 1] for rows in (1, 4, 10, 16, 33)] == pytest.approx([1, 2, 3, 4, 4])
     assert costs.rounds[0, 3] == pytest.approx(TRUE.drafting(2, 3) + 2 * (TRUE.round(2, 3) - TRUE.drafting(2, 3)))
