@@ -44,15 +44,14 @@ def planned(shapes: Sequence[str]) -> Mapping[str, list[str]]:
     """Return the arguments of each command by its record's name. Raises ValueError for an unknown shape."""
     repeats = ["--repeats", str(_REPEATS)]
     lengths = ["--num-samples", "1", "--prompt-tokens", str(_TOKENS), "--max-new-tokens", str(_TOKENS)]
-    steps = {}
+    first = ["--model", f"synthetic:{shapes[0]}", *lengths]
+    steps = {"transformers": ["peers", *first, *repeats]}
     for shape in shapes:
         model = f"synthetic:{shape}"
         fixed = fixed_policy(model, num_layers_of(model))
         chosen = ["--model", model, "--policy", "ar", "--policy", fixed, "--policy", "auto", *repeats]
         steps[f"run-{shape}"] = ["run", *chosen, *lengths, "--task", "english"]
         steps[f"batch-{shape}"] = ["batch", *chosen, "--texts", "1,8,32", "--engine", "none"]
-    first = ["--model", f"synthetic:{shapes[0]}", *lengths]
-    steps["transformers"] = ["peers", *first, *repeats]
     steps["eager"] = ["run", *first, *repeats, "--task", "english", "--policy", "ar", "--runner", "eager"]
     steps["first-texts"] = ["run", *first, "--repeats", "1", "--task", "english", "--cold"]
     return steps

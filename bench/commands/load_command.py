@@ -119,7 +119,8 @@ def _stream(
                 pieces.append(text)
     if first is None:
         raise RuntimeError(f"{server.label}: a stream without text")
-    return {"text": "".join(pieces), "first_seconds": first}
+    # A continuation may begin with the blank that parts it from its prompt.
+    return {"text": "".join(pieces).strip(), "first_seconds": first}
 
 
 def measure_clients(server: Server, prompts: Sequence[str], clients: int, max_tokens: int, **fields: Any) -> Line:
@@ -150,6 +151,6 @@ def measure_batch_call(generator: SelfSpecGenerator, prompts: Sequence[str], cli
     """Generate the same texts by `generate_batch`, `clients` at a time: what a server could give at best."""
     start = perf_counter()
     results = generator.generate_batch(list(prompts), batch_size=clients, max_new_tokens=max_tokens, do_sample=False)
-    seconds, output = perf_counter() - start, output_digest([result.text or "" for result in results])
+    seconds, output = perf_counter() - start, output_digest([(result.text or "").strip() for result in results])
     tokens = sum(result.stats.num_new_tokens for result in results)
     return {"tokens": tokens, "seconds": seconds, "first_seconds": None, "output": output}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -56,9 +56,15 @@ def sweep(options: SweepCommand) -> None:
         chosen = partial(dict[str, Any], policy=name, speedup=found.value, low=found.low, high=found.high)
         best = record.once("best", chosen)
     if options.write:
-        path = _write_setting(Path(options.model), best, record.lines[0])
+        setting = {
+            "policy": best["policy"],
+            "found_by": record.lines[0]["provenance"]["command"],
+            "speedup_over_autoregressive": round(best["speedup"], 3),
+            **{name: record.lines[0]["provenance"][name] for name in ("device", "cpu", "threads", "dtype")},
+        }
+        write_text(Path(options.model) / SETTINGS_FILE, json.dumps(setting, indent=2, ensure_ascii=False) + "\n")
         kept = f"{best['policy']} is now the best known fixed setting of this checkpoint"
-        typer.echo(f"{kept} ({path.name} beside its weights)")
+        typer.echo(f"{kept} ({SETTINGS_FILE} beside its weights)")
     if best["policy"].endswith(f"-{lengths[-1]}"):
         longer = f"--num-speculations up to {2 * lengths[-1]}"
         typer.echo(f"the best setting is at the edge of the grid: try {longer}", err=True)
@@ -108,21 +114,3 @@ def _cells(
         record.write("traced")
     cells = {line["policy"]: line for line in matching(record.lines, "cell")}
     return sorted(cells.values(), key=lambda cell: -cell["predicted_speedup"])
-
-
-def _write_setting(folder: Path, best: Mapping[str, Any], run: Mapping[str, Any]) -> Path:
-    """Put the best setting beside the checkpoint, where `selfspec.defaults` finds it. Returns the file's path."""
-    path = folder / SETTINGS_FILE
-    machine = run["provenance"]
-    setting = {
-        "policy": best["policy"],
-        "found_by": "selfspec-bench sweep",
-        "speedup_over_autoregressive": round(best["speedup"], 3),
-        "prompts": run["configuration"]["prompts_digest"],
-        "max_new_tokens": run["configuration"]["max_new_tokens"],
-        "device": machine["cpu"] if machine["device"] == "cpu" else machine["device"],
-        "threads": machine["threads"],
-        "dtype": machine["dtype"],
-    }
-    write_text(path, json.dumps(setting, indent=2, ensure_ascii=False) + "\n")
-    return path

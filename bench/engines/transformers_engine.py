@@ -7,8 +7,7 @@ model's is put back afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -19,17 +18,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from bench.engines.own import BatchRun, Generation, TimedEngine
 from bench.machine import synchronize
-
-
-@contextmanager
-def generation_settings(model: PreTrainedModel, **fields: Any) -> Iterator[None]:
-    """Within it, `model.generation_config` is a fresh one with these fields and no EOS; then the old one again."""
-    saved = model.generation_config
-    model.generation_config = GenerationConfig(eos_token_id=None, **fields)
-    try:
-        yield
-    finally:
-        model.generation_config = saved
 
 
 class TransformersEngine(TimedEngine):
@@ -46,17 +34,22 @@ class TransformersEngine(TimedEngine):
         self.name, self.label = name, label
         self._model, self._arguments, self._settings = model, arguments or {}, settings or {}
 
+    @torch.inference_mode()
     def _call(self, ids: Tensor, max_new_tokens: int, mask: Tensor | None = None) -> tuple[list[list[int]], float]:
         """Return what continues ids, int64 [texts, n], and the seconds that it took."""
         device = self._model.device
         mask = torch.ones_like(ids) if mask is None else mask
         arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **self._arguments}
-        synchronize(device)
-        start = perf_counter()
-        with torch.inference_mode(), generation_settings(self._model, pad_token_id=0, **self._settings):
+        saved = self._model.generation_config
+        self._model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0, **self._settings)
+        try:
+            synchronize(device)
+            start = perf_counter()
             sequences = self._model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **arguments)
-        synchronize(device)
-        return sequences[:, ids.shape[1] :].tolist(), perf_counter() - start
+            synchronize(device)
+            return sequences[:, ids.shape[1] :].tolist(), perf_counter() - start
+        finally:
+            self._model.generation_config = saved
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
         """See `TimedEngine`. The first token is timed in a second call, so that no streamer slows the first one down."""

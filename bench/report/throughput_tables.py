@@ -16,16 +16,21 @@ def batch_tables(lines: Sequence[Line]) -> list[Table]:
     plain = next(iter(engines))
     columns = {size: counted(size, "text") for size in sizes}
 
+    def speed_of(engine: str, texts: int, when: str = "") -> float | None:
+        """Tokens per second, median of the repeats. when: "decode_" for the time in which all texts decode."""
+        runs = [line for line in matching(lines, "batch", engine=engine, texts=texts) if line[f"{when}seconds"]]
+        return median(line[f"{when}tokens"] / line[f"{when}seconds"] for line in runs) if runs else None
+
     def decoding(engine: str, size: int) -> str:
-        speed, base = _speed_of_texts(lines, engine, size, "decode_"), _speed_of_texts(lines, plain, size, "decode_")
-        alone = _speed_of_texts(lines, engine, sizes[0], "decode_")
+        speed, base = speed_of(engine, size, "decode_"), speed_of(plain, size, "decode_")
+        alone = speed_of(engine, sizes[0], "decode_")
         if speed is None or base is None or alone is None:
             return UNKNOWN
         over_plain = "" if engine == plain else f", {speed / base:.2f}× plain"
         return f"{speed:.1f} ({speed / alone:.2f}× one text{over_plain})"
 
     def whole(engine: str, size: int) -> str:
-        speed, base = _speed_of_texts(lines, engine, size), _speed_of_texts(lines, plain, size)
+        speed, base = speed_of(engine, size), speed_of(plain, size)
         return UNKNOWN if not speed or not base else f"{speed:.1f} ({speed / base:.2f}×)"
 
     weights = {line["engine"]: line["weights"] for line in matching(lines, "engine")}
@@ -50,12 +55,6 @@ def _engines(lines: Sequence[Line], kind: str) -> dict[str, str]:
     runs = by_value(matching(lines, kind), "engine")
     complete = max(map(len, runs.values()))
     return {name: label for name, label in engine_labels(lines).items() if len(runs.get(name, ())) == complete}
-
-
-def _speed_of_texts(lines: Sequence[Line], engine: str, texts: int, when: str = "") -> float | None:
-    """Tokens per second, median of the repeats. when: "decode_" for the time in which all texts decode."""
-    runs = [line for line in matching(lines, "batch", engine=engine, texts=texts) if line[f"{when}seconds"]]
-    return median(line[f"{when}tokens"] / line[f"{when}seconds"] for line in runs) if runs else None
 
 
 def files_tables(lines: Sequence[Line]) -> list[Table]:

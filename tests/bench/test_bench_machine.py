@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,18 @@ def test_a_matrix_of_each_kind_is_nearly_the_one_it_was_made_of(kind: str) -> No
     assert float((matrix_of(kind, weight)(x) - expected).norm() / expected.norm()) < most
 
 
-def test_clients_get_the_texts_of_generate_batch(checkpoint: Path) -> None:
-    generator = SelfSpecGenerator.from_pretrained(checkpoint)
-    prompts = ["ab", "fig", "be a", "cab", "head"]
+@contextmanager
+def served(generator: SelfSpecGenerator) -> Iterator[Server]:
     with running_server(generator, served_name="served") as running:
         port = int(running.base.rpartition(":")[2])
         server = Server(name="x", label="x", port=port, model="served", process=psutil.Process())
+        yield server
+
+
+def test_clients_get_the_texts_of_generate_batch(checkpoint: Path) -> None:
+    generator = SelfSpecGenerator.from_pretrained(checkpoint)
+    prompts = ["ab", "fig", "be a", "cab", "head"]
+    with served(generator) as server:
         line, own = measure_clients(server, prompts, 2, 6), measure_batch_call(generator, prompts, 2, 6)
         assert (line["output"], line["tokens"]) == (own["output"], own["tokens"]) and own["tokens"] == 30
         assert len(line["first_seconds"]) == 5
@@ -134,7 +141,10 @@ def test_clients_get_the_texts_of_generate_batch(checkpoint: Path) -> None:
 def test_random_weights_are_served_with_a_word_for_every_id() -> None:
     with network_folder(tiny_llama()) as folder:
         assert load_tokenizer(folder)("w3 w0 w23")["input_ids"] == [3, 0, 23]
-        assert SelfSpecGenerator.from_pretrained(folder).generate("w1 w2", max_new_tokens=3).stats.num_new_tokens == 3
+        generator, prompts = SelfSpecGenerator.from_pretrained(folder), ["w1 w2", "w5"]
+        with served(generator) as server:
+            line, own = measure_clients(server, prompts, 1, 3), measure_batch_call(generator, prompts, 1, 3)
+        assert line["output"] == own["output"]
     assert not folder.exists()
     assert words_tokenizer(5).decode([4, 2]) == "w4 w2"
 
