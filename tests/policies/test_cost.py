@@ -188,6 +188,10 @@ def test_what_rounds_have_shown_is_told_once_and_makes_the_same_costs() -> None:
     assert again.rounds[0, :2] == pytest.approx(7 * costs.rounds[0, :2])
     assert dict(learned.rounded)[8].autoregressive() == pytest.approx(7 * rounded.autoregressive())
     assert costs_of(TRUE, 2).learned() is None
+    for told in (True, False):  # once more when as many plain steps are known as are remembered, and then no more
+        for index in range(20):
+            costs.observe(record(PLAIN, factor=7.0, index=index))
+        assert (costs.learned() is not None) == told
 
 
 def test_kinds_that_are_missing_are_tried_and_then_seldom() -> None:
