@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -237,11 +237,14 @@ VOCAB_SIZES = (2, 3, 7, 16, 24, 24, 31, 50, 64, 97, 128, 257)
 
 
 def make_model(
-    random: Random, dtypes: Sequence[torch.dtype] = DTYPES, vocab_sizes: Sequence[int] = VOCAB_SIZES
+    random: Random,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    vocab_sizes: Sequence[int] = VOCAB_SIZES,
+    families: Iterable[str] = FAMILIES,
 ) -> FuzzModel:
     """Draw a model. The same state of `random` gives the same weights; layouts depend on what the machine has."""
     vocab_size, dtype = random.choice(vocab_sizes), random.choice(dtypes)
-    kind = random.choice(["llama", "llama", *FAMILIES])
+    kind = random.choice(["llama", "llama", *families])
     config = draw_config(random, kind, vocab_size)
     late_scale = random.choice([0.1, 0.2, 0.5, 0.9, 1.5])
     sharpness = random.choice([0.5, 1.5, 3.0])

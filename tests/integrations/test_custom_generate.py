@@ -27,6 +27,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import selfspec
+from layerskip_models.families import IN_TRANSFORMERS
 from layerskip_models.transformers_names import with_cache
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
@@ -113,7 +114,7 @@ def test_equals_plain_generate(examples: int) -> None:
     for number in range(examples):
         random = Random(f"call {number}")
         if number % 4 == 0:
-            model = make_model(Random(f"model {number}"), [torch.float64], [24, 50])
+            model = make_model(Random(f"model {number}"), [torch.float64], [24, 50], IN_TRANSFORMERS)
         arguments, layer = drawn(random, model.vocab_size), random.randrange(1, model.num_layers)
         call = partial(model.reference.generate, **arguments)
         expected = outcome(partial(call, tokenizer=model.tokenizer))
