@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 # PyTorch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo chat test test-operators test-triton test-versions lint docs records results sanitize sanitize-short wheel wheels clean
+.PHONY: demo chat test test-operators test-triton test-versions lint docs records papers results sanitize sanitize-short wheel wheels clean
 
 demo: $(VENV)/.installed
 	$(BIN)/selfspec demo
@@ -77,6 +77,16 @@ records: $(VENV)/.installed
 	$(BENCH) context --model synthetic:medium --contexts 128,1024,4096 -o $(RECORDS)/context-medium.jsonl
 	$(BENCH) roofline --model synthetic:medium -o $(RECORDS)/roofline-medium.jsonl
 	$(BENCH) kernels -o $(RECORDS)/kernels.jsonl
+	$(BENCH) context --model synthetic:ouro-1.4B --dtype bfloat16 --kv-dtype bfloat16 --contexts 64 --policy ls:24-3 --policy ls:24-6 \
+	  --policy ls:24-9 --policy wave:loop=1 --agreement .8 --agreement .9 --agreement .95 --max-new-tokens 40 --repeats 2 \
+	  -o $(RECORDS)/looped-bf16.jsonl
+
+# The ledger's records (docs/papers.md), in about an hour. PROMPTS: a folder of a paper's tasks, or "hub"; the shipped ones stand in.
+PROMPTS ?= shipped
+papers: $(VENV)/.installed
+	mkdir -p $(RECORDS)
+	for paper in del spide pacer sd2 dpace; do \
+	  $(BENCH) paper $$paper --prompts $(PROMPTS) --samples 8 --max-new-tokens 128 -o $(RECORDS)/paper-$$paper-demo.jsonl || exit 1; done
 
 # Puts new records in place of the old ones, and their tables into README and docs.
 results: $(VENV)/.installed
