@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from scipy.stats import chisquare
 from torch import Tensor
 from transformers import (
     LlamaForCausalLM,
@@ -36,13 +35,13 @@ Law = dict[tuple[int, ...], float]
 
 
 def sampled_run(
-    model: LayerSkipModel, top_k: int, seed: int = 0, length: int = RUN_LENGTH, prompt: abc.Sequence[int] = PROMPT
+    model: LayerSkipModel, top_k: int, length: int = RUN_LENGTH, prompt: abc.Sequence[int] = PROMPT
 ) -> Request:
     """A sampled run with processors of both kinds: one that looks at the text, and two that do not."""
     return request_for(
         model,
         [*prompt],
-        seed=seed,
+        seed=0,
         max_new_tokens=length,
         do_sample=True,
         temperature=1.3,
@@ -171,14 +170,3 @@ def enumerated_law(
 
 def distance(left: Law, right: Law) -> float:
     return sum(abs(left.get(key, 0.0) - right.get(key, 0.0)) for key in {*left, *right}) / 2
-
-
-def p_value(counts: Counter[tuple[int, ...]], law: Law) -> float:
-    """Chi-square goodness of fit; outcomes expected less than 5 times are pooled. 0 for an impossible outcome."""
-    if not counts.keys() <= law.keys():
-        return 0.0
-    draws = counts.total()
-    cells = [(counts[outcome], draws * p) for outcome, p in law.items()]
-    rare = [sum(column) for column in zip(*(cell for cell in cells if cell[1] < 5))]
-    observed, expected = zip(*(cell for cell in cells if cell[1] >= 5), *([rare] if rare else []))
-    return float(chisquare(observed, expected).pvalue)
