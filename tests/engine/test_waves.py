@@ -10,11 +10,19 @@ import pytest
 from transformers import LogitsProcessorList
 
 import selfspec.engine.wave
-from batched_runs import LAYOUTS, Wish, assert_same, generator_of, needs_native, run_alone, run_together
+from batched_runs import (
+    LAYOUTS,
+    Wish,
+    assert_same,
+    generator_of,
+    looped_generator,
+    needs_native,
+    run_alone,
+    run_together,
+)
 from callbacks import Spoiling
 from layerskip_models import LayerSkipModel
 from layerskip_models.linear import Layout
-from looped_llama import looped_generator
 from policies import ObservationSpec, Plan, Policy
 from scripted_policies import ScriptedExit
 from selfspec.detokenize import token_sources
@@ -40,7 +48,7 @@ def wave(loop: int) -> Plan:
 @pytest.mark.parametrize("agreement", [0.8, 0.9, 1.0])
 def test_sweeps_a_token(agreement: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With drafts that are right as often as said. After a right one the next token takes one sweep, else one a loop."""
-    generator, random = looped_generator("plain", max_position_embeddings=512), Random(1)
+    generator, random = looped_generator("plain"), Random(1)
     text = generator.generate(PROMPT, max_new_tokens=301, policy="ar").sequences[0].tolist()
 
     def replayed(draft: Draft, said: Any) -> None:

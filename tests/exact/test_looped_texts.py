@@ -10,10 +10,18 @@ import pytest
 from transformers import GenerationConfig
 
 import selfspec.engine.wave
-from batched_runs import LAYOUTS, Wish, assert_same, needs_native, run_alone, run_together
+from batched_runs import (
+    LAYOUTS,
+    Wish,
+    assert_same,
+    looped_generator,
+    looped_model,
+    needs_native,
+    run_alone,
+    run_together,
+)
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
-from looped_llama import looped_generator, looped_llama
 from selfspec.engine.draft import Draft
 from tiny_llama import tiny_tokenizer
 
@@ -34,7 +42,7 @@ def wish(policy: str = WAVE, prompt: tuple[int, ...] = (3, 1, 4, 1), *, most: in
 
 def check_alone(layout: Layout, normed: bool, mode: str, policy: str = WAVE) -> None:
     """Greedy text is plain decoding's, with the same keys and values; seeded text is the same each time."""
-    model, drafted, accepted = looped_llama(layout, normed=normed), 0, 0
+    model, drafted, accepted = looped_model(layout, normed=normed), 0, 0
     other = "ar" if "seeded" not in mode else policy
     for prompt in ((3, 1, 4, 1), (9, 9, 3), (5,), (2, 14, 3)):
         course = run_alone(model, wish(policy, prompt, **MODES[mode]))
@@ -69,7 +77,7 @@ def test_in_company(mode: str) -> None:
 @pytest.mark.parametrize("policy", [WAVE, "wave:loop=3", "auto"])
 def test_every_budget_and_every_stop(policy: str) -> None:
     """Budgets below the number of loops, too; stops and stop strings anywhere in a text whose drafts run ahead of them."""
-    model = looped_llama("plain")
+    model = looped_model("plain")
     said = run_alone(model, wish("ar")).tokens
     for most in range(1, 8):
         course = run_alone(model, wish(policy, most=most))

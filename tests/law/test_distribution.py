@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import selfspec.engine.wave
+from batched_runs import looped_model
 from exact_laws import PROMPT, Law, distance, enumerated_law, exact_law
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.draft_vocabulary import DraftTokens
 from layerskip_models.exits import STEERED
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout
-from looped_llama import looped_llama
 from policies import Policy, parse_policy
 from random_adapters import adapted
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, fixed, named_policy, others_slow
@@ -113,7 +113,7 @@ def test_the_law_of_the_first_three_tokens_is_exact(kind: str, name: str) -> Non
 @cache
 def _looped(layout: Layout) -> tuple[LayerSkipModel, Law]:
     """A model of 3 loops, an adapter after the first, and its law: each text is read at once, through all loops."""
-    model = adapted(looped_llama(layout, num_loops=3, vocab_size=VOCAB_SIZE, normed=True), [2])
+    model = adapted(looped_model(layout, num_loops=3, vocab_size=VOCAB_SIZE), [2])
 
     def read(ids: Tensor, use_cache: bool) -> SimpleNamespace:
         return SimpleNamespace(logits=lean_logits(model, ids[0].tolist()).unsqueeze(0))
