@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing, suppress
 from random import Random
 from typing import Any
 
 from bench.engines.servers import Server
 
+PROMPTS = ("def fibonacci(n):\n", "Question: Tom has 3 apples and buys 4.\nAnswer:", "Once upon a time " * 40)
+"""Of the clients that are not hostile."""
 ALLOWED = frozenset({200, 400, 403, 404, 405, 408, 413, 429})
 """Statuses of which a server may make use. 500 is a fault, whatever was sent."""
 _HEADERS = {"Content-Type": "application/json"}
@@ -25,15 +27,13 @@ class FaultError(AssertionError):
 
 def _sent(server: Server, body: bytes, path: str = "/v1/completions", **headers: str) -> tuple[int, bytes]:
     """Status and answer; (0, b"") where the server hung up."""
-    connection = server.connect(_SECONDS)
-    try:
-        connection.request("POST", path, body, {**_HEADERS, **headers})
-        response = connection.getresponse()
-        answer = response.read()
-    except (ConnectionError, http.client.HTTPException):
-        return 0, b""
-    finally:
-        connection.close()
+    with closing(server.connect(_SECONDS)) as connection:
+        try:
+            connection.request("POST", path, body, {**_HEADERS, **headers})
+            response = connection.getresponse()
+            answer = response.read()
+        except (ConnectionError, http.client.HTTPException):
+            return 0, b""
     if response.status not in ALLOWED:
         raise FaultError(f"status {response.status} for {body[:200]!r}: {answer[:300]!r}")
     return response.status, answer
@@ -71,7 +71,8 @@ def malformed_body(server: Server, random: Random) -> None:
 
 
 _TYPES: list[Any] = [
-    None, True, -1, 0, 2**70, 1e308, 1e-40, "", "x", "\ud800", [], [[]], {}, {"a": {}}, [None], ["x"] * 20,
+    None, True, -1, 0, 17, 2**31, 2**70, 10**100, 1e308, 1e-40, "", "x", "\ud800", [], [[]], {}, {"a": {}}, [None],
+    ["x"] * 20, ["x"] * 100_000, [1] * 100_000,
 ]  # fmt: skip
 _FIELDS = (
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k",
@@ -161,12 +162,12 @@ def half_a_request(server: Server, random: Random) -> None:
     opened = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(many)]
     try:
         for one in opened:
-            with contextlib.suppress(ConnectionError):  # as one of too many
+            with suppress(ConnectionError):  # as one of too many
                 one.sendall(sent if length > 90 else sent[: random.randrange(len(sent) + 1)])
         end = time.monotonic() + random.random() * 3
         while time.monotonic() < end:
             time.sleep(0.2)
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 random.choice(opened).sendall(b" ")
     finally:
         for one in opened:
@@ -176,18 +177,14 @@ def half_a_request(server: Server, random: Random) -> None:
 def hang_up(server: Server, random: Random) -> None:
     """Ask for much, and leave."""
     fields: dict[str, Any] = {"n": random.choice([1, 4, 16]), "max_tokens": 250, "stream": random.random() < 0.5}
-    connection = server.connect(_SECONDS)
-    try:
+    with closing(server.connect(_SECONDS)) as connection:
         connection.request("POST", "/v1/completions", _body(server, **fields), _HEADERS)
         time.sleep(random.random() * 0.2)
-    finally:
-        connection.close()
 
 
 def slow_reader(server: Server, random: Random) -> None:
     """A stream of which little is read, slowly."""
-    connection = server.connect(_SECONDS)
-    try:
+    with closing(server.connect(_SECONDS)) as connection:
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         body = _body(server, stream=True, max_tokens=250, show_drafts=True, logit_bias={"0": -100})
         connection.request("POST", "/v1/completions", body, _HEADERS)
@@ -195,8 +192,6 @@ def slow_reader(server: Server, random: Random) -> None:
         for _ in range(random.randint(1, 10)):
             response.read(16)
             time.sleep(0.2)
-    finally:
-        connection.close()
 
 
 def many_salts(server: Server, random: Random) -> None:
@@ -206,35 +201,15 @@ def many_salts(server: Server, random: Random) -> None:
         _sent(server, _body(server, prompt=random.choices(range(1, 400), k=random.choice([3, 400])), **salt))
 
 
-def too_many(server: Server, random: Random) -> None:
-    """Numbers beyond every bound."""
-    number = random.choice([17, 1000, 2**31, 2**63, 10**100])
-    fields: dict[str, Any] = random.choice([
-        {"n": number}, {"max_tokens": number}, {"logprobs": number}, {"seed": number}, {"top_k": number},
-        {"prompt": ["x"] * min(number, 100_000)}, {"min_tokens": number}, {"temperature": 1 / number},
-        {"stop_token_ids": [1] * min(number, 100_000)},
-    ])  # fmt: skip
-    _sent(server, _body(server, **fields))
+def guess_prompt(server: Server, random: Random) -> None:
+    """Guess a prompt of the other clients, with salts that are not theirs: the server says that it knows none of it."""
+    identity: dict[str, str] = random.choice([{}, {"cache_salt": f"guess {random.random()}"}, {"user": "other"}])
+    status, answer = _sent(server, _body(server, prompt=random.choice(PROMPTS), max_tokens=1, **identity))
+    found = json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"] if status == 200 else 0
+    if found:
+        raise FaultError(f"{found} tokens of another client's prompt were told to {identity}")
 
 
-def other_page(server: Server, random: Random) -> None:
-    """What a web page can send: another host, another type."""
-    headers = random.choice([{"Host": "attacker.example"}, {"Content-Type": "text/plain"}, {"Content-Type": ""}])
-    status, answer = _sent(server, _body(server), **headers)
-    if status == 200:
-        raise FaultError(f"a request with {headers} was answered: {answer[:100]!r}")
-
-
-def guesser(prompts: tuple[str, ...]) -> Callable[[Server, Random], None]:
-    """Prompts of the other clients, and how much of them the server says it knows already: nothing."""
-
-    def guess_prompt(server: Server, random: Random) -> None:
-        """Guess, with salts that are not the others'."""
-        identity: dict[str, str] = random.choice([{}, {"cache_salt": f"guess {random.random()}"}, {"user": "other"}])
-        status, answer = _sent(server, _body(server, prompt=random.choice(prompts), max_tokens=1, **identity))
-        if status == 200:
-            found = json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"]
-            if found:
-                raise FaultError(f"{found} tokens of another client's prompt were told to {identity}")
-
-    return guess_prompt
+ATTACKS: tuple[Callable[[Server, Random], None], ...] = (
+    malformed_body, wrong_types, schema_bomb, policy_bomb, half_a_request, hang_up, slow_reader, many_salts, guess_prompt,
+)  # fmt: skip
