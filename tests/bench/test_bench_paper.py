@@ -149,16 +149,8 @@ def test_loops_and_rouge_by_hand() -> None:
 
 def record(ours: float = 12, *, count: int = 8, looping: int = 0, runs: int = 1, **changes: Any) -> list[Line]:
     """Texts of 10 tokens; "del" loads fewer layers than "ar" by `ours` a text. eTPL: 10 / (40 - ours) over 10 / 40."""
-    asked = {
-        "model": "the demo model",
-        "paper": "del",
-        "quick": False,
-        "tables": [],
-        "num_layers": 2,
-        "prompts": [],
-        "missing": [],
-    }
-    asked |= {"too_long": {"xsum": 2}, "source": "files at hand", "max_new_tokens": 10}
+    asked = {"model": "the demo model", "paper": "del", "quick": False, "tables": [], "num_layers": 2, "prompts": []}
+    asked |= {"missing": [], "too_long": {"xsum": 2}, "source": "files at hand", "max_new_tokens": 10}
     lines: list[Line] = [{"kind": "run", "command": "paper", "configuration": asked, "provenance": WHERE | changes}]
     for number in range(count + looping):
         for arm, saved in (("ar", 0), ("ls", 1), ("fs", 2), ("dv", 0), ("del", ours + number % 2)):

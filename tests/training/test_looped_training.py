@@ -14,13 +14,11 @@ from torch import Tensor
 
 from layerskip_models import load_model
 from layerskip_models.families import FAMILIES
-from layerskip_models.kv_cache import KVCache
 from layerskip_models.training.exit_losses import exit_hidden_states
 from layerskip_models.training.layerskip import EarlyExitLoss, train
 from layerskip_models.training.looped import layers_with_exits
 from looped_models import LoopedReference
-from selfspec import SelfSpecGenerator
-from tiny_llama import VOCAB_SIZE, tiny_llama
+from tiny_llama import VOCAB_SIZE, lean_logits, tiny_llama
 from tiny_training import tiny, write_numbers
 
 
@@ -66,17 +64,9 @@ def test_a_run_leaves_a_looped_model_that_the_engine_reads(tmp_path: Path) -> No
     assert (said["model_type"], said["architectures"], said["num_loops"]) == ("nanbeige", ["NanbeigeForCausalLM"], 3)
     tokens = [5, 9, 200, 31, 7, 7, 100]
     expected = reference(said, weights).boundary_logits(tokens)
-    model = load_model(folder, dtype="float64", device="cpu")
-    assert (model.num_loops, model.num_layers) == (3, 6)
-    cache, hidden = KVCache(model, len(tokens)), model.embed(torch.tensor(tokens))
-    for loop in range(3):
-        hidden = model.run_layers(hidden, 2 * loop, 2 * loop + 2, cache)
-        torch.testing.assert_close(model.logits(hidden), expected[loop].float(), rtol=1e-5, atol=1e-5)
-    generator = SelfSpecGenerator.from_pretrained(folder)
-    texts = [
-        generator.generate("one and two", max_new_tokens=12, policy=policy).new_tokens for policy in ("ar", "ls:2-3")
-    ]
-    assert texts[0] == texts[1]
+    for loops in (2, 3):
+        found = lean_logits(load_model(folder, dtype="float64", device="cpu", num_loops=loops), tokens)
+        torch.testing.assert_close(found, expected[loops - 1].float(), rtol=1e-5, atol=1e-5)
 
     with pytest.raises(ValueError, match="another loops"):
         train(tiny(text, tmp_path / "out", loops=2, max_steps=6, learning_rate=1e-2, **plain))
