@@ -54,19 +54,6 @@ def test_presets_are_valid(paper: str) -> None:
     assert arms_of(preset, 0, next(iter(preset["tasks"])), quick=True)[0] == "ar"
 
 
-def test_the_papers_sizes() -> None:
-    """Each as the paper's own text says; all claims fit a page."""
-    presets = {paper: load_preset(paper) for paper in PAPERS}
-    assert sum(len(preset["claims"]) for preset in presets.values()) <= 60
-    sizes = {
-        paper: {name: task["samples"] for name, task in preset["tasks"].items()} for paper, preset in presets.items()
-    }
-    assert [sizes["del"][name] for name in ("humaneval", "aqua_rat", "xsum")] == [164, 254, 1000]
-    assert sizes["spide"] == {"humaneval": 164, "gsm8k": 100, "mgsm": 10, "mt_bench": 80}
-    assert sizes["pacer"] == {"humaneval": 164, "mbpp": 150, "cnn_dm": 100, "gsm8k": 100}
-    assert [presets[paper]["max_new_tokens"] for paper in ("del", "spide", "pacer")] == [512, 1024, 512]
-
-
 ROWS: dict[str, dict[str, Any]] = {
     "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "  pass", "test": ""},
     "mbpp": {"task_id": 11, "text": "Add.", "code": "a + b", "test_list": ["assert 1", "assert 2"]},
@@ -257,10 +244,8 @@ def test_quick_runs_break_off_and_go_on(run: Invoke, tmp_path: Path, monkeypatch
     result = run("spide", "--quick", "-o", path)
     lines = read_record(path)
     run("spide", "--quick", "-o", tmp_path / "whole.jsonl")
-    counts = [
-        [line["layers"] for line in matching(one, "sample")] for one in (lines, read_record(tmp_path / "whole.jsonl"))
-    ]
-    assert counts[0] == counts[1]
+    whole = matching(read_record(tmp_path / "whole.jsonl"), "sample")
+    assert [line["layers"] for line in matching(lines, "sample")] == [line["layers"] for line in whole]
     assert [json.dumps(line, ensure_ascii=False) for line in lines][: len(before)] == before
     samples = matching(lines, "sample")
     assert {line["engine"] for line in samples} >= {"ar", "ls", "svip", "dv", "spide", "SPIDE on two devices"}
@@ -268,8 +253,6 @@ def test_quick_runs_break_off_and_go_on(run: Invoke, tmp_path: Path, monkeypatch
         *((f"{task}/{place}", 0) for task in ("humaneval", "gsm8k/main") for place in (1, 2)),
         *(("mt_bench/0", turn) for turn in (0, 1)),
     }
-    words = len(tiny_tokenizer()("ab cab fig")["input_ids"])
-    assert [line["prompt_tokens"] for line in matching(samples, "sample", engine="ar", task="gsm8k")] == [words, words]
     assert all("first_difference" not in line for line in samples) and str(tmp_path) not in path.read_text()
     assert "without mgsm, 1 too long of humaneval" in result.output
 

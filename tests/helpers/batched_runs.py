@@ -83,7 +83,6 @@ def looped_model(
     """
     options = looped_options("nanbeige", num_loops, skip_norm=not normed)
     config = small_config("nanbeige", 16, 24, 2, 4, 2, head_dim=8, vocab_size=vocab_size, rms_norm_eps=1e-6, **options)
-    config.max_position_embeddings = 512
     made: Any = random_model(config, late_scale=0.02, sharpness=1.5, seed=21)
     for part in (made.model.layers[0].self_attn.o_proj, made.model.layers[0].mlp.down_proj):
         part.weight.data.mul_(0.1)  # it runs in every loop
