@@ -71,26 +71,6 @@ def test_every_loop_ends_in_the_logits_of_a_plain_forward(
         assert_near(lean_logits(load_model(tmp_path, dtype=dtype, device="cpu", num_loops=loops), TEXT), logits)
 
 
-def test_a_loops_cache_is_a_part_of_the_texts() -> None:
-    """Each loop has a length of its own, the text the last one's."""
-    model = engine("ouro", 1, torch.float32, num_hidden_layers=2)
-    cache = KVCache(model, 8)
-    after = model.run_layers(model.embed(torch.tensor(TEXT[:4])), 0, 2, cache.loop(0))
-    model.run_layers(after[:3], 0, 2, cache.loop(1))
-    assert [cache.loop(loop).length for loop in range(3)] == [4, 3, 0] and cache.length == 0
-    assert cache.position(0, 2) == 4 and cache.position(2, 4) == 3
-    cache.loop(0).roll_back(2)
-    assert [cache.loop(loop).length for loop in range(3)] == [2, 3, 0]
-    for message, call in (
-        ("hold different numbers of rows", lambda: cache.position(0, 4)),
-        (r"loop must be in \[0, 2\]", lambda: cache.loop(3)),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-    cache.declare(1)
-    assert [cache.loop(loop).length for loop in range(3)] == [1, 1, 1]
-
-
 def test_weights_are_there_once() -> None:
     """In memory, in copies of fewer bits, and in what sizes say; a pass reads them once a loop."""
     model, one = (
