@@ -90,19 +90,8 @@ def _random_schema(random: Random, depth: int) -> Any:
 
 
 def schema_bomb(server: Server, random: Random) -> None:
-    """Schemas that overflow a stack, take minutes to compile, or make each token dear."""
-    length = random.choice([50, 100, 1000, 5000])
-    chain = {str(i): {"properties": {"x": {"$ref": f"#/$defs/{i + 1}"}}, "required": ["x"]} for i in range(length)}
-    drawn = {**_random_schema(random, 3), "$defs": {f"a{i}": _random_schema(random, 2) for i in range(6)}}
-    schema = random.choice([
-        {"$ref": "#/$defs/0", "$defs": chain | {str(length): {"type": "null"}}},
-        {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(1, random.randint(3, 30))]},
-        {"enum": ["x" * random.choice([4000, 100_000, 1_000_000])]},
-        {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(random.choice([400, 2000]))}},
-        {"type": "object", "x-guidance": {"whitespace_pattern": "(a{1,1000}){1,1000}"}},
-        {"$ref": random.choice(["file:///etc/passwd", "http://127.0.0.1:1/x", "#/a/b", "#"])},
-        *[drawn] * 6,
-    ])  # fmt: skip
+    """Any schema: some are wrong, some take minutes to compile, some make each token dear."""
+    schema = {**_random_schema(random, 3), "$defs": {f"a{i}": _random_schema(random, 2) for i in range(6)}}
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     _sent(server, _body(server, response_format=asked, max_tokens=20, n=random.choice([1, 1, 4])))
 

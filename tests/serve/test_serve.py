@@ -131,23 +131,8 @@ def test_stop_strings_end_the_text_and_are_not_in_it(
     assert "".join(chunk.choices[0].text for chunk in pieces) == expected.text[:cut]
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_company(client: OpenAI, offline: SelfSpecGenerator) -> None:
-    options: dict[str, Any] = {"model": "demo", "max_tokens": 30, "temperature": 0.9, "top_p": 0.95}
-
-    def ask(seed: int) -> str:
-        prompt = CODE if seed % 2 else "Once upon a time"
-        return client.completions.create(**options, prompt=prompt, seed=seed).choices[0].text
-
-    alone = [ask(seed) for seed in range(4)]
-    with ThreadPoolExecutor(8) as pool:
-        together = [*pool.map(ask, [0, 1, 2, 3] * 2)]
-    assert together == alone * 2
-    assert len(set(alone)) == 4
-    sampling: Any = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "seed": 1}
-    assert alone[1] == offline.generate(CODE, max_new_tokens=30, policy=REPEATING, **sampling).text
-
-
 def test_choices_are_seeded_one_after_the_other(client: OpenAI) -> None:
+    """Each is the text of a single request, which it is in company here."""
     options: dict[str, Any] = {"model": "demo", "max_tokens": 12, "temperature": 1.0}
     both = client.completions.create(**options, prompt=[CODE, "Once"], n=2, seed=5)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
