@@ -143,14 +143,8 @@ def record(ours: float = 12, *, count: int = 8, looping: int = 0, runs: int = 1,
         for arm, saved in (("ar", 0), ("ls", 1), ("fs", 2), ("dv", 0), ("del", ours + number % 2)):
             for repeat in range(runs):
                 line = {"kind": "sample", "engine": arm, "temperature": 0.0, "prompt": f"p{number}", "repeat": repeat}
-                line |= {
-                    "task": "humaneval",
-                    "tokens": 10,
-                    "seconds": 2.0 - saved / 20,
-                    "layers": 40 - saved,
-                    "turn": 0,
-                }
-                line |= {"loops": number >= count, "rounds": 5, "accepted": 4, "learn_seconds": 0.01}
+                line |= {"task": "humaneval", "turn": 0, "tokens": 10, "layers": 40 - saved, "rounds": 5, "accepted": 4}
+                line |= {"loops": number >= count, "seconds": 2.0 - saved / 20, "learn_seconds": 0.01}
                 lines.append(line | {"preverify_seconds": 0.0, "verify_seconds": 1.0})
     return lines
 
