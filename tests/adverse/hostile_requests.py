@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from random import Random
 from typing import Any
 
@@ -48,14 +48,10 @@ def malformed_body(server: Server, random: Random) -> None:
     count, name = random.choice([3, 30_000, 400_000]), server.model.encode()
     bodies = [
         lambda: b"{" * count,
-        lambda: b"[" * count + b"]" * count,
         lambda: b"\xff\xfe" * count,
-        lambda: b'{"model":' + b"1" * count + b"}",
         lambda: b'{"model":"' + name + b'","prompt":"' + b"some words " * (count // 4) + b'"}',
         lambda: b'{"model":"' + name + b'","prompt":"' + b" " * count + b'"}',
-        lambda: _body(server, **{f"k{i}": 1 for i in range(min(count, 100_000))}),
         lambda: _body(server, logit_bias={str(i): 1 for i in range(min(count, 4000))}),
-        lambda: _body(server, logit_bias={str(i): 1000 for i in range(min(count, 100_000))}),
         lambda: _body(server, stop=["a"] * min(count, 100_000)),
         lambda: b"x" * (5 << 20),
     ]
@@ -109,26 +105,21 @@ def policy_bomb(server: Server, random: Random) -> None:
 
 
 def half_a_request(server: Server, random: Random) -> None:
-    """Connections that send a part and then nothing, or a byte at a time. The part may be most of a large body."""
-    length = random.choice([90, 90, 4_000_000])
+    """Connections that send a part and then nothing, or a byte at a time."""
     sent = (
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n{%s" % (length, b" " * (length - 80))
+        b"Content-Length: 90\r\n\r\n{     "
     )
-    many = random.choice([1, 10, 30] if length > 90 else [1, 30, 150])
-    opened = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(many)]
-    try:
-        for one in opened:
+    with ExitStack() as held:
+        opened = [socket.create_connection(("127.0.0.1", server.port), 20) for _ in range(random.choice([1, 30, 150]))]
+        for one in map(held.enter_context, opened):
             with suppress(ConnectionError):  # as one of too many
-                one.sendall(sent if length > 90 else sent[: random.randrange(len(sent) + 1)])
+                one.sendall(sent[: random.randrange(len(sent) + 1)])
         end = time.monotonic() + random.random() * 3
         while time.monotonic() < end:
             time.sleep(0.2)
             with suppress(OSError):
                 random.choice(opened).sendall(b" ")
-    finally:
-        for one in opened:
-            one.close()
 
 
 def hang_up(server: Server, random: Random) -> None:
