@@ -18,7 +18,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from fuzz_models import draw_config, random_model
-from layerskip_models import LayerSkipModel, from_transformers, load_model
+from layerskip_models import from_transformers, load_model
 from layerskip_models.checkpoints.named_models import DEMO_PATH
 from layerskip_models.draft_weights import draft_bytes, draft_share, drafter
 from layerskip_models.kv_cache import KVCache
@@ -40,10 +40,6 @@ def reference(kind: str, seed: int, vocab_size: int = VOCAB_SIZE, **own: Any) ->
     for name, value in {**loops, **own}.items():
         setattr(config, name, value)
     return random_model(config, late_scale=0.5, sharpness=1.5, seed=seed).float().double()
-
-
-def engine(kind: str, seed: int, dtype: torch.dtype, **own: Any) -> LayerSkipModel:
-    return converted(reference(kind, seed, **own).to(dtype))
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -74,7 +70,7 @@ def test_every_loop_ends_in_the_logits_of_a_plain_forward(
 def test_weights_are_there_once() -> None:
     """In memory, in copies of fewer bits, and in what sizes say; a pass reads them once a loop."""
     model, one = (
-        engine("ouro", 2, torch.float32, **LARGE, num_hidden_layers=3, total_ut_steps=loops) for loops in (4, 1)
+        converted(reference("ouro", 2, **LARGE, num_hidden_layers=3, total_ut_steps=loops).float()) for loops in (4, 1)
     )
     assert (model.num_layers, one.num_layers) == (12, 3) and (one.num_loops, one.loop_layers) == (1, 3)
     assert model.layer_bytes == one.layer_bytes and KVCache(model, 8).num_bytes == 4 * KVCache(one, 8).num_bytes
