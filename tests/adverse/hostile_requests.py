@@ -21,10 +21,6 @@ _HEADERS = {"Content-Type": "application/json"}
 _SECONDS = 60.0  # for one answer
 
 
-class FaultError(AssertionError):
-    """The server did what it must not do."""
-
-
 def _sent(server: Server, body: bytes, path: str = "/v1/completions", **headers: str) -> tuple[int, bytes]:
     """Status and answer; (0, b"") where the server hung up."""
     with closing(server.connect(_SECONDS)) as connection:
@@ -35,7 +31,7 @@ def _sent(server: Server, body: bytes, path: str = "/v1/completions", **headers:
         except (ConnectionError, http.client.HTTPException):
             return 0, b""
     if response.status not in ALLOWED:
-        raise FaultError(f"status {response.status} for {body[:200]!r}: {answer[:300]!r}")
+        raise AssertionError(f"status {response.status} for {body[:200]!r}: {answer[:300]!r}")
     return response.status, answer
 
 
@@ -155,7 +151,7 @@ def guess_prompt(server: Server, random: Random) -> None:
     status, answer = _sent(server, _body(server, prompt=random.choice(PROMPTS), max_tokens=1, **identity))
     found = json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"] if status == 200 else 0
     if found:
-        raise FaultError(f"{found} tokens of another client's prompt were told to {identity}")
+        raise AssertionError(f"{found} tokens of another client's prompt were told to {identity}")
 
 
 ATTACKS: tuple[Callable[[Server, Random], None], ...] = (

@@ -269,7 +269,10 @@ def test_templates_by_name() -> None:
     """As Hermes 2 Pro has them: "default" shows neither tools nor calls, "tool_use" both."""
     generator = scripted_generator({"key: one": SCRIPTS["key: one"], "key: told": SCRIPTS["key: told"]}, TAGS)
     assert generator.tokenizer is not None
-    plain = _PLAIN.replace("{{ message.content }}", "{{ message.content or '' }}")
+    plain = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content or '' }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{{ messages[-1].content }}{% endif %}"
+    )
     generator.tokenizer.chat_template = {"default": plain, "tool_use": TAGS}  # type: ignore[assignment]
     with running_server(generator, chat_template=None) as server, server.client() as client:
         assert answered(client, "key: one")[:2] == GOLDEN["key: one"]
@@ -282,12 +285,6 @@ def test_templates_by_name() -> None:
             assert ('"name": "weather"' in read) == bool(tools)
         info = json.loads(ask(server, "GET", "/tokenizer_info")[1])
         assert info["chat_template"] == plain
-
-
-_PLAIN = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{{ messages[-1].content }}{% endif %}"
-)
 
 
 def test_the_template_says_how_calls_are_written() -> None:
