@@ -30,27 +30,10 @@ from bench.engines.servers import Server, selfspec_server
 from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
 from selfspec.detokenize import before_stop
-from tests.adverse.hostile_requests import (
-    guesser,
-    half_a_request,
-    hang_up,
-    malformed_body,
-    many_salts,
-    other_page,
-    policy_bomb,
-    schema_bomb,
-    slow_reader,
-    too_many,
-    wrong_types,
-)
+from tests.adverse.hostile_requests import ATTACKS, PROMPTS
 
-PROMPTS = ("def fibonacci(n):\n", "Question: Tom has 3 apples and buys 4.\nAnswer:", "Once upon a time " * 40)
 LENGTHS = (1, 12, 60, 150)
 SEEDED = "auto:cost=layers"
-ATTACKS: tuple[Callable[[Server, Random], None], ...] = (
-    malformed_body, wrong_types, schema_bomb, policy_bomb, half_a_request, hang_up, slow_reader, too_many, other_page,
-    many_salts, guesser(PROMPTS),
-)  # fmt: skip
 OPTIONS = (
     "--allow-policy", "any", "--prefix-cache", "64MB", "--batch-size", "16", "--max-waiting", "64", "--max-tokens", "400",
 )  # fmt: skip
@@ -72,55 +55,45 @@ _REQUEST_SECONDS = 120.0
 _IDLE_SECONDS = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, and the text that must come of it."""
-
-    body: dict[str, Any]
-    text: str
+Asked = tuple[dict[str, Any], str]
+"""A request, and the text that must come of it."""
 
 
 def expected_answers() -> list[Asked]:
     """Requests, each run alone: greedy by several policies, sampled with seeds, with stop strings."""
-    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH, local_files_only=True)
-
-    def text_of(generator: SelfSpecGenerator, prompt: str, length: int, **options: Any) -> str:
-        text = generator.generate(prompt, max_new_tokens=length, **options).text
-        assert text is not None
-        return text
-
-    asked = []
+    generator, asked = SelfSpecGenerator.from_pretrained(DEMO_PATH, local_files_only=True), list[Asked]()
     for prompt in PROMPTS:
         for length in LENGTHS:
-            body = {"prompt": prompt, "max_tokens": length}
-            greedy = text_of(generator, prompt, length, do_sample=False, policy="ar")
-            for policy in (None, "ls:3-4", "del", "ar"):
-                asked.append(Asked({**body, "temperature": 0, "policy": policy}, greedy))
+            body: dict[str, Any] = {"prompt": prompt, "max_tokens": length}
+            greedy = generator.generate(prompt, max_new_tokens=length, do_sample=False, policy="ar").text or ""
+            asked += [
+                ({**body, "temperature": 0, "policy": policy}, greedy) for policy in (None, "ls:3-4", "del", "ar")
+            ]
             if length > 12:
-                stops = ["e", "\n\n"]
-                stopped = text_of(generator, prompt, length, do_sample=False, policy="ar", stop_strings=stops)
-                asked.append(Asked({**body, "temperature": 0, "stop": stops}, before_stop(stopped, stops)))
+                options: dict[str, Any] = {"do_sample": False, "stop_strings": ["e", "\n\n"]}
+                stopped = generator.generate(prompt, max_new_tokens=length, policy="ar", **options).text or ""
+                stops = options["stop_strings"]
+                asked.append(({**body, "temperature": 0, "stop": stops}, before_stop(stopped, stops)))
             for seed in (1, 2):
                 sampling: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": seed}
                 fresh = SelfSpecGenerator(generator.model, generator.tokenizer)  # whose policy has learned nothing
-                drawn = text_of(fresh, prompt, length, do_sample=True, policy=SEEDED, **sampling)
-                asked.append(Asked({**body, **sampling}, drawn))
+                drawn = fresh.generate(prompt, max_new_tokens=length, do_sample=True, policy=SEEDED, **sampling).text
+                asked.append(({**body, **sampling}, drawn or ""))
     return asked
 
 
 @dataclass(slots=True)
 class Report:
-    """exact: texts of the others. waits: their seconds to the first token. attacks: by kind. statuses: of all requests.
+    """waits: seconds to the first token of each text of the others, all of them exact. attacks: by kind.
 
-    health: seconds to answers of /health. cores: that the server had, on average: where other programs took them, waits are
-    theirs as well. *_rss: resident memory of the server, in bytes: the median of the second fifth of the time, and of the
-    last one. (Single looks differ by some 5 %, by what is being served.)
+    statuses: of all requests. health: seconds to answers of /health. cores: that the server had, on average: where other
+    programs took them, waits are theirs as well. *_rss: resident memory of the server, in bytes: the median of the second
+    fifth of the time, and of the last one. (Single looks differ by some 5 %, by what is being served.)
     """
 
-    exact: int = 0
     waits: list[float] = field(default_factory=list)
     health: list[float] = field(default_factory=list)
-    attacks: Counter[str] = field(default_factory=Counter)
+    attacks: list[str] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     warm_rss: int = 0
@@ -129,98 +102,89 @@ class Report:
 
     def lines(self) -> list[str]:
         """Say what is printed at the end."""
-        waits = sorted(self.waits) or [0.0]
+        waits, attacks = sorted(self.waits) or [0.0], dict(Counter(self.attacks))
         return [
-            f"exact texts {self.exact}, attacks {dict(self.attacks)}, statuses {dict(sorted(self.statuses.items()))}",
+            f"exact texts {len(self.waits)}, attacks {attacks}, statuses {dict(sorted(self.statuses.items()))}",
             f"seconds to a first token: median {median(waits):.3f}, p99 {waits[len(waits) * 99 // 100]:.3f}, slowest "
             f"{waits[-1]:.3f} ({self.cores:.2f} cores); to /health: slowest {max(self.health, default=0):.3f}",
             f"resident memory: {self.warm_rss >> 20} MiB in the second fifth, {self.end_rss >> 20} MiB in the last",
             *(f"FAILED: {failure}" for failure in self.failures),
         ]
 
-    def work(self, works: Sequence[Callable[[], None]], look: Callable[[], None] = lambda: None) -> None:
-        """Run each function in a thread of its own, and note what they raise. look: called until all have ended."""
+    def work(self, end: float, works: Sequence[Callable[[], None]], look: Callable[[], None] = lambda: None) -> None:
+        """Do each thing over and over in a thread of its own, and note what it raises. look: called until all have ended."""
 
-        def noting(work: Callable[[], None]) -> None:
-            try:
-                work()
-            except Exception:
-                self.failures.append(traceback.format_exc())
+        def repeat(work: Callable[[], None]) -> None:
+            while time.monotonic() < end and len(self.failures) < _MAX_FAILURES:
+                try:
+                    work()
+                except Exception:
+                    self.failures.append(traceback.format_exc())
 
-        threads = [threading.Thread(target=noting, args=(work,)) for work in works]
+        threads = [threading.Thread(target=repeat, args=(work,)) for work in works]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.1)
-                look()
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(0.1)
+            look()
 
 
-class HostileTrial:
-    """clients: how many at the same time, a third of them hostile. seed: random seed of all choices."""
+def hostile_trial(
+    server: Server,
+    seconds: float,
+    *,
+    clients: int,
+    seed: int,
+    asked: Sequence[Asked],
+    max_wait: float,
+    max_growth: float,
+) -> Report:
+    """Run all clients at once, for so long, a third of them hostile.
 
-    def __init__(self, *, clients: int, seed: int, asked: Sequence[Asked]) -> None:
-        self.report, self._asked, self._lock = Report(), asked, threading.Lock()
-        hostile = max(1, clients // 3)
-        clients_of = [self._honest_client] * max(1, clients - hostile) + [self._hostile_client] * hostile
-        self._clients = [partial(client, random=Random(f"{seed} {i}")) for i, client in enumerate(clients_of)]
+    seed: random seed of all choices. max_wait: seconds to a first token. max_growth: of memory, as a share.
+    """
+    report, started, looks = Report(), time.monotonic(), list[int]()
 
-    def run(self, server: Server, seconds: float, *, max_wait: float, max_growth: float) -> Report:
-        """Run all clients at once, for so long. max_wait: seconds to a first token. max_growth: of memory, as a share."""
-        report, started = self.report, time.monotonic()
-        looks: list[int] = []
-        report.work(
-            [partial(client, server, end=started + seconds) for client in self._clients],
-            lambda: looks.append(server.process.memory_info().rss if server.process.is_running() else 0),
-        )
-        if not server.process.is_running() or server.get("/health")[0] != 200:
-            report.failures.append("the server has ended")
-            return report
-        fifth = len(looks) // 5
-        report.warm_rss, report.end_rss = int(median(looks[fifth : 2 * fifth + 1])), int(median(looks[4 * fifth :]))
-        report.cores = sum(server.process.cpu_times()[:2]) / (time.monotonic() - started)
-        metrics = server.get("/metrics")[1]
-        for status, count in re.findall(r'^selfspec_requests_total\{.*status="(\d+)"\} (\S+)$', metrics, re.MULTILINE):
-            report.statuses[status] += int(float(count))
-        report.failures += _busy(server)
-        growth, slowest = report.end_rss / report.warm_rss - 1, max(report.waits, default=0.0)
-        for failed, message in (
-            (any(status >= "500" for status in report.statuses), "requests got an error of the server's own"),
-            (len(server.process.children(recursive=True)) > 2, "more processes than one for schemas and its tracker"),
-            (growth > max_growth, f"memory grew by {growth:.1%}, at most {max_growth:.1%} are allowed"),
-            (slowest > max_wait, f"a first token took {slowest:.2f} s, at most {max_wait:g} are allowed"),
-        ):
-            report.failures += [message] if failed else []
+    def hostile(random: Random) -> None:
+        attack = random.choice(ATTACKS)
+        report.attacks.append(attack.__name__)
+        attack(server, random)
+        time.sleep(random.random() * _PAUSE_SECONDS)
+
+    def honest(random: Random, salt: str) -> None:
+        body, expected = random.choice(asked)
+        status, wait, text = _streamed(server, {**body, "cache_salt": salt})
+        assert (status, text) == (200, expected), f"an honest request: {body}"
+        report.waits.append(wait)
+        time.sleep(random.random() * _PAUSE_SECONDS)
+
+    randoms, third = [Random(f"{seed} {i}") for i in range(clients)], max(1, clients // 3)
+    works = [partial(hostile, random) for random in randoms[:third]]
+    works += [partial(honest, random, f"salt {random.random()}") for random in randoms[third:]]
+    report.work(
+        started + seconds,
+        works,
+        lambda: looks.append(server.process.memory_info().rss if server.process.is_running() else 0),
+    )
+    if not server.process.is_running() or server.get("/health")[0] != 200:
+        report.failures.append("the server has ended")
         return report
-
-    def _goes_on(self, end: float) -> bool:
-        return time.monotonic() < end and len(self.report.failures) < _MAX_FAILURES
-
-    def _hostile_client(self, server: Server, random: Random, end: float) -> None:
-        while self._goes_on(end):
-            attack = random.choice(ATTACKS)
-            try:
-                attack(server, random)
-            except Exception:
-                self.report.failures.append(f"{attack.__name__}: {traceback.format_exc()}")
-            with self._lock:
-                self.report.attacks[attack.__name__] += 1
-            time.sleep(random.random() * _PAUSE_SECONDS)
-
-    def _honest_client(self, server: Server, random: Random, end: float) -> None:
-        salt = f"salt {random.random()}"
-        while self._goes_on(end):
-            asked = random.choice(self._asked)
-            try:
-                status, wait, text = _streamed(server, {**asked.body, "cache_salt": salt})
-                assert (status, text) == (200, asked.text)
-            except Exception:
-                self.report.failures.append(f"an honest request: {asked.body}: {traceback.format_exc()}")
-                continue
-            with self._lock:
-                self.report.exact += 1
-                self.report.waits.append(wait)
-            time.sleep(random.random() * _PAUSE_SECONDS)
+    fifth = len(looks) // 5
+    report.warm_rss, report.end_rss = int(median(looks[fifth : 2 * fifth + 1])), int(median(looks[4 * fifth :]))
+    report.cores = sum(server.process.cpu_times()[:2]) / (time.monotonic() - started)
+    metrics = server.get("/metrics")[1]
+    for status, count in re.findall(r'^selfspec_requests_total\{.*status="(\d+)"\} (\S+)$', metrics, re.MULTILINE):
+        report.statuses[status] += int(float(count))
+    growth, slowest = report.end_rss / report.warm_rss - 1, max(report.waits, default=0.0)
+    for failed, message in (
+        (any(status >= "500" for status in report.statuses), "requests got an error of the server's own"),
+        (len(server.process.children(recursive=True)) > 2, "more processes than one for schemas and its tracker"),
+        (growth > max_growth, f"memory grew by {growth:.1%}, at most {max_growth:.1%} are allowed"),
+        (slowest > max_wait, f"a first token took {slowest:.2f} s, at most {max_wait:g} are allowed"),
+    ):
+        report.failures += [message] if failed else []
+    report.failures += _busy(server)
+    return report
 
 
 def costly_trial(server: Server, seconds: float, *, max_wait: float) -> Report:
@@ -228,38 +192,34 @@ def costly_trial(server: Server, seconds: float, *, max_wait: float) -> Report:
 
     max_wait: seconds to the good client's first token, which may have to ask again when the queue is full.
     """
-    report, end = Report(), time.monotonic() + seconds
+    report = Report()
 
     def costly(path: str, body: dict[str, Any]) -> None:
-        while time.monotonic() < end:
-            with closing(server.connect(_REQUEST_SECONDS)) as connection:
-                sent = json.dumps({"model": server.model, **body})
-                connection.request("POST", f"/v1/{path}", sent, {"Content-Type": "application/json"})
-                response = connection.getresponse()
-                answer = response.read()
-            assert response.status in (200, 429), answer
-            report.statuses[str(response.status)] += 1
-            time.sleep(0 if response.status == 200 else 0.01)
+        with closing(server.connect(_REQUEST_SECONDS)) as connection:
+            sent = json.dumps({"model": server.model, **body})
+            connection.request("POST", f"/v1/{path}", sent, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+        assert response.status in (200, 429), answer
+        report.statuses[str(response.status)] += 1
+        time.sleep(0 if response.status == 200 else 0.01)
 
     def good() -> None:
-        while time.monotonic() < end:
-            started, status = time.monotonic(), 429
-            while status == 429:
-                asked = time.monotonic()
-                status, wait, _ = _streamed(server, {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0})
-                time.sleep(0.05)
-            assert status == 200
-            report.waits.append(asked - started + wait)
-            report.statuses["good 200"] += 1
+        started, status = time.monotonic(), 429
+        while status == 429:
+            asked = time.monotonic()
+            status, wait, _ = _streamed(server, {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0})
+            time.sleep(0.05)
+        assert status == 200
+        report.waits.append(asked - started + wait)
 
     def health() -> None:
-        while time.monotonic() < end:
-            started = time.monotonic()
-            assert server.get("/health")[0] == 200
-            report.health.append(time.monotonic() - started)
-            time.sleep(0.05)
+        started = time.monotonic()
+        assert server.get("/health")[0] == 200
+        report.health.append(time.monotonic() - started)
+        time.sleep(0.05)
 
-    report.work([*(partial(costly, path, body) for path, body in COSTLY), good, health])
+    report.work(time.monotonic() + seconds, [*(partial(costly, path, body) for path, body in COSTLY), good, health])
     for times, allowed, what in (
         (report.waits, max_wait, "a first token"),
         (report.health, MAX_HEALTH_SECONDS, "/health"),
@@ -316,9 +276,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--most-wait", type=float, default=2.0, help="seconds to a first token (default 2)")
     parser.add_argument("--most-growth", type=float, default=5.0, help="of the server's memory, in percent (default 5)")
     given = parser.parse_args(arguments)
-    trial = HostileTrial(clients=given.clients, seed=given.seed, asked=expected_answers())
+    asked = expected_answers()
+    limits: dict[str, float] = {"max_wait": given.most_wait, "max_growth": given.most_growth / 100}
     with selfspec_server(DEMO_PATH, OPTIONS) as server:
-        report = trial.run(server, 60 * given.minutes, max_wait=given.most_wait, max_growth=given.most_growth / 100)
+        report = hostile_trial(
+            server, 60 * given.minutes, clients=given.clients, seed=given.seed, asked=asked, **limits
+        )
     print("\n".join(report.lines()), flush=True)
     with selfspec_server(DEMO_PATH, COSTLY_OPTIONS) as server:
         costly = costly_trial(server, min(30.0, 60 * given.minutes), max_wait=given.most_wait)

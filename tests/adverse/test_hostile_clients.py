@@ -17,9 +17,8 @@ from layerskip_models import DEMO_PATH
 from running_server import RunningServer, asking, connected, post, running_server, wait_until
 from selfspec import SelfSpecGenerator
 from selfspec.serve import request_limits, running
-from tests.adverse import soak
-from tests.adverse.hostile_requests import guesser
-from tests.adverse.soak import PROMPTS, Asked, HostileTrial, costly_trial
+from tests.adverse import hostile_requests, soak
+from tests.adverse.soak import Asked, costly_trial, hostile_trial
 
 ASK: dict[str, Any] = {"model": "demo", "prompt": "Once upon", "max_tokens": 3, "temperature": 0}
 
@@ -32,7 +31,7 @@ def generator() -> SelfSpecGenerator:
 def asked(generator: SelfSpecGenerator, prompt: str) -> Asked:
     result = generator.generate(prompt, max_new_tokens=6, do_sample=False, policy="ar")
     assert result.text is not None
-    return Asked({"prompt": prompt, "max_tokens": 6, "temperature": 0}, result.text)
+    return {"prompt": prompt, "max_tokens": 6, "temperature": 0}, result.text
 
 
 def as_a_process(server: RunningServer) -> Server:
@@ -44,22 +43,18 @@ def as_a_process(server: RunningServer) -> Server:
 
 def test_each_limit_can_be_broken(generator: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another text than alone, a prompt that can be guessed, a wait, memory, and a server's own error."""
-    right = asked(generator, PROMPTS[0])
-    wrong = Asked(right.body, right.text + "?")
-    monkeypatch.setattr(soak, "ATTACKS", (guesser(PROMPTS[:1]),))
-    trial = HostileTrial(clients=3, seed=1, asked=[right, wrong])
+    prompt = hostile_requests.PROMPTS[0]
+    right = asked(generator, prompt)
+    wrong = right[0], right[1] + "?"
+    monkeypatch.setattr(soak, "ATTACKS", (hostile_requests.guess_prompt,))
+    monkeypatch.setattr(hostile_requests, "PROMPTS", (prompt,))
     with running_server(generator, share_prefixes=True) as server:
         server.app.state.metrics.requests.labels("/v1/completions", "500").inc()
-        report = trial.run(as_a_process(server), 0.8, max_wait=0, max_growth=-1)
+        limits: dict[str, Any] = {"max_wait": 0, "max_growth": -1}
+        report = hostile_trial(as_a_process(server), 0.8, clients=3, seed=1, asked=[right, wrong], **limits)
     told = "\n".join(report.failures)
-    for failure in (
-        "an honest request",
-        "another client's prompt",
-        "a first token took",
-        "memory grew",
-        "an error of the server",
-    ):
-        assert failure in told
+    says = ("an honest request", "another client's prompt", "first token took", "memory grew", "error of the server")
+    assert [failure for failure in says if failure not in told] == []
     assert any(line.startswith("FAILED") for line in report.lines())
 
 
@@ -71,7 +66,7 @@ def test_each_limit_beside_costly_requests_can_be_broken(
     with running_server(generator) as server:
         report = costly_trial(as_a_process(server), 0.5, max_wait=0)
     assert [failure.partition(" took")[0] for failure in report.failures] == ["a first token", "/health"]
-    assert report.statuses["200"] and report.statuses["good 200"] == len(report.waits)
+    assert report.statuses["200"] and report.waits
     assert len(report.lines()) == 3 + len(report.failures)
 
 

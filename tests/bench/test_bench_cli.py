@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.engines.gguf_file import write_gguf
 from bench.record import matching, read_record
 from layerskip_models.kernels.library import kernels
 from selfspec.defaults import fixed_policy
 from tiny_llama import tiny_llama, tiny_tokenizer
+from tiny_training import write_checkpoint
 
 RUN = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--warmups", "1", "--num-samples", "2"]
 
@@ -53,9 +55,7 @@ def test_peers_measures_all_engines_and_its_record_makes_tables(invoke, checkpoi
 def test_rounded_weights_and_files_are_judged_each_among_themselves(invoke, tmp_path, monkeypatch):
     """And a peer that is not installed is left out in one line."""
     monkeypatch.setattr("bench.engines.catalogue.find_spec", lambda name: None if name == "llama_cpp" else 1)
-    model, record = tmp_path / "tiny", tmp_path / "peers.jsonl"
-    tiny_llama(**SHAPE, seed=4).save_pretrained(model)
-    tiny_tokenizer().save_pretrained(model)
+    model, record = write_checkpoint(tmp_path / "tiny", **SHAPE), tmp_path / "peers.jsonl"
     asked = ["selfspec:int8", "selfspec:Q8_0", "selfspec:IQ4_NL", "llama.cpp:Q8_0"]
     options = [word for name in asked for word in ("--engine", name)]
     result = invoke("peers", "--model", model, "--policy", "auto", *options, "--output", record, *RUN)
@@ -154,9 +154,8 @@ def test_peers_with_llama_cpp(invoke: Any, tmp_path: Path, monkeypatch: pytest.M
     pytest.importorskip("llama_cpp")
     checkpoint, temporary, record = tmp_path / "tiny", tmp_path / "temporary", tmp_path / "peers.jsonl"
     temporary.mkdir()
-    llama = tiny_llama(**SHAPE, seed=3, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3)
-    llama.bfloat16().save_pretrained(checkpoint)
-    tiny_tokenizer().save_pretrained(checkpoint)
+    own: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-3, "dtype": torch.bfloat16}
+    write_checkpoint(checkpoint, **SHAPE, **own)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     options = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--num-samples", "2"]
     engines = ["--engine", "llama.cpp:BF16", "--engine", "llama.cpp:Q8_0", "--output", str(record)]

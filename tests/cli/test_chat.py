@@ -210,14 +210,12 @@ def test_a_trimmed_stream_is_the_trimmed_text(words: list[tuple[str, TokenSource
     assert "".join(text for text, source in written if source != "rejected") == before_stop(seen, stops)
 
 
-def test_what_the_command_refuses(tmp_path: Path) -> None:
-    tiny_llama(seed=3).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+def test_what_the_command_refuses(folder: Path) -> None:
     template = "has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain"
     for arguments, told in (
-        ([str(tmp_path)], template),
+        ([str(folder)], template),
         (["--temperature", "0.5"], "add --do-sample"),
-        (["--policy", "ls:2-4", "--copy-from", str(tmp_path / "config.json")], "--copy-from has no effect"),
+        (["--policy", "ls:2-4", "--copy-from", str(folder / "config.json")], "--copy-from has no effect"),
     ):
         result = CliRunner().invoke(app, ["chat", *arguments], input="a\n")
         assert result.exit_code == 2 and told in result.stderr

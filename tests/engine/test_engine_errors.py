@@ -37,7 +37,7 @@ PROMPT = [5, 1, 7]
 
 EXIT_FAULTS = ("plan", "a wrong layer", "observe_prompt", "observe")
 STOP_FAULTS = ("start_round", "threshold", "stop_before_draw", "stop_after_draw", "spent")
-KINDS = (*EXIT_FAULTS, *STOP_FAULTS, "a criterion", "a processor", "at the first token", "NaN")
+KINDS = (*EXIT_FAULTS, *STOP_FAULTS, "a criterion", "a processor", "at the first token", "NaN", "fewer scores")
 CALL = {"observe_prompt": 1, "stop_before_draw": 8, "stop_after_draw": 8}
 """The call in which a method fails; of the others the third, most of which are called once a round."""
 
@@ -68,6 +68,9 @@ def with_fault(kind: str) -> dict[str, Any]:
         criterion = StopAt(9, ZeroDivisionError("a fault of a criterion"))
         return {"stopping_criteria": StoppingCriteriaList([criterion]), "policy": "ls:2-3"}
     processors = {"a processor": Spoiling(9), "at the first token": Spoiling(3), "NaN": Spoiling(9, "nan")}
+    if kind == "fewer scores":  # which only judging sampled drafts notices
+        fewer = LogitsProcessorList([Spoiling(9, "fewer")])
+        return {"logits_processor": fewer, "policy": "ls:2-3", "do_sample": True, "seed": 4}
     return {"logits_processor": LogitsProcessorList([processors[kind]]), "policy": "ls:2-3"}
 
 
@@ -108,7 +111,8 @@ def test_an_error_of_one_text_is_that_text_s_alone(
     bad = Wish(prompt=PROMPT, options={**common, **with_fault(kind)})
     texts = [replace(text, options=common) for text in OTHERS]
     first, failed, *others = run_together(generator, [texts[0], bad, *texts[1:]])
-    wanted = NonFiniteLogitsError if kind == "NaN" else ValueError if kind == "a wrong layer" else ZeroDivisionError
+    others_errors = {"NaN": NonFiniteLogitsError, "a wrong layer": ValueError, "fewer scores": RuntimeError}
+    wanted = others_errors.get(kind, ZeroDivisionError)
     assert isinstance(failed.error, wanted), failed.error
     assert failed.result is None
     assert caches.alive == 1  # the error keeps no function's variables, and so not the text

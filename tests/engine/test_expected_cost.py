@@ -10,8 +10,7 @@ import pytest
 
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.draft_weights import drafter_of
-from policies import AutoExit, MeasuredCost
-from selfspec import SelfSpecGenerator
+from policies import MeasuredCost
 from selfspec.engine import expected_cost as estimates
 from selfspec.engine.expected_cost import StoredMatrix, expected_cost
 from selfspec.engine.kept_costs import keep_cost
@@ -59,17 +58,3 @@ def test_a_kept_cost_goes_first_and_estimates_are_in_its_unit(tmp_path: Path, mo
     assert found.rounded[0][1].autoregressive() == pytest.approx(3 * before.rounded[0][1].autoregressive())
     keep_cost(one, "eager", replace(kept, rounded=((8, kept),)))
     assert expected_cost(one, bits=(8,)).rounded == ((8, kept),)
-
-
-def test_a_generator_knows_costs_for_auto_and_keeps_what_it_learned() -> None:
-    generator = SelfSpecGenerator(from_transformers(tiny_llama(seed=1), layout="plain"), policy="auto")
-    policy = generator.resolve_policy()
-    assert isinstance(policy.exit, AutoExit) and isinstance(policy.exit.costs.cost, MeasuredCost)
-    assert generator.resolve_policy("auto") is policy
-    states = [policy.exit.state()]
-    for _ in range(2):
-        generator.generate([1, 2, 3, 4], max_new_tokens=12, eos_token_id=[])
-        states.append(policy.exit.state())
-    assert states[0] != states[1] != states[2]
-    policy.reset()
-    assert policy.exit.state() == states[0]

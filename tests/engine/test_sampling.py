@@ -113,6 +113,7 @@ def test_draws_follow_the_weights_and_never_take_a_zero(native: bool) -> None:
             sampler.draw(torch.tensor(wrong), "position 7")
     numbers = sampler.uniforms(10_000, torch.device("cpu"))
     assert 0 <= min(numbers) < 0.01 < 0.99 < max(numbers) < 1
+    assert sampler.uniforms(3, torch.device("cpu")) != sampler.uniforms(3, torch.device("cpu"))
 
 
 def test_nothing_is_expected_of_rows_that_a_processor_refuses() -> None:

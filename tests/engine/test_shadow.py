@@ -19,7 +19,7 @@ from policies.spide import shadow_acceptance
 from records import finished
 from scripted_policies import ScriptedExit, StopBelow
 from selfspec import SelfSpecGenerator
-from selfspec.cache.hidden_states import DeferredShadow, HiddenStates
+from selfspec.cache.hidden_states import DeferredShadow
 from tiny_llama import tiny_llama
 
 
@@ -266,19 +266,3 @@ def test_a_record_that_is_kept_holds_no_hidden_states() -> None:
     trace = engine.generate([5, 1, 7], max_new_tokens=12, policy="del", trace=True).trace or ()
     shadows = [record.shadow for record in trace if isinstance(record.shadow, DeferredShadow)]
     assert shadows and all(shadow._hidden is None for shadow in shadows)
-
-
-def test_deferred_shadow_tokens_are_those_of_one_pass() -> None:
-    """Layer by layer, several rounds at once and all layers at once: the same tokens, the same confidences."""
-    generator = SelfSpecGenerator(tiny_llama(num_layers=4))
-    model = generator.model
-    states = HiddenStates(model, (1, 3), max_rows=5)
-    for layer in (1, 3):
-        states.capture(0, layer, torch.randn(5, model.hidden_size, generator=torch.Generator().manual_seed(layer)))
-    target = torch.arange(5)
-    one, two, three = (states.shadow_tokens(rows, target[:rows]) for rows in (2, 5, 5))
-    assert isinstance(one, DeferredShadow)
-    one.compute(3, [two])
-    assert two.rows_of(3)[:2] == one.rows_of(3)
-    assert [match for match, _ in two.rows_of(1)] == (three.tokens[0] == target).tolist()
-    assert torch.equal(two.tokens, three.tokens) and torch.allclose(two.confidences, three.confidences, atol=1e-6)

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from batched_runs import LAYOUTS
 from callbacks import Recorder
 from decoding import default_dtype
 from layerskip_models import from_transformers
+from layerskip_models.kernels import check
+from layerskip_models.linear import Layout
 from selfspec import SelfSpecGenerator
 from tiny_llama import tiny_llama, tiny_tokenizer
 
@@ -50,25 +53,30 @@ def texts(engine: SelfSpecGenerator) -> list[list[int]]:
     return found
 
 
-def engine_for() -> SelfSpecGenerator:
-    model = from_transformers(tiny_llama(seed=3, late_scale=0.5), layout="plain")
+def engine_for(layout: Layout = "plain") -> SelfSpecGenerator:
+    model = from_transformers(tiny_llama(seed=3, late_scale=0.5), layout=layout)
     return SelfSpecGenerator(model, tiny_tokenizer())
 
 
 @cache
-def expected_texts() -> list[list[int]]:
+def expected_texts(layout: Layout) -> list[list[int]]:
     """In the state that PyTorch begins in, by a generator that no other state has seen."""
-    return texts(engine_for())
+    return texts(engine_for(layout))
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_the_callers_state_changes_no_text(state: str) -> None:
-    """The generator is made outside of that state or in it; what a call keeps for later calls serves these, too."""
-    expected, engine, llama = expected_texts(), engine_for(), tiny_llama(seed=3, late_scale=0.5)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_callers_state_changes_no_text(state: str, layout: Layout) -> None:
+    """The generator is made outside of that state or in it; what a call keeps for later calls serves these, too.
+
+    Scratch memory of the kernels took PyTorch's default dtype once: half as large in bfloat16, and written beyond.
+    """
+    expected, engine, llama = expected_texts(layout), engine_for(layout), tiny_llama(seed=3, late_scale=0.5)
     with STATES[state]():
         assert texts(engine) == expected
-        inside = engine if state == "meta" else SelfSpecGenerator(from_transformers(llama, layout="plain"))
+        inside = engine if state == "meta" else SelfSpecGenerator(from_transformers(llama, layout=layout))
         assert texts(inside) == expected
+        assert layout == "plain" or state == "meta" or check.fault() is None
         inside.generate(PROMPT, max_new_tokens=12, policy="auto")  # its costs are measured in here
     assert texts(engine) == texts(inside) == expected
 

@@ -1,30 +1,49 @@
-"""Decoding along the diagonal: how many sweeps a token takes, what breaks off in flight, and what is refused."""
+"""Decoding along the diagonal: texts are plain decoding's own, alone, in company, and where something breaks off in flight.
+
+`tests/exact` has waves in every family that loops, beside processors and stops of all kinds; here planted faults are found.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from random import Random
 from typing import Any
 
 import pytest
-from transformers import LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 
 import selfspec.engine.wave
-from batched_runs import LAYOUTS, Wish, assert_same, generator_of, needs_native, run_alone, run_together
+from batched_runs import (
+    LAYOUTS,
+    Wish,
+    assert_same,
+    generator_of,
+    looped_generator,
+    looped_model,
+    needs_native,
+    run_alone,
+    run_together,
+)
 from callbacks import Spoiling
 from layerskip_models import LayerSkipModel
+from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
-from looped_llama import looped_generator
 from policies import ObservationSpec, Plan, Policy
 from scripted_policies import ScriptedExit
 from selfspec.detokenize import token_sources
 from selfspec.engine.draft import Draft
-from selfspec.engine.wave import Row
+from tiny_llama import tiny_tokenizer
 
 PROMPT = [3, 1, 4, 1]
-every_mode = pytest.mark.parametrize(
-    "options", [{}, {"do_sample": True, "seed": 11, "top_k": 9}], ids=["greedy", "seeded"]
-)
+WAVE = "wave:loop=1"
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"do_sample": True, "seed": 11, "top_k": 9},
+    "penalty": {"generation_config": GenerationConfig(repetition_penalty=1.3)},
+}
+every_mode = pytest.mark.parametrize("options", [*MODES.values()][:2], ids=["greedy", "seeded"])
 
 
 def in_turn(*plans: Plan) -> Policy:
@@ -37,27 +56,120 @@ def wave(loop: int) -> Plan:
     return Plan(exit_layer=None, max_speculations=0, wave=loop)
 
 
-@pytest.mark.parametrize("agreement", [0.8, 0.9, 1.0])
-def test_sweeps_a_token(agreement: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With drafts that are right as often as said. After a right one the next token takes one sweep, else one a loop."""
-    generator, random = looped_generator("plain", max_position_embeddings=512), Random(1)
-    text = generator.generate(PROMPT, max_new_tokens=301, policy="ar").sequences[0].tolist()
+def wish(policy: str = WAVE, prompt: tuple[int, ...] = (3, 1, 4, 1), *, most: int = 24, **options: Any) -> Wish:
+    return Wish(prompt=[*prompt], policy=policy, options={"max_new_tokens": most, **options})
 
-    def replayed(draft: Draft, said: Any) -> None:
-        position = draft.sequence.length + len(draft.block) + len(draft.flight) - 1
-        if position + 1 < len(text):
-            draft.flight.append(Row(token=(text[position] + (random.random() >= agreement)) % 24))
 
-    monkeypatch.setattr(selfspec.engine.wave, "_draft", replayed)
-    result = generator.generate(PROMPT, max_new_tokens=301, policy="wave", trace=True)
-    assert result.sequences[0].tolist() == text and result.trace is not None
-    sweeps = 4 + sum(1 if record.num_accepted else 4 for record in result.trace[:-1])
-    assert result.stats.loaded_layers == 2 * sweeps
-    assert abs(sweeps / 300 - (agreement + (1 - agreement) * 4)) < 0.1
-    for record in result.trace:
-        shown = [token for token, source in token_sources(record) if source != "rejected"]
-        assert shown == [*record.tokens] and record.exit_layer in (2, None)
-    assert result.stats.num_drafted == sum(record.num_drafted for record in result.trace)
+def check_alone(layout: Layout, normed: bool, mode: str, policy: str = WAVE) -> None:
+    """Greedy text is plain decoding's, with the same keys and values; seeded text is the same each time."""
+    model, drafted, accepted = looped_model(layout, normed=normed), 0, 0
+    other = "ar" if "seeded" not in mode else policy
+    for prompt in ((3, 1, 4, 1), (9, 9, 3), (5,), (2, 14, 3)):
+        course = run_alone(model, wish(policy, prompt, **MODES[mode]))
+        assert_same(course, run_alone(model, wish(other, prompt, **MODES[mode])), rounds=False, exact=layout != "plain")
+        assert course.result is not None and course.result.trace is not None
+        for record in course.result.trace:
+            assert [token for token, source in token_sources(record) if source != "rejected"] == [*record.tokens]
+            drafted += record.num_drafted
+            accepted += record.num_accepted
+        assert course.result.stats.num_drafted == sum(record.num_drafted for record in course.result.trace)
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_alone(layout: Layout, normed: bool, mode: str) -> None:
+    check_alone(layout, normed, mode)
+    check_alone(layout, normed, mode, "wave:loop=2")
+
+
+@needs_native
+@pytest.mark.parametrize("mode", MODES)
+def test_in_company(mode: str) -> None:
+    """The text, in the company of texts of every kind that come and go, is bit for bit what it is alone."""
+    generator, own = looped_generator("native", prefix_cache=0), wish(**MODES[mode])
+    others = ("ar", "ls:2-3", "ls:5-2", "copy:4", WAVE, "wave:loop=2", "auto")
+    greedy = [replace(wish(name, (5, at, 7, 5), most=10 + at), joins=at) for at, name in enumerate(others)]
+    seeded = [replace(one, options={**one.options, **MODES["seeded"]}) for one in greedy[:-1]]
+    wishes = [own, *greedy, *seeded, replace(own, leaves=9)]
+    for course, one in zip(run_together(generator, wishes), wishes[:-1]):
+        assert_same(course, run_alone(generator.model, one), rounds=one.policy in others[:4])
+
+
+@pytest.mark.parametrize("policy", [WAVE, "wave:loop=3", "auto"])
+def test_every_budget_and_every_stop(policy: str) -> None:
+    """Budgets below the number of loops, too; stops and stop strings anywhere in a text whose drafts run ahead of them."""
+    model = looped_model("plain")
+    said = run_alone(model, wish("ar")).tokens
+    for most in range(1, 8):
+        course = run_alone(model, wish(policy, most=most))
+        assert course.tokens == said[:most]
+        assert course.result is not None and course.result.stats.loaded_layers <= (most - 1) * model.num_layers
+    for at in range(len(said) - 1):
+        string = tiny_tokenizer().decode(said[at : at + 2])
+        for stop in ({"eos_token_id": [said[at]]}, {"stop_strings": [string]}):
+            options: dict[str, Any] = {"generation_config": GenerationConfig(**stop)}
+            plain, found = (run_alone(model, wish(name, **options)) for name in ("ar", policy))
+            assert_same(found, plain, rounds=False, exact=False)
+
+
+def one_loop_is_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
+    original = KVCache.roll_back
+
+    def fault(self: KVCache, length: int) -> None:
+        held = self.loop(1).length
+        original(self, length)
+        self.loop(1).declare(held)
+
+    patch.setattr(KVCache, "roll_back", fault)
+
+
+def rows_behind_a_rejection_stay(patch: pytest.MonkeyPatch) -> None:
+    original = selfspec.engine.wave._land
+
+    def fault(draft: Draft, said: Any) -> None:
+        behind = draft.flight[1:]
+        original(draft, said)
+        if draft.flight and behind and not draft.flight[0].loops:
+            draft.flight = [replace(behind[0], token=draft.flight[0].token), *behind[1:]]
+
+    patch.setattr(selfspec.engine.wave, "_land", fault)
+
+
+def another_part(patch: pytest.MonkeyPatch, at: int, change: Callable[[KVCache, KVCache], object]) -> None:
+    """One loop's cache is changed, by what another's is."""
+    original = KVCache.loop
+
+    def fault(self: KVCache, index: int) -> KVCache:
+        part = original(self, index)
+        if index == at:
+            change(part, original(self, 2))
+        return part
+
+    patch.setattr(KVCache, "loop", fault)
+
+
+def _reads(part: KVCache, other: KVCache) -> None:
+    part.keys, part.values, part._parts, part.described = other.keys, other.values, other._parts, None
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "one loop is not rolled back": one_loop_is_not_rolled_back,
+    "rows behind a rejection stay": rows_behind_a_rejection_stay,
+    "a row reads another loop": lambda patch: another_part(patch, 1, _reads),
+    "no norm before a loop": lambda patch: another_part(patch, 1, lambda part, _: setattr(part, "loop_index", 0)),
+    "a norm too many": lambda patch: another_part(patch, 0, lambda part, _: setattr(part, "loop_index", 1)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_check_finds(fault: str, layout: Layout) -> None:
+    """And passes without it: `test_alone`."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((AssertionError, ValueError, IndexError)):
+        FAULTS[fault](patch)
+        check_alone(layout, True, "greedy")
 
 
 @every_mode
@@ -71,11 +183,9 @@ def test_a_sweep_that_breaks_off(layout: Layout, options: dict[str, Any], monkey
     for broken in range(2, 40, 3):
         calls, after = count(), {broken + 5, broken + 6}  # the second while rows in flight are written again
 
-        def failing(
-            model: LayerSkipModel, *rest: Any, broken: int = broken, calls: Any = calls, after: Any = after
-        ) -> Any:
+        def failing(*given: Any, broken: int = broken, calls: Any = calls, after: Any = after) -> Any:
             call = next(calls)
-            found = None if call == broken else run_layers(model, *rest)
+            found = None if call == broken else run_layers(*given)
             if found is None or call in after:
                 raise KeyboardInterrupt if broken % 2 else MemoryError
             return found
@@ -100,15 +210,12 @@ def test_a_processor_s_error_is_one_text_s_own(options: dict[str, Any]) -> None:
     """What comes before it is told first; drafts that a processor refuses are none."""
     for length in range(6, 14):
         generator = looped_generator("plain", prefix_cache=0)
-        spoiling = {"logits_processor": LogitsProcessorList([Spoiling(length)]), "max_new_tokens": 20, **options}
-        wishes = [Wish(prompt=PROMPT, policy="wave", options=spoiling)]
-        wishes += [
-            Wish(prompt=[9, 9, 3], policy=policy, options={"max_new_tokens": 20}) for policy in ("wave", "ls:2-3")
-        ]
+        spoiling = wish("wave", logits_processor=LogitsProcessorList([Spoiling(length)]), **options)
+        wishes = [spoiling, *(wish(policy, (9, 9, 3)) for policy in ("wave", "ls:2-3"))]
         spoilt, *others = run_together(generator, wishes)
         assert isinstance(spoilt.error, ZeroDivisionError) and len(spoilt.tokens) == length - len(PROMPT)
-        for course, wish in zip(others, wishes[1:]):
-            assert_same(course, run_alone(generator.model, wish), rounds=wish.policy != "wave", exact=False)
+        for course, one in zip(others, wishes[1:]):
+            assert_same(course, run_alone(generator.model, one), rounds=one.policy != "wave", exact=False)
 
 
 @needs_native

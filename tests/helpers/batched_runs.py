@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 import selfspec.cache.pool
+from fuzz_models import looped_options, random_model, small_config
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
+from looped_models import converted
 from policies import Policy, RoundRecord
 from random_adapters import adapted
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, named_policy
@@ -29,7 +31,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.engine.sequence import Sequence
-from tiny_llama import tiny_llama, tiny_tokenizer
+from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
 NUM_LAYERS = 4
 _NATIVE = native_works(torch.device("cpu"), torch.float32)
@@ -69,6 +71,26 @@ def generator_of(layout: Layout, kv_dtype: str = "auto") -> SelfSpecGenerator:
 def random_kv_dtype(random: Random, layout: Layout) -> str:
     """On operators always the arithmetic's: there a batch changes last digits, and rounding may make more of them."""
     return random.choice(["auto", "bfloat16"]) if layout == "native" else "auto"
+
+
+@cache
+def looped_model(
+    layout: Layout, *, num_loops: int = 4, normed: bool = True, vocab_size: int = VOCAB_SIZE
+) -> LayerSkipModel:
+    """Of 2 layers, in whose texts drafts of the first loop are often accepted, and often not.
+
+    normed: with the final norm between loops. Types as in `model_of`.
+    """
+    options = looped_options("nanbeige", num_loops, skip_norm=not normed)
+    config = small_config("nanbeige", 16, 24, 2, 4, 2, head_dim=8, vocab_size=vocab_size, rms_norm_eps=1e-6, **options)
+    made: Any = random_model(config, late_scale=0.02, sharpness=1.5, seed=21)
+    for part in (made.model.layers[0].self_attn.o_proj, made.model.layers[0].mlp.down_proj):
+        part.weight.data.mul_(0.1)  # it runs in every loop
+    return converted(made.to(torch.float64 if layout == "plain" else torch.float32), layout)
+
+
+def looped_generator(layout: Layout, prefix_cache: int | None = None) -> SelfSpecGenerator:
+    return SelfSpecGenerator(looped_model(layout), tiny_tokenizer(), prefix_cache=prefix_cache)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,10 @@ class StopAt(StoppingCriteria):
 
 
 class Spoiling(LogitsProcessor):
-    """Spoils the scores of texts of some length and longer: "masked", "nan", "infinite", or an error is raised."""
+    """Spoils the scores of texts of some length and longer: "masked", "nan", "infinite", or an error is raised.
+
+    "fewer": leaves some out for every second text.
+    """
 
     def __init__(self, length: int, how: str = "raises") -> None:
         self.length, self.how = length, how
@@ -72,6 +75,8 @@ class Spoiling(LogitsProcessor):
             return scores
         if self.how == "raises":
             raise ZeroDivisionError("a fault of a processor")
+        if self.how == "fewer":
+            return scores[:, :5] if input_ids.shape[1] % 2 else scores
         if self.how == "infinite":
             return scores.masked_fill(scores == scores.max(), torch.inf)
         return torch.full_like(scores, torch.nan if self.how == "nan" else -torch.inf)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from scipy.stats import chisquare
 from torch import Tensor
 from transformers import (
     LlamaForCausalLM,
@@ -23,32 +22,14 @@ from layerskip_models.kv_cache import KVCache
 from policies import Policy
 from sampling_in_parts import SamplerInParts
 from selfspec.cache.copy_index import CopyStore
-from selfspec.engine.request import Request
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.sequence import Sequence
 from tiny_llama import full_logits, request_for
 
 PROMPT = (4, 1)
-RUN_LENGTH = 8
-ENUMERATED_LENGTH = 5  # of the runs whose every course is taken: drafts of up to 4 tokens
+RUN_LENGTH = 5  # so that drafts have up to 4 tokens
 
 Law = dict[tuple[int, ...], float]
-
-
-def sampled_run(
-    model: LayerSkipModel, top_k: int, seed: int = 0, length: int = RUN_LENGTH, prompt: abc.Sequence[int] = PROMPT
-) -> Request:
-    """A sampled run with processors of both kinds: one that looks at the text, and two that do not."""
-    return request_for(
-        model,
-        [*prompt],
-        seed=seed,
-        max_new_tokens=length,
-        do_sample=True,
-        temperature=1.3,
-        top_k=top_k,
-        repetition_penalty=1.2,
-    )
 
 
 @cache  # one law for all policies
@@ -145,9 +126,13 @@ def enumerated_law(
     prompt: abc.Sequence[int] = PROMPT,
     copy_from: CopyStore | None = None,
 ) -> Law:
-    """The engine's output law: every course of its random events, with its probability."""
-    request = replace(sampled_run(model, top_k, length=ENUMERATED_LENGTH, prompt=prompt), copy_from=copy_from)
-    cache = KVCache(model, len(prompt) + RUN_LENGTH)
+    """The engine's output law: every course of its random events, with its probability.
+
+    With processors of both kinds: one that looks at the text, and two that do not.
+    """
+    options = {"max_new_tokens": RUN_LENGTH, "do_sample": True, "temperature": 1.3, "top_k": top_k}
+    made = request_for(model, [*prompt], seed=0, repetition_penalty=1.2, **options)
+    request, cache = replace(made, copy_from=copy_from), KVCache(model, len(prompt) + RUN_LENGTH)
     runner = EagerRunner(model)
     law: Counter[tuple[int, ...]] = Counter()
     script: list[int] | None = []
@@ -171,14 +156,3 @@ def enumerated_law(
 
 def distance(left: Law, right: Law) -> float:
     return sum(abs(left.get(key, 0.0) - right.get(key, 0.0)) for key in {*left, *right}) / 2
-
-
-def p_value(counts: Counter[tuple[int, ...]], law: Law) -> float:
-    """Chi-square goodness of fit; outcomes expected less than 5 times are pooled. 0 for an impossible outcome."""
-    if not counts.keys() <= law.keys():
-        return 0.0
-    draws = counts.total()
-    cells = [(counts[outcome], draws * p) for outcome, p in law.items()]
-    rare = [sum(column) for column in zip(*(cell for cell in cells if cell[1] < 5))]
-    observed, expected = zip(*(cell for cell in cells if cell[1] >= 5), *([rare] if rare else []))
-    return float(chisquare(observed, expected).pvalue)

@@ -48,9 +48,9 @@ def tiny_pacer(checkpoint: Path, output: Path, **changes: Any) -> PreVerifierTra
     return PreVerifierTraining(**{**options, **changes})
 
 
-def write_checkpoint(folder: Path) -> Path:
-    """A tiny model, its tokenizer and text that it can read; the folder."""
-    tiny_llama(num_layers=4, seed=5, late_scale=0.7).save_pretrained(folder)
+def write_checkpoint(folder: Path, **options: Any) -> Path:
+    """A tiny model, its tokenizer and text that it can read; the folder. options: of `tiny_llama`."""
+    tiny_llama(**{"num_layers": 4, "seed": 5, "late_scale": 0.7, **options}).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     (folder / "text.txt").write_text("\n<|endoftext|>\n".join(f"a bed {'ab' * n} head, a fig. " * 3 for n in range(30)))
     return folder

@@ -26,7 +26,7 @@ FILES = (
     "c_programs", "check_at_load", "choices", "cuda_paths", "draft_vocabulary", "exit_adapters", "families",
     "fewer_bits", "four_bits", "gguf_checkpoint", "integer_rows", "kernel_library", "kv_dtype", "large_sizes",
     "many_rows", "matrix_unit", "native", "native_attention", "native_forward", "native_memory", "native_sampling",
-    "no_rerun", "pool", "products", "weights", "without_kernels",
+    "no_rerun", "pool", "products", "torch_state", "weights", "without_kernels",
 )  # fmt: skip
 """Tests that call the library, by the names of their files."""
 SHORT = ("native_memory", "native_forward")

@@ -75,17 +75,6 @@ def test_the_check_sees_an_id_off_by_one(variant: str) -> None:
         check(model_of("llama", DRAFT_HEAD, variant), (10, 2, 7, 17, 3))
 
 
-def test_the_check_sees_rows_of_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = draft_vocabulary.with_own_tokens
-    monkeypatch.setattr(
-        draft_vocabulary,
-        "with_own_tokens",
-        lambda model, found, hidden, texts, detail: original(model, found, hidden, texts[:1] * len(texts), detail),
-    )
-    with kernels_of(NONE), pytest.raises(AssertionError):
-        check(model_of("llama", "float32", NONE))
-
-
 def test_a_text_of_other_tokens_drafts_from_the_whole_head() -> None:
     text = TextVocabulary(DraftTokens(range(4)), (99, 2))
     text.read(range(50, 90), written=False)  # a prompt says nothing

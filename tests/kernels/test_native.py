@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from bench.provenance import provenance
-from decoding import default_dtype
-from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.kernels import check, library
+from layerskip_models import from_transformers
+from layerskip_models.kernels import library
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kernels.threads import SingleThreadedOperators
@@ -25,7 +24,6 @@ from selfspec.analysis.exactness import check_kernels
 from tiny_llama import tiny_llama
 
 CPU = torch.device("cpu")
-DTYPES = (torch.float64, torch.bfloat16, torch.float16)
 RUNNABLE = library.runnable_variants() if native_works(CPU, torch.float32) else ()
 needs_native = pytest.mark.skipif(not RUNNABLE, reason="no native kernels here")
 every_variant = pytest.mark.parametrize("variant", RUNNABLE)
@@ -141,22 +139,6 @@ def test_a_cache_whose_memory_was_exchanged_is_looked_at_again() -> None:
     cache.values = cache.values.double()
     with pytest.raises(ValueError, match="must be float32"):
         model.run_layers(hidden, 0, 4, cache)
-
-
-@needs_native
-@pytest.mark.parametrize("default", DTYPES)
-def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
-    """Scratch memory took PyTorch's default dtype once: half as large in bfloat16, and written beyond."""
-
-    def logits(model: LayerSkipModel) -> Tensor:
-        return model.logits(model.run_layers(model.embed(torch.arange(9)), 0, 4, KVCache(model, 9)))
-
-    model = from_transformers(tiny_llama(seed=12), layout="native")
-    expected = logits(model)
-    with default_dtype(default):
-        again = from_transformers(tiny_llama(seed=12), layout="native")
-        assert check.fault() is None
-        assert torch.equal(logits(model), expected) and torch.equal(logits(again), expected)
 
 
 @needs_native

@@ -1,13 +1,12 @@
-"""Sampled text has the model's own distribution, processors on: by enumeration of every random event, and by counting.
+"""Sampled text has the model's own distribution, processors on: by enumeration of every random event.
 
-Both walk the rounds themselves (`decode`, all that `generate` does but for checking its arguments), a few tokens into an
-8-token run, so that drafts go as deep as they would in the middle of a text. A batch changes nothing of that: see
-`tests/exact`.
+It walks the rounds themselves (`decode`, all that `generate` does but for checking its arguments). Draws of a token from its
+weights: `tests/engine/test_sampling.py`. A batch changes nothing of that: see `tests/exact`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, abc
+from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -19,26 +18,21 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-import selfspec.engine.verification
 import selfspec.engine.wave
-from decoding import decode
-from exact_laws import PROMPT, RUN_LENGTH, Law, distance, enumerated_law, exact_law, p_value, sampled_run
+from batched_runs import looped_model
+from exact_laws import PROMPT, Law, distance, enumerated_law, exact_law
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.draft_vocabulary import DraftTokens
 from layerskip_models.exits import STEERED
 from layerskip_models.kernels.check import native_works
-from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
-from looped_llama import looped_llama
 from policies import Policy, parse_policy
 from random_adapters import adapted
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, fixed, named_policy, others_slow
 from selfspec.cache.copy_index import CopyIndex, CopyStore
 from selfspec.engine.accept import accept_sampled, reach, residual
 from selfspec.engine.draft import Draft, make_drafts
-from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.runners.runner import Runner
-from selfspec.engine.sequence import Sequence
 from selfspec.engine.verification import _judge
 from selfspec.engine.wave import Row, _own_token
 from tiny_llama import lean_logits, tiny_llama
@@ -46,8 +40,6 @@ from tiny_llama import lean_logits, tiny_llama
 VOCAB_SIZE = 6
 NUM_LAYERS = 3
 REPEATING = (4, 1, 2, 5, 4, 1)  # for policies that copy
-FALSE_ALARMS = 1e-4  # of each policy's goodness-of-fit test
-DRAWS = 20_000
 
 
 @cache
@@ -121,7 +113,7 @@ def test_the_law_of_the_first_three_tokens_is_exact(kind: str, name: str) -> Non
 @cache
 def _looped(layout: Layout) -> tuple[LayerSkipModel, Law]:
     """A model of 3 loops, an adapter after the first, and its law: each text is read at once, through all loops."""
-    model = adapted(looped_llama(layout, num_loops=3, vocab_size=VOCAB_SIZE, normed=True), [2])
+    model = adapted(looped_model(layout, num_loops=3, vocab_size=VOCAB_SIZE), [2])
 
     def read(ids: Tensor, use_cache: bool) -> SimpleNamespace:
         return SimpleNamespace(logits=lean_logits(model, ids[0].tolist()).unsqueeze(0))
@@ -202,6 +194,11 @@ def bonus_from_q(p: Tensor, q: Tensor, reached: Numbers, uniforms: Numbers) -> t
     return accepted, q[accepted - 1] if accepted == len(uniforms) else weights
 
 
+def no_residual(p: Tensor, q: Tensor, reached: Numbers, uniforms: Numbers) -> tuple[int, Tensor]:
+    accepted, _ = accept_sampled(p, q, reached, uniforms)
+    return accepted, p[accepted]
+
+
 def credit_above_one(p: Tensor, q: Tensor, drafts: Tensor) -> list[float]:
     """A draft that the target likes more than the drafter did stands for more than one: the minimum with 1 is forgotten."""
     known = min(len(p), len(drafts))
@@ -231,6 +228,7 @@ def the_end_where_the_target_cannot_go(p: Tensor, q: Tensor, drafts: Tensor) -> 
         ("verification._judge", copied_as_drawn, "copy:4"),
         ("round.make_drafts", dropping, "ls:2-2"),
         *(("verification.accept_sampled", bonus_from_q, name) for name in ("ls:1-1", "ls:2-1")),
+        ("verification.accept_sampled", no_residual, "ls:1-3"),
         ("accept.residual", unscaled, "ls:1-3"),
         ("accept.residual", only_what_can_be_drafted, "ls:1-3"),
         ("verification.reach", credit_above_one, "ls:1-3"),
@@ -244,63 +242,3 @@ def test_that_enumeration_sees_a_planted_fault(
     prompt = REPEATING if name in COPYING else PROMPT
     law = enumerated_law(_made("adapters"), parse_policy(name, num_layers=NUM_LAYERS), 3, top_k=2, prompt=prompt)
     assert distance(law, exact_law(_tiny(), 3, top_k=2, prompt=prompt)) > 1e-2
-
-
-def count_runs(
-    model: LayerSkipModel, policy: Policy, draws: int, num_tokens: int, seed: int
-) -> Counter[tuple[int, ...]]:
-    """How often each beginning came out of that many runs, from one seed."""
-    request = sampled_run(model, top_k=3, seed=seed)
-    cache = KVCache(model, len(PROMPT) + RUN_LENGTH)
-    counts: Counter[tuple[int, ...]] = Counter()
-    first, passes = len(PROMPT), EagerRunner(model)
-    with torch.inference_mode():
-        for _ in range(draws):
-            cache.declare(0)
-            text = Sequence(model, cache, request, policy)
-            for _ in decode(text, passes):
-                if text.num_new >= num_tokens:  # what comes later cannot change these
-                    break
-            counts[tuple(text.tokens[0, first : first + num_tokens].tolist())] += 1
-    return counts
-
-
-# All draws take a minute for each policy, so that counting is for the slow run: in every run there is the enumeration above.
-# One policy, which accepts, rejects and drops, is counted also with as few draws as find the planted faults below.
-FEWER_DRAWS = DRAWS // 8
-
-
-@pytest.mark.parametrize(
-    ("name", "draws"),
-    [
-        pytest.param("stop before a draw", FEWER_DRAWS, marks=pytest.mark.slow),
-        *(pytest.param(name, DRAWS, marks=pytest.mark.slow) for name in POLICIES),
-    ],
-)
-def test_goodness_of_fit(name: str, draws: int) -> None:
-    """First 4 of 8 tokens, 3 possible ones each: 81 outcomes. False-alarm rate 1e-4 for each policy; the seed is fixed."""
-    law = exact_law(_tiny(), 4, top_k=3)
-    assert len(law) == 81
-    counts = count_runs(_made("in use"), POLICIES[name](), draws, 4, seed=20_000)
-    assert p_value(counts, law) > FALSE_ALARMS
-
-
-def no_residual(p: Tensor, q: Tensor, reached: Numbers, uniforms: Numbers) -> tuple[int, Tensor]:
-    accepted, _ = accept_sampled(p, q, reached, uniforms)
-    return accepted, p[accepted]
-
-
-@pytest.mark.parametrize(("fault", "policy"), [(bonus_from_q, "ls:1-1"), (no_residual, "ls:1-3")])
-@pytest.mark.slow
-def test_goodness_of_fit_sees_a_planted_bias(
-    fault: Callable[[Tensor, Tensor, Numbers, Numbers], tuple[int, Tensor]],
-    policy: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two faults that published code had: the test objects to them.
-
-    The first needs short drafts, so that bonus tokens fall among the first four.
-    """
-    monkeypatch.setattr(selfspec.engine.verification, "accept_sampled", fault)
-    counts = count_runs(_made("in use"), parse_policy(policy, num_layers=NUM_LAYERS), FEWER_DRAWS, 4, seed=1)
-    assert p_value(counts, exact_law(_tiny(), 4, top_k=3)) < FALSE_ALARMS

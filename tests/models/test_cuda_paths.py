@@ -44,30 +44,34 @@ def as_on_cuda(llama: LlamaForCausalLM) -> LayerSkipModel:
     return model
 
 
-@pytest.fixture
-def cuda_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention's result as its CUDA kernels lay it out: [batch, rows, heads, head_dim] in memory, then transposed."""
-    plain = F.scaled_dot_product_attention
-
-    def attention(*args: Any, **options: Any) -> Tensor:
-        return plain(*args, **options).transpose(1, 2).contiguous().transpose(1, 2)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-
-
-@pytest.mark.usefixtures("cuda_layout")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), SHAPES)
-def test_rows_in_any_number_on_the_paths_of_cuda(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """One row, several at the text's beginning and several behind others."""
+def test_rows_in_any_number_on_the_paths_of_cuda(
+    heads: int, kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row, several at the text's beginning and several behind others.
+
+    Attention's result is laid out as by its CUDA kernels: [batch, rows, heads, head_dim] in memory, then transposed. Masks
+    have rows of a multiple of eight: else the kernel that takes them copies them in every layer.
+    """
+    plain, strides = F.scaled_dot_product_attention, list[int]()
+
+    def attention(*args: Any, **options: Any) -> Tensor:
+        if options.get("attn_mask") is not None:
+            strides.append(options["attn_mask"].stride(-2))
+        return plain(*args, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
     llama = tiny_llama(heads=heads, kv_heads=kv_heads, dtype=dtype, seed=3)
+    expected = full_logits(llama, TEXT)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     model = as_on_cuda(llama)
     cache = KVCache(model, 16)
     with torch.inference_mode():
         hidden = model.embed(torch.tensor(TEXT))
         states = [model.run_layers(hidden[start:stop], 0, 4, cache) for start, stop in ((0, 3), (3, 4), (4, 7))]
         bound = 0.3 if dtype == torch.bfloat16 else 1e-4
-        torch.testing.assert_close(model.logits(torch.cat(states)), full_logits(llama, TEXT), rtol=0, atol=bound)
+        torch.testing.assert_close(model.logits(torch.cat(states)), expected, rtol=0, atol=bound)
+    assert strides and all(stride % 8 == 0 for stride in strides), strides
 
 
 @pytest.mark.parametrize(
@@ -91,28 +95,6 @@ def test_rotary_in_real_numbers_is_the_complex_one(dtype: torch.dtype, bound: fl
     torch.testing.assert_close(pairs, expected, rtol=0, atol=bound)
     assert torch.equal(found[:, 6:], heads[:, 6:])
     assert not torch.equal(found[1:, :6], heads[1:, :6])
-
-
-def test_masks_have_rows_of_a_multiple_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the kernel that takes them copies them in every layer."""
-    strides: list[int] = []
-    plain = F.scaled_dot_product_attention
-
-    def attention(*args: Any, **options: Any) -> Tensor:
-        if options.get("attn_mask") is not None:
-            strides.append(options["attn_mask"].stride(-2))
-        return plain(*args, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-    for heads, kv_heads in ((4, 4), (4, 2)):
-        model = as_on_cuda(tiny_llama(heads=heads, kv_heads=kv_heads, seed=3))
-        cache = KVCache(model, 13)
-        with torch.inference_mode():
-            hidden = model.embed(torch.tensor(TEXT))
-            for start, stop in ((0, 4), (4, 7)):
-                model.run_layers(hidden[start:stop], 0, 4, cache)
-    assert len(strides) > 6
-    assert all(stride % 8 == 0 for stride in strides), strides
 
 
 PROMPT = [5, 1, 7]
@@ -243,7 +225,8 @@ def places_of(config: Any) -> list[str]:
     ]
 
 
-def test_accelerate_divides_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_divides_whole_layers() -> None:
+    """A tied head is where the embedding is."""
     config = tiny_llama(num_layers=6).config
     layer = sum(p.numel() for p in tiny_llama(num_layers=2).model.layers[0].parameters()) * 4
     found = places(config, torch.float32, {0: 6 * layer, 1: 6 * layer})
@@ -253,11 +236,7 @@ def test_accelerate_divides_whole_layers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {*numbers} == {0, 1}
     with pytest.raises(ValueError, match=r"GPUs of this machine do not hold the model: \d of its 9 parts"):
         places(config, torch.float32, {0: 2 * layer, 1: 2 * layer})
-
-
-def test_a_tied_head_is_where_the_embedding_is() -> None:
-    config = tiny_llama(num_layers=6, tie_word_embeddings=True).config
-    layer = sum(p.numel() for p in tiny_llama(num_layers=2).model.layers[0].parameters()) * 4
+    config.tie_word_embeddings = True
     found = places(config, torch.float32, {0: 6 * layer, 1: 6 * layer})
     assert found["lm_head"] == found["model.embed_tokens"] == found["model.norm"]
 

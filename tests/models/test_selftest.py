@@ -24,7 +24,7 @@ from selfspec.engine.accept import accept_sampled
 from tiny_llama import tiny_llama
 
 DRAWS = 20
-"""So few show that sampling runs and stays within the top-k. tests/law/test_distribution.py counts many."""
+"""So few show that sampling runs and stays within the top-k. The law itself is in tests/law."""
 PROMPTS = [torch.tensor([5, 3, 7, 1]), torch.tensor([2, 9])]
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama 3": {"heads": 4, "kv_heads": 2, "rope": "llama3"},

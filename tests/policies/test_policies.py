@@ -186,27 +186,10 @@ def test_the_prompt_alone_can_be_learned_from() -> None:
     prompt = ObservationSpec(shadow_layers=(2,), learn_every=0, prompt_rows=32)
     assert prompt.prompt_rows_for(100, 50) == 32
     assert not prompt.learns(0, 0)
+    assert not ObservationSpec(learn_every=1).learns(0, 0)
     # Beside a policy that learns from rounds it changes nothing of their schedule.
     assert (prompt | ObservationSpec(shadow_layers=(1,), learn_every=4)).learn_every == 4
     assert (prompt | ObservationSpec(confidence=True)).learn_every == 0
-
-
-def rounds_learned(observes: ObservationSpec, rows: list[int]) -> list[int]:
-    """Indices of the rounds that are learned from, when they commit so many rows each."""
-    learned: list[int] = []
-    for index in range(len(rows)):
-        if observes.learns(sum(rows[i] for i in learned), sum(rows[:index])):
-            learned.append(index)
-    return learned
-
-
-def test_the_rounds_that_are_learned_from() -> None:
-    observes = ObservationSpec(shadow_layers=(1,), learn_every=4)
-    assert rounds_learned(observes, [1] * 17) == [0, 4, 8, 12, 16]  # one row in four
-    # Rounds of five: 5 rows of 0, then not before 20 were seen, then 10 of 40.
-    assert rounds_learned(observes, [5] * 10) == [0, 4, 8]
-    assert rounds_learned(ObservationSpec(shadow_layers=(1,)), [1, 5, 2, 1]) == [0, 1, 2, 3]
-    assert not ObservationSpec(learn_every=1).learns(0, 0)
 
 
 def test_prompt_rows_shrink_with_the_text_to_come() -> None:

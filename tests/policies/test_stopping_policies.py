@@ -169,24 +169,6 @@ def test_a_table_for_other_bins_is_refused() -> None:
 FIRST = RoundContext(round_index=0, num_committed=4, remaining_tokens=50)
 
 
-def test_decayed_acceptance_by_hand() -> None:
-    # omega = .5; updates of 2 and 4 rows with 1 and 3 matches: (.5 * 1 + 3) / (.5 * 2 + 4) = 3.5 / 5.
-    matches = DecayedMatches([1], omega=0.5)
-    assert matches.acceptance(1) is None
-    matches.observe(shadow([1], [[1, 0]], [[0.9, 0.1]]))
-    matches.observe(shadow([1], [[1, 1]], [[0.5, 0.5]]), shadow([1], [[1, 0, 0]], [[0.5, 0.5, 0.5]]), count=4)
-    assert matches.acceptance(1) == pytest.approx(3.5 / 5)
-
-
-def test_threshold_by_hand() -> None:
-    # Matched rows have confidences .7 and .9 (mean .8), the mismatched one .4: half of .8 + .4 is .6.
-    matches = DecayedMatches([1, 2], omega=1.0)
-    assert matches.threshold(1) is None
-    matches.observe(shadow([1, 2], [[1, 1, 0], [1, 1, 1]], [[0.7, 0.9, 0.4], [0.6, 0.7, 0.8]]))
-    assert matches.threshold(1) == pytest.approx(0.6)
-    assert matches.threshold(2) is None  # no mismatched row was seen: nothing stops
-
-
 def test_the_layer_of_the_best_tpl() -> None:
     # Acceptance .5, .8, .9 of ten rows each at L = 4: layer 2 (test_cost works it out), whose d is 2.
     rows = [[0] + [1] * 5 + [0] * 4, [1] * 8 + [0] * 2, [1] * 9 + [0]]

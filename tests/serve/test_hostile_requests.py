@@ -24,7 +24,7 @@ from selfspec.serve.api_requests import ChatRequest, CompletionRequest
 from selfspec.serve.api_responses import CompletionAnswer
 from selfspec.serve.bodies import parse
 from selfspec.serve.serve_options import ServeOptions
-from test_serve import CODE, REPEATING, SCHEMA
+from test_serve import CODE
 
 ASK: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 3, "temperature": 0}
 
@@ -127,14 +127,6 @@ def test_what_a_request_asks_for_is_made_once_and_not_for_every_text(
 def many(offline: SelfSpecGenerator) -> Iterator[RunningServer]:
     with running_server(offline) as made:
         yield made
-
-
-def test_texts_of_one_grammar_are_those_of_single_requests(many: RunningServer) -> None:
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    fields: dict[str, Any] = {"response_format": asked, "max_tokens": 24, "temperature": 1.3, "policy": REPEATING}
-    together = [choice["text"] for choice in ask(many, n=6, seed=3, **fields)[1]["choices"]]
-    assert together == [ask(many, seed=3 + index, **fields)[1]["choices"][0]["text"] for index in range(6)]
-    assert len(set(together)) > 1
 
 
 def test_long_answers_are_not_written_on_the_event_loop(many: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

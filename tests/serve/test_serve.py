@@ -131,23 +131,8 @@ def test_stop_strings_end_the_text_and_are_not_in_it(
     assert "".join(chunk.choices[0].text for chunk in pieces) == expected.text[:cut]
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_company(client: OpenAI, offline: SelfSpecGenerator) -> None:
-    options: dict[str, Any] = {"model": "demo", "max_tokens": 30, "temperature": 0.9, "top_p": 0.95}
-
-    def ask(seed: int) -> str:
-        prompt = CODE if seed % 2 else "Once upon a time"
-        return client.completions.create(**options, prompt=prompt, seed=seed).choices[0].text
-
-    alone = [ask(seed) for seed in range(4)]
-    with ThreadPoolExecutor(8) as pool:
-        together = [*pool.map(ask, [0, 1, 2, 3] * 2)]
-    assert together == alone * 2
-    assert len(set(alone)) == 4
-    sampling: Any = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "seed": 1}
-    assert alone[1] == offline.generate(CODE, max_new_tokens=30, policy=REPEATING, **sampling).text
-
-
 def test_choices_are_seeded_one_after_the_other(client: OpenAI) -> None:
+    """Each is the text of a single request, which it is in company here."""
     options: dict[str, Any] = {"model": "demo", "max_tokens": 12, "temperature": 1.0}
     both = client.completions.create(**options, prompt=[CODE, "Once"], n=2, seed=5)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
@@ -242,12 +227,6 @@ def test_offsets_count_special_tokens_that_the_prompt_shows(server: RunningServe
             offsets += choice["logprobs"]["text_offset"]
         assert special in names and text.startswith(body["prompt"])
         assert [text[at : at + len(name)] for name, at in zip(names, offsets)] == names
-
-
-AGE = {"type": "integer", "minimum": 0, "maximum": 120}
-TAGS = {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3}
-PERSON = {"age": AGE, "colour": {"enum": ["red", "green"]}, "tags": TAGS}
-SCHEMA = {"type": "object", "properties": PERSON, "required": [*PERSON], "additionalProperties": False}
 
 
 def test_a_part_of_a_character_is_named_by_its_bytes() -> None:
@@ -406,9 +385,7 @@ def test_a_key_with_an_accent(offline: SelfSpecGenerator, encoding: str) -> None
 
 
 def test_an_address_that_cannot_be_used_is_refused() -> None:
-    """The system would listen on all addresses for an empty one."""
-    with pytest.raises(ValueError, match="--host"):
-        open_socket("", 0)
+    """An empty one is in tests/cli/test_options.py."""
     with open_socket("127.0.0.1", 0) as taken, pytest.raises(ValueError, match=r"in use: .*--port"):
         open_socket("127.0.0.1", taken.getsockname()[1])
 

@@ -26,7 +26,7 @@ from selfspec.exits.frozen_model import FrozenHead, exit_rows
 from selfspec.exits.loss import ExitAdapterLoss, accepted_runs, measure, set_scales
 from selfspec.exits.training import train_exit
 from selfspec.exits.training_texts import TrainingText
-from tiny_llama import full_logits, reference_greedy, tiny_llama, tiny_tokenizer
+from tiny_llama import full_logits, reference_greedy, tiny_llama
 from tiny_training import tiny_exits, write_checkpoint
 
 DEPTHS = (1, 2, 3, 4)
@@ -204,10 +204,7 @@ def test_steered_adapters_are_trained_and_draft(checkpoint: Path, tmp_path: Path
 
 def test_adapters_beside_a_checkpoint_from_its_own_answers(tmp_path: Path) -> None:
     """From prompts alone, copied into the checkpoint's folder. The model's text is what it was."""
-    model = tmp_path / "model"
-    llama = tiny_llama(num_layers=4, seed=5, late_scale=0.7)
-    llama.save_pretrained(model)
-    tiny_tokenizer().save_pretrained(model)
+    model, llama = write_checkpoint(tmp_path / "model"), tiny_llama(num_layers=4, seed=5, late_scale=0.7)
     data = tmp_path / "prompts.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"a bed {'ab' * n}"}) for n in range(24)))
     made: dict[str, Any] = {"data": (str(data),), "own_answers": True, "answer_tokens": 12}
