@@ -284,10 +284,11 @@ def test_commands_run_a_folder_and_a_file(kind: str, tmp_path: Path) -> None:
     texts, run = [], CliRunner()
     for place in (tmp_path, file):
         asked = ["generate", "Once upon", "--raw", "--model", str(place), "--max-new-tokens", "12", "--json"]
-        for policy in ("ar", "ls:2-3", "auto"):
-            result = run.invoke(app, [*asked, "--policy", policy])
+        for policy in ("ar", "ls:2-3", "wave", "auto"):
+            result = run.invoke(app, [*asked, "--policy", policy, "--explain"])
             assert result.exit_code == 0, result.output
             texts.append(json.loads(result.stdout)["token_ids"])
+            assert "against plain: ls:" in "\n".join(json.loads(result.stdout)["explanation"])
         wrong = run.invoke(app, [*asked, "--num-loops", "9"])
         assert wrong.exit_code == 2 and "num_loops must be in [1, 3]" in wrong.output
     assert texts == texts[:1] * len(texts)
