@@ -39,6 +39,19 @@ class LoopedAuto(StatelessPolicy):
         self._tried = dict.fromkeys(self._taken, 0)
         self._length, self._sweep, self._expected = 1, 1.0, self._cost
 
+    def state(self) -> dict[str, Any]:
+        return {"agreement": self._agreement, "way": self._way}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` gave; seconds are learned again. Raises ValueError for another policy's state."""
+        agreement, way = state.get("agreement"), state.get("way")
+        if not (isinstance(agreement, float) and 0 <= agreement <= 1 and way in [*self._taken]):
+            raise ValueError(
+                f"{type(self).__name__} keeps an agreement and a way, and the saved state holds {sorted(state)}"
+            )
+        self.reset()
+        self._agreement, self._way = agreement, way
+
     def prices(self, texts: int = 1) -> dict[str, float]:
         """Price a token by each way, where so many texts share the passes."""
         cost = self._expected = self._cost.for_batch_size(texts)

@@ -310,7 +310,7 @@ class RoundRecord:
     tokens: what was committed, m+1 of them, or fewer if a stop fell inside the round. A wave may end with an accepted draft;
         its draft_tokens are those that were judged in this round, or dropped behind a rejected one; max_speculations is 0.
     loaded_layers: draft steps * E + (E if the last row still needed it) + (L - E); L for an autoregressive step. A layer in
-        fewer bits counts as a layer. Of a wave, the layers of one loop for each sweep.
+        fewer bits counts as a layer. Of a wave, the layers of one loop for each of its `sweeps`.
     stop_cause: why drafting ended: the cap, the stopping policy before or after a draw, a drafted EOS, or "none" when the
         round did not speculate. A row that gives no token (NaN, say) ends a draft "before_draw", too.
     confidences: one per row that was looked at, if a policy asked (one more than drafts after a stop before a draw,
@@ -355,6 +355,7 @@ class RoundRecord:
     num_copied: int = 0
     copies: tuple[tuple[int, bool], ...] = ()
     bits: int | None = None
+    sweeps: int = 0
 
     @property
     def drafter(self) -> Drafter | None:

@@ -57,7 +57,8 @@ def check_config(config: Any, name: str) -> PreTrainedConfig:
     _check_fields(config, family, name)
     loops = family.loops(config)
     if not _is_count(loops) or loops * config.num_hidden_layers > MAX_LAYERS:
-        raise ValueError(f"{name} runs its layers {loops!r} times, where a whole number from 1 is meant")
+        few = f"for at most {MAX_LAYERS} layers in all"
+        raise ValueError(f"{name} runs its layers {loops!r} times, where a whole number from 1 is meant, {few}")
     if loops * config.num_hidden_layers < 2:
         raise ValueError(f"{name} has {config.num_hidden_layers} layer; an early exit needs at least 2")
     _check_quantisation(config, name)

@@ -53,7 +53,7 @@ def explain(
     """Explain a run that kept its trace; `watching_all_layers` makes the settings exact for a greedy one.
 
     timed: the same call without watching, which takes time of its own; by default `result`.
-    plain: the same text, decoded plainly and watched, for a run that copied: rounds that copy are not watched.
+    plain: the same text, decoded plainly and watched, for a run that copied: rounds that copy or wave are not watched.
     """
     stats = result.stats
     assert result.trace is not None, "generate with trace=True"
@@ -61,7 +61,7 @@ def explain(
     names = ("prefill", "draft", "verify", "accept", "learn", "other")
     phases = {name: getattr(times, f"{name}_seconds") / times.seconds for name in names}
     tokens = sum(len(record.tokens) for record in result.trace)
-    full = sum(record.num_drafted + 1 for record in result.trace)
+    full = sum(record.sweeps or record.num_drafted + 1 for record in result.trace)
     step = cost.autoregressive()
     rounds_cost = sum(cost_of_round(record, cost) for record in result.trace)
     speedups = None

@@ -83,7 +83,7 @@ def generate_one(
                 changes: dict[str, Any] = {"exit_layer": None, "num_speculations": None, "trace": True}
                 watched = generate(**changes, policy=watching_all_layers(policy, num_layers))
                 plain = None
-                if greedy and watched.stats.num_copied:  # rounds that copy are not watched
+                if greedy and (watched.stats.num_copied or model.num_loops > 1):  # nobody watches copying, or waves
                     plain_policy = watching_all_layers(autoregressive(num_layers), num_layers)
                     plain = generate(**changes, policy=plain_policy, copy_from=None)
                 explanation = explanation_lines(explain(watched, num_layers, cost, plain, result), cost)

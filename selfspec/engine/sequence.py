@@ -346,6 +346,7 @@ class Sequence:
             num_copied=draft.num_copied,
             copies=tuple(self._copies_seen),
             bits=draft.bits,
+            sweeps=draft.sweeps,
         )
         self.stats.add(record)
         self._rows_seen += record.num_accepted + 1

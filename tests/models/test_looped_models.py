@@ -159,10 +159,11 @@ def test_commands_run_a_folder(kind: str, tmp_path: Path) -> None:
         shutil.copy(DEMO_PATH / name, tmp_path / name)
     texts, run = [], CliRunner()
     asked = ["generate", "Once upon", "--raw", "--model", str(tmp_path), "--max-new-tokens", "12", "--json"]
-    for policy in ("ar", "auto"):
-        result = run.invoke(app, [*asked, "--policy", policy])
+    for policy in ("ar", "ls:2-3", "wave", "auto"):
+        result = run.invoke(app, [*asked, "--policy", policy, "--explain"])
         assert result.exit_code == 0, result.output
         texts.append(json.loads(result.stdout)["token_ids"])
-    assert texts[0] == texts[1]
+        assert "against plain: ls:" in "\n".join(json.loads(result.stdout)["explanation"])
+    assert texts == texts[:1] * len(texts)
     wrong = run.invoke(app, [*asked, "--num-loops", "9"])
     assert wrong.exit_code == 2 and "num_loops must be in [1, 3]" in wrong.output

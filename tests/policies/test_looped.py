@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from policies import LayerCost, MeasuredCost, RoundContext, RoundRecord, parse_policy
@@ -47,6 +49,25 @@ def test_ways_by_agreement_texts_and_time(right: int, texts: int, wave: float, e
     assert ways[-200:].count(expected) > 150
     if expected == "rounds":
         assert decode(policy, 9)[-200:].count("wave") > 100
+
+
+def test_what_it_learned_is_kept(tmp_path: Path) -> None:
+    """By `save` and `load`; another policy's state is refused, and changes nothing."""
+    policies = [
+        parse_policy("auto:cost=layers", num_layers=8, num_loops=loops, measure=lambda: COST) for loops in (4, 4, 1)
+    ]
+    learned, fresh, _ = (policy.exit for policy in policies)
+    assert isinstance(learned, LoopedAuto) and isinstance(fresh, LoopedAuto)
+    decode(learned, 0)
+    assert policies[0].learns and learned.state() != fresh.state()
+    policies[0].save(tmp_path / "state.json")
+    for policy, other in ((policies[1], policies[2]), (policies[2], policies[1])):
+        before = policy.state()
+        with pytest.raises(ValueError, match="saved state"):
+            policy.restore(other.state())
+        assert policy.state() == before
+    policies[1].load(tmp_path / "state.json")
+    assert fresh.state() == learned.state()
 
 
 def test_which_policy_auto_is() -> None:
