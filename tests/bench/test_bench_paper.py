@@ -176,6 +176,7 @@ LEADS = {"of": "del", "over": ["ls", "fs", "dv"], "metric": "etpl", "expect": "m
 )  # fmt: skip
 def test_each_verdict(claim: dict[str, Any], lines: list[Line], verdict: str) -> None:
     assert finding(claim, PRESET, lines).verdict == verdict
+    assert decide(LEADS, 1.001, 1.004) == "not shown"
 
 
 def test_the_best_baseline_counts_and_looping_texts_stand_apart() -> None:
