@@ -198,11 +198,9 @@ class AutoExit:
             self._take_in()
 
     def _count(self, cost: float, tokens: int) -> None:
-        self._spent, self._text_cost, self._text_tokens = (
-            self._spent + cost,
-            self._text_cost + cost,
-            self._text_tokens + tokens,
-        )
+        self._spent += cost
+        self._text_cost += cost
+        self._text_tokens += tokens
 
     def _take_in(self) -> None:
         """Learn from what rounds drafted or dropped, from what copies would have said, and from shadow tokens."""
@@ -245,7 +243,8 @@ class AutoExit:
         """Find the best round with what is there, and what weights that can be made promise beyond that."""
         self._news, self._enough = 0, min(max(sum(self.chances.rows[:-1]) // 2, 3), 256)
         frequency, acceptance = (table[:-1] for table in self.chances.tables())
-        self.acceptance = dict(zip(self.drafters, (right := (frequency * acceptance).sum(axis=1)).tolist()))
+        right = (frequency * acceptance).sum(axis=1)
+        self.acceptance = dict(zip(self.drafters, right.tolist()))
         # Exits that were hardly looked at yet draft nothing: in most models they are rarely right.
         usable = [drafter.bits is not None or rows >= SEEN for drafter, rows in zip(self.drafters, self.chances.rows)]
         there = len(self.drafters) - len(self.offered_bits)
