@@ -44,6 +44,10 @@ _QUICK_TRAINING = {"max_tokens": 2000, "epochs": 1.0, "answer_tokens": 32, "held
 def paper(options: PaperCommand) -> None:
     with one_line_errors():
         preset = load_preset(options.paper, options.table or ())
+        if not preset["trained"] and (options.adapters or options.data):
+            raise ValueError(f"{options.paper} trains nothing: leave out --adapters and --data")
+        if options.preverifier is not None and options.paper != "pacer":
+            raise ValueError(f"{options.paper} has no pre-verifier: leave out --preverifier")
         if preset["trained"] and options.adapters is None and options.output is None:
             raise ValueError(f"{options.paper} trains adapters: give --output, beside which they go, or --adapters")
         if options.quick:

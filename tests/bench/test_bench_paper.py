@@ -280,6 +280,8 @@ def test_adapters_are_trained_beside_the_record(run: Invoke, tmp_path: Path) -> 
         (["pacer", "--preverifier", "nowhere"], "nowhere"),
         (["sd2"], "sd2 trains adapters: give --output, beside which they go"),
         (["del", "--prompts", "hub"], "--prompts FOLDER"),
+        (["del", "--adapters", "there"], "trains nothing"),
+        (["spide", "--preverifier", "there"], "has no pre-verifier"),
     ],
 )  # fmt: skip
 def test_mistakes_in_one_line(run: Invoke, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
