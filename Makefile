@@ -77,9 +77,9 @@ records: $(VENV)/.installed
 	$(BENCH) context --model synthetic:medium --contexts 128,1024,4096 -o $(RECORDS)/context-medium.jsonl
 	$(BENCH) roofline --model synthetic:medium -o $(RECORDS)/roofline-medium.jsonl
 	$(BENCH) kernels -o $(RECORDS)/kernels.jsonl
-	$(BENCH) context --model synthetic:ouro-1.4B --dtype bfloat16 --kv-dtype bfloat16 --contexts 64 --policy ls:24-3 --policy ls:24-6 \
-	  --policy ls:24-9 --policy wave:loop=1 --agreement .8 --agreement .9 --agreement .95 --max-new-tokens 40 --repeats 2 \
-	  -o $(RECORDS)/looped-bf16.jsonl
+	for weights in bfloat16 int4; do $(BENCH) context --model synthetic:ouro-1.4B --dtype $$weights --kv-dtype bfloat16 \
+	  --contexts 64 --policy ls:24-3 --policy ls:24-6 --policy ls:24-9 --policy wave:loop=1 --agreement .8 --agreement .9 \
+	  --agreement .95 --max-new-tokens 40 --repeats 2 -o $(RECORDS)/looped-$$weights.jsonl || exit 1; done
 
 # The ledger's records (docs/papers.md), in about an hour. PROMPTS: a folder of a paper's tasks, or "hub"; the shipped ones stand in.
 PROMPTS ?= shipped
