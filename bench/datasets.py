@@ -5,11 +5,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from selfspec.messages import encode_messages
 
@@ -58,12 +58,7 @@ def load_prompts(path: Path | None = None) -> list[Prompt]:
         return [prompt for name in shipped_names() if name != COPYING for prompt in load_prompts(Path(name))]
     if str(path) in shipped_names() and not path.is_file():
         path = SHIPPED_PROMPTS / f"{path}.jsonl"
-    opener = gzip.open if path.suffix == ".gz" else open
-    prompts: list[Prompt] = []
-    with opener(path, "rt", encoding="utf-8-sig") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                prompts.append(_parse(line, f"{path}, line {number}"))
+    prompts = [_prompt_of(fields, place) for place, fields in json_lines(path)]
     if not prompts:
         raise ValueError(f"{path} holds no prompts")
     if len({prompt.id for prompt in prompts}) < len(prompts):
@@ -71,13 +66,24 @@ def load_prompts(path: Path | None = None) -> list[Prompt]:
     return prompts
 
 
-def _parse(line: str, place: str) -> Prompt:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON ({error})") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{place}: expected an object")
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the object of each line of a .jsonl or .jsonl.gz file, after its place. Raises ValueError for anything else."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8-sig") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                fields = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{place}: not JSON ({error})") from None
+            if not isinstance(fields, dict):
+                raise ValueError(f"{place}: expected an object")
+            yield place, fields
+
+
+def _prompt_of(fields: dict[str, Any], place: str) -> Prompt:
     for name in ("id", "task", "prompt"):
         if not isinstance(fields.get(name), str) or not fields[name]:
             raise ValueError(f'{place}: "{name}" must be a string that is not empty, got {fields.get(name)!r}')

@@ -48,7 +48,7 @@ def arms_of(preset: Preset, temperature: float, task: str, quick: bool) -> list[
 
 
 def policy_of(preset: Preset, arm: str, task: str, found: Mapping[str, str]) -> str | None:
-    """Return an arm's policy for a task; None where there is none, or one of its placeholders was not found."""
+    """Return an arm's policy for a task; None if it has none, or if calibration found nothing for one of its placeholders."""
     policy = preset["arms"].get(arm, {})
     policy = policy if isinstance(policy, str) else policy.get(task, policy.get("*"))
     try:

@@ -6,8 +6,6 @@ the first ones, or with `seed` a random choice), a `template` that a row's field
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from bench.datasets import group_by_task, load_prompts
+from bench.datasets import group_by_task, json_lines, load_prompts
 
 Task = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -115,8 +113,5 @@ def _rows(name: str, task: Task, source: str, config: str | None, split: str) ->
     middle = f".{config}" if len(task.get("configs", [])) > 1 else ""
     stems = [f"{name}{middle}", name, task.get("file", name)] if split == task["split"] else [f"{name}{middle}.{split}"]
     paths = [Path(source) / f"{stem}.jsonl{end}" for stem in stems for end in ("", ".gz")]
-    for path in filter(Path.is_file, paths):
-        opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8") as stream:
-            return [json.loads(line) for line in stream if line.strip()]
-    return []
+    path = next(filter(Path.is_file, paths), None)
+    return [] if path is None else [row for _, row in json_lines(path)]

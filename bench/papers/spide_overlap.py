@@ -14,7 +14,7 @@ over its layers, all texts pooled (`bench.report.interval_tables.interval`); Cos
 
 Two readings of what is printed. Line 28 takes the minimum with k and line 30 asks for k + 1, which would never be: here a
 call accepts up to k + 1 tokens, as in section 3.2 and Figure 2. Line 33 keeps the last s drafts, the first of which this very
-call has judged: here the s - 1 behind it are what the next call judges, as in Figure 2.
+call has judged: here the next call judges the s - 1 drafts behind that one, as in Figure 2.
 Source: SPIDE (2025), section 3.2, Figure 2, eq. 6 and Algorithm 1, lines 1 to 42.
 """
 
@@ -31,7 +31,7 @@ from selfspec.pacer.examples import draft_traces
 from selfspec.pacer.settings import DataPlan
 
 TAUS = (0.5, 0.6, 0.7, 0.8, 0.9)
-"""Of section 4.2 and Appendix D.3."""
+"""Thresholds that the paper compares, in section 4.2 and Appendix D.3."""
 LENGTHS = range(1, 13)
 MOST = 32
 """Drafts that are made in turn, in a row; the paper has no bound but the text's end."""

@@ -54,7 +54,7 @@ class Row:
 
 
 Said = Mapping[Row, HeadOutput | Tensor]
-"""What the head says of rows: a choice, or logits [1, vocab] where tokens are drawn or processed."""
+"""The head's answer for each row: a choice, or logits [1, vocab] where tokens are drawn or processed."""
 
 
 def run_waves(model: LayerSkipModel, drafts: Sequence[Draft]) -> None:

@@ -207,7 +207,7 @@ def test_a_sweep_that_breaks_off(layout: Layout, options: dict[str, Any], monkey
 
 @every_mode
 def test_a_processor_s_error_is_one_text_s_own(options: dict[str, Any]) -> None:
-    """What comes before it is told first; drafts that a processor refuses are none."""
+    """Tell the tokens before the failure first; drafts that a processor refuses do not count."""
     for length in range(6, 14):
         generator = looped_generator("plain", prefix_cache=0)
         spoiling = wish("wave", logits_processor=LogitsProcessorList([Spoiling(length)]), **options)

@@ -139,7 +139,7 @@ def q_of_the_next_draft(draft: Draft, said: Any, position: int, guess: Row | Non
 
 
 def drawn_again(draft: Draft, said: Any, position: int, guess: Row | None) -> int:
-    """What is rejected is drawn again from all of p."""
+    """Plant a fault: draw again from all of p after a rejection."""
     token = _own_token(draft, said, position, guess)
     rejected = guess is not None and token != guess.token
     return draft.sequence.sampler.next_token(said, draft.sequence.tokens, position) if rejected else token
