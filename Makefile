@@ -55,31 +55,50 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	$(BIN)/mkdocs build --strict
 
-# Records of one commit, in at most two hours on two cores. What broke off goes on; records of another commit are refused, so
-# remove build/records before. Other engines are measured where they are installed (docs/benchmarks.md).
+# Records of one commit, in about an hour on two cores: what README and docs show. What broke off goes on; records of another commit
+# are refused, so remove build/records before. llama.cpp, ik_llama.cpp and OpenVINO are measured where they are installed
+# (docs/benchmarks.md). FILE: a GGUF file for the README's second table. OPENVINO: --engine openvino:FOLDER, once a folder.
 RECORDS = build/records
 BENCH = $(BIN)/selfspec-bench
-MEDIUM = --model synthetic:medium --prompt-tokens 192 --max-new-tokens 64 --num-samples 2 --repeats 2
+SMOLLM2 = build/smollm2-bf16
+MEDIUM = --model synthetic:medium
+LOOPED = --model synthetic:ouro-1.4B --kv-dtype bfloat16 --policy ls:24-3 --policy ls:24-6 --policy wave:loop=1
+RULES = auto auto:cost=layers del del:as=printed ls:1-4 ls:2-2 fs:1-4 dv:1 svip:1,threshold=1.4 adaedl:1,start=0.2 spide:1,tau=0.2
+FEWER_BITS = BF16 Q8_0 Q4_0
+FILE ?=
+OPENVINO ?=
 
-records: $(VENV)/.installed
+records: $(VENV)/.installed $(SMOLLM2)
 	mkdir -p $(RECORDS)
-	$(BENCH) run --warmed-up auto --repeats 3 -o $(RECORDS)/run-demo.jsonl
+	$(BENCH) peers --model $(SMOLLM2) --chat --prompts chat --num-samples 8 --repeats 2 --policy auto --warmed-up auto --engine transformers \
+	  --engine selfspec:Q8_0 --engine selfspec:Q4_0 $(FEWER_BITS:%=--engine llama.cpp:%) $(FEWER_BITS:%=--engine ik_llama.cpp:%) \
+	  $(OPENVINO) -o $(RECORDS)/peers-smollm2-bits.jsonl
+	$(if $(FILE),$(BENCH) peers --model $(FILE) --num-samples 4 --repeats 2 --max-new-tokens 64 -o $(RECORDS)/peers-file.jsonl)
+	$(BENCH) peers --model $(SMOLLM2) --chat --prompts chat --num-samples 8 --repeats 3 --engine none --policy bits:8-3 --policy auto:bits=off \
+	  --policy auto --warmed-up auto -o $(RECORDS)/peers-smollm2-bf16.jsonl
+	$(BENCH) run --cold --model smollm2 --policy auto --max-new-tokens 96 --repeats 4 -o $(RECORDS)/cold-smollm2-q4_1.jsonl
+	$(BENCH) run --cold --model $(SMOLLM2) --policy auto --policy bits:8-3 --max-new-tokens 96 --repeats 4 \
+	  -o $(RECORDS)/cold-smollm2-bf16.jsonl
+	$(BENCH) run --num-samples 4 --max-new-tokens 96 --repeats 3 $(RULES:%=--policy %) --warmed-up auto -o $(RECORDS)/run-demo.jsonl
 	$(BENCH) sweep --exit-layers 1-6 --num-speculations 1-8 --repeats 3 --warmups 1 -o $(RECORDS)/sweep-demo.jsonl
-	$(BENCH) peers --num-samples 8 --warmed-up auto -o $(RECORDS)/peers-demo.jsonl
-	$(BENCH) load -o $(RECORDS)/load-demo.jsonl
-	$(BENCH) peers --model smollm2 --chat --num-samples 12 --warmed-up auto -o $(RECORDS)/peers-smollm2.jsonl
-	$(BENCH) peers $(MEDIUM) --engine transformers --engine selfspec:int8 --engine selfspec:int4 --engine llama.cpp:BF16 \
-	  --engine llama.cpp:Q8_0 --engine llama.cpp:Q4_0 -o $(RECORDS)/peers-medium.jsonl
-	$(BENCH) peers $(MEDIUM) --engine selfspec:Q4_K_M --engine selfspec:Q6_K --engine selfspec:Q8_0 --engine llama.cpp:Q8_0 \
-	  --engine selfspec:Q4_0 --engine llama.cpp:Q4_0 -o $(RECORDS)/peers-gguf-medium.jsonl
-	$(BENCH) batch --model synthetic:medium --engine transformers --engine selfspec:int8 --engine llama.cpp:BF16 \
-	  --engine llama.cpp:Q8_0 --max-new-tokens 48 --repeats 2 -o $(RECORDS)/batch-medium.jsonl
-	$(BENCH) context --model synthetic:medium --contexts 128,1024,4096 -o $(RECORDS)/context-medium.jsonl
-	$(BENCH) roofline --model synthetic:medium -o $(RECORDS)/roofline-medium.jsonl
-	$(BENCH) kernels -o $(RECORDS)/kernels.jsonl
-	for weights in bfloat16 int4; do $(BENCH) context --model synthetic:ouro-1.4B --dtype $$weights --kv-dtype bfloat16 \
-	  --contexts 64 --policy ls:24-3 --policy ls:24-6 --policy ls:24-9 --policy wave:loop=1 --agreement .8 --agreement .9 \
-	  --agreement .95 --max-new-tokens 40 --repeats 2 -o $(RECORDS)/looped-$$weights.jsonl || exit 1; done
+	$(BENCH) peers $(MEDIUM) --prompt-tokens 192 --max-new-tokens 64 --num-samples 2 --repeats 2 --engine transformers \
+	  --engine selfspec:int8 --engine selfspec:int4 $(FEWER_BITS:%=--engine llama.cpp:%) -o $(RECORDS)/peers-medium.jsonl
+	$(BENCH) batch $(MEDIUM) --engine transformers --engine selfspec:int8 --engine llama.cpp:BF16 --engine llama.cpp:Q8_0 \
+	  --max-new-tokens 48 --repeats 2 -o $(RECORDS)/batch-medium.jsonl
+	$(BENCH) load $(MEDIUM) --clients 1,8 --requests 1 --repeats 2 -o $(RECORDS)/load-medium.jsonl
+	$(BENCH) context $(MEDIUM) --contexts 128,1024,4096 -o $(RECORDS)/context-medium.jsonl
+	$(BENCH) roofline $(MEDIUM) -o $(RECORDS)/roofline-medium.jsonl
+	for weights in bfloat16 int4; do \
+	  $(BENCH) context $(LOOPED) --policy ls:24-9 --dtype $$weights --contexts 64 --agreement .8 --agreement .9 --agreement .95 \
+	    --max-new-tokens 40 --repeats 2 -o $(RECORDS)/looped-$$weights.jsonl && \
+	  $(BENCH) context $(LOOPED) --dtype $$weights --contexts 1000,4000 --agreement .9 --max-new-tokens 40 --repeats 2 \
+	    -o $(RECORDS)/looped-long-$$weights.jsonl || exit 1; done
+
+# SmolLM2's file, its weights in bfloat16, which every engine then rounds itself.
+$(SMOLLM2): $(VENV)/.installed
+	$(BIN)/python -c "import sys; from layerskip_models import load_tokenizer as tokenizer; \
+	  from layerskip_models.checkpoints.loading import load_transformers as model; folder = sys.argv[1]; \
+	  model('smollm2', dtype='bfloat16').save_pretrained(folder); tokenizer('smollm2').save_pretrained(folder)" $@
 
 # The ledger's records (docs/papers.md), in about an hour. PROMPTS: a folder of a paper's tasks, or "hub"; the shipped ones stand in.
 PROMPTS ?= shipped

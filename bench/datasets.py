@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHIPPED_PROMPTS = Path(__file__).parent / "prompts"
-"""Prompts written for this project: code, maths word problems, English prose and summaries, German to English, copying."""
+"""Prompts written for this project: code, maths word problems, English prose and summaries, German to English, `BY_NAME`."""
 COPYING = "copying"
-"""Shipped prompts whose answers are copied from them. They say nothing of other text, and are used where they are named."""
+BY_NAME = ("chat", COPYING)
+"""Shipped prompts that are used only where they are named: messages to a chat model, and prompts whose answers copy, which
+say nothing of other text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +50,14 @@ def shipped_names() -> list[str]:
 
 
 def load_prompts(path: Path | None = None) -> list[Prompt]:
-    """Return the prompts of a .jsonl or .jsonl.gz file in its order; None takes the shipped ones, all but `COPYING`.
+    """Return the prompts of a .jsonl or .jsonl.gz file in its order; None takes the shipped ones, all but `BY_NAME`.
 
     A path that is no file may be the name of a shipped file without its ending, such as "copying". A line is an object with
     "id" (of its own), "task" and "prompt" (text that ends where the model goes on). Other fields are ignored.
     Raises ValueError that names file and line for anything else; OSError if the file cannot be read.
     """
     if path is None:
-        return [prompt for name in shipped_names() if name != COPYING for prompt in load_prompts(Path(name))]
+        return [prompt for name in shipped_names() if name not in BY_NAME for prompt in load_prompts(Path(name))]
     if str(path) in shipped_names() and not path.is_file():
         path = SHIPPED_PROMPTS / f"{path}.jsonl"
     prompts = [_prompt_of(fields, place) for place, fields in json_lines(path)]

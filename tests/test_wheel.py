@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PRODUCT = ("bench", "layerskip_models", "policies", "selfspec")
 DATA = {
     "bench/py.typed",
-    *(f"bench/prompts/{name}.jsonl" for name in ("code", "copying", "english", "math", "translation")),
+    *(f"bench/prompts/{name}.jsonl" for name in ("chat", "code", "copying", "english", "math", "translation")),
     *(f"bench/papers/{name}.json" for name in ("dpace", "del", "pacer", "sd2", "spide")),
     "layerskip_models/py.typed",
     *(

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from bench.datasets import COPYING, shipped_names
+from bench.datasets import BY_NAME, shipped_names
 from layerskip_models.checkpoints.named_models import DEMO, named_file
 from layerskip_models.output_paths import output_file, output_folder
 from selfspec.cli.console import one_line_errors
@@ -44,7 +44,7 @@ ModelOption = Annotated[
         callback=_checkpoint,
     ),
 ]
-_SHIPPED = f"{', '.join(shipped_names())}. Default: all but {COPYING}."
+_SHIPPED = f"{', '.join(shipped_names())}. Default: all but {' and '.join(BY_NAME)}."
 _PROMPTS = f'Prompts, .jsonl[.gz] with "id", "task", "prompt"; or shipped ones by name: {_SHIPPED}'
 PromptsOption = Annotated[Path | None, typer.Option(help=_PROMPTS)]
 PromptTokensOption = Annotated[int, typer.Option(min=1, help="Maximum prompt length; longer prompts keep their end.")]

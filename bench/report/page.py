@@ -14,14 +14,13 @@ from bench.report.peer_tables import peer_tables
 from bench.report.run_tables import decoding_text, run_tables, sweep_headline, sweep_tables
 from bench.report.summary import Samples
 from bench.report.table import Table, counted
-from bench.report.throughput_tables import batch_tables, files_tables, load_tables
+from bench.report.throughput_tables import batch_tables, load_tables
 from selfspec.analysis.comparison import load_warning
 
 _TABLES: dict[str, Callable[[Sequence[Line]], list[Table]]] = {
     "run": run_tables,
     "cold": cold_tables,
     "peers": peer_tables,
-    "files": files_tables,
     "sweep": sweep_tables,
     "roofline": roofline_tables,
     "context": context_tables,

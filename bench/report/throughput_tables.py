@@ -57,43 +57,6 @@ def _engines(lines: Sequence[Line], kind: str) -> dict[str, str]:
     return {name: label for name, label in engine_labels(lines).items() if len(runs.get(name, ())) == complete}
 
 
-def files_tables(lines: Sequence[Line]) -> list[Table]:
-    """Each engine on each file: speeds on each number of threads, loading and memory."""
-    asked = lines[0]["configuration"]
-    shown: dict[tuple[str, str, str], list[str]] = {}
-    for name, label in engine_labels(lines).items():
-        own, file, _ = name.rsplit(":", 2)
-        shown.setdefault((file, label, own), []).append(name)
-
-    def speed(names: Sequence[str], what: str, part: str) -> str:
-        """Tokens per second, one number for each number of threads."""
-        found = []
-        for name in names:
-            runs = [line for line in matching(lines, "file", engine=name, what=what) if line[f"{part}_seconds"]]
-            found.append(middle([line[f"{part}_tokens"] / line[f"{part}_seconds"] for line in runs], "{:.0f}"))
-        return " / ".join(found)
-
-    def loading(file: str, own: str, field: str, pattern: str, factor: float = 1) -> str:
-        found = [line[field] for line in matching(lines, "loading", engine=own, weights=file) if line.get(field)]
-        return middle(found, pattern, factor)
-
-    *prompts, texts = asked["measured"]
-    rows = [
-        {
-            "file": file,
-            "engine": label,
-            **{f"{what} tokens": speed(names, what, "prompt") for what in prompts},
-            "decoding": speed(names, prompts[0], "decode"),
-            texts: speed(names, texts, "decode"),
-            "load, s": loading(file, own, "load_seconds", "{:.2f}"),
-            "peak memory, MiB": loading(file, own, "peak_bytes", "{:.0f}", 2**-20),
-        }
-        for (file, label, own), names in shown.items()
-    ]
-    counts = " / ".join(map(str, asked["threads"]))
-    return [Table.of("files", f"GGUF files: tokens/s (threads: {counts}), and what loading takes", rows).known()]
-
-
 def load_tables(lines: Sequence[Line]) -> list[Table]:
     """Throughput and time to first token by clients."""
     engines, sizes = _engines(lines, "load"), sorted({line["clients"] for line in matching(lines, "load")})
