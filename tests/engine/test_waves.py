@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 import selfspec.engine.wave
@@ -32,6 +33,7 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from policies import ObservationSpec, Plan, Policy
 from scripted_policies import ScriptedExit
+from selfspec.analysis.replay import trace_agreement, wave_sweeps
 from selfspec.detokenize import token_sources
 from selfspec.engine.draft import Draft
 from selfspec.engine.wave import Row
@@ -115,20 +117,15 @@ def test_every_budget_and_every_stop(policy: str) -> None:
             assert_same(found, plain, rounds=False, exact=False)
 
 
-@pytest.mark.parametrize("right", [1, 2, 3, 4])
-def test_what_a_mistake_costs(right: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops before this one are wrong of every token, this one and later ones never: each token takes so many sweeps."""
-    model, hear = looped_model("plain"), selfspec.engine.wave._hear
-    own = [*PROMPT, *run_alone(model, wish("ar")).tokens, 0]
-
-    def imposed(draft: Draft, row: Row, said: Any, position: int, lands: bool) -> bool:
-        said = said if lands else said._replace(token=own[position] + (row.loops < right))
-        return hear(draft, row, said, position, lands)
-
-    monkeypatch.setattr(selfspec.engine.wave, "_hear", imposed)
-    course = run_alone(model, wish())
-    assert course.tokens == own[4:-1] and course.result is not None
-    assert course.result.stats.loaded_layers == (4 + 22 * right) * model.loop_layers  # the first token is the prompt's
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_mistake_costs(layout: Layout) -> None:
+    """Sweeps follow from the loops' own choices. The last token lands when its row has been through all loops."""
+    generator = looped_generator(layout)
+    trace = trace_agreement(generator, torch.tensor(PROMPT), 40)
+    sweeps = wave_sweeps(trace, 4)
+    assert {*sweeps} == {1, 2, 3, 4}
+    stats = generator.generate(PROMPT, max_new_tokens=40, policy=WAVE, eos_token_id=[]).stats
+    assert stats.loaded_layers == (sum(sweeps[:-1]) + 4) * generator.model.loop_layers
 
 
 def one_loop_is_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
