@@ -79,19 +79,18 @@ class LoopedAuto(StatelessPolicy):
         return Plan(exit_layer=None, max_speculations=0, wave=int(self._way == "wave"), learn=False)
 
     def observe(self, record: RoundRecord) -> None:
+        sweeps, tokens = record.loaded_layers / self._layers, len(record.tokens)
         seen = [float(index < record.num_accepted) for index in range(min(record.num_accepted + 1, record.num_drafted))]
-        if record.exit_layer is not None and not record.max_speculations:  # a wave: later loops correct drafts
-            sweeps = record.loaded_layers / self._layers / len(record.tokens)
-            seen = [max(self._loops - sweeps, 0.0) / (self._loops - 1)] * len(record.tokens)
-        for right in seen:
-            self._agreement += (right - self._agreement) / _SEEN
         if record.exit_layer is None:
             way, expected = "plain", self._expected.autoregressive()
             self._agreement += (HOPED - self._agreement) / (4 * _FORGOTTEN)
         elif record.max_speculations:
             way, expected = "rounds", self._expected.round(self._layers, record.num_drafted)
         else:
-            way, expected = "wave", record.loaded_layers / self._layers * self._sweep
+            way, expected = "wave", sweeps * self._sweep
+            seen = [max(self._loops - sweeps / tokens, 0.0) / (self._loops - 1)] * tokens
+        for right in seen:
+            self._agreement += (right - self._agreement) / _SEEN
         if self._repair:
             self._tried[way] += 1
             ratio = (record.draft_seconds + record.verify_seconds + record.accept_seconds) / expected

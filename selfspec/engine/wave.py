@@ -11,14 +11,14 @@ The row that leaves loop 1 drafts the next token, whose row enters with the next
 the model's own word on the next token. If that is the draft, it is committed, and the rows behind it stay in flight: then
 each sweep, which reads the weights of one loop, commits a token. If not, they are dropped, and the model's own token enters.
 
-Loops between these are asked again. Where one of them says another token than the draft, the rows behind are dropped, too,
-and its token is the draft. A mistake that loop 2 corrects costs one sweep, where one that the last loop finds costs N - 1.
-Greedy text does not depend on who drafts. A token that was drawn from q and is judged by another loop's q' is kept with
-probability min(1, q' / q), else drawn from max(0, q' - q): so it is drawn from q', whichever it is.
+The loops between these are asked, too. Where one says another token than the draft, the rows behind are dropped, and its
+token becomes the draft. A mistake that loop 2 corrects costs one sweep; one that the last loop finds costs N - 1. Greedy text
+does not depend on who drafts. When sampling, a draft drawn from q is kept with probability min(1, q' / q), where q' is what
+the later loop says, and else drawn again from max(0, q' - q). Either way it is then a draw from q'.
 
 In a sweep a row attends to the keys and values of its own loop. Those of the rows before it were written by earlier sweeps,
 so each row is computed as in plain decoding. Loops that rows have entered hold more rows than the text has: the cache's
-length is what the last loop holds, and rolling back makes all loops equal.
+length is what the last loop holds. Where rows are dropped, the loops that the row before them has left are rolled back to it.
 
 Between two rounds rows in flight are the sequence's (`Sequence.flight`). They may be dropped there at any time: the cache is
 rolled back, and the pending token enters again. A round works on a list of its own, so one that breaks off changes nothing.
