@@ -209,12 +209,12 @@ def parts_of(cost: CostModel, drafter: Drafter | None, drafts: int, early: bool 
 def cost_of_round(record: RoundRecord, cost: CostModel) -> float:
     """Price a finished round: all rows that it ran, including one that was dropped.
 
-    Of a wave: its sweeps, of fewer rows while it fills its diagonal; in the last one a row drafts and another lands.
+    Of a wave: its sweeps, of fewer rows while it fills its diagonal; the head looks at all of them.
     """
     if record.sweeps:
-        rows = cost.num_layers * record.sweeps / record.loaded_layers - (record.sweeps - 1) / 2
-        heads = (record.sweeps - 1) * cost.head_seconds[0] + at_rows(cost.head_seconds, 2)
-        return record.loaded_layers * at_rows(cost.layer_seconds, max(rows, 1)) + heads
+        rows = max(cost.num_layers * record.sweeps / record.loaded_layers - (record.sweeps - 1) / 2, 1)
+        heads = record.sweeps * at_rows(cost.head_seconds, rows)
+        return record.loaded_layers * at_rows(cost.layer_seconds, rows) + heads
     return sum(parts_of(cost, record.drafter, record.num_drafted, record.stop_cause == "before_draw"))
 
 

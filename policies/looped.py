@@ -12,7 +12,10 @@ from policies.cost import CostModel, at_rows
 from policies.records import Plan, RoundContext, RoundRecord
 
 HOPED = 0.8
-"""Agreement of the first loop with the last one before anything was seen of it, and again after many plain steps."""
+"""Agreement of the first loop with the last one before anything was seen of it, and again after many plain steps.
+
+While a text is decoded in waves, it is what would make as many sweeps if no other loop corrected drafts.
+"""
 _MARGIN = 1.05  # what another way must gain: a wave that begins again fills its diagonal first
 _SEEN = 32  # drafts that say how many of the next ones are right
 _FORGOTTEN = 256  # rounds after which what was seen of another way counts little
@@ -61,8 +64,8 @@ class LoopedAuto(StatelessPolicy):
         self._length = min(rounds, key=lambda drafts: rounds[drafts])
         sweeps = right + wrong * loops  # a token
         rows = (loops + wrong * loops * (loops - 1) / 2) / sweeps * cost.batch_size  # in flight, and of no use later
-        heads = at_rows(cost.head_seconds, 2 * cost.batch_size)
-        self._sweep = (self._layers * at_rows(cost.layer_seconds, rows) + heads) / cost.batch_size
+        sweep = self._layers * at_rows(cost.layer_seconds, rows) + at_rows(cost.head_seconds, rows)
+        self._sweep = sweep / cost.batch_size
         return {"wave": sweeps * self._sweep, "rounds": rounds[self._length], "plain": cost.autoregressive()}
 
     def plan(self, context: RoundContext) -> Plan:
@@ -76,15 +79,18 @@ class LoopedAuto(StatelessPolicy):
         return Plan(exit_layer=None, max_speculations=0, wave=int(self._way == "wave"), learn=False)
 
     def observe(self, record: RoundRecord) -> None:
-        for index in range(min(record.num_accepted + 1, record.num_drafted)):
-            self._agreement += ((index < record.num_accepted) - self._agreement) / _SEEN
+        sweeps, tokens = record.loaded_layers / self._layers, len(record.tokens)
+        seen = [float(index < record.num_accepted) for index in range(min(record.num_accepted + 1, record.num_drafted))]
         if record.exit_layer is None:
             way, expected = "plain", self._expected.autoregressive()
             self._agreement += (HOPED - self._agreement) / (4 * _FORGOTTEN)
         elif record.max_speculations:
             way, expected = "rounds", self._expected.round(self._layers, record.num_drafted)
         else:
-            way, expected = "wave", record.loaded_layers / self._layers * self._sweep
+            way, expected = "wave", sweeps * self._sweep
+            seen = [max(self._loops - sweeps / tokens, 0.0) / (self._loops - 1)] * tokens
+        for right in seen:
+            self._agreement += (right - self._agreement) / _SEEN
         if self._repair:
             self._tried[way] += 1
             ratio = (record.draft_seconds + record.verify_seconds + record.accept_seconds) / expected

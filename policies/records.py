@@ -115,8 +115,9 @@ class Plan:
     acceptance: the acceptance per drafter that the plan was made with, for the trace; None where none is estimated.
     learn: False if there is nothing to be gained from learning in this round, whatever `ObservationSpec` say.
     rest: rounds, this one included, in which nobody looks at the index of what may be copied.
-    wave: of a looped model, the loops after which drafts are chosen while all rows go on through the loops; 0 for a round of
-        drafts and then verification. Nothing else of the plan counts in a wave, and stopping policies are not asked.
+    wave: of a looped model, the loops after which drafts are chosen while all rows go on through the loops, each of which
+        may choose another draft; 0 for a round of drafts and then verification. Nothing else of the plan counts in a wave,
+        and stopping policies are not asked.
     """
 
     exit_layer: int | None
@@ -308,7 +309,8 @@ class RoundRecord:
     copies: for every token since the last look at the index, before this round, of which it had an opinion: how many tokens
         before it were alike, and whether it was what followed there. Empty where nothing can be copied.
     tokens: what was committed, m+1 of them, or fewer if a stop fell inside the round. A wave may end with an accepted draft;
-        its draft_tokens are those that were judged in this round, or dropped behind a rejected one; max_speculations is 0.
+        its draft_tokens are those that the last loop judged in this round, or dropped behind a rejected one, without those
+        that earlier loops replaced; max_speculations is 0.
     loaded_layers: draft steps * E + (E if the last row still needed it) + (L - E); L for an autoregressive step. A layer in
         fewer bits counts as a layer. Of a wave, the layers of one loop for each of its `sweeps`.
     stop_cause: why drafting ended: the cap, the stopping policy before or after a draw, a drafted EOS, or "none" when the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +11,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from bench.engines.own import GREEDY, Generation, SelfSpecEngine
+from layerskip_models.choices import HeadOutput
 from selfspec import SelfSpecGenerator
 from selfspec.engine import wave
 from selfspec.engine.draft import Draft
@@ -41,18 +41,14 @@ class ImposedEngine(SelfSpecEngine):
 
 @contextmanager
 def imposed(drafts: Sequence[int]) -> Iterator[None]:
-    """Within it, the token that is drafted for position p is drafts[p]."""
-    enter = wave._draft
+    """Within it, the token that is drafted for position p is drafts[p], also where a later loop of a wave is asked again."""
+    hear = wave._hear
 
     def pick(self: Draft, *_: Any, **__: Any) -> int:
         return drafts[self.sequence.length + self.first]
 
-    def draft_one(draft: Draft, said: wave.Said) -> None:
-        before = len(draft.flight)
-        enter(draft, said)
-        if len(draft.flight) > before:
-            position = draft.sequence.length + len(draft.block) + before - 1
-            draft.flight[-1] = replace(draft.flight[-1], token=drafts[position])
+    def hear_one(draft: Draft, row: wave.Row, said: HeadOutput, position: int, lands: bool) -> bool:
+        return hear(draft, row, said if lands else said._replace(token=drafts[position]), position, lands)
 
-    with patch.object(Draft, "_pick", pick), patch.object(wave, "_draft", draft_one):
+    with patch.object(Draft, "_pick", pick), patch.object(wave, "_hear", hear_one):
         yield

@@ -12,8 +12,9 @@ import torch
 from layerskip_models import LayerSkipModel
 from layerskip_models.draft_weights import draft_bytes
 from policies import CostModel
+from policies.cost import at_rows
 from selfspec.analysis.comparison import Generate, pairs_of_runs, summarise
-from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
+from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement, wave_sweeps
 from selfspec.engine.expected_cost import expected_cost
 from selfspec.engine.request import encode_prompt
 from selfspec.engine.results import mean
@@ -121,7 +122,8 @@ def inspect_model(
     for prompt in (free[0], repeating[0]):  # it learns, and may make a copy of the weights, once in a process
         generate(prompt)
     on_progress("warming up")
-    best, predicted = _best(traces, expected_cost(model))  # which the default policy has corrected, if costs are kept
+    cost = expected_cost(model)
+    best, predicted = _best(traces, cost)  # which the default policy has corrected, if costs are kept
     agreement = {layer: mean(trace.agreement(layer) for trace in traces) or 0.0 for layer in range(1, model.num_layers)}
     return Inspection(
         free=_gain(generate, free, repeats, partial(on_progress, "free answers")),
@@ -131,7 +133,7 @@ def inspect_model(
         predicted=predicted,
         copies={bits: draft_bytes(model, bits) for bits in sorted(model.drafters)},
         arithmetic=arithmetic_in_words(model),
-        loops=loops_in_words(model, agreement),
+        loops=loops_in_words(model, agreement, traces, cost),
         reason=generator.policy.reason,
     )
 
@@ -177,8 +179,10 @@ def arithmetic_in_words(model: LayerSkipModel) -> str:
     return words
 
 
-def loops_in_words(model: LayerSkipModel, agreement: Mapping[int, float]) -> str | None:
-    """Say how a looped model runs its layers, how often each loop's end agrees, and what its gate is; None for others."""
+def loops_in_words(
+    model: LayerSkipModel, agreement: Mapping[int, float], traces: Sequence[AgreementTrace], cost: CostModel
+) -> str | None:
+    """Say how a looped model runs, how often each loop's end agrees, what waves gain, and what its gate is; else None."""
     if model.num_loops == 1:
         return None
     size, gate = model.loop_layers, model.gate
@@ -187,6 +191,10 @@ def loops_in_words(model: LayerSkipModel, agreement: Mapping[int, float]) -> str
         f"A looped model: its {size} layers run {model.num_loops} times, and the ends of loops agree by exit {ends}; "
     )
     words += "exits within a loop are not what such models are trained for"
+    sweeps = mean(count for trace in traces for count in wave_sweeps(trace, model.num_loops)) or 1.0
+    sweep = size * at_rows(cost.layer_seconds, model.num_loops) + at_rows(cost.head_seconds, model.num_loops)
+    gain = cost.autoregressive() / (sweeps * sweep)
+    words += f". A wave takes {sweeps:.2f} sweeps over them for a token, and would run {gain:.2f} times plain"
     if gate is not None:
         norm, bias = float(gate[:-1].norm()), float(gate[-1])
         words += f". Its gate ({len(gate) - 1} weights of norm {norm:.2f}, bias {bias:.2f}) is not used"

@@ -159,6 +159,12 @@ def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Rep
     return Replay(exit_layer=exit_layer, num_layers=trace.num_layers, drafted=tuple(drafted), accepted=tuple(accepted))
 
 
+def wave_sweeps(trace: AgreementTrace, num_loops: int) -> list[int]:
+    """Count the sweeps from each token to the next one in `wave:loop=1`: one more than the last loop that chose another."""
+    ends = [trace.agrees[trace.num_layers // num_loops * loop] for loop in range(1, num_loops)]
+    return [1 + max((loop for loop, right in enumerate(row, 1) if not right), default=0) for row in zip(*ends)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One fixed setting, `ls:E-G`, on a traced text: tokens per cost, replayed or estimated."""

@@ -11,9 +11,14 @@ The row that leaves loop 1 drafts the next token, whose row enters with the next
 the model's own word on the next token. If that is the draft, it is committed, and the rows behind it stay in flight: then
 each sweep, which reads the weights of one loop, commits a token. If not, they are dropped, and the model's own token enters.
 
+The loops between these are asked, too. Where one says another token than the draft, the rows behind are dropped, and its
+token becomes the draft. A mistake that loop 2 corrects costs one sweep; one that the last loop finds costs N - 1. Greedy text
+does not depend on who drafts. When sampling, a draft drawn from q is kept with probability min(1, q' / q), where q' is what
+the later loop says, and else drawn again from max(0, q' - q). Either way it is then a draw from q'.
+
 In a sweep a row attends to the keys and values of its own loop. Those of the rows before it were written by earlier sweeps,
 so each row is computed as in plain decoding. Loops that rows have entered hold more rows than the text has: the cache's
-length is what the last loop holds, and rolling back makes all loops equal.
+length is what the last loop holds. Where rows are dropped, the loops that the row before them has left are rolled back to it.
 
 Between two rounds rows in flight are the sequence's (`Sequence.flight`). They may be dropped there at any time: the cache is
 rolled back, and the pending token enters again. A round works on a list of its own, so one that breaks off changes nothing.
@@ -23,7 +28,7 @@ Source: LoopSpec (arXiv 2609.17184) and WaveFront Decoding (arXiv 2609.23033), w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +37,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.choices import HeadOutput
 from layerskip_models.transfer import to_device
-from selfspec.engine.accept import accept_sampled, reach
+from selfspec.engine.accept import residual
 from selfspec.engine.draft import Draft
 from selfspec.engine.results import without_traceback
 from selfspec.engine.sampling import non_finite
@@ -51,10 +56,6 @@ class Row:
     loops: int = 0
     hidden: Tensor | None = None
     q: Tensor | None = None
-
-
-Said = Mapping[Row, HeadOutput | Tensor]
-"""The head's answer for each row: a choice, or logits [1, vocab] where tokens are drawn or processed."""
 
 
 def run_waves(model: LayerSkipModel, drafts: Sequence[Draft]) -> None:
@@ -102,82 +103,75 @@ def _sweep(model: LayerSkipModel, drafts: Sequence[Draft]) -> None:
     said: dict[Row, HeadOutput | Tensor] = {}
     for greedy in (True, False):
         alike = [draft for draft in drafts if draft.sequence.greedy == greedy]
-        asked = [row for draft in alike for row in draft.flight if row.loops in (draft.wave, model.num_loops)]
+        asked = [row for draft in alike for row in draft.flight if row.loops >= draft.wave]
         if asked:
             ends = [(row.hidden, row.loops * model.loop_layers) for row in asked if row.hidden is not None]
             hidden = torch.cat([model.at_exit(hidden, layer) for hidden, layer in ends])  # drafts may have an adapter
             said |= zip(asked, model.choices(hidden).outputs() if greedy else model.logits(hidden).split(1))
     for draft in drafts:
+        first = draft.sequence.length + len(draft.block)
         try:
-            if draft.flight[0].loops == model.num_loops:
-                _land(draft, said)
-            if draft.flight and draft.flight[-1].loops == draft.wave:
-                _draft(draft, said)
+            for position, row in enumerate(draft.flight, first):
+                if row in said and not _hear(draft, row, said[row], position, row.loops == model.num_loops):
+                    break
         except Exception as error:
             draft.error, draft.flight = without_traceback(error), []
 
 
-def _land(draft: Draft, said: Said) -> None:
-    """Commit the model's own token after the row that has left the last loop, and drop the rows of other guesses."""
-    sequence, stops = draft.sequence, draft.sequence.request.stops
-    landed, behind = draft.flight[0], draft.flight[1:]
-    position = sequence.length + len(draft.block)
+def _hear(draft: Draft, row: Row, said: HeadOutput | Tensor, position: int, lands: bool) -> bool:
+    """Take a row's word on the token at this position: a draft, or the model's own token if the row has left the last loop.
+
+    said: what the head says of it: a choice, or logits [1, vocab] where tokens are drawn or processed. Returns whether the
+    rows behind it stay in flight.
+    """
+    sequence, eos = draft.sequence, draft.sequence.request.stops.eos
+    count = position - sequence.length - len(draft.block) + 1
+    kept, behind = [] if lands else draft.flight[:count], draft.flight[count:]
+    last = draft.context.num_committed + draft.context.remaining_tokens - 1
+    if not (lands or behind) and (position >= last or row.token in eos):  # a row there would be of no use
+        return True
     try:
-        token = _own_token(draft, said[landed], position, behind[0] if behind else None)
+        token, q = _token(draft, said, position, behind[0] if behind else None)
     except Exception as error:
+        if not lands:  # no draft from this row, as in `Draft._pick`
+            return True
         draft.flight = []
         if not draft.block:  # else that is committed first, and the next round comes here again
             draft.block, draft.failure = [NO_TOKEN], without_traceback(error)
-        return
-    draft.block.append(token)
-    if behind and behind[0].token == token:
-        draft.num_accepted += 1
-        draft.rows.append(token)
-        draft.flight = behind
+        return False
+    stay = bool(behind) and behind[0].token == token
+    if lands:
+        draft.block.append(token)
+        draft.num_accepted += stay
+        draft.rows += [token] if stay else [row.token for row in behind]
+    if stay:
+        draft.flight = [*kept, replace(behind[0], q=q), *behind[1:]]
     else:
-        draft.rows += [row.token for row in behind]
-        draft.flight = [Row(token=token)]
-        sequence.cache.roll_back(position)
-        if not sequence.greedy:  # processors see the text
+        draft.flight = [*kept, Row(token=token, q=q)]
+        for loop in range(row.loops):  # those behind hold fewer rows
+            sequence.cache.loop(loop).roll_back(position)
+        if not sequence.greedy:  # processors see the text, drafts included
             sequence.tokens[0, position] = token
-    if token in stops.eos or len(draft.block) == draft.context.remaining_tokens:
+    if lands and (token in eos or len(draft.block) == draft.context.remaining_tokens):
         draft.flight = []
+    return stay and bool(draft.flight)
 
 
-def _own_token(draft: Draft, said: HeadOutput | Tensor, position: int, guess: Row | None) -> int:
-    """Take the token for this position that the model itself says: a draft with probability min(1, p / q), when sampling."""
+def _token(draft: Draft, said: HeadOutput | Tensor, position: int, guess: Row | None) -> tuple[int, Tensor | None]:
+    """Take the token that the head says: a draft with probability min(1, p / q), when sampling. Returns it and this p."""
     sequence, where = draft.sequence, f"position {position}"
     sampler, tokens = sequence.sampler, sequence.tokens
     if isinstance(said, HeadOutput):
         if said.logit != said.logit:
             raise non_finite(where)
-        return said.token
+        return said.token, None
+    if not sequence.samples:
+        return sampler.next_token(said, tokens, position), None
+    p = torch.empty_like(said, dtype=torch.float32)
     if guess is None or guess.q is None:
-        return sampler.next_token(said, tokens, position)
-    p = sampler.probabilities(said, tokens, position)
-    reached = reach(p, guess.q, torch.tensor([guess.token], dtype=torch.long, device=p.device))
-    accepted, weights = accept_sampled(p.expand(2, -1), guess.q, reached, sampler.uniforms(1, p.device))
-    return guess.token if accepted else sampler.draw(weights, where)
-
-
-def _draft(draft: Draft, said: Said) -> None:
-    """Draft the token after the newest row, as in `Draft.extend`; nothing behind a stop or where no row would be of use."""
-    sequence, newest = draft.sequence, draft.flight[-1]
-    position = sequence.length + len(draft.block) + len(draft.flight) - 1
-    last = draft.context.num_committed + draft.context.remaining_tokens - 1
-    if position >= last or newest.token in sequence.request.stops.eos:
-        return
-    head, q = said[newest], None
-    if isinstance(head, HeadOutput):
-        draft.flight.append(Row(token=head.token))
-        return
-    try:
-        if sequence.samples:
-            q = torch.empty_like(head)
-            token = sequence.sampler.sample(head, sequence.tokens, position, q, f"draft position {position}")
-        else:
-            token = int(sequence.sampler.process(head, sequence.tokens, position).argmax())
-    except Exception:  # no draft from this row, as in `Draft._pick`
-        return
-    sequence.tokens[0, position] = token
-    draft.flight.append(Row(token=token, q=q))
+        return sampler.sample(said, tokens, position, p, where), p
+    sampler.probabilities(said, tokens, position, p)
+    if sampler.uniforms(1, p.device)[0] * float(guess.q[0, guess.token]) < float(p[0, guess.token]):
+        return guess.token, p
+    weights = residual(p, guess.q, (1.0,))[0]
+    return sampler.draw(weights if float(weights.sum()) > 0 else p[0], where), p  # as in `accept_sampled`

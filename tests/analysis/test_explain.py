@@ -104,10 +104,10 @@ def test_rounds_cost_what_their_passes_cost() -> None:
     # Copied tokens go straight to verification: 4 layers and the head over 4 rows.
     copied = round_of(None, 3, 0, 2)
     assert cost_of_round(copied, cost) == 4 * 2.5 + 40
-    # With 4 loops of a layer: one sweep of all 4 rows, of which two meet the head; and one that begins with 1 row.
+    # With 4 loops of a layer: one sweep of all 4 rows, which all meet the head; and 4 that begin with 1 row, 2.5 on average.
     wave = replace(round_of(1, 0, 0, 0), max_speculations=0, loaded_layers=1, sweeps=1)
-    assert cost_of_round(wave, cost) == 2.5 + 20
-    assert cost_of_round(replace(wave, loaded_layers=4, sweeps=4), cost) == 4 * 1.75 + 3 * 10 + 20
+    assert cost_of_round(wave, cost) == 2.5 + 40
+    assert cost_of_round(replace(wave, loaded_layers=4, sweeps=4), cost) == 4 * 1.75 + 4 * 25
 
 
 def test_a_run_that_copies_says_what_each_source_gave(generator: SelfSpecGenerator, tmp_path: Path) -> None:

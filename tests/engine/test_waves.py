@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 import selfspec.engine.wave
@@ -32,8 +33,10 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from policies import ObservationSpec, Plan, Policy
 from scripted_policies import ScriptedExit
+from selfspec.analysis.replay import trace_agreement, wave_sweeps
 from selfspec.detokenize import token_sources
 from selfspec.engine.draft import Draft
+from selfspec.engine.wave import Row
 from tiny_llama import tiny_tokenizer
 
 PROMPT = [3, 1, 4, 1]
@@ -114,27 +117,35 @@ def test_every_budget_and_every_stop(policy: str) -> None:
             assert_same(found, plain, rounds=False, exact=False)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_mistake_costs(layout: Layout) -> None:
+    """Sweeps follow from the loops' own choices. The last token lands when its row has been through all loops."""
+    generator = looped_generator(layout)
+    trace = trace_agreement(generator, torch.tensor(PROMPT), 40)
+    sweeps = wave_sweeps(trace, 4)
+    assert {*sweeps} == {1, 2, 3, 4}
+    stats = generator.generate(PROMPT, max_new_tokens=40, policy=WAVE, eos_token_id=[]).stats
+    assert stats.loaded_layers == (sum(sweeps[:-1]) + 4) * generator.model.loop_layers
+
+
 def one_loop_is_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
     original = KVCache.roll_back
-
-    def fault(self: KVCache, length: int) -> None:
-        held = self.loop(1).length
-        original(self, length)
-        self.loop(1).declare(held)
-
-    patch.setattr(KVCache, "roll_back", fault)
+    patch.setattr(KVCache, "roll_back", lambda self, length: self.loop_index == 1 or original(self, length))
 
 
-def rows_behind_a_rejection_stay(patch: pytest.MonkeyPatch) -> None:
-    original = selfspec.engine.wave._land
+def rows_behind_a_new_token_stay(patch: pytest.MonkeyPatch, when: bool) -> None:
+    """Where a row has landed, or where an earlier loop thinks again."""
+    original = selfspec.engine.wave._hear
 
-    def fault(draft: Draft, said: Any) -> None:
-        behind = draft.flight[1:]
-        original(draft, said)
-        if draft.flight and behind and not draft.flight[0].loops:
-            draft.flight = [replace(behind[0], token=draft.flight[0].token), *behind[1:]]
+    def fault(draft: Draft, row: Row, said: Any, position: int, lands: bool) -> bool:
+        before, at = draft.flight, draft.flight.index(row) + 1
+        stay = original(draft, row, said, position, lands)
+        new = draft.flight[-1] if draft.flight else row
+        if lands == when and before[at:] and not new.loops:
+            draft.flight = [*draft.flight[:-1], replace(before[at], token=new.token), *before[at + 1 :]]
+        return stay
 
-    patch.setattr(selfspec.engine.wave, "_land", fault)
+    patch.setattr(selfspec.engine.wave, "_hear", fault)
 
 
 def another_part(patch: pytest.MonkeyPatch, at: int, change: Callable[[KVCache, KVCache], object]) -> None:
@@ -156,7 +167,8 @@ def _reads(part: KVCache, other: KVCache) -> None:
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "one loop is not rolled back": one_loop_is_not_rolled_back,
-    "rows behind a rejection stay": rows_behind_a_rejection_stay,
+    "rows behind a rejection stay": lambda patch: rows_behind_a_new_token_stay(patch, True),
+    "rows behind a second thought stay": lambda patch: rows_behind_a_new_token_stay(patch, False),
     "a row reads another loop": lambda patch: another_part(patch, 1, _reads),
     "no norm before a loop": lambda patch: another_part(patch, 1, lambda part, _: setattr(part, "loop_index", 0)),
     "a norm too many": lambda patch: another_part(patch, 0, lambda part, _: setattr(part, "loop_index", 1)),

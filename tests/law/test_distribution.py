@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,7 @@ from selfspec.engine.accept import accept_sampled, reach, residual
 from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.runners.runner import Runner
 from selfspec.engine.verification import _judge
-from selfspec.engine.wave import Row, _own_token
+from selfspec.engine.wave import Row, _token
 from tiny_llama import lean_logits, tiny_llama
 
 VOCAB_SIZE = 6
@@ -131,23 +130,22 @@ def test_the_law_of_a_looped_model_is_exact(layout: Layout, name: str) -> None:
     assert distance(law, expected) < 1e-5
 
 
-def q_of_the_next_draft(draft: Draft, said: Any, position: int, guess: Row | None) -> int:
-    """Judge a draft by what the one behind it was drawn from."""
-    if guess is not None and len(draft.flight) > 2:
-        guess = replace(guess, q=draft.flight[2].q.clamp(min=0.1))
-    return _own_token(draft, said, position, guess)
+def q_of_the_first_loop(draft: Draft, said: Any, position: int, guess: Row | None) -> tuple[int, Tensor | None]:
+    """Forget that the second loop has judged a draft that it kept."""
+    token, q = _token(draft, said, position, guess)
+    return token, q if guess is None else guess.q
 
 
-def drawn_again(draft: Draft, said: Any, position: int, guess: Row | None) -> int:
-    """Plant a fault: draw again from all of p after a rejection."""
-    token = _own_token(draft, said, position, guess)
-    rejected = guess is not None and token != guess.token
-    return draft.sequence.sampler.next_token(said, draft.sequence.tokens, position) if rejected else token
+def nothing_subtracted(p: Tensor, q: Tensor, reached: Any) -> Tensor:
+    """Draw by p among the tokens of the residual."""
+    return p * (p > q)
 
 
-@pytest.mark.parametrize("fault", [q_of_the_next_draft, drawn_again])
-def test_that_enumeration_sees_a_fault_in_a_wave(fault: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfspec.engine.wave, "_own_token", fault)
+@pytest.mark.parametrize(("name", "fault"), [("_token", q_of_the_first_loop), ("residual", nothing_subtracted)])
+def test_that_enumeration_sees_a_fault_in_a_wave(
+    name: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selfspec.engine.wave, name, fault)
     model, expected = _looped("plain")
     assert distance(enumerated_law(model, named_policy("wave", 2, model), 4, top_k=2), expected) > 1e-2
 
