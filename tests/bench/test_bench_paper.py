@@ -164,6 +164,7 @@ LEADS = {"of": "del", "over": ["ls", "fs", "dv"], "metric": "etpl", "expect": "m
         (LEADS | {"temperature": 1}, record(), "not measured: no run of these arms"),
         (LEADS | {"metric": "memory"}, record(), "not testable here: needs a GPU"),
         (LEADS | {"metric": "seconds"}, record(), "not shown: 1 run"),
+        (LEADS | {"metric": "seconds"}, [], "not shown: seconds need --repeats 3"),
         (LEADS | {"metric": "seconds"}, record(runs=3, load_average=9.0), "not shown: busy machine"),
         (LEADS | {"metric": "seconds"}, record(runs=3), "reproduced"),
         (LEADS | {"expect": "less"}, record(-8), "reproduced"),
@@ -202,6 +203,7 @@ def test_records_of_two_models_in_one_table(tmp_path: Path) -> None:
     assert [table.name for table in tables(record())] == ["claims"]
 
 
+KEY, COUNTS = ("engine", "temperature", "prompt", "turn"), ("tokens", "layers", "rounds", "accepted")
 Invoke = Callable[..., Any]
 
 
@@ -253,13 +255,24 @@ def test_quick_runs_break_off_and_go_on(run: Invoke, tmp_path: Path, monkeypatch
     assert "without mgsm, 1 too long of humaneval" in result.output
 
 
-def test_temperatures_repeats_and_a_prompt_without_cuts(run: Invoke, tmp_path: Path) -> None:
-    path = tmp_path / "spide.jsonl"
-    run("spide", "--table", "5", "--table", "1", "--samples", 1, "--repeats", 2, "-o", path)
-    samples = matching(read_record(path), "sample")
-    assert {line["temperature"] for line in samples} == {0.0, 1.0}
-    repeats = {line["engine"]: line["repeat"] for line in samples if line["temperature"] == 0}
-    assert repeats["spide"] == 1 and len({line["engine"] for line in samples}) == 9  # four of them simulated
+def test_arms_that_share_passes_count_as_those_that_run_alone(run: Invoke, tmp_path: Path) -> None:
+    """Alone: those that are timed, where their claims are."""
+    paths, samples = (tmp_path / "together.jsonl", tmp_path / "timed.jsonl"), []
+    for path, repeats in zip(paths, (2, 3)):
+        run("spide", "--table", "5", "--table", "1", "--samples", 2, "--repeats", repeats, "-o", path)
+        samples.append(matching(read_record(path), "sample"))
+    counted = [
+        {tuple(line[name] for name in KEY): [line[name] for name in COUNTS] for line in own if line["repeat"] == 0}
+        for own in samples
+    ]
+    assert counted[0] == counted[1] and len(samples[0]) == len(counted[0])
+    assert {line["temperature"] for line in samples[0]} == {0.0, 1.0} and not any(
+        "seconds" in line for line in samples[0]
+    )
+    timed = [line for line in samples[1] if "seconds" in line]
+    assert {line["temperature"] for line in timed} == {0.0} and {line["repeat"] for line in timed} == {0, 1, 2}
+    assert {line["engine"] for line in timed} == {"ar", "spide", "ls", "svip", "dv"}
+    assert len({line["engine"] for line in samples[0] if line["temperature"] == 0}) == 9  # four of them simulated
 
 
 def test_adapters_are_trained_beside_the_record(run: Invoke, tmp_path: Path) -> None:
