@@ -21,7 +21,7 @@ from bench.engines.own import SelfSpecEngine
 from bench.measure import compare_outputs, in_turn, output_digest
 from bench.models import open_tokenizer
 from bench.papers import assist
-from bench.papers.calibration import best_setting, finite_state_etpl, fixed_etpl
+from bench.papers.calibration import best_setting
 from bench.papers.preset import PLAIN, Preset, arms_in, arms_of, load_preset, policy_of
 from bench.papers.prompts import HUB, SHIPPED, PaperPrompt, paper_prompts
 from bench.papers.spide_overlap import best_length, play_arms, record_drafts
@@ -29,9 +29,8 @@ from bench.papers.verdicts import RUNS, TIMED, loops, rouge_2
 from bench.provenance import provenance
 from bench.record import Line, Record, matching
 from layerskip_models.checkpoints.loading import resolve_device
-from policies import Policy, autoregressive
 from selfspec import GenerationResult, SelfSpecGenerator
-from selfspec.analysis.replay import AgreementTrace, agreement_trace, watching_all_layers
+from selfspec.analysis.replay import AgreementTrace, trace_agreements
 from selfspec.cli.console import one_line_errors
 from selfspec.engine.policy_store import make_policy
 from selfspec.exits.settings import ExitTraining
@@ -160,24 +159,21 @@ class _Run:
 
     def _searched(self, texts: Mapping[str, Sequence[PaperPrompt]]) -> Line:
         traces: dict[str, list[AgreementTrace]] = {}
-        num_layers = self.model.num_layers
-        watching = watching_all_layers(autoregressive(num_layers), num_layers)
         with progress(sum(map(len, texts.values()))) as advance:
             for task, own in texts.items():
                 ids, length = [self.text(one, 0).ids for one in own], min(self.length(task), _CALIBRATION_TOKENS)
-                options = {"do_sample": False, "eos_token_id": [], "trace": True}
-                decoded = self._batch(self.generator, ids, [watching] * len(ids), length, **options)
-                traces[task] = [agreement_trace(one, num_layers) for one in decoded]
+                size = self._batch_size(max(map(len, ids)) + length)
+                traces[task] = trace_agreements(self.generator, ids, length, size)
                 for _ in own:
                     advance("every layer's choices")
         together = [trace for own in traces.values() for trace in own]
-        fixed = best_setting(together, fixed_etpl)
+        num_layers, fixed = self.model.num_layers, best_setting(together)
         name = Path(self.options.model).name
         layer, length = self.preset["published"].get(name, (max(1, round(7 * num_layers / 32)), 6))
         found = {
-            "ls": fixed, "layer": fixed.partition("-")[0], "fs": best_setting(together, finite_state_etpl),
+            "ls": fixed, "layer": fixed.partition("-")[0], "fs": best_setting(together, adapts=True),
             "published": f"{layer}-{length}", "published_layer": str(layer),
-            **{f"ls_{task}": best_setting(own, fixed_etpl) for task, own in traces.items()},
+            **{f"ls_{task}": best_setting(own) for task, own in traces.items()},
         }  # fmt: skip
         return {"found": found, "texts": len(together)}
 
@@ -203,11 +199,9 @@ class _Run:
             for prompt in prompts
             if (arms := arms_of(self.preset, float(temperature), prompt.task, self.options.quick))
         ]
-        if not record.is_complete and (
-            self.on_gpu or self.timed
-        ):  # a longer text later would throw a GPU's captures away
+        if (self.on_gpu or self.timed) and not record.is_complete:  # a longer text later throws a GPU's captures away
             longest = max((self.text(prompt, 0) for prompt in prompts), key=lambda text: text.ids.numel())
-            for arm in dict.fromkeys(arm for *_, arms in runs for arm in arms):
+            for arm in dict.fromkeys(arm for *_, arms in runs for arm in arms if self._policy(longest, arm)):
                 self._decode(longest, [arm])
             self.learned.clear()
         with progress(len(runs)) as advance:
@@ -218,10 +212,8 @@ class _Run:
                     if self.fits(text):
                         answers.append(self._measure(record, text, [PLAIN, *in_turn(arms[1:], number)]))
                 advance(prompt.task)
-        needed = {arm for claim in self.preset["claims"] for arm in arms_in(claim)} & {
-            *self.preset.get("simulated", [])
-        }
-        if needed and record.find("simulated") is None:
+        needed = {arm for claim in self.preset["claims"] for arm in arms_in(claim)}
+        if needed & {*self.preset.get("simulated", [])} and record.find("simulated") is None:
             self._simulate(record, prompts)
             record.write("simulated")
 
@@ -239,15 +231,10 @@ class _Run:
         played = play_arms(drafted, best_length(drafted))
         for arm, (name, layers) in self.preset["simulated"].items():
             for prompt, one in zip(prompts, played[name]):
-                key = {name: plain[prompt.id][name] for name in ("temperature", "prompt", "turn", "repeat")}
-                known = {name: plain[prompt.id][name] for name in ("task", "loops")}
-                made = {
-                    "tokens": one.tokens,
-                    "layers": getattr(one, layers),
-                    "rounds": one.calls,
-                    "accepted": one.accepted,
-                }
-                record.once("sample", partial(dict, **known, **made), engine=arm, **key)
+                names = ("temperature", "prompt", "turn", "repeat", "task", "loops")
+                known = {name: plain[prompt.id][name] for name in names}
+                made = {"layers": getattr(one, layers), "rounds": one.calls, "accepted": one.accepted}
+                record.once("sample", partial(dict, tokens=one.tokens, **made), engine=arm, **known)
 
     def _measure(self, record: Record, text: _Text, arms: Sequence[str]) -> str:
         """Measure arms on one text, timed ones alone, the others together; return what plain decoding answers."""
@@ -302,10 +289,13 @@ class _Run:
 
     def _decode(self, text: _Text, arms: Sequence[str], repeat: int = 0) -> dict[str, GenerationResult]:
         """Continue a text by each arm, up to its EOS; arms of one policy come out alike, and run once."""
-        sampled = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **text.sampling} if text.sampling else {}
-        options = {"do_sample": bool(sampled), "eos_token_id": None, "seed": repeat, **sampled}
+        length = self.length(text.prompt.task)
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "seed": repeat, "max_new_tokens": length}
+        if text.sampling:
+            options |= {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, **text.sampling}
         runs: dict[SelfSpecGenerator, dict[str, list[str]]] = {}
         kept, found = self.preset.get("kept", []), dict[str, GenerationResult]()
+        here = text.prompt.id, text.turn
         for arm in arms:
             alike = arm if arm in kept else str(self._policy(text, arm))
             runs.setdefault(self.adapted.get(arm, self.generator), {}).setdefault(alike, []).append(arm)
@@ -314,31 +304,23 @@ class _Run:
                 generator.generate(text.ids, max_new_tokens=1, policy=PLAIN, do_sample=False)
             else:
                 generator.bound.pool.forget()  # a text that is timed reads its prompt
-            policies = [self._knowing(generator, text, own[0]) for own in groups.values()]
-            length = self.length(text.prompt.task)
-            results = self._batch(generator, [text.ids] * len(groups), policies, length, **options)
-            for own, policy, result in zip(groups.values(), policies, results):
+            known = [self.learned.setdefault((own[0], text.temperature), {}) for own in groups.values()]
+            policies = [make_policy(generator.bound, str(self._policy(text, own[0]))) for own in groups.values()]
+            for policy, states in zip(policies, known):
+                states.pop(here, None)
+                if states:
+                    policy.restore([*states.values()][-1])
+            size = self._batch_size(text.ids.numel() + length)
+            results = generator.generate_batch([text.ids] * len(groups), batch_size=size, policy=policies, **options)
+            for own, policy, states, result in zip(groups.values(), policies, known, results):
                 found |= dict.fromkeys(own, result)
                 if own[0] in kept:
-                    self.learned.setdefault((own[0], text.temperature), {})[text.prompt.id, text.turn] = policy.state()
+                    states[here] = policy.state()
         return found
 
-    def _batch(
-        self, generator: SelfSpecGenerator, texts: list[Tensor], policies: list[Policy], length: int, **options: Any
-    ) -> list[GenerationResult]:
-        """Continue texts in shared passes, as many as fit into memory; one by one where company could change a bit."""
-        rows = max(ids.numel() for ids in texts) + length
-        most = max(_BATCH_BYTES // (rows * generator.bound.pool.row_bytes), 1) if self.together else 1
-        return generator.generate_batch(texts, policy=policies, batch_size=most, max_new_tokens=length, **options)
-
-    def _knowing(self, generator: SelfSpecGenerator, text: _Text, arm: str) -> Policy:
-        """Make an arm's policy, with what it learned from the text before this one if it keeps that."""
-        policy = make_policy(generator.bound, str(self._policy(text, arm)))
-        known = self.learned.get((arm, text.temperature), {})
-        before = [state for place, state in known.items() if place != (text.prompt.id, text.turn)]
-        if before:
-            policy.restore(before[-1])
-        return policy
+    def _batch_size(self, rows: int) -> int:
+        """Return how many texts of so many rows share passes: what memory holds, or one where company may change a bit."""
+        return max(_BATCH_BYTES // (rows * self.generator.bound.pool.row_bytes), 1) if self.together else 1
 
     def _policy(self, text: _Text, arm: str) -> str | None:
         return policy_of(self.preset, arm, text.prompt.task, self.settings)

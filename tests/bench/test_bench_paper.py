@@ -13,7 +13,7 @@ import torch
 from test_bench_report import WHERE, write
 
 from bench.papers.assist import Assist
-from bench.papers.calibration import best_setting, finite_state_etpl, fixed_etpl
+from bench.papers.calibration import best_setting, etpl
 from bench.papers.preset import PAPERS, arms_in, arms_of, load_preset, policy_of
 from bench.papers.prompts import paper_prompts
 from bench.papers.verdicts import METRICS, decide, finding, loops, rouge_2
@@ -123,9 +123,9 @@ def test_assist_and_the_search_by_hand() -> None:
     assert policy.length == 1
     # Layer 1 of 4 agrees everywhere. ls:1-3 on 9 tokens: 2 rounds of 3 drafts, 14 layers, and 4 of the prompt: 9 / 18.
     trace = AgreementTrace(tokens=(0,) * 9, agrees={1: (1.0,) * 8, 2: (0.0,) * 8, 3: (0.0,) * 8}, num_layers=4)
-    assert fixed_etpl(trace, 1, 3) == 9 / 18
-    assert finite_state_etpl(trace, 1, 3) == 9 / 18  # the second round has room for 3 drafts only
-    assert best_setting([trace], fixed_etpl) == "1-8"  # one round of 7 drafts
+    assert etpl(trace, 1, 3) == 9 / 18
+    assert etpl(trace, 1, 3, adapts=True) == 9 / 18  # the second round has room for 3 drafts only
+    assert best_setting([trace]) == "1-8"  # one round of 7 drafts
 
 
 def test_loops_and_rouge_by_hand() -> None:
@@ -272,7 +272,7 @@ def test_arms_that_share_passes_count_as_those_that_run_alone(run: Invoke, tmp_p
     timed = [line for line in samples[1] if "seconds" in line]
     assert {line["temperature"] for line in timed} == {0.0} and {line["repeat"] for line in timed} == {0, 1, 2}
     assert {line["engine"] for line in timed} == {"ar", "spide", "ls", "svip", "dv"}
-    assert len({line["engine"] for line in samples[0] if line["temperature"] == 0}) == 9  # four of them simulated
+    assert len({line["engine"] for line in samples[0] if line["temperature"] == 0}) == 11  # six of them simulated
 
 
 def test_adapters_are_trained_beside_the_record(run: Invoke, tmp_path: Path) -> None:
