@@ -20,7 +20,6 @@ from bench.datasets import SHIPPED_PROMPTS, EncodedPrompt
 from bench.engines.own import SelfSpecEngine
 from bench.measure import compare_outputs, in_turn, output_digest
 from bench.models import open_tokenizer
-from bench.papers import assist
 from bench.papers.calibration import best_setting
 from bench.papers.preset import PLAIN, Preset, arms_in, arms_of, load_preset, policy_of
 from bench.papers.prompts import HUB, SHIPPED, PaperPrompt, paper_prompts
@@ -29,6 +28,7 @@ from bench.papers.verdicts import RUNS, TIMED, loops, rouge_2
 from bench.provenance import provenance
 from bench.record import Line, Record, matching
 from layerskip_models.checkpoints.loading import resolve_device
+from policies import fixed
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.analysis.replay import AgreementTrace, trace_agreements
 from selfspec.cli.console import one_line_errors
@@ -144,7 +144,7 @@ class _Run:
         texts = {task: own[: 1 if self.options.quick else _CALIBRATION_TEXTS] for task, own in texts.items() if own}
         with one_line_errors():
             found = record.once("settings", partial(self._searched, texts))
-            self.settings = {**found["found"], "assist": f"{Path(assist.__file__).resolve()}:Assist"}
+            self.settings = {**found["found"], "assist": f"{Path(fixed.__file__).resolve()}:AssistLength"}
             folder = self.options.preverifier
             try:
                 judge = self.generator.load_preverifier(None if folder is None else str(folder))
@@ -163,15 +163,15 @@ class _Run:
             for task, own in texts.items():
                 ids, length = [self.text(one, 0).ids for one in own], min(self.length(task), _CALIBRATION_TOKENS)
                 size = self._batch_size(max(map(len, ids)) + length)
-                traces[task] = trace_agreements(self.generator, ids, length, size)
+                traces[task] = trace_agreements(self.generator, ids, length, size, self.model.num_layers // 2)
                 for _ in own:
                     advance("every layer's choices")
         together = [trace for own in traces.values() for trace in own]
-        num_layers, fixed = self.model.num_layers, best_setting(together)
+        num_layers, best = self.model.num_layers, best_setting(together)
         name = Path(self.options.model).name
         layer, length = self.preset["published"].get(name, (max(1, round(7 * num_layers / 32)), 6))
         found = {
-            "ls": fixed, "layer": fixed.partition("-")[0], "fs": best_setting(together, adapts=True),
+            "ls": best, "layer": best.partition("-")[0], "fs": best_setting(together, adapts=True),
             "published": f"{layer}-{length}", "published_layer": str(layer),
             **{f"ls_{task}": best_setting(own) for task, own in traces.items()},
         }  # fmt: skip

@@ -99,11 +99,18 @@ def trace_agreement(generator: SelfSpecGenerator, prompt: Tensor | str, max_new_
 
 
 def trace_agreements(
-    generator: SelfSpecGenerator, prompts: Sequence[Tensor | str], max_new_tokens: int, batch_size: int = 1
+    generator: SelfSpecGenerator,
+    prompts: Sequence[Tensor | str],
+    max_new_tokens: int,
+    batch_size: int = 1,
+    deepest: int | None = None,
 ) -> list[AgreementTrace]:
-    """Do as `trace_agreement` does with several prompts, `batch_size` at a time in shared passes."""
+    """Do as `trace_agreement` does with several prompts, `batch_size` at a time in shared passes.
+
+    deepest: the last layer whose argmax is recorded, by default the last but one.
+    """
     num_layers = generator.model.num_layers
-    watched = watching_all_layers(autoregressive(num_layers), num_layers)
+    watched = watching_all_layers(autoregressive(num_layers), num_layers if deepest is None else deepest + 1)
     greedy: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": [], "trace": True}
     results = generator.generate_batch(prompts, policy=watched, batch_size=batch_size, **greedy)
     return [agreement_trace(result, num_layers) for result in results]

@@ -12,14 +12,13 @@ import pytest
 import torch
 from test_bench_report import WHERE, write
 
-from bench.papers.assist import Assist
 from bench.papers.calibration import best_setting, etpl
 from bench.papers.preset import PAPERS, arms_in, arms_of, load_preset, policy_of
 from bench.papers.prompts import paper_prompts
 from bench.papers.verdicts import METRICS, decide, finding, loops, rouge_2
 from bench.record import Line, Record, matching, read_record
 from bench.report.page import tables, update
-from policies import parse_policy
+from policies import fixed, parse_policy
 from records import finished
 from selfspec.analysis.replay import AgreementTrace
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -27,7 +26,7 @@ from tiny_training import write_checkpoint
 
 FOUND = {
     "ls": "2-3", "fs": "1-2", "layer": "2", "published": "7-6", "published_layer": "7", "judged": "1",
-    "assist": f"{Path(__file__).parents[2] / 'bench/papers/assist.py'}:Assist",
+    "assist": f"{fixed.__file__}:AssistLength",
 }  # fmt: skip
 VERDICTS = ("not testable here", "not measured", "not shown")
 
@@ -115,7 +114,7 @@ def test_missing_examples_and_ready_prompts(tmp_path: Path) -> None:
 
 
 def test_assist_and_the_search_by_hand() -> None:
-    policy = Assist()
+    policy = fixed.AssistLength()
     policy.observe(finished(5, 5))
     assert policy.length == 7
     for _ in range(9):
