@@ -135,3 +135,17 @@ class FiniteStateLength(NeverStop):
 
     def reset(self) -> None:
         self.begin_text()
+
+
+class AssistLength(FiniteStateLength):
+    """Draft two tokens more after a round whose drafts were all accepted, else one fewer, from 5 on and never below 1.
+
+    Source: the dynamic length of assisted generation (Gante 2023), "heuristic" in transformers, Assist in Pacer's tables.
+    """
+
+    def __init__(self, length: int = 5) -> None:
+        super().__init__(length)
+
+    def observe(self, record: RoundRecord) -> None:
+        if record.exit_layer is not None:
+            self.length = max(1, self.length + (2 if record.num_accepted == record.num_drafted else -1))

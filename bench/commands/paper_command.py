@@ -17,26 +17,28 @@ from transformers import PreTrainedTokenizerBase
 from bench.commands.bench_options import PaperCommand
 from bench.commands.session import header, loaded, progress, recording, show
 from bench.datasets import SHIPPED_PROMPTS, EncodedPrompt
-from bench.engines.own import Generation, SelfSpecEngine
+from bench.engines.own import SelfSpecEngine
 from bench.measure import compare_outputs, in_turn, output_digest
 from bench.models import open_tokenizer
-from bench.papers import assist
-from bench.papers.calibration import best_setting, finite_state_etpl, fixed_etpl
+from bench.papers.calibration import best_setting
 from bench.papers.preset import PLAIN, Preset, arms_in, arms_of, load_preset, policy_of
 from bench.papers.prompts import HUB, SHIPPED, PaperPrompt, paper_prompts
 from bench.papers.spide_overlap import best_length, play_arms, record_drafts
-from bench.papers.verdicts import TIMED, loops, rouge_2
+from bench.papers.verdicts import RUNS, TIMED, loops, rouge_2
 from bench.provenance import provenance
 from bench.record import Line, Record, matching
 from layerskip_models.checkpoints.loading import resolve_device
-from selfspec import SelfSpecGenerator
-from selfspec.analysis.replay import AgreementTrace, trace_agreement
+from policies import fixed
+from selfspec import GenerationResult, SelfSpecGenerator
+from selfspec.analysis.replay import AgreementTrace, trace_agreements
 from selfspec.cli.console import one_line_errors
+from selfspec.engine.policy_store import make_policy
 from selfspec.exits.settings import ExitTraining
 from selfspec.exits.training import train_exit
 from selfspec.messages import encode_messages
 
 _CALIBRATION_TEXTS, _CALIBRATION_TOKENS = 10, 256  # of each task
+_BATCH_BYTES = 1 << 31  # of the KV caches of texts that share passes
 _QUICK_SAMPLES, _QUICK_TOKENS = 2, 48
 _QUICK_TRAINING = {"max_tokens": 2000, "epochs": 1.0, "answer_tokens": 32, "held_out_tokens": 500}
 
@@ -59,7 +61,7 @@ def paper(options: PaperCommand) -> None:
             options = replace(options, dtype=preset["dtype"])
         tokenizer = open_tokenizer(options.model)
         exits = None if preset["trained"] else "auto"
-        generator = SelfSpecGenerator(loaded(options), tokenizer, prefix_cache=0, exits=exits)
+        generator = SelfSpecGenerator(loaded(options), tokenizer, exits=exits)
         run = _Run(preset, options, generator, tokenizer)
         fitting = {task: [one for one in own if run.fits(run.text(one, 0))] for task, own in found.items()}
         chosen = {task: own[:most] for task, own in fitting.items()}
@@ -93,6 +95,10 @@ class _Text:
     temperature: float
     sampling: Mapping[str, float]
 
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "prompt": self.prompt.id, "turn": self.turn}
+
 
 class _Run:
     """A preset's arms on a model."""
@@ -100,14 +106,18 @@ class _Run:
     def __init__(
         self, preset: Preset, options: PaperCommand, generator: SelfSpecGenerator, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        self.preset, self.options, self.generator, self.tokenizer = preset, options, generator, tokenizer
+        self.options, self.generator, self.tokenizer = options, generator, tokenizer
         self.model = generator.model
         self.on_gpu = self.model.device.type == "cuda"
+        self.together = self.model.kernels is not None and not self.on_gpu
         self.settings: dict[str, str] = {}
         self.adapted: dict[str, SelfSpecGenerator] = {}
-        self.engines: dict[tuple[str, str, float], SelfSpecEngine] = {}
+        self.learned: dict[tuple[str, float], dict[tuple[str, int], dict[str, Any]]] = {}
         timed = [claim for claim in preset["claims"] if claim.get("metric") in TIMED]
-        self.timed = {PLAIN, *(arm for claim in timed for arm in arms_in(claim))}
+        if options.repeats < RUNS:  # no verdict in seconds, so nothing is timed
+            preset, timed = {**preset, "claims": [one for one in preset["claims"] if one not in timed]}, []
+        self.preset = preset
+        self.timed = {(arm, claim.get("temperature", 0)) for claim in timed for arm in (PLAIN, *arms_in(claim))}
 
     def length(self, task: str) -> int:
         """Return the maximum number of new tokens."""
@@ -131,10 +141,10 @@ class _Run:
 
     def calibrate(self, record: Record, texts: Mapping[str, Sequence[PaperPrompt]]) -> None:
         """Search the baselines' settings by replay, and train what is to be trained."""
-        texts = {task: own[: 1 if self.options.quick else _CALIBRATION_TEXTS] for task, own in texts.items()}
+        texts = {task: own[: 1 if self.options.quick else _CALIBRATION_TEXTS] for task, own in texts.items() if own}
         with one_line_errors():
             found = record.once("settings", partial(self._searched, texts))
-            self.settings = {**found["found"], "assist": f"{Path(assist.__file__).resolve()}:Assist"}
+            self.settings = {**found["found"], "assist": f"{Path(fixed.__file__).resolve()}:AssistLength"}
             folder = self.options.preverifier
             try:
                 judge = self.generator.load_preverifier(None if folder is None else str(folder))
@@ -145,24 +155,25 @@ class _Run:
                     raise
             for arm, changes in self.preset["trained"].items():
                 exits = str(self._trained(arm, changes))
-                self.adapted[arm] = SelfSpecGenerator(self.model, exits=exits, prefix_cache=0)
+                self.adapted[arm] = SelfSpecGenerator(self.model, exits=exits)
 
     def _searched(self, texts: Mapping[str, Sequence[PaperPrompt]]) -> Line:
         traces: dict[str, list[AgreementTrace]] = {}
         with progress(sum(map(len, texts.values()))) as advance:
             for task, own in texts.items():
-                for one in own:
-                    length = min(self.length(task), _CALIBRATION_TOKENS)
-                    traces.setdefault(task, []).append(trace_agreement(self.generator, self.text(one, 0).ids, length))
+                ids, length = [self.text(one, 0).ids for one in own], min(self.length(task), _CALIBRATION_TOKENS)
+                size = self._batch_size(max(map(len, ids)) + length)
+                traces[task] = trace_agreements(self.generator, ids, length, size, self.model.num_layers // 2)
+                for _ in own:
                     advance("every layer's choices")
         together = [trace for own in traces.values() for trace in own]
-        num_layers, fixed = self.model.num_layers, best_setting(together, fixed_etpl)
+        num_layers, best = self.model.num_layers, best_setting(together)
         name = Path(self.options.model).name
         layer, length = self.preset["published"].get(name, (max(1, round(7 * num_layers / 32)), 6))
         found = {
-            "ls": fixed, "layer": fixed.partition("-")[0], "fs": best_setting(together, finite_state_etpl),
+            "ls": best, "layer": best.partition("-")[0], "fs": best_setting(together, adapts=True),
             "published": f"{layer}-{length}", "published_layer": str(layer),
-            **{f"ls_{task}": best_setting(own, fixed_etpl) for task, own in traces.items()},
+            **{f"ls_{task}": best_setting(own) for task, own in traces.items()},
         }  # fmt: skip
         return {"found": found, "texts": len(together)}
 
@@ -188,10 +199,11 @@ class _Run:
             for prompt in prompts
             if (arms := arms_of(self.preset, float(temperature), prompt.task, self.options.quick))
         ]
-        if not record.is_complete:  # the longest first: on a GPU, a longer text later would throw captures away
+        if (self.on_gpu or self.timed) and not record.is_complete:  # a longer text later throws a GPU's captures away
             longest = max((self.text(prompt, 0) for prompt in prompts), key=lambda text: text.ids.numel())
-            for arm in dict.fromkeys(arm for *_, arms in runs for arm in arms):
-                self._generate(longest, arm, 0)[0].forget()
+            for arm in dict.fromkeys(arm for *_, arms in runs for arm in arms if self._policy(longest, arm)):
+                self._decode(longest, [arm])
+            self.learned.clear()
         with progress(len(runs)) as advance:
             for number, (temperature, prompt, arms) in enumerate(runs):
                 answers: list[str] = []
@@ -200,10 +212,8 @@ class _Run:
                     if self.fits(text):
                         answers.append(self._measure(record, text, [PLAIN, *in_turn(arms[1:], number)]))
                 advance(prompt.task)
-        needed = {arm for claim in self.preset["claims"] for arm in arms_in(claim)} & {
-            *self.preset.get("simulated", [])
-        }
-        if needed and record.find("simulated") is None:
+        needed = {arm for claim in self.preset["claims"] for arm in arms_in(claim)}
+        if needed & {*self.preset.get("simulated", [])} and record.find("simulated") is None:
             self._simulate(record, prompts)
             record.write("simulated")
 
@@ -221,65 +231,96 @@ class _Run:
         played = play_arms(drafted, best_length(drafted))
         for arm, (name, layers) in self.preset["simulated"].items():
             for prompt, one in zip(prompts, played[name]):
-                key = {name: plain[prompt.id][name] for name in ("temperature", "prompt", "turn", "repeat")}
-                known = {name: plain[prompt.id][name] for name in ("task", "loops")}
-                made = {
-                    "tokens": one.tokens,
-                    "layers": getattr(one, layers),
-                    "rounds": one.calls,
-                    "accepted": one.accepted,
-                }
-                record.once("sample", partial(dict, **known, **made), engine=arm, **key)
+                names = ("temperature", "prompt", "turn", "repeat", "task", "loops")
+                known = {name: plain[prompt.id][name] for name in names}
+                made = {"layers": getattr(one, layers), "rounds": one.calls, "accepted": one.accepted}
+                record.once("sample", partial(dict, tokens=one.tokens, **made), engine=arm, **known)
 
     def _measure(self, record: Record, text: _Text, arms: Sequence[str]) -> str:
-        """Measure arms on one text, plain decoding first; return its answer."""
-        plain: Line = {}
-        about = {"temperature": text.temperature, "prompt": text.prompt.id, "turn": text.turn}
-        for repeat in range(self.options.repeats):
-            for arm in in_turn(arms, repeat):
-                if self._policy(text, arm) is not None and (repeat == 0 or arm in self.timed):
-                    key = {"engine": arm, **about, "repeat": repeat}
-                    if arm in self.preset.get("kept", []) and not record.is_complete and record.find("sample", **key):
-                        self._generate(text, arm, repeat)  # learns again
-                    line = record.once("sample", partial(self._sample, text, arm, repeat, plain), **key)
-                    plain = plain or line
+        """Measure arms on one text, timed ones alone, the others together; return what plain decoding answers."""
+        arms = [arm for arm in arms if self._policy(text, arm) is not None]
+        alone = [arm for arm in arms if (arm, text.temperature) in self.timed]
+        for repeat in range(self.options.repeats if alone else 0):
+            for arm in in_turn(alone, repeat):
+                self._sample(record, text, [arm], repeat)
+        others = [arm for arm in arms if arm not in alone]
+        for group in [others] if self.together else [[arm] for arm in others]:
+            self._sample(record, text, group)
+        plain = cast(Line, record.find("sample", engine=PLAIN, repeat=0, **text.key))
         return str(self.tokenizer.decode(plain["token_ids"], skip_special_tokens=True))
 
-    def _sample(self, text: _Text, arm: str, repeat: int, plain: Line) -> Line:
-        """Time one text and count its rounds. On a GPU it ran once before, so that nothing is captured while it is timed."""
-        if self.on_gpu:
-            self._generate(text, arm, repeat)
+    def _sample(self, record: Record, text: _Text, arms: Sequence[str], repeat: int = 0) -> None:
+        """Write what the record lacks of these arms. Those that keep what they learned learn again from what it has."""
+        keys = {arm: {"engine": arm, **text.key, "repeat": repeat} for arm in arms}
+        missing = [arm for arm in arms if record.find("sample", **keys[arm]) is None]
+        kept = [] if record.is_complete else self.preset.get("kept", [])
+        needed = [arm for arm in arms if arm in missing or arm in kept]
+        if self.on_gpu and missing:  # once before, so that nothing is captured while it is timed
+            self._decode(text, needed, repeat)
             torch.cuda.reset_peak_memory_stats()
-        engine, generation = self._generate(text, arm, repeat)
-        tokens, stats = [*generation.tokens], cast(Mapping[str, Any], generation.stats)
+        found = self._decode(text, needed, repeat)
+        for arm in missing:
+            plain = record.find("sample", engine=PLAIN, repeat=0, **text.key)
+            record.write("sample", **keys[arm], **self._line(text, arm, found[arm], plain))
+
+    def _line(self, text: _Text, arm: str, result: GenerationResult, plain: Line | None) -> Line:
+        """Count a text's rounds. plain: its line by plain decoding, None if this is it."""
+        tokens, stats = [*result.new_tokens], result.stats
         line: Line = {
-            "task": text.prompt.task, "tokens": len(tokens), "seconds": round(generation.seconds, 5),
-            "loops": loops(tokens), "rounds": stats["rounds"], "accepted": stats["num_accepted"],
-            "layers": stats["loaded_layers"] + stats["preverifier_layers"] + self.model.num_layers,  # the prompt's pass
-            **{f"{phase}_seconds": round(stats[f"{phase}_seconds"], 5) for phase in ("learn", "preverify", "verify")},
+            "task": text.prompt.task, "tokens": len(tokens), "loops": loops(tokens), "rounds": stats.rounds,
+            "accepted": stats.num_accepted,
+            "layers": stats.loaded_layers + stats.preverifier_layers + self.model.num_layers,  # the prompt's pass
         }  # fmt: skip
+        if (arm, text.temperature) in self.timed:
+            names = ("seconds", *(f"{phase}_seconds" for phase in ("learn", "preverify", "verify")))
+            line |= {name: round(getattr(stats, name), 5) for name in names}
         if self.on_gpu:
             line["memory"] = torch.cuda.max_memory_allocated()
         if text.prompt.reference and text.sampling:
             written = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
             line["rouge2"] = rouge_2(written, text.prompt.reference)
-        if arm == PLAIN:
+        if plain is None:
             line |= {"token_ids": tokens, "prompt_tokens": text.ids.numel()}
         elif not text.sampling and tokens != plain["token_ids"]:
-            found = compare_outputs(text.ids, plain["token_ids"], tokens, engine, self.model.weights_dtype)
+            judge = SelfSpecEngine(self.generator, PLAIN)
+            found = compare_outputs(text.ids, plain["token_ids"], tokens, judge, self.model.weights_dtype)
             line |= {"reference": PLAIN, **found}
         return line
 
-    def _generate(self, text: _Text, arm: str, repeat: int) -> tuple[SelfSpecEngine, Generation]:
-        """Continue a text by an arm, up to its EOS."""
-        sampled = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **text.sampling} if text.sampling else {}
-        options = {"do_sample": bool(sampled), "eos_token_id": None, "seed": 0, **sampled}
-        generator, policy = self.adapted.get(arm, self.generator), self._policy(text, arm) or PLAIN
-        keeps = arm in self.preset.get("kept", [])  # what it learned, from text to text
-        new = partial(SelfSpecEngine, generator, policy, warmed_up=keeps, sampling=options)
-        key = (arm, policy, text.temperature)
-        engine = self.engines[key] = self.engines.get(key) or new()
-        return engine, engine.generate(text.ids, self.length(text.prompt.task), repeat)
+    def _decode(self, text: _Text, arms: Sequence[str], repeat: int = 0) -> dict[str, GenerationResult]:
+        """Continue a text by each arm, up to its EOS; arms of one policy come out alike, and run once."""
+        length = self.length(text.prompt.task)
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "seed": repeat, "max_new_tokens": length}
+        if text.sampling:
+            options |= {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, **text.sampling}
+        runs: dict[SelfSpecGenerator, dict[str, list[str]]] = {}
+        kept, found = self.preset.get("kept", []), dict[str, GenerationResult]()
+        here = text.prompt.id, text.turn
+        for arm in arms:
+            alike = arm if arm in kept else str(self._policy(text, arm))
+            runs.setdefault(self.adapted.get(arm, self.generator), {}).setdefault(alike, []).append(arm)
+        for generator, groups in runs.items():
+            if len(groups) > 1:  # all go on from the rows that this keeps of the prompt
+                generator.generate(text.ids, max_new_tokens=1, policy=PLAIN, do_sample=False)
+            else:
+                generator.bound.pool.forget()  # a text that is timed reads its prompt
+            known = [self.learned.setdefault((own[0], text.temperature), {}) for own in groups.values()]
+            policies = [make_policy(generator.bound, str(self._policy(text, own[0]))) for own in groups.values()]
+            for policy, states in zip(policies, known):
+                states.pop(here, None)
+                if states:
+                    policy.restore([*states.values()][-1])
+            size = self._batch_size(text.ids.numel() + length)
+            results = generator.generate_batch([text.ids] * len(groups), batch_size=size, policy=policies, **options)
+            for own, policy, states, result in zip(groups.values(), policies, known, results):
+                found |= dict.fromkeys(own, result)
+                if own[0] in kept:
+                    states[here] = policy.state()
+        return found
+
+    def _batch_size(self, rows: int) -> int:
+        """Return how many texts of so many rows share passes: what memory holds, or one where company may change a bit."""
+        return max(_BATCH_BYTES // (rows * self.generator.bound.pool.row_bytes), 1) if self.together else 1
 
     def _policy(self, text: _Text, arm: str) -> str | None:
         return policy_of(self.preset, arm, text.prompt.task, self.settings)

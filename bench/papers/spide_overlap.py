@@ -1,16 +1,8 @@
 """Simulate SPIDE's Algorithm 1 on two devices: it assumes a second one that drafts while the first verifies.
 
 The engine has the serial half alone. Here the whole is played over greedy drafts that were recorded from every position of
-a text. Calls and drafts are exact; the unit of time is a pass of one of the model's layers. For a paper's table:
-
-    texts = record_drafts(generator, prompt, 128, exit_layers=[2, 4])     # {exit layer: DraftedText}, once a prompt
-    length = best_length(tuning)                                          # of the fixed arms, from other prompts' texts
-    arms = play_arms(scored, length)                                      # {name: [Played of each text]}
-    arms["spide, tau=0.7"][0].two_devices                                 # layers of time; .tokens and .calls beside it
-
-The arms are "fixed" (drafts of a fixed length in turn: the yardstick), "fixed, overlapped" (without dynamic drafts), and for
-each tau "spide, tau=T" (all parts) and "serial, tau=T" (without parallel verification). The speed of an arm is its tokens
-over its layers, all texts pooled (`bench.report.interval_tables.interval`); Cost is its calls over those of "fixed".
+a text. Calls and drafts are exact; the unit of time is a pass of one of the model's layers. `play_arms` lists the arms; an
+arm's speed is its tokens over its layers.
 
 Two readings of what is printed. Line 28 takes the minimum with k and line 30 asks for k + 1, which would never be: here a
 call accepts up to k + 1 tokens, as in section 3.2 and Figure 2. Line 33 keeps the last s drafts, the first of which this very
@@ -21,6 +13,7 @@ Source: SPIDE (2025), section 3.2, Figure 2, eq. 6 and Algorithm 1, lines 1 to 4
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 from policies.records import Drafter
@@ -30,8 +23,7 @@ from selfspec.pacer import PAPER
 from selfspec.pacer.examples import draft_traces
 from selfspec.pacer.settings import DataPlan
 
-TAUS = (0.5, 0.6, 0.7, 0.8, 0.9)
-"""Thresholds that the paper compares, in section 4.2 and Appendix D.3."""
+TAU = 0.7
 LENGTHS = range(1, 13)
 MOST = 32
 """Drafts that are made in turn, in a row; the paper has no bound but the text's end."""
@@ -149,18 +141,25 @@ def best_length(texts: Iterable[DraftedText]) -> int:
     return min(layers, key=layers.__getitem__)
 
 
-def play_arms(texts: Sequence[DraftedText], length: int, taus: Iterable[float] = TAUS) -> dict[str, list[Played]]:
-    """Play all arms on texts of one exit layer. A table keeps what it learned from text to text, as in the paper."""
+def play_arms(texts: Sequence[DraftedText], length: int) -> dict[str, list[Played]]:
+    """Play texts of one exit layer: drafts of a fixed length in turn, all of SPIDE, it without parallel verification, and
+    that with tables from elsewhere: each text begins with what every second text has taught, its own among them or not.
 
-    def dynamic(tau: float, ahead: int) -> list[Played]:
-        table = AcceptanceTable([Drafter(texts[0].exit_layer)])
-        return [play(text, most=MOST, ahead=ahead, tau=tau, table=table) for text in texts]
+    Else a table keeps what it learned from text to text, as in the paper.
+    """
+    tables = [AcceptanceTable([Drafter(texts[0].exit_layer)]) for _ in range(4)]
 
-    ahead = drafts_ahead(texts[0])
+    def dynamic(texts: Sequence[DraftedText], table: AcceptanceTable, ahead: int = 0) -> list[Played]:
+        return [play(text, most=MOST, ahead=ahead, tau=TAU, table=table) for text in texts]
+
     arms = {
         "fixed": [play(text, most=length) for text in texts],
-        "fixed, overlapped": [play(text, most=length, ahead=ahead) for text in texts],
+        "spide": dynamic(texts, tables[0], drafts_ahead(texts[0])),
+        "serial": dynamic(texts, tables[1]),
     }
-    for tau in taus:
-        arms |= {f"spide, tau={tau}": dynamic(tau, ahead), f"serial, tau={tau}": dynamic(tau, 0)}
+    for half in (0, 1):
+        dynamic(texts[half::2], tables[2 + half])
+    for name, other in (("own half's table", 0), ("other half's table", 1)):
+        taught = [deepcopy(tables[2 + (place + other) % 2]) for place in range(len(texts))]
+        arms[name] = [played for text, table in zip(texts, taught) for played in dynamic([text], table)]
     return arms

@@ -23,7 +23,10 @@ from bench.report.table import UNKNOWN, counted
 from selfspec.analysis.comparison import load_warning
 
 TIMED = ("seconds", "learning", "preverifying", "verifying")
-_RUNS = 3  # that a verdict in seconds needs
+RUNS = 3  # that a verdict in seconds needs
+_ABSENT = {"memory": "not testable here: needs a GPU"} | dict.fromkeys(
+    TIMED, f"not shown: seconds need --repeats {RUNS}"
+)
 _LITTLE = 0.005  # a gain or loss that is surely smaller shows nothing
 METRICS: Mapping[str, Callable[[Line], tuple[float, float]]] = {
     "etpl": lambda line: (line["tokens"] / line["layers"], 1),
@@ -69,8 +72,7 @@ def finding(claim: Claim, preset: Preset, lines: Sequence[Line]) -> Finding:
     texts = {arm: _texts_of(claim, arm, lines) for arm in arms_in(claim)}
     ours, theirs = ([arm for arm in arms_in(claim, part) if texts[arm]] for part in ("of", "over"))
     if not ours or (arms_in(claim, "over") and not theirs):
-        on_gpu = claim["metric"] == "memory"
-        return Finding(verdict="not testable here: needs a GPU" if on_gpu else "not measured: no run of these arms")
+        return Finding(verdict=_ABSENT.get(claim["metric"], "not measured: no run of these arms"))
     bases: list[str | None] = [*theirs] or [None]
     pair = min(product(ours, bases), key=partial(_support, {**claim, **claim.get("best", {})}, texts))
     ratios = [_ratio(claim["metric"], texts, *pair, free=free) for free in (True, False)]
@@ -84,7 +86,8 @@ def finding(claim: Claim, preset: Preset, lines: Sequence[Line]) -> Finding:
 def _texts_of(claim: Claim, arm: str, lines: Sequence[Line]) -> Texts:
     metric, own = claim["metric"], matching(lines, "sample", engine=arm, temperature=float(claim.get("temperature", 0)))
     own = [line for line in own if line["task"] in claim.get("tasks", [line["task"]])]
-    return by_value([line for line in own if metric in line or metric not in ("memory", "rouge2")], "prompt")
+    needs = "seconds" if metric in TIMED else metric if metric in ("memory", "rouge2") else "tokens"
+    return by_value([line for line in own if needs in line], "prompt")
 
 
 def _support(claim: Claim, texts: Mapping[str, Texts], pair: tuple[str, str | None]) -> float:
@@ -120,7 +123,7 @@ def _verdict(claim: Claim, preset: Preset, lines: Sequence[Line], free: Ratio | 
     """Apply the rules: enough free texts, enough runs on an idle machine for seconds, more than one seed of a training."""
     if free is None or free.count < FEWEST:
         return f"not shown: {counted(free.count if free else 0, 'free text')}"
-    if claim["metric"] in TIMED and runs < _RUNS:
+    if claim["metric"] in TIMED and runs < RUNS:
         return f"not shown: {counted(runs, 'run')}"
     loads = [line["load_average"] for line in (lines[0]["provenance"], *matching(lines, "load_average"))]
     if claim["metric"] in TIMED and load_warning(*loads, cores=lines[0]["provenance"]["cores"]):

@@ -95,10 +95,25 @@ def agreement_trace(result: GenerationResult, num_layers: int) -> AgreementTrace
 
 def trace_agreement(generator: SelfSpecGenerator, prompt: Tensor | str, max_new_tokens: int) -> AgreementTrace:
     """Decode autoregressively and greedily, EOS off, and record every layer's argmax. prompt: int64 [n], or text."""
+    return trace_agreements(generator, [prompt], max_new_tokens)[0]
+
+
+def trace_agreements(
+    generator: SelfSpecGenerator,
+    prompts: Sequence[Tensor | str],
+    max_new_tokens: int,
+    batch_size: int = 1,
+    deepest: int | None = None,
+) -> list[AgreementTrace]:
+    """Do as `trace_agreement` does with several prompts, `batch_size` at a time in shared passes.
+
+    deepest: the last layer whose argmax is recorded, by default the last but one.
+    """
     num_layers = generator.model.num_layers
-    watched = watching_all_layers(autoregressive(num_layers), num_layers)
+    watched = watching_all_layers(autoregressive(num_layers), num_layers if deepest is None else deepest + 1)
     greedy: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": [], "trace": True}
-    return agreement_trace(generator.generate(prompt, policy=watched, **greedy), num_layers)
+    results = generator.generate_batch(prompts, policy=watched, batch_size=batch_size, **greedy)
+    return [agreement_trace(result, num_layers) for result in results]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +157,11 @@ class Replay:
         return sum(of_length[count] if count else cost.autoregressive() for count in self.drafted)
 
 
-def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Replay:
-    """Work out the rounds that `ls:E-G` would have on the traced text. Raises ValueError when the trace is not complete."""
+def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int, *, adapts: bool = False) -> Replay:
+    """Work out the rounds that `ls:E-G` would have on the traced text, or `fs:E-G`, whose length adapts.
+
+    Raises ValueError when the trace is not complete.
+    """
     if not trace.is_complete:
         raise ValueError("the trace does not cover every position: use fixed_settings, which estimates then")
     runs = trace.runs.get(exit_layer, ())  # empty if there was no round
@@ -156,6 +174,8 @@ def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Rep
         accepted.append(min(runs[committed - 1], cap))
         drafted.append(cap)
         committed += accepted[-1] + 1
+        if adapts:
+            num_speculations = max(0, num_speculations + (1 if accepted[-1] == cap else -1))
     return Replay(exit_layer=exit_layer, num_layers=trace.num_layers, drafted=tuple(drafted), accepted=tuple(accepted))
 
 

@@ -12,14 +12,13 @@ import pytest
 import torch
 from test_bench_report import WHERE, write
 
-from bench.papers.assist import Assist
-from bench.papers.calibration import best_setting, finite_state_etpl, fixed_etpl
+from bench.papers.calibration import best_setting, etpl
 from bench.papers.preset import PAPERS, arms_in, arms_of, load_preset, policy_of
 from bench.papers.prompts import paper_prompts
 from bench.papers.verdicts import METRICS, decide, finding, loops, rouge_2
 from bench.record import Line, Record, matching, read_record
 from bench.report.page import tables, update
-from policies import parse_policy
+from policies import fixed, parse_policy
 from records import finished
 from selfspec.analysis.replay import AgreementTrace
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -27,7 +26,7 @@ from tiny_training import write_checkpoint
 
 FOUND = {
     "ls": "2-3", "fs": "1-2", "layer": "2", "published": "7-6", "published_layer": "7", "judged": "1",
-    "assist": f"{Path(__file__).parents[2] / 'bench/papers/assist.py'}:Assist",
+    "assist": f"{fixed.__file__}:AssistLength",
 }  # fmt: skip
 VERDICTS = ("not testable here", "not measured", "not shown")
 
@@ -115,7 +114,7 @@ def test_missing_examples_and_ready_prompts(tmp_path: Path) -> None:
 
 
 def test_assist_and_the_search_by_hand() -> None:
-    policy = Assist()
+    policy = fixed.AssistLength()
     policy.observe(finished(5, 5))
     assert policy.length == 7
     for _ in range(9):
@@ -123,9 +122,9 @@ def test_assist_and_the_search_by_hand() -> None:
     assert policy.length == 1
     # Layer 1 of 4 agrees everywhere. ls:1-3 on 9 tokens: 2 rounds of 3 drafts, 14 layers, and 4 of the prompt: 9 / 18.
     trace = AgreementTrace(tokens=(0,) * 9, agrees={1: (1.0,) * 8, 2: (0.0,) * 8, 3: (0.0,) * 8}, num_layers=4)
-    assert fixed_etpl(trace, 1, 3) == 9 / 18
-    assert finite_state_etpl(trace, 1, 3) == 9 / 18  # the second round has room for 3 drafts only
-    assert best_setting([trace], fixed_etpl) == "1-8"  # one round of 7 drafts
+    assert etpl(trace, 1, 3) == 9 / 18
+    assert etpl(trace, 1, 3, adapts=True) == 9 / 18  # the second round has room for 3 drafts only
+    assert best_setting([trace]) == "1-8"  # one round of 7 drafts
 
 
 def test_loops_and_rouge_by_hand() -> None:
@@ -164,6 +163,7 @@ LEADS = {"of": "del", "over": ["ls", "fs", "dv"], "metric": "etpl", "expect": "m
         (LEADS | {"temperature": 1}, record(), "not measured: no run of these arms"),
         (LEADS | {"metric": "memory"}, record(), "not testable here: needs a GPU"),
         (LEADS | {"metric": "seconds"}, record(), "not shown: 1 run"),
+        (LEADS | {"metric": "seconds"}, [], "not shown: seconds need --repeats 3"),
         (LEADS | {"metric": "seconds"}, record(runs=3, load_average=9.0), "not shown: busy machine"),
         (LEADS | {"metric": "seconds"}, record(runs=3), "reproduced"),
         (LEADS | {"expect": "less"}, record(-8), "reproduced"),
@@ -202,6 +202,7 @@ def test_records_of_two_models_in_one_table(tmp_path: Path) -> None:
     assert [table.name for table in tables(record())] == ["claims"]
 
 
+KEY, COUNTS = ("engine", "temperature", "prompt", "turn"), ("tokens", "layers", "rounds", "accepted")
 Invoke = Callable[..., Any]
 
 
@@ -253,13 +254,24 @@ def test_quick_runs_break_off_and_go_on(run: Invoke, tmp_path: Path, monkeypatch
     assert "without mgsm, 1 too long of humaneval" in result.output
 
 
-def test_temperatures_repeats_and_a_prompt_without_cuts(run: Invoke, tmp_path: Path) -> None:
-    path = tmp_path / "spide.jsonl"
-    run("spide", "--table", "5", "--table", "1", "--samples", 1, "--repeats", 2, "-o", path)
-    samples = matching(read_record(path), "sample")
-    assert {line["temperature"] for line in samples} == {0.0, 1.0}
-    repeats = {line["engine"]: line["repeat"] for line in samples if line["temperature"] == 0}
-    assert repeats["spide"] == 1 and len({line["engine"] for line in samples}) == 9  # four of them simulated
+def test_arms_that_share_passes_count_as_those_that_run_alone(run: Invoke, tmp_path: Path) -> None:
+    """Alone: those that are timed, where their claims are."""
+    paths, samples = (tmp_path / "together.jsonl", tmp_path / "timed.jsonl"), []
+    for path, repeats in zip(paths, (2, 3)):
+        run("spide", "--table", "5", "--table", "1", "--samples", 2, "--repeats", repeats, "-o", path)
+        samples.append(matching(read_record(path), "sample"))
+    counted = [
+        {tuple(line[name] for name in KEY): [line[name] for name in COUNTS] for line in own if line["repeat"] == 0}
+        for own in samples
+    ]
+    assert counted[0] == counted[1] and len(samples[0]) == len(counted[0])
+    assert {line["temperature"] for line in samples[0]} == {0.0, 1.0} and not any(
+        "seconds" in line for line in samples[0]
+    )
+    timed = [line for line in samples[1] if "seconds" in line]
+    assert {line["temperature"] for line in timed} == {0.0} and {line["repeat"] for line in timed} == {0, 1, 2}
+    assert {line["engine"] for line in timed} == {"ar", "spide", "ls", "svip", "dv"}
+    assert len({line["engine"] for line in samples[0] if line["temperature"] == 0}) == 11  # six of them simulated
 
 
 def test_adapters_are_trained_beside_the_record(run: Invoke, tmp_path: Path) -> None:

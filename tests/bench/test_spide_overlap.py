@@ -63,14 +63,17 @@ def test_the_arms_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     text = by_hand([1] * 25)
     assert best_length([text]) == 12
     monkeypatch.setattr(spide_overlap, "MOST", 4)
-    arms = play_arms([text, text], 12, [0.7])
-    assert [*arms] == ["fixed", "fixed, overlapped", "spide, tau=0.7", "serial, tau=0.7"]
+    arms = play_arms([text, by_hand([0] * 25)], 12)
+    assert [*arms] == ["fixed", "spide", "serial", "own half's table", "other half's table"]
     assert arms["fixed"][0].calls == 2 and arms["fixed"][0].two_devices == (12 + 11) * 2 + 2 * 8
-    # 13 of 12 + 4 are judged; 3 are left, and each later call judges 4: 12 more in three calls, where drafts take no time.
-    assert arms["fixed, overlapped"][0].calls == 4 and arms["fixed, overlapped"][0].two_devices == 12 * 2 + 4 * 8
     # .955^4 = .83 > .7: 4 in turn, of 4 + 4 five are judged, and 20 more in five calls.
-    assert arms["spide, tau=0.7"][0].two_devices == 4 * 2 + 6 * 8
-    assert arms["serial, tau=0.7"][1].calls == 5  # five tokens each
+    assert arms["spide"][0].two_devices == 4 * 2 + 6 * 8
+    assert arms["serial"][0].calls == 5  # five tokens each
+    # The second text's drafts are all wrong. Half 1's table has 1.91 of 26 by then: a draft a call, and 25 calls, the last
+    # of which has no room for it. Half 0's has 21.91 of 22: four drafts until 0 of 8 more pull it to .73, .73^2 < .7.
+    assert arms["own half's table"][1].drafts == 24
+    assert arms["other half's table"][1].drafts > 24 and arms["other half's table"][0].calls > 5
+    assert arms["own half's table"][0] == arms["serial"][0]
 
 
 @pytest.fixture(scope="module")
