@@ -48,7 +48,7 @@ class Fake(TimedEngine):
         self.at -= 1
         self.calls.append(self.name)
         tokens = [int(prompt[-1])] * max_new_tokens if self.tokens is None else self.tokens
-        return Generation(tokens=tuple(tokens), seconds=1.5, stats={"pid": os.getpid()})
+        return Generation(tokens=tuple(tokens), seconds=1.5, stats={"pid": os.getpid(), "calls": len(self.calls)})
 
     def next_logits(self, ids: Tensor) -> Tensor:
         self.asked.append(ids.tolist())
@@ -185,6 +185,14 @@ def test_an_engine_there_is_what_it_is_here_and_what_it_prints_is_no_answer(capf
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_process_that_waited_for_another_runs_two_tokens_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.engines.peer_process._SETTLING_SECONDS", 0.0)
+    with started(Fake("one"), Fake("two")) as peer, started(Fake("three")) as other:
+        (one, two), (three,) = peer.engines, other.engines
+        said = [engine.generate(PROMPT, 3).stats["calls"] for engine in (one, one, three, two, one)]
+    assert said == [1, 2, 1, 1, 4]
 
 
 @pytest.mark.parametrize(

@@ -27,15 +27,7 @@ from selfspec.pacer.examples import draft_traces, make_data, read_traces
 from selfspec.pacer.inference import PreVerification
 from selfspec.pacer.labels import DraftTrace, pack
 from selfspec.pacer.network import LeanPreVerifier, load_preverifier, save_preverifier
-from selfspec.pacer.quality import (
-    PlayedDraft,
-    auc,
-    best_settings,
-    evaluate,
-    fit_calibration,
-    play,
-    trace_logits,
-)
+from selfspec.pacer.quality import PlayedDraft, auc, best_settings, evaluate, fit_calibration, play, trace_logits
 from selfspec.pacer.settings import DataPlan
 from selfspec.pacer.training import PreVerifierLoss, train_preverifier
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -293,11 +285,7 @@ def test_labels_are_those_of_the_engine_drafting_from_one_position(ignore_eos: b
             parts = zip(trace.starts.tolist(), trace.lengths.tolist(), trace.accepted.tolist())
             for start, length, count in parts:
                 run = engine.generate(
-                    text[: start - 1],
-                    max_new_tokens=9,
-                    eos_token_id=eos,
-                    policy=f"ls:{trace.exit_layer}-7",
-                    trace=True,
+                    text[: start - 1], max_new_tokens=9, eos_token_id=eos, policy=f"ls:{trace.exit_layer}-7", trace=True
                 )
                 first = run.trace[0]
                 assert count == min(first.num_accepted, len(text) - start)
