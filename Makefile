@@ -55,14 +55,14 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	$(BIN)/mkdocs build --strict
 
-# Records of one commit, in about an hour on two cores: what README and docs show. What broke off goes on; records of another commit
+# Records of one commit, in about 90 minutes on two cores: what README and docs show. What broke off goes on; records of another commit
 # are refused, so remove build/records before. llama.cpp, ik_llama.cpp and OpenVINO are measured where they are installed
 # (docs/benchmarks.md). FILE: a GGUF file for the README's second table. OPENVINO: --engine openvino:FOLDER, once a folder.
 RECORDS = build/records
 BENCH = $(BIN)/selfspec-bench
 SMOLLM2 = build/smollm2-bf16
 MEDIUM = --model synthetic:medium
-LOOPED = --model synthetic:ouro-1.4B --kv-dtype bfloat16 --policy ls:24-3 --policy ls:24-6 --policy wave:loop=1
+LOOPED = --model synthetic:ouro-1.4B --kv-dtype bfloat16 --policy wave:loop=1 --policy ls:24-3 --policy ls:24-6
 RULES = auto auto:cost=layers del del:as=printed ls:1-4 ls:2-2 fs:1-4 dv:1 svip:1,threshold=1.4 adaedl:1,start=0.2 spide:1,tau=0.2
 FEWER_BITS = BF16 Q8_0 Q4_0
 FILE ?=
@@ -85,7 +85,7 @@ records: $(VENV)/.installed $(SMOLLM2)
 	  --engine selfspec:int8 --engine selfspec:int4 $(FEWER_BITS:%=--engine llama.cpp:%) -o $(RECORDS)/peers-medium.jsonl
 	$(BENCH) batch $(MEDIUM) --engine transformers --engine selfspec:int8 --engine llama.cpp:BF16 --engine llama.cpp:Q8_0 \
 	  --max-new-tokens 48 --repeats 2 -o $(RECORDS)/batch-medium.jsonl
-	$(BENCH) load $(MEDIUM) --clients 1,8 --requests 1 --repeats 2 -o $(RECORDS)/load-medium.jsonl
+	$(BENCH) load $(MEDIUM) --clients 1,4,8 --requests 1 --repeats 2 -o $(RECORDS)/load-medium.jsonl
 	$(BENCH) context $(MEDIUM) --contexts 128,1024,4096 -o $(RECORDS)/context-medium.jsonl
 	$(BENCH) roofline $(MEDIUM) -o $(RECORDS)/roofline-medium.jsonl
 	for weights in bfloat16 int4; do \
