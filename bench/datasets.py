@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layerskip_models.text_files import json_lines
 from selfspec.messages import encode_messages
 
 if TYPE_CHECKING:
@@ -66,23 +66,6 @@ def load_prompts(path: Path | None = None) -> list[Prompt]:
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise ValueError(f"{path}: ids must differ from line to line")
     return prompts
-
-
-def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the object of each line of a .jsonl or .jsonl.gz file, after its place. Raises ValueError for anything else."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                fields = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{place}: not JSON ({error})") from None
-            if not isinstance(fields, dict):
-                raise ValueError(f"{place}: expected an object")
-            yield place, fields
 
 
 def _prompt_of(fields: dict[str, Any], place: str) -> Prompt:

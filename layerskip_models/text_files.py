@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TextIO
 
 
 def write_text(path: Path, text: str) -> None:
@@ -34,6 +38,32 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def open_text(path: Path) -> TextIO:
+    """Open a UTF-8 file, packed if its name ends in .gz. Only a line feed ends a line."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="\n")
+    return path.open(encoding="utf-8-sig", newline="\n")
+
+
+def json_lines(path: Path, expected: str = "an object") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the object of each line of a .jsonl or .jsonl.gz file, after its place. Raises ValueError for anything else.
+
+    expected: what the error asks for.
+    """
+    with open_text(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                fields = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{place}: not JSON ({error})") from None
+            if not isinstance(fields, dict):
+                raise ValueError(f"{place}: expected {expected}")
+            yield place, fields
 
 
 def read_lines(path: Path) -> list[str]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from bench.datasets import group_by_task, json_lines, load_prompts
+from bench.datasets import group_by_task, load_prompts
+from layerskip_models.text_files import json_lines
 
 Task = Mapping[str, Any]
 Row = Mapping[str, Any]

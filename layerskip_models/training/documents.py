@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from layerskip_models.text_files import open_text
 from layerskip_models.training.settings import DEFAULT_EXCLUDES, DataSource
 
 END_OF_TEXT = "<|endoftext|>"
@@ -53,13 +53,6 @@ def read_documents(path: Path, exclude: Sequence[str] = DEFAULT_EXCLUDES) -> Ite
         stripped = document.removeprefix(f"{END_OF_TEXT}\n").removesuffix(f"\n{END_OF_TEXT}").strip("\n")
         if stripped.strip():
             yield from split_document(stripped + "\n", MAX_DOCUMENT_CHARS)
-
-
-def open_text(path: Path) -> TextIO:
-    """Open a UTF-8 file, packed if its name ends in .gz. Only a line feed ends a line."""
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="\n")
-    return path.open(encoding="utf-8-sig", newline="\n")
 
 
 def _is_text(path: Path) -> bool:

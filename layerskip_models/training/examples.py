@@ -10,7 +10,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from layerskip_models.training.documents import ALL, is_held_out, open_text, read_documents
+from layerskip_models.text_files import json_lines
+from layerskip_models.training.documents import ALL, is_held_out, read_documents
 from layerskip_models.training.settings import FrozenModelSettings
 
 _FORMS = '"messages", "prompt" with "completion", "prompt" alone (for --own-answers) or "text"'
@@ -30,8 +31,7 @@ class Example:
 def read_examples(path: Path, exclude: Sequence[str]) -> list[Example]:
     """Read the items of a .jsonl[.gz], .txt[.gz] or .py file, or a folder. Raises ValueError for others, and for none."""
     if not path.is_dir() and path.name.endswith((".jsonl", ".jsonl.gz")):
-        with open_text(path) as stream:
-            examples = [_parse(line, f"{path}, line {number}") for number, line in enumerate(stream, 1) if line.strip()]
+        examples = [_parse(item, place) for place, item in json_lines(path, f"an object with {_FORMS}")]
     else:
         examples = [Example(key=text, text=text) for text in read_documents(path, exclude)]
     if not examples:
@@ -39,13 +39,7 @@ def read_examples(path: Path, exclude: Sequence[str]) -> list[Example]:
     return examples
 
 
-def _parse(line: str, where: str) -> Example:
-    try:
-        item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from None
-    if not isinstance(item, dict):
-        raise ValueError(f"{where}: expected an object with {_FORMS}")
+def _parse(item: dict[str, Any], where: str) -> Example:
     key = json.dumps(item, sort_keys=True)
     prompt, completion, messages = item.get("prompt"), item.get("completion"), item.get("messages")
     if messages is None and _are_messages(prompt):  # a conversation in two parts
