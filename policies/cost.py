@@ -206,15 +206,19 @@ def parts_of(cost: CostModel, drafter: Drafter | None, drafts: int, early: bool 
     return drafting, verifying
 
 
+def cost_of_sweep(cost: CostModel, layers: int, rows: float) -> float:
+    """Price a sweep of a wave: so many rows through the layers of a loop, and the head on each of them."""
+    return layers * at_rows(cost.layer_seconds, rows) + at_rows(cost.head_seconds, rows)
+
+
 def cost_of_round(record: RoundRecord, cost: CostModel) -> float:
     """Price a finished round: all rows that it ran, including one that was dropped.
 
-    Of a wave: its sweeps, of fewer rows while it fills its diagonal; the head looks at all of them.
+    Of a wave: its sweeps, of fewer rows while it fills its diagonal.
     """
     if record.sweeps:
         rows = max(cost.num_layers * record.sweeps / record.loaded_layers - (record.sweeps - 1) / 2, 1)
-        heads = record.sweeps * at_rows(cost.head_seconds, rows)
-        return record.loaded_layers * at_rows(cost.layer_seconds, rows) + heads
+        return record.sweeps * cost_of_sweep(cost, record.loaded_layers // record.sweeps, rows)
     return sum(parts_of(cost, record.drafter, record.num_drafted, record.stop_cause == "before_draw"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from policies.auto.policy import AutoExit
 from policies.base import StatelessPolicy
 from policies.building import Setup
-from policies.cost import CostModel, at_rows
+from policies.cost import CostModel, cost_of_sweep
 from policies.records import Plan, RoundContext, RoundRecord
 
 HOPED = 0.8
@@ -64,8 +64,7 @@ class LoopedAuto(StatelessPolicy):
         self._length = min(rounds, key=lambda drafts: rounds[drafts])
         sweeps = right + wrong * loops  # a token
         rows = (loops + wrong * loops * (loops - 1) / 2) / sweeps * cost.batch_size  # in flight, and of no use later
-        sweep = self._layers * at_rows(cost.layer_seconds, rows) + at_rows(cost.head_seconds, rows)
-        self._sweep = sweep / cost.batch_size
+        self._sweep = cost_of_sweep(cost, self._layers, rows) / cost.batch_size
         return {"wave": sweeps * self._sweep, "rounds": rounds[self._length], "plain": cost.autoregressive()}
 
     def plan(self, context: RoundContext) -> Plan:

@@ -12,7 +12,7 @@ import torch
 from layerskip_models import LayerSkipModel
 from layerskip_models.draft_weights import draft_bytes
 from policies import CostModel
-from policies.cost import at_rows
+from policies.cost import cost_of_sweep
 from selfspec.analysis.comparison import Generate, pairs_of_runs, summarise
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement, wave_sweeps
 from selfspec.engine.expected_cost import expected_cost
@@ -192,8 +192,7 @@ def loops_in_words(
     )
     words += "exits within a loop are not what such models are trained for"
     sweeps = mean(count for trace in traces for count in wave_sweeps(trace, model.num_loops)) or 1.0
-    sweep = size * at_rows(cost.layer_seconds, model.num_loops) + at_rows(cost.head_seconds, model.num_loops)
-    gain = cost.autoregressive() / (sweeps * sweep)
+    gain = cost.autoregressive() / (sweeps * cost_of_sweep(cost, size, model.num_loops))
     words += f". A wave takes {sweeps:.2f} sweeps over them for a token, and would run {gain:.2f} times plain"
     if gate is not None:
         norm, bias = float(gate[:-1].norm()), float(gate[-1])
