@@ -319,7 +319,7 @@ class _Run:
         return found
 
     def _batch_size(self, rows: int) -> int:
-        """Return how many texts of so many rows share passes: what memory holds, or one where company may change a bit."""
+        """Return how many texts of this many rows share passes: as many as memory holds, or one if company could matter."""
         return max(_BATCH_BYTES // (rows * self.generator.bound.pool.row_bytes), 1) if self.together else 1
 
     def _policy(self, text: _Text, arm: str) -> str | None:

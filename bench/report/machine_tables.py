@@ -120,7 +120,7 @@ def _imposed_tables(lines: Sequence[Line], samples: Samples) -> list[Table]:
                 rows.append(row)
         return Table.of(name, title, rows)
 
-    speeds = f"tokens/s after the first (× plain) if so many drafts are right, which is set, not the model's; {kinds}"
+    speeds = f"tokens/s after the first (× plain), for a share of right drafts which is set, not the model's; {kinds}"
     costs = f"passes over {layers} layers for a token × what one takes (share of the memory's speed, for weights alone)"
     return [table("imposed", speeds, speed), table("passes", costs, passes)]
 

@@ -134,7 +134,7 @@ def one_loop_is_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_behind_a_new_token_stay(patch: pytest.MonkeyPatch, when: bool) -> None:
-    """Where a row has landed, or where an earlier loop thinks again."""
+    """Keep them behind a row that has landed, or one of which an earlier loop thinks again."""
     original = selfspec.engine.wave._hear
 
     def fault(draft: Draft, row: Row, said: Any, position: int, lands: bool) -> bool:
